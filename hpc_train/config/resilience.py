@@ -36,6 +36,9 @@ class NumbersConfig:
     leaves out the samples of those steps; 0: never. A run without a good checkpoint goes on as it is."""
     good_after: int = setting(default=20, ge=1, le=100000)
     """A checkpoint is good when so many steps in a row after it had finite numbers."""
+    compare_every: int = setting(default=100, ge=0)
+    """Compare the parameters of ranks that hold copies of the same ones every so many steps, by the sum of their bits;
+    where they differ the run goes back to a checkpoint from before; 0: never. Not with parameter servers."""
     spike_sigmas: float = setting(default=6.0, ge=0)
     """A loss that many standard deviations above the mean of the latest steps is a spike; 0: none is."""
     spike_window: int = setting(default=128, ge=2, le=10000)

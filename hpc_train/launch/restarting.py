@@ -84,7 +84,8 @@ def decide_after_failure(
     if fault.cause is Cause.USER and "rollback" in own:  # the ranks ended, and said so in a line of their own
         fault = Fault(Cause.NUMBERS)
     elif fault.cause is Cause.USER and "disagree" in own:
-        fault = Fault(Cause.DISAGREE, "", str(own["disagree"]["why"]))
+        hosts = own["disagree"]["hosts"]
+        fault = Fault(Cause.DISAGREE, str(hosts[0]) if len(hosts) == 1 else "", str(own["disagree"]["why"]))
     elif fault.cause is Cause.USER and "slow_node" in own:
         fault = Fault(Cause.SLOW_NODE, str(own["slow_node"]["hosts"][0]), str(own["slow_node"]["why"]))
     record_strikes(folder.path, attempt, fault, allocation)
@@ -128,9 +129,9 @@ def record_strikes(run: Path, attempt: int, fault: Fault, allocation: Allocation
         return
     for host in allocation.lost:
         append_strike(run, Strike(host, HARDWARE, "does not answer", attempt))
-    if fault.cause in (Cause.HANG, Cause.KILLED, Cause.SLOW_NODE) and fault.host:
+    if fault.cause in (Cause.HANG, Cause.KILLED, Cause.SLOW_NODE, Cause.DISAGREE) and fault.host:
         name = _full_name(fault.host, allocation.nodes)
-        weight = HARDWARE if fault.cause is Cause.SLOW_NODE else SOFTWARE
+        weight = SOFTWARE if fault.cause in (Cause.HANG, Cause.KILLED) else HARDWARE
         if name is not None and name not in allocation.lost:
             append_strike(run, Strike(name, weight, fault.text, attempt))
 

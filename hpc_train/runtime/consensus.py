@@ -255,9 +255,13 @@ def report_lost_ranks() -> Iterator[None]:
 def leave_together(task: Task, gate: str = "leaving") -> None:
     """Keep process 0, with which the store ends, until all others have read what they need. A collective."""
     assert task.store is not None
-    arrive(task.store, gate, task.processes)
     if task.process == 0:
+        arrive(task.store, gate, task.processes)
         wait_for_gate(task.store, gate)
+    else:
+        # The last one opens the gate, and process 0 may end, with the store, before the answer to that is here.
+        with suppress(dist.DistNetworkError):
+            arrive(task.store, gate, task.processes)
 
 
 def decide_on_process_0(task: Task, name: str, work: Callable[[], R]) -> R:

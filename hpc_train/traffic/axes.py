@@ -360,7 +360,7 @@ def tied_embedding_flows(size: float) -> list[Flow]:
 
 
 def scalar_flows(axes: tuple[str, ...], norm: bool) -> list[Flow]:
-    """Return the small sums of a step: targets beside stop requests and the last norm, loss, and a norm that needs one."""
+    """Return the small sums: targets beside stop requests and the last norm, loss, and a norm if it needs one."""
     if not axes:
         return []
     return [

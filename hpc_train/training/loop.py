@@ -21,9 +21,8 @@ from typing import Any, cast
 
 import torch
 
-from hpc_train.checkpoint import CheckpointError, Saver, SaveResult, mark_bad, prune_steps
+from hpc_train.checkpoint import CheckpointError, Saver, SaveResult, prune_steps
 from hpc_train.checkpoint.provenance import Origin, encode_provenance, hash_file, hash_text, identify_code
-from hpc_train.checkpoint.rank_consensus import run_on_rank_0
 from hpc_train.checkpoint.save.file_writer import LocalStage
 from hpc_train.checkpoint.save.incremental import IncrementalWriter
 from hpc_train.checkpoint.save.shared_file import WriterSharing
@@ -34,7 +33,7 @@ from hpc_train.config.compose import config_to_yaml
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.data.loader import Loader
-from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE, IncompleteRun
+from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.interfaces import Engine, StepBatch, Sums, TensorShard, World
 from hpc_train.models.shape import compute_flops_per_token
 from hpc_train.parallel.mesh_axes import get_axis_index
@@ -42,10 +41,12 @@ from hpc_train.resilience.chaos import FaultInjector
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import LedgerFile
 from hpc_train.runtime.processes import StopRequest
-from hpc_train.training.anomalies import SkippedSteps, UpdateGuard
+from hpc_train.training.anomalies import UpdateGuard
+from hpc_train.training.number_checks import RanksDisagree, check_numbers, distrust_steps
 from hpc_train.training.optimizer import compute_learning_rate, scale_peak_rate, seed_step
+from hpc_train.training.replica_check import ReplicaCheck
 from hpc_train.training.reporter import Reporter
-from hpc_train.training.rollback import MOST_ROLLBACKS, ROLLBACKS, RollbackState, WentBack, mark_newer_bad
+from hpc_train.training.rollback import ROLLBACKS, RollbackState
 from hpc_train.training.run_directory import RunDirectory
 
 
@@ -236,6 +237,11 @@ class TrainingRun:
     owes_validation: bool = False
     """A request to stop skipped the evaluation that was due after this step."""
     last_loss: float | None = None
+    replicas: ReplicaCheck | None = None
+    equal_at: int = 0
+    """The latest step after which copies of parameters were compared and equal; at first where the run began."""
+    equal_checkpoint: int | None = None
+    """The newest checkpoint up to there; retention keeps it."""
     last_norm: float = 0.0
     """Gradient norm of the latest step that is the same on all ranks; 0 if none is."""
     last_validation: float | None = None
@@ -284,7 +290,7 @@ class TrainingRun:
     def prune_checkpoints(self) -> None:
         """Remove the checkpoints that the retention rules do not keep; called on rank 0 after a commit."""
         config = self.config.checkpoint
-        pinned = frozenset({self.resumed_from, self.rollback.good} - {None})
+        pinned = frozenset({self.resumed_from, self.rollback.good, self.equal_checkpoint} - {None})
         also = KeepRules(config.keep_every, config.keep_best, cast("frozenset[int]", pinned))
         prune_steps(self.directory.checkpoints, config.keep, also, sole=self.saver.lock is not None)
 
@@ -331,19 +337,8 @@ def run_training(run: TrainingRun) -> int:
         # The step that failed is not the step being saved: that checkpoint is sound, and worth the wait.
         _report_saves(run, run.wait_for_saves())
         if isinstance(error, RanksDisagree) and run.world.rank == 0:
-            _distrust_last_step(run, error)
+            distrust_steps(run, error)
         raise
-
-
-class RanksDisagree(IncompleteRun):
-    """Raised on the ranks that see in a step that they had different gradients in the step before."""
-
-
-def _distrust_last_step(run: TrainingRun, error: RanksDisagree) -> None:
-    """Record what was seen, and mark the checkpoint that was made from it."""
-    run.reporter.event("disagree", step=run.step, why=str(error))
-    if run.saved_at == run.step:
-        mark_bad(run.directory.checkpoints, run.step, str(error))
 
 
 def _run_steps(run: TrainingRun) -> int:
@@ -351,7 +346,7 @@ def _run_steps(run: TrainingRun) -> int:
         step = train_step(run)
         validation = _evaluate_if_due(run, step.stop)
         report_step(run, step, validation)
-        _go_back_if_lost(run)
+        check_numbers(run, lambda: _report_saves(run, run.wait_for_saves()))
         stopping = step.stop or run.owes_validation
         saved = _save_if_due(run, stopping)
         if run.ledger is not None:
@@ -363,39 +358,6 @@ def _run_steps(run: TrainingRun) -> int:
             return _stop(run)
     _report_saves(run, run.wait_for_saves())
     return EXIT_DONE
-
-
-def _go_back_if_lost(run: TrainingRun) -> None:
-    """Raise WentBack on all ranks after too many steps in a row without finite numbers; see training.rollback."""
-    numbers, state = run.config.resilience.numbers, run.rollback
-    count = run.guard.nonfinite_in_a_row
-    able = run.config.checkpoint.every > 0 and run.config.resilience.restarts > 0 and state.good is not None
-    if not able or not numbers.rollback_after or count < numbers.rollback_after:
-        return
-    _report_saves(run, run.wait_for_saves())
-    went = f"the numbers of {count} steps in a row, up to step {run.step}, were not finite"
-    if run_on_rank_0(run.world, lambda: _prepare_rollback(run, went)):
-        raise WentBack(f"{went}; going back to the checkpoint of step {state.good}, without the samples of these steps")
-
-
-def _prepare_rollback(run: TrainingRun, why: str) -> bool:
-    """Mark checkpoints and record samples, on rank 0; returns whether the run can go back."""
-    state, count = run.rollback, run.guard.nonfinite_in_a_row
-    assert state.good is not None
-    if state.times >= MOST_ROLLBACKS:
-        if count == run.config.resilience.numbers.rollback_after:
-            log.warning("%s, as after %d returns to step %d: not again", why, state.times, state.good)
-        return False
-    marked = mark_newer_bad(run.directory.checkpoints, state.good, why)
-    if marked is None:
-        return False
-    batch = run.config.train.global_batch
-    first = run.consumed_samples - count * batch
-    state.entries.append(SkippedSteps(run.step - count + 1, run.step, first, count * batch, why))
-    state.times += 1
-    state.write(run.directory.path / ROLLBACKS)
-    run.reporter.event("rollback", step=run.step, to=state.good, marked=marked, why=why)
-    return True
 
 
 def train_step(run: TrainingRun) -> StepResult:
@@ -417,7 +379,8 @@ def train_step(run: TrainingRun) -> StepResult:
     if not sums.agree:
         raise RanksDisagree(
             f"the ranks did not get the same gradient norm in step {run.step} (here: {run.last_norm:.6g}): "
-            "the memory or the device of one of them is at fault"
+            "the memory or the device of one of them is at fault",
+            run.step - 1,
         )
     if run.injector is not None:
         run.injector.after_backward(run.engine.parts)

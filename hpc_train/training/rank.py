@@ -205,7 +205,8 @@ def assemble_run(
     run.guard.skip_samples(run.rollback.entries)
     resumed = resume_from_checkpoint(directory.checkpoints, config.checkpoint.resume, engine.shards(), world)
     if resumed is not None and not resumed.weights_only:
-        run.step, run.saved_at = resumed.step, resumed.step if resumed.directory == directory.checkpoints else None
+        run.step = run.equal_at = resumed.step
+        run.saved_at = resumed.step if resumed.directory == directory.checkpoints else None
         run.resumed_from = run.saved_at
         run.owes_validation = run.saved_at is not None and resumed.extra.get("owes_validation", False)
         _check_position(resumed.extra["consumed_samples"], run)

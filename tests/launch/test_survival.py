@@ -169,3 +169,21 @@ def test_a_gradient_that_differs_on_one_rank_is_noticed_and_its_checkpoint_distr
     assert [event["step"] for event in events(workshop, "disagree")] == [8]
     assert "starting again from step 4" in ended.err
     assert_same_run(run, uninterrupted)
+
+
+def test_a_weight_that_differs_on_one_rank_is_noticed_and_its_checkpoints_distrusted(
+    workshop: Workshop, uninterrupted: Any
+) -> None:
+    """The bit flips in step 6; there are saves after steps 4 and 8, and comparisons after 5 and 10."""
+    run, plan = workshop.folder / "run", workshop.folder / "faults.yaml"
+    settings = (*LONG, "resilience.chaos=true", "resilience.numbers.compare_every=5")
+    job = workshop.start("run", *settings, faults="0:train:1:hold")
+    workshop.wait_for_fault("0:train:1:hold", job)
+    plan.write_text("faults: [{kind: flip_weight, rank: 1, step: 5}]")
+    assert main(["chaos", str(run), "--plan", str(plan)]) == 0
+    workshop.go()
+    ended = job.ended()
+    assert ended.code == 0, ended
+    assert [(event["step"], event["marked"]) for event in events(workshop, "disagree")] == [(10, [8])]
+    assert "starting again from step 4" in ended.err
+    assert_same_run(run, uninterrupted)

@@ -1,0 +1,101 @@
+"""Look after each step whether a run's numbers can still be trusted, and end the attempt where they cannot.
+
+Loss or gradient that stay infinite send the run back to a good checkpoint (training.rollback). Copies of parameters that
+are no longer equal send it back to the last one from when they were (training.replica_check). All ranks come to the same
+conclusion and raise; hpc_train.launch.restarting then has them started again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from hpc_train.checkpoint import list_committed_steps, mark_bad
+from hpc_train.checkpoint.rank_consensus import run_on_rank_0
+from hpc_train.errors import IncompleteRun
+from hpc_train.regular_files import read_json
+from hpc_train.training.anomalies import SkippedSteps
+from hpc_train.training.replica_check import ReplicaCheck
+from hpc_train.training.rollback import MOST_ROLLBACKS, ROLLBACKS, WentBack, mark_newer_bad
+
+if TYPE_CHECKING:
+    from hpc_train.training.loop import TrainingRun
+
+log = logging.getLogger(__name__)
+
+
+def check_numbers(run: TrainingRun, finish_saves: Callable[[], None]) -> None:
+    """Raise WentBack or RanksDisagree on all ranks where the run must not go on. Called after each step.
+
+    finish_saves: waits for the saves under way.
+    """
+    _go_back_if_lost(run, finish_saves)
+    _compare_replicas_if_due(run)
+
+
+def _go_back_if_lost(run: TrainingRun, finish_saves: Callable[[], None]) -> None:
+    """Raise WentBack on all ranks after too many steps in a row without finite numbers; see training.rollback."""
+    numbers, state = run.config.resilience.numbers, run.rollback
+    count = run.guard.nonfinite_in_a_row
+    able = run.config.checkpoint.every > 0 and run.config.resilience.restarts > 0 and state.good is not None
+    if not able or not numbers.rollback_after or count < numbers.rollback_after:
+        return
+    finish_saves()
+    went = f"the numbers of {count} steps in a row, up to step {run.step}, were not finite"
+    if run_on_rank_0(run.world, lambda: _prepare_rollback(run, went)):
+        raise WentBack(f"{went}; going back to the checkpoint of step {state.good}, without the samples of these steps")
+
+
+def _prepare_rollback(run: TrainingRun, why: str) -> bool:
+    """Mark checkpoints and record samples, on rank 0; returns whether the run can go back."""
+    state, count = run.rollback, run.guard.nonfinite_in_a_row
+    assert state.good is not None
+    if state.times >= MOST_ROLLBACKS:
+        if count == run.config.resilience.numbers.rollback_after:
+            log.warning("%s, as after %d returns to step %d: not again", why, state.times, state.good)
+        return False
+    marked = mark_newer_bad(run.directory.checkpoints, state.good, why)
+    if marked is None:
+        return False
+    batch = run.config.train.global_batch
+    first = run.consumed_samples - count * batch
+    state.entries.append(SkippedSteps(run.step - count + 1, run.step, first, count * batch, why))
+    state.times += 1
+    state.write(run.directory.path / ROLLBACKS)
+    run.reporter.event("rollback", step=run.step, to=state.good, marked=marked, why=why)
+    return True
+
+
+class RanksDisagree(IncompleteRun):
+    """Raised on the ranks that see that they have, or had, different numbers where these have to be equal."""
+
+    def __init__(self, text: str, since: int, ranks: Sequence[int] = ()) -> None:
+        """since: the last step after which they were equal. ranks: those at fault, if that can be said."""
+        super().__init__(text)
+        self.since, self.ranks = since, ranks
+
+
+def distrust_steps(run: TrainingRun, error: RanksDisagree) -> None:
+    """Record what was seen, and mark the checkpoints that may have been made from it."""
+    marked = [step for step in list_committed_steps(run.directory.checkpoints) if step > error.since]
+    for step in marked:
+        mark_bad(run.directory.checkpoints, step, str(error))
+    hosts = {entry["rank"]: entry["host"] for entry in read_json(run.directory.rank_map)["ranks"]}
+    named = [hosts[rank] for rank in error.ranks]
+    run.reporter.event("disagree", step=run.step, why=str(error), marked=marked, hosts=named)
+
+
+def _compare_replicas_if_due(run: TrainingRun) -> None:
+    """Raise RanksDisagree on all ranks where copies of parameters differ."""
+    every = run.config.resilience.numbers.compare_every
+    if not every or run.step % every or run.config.parallel.server.mode != "none":
+        return
+    run.replicas = run.replicas or ReplicaCheck(run.engine, run.world)
+    odd, sure = run.replicas.find_odd_ranks()
+    if odd:
+        which = f"rank {', '.join(map(str, odd[:8]))}" + ("" if sure else ", which differ from each other")
+        text = f"copies of parameters are not equal any more, as they were after step {run.equal_at}: those of {which}"
+        raise RanksDisagree(text, run.equal_at, odd if sure else ())
+    run.equal_at = run.step
+    run.equal_checkpoint = run.saved_at

@@ -1,0 +1,72 @@
+"""Compare the parameters of ranks that hold copies of the same ones: a bit that flips on one of them is found here.
+
+Every rank adds up the bits of its parameters, as integers; ranks that hold the same rectangles of the same tensors must
+come to the same sum, because they have made the same updates from the same averaged gradients. One all-gather of two
+numbers a rank, and one pass over the parameters, every `resilience.numbers.compare_every` steps. With three copies or
+more the odd one is named. Optimizer state is not compared, nor what exists once: with zero1 to
+zero3 a rank has its own share of the parameters, of which only dp_replicate makes copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hpc_train.interfaces import Engine, World
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicaCheck:
+    """The parameters of one rank, and what they are compared with."""
+
+    def __init__(self, engine: Engine, world: World) -> None:
+        """A collective in some engines. Buffers are left out: those of batch normalisation differ between ranks."""
+        parameters = {name for part in engine.parts for name, _ in part.named_parameters()}
+        own = [shard for shard in engine.shards() if shard.name in parameters]
+        self._tensors, self._world = [shard.local for shard in own], world
+        places = sorted((shard.name, shard.offset, tuple(shard.local.shape)) for shard in own)
+        self._place = int.from_bytes(hashlib.sha256(repr(places).encode()).digest()[:7], "little")
+
+    def find_odd_ranks(self) -> tuple[list[int], bool]:
+        """Return the ranks whose parameters differ from those of their copies, and whether they are surely at fault.
+
+        Of two copies nobody can say which one is wrong: both are returned. The same on every rank; a collective.
+        """
+        mine = torch.tensor([self._place, self.add_up()], dtype=torch.int64)
+        if self._world.size == 1:
+            return [], True
+        everybody = [torch.empty_like(mine) for _ in range(self._world.size)]
+        dist.all_gather(everybody, mine)
+        return find_minority([(int(place), int(bits)) for place, bits in everybody])
+
+    def add_up(self) -> int:
+        """Return the sum of the bits of this rank's parameters, as integers modulo 2^64."""
+        total = torch.zeros((), dtype=torch.int64, device=self._world.device)
+        for tensor in self._tensors:
+            bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+            total += bits.sum(dtype=torch.int64).to(total.device)
+        return int(total)
+
+
+def find_minority(sums: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
+    """Return the indices whose sum is not that of most with the same place, and whether there is such a majority.
+
+    sums: (place, sum of bits) of each rank.
+    """
+    groups: dict[int, list[int]] = {}
+    for rank, (place, _) in enumerate(sums):
+        groups.setdefault(place, []).append(rank)
+    odd: list[int] = []
+    sure = True
+    for ranks in groups.values():
+        counts = Counter(sums[rank][1] for rank in ranks).most_common()
+        if len(counts) > 1:
+            majority = counts[0][1] > counts[1][1]
+            sure &= majority
+            odd += [rank for rank in ranks if not majority or sums[rank][1] != counts[0][0]]
+    return sorted(odd), sure
