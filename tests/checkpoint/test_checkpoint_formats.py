@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 from hpc_train.checkpoint import load_step
 from hpc_train.checkpoint.convert import safetensors_files
-from hpc_train.checkpoint.convert.rewrite import StateDictTensors, make_blank_piece
+from hpc_train.checkpoint.convert.rewrite import StateDictTensors, make_blank_shard
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.step_directory import try_read_manifest
 from hpc_train.config.compose import compose, config_to_yaml
@@ -77,7 +77,7 @@ def stored(directory: Path, step: int) -> State:
     """All tensors of a step."""
     manifest = try_read_manifest(directory / f"step-{step}", step)
     assert manifest is not None
-    pieces = [make_blank_piece(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
+    pieces = [make_blank_shard(tensor, tensor.rectangle) for tensor in manifest.step_layout.tensors]
     load_step(directory, step, pieces, alone())
     return {piece.name: piece.local for piece in pieces}
 

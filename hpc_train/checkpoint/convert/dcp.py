@@ -300,17 +300,17 @@ class DcpTensors:
             for name, theirs in self._names.items()
         ]
 
-    def fill(self, pieces: Sequence[TensorShard]) -> None:
-        """Fill the pieces. Raises CheckpointError for a file that does not hold what the metadata says, and OSError."""
-        for piece in pieces:
-            wanted = Rectangle(tuple(piece.offset), tuple(piece.local.shape))
-            stored = self._stored[self._names[piece.name]]
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Fill the shards. Raises CheckpointError for a file that does not hold what the metadata says, and OSError."""
+        for shard in shards:
+            wanted = Rectangle(tuple(shard.offset), tuple(shard.local.shape))
+            stored = self._stored[self._names[shard.name]]
             for chunk in stored.chunks:
                 common = wanted.overlap(chunk.rectangle)
                 if common is not None:
                     inner = _slices(common.start_in(chunk.rectangle), common.shape)
                     outer = _slices(common.start_in(wanted), common.shape)
-                    piece.local[outer].copy_(self._read(chunk, stored.dtype)[inner])
+                    shard.local[outer].copy_(self._read(chunk, stored.dtype)[inner])
 
     def _read(self, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor of a chunk, as a view of the mapped file."""

@@ -53,7 +53,7 @@ def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: 
     Raises UserError for a model that the format cannot hold, CheckpointError for a damaged step.
     """
     weights_only = options.weights or options.format == "hf"
-    tensors = [it for it in step.manifest.holdings.tensors if is_weight(it.name) or not weights_only]
+    tensors = [it for it in step.manifest.step_layout.tensors if is_weight(it.name) or not weights_only]
     total = sum(it.rectangle.volume * it.itemsize for it in tensors)
     temporary = folder.with_name(f".{folder.name}.tmp-{make_token()}")
     temporary.mkdir(parents=True)

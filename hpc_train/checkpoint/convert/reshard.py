@@ -33,7 +33,7 @@ def reshard_step(step: OpenStep, directory: Path, ranks: int, dim: int, progress
     """
     manifest = step.manifest
     _check_output(directory, step.path.resolve().parent)
-    tensors = manifest.holdings.tensors
+    tensors = manifest.step_layout.tensors
     total = sum(it.rectangle.volume * it.itemsize for it in tensors)
     facts = StepMetadata(manifest.extra, manifest.finite, manifest.validation_loss, manifest.origin)
     with (

@@ -41,7 +41,7 @@ from hpc_train.checkpoint.format.rectangle import Rectangle, split_slabs
 from hpc_train.checkpoint.format.shard_layout import FileLayout, SavedTensor, gather_layouts, make_file_layout
 from hpc_train.checkpoint.load.load_step import check_reads, plan_reads, report_damage
 from hpc_train.checkpoint.load.read_schedule import LoadDestinations
-from hpc_train.checkpoint.load.reader import PieceReader
+from hpc_train.checkpoint.load.reader import TensorReader
 from hpc_train.checkpoint.load.verified_reader import ShardReader
 from hpc_train.checkpoint.provenance import Origin
 from hpc_train.checkpoint.save.save_step import commit_step, prepare_directory
@@ -74,8 +74,8 @@ class TensorSource(Protocol):
     def tensors(self) -> Sequence[SavedTensor]:
         """In the order in which reading them is cheapest."""
 
-    def fill(self, pieces: Sequence[TensorShard]) -> None:
-        """Read into `local` of every piece. Raises CheckpointError or OSError."""
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Read into `local` of every shard. Raises CheckpointError or OSError."""
 
 
 class SavedStepTensors:
@@ -95,15 +95,15 @@ class SavedStepTensors:
     @property
     def tensors(self) -> Sequence[SavedTensor]:
         """All of the step."""
-        return self._manifest.holdings.tensors
+        return self._manifest.step_layout.tensors
 
-    def fill(self, pieces: Sequence[TensorShard]) -> None:
+    def fill(self, shards: Sequence[TensorShard]) -> None:
         """As loading does, in one process."""
-        plan = plan_reads(pieces, self._manifest, self._where)
+        plan = plan_reads(shards, self._manifest, self._where)
         self._make_room(set(plan["file"].tolist()))
-        targets = LoadDestinations(pieces)
+        targets = LoadDestinations(shards)
         report_damage(self._where, lambda: check_reads(plan, self._source, targets))
-        report_damage(self._where, lambda: PieceReader(self._source, pieces, targets).run(plan))
+        report_damage(self._where, lambda: TensorReader(self._source, shards, targets).run(plan))
         targets.finish()
 
     def _make_room(self, files: set[int]) -> None:
@@ -127,25 +127,25 @@ class StateDictTensors:
         """In the order of the state dict."""
         return [SavedTensor(name, dtype_name(self.dtypes[name]), tuple(it.shape)) for name, it in self.state.items()]
 
-    def fill(self, pieces: Sequence[TensorShard]) -> None:
+    def fill(self, shards: Sequence[TensorShard]) -> None:
         """Copied, and converted where the type differs."""
-        for piece in pieces:
-            spans = zip(piece.offset, piece.local.shape, strict=True)
+        for shard in shards:
+            spans = zip(shard.offset, shard.local.shape, strict=True)
             where = tuple(slice(begin, begin + size) for begin, size in spans)
-            piece.local.copy_(self.state[piece.name][where])
+            shard.local.copy_(self.state[shard.name][where])
 
 
-def make_blank_piece(tensor: SavedTensor, rectangle: Rectangle) -> TensorShard:
-    """A piece to be filled."""
+def make_blank_shard(tensor: SavedTensor, rectangle: Rectangle) -> TensorShard:
+    """A shard to be filled."""
     dtype = parse_dtype(tensor.dtype)
     return TensorShard(tensor.name, tensor.shape, dtype, rectangle.offset, torch.empty(rectangle.shape, dtype=dtype))
 
 
 def read_whole_tensors(source: TensorSource, tensors: Sequence[SavedTensor]) -> dict[str, torch.Tensor]:
     """These tensors, whole, in memory."""
-    pieces = [make_blank_piece(tensor, tensor.rectangle) for tensor in tensors]
-    source.fill([piece for piece in pieces if piece.local.numel()])
-    return {piece.name: piece.local for piece in pieces}
+    shards = [make_blank_shard(tensor, tensor.rectangle) for tensor in tensors]
+    source.fill([shard for shard in shards if shard.local.numel()])
+    return {shard.name: shard.local for shard in shards}
 
 
 def cut_rows(tensors: Sequence[SavedTensor], files: int, dim: int) -> list[list[DatasetRow]]:
@@ -333,24 +333,26 @@ def _write_step(
     token, _ = prepare_directory(path, [sum(row.bytes for row in rows) for rows in files], CheckpointDirectory(), lock)
     temporary = uncommitted_path(path, "tmp", token)
     try:
-        shards: list[tuple[ShardFile, FileLayout]] = []
+        written: list[tuple[ShardFile, FileLayout]] = []
         _raise_file_limit()
         for group in _group_files(files):
-            shards += _write_group(temporary, source, group, tell)
-        commit_step(temporary, path, _make_manifest(path, len(files), shards, about), lock)
+            written += _write_group(temporary, source, group, tell)
+        commit_step(temporary, path, _make_manifest(path, len(files), written, about), lock)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return path
 
 
-def _make_manifest(path: Path, ranks: int, shards: list[tuple[ShardFile, FileLayout]], about: StepMetadata) -> Manifest:
+def _make_manifest(
+    path: Path, ranks: int, written: list[tuple[ShardFile, FileLayout]], about: StepMetadata
+) -> Manifest:
     step = parse_step(path)
     assert step is not None, path
-    holdings = gather_layouts([held for _, held in shards])
-    files = tuple(file for file, _ in shards)
+    step_layout = gather_layouts([held for _, held in written])
+    files = tuple(file for file, _ in written)
     told = (about.extra, about.finite, about.validation_loss, about.origin)
-    return Manifest(step, next_sequence_number(path.parent), ranks, holdings, files, *told)
+    return Manifest(step, next_sequence_number(path.parent), ranks, step_layout, files, *told)
 
 
 def _group_files(files: Sequence[list[DatasetRow]]) -> Iterator[list[tuple[int, list[DatasetRow]]]]:
@@ -375,11 +377,11 @@ def _write_group(
             image = make_image(rows)
             opened.append(_OpenFile(rows, image, BlockWriter(temporary, shard_file_name(index), image)))
         goals = _list_destinations(opened)
-        for pieces in _batch_pieces([tensor for tensor in source.tensors if tensor.name in goals], goals):
-            source.fill(pieces)
-            for piece in pieces:
-                _distribute(piece, goals[piece.name])
-            tell(sum(piece.local.nbytes for piece in pieces))
+        for shards in _batch_shards([tensor for tensor in source.tensors if tensor.name in goals], goals):
+            source.fill(shards)
+            for shard in shards:
+                _distribute(shard, goals[shard.name])
+            tell(sum(shard.local.nbytes for shard in shards))
         held = [make_file_layout(it.rows, it.image) for it in opened]
         return [(it.writer.close(of.seal), of) for it, of in zip(opened, held, strict=True)]
     finally:
@@ -398,7 +400,7 @@ def _list_destinations(opened: list[_OpenFile]) -> dict[str, list[_Destination]]
     return goals
 
 
-def _batch_pieces(tensors: Sequence[SavedTensor], goals: dict[str, list[_Destination]]) -> Iterator[list[TensorShard]]:
+def _batch_shards(tensors: Sequence[SavedTensor], goals: dict[str, list[_Destination]]) -> Iterator[list[TensorShard]]:
     """Pieces of all that has a goal, about PART bytes at a time."""
     batch: list[TensorShard] = []
     size = 0
@@ -410,7 +412,7 @@ def _batch_pieces(tensors: Sequence[SavedTensor], goals: dict[str, list[_Destina
             if batch and size + bytes_of > READ_BYTES:
                 yield batch
                 batch, size = [], 0
-            batch.append(make_blank_piece(tensor, slab))
+            batch.append(make_blank_shard(tensor, slab))
             size += bytes_of
     if batch:
         yield batch
@@ -424,20 +426,20 @@ def _bounding_rectangle(rectangles: Sequence[Rectangle]) -> Rectangle:
     return Rectangle(tuple(begin), tuple(b - a for a, b in zip(begin, end, strict=True)))
 
 
-def _distribute(piece: TensorShard, goals: list[_Destination]) -> None:
+def _distribute(shard: TensorShard, goals: list[_Destination]) -> None:
     """Give every file its part of a slab: a slab is contiguous there too."""
-    slab = Rectangle(piece.offset, tuple(piece.local.shape))
+    slab = Rectangle(shard.offset, tuple(shard.local.shape))
     for goal in goals:
         common = slab.overlap(goal.rectangle)
         if common is None:
             continue
         starts = zip(common.start_in(slab), common.shape, strict=True)
-        part = piece.local[tuple(slice(at, at + size) for at, size in starts)].contiguous()
+        part = shard.local[tuple(slice(at, at + size) for at, size in starts)].contiguous()
         at = 0
         for start, size in zip(common.start_in(goal.rectangle), goal.rectangle.shape, strict=True):
             at = at * size + start
         data: Any = part.reshape(-1).view(torch.uint8).numpy()
-        goal.writer.put(goal.place + at * piece.dtype.itemsize, memoryview(data))
+        goal.writer.put(goal.place + at * shard.dtype.itemsize, memoryview(data))
 
 
 def _raise_file_limit() -> None:

@@ -1,6 +1,6 @@
 """Write an image in memory to a file that is on the disk, hashed on the way, at the disk's own speed.
 
-A `WriteStream` gives the bytes in pieces: from memory, gathered from tensors that lie here and there
+A `WriteStream` gives the bytes in chunks: from memory, gathered from tensors that lie here and there
 (`GatherSource`), or from a disk of the node. `LocalStage` puts such a disk (checkpoint.stage_dir) between memory and
 the shared directory, so that a save is done with memory long before it is committed. The file there has no name: no
 restart can take it for a checkpoint, and the kernel removes it with the process. Every block is hashed on the way in
@@ -123,7 +123,7 @@ DigestPart = Callable[[int, memoryview], list[int]]
 """Of the blocks of what came from a byte on."""
 OnDigests = Callable[[list[int]], object]
 """Takes the digests of all blocks when they are known, while the last of them are still being written."""
-_Piece = tuple[int, int]
+_ChunkSpan = tuple[int, int]
 """Its first byte, and the one behind its last."""
 
 
@@ -134,7 +134,7 @@ def compute_digests(begin: int, data: memoryview) -> list[int]:
 
 @dataclass(frozen=True)
 class WriteStream:
-    """What is to be written, in pieces."""
+    """What is to be written, in chunks."""
 
     source: ReadImage
     size: int
@@ -159,7 +159,7 @@ def write_image(path: Path, memory: memoryview, size: int, policy: WritePolicy =
 
 
 def write_stream(path: Path, stream: WriteStream, policy: WritePolicy) -> list[int]:
-    """The same of bytes that come in pieces of how.write_bytes."""
+    """The same of bytes that come in chunks of how.write_bytes."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if policy.direct:
         try:
@@ -218,37 +218,37 @@ def _write_chunks(
     """
     assert chunk % BLOCK_BYTES == 0, chunk
 
-    def get(piece: _Piece) -> tuple[memoryview, list[int]]:
-        data = stream.source(*piece)
-        return data, stream.digests(piece[0], data[: stream.size - piece[0]])
+    def get(span: _ChunkSpan) -> tuple[memoryview, list[int]]:
+        data = stream.source(*span)
+        return data, stream.digests(span[0], data[: stream.size - span[0]])
 
     begun: Future[None] | None = None
 
-    def put(piece: _Piece, data: memoryview) -> None:
+    def put(span: _ChunkSpan, data: memoryview) -> None:
         if begun is not None:
             begun.result()
-        write_at_offset(file, data, at + piece[0])
+        write_at_offset(file, data, at + span[0])
 
-    def both(piece: _Piece) -> list[int]:
-        data, found = get(piece)
-        put(piece, data)
+    def both(span: _ChunkSpan) -> list[int]:
+        data, found = get(span)
+        put(span, data)
         return found
 
-    pieces = list(_split_pieces(end, chunk))
-    if len(pieces) == 1:
+    chunks = list(_split_chunks(end, chunk))
+    if len(chunks) == 1:
         begin()
-        found = both(pieces[0])
+        found = both(chunks[0])
     else:
         with ThreadPoolExecutor(_THREADS) as pool:
             begun = pool.submit(begin)
             if stream.memory_stays:
-                return _write_ahead(pool, pieces, get, put, stream.on_digests)
-            found = [it for of_piece in pool.map(both, pieces) for it in of_piece]
+                return _write_ahead(pool, chunks, get, put, stream.on_digests)
+            found = [it for of_chunk in pool.map(both, chunks) for it in of_chunk]
     stream.on_digests(found)
     return found
 
 
-def _split_pieces(end: int, chunk: int) -> Iterator[_Piece]:
+def _split_chunks(end: int, chunk: int) -> Iterator[_ChunkSpan]:
     """The first chunk in parts that grow, so that the disk soon has something to do."""
     begin, part = 0, max(chunk // _PARTS // BLOCK_BYTES, 1) * BLOCK_BYTES
     while begin < end:
@@ -259,12 +259,12 @@ def _split_pieces(end: int, chunk: int) -> Iterator[_Piece]:
 
 def _write_ahead(
     pool: ThreadPoolExecutor,
-    pieces: Sequence[_Piece],
-    get: Callable[[_Piece], tuple[memoryview, list[int]]],
-    put: Callable[[_Piece, memoryview], None],
+    chunks: Sequence[_ChunkSpan],
+    get: Callable[[_ChunkSpan], tuple[memoryview, list[int]]],
+    put: Callable[[_ChunkSpan, memoryview], None],
     on_digests: OnDigests,
 ) -> list[int]:
-    """Get every piece in this thread while those before it are written, so that the disk always has one to take.
+    """Get every span in this thread while those before it are written, so that the disk always has one to take.
 
     Threads that did both would fall into step, as the disk serves their writes alike: it would wait while all of them
     get their next.
@@ -272,10 +272,10 @@ def _write_ahead(
     writing: deque[Future[None]] = deque()
     found: list[int] = []
     try:
-        for piece in pieces:
-            data, digests = get(piece)
+        for span in chunks:
+            data, digests = get(span)
             found += digests
-            writing.append(pool.submit(put, piece, data))
+            writing.append(pool.submit(put, span, data))
             while writing and (writing[0].done() or len(writing) > _AHEAD):
                 writing.popleft().result()
         on_digests(found)

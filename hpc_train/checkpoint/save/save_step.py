@@ -121,16 +121,16 @@ class LayoutCache:
 
     def encode_manifest(self, manifest: Manifest) -> bytes:
         """Return the content of manifest.json. Raises as Manifest.to_bytes."""
-        if self._encoded_columns is None or self._encoded_columns[0] is not manifest.holdings:
-            self._encoded_columns = manifest.holdings, encode_columns(manifest.holdings)
+        if self._encoded_columns is None or self._encoded_columns[0] is not manifest.step_layout:
+            self._encoded_columns = manifest.step_layout, encode_columns(manifest.step_layout)
         return manifest.to_bytes(self._encoded_columns[1])
 
     def encode_index(self, manifest: Manifest) -> bytes:
         """Return the content of index.h5. Raises as build_index."""
         names = [file.name for file in manifest.files]
         index = self._encoded_index
-        if index is None or index[0] is not manifest.holdings or index[1] != names:
-            index = self._encoded_index = manifest.holdings, names, build_index(manifest)
+        if index is None or index[0] is not manifest.step_layout or index[1] != names:
+            index = self._encoded_index = manifest.step_layout, names, build_index(manifest)
         return index[2]
 
 

@@ -181,9 +181,9 @@ def is_weight(name: str) -> bool:
     return not name.startswith(_OPTIMIZER_PREFIX)
 
 
-def select_weights(pieces: Iterable[TensorShard]) -> list[TensorShard]:
-    """The pieces that a step without optimizer state has."""
-    return [piece for piece in pieces if is_weight(piece.name)]
+def select_weights(shards: Iterable[TensorShard]) -> list[TensorShard]:
+    """The shards that a step without optimizer state has."""
+    return [shard for shard in shards if is_weight(shard.name)]
 
 
 def mark_weights_only(extra: dict[str, Any]) -> dict[str, Any]:
