@@ -141,7 +141,7 @@ def test_large_exports_are_several_files_with_an_index(tmp_path: Path) -> None:
     state = {f"w{index}": torch.full((100,), float(index)) for index in range(5)}
     source = StateDictTensors(state, dict.fromkeys(state, torch.float32))
     groups = [[SavedTensor(name, "float32", (100,))] for name in state]
-    files = safetensors_files.write_safetensors(tmp_path, source, groups, dict, lambda done: None, most=900)
+    files = safetensors_files.write_safetensors(tmp_path, source, groups, dict, lambda done: None, max_file_bytes=900)
     assert files == [f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 2000}

@@ -1,8 +1,8 @@
 """Find the tensors in the pickle of a torch.save file, and where their bytes are, without torch.load.
 
-torch stores the records of its zip archive as they are, so a record is a range of bytes of the file. An archive that
-says anything else (compressed, encrypted, past its own end) is refused before a byte is allocated for it. Layout:
-PKWARE's APPNOTE.TXT 6.3, sections 4.3 and 4.5.3.
+torch stores the records of its zip archive uncompressed, so a record is a byte range of the file. An archive with other
+records (compressed, encrypted, past its end) is refused before memory is allocated for it. Layout: PKWARE's APPNOTE.TXT
+6.3, sections 4.3 and 4.5.3.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class ByteSource(Protocol):
 
 
 def find_zip_records(file: ByteSource) -> dict[str, ByteSpan]:
-    """Return the place of every record, by its name without the archive's folder ("archive/data.pkl" is "data.pkl").
+    """Return the place of every record, by its name without the archive's folder ("data.pkl" for "archive/data.pkl").
 
-    Raises PickleError if it is no such archive.
+    Raises PickleError if the file is no such archive.
     """
     try:
         entries = _entries(file)
@@ -133,7 +133,7 @@ _MOST_VALUES = 1_000_000
 _MOST_DEPTH = 64
 _LONGEST_NAME = 4096
 _OF_A_TENSOR = 256
-"""Bytes that a tensor takes in a file of torch.save at least, beside its elements and its name."""
+"""Minimum bytes of a tensor in a file of torch.save, besides its elements and its name."""
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -161,7 +161,7 @@ _OTHERS = (
     "_rebuild_device_tensor_from_numpy",
     "_rebuild_device_tensor_from_cpu_tensor",
 )
-"""Functions that rebuild tensors which are not a strided array of numbers in the file."""
+"""Functions that rebuild tensors other than strided arrays; they may be named, but their tensors are refused."""
 _PLAIN_TYPES = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer"))
 
 
@@ -247,7 +247,7 @@ def open_zip_storages(file: ByteSource) -> tuple[bytes, StorageLookup]:
 def iterate_tensors(value: Any, storages: StorageLookup, room: int) -> Iterator[tuple[str, StridedTensor]]:
     """Yield every tensor in nested dictionaries, with its keys joined by dots; anything else is left out.
 
-    room: limit on the bytes of all names and of a few words about each tensor; a pickle can name one again and again.
+    room: limit on the bytes of all names plus _OF_A_TENSOR for each tensor: a pickle can refer to one many times.
     Raises PickleError for a tensor that is not within its storage, and for more values or levels than we read.
     """
     visited = 0
@@ -284,29 +284,29 @@ def _is_tensor(value: PickledCall) -> bool:
 def parse_strided_tensor(value: Any, storages: StorageLookup) -> StridedTensor:
     """Return the tensor that a call would make. Raises PickleError if it is none, or not within its storage."""
     try:
-        return _rebuilt(value, storages, 0)
+        return _parse_rebuild_call(value, storages, 0)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise PickleError(f"a tensor that torch did not write ({type(error).__name__})") from None
 
 
-def _rebuilt(value: Any, storages: StorageLookup, depth: int) -> StridedTensor:
+def _parse_rebuild_call(value: Any, storages: StorageLookup, depth: int) -> StridedTensor:
     if type(value) is not PickledCall or depth > 4:
         raise PickleError("no tensor where one should be")
     name, args = value.function.name, value.args
     if name in _PARAMETERS:
-        return _rebuilt(args[0], storages, depth + 1)
+        return _parse_rebuild_call(args[0], storages, depth + 1)
     if name == "_rebuild_from_type_v2":
         function, kind, inner, _ = args
         if type(kind) is not PickledName or (kind.module, kind.name) not in _PLAIN_TYPES or type(inner) is not tuple:
             raise PickleError(f"a tensor of class {kind}, which is not imported; save plain tensors")
-        return _rebuilt(PickledCall(function, inner), storages, depth + 1)
+        return _parse_rebuild_call(PickledCall(function, inner), storages, depth + 1)
     if name not in _TYPED:
         raise PickleError(f"a tensor made by {value.function}, which is not imported; save dense ones")
-    return _strided(name, args, storages)
+    return _parse_strided(name, args, storages)
 
 
-def _strided(name: str, args: tuple[Any, ...], storages: StorageLookup) -> StridedTensor:
-    stored, offset, size, stride = args[0], args[1], _integers(args[2]), _integers(args[3])
+def _parse_strided(name: str, args: tuple[Any, ...], storages: StorageLookup) -> StridedTensor:
+    stored, offset, size, stride = args[0], args[1], parse_shape(args[2]), parse_shape(args[3])
     math_bits = args[7:8] if name == "_rebuild_tensor_v3" else args[6:7]
     if any(type(it) is PickledPairs and it.pairs for it in math_bits):
         raise PickleError("a conjugated or negated view; save it with resolve_conj() and resolve_neg()")
@@ -322,7 +322,10 @@ def _strided(name: str, args: tuple[Any, ...], storages: StorageLookup) -> Strid
 
 
 def parse_storage_dtype(stored: Any) -> torch.dtype:
-    """Return the dtype of a Persistent ("storage", class, key, device, elements). Raises PickleError if it is none."""
+    """Return the dtype of a storage, a PickledReference of ("storage", class, key, device, elements).
+
+    Raises PickleError for anything else.
+    """
     if (
         type(stored) is not PickledReference
         or type(stored.identifier) is not tuple
@@ -347,7 +350,7 @@ def parse_storage_key(identifier: Any) -> tuple[str, int]:
     return key, count
 
 
-def _integers(value: Any) -> tuple[int, ...]:
+def parse_shape(value: Any) -> tuple[int, ...]:
     """Return a shape or strides as a tuple. Raises PickleError if it is neither."""
     if type(value) is PickledCall and value.function == PickledName("torch", "Size"):
         (value,) = value.args
@@ -356,6 +359,3 @@ def _integers(value: Any) -> tuple[int, ...]:
     if not all(type(it) is int and 0 <= it < 1 << 62 for it in value):
         raise PickleError("a shape or a stride that is negative or too large")
     return tuple(value)
-
-
-parse_shape = _integers
