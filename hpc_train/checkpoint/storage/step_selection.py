@@ -57,7 +57,7 @@ def find_target(text: str) -> CheckpointTarget:
     path = Path(text).expanduser().absolute()
     if not text or not path.is_dir():
         named = text or "''"
-        raise UserError(f"{candidate}: no such directory; give that of a run, of its checkpoints or of one step")
+        raise UserError(f"{named}: no such directory; give that of a run, of its checkpoints or of one step")
     for candidate in (path, path.resolve()):  # a link to a step may have any name
         step = parse_step(candidate)
         if step is not None and find_steps(candidate.parent).get(step) == candidate:
