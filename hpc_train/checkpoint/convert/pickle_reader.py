@@ -188,7 +188,7 @@ class _Reader:
 
     def _tuple(self, size: int) -> None:
         values = tuple(self._stack[-size:])
-        if len(values) < size or any(it is _MARK for it in values):
+        if len(values) < size or any(value is _MARK for value in values):
             raise ValueError("a tuple of fewer values than it has")
         del self._stack[-size:]
         self._push(values)
@@ -247,7 +247,7 @@ class _Reader:
 
 
 def _printable(text: str) -> str:
-    return "".join(it if it.isprintable() else "?" for it in text[:100])
+    return "".join(char if char.isprintable() else "?" for char in text[:100])
 
 
 _ONE, _TWO, _FOUR, _EIGHT = (struct.Struct(form) for form in ("<B", "<H", "<I", "<Q"))

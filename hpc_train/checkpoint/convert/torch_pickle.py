@@ -112,7 +112,9 @@ def _wide(extra: bytes, plain: int, stored: int, local: int) -> tuple[int, int, 
         place += _EXTRA.size
         if kind == 1:
             values = iter(struct.unpack_from(f"<{size // 8}Q", extra, place))
-            plain, stored, local = (next(values, it) if it == _FULL_32 else it for it in (plain, stored, local))
+            plain, stored, local = (
+                next(values, number) if number == _FULL_32 else number for number in (plain, stored, local)
+            )
         place += size
     return plain, stored, local
 
@@ -308,7 +310,7 @@ def _parse_rebuild_call(value: Any, storages: StorageLookup, depth: int) -> Stri
 def _parse_strided(name: str, args: tuple[Any, ...], storages: StorageLookup) -> StridedTensor:
     stored, offset, size, stride = args[0], args[1], parse_shape(args[2]), parse_shape(args[3])
     math_bits = args[7:8] if name == "_rebuild_tensor_v3" else args[6:7]
-    if any(type(it) is PickledPairs and it.pairs for it in math_bits):
+    if any(type(bits) is PickledPairs and bits.pairs for bits in math_bits):
         raise PickleError("a conjugated or negated view; save it with resolve_conj() and resolve_neg()")
     own = parse_storage_dtype(stored)
     dtype = parse_pickled_dtype(args[6]) if name == "_rebuild_tensor_v3" else own
@@ -345,7 +347,7 @@ def parse_storage_key(identifier: Any) -> tuple[str, int]:
     if len(identifier) < 5:
         raise PickleError("a storage without a name or a size")
     key, count = identifier[2], identifier[4]
-    if type(key) is not str or type(count) is not int or count < 0 or any(it is not None for it in identifier[5:]):
+    if type(key) is not str or type(count) is not int or count < 0 or any(rest is not None for rest in identifier[5:]):
         raise PickleError("a storage without a name or a size")
     return key, count
 
@@ -356,6 +358,6 @@ def parse_shape(value: Any) -> tuple[int, ...]:
         (value,) = value.args
     if type(value) not in (tuple, list) or len(value) > _MOST_DIMENSIONS:
         raise PickleError("a shape that is none")
-    if not all(type(it) is int and 0 <= it < 1 << 62 for it in value):
+    if not all(type(size) is int and 0 <= size < 1 << 62 for size in value):
         raise PickleError("a shape or a stride that is negative or too large")
     return tuple(value)

@@ -97,14 +97,19 @@ def find_index_problem(path: Path, manifest: Manifest) -> Problem | None:
 def _tables(manifest: Manifest) -> dict[str, NDArray[Any]]:
     """Return the datasets of the index: tensors, and files."""
     tensors = manifest.step_layout.tensors
-    dimensions = max([1, *(len(it.shape) for it in tensors)])
+    dimensions = max([1, *(len(tensor.shape) for tensor in tensors)])
     rows = [
-        (it.name.encode(), it.dtype.encode(), len(it.shape), (*it.shape, *(0,) * (dimensions - len(it.shape))))
-        for it in tensors
+        (
+            tensor.name.encode(),
+            tensor.dtype.encode(),
+            len(tensor.shape),
+            (*tensor.shape, *(0,) * (dimensions - len(tensor.shape))),
+        )
+        for tensor in tensors
     ]
     of_tensor = [("name", _text(row[0] for row in rows)), ("dtype", _text(row[1] for row in rows))]
     kind = np.dtype([*of_tensor, ("dimensions", "<i4"), ("shape", "<i8", (dimensions,))])
-    files = [it.name.encode() for it in manifest.files]
+    files = [file.name.encode() for file in manifest.files]
     return {
         _TENSORS: np.array(rows, dtype=kind),
         _FILES: np.array(files, dtype=_text(files)),

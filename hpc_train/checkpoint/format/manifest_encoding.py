@@ -156,13 +156,13 @@ def encode_layout(step_layout: StepLayout) -> dict[str, Any]:
         "kinds": {"of": encode_integers(step_layout.kind.tolist()), "are": step_layout.kinds},
         "layouts": [
             {
-                "files": encode_integers(it.files.tolist()),
-                "tensors": encode_integers(it.tensors.tolist()),
-                "places": encode_integers(it.places.tolist()),
-                "cuts": {"of": encode_integers(it.cut.tolist()), "are": [_encode_cut(cut) for cut in it.cuts]},
-                **({"within": it.within} if it.within is not None else {}),
+                "files": encode_integers(layout.files.tolist()),
+                "tensors": encode_integers(layout.tensors.tolist()),
+                "places": encode_integers(layout.places.tolist()),
+                "cuts": {"of": encode_integers(layout.cut.tolist()), "are": [_encode_cut(cut) for cut in layout.cuts]},
+                **({"within": layout.within} if layout.within is not None else {}),
             }
-            for it in step_layout.layouts
+            for layout in step_layout.layouts
         ],
     }
 
@@ -173,9 +173,9 @@ def decode_layout(body: dict[str, Any], files: int, budget: DecodeBudget) -> Ste
     Raises KeyError, TypeError, ValueError or OverflowError for anything that `encode_layout` does not make.
     """
     names = _parse_names(body["tensors"])
-    kinds = tuple(_parse_kind(it) for it in _parse_list(body["kinds"]["are"]))
+    kinds = tuple(_parse_kind(kind) for kind in _parse_list(body["kinds"]["are"]))
     kind = _parse_indices(body["kinds"]["of"], len(kinds), len(names), budget)
-    layouts = tuple(_parse_layout(it, len(names), files, budget) for it in _parse_list(body["layouts"]))
+    layouts = tuple(_parse_layout(layout, len(names), files, budget) for layout in _parse_list(body["layouts"]))
     return StepLayout(names, kinds, kind, layouts)
 
 
@@ -204,7 +204,7 @@ def _parse_kind(body: Any) -> TensorKind:
 def parse_sizes(values: Any) -> tuple[int, ...]:
     """Return a shape or an offset; raises if a number is negative, or so large that a volume would overflow."""
     check_integers(_parse_list(values))
-    if len(values) > MAX_DIMENSIONS or any(not 0 <= it <= LARGEST_INTEGER for it in values):
+    if len(values) > MAX_DIMENSIONS or any(not 0 <= size <= LARGEST_INTEGER for size in values):
         raise ValueError("a shape that no tensor has")
     return tuple(values)
 
@@ -218,7 +218,7 @@ def _parse_list(value: Any) -> list[Any]:
 def _parse_layout(body: dict[str, Any], tensors: int, number: int, budget: DecodeBudget) -> SharedLayout:
     files = _parse_indices(body["files"], number, None, budget)
     places = budget.column(body["places"], LARGEST_INTEGER)
-    cuts = tuple(_parse_cut(it, len(files), budget) for it in _parse_list(body["cuts"]["are"]))
+    cuts = tuple(_parse_cut(cut, len(files), budget) for cut in _parse_list(body["cuts"]["are"]))
     of_tensor = _parse_indices(body["tensors"], tensors, len(places), budget)
     of_cut = _parse_indices(body["cuts"]["of"], len(cuts), len(places), budget)
     within = tuple(map(_parse_enclosing, _parse_list(body["within"]))) if "within" in body else None
@@ -279,7 +279,7 @@ def check_layout_bounds(step_layout: StepLayout, files: Sequence[ShardFile]) -> 
     twice = find_duplicate_name(step_layout.names)
     if twice is not None:
         raise CheckpointError(f"tensor {twice!r} is listed twice")
-    of_files = [it.files for it in step_layout.layouts]
+    of_files = [layout.files for layout in step_layout.layouts]
     if of_files and len(np.unique(np.concatenate(of_files))) < sum(map(len, of_files)):
         raise CheckpointError("a file has two layouts")
     if sum(map(len, of_files)) < len(files):
@@ -287,17 +287,19 @@ def check_layout_bounds(step_layout: StepLayout, files: Sequence[ShardFile]) -> 
     images = np.array([file.image for file in files], dtype=np.int64)
     elements, about = np.zeros((2, len(step_layout.names)), dtype=np.int64), np.zeros(len(step_layout.names))
     volumes = np.array(
-        [_checked_volume(it.shape, minimum_itemsize(it.dtype)) for it in step_layout.kinds], dtype=np.int64
+        [_checked_volume(kind.shape, minimum_itemsize(kind.dtype)) for kind in step_layout.kinds], dtype=np.int64
     )
-    items = np.array([minimum_itemsize(it.dtype) for it in step_layout.kinds], dtype=np.int64)
+    items = np.array([minimum_itemsize(kind.dtype) for kind in step_layout.kinds], dtype=np.int64)
     for layout in step_layout.layouts:
         _check_rectangles(step_layout, layout)
         _check_within(layout)
-        volume = np.array([_checked_volume(it.shape, 1) for it in layout.cuts], dtype=np.int64)[layout.cut]
+        volume = np.array([_checked_volume(cut.shape, 1) for cut in layout.cuts], dtype=np.int64)[layout.cut]
         np.add.at(elements[0], layout.tensors, volume * len(layout.files))
         about += np.bincount(layout.tensors, volume.astype(np.float64), len(about)) * len(layout.files)
         if len(layout.files):
-            if layout.within is None and len(layout.tensors) * _DATASET > min(files[it].bytes for it in layout.files):
+            if layout.within is None and len(layout.tensors) * _DATASET > min(
+                files[file].bytes for file in layout.files
+            ):
                 raise CheckpointError(f"{files[layout.files[0]].name} would have {len(layout.tensors)} datasets")
             sizes = volume * items[step_layout.kind[layout.tensors]]  # no overflow: a rectangle is within its tensor
             _check_places(step_layout, layout, sizes, int(images[layout.files].min()), files)
@@ -327,8 +329,8 @@ def _checked_volume(shape: tuple[int, ...], item: int) -> int:
 
 def _check_rectangles(step_layout: StepLayout, layout: SharedLayout) -> None:
     """Raise CheckpointError unless each rectangle is within its tensor, in every file."""
-    whole, dimensions = _padded([it.shape for it in step_layout.kinds])
-    shape, of_cut = _padded([it.shape for it in layout.cuts])
+    whole, dimensions = _padded([kind.shape for kind in step_layout.kinds])
+    shape, of_cut = _padded([cut.shape for cut in layout.cuts])
     least, greatest = np.zeros_like(shape), np.zeros_like(shape)
     for at, cut in enumerate(layout.cuts):
         if cut.offsets.size:
@@ -350,7 +352,7 @@ def _padded(shapes: Sequence[tuple[int, ...]]) -> tuple[Integers, Integers]:
     found = np.zeros((len(shapes), _DIMENSIONS), dtype=np.int64)
     for at, shape in enumerate(shapes):
         found[at, : len(shape)] = shape
-    return found, np.array([len(it) for it in shapes], dtype=np.int64)
+    return found, np.array([len(shape) for shape in shapes], dtype=np.int64)
 
 
 def list_kind_cut_pairs(step_layout: StepLayout, layout: SharedLayout) -> list[tuple[int, int]]:
@@ -365,7 +367,7 @@ def list_kind_cut_pairs(step_layout: StepLayout, layout: SharedLayout) -> list[t
         found = np.flatnonzero(there)
     else:
         found = np.unique(both)
-    return [divmod(it, len(layout.cuts)) for it in found.tolist()]
+    return [divmod(pair, len(layout.cuts)) for pair in found.tolist()]
 
 
 def _check_within(layout: SharedLayout) -> None:
@@ -396,7 +398,7 @@ def _check_places(
         shared = begin[order][1:] - begin[order][:-1] < size[order][:-1]
         if shared.any():
             at = int(shared.argmax())
-            first, second = (step_layout.names[layout.tensors[rows[order[it]]]] for it in (at, at + 1))
+            first, second = (step_layout.names[layout.tensors[rows[order[index]]]] for index in (at, at + 1))
             raise CheckpointError(
                 f"tensors {first!r} and {second!r} have bytes of {files[layout.files[0]].name} in common"
             )

@@ -199,32 +199,38 @@ def _split_at_cells(strips: Strips) -> Strips:
     return np.concatenate([strips[~many], *_clip_to_cell(copies, low)])
 
 
-def _clip_to_cell(it: Strips, low: NDArray[np.int64]) -> list[Strips]:
+def _clip_to_cell(strips: Strips, low: NDArray[np.int64]) -> list[Strips]:
     """Clip each strip to the cell that begins at `low`: its whole runs, and parts of its first and last run."""
     high = low + CELL_BYTES
-    inside = np.clip(-((it["begin"] - low) // it["stride"]), 0, it["count"])  # the first run that begins in the cell
-    within = np.clip((high - it["run"] - it["begin"]) // it["stride"] + 1, 0, it["count"])  # one past the last in it
-    beyond = np.clip(-((it["begin"] - high) // it["stride"]), 0, it["count"])  # the first that begins after it
+    inside = np.clip(
+        -((strips["begin"] - low) // strips["stride"]), 0, strips["count"]
+    )  # the first run that begins in the cell
+    within = np.clip(
+        (high - strips["run"] - strips["begin"]) // strips["stride"] + 1, 0, strips["count"]
+    )  # one past the last in it
+    beyond = np.clip(
+        -((strips["begin"] - high) // strips["stride"]), 0, strips["count"]
+    )  # the first that begins after it
     some = within > inside
-    whole = it[some]
+    whole = strips[some]
     whole["begin"] += inside[some] * whole["stride"]
     whole["at"] += inside[some] * whole["step"]
     whole["count"] = (within - inside)[some]
-    into = _clip_run(it, inside - 1, low, high, (inside > 0))
-    out = _clip_run(it, beyond - 1, low, high, (beyond > inside) & (beyond > within))
+    into = _clip_run(strips, inside - 1, low, high, (inside > 0))
+    out = _clip_run(strips, beyond - 1, low, high, (beyond > inside) & (beyond > within))
     return [whole, into, out]
 
 
 def _clip_run(
-    it: Strips, run: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64], where: NDArray[np.bool_]
+    strips: Strips, run: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64], where: NDArray[np.bool_]
 ) -> Strips:
     """Clip run number `run` of each strip to bytes [low, high); strips without such bytes are left out."""
-    start = it["begin"] + run * it["stride"]
-    begin, end = np.maximum(start, low), np.minimum(start + it["run"], high)
+    start = strips["begin"] + run * strips["stride"]
+    begin, end = np.maximum(start, low), np.minimum(start + strips["run"], high)
     where = where & (end > begin)
-    found = it[where]
+    found = strips[where]
     found["begin"] = begin[where]
-    found["at"] += (run * it["step"] + begin - start)[where]
+    found["at"] += (run * strips["step"] + begin - start)[where]
     found["run"] = (end - begin)[where]
     return _make_single_runs(found)
 

@@ -90,7 +90,11 @@ def format_setstripe_arguments(layout: StripeLayout) -> list[str]:
     """Return the arguments of `lfs setstripe` without the path."""
     if len(layout) == 1 and layout[0].end is None:
         return _component_arguments(layout[0])
-    return [word for it in layout for word in ("-E", _format_size_argument(it.end), *_component_arguments(it))]
+    return [
+        word
+        for component in layout
+        for word in ("-E", _format_size_argument(component.end), *_component_arguments(component))
+    ]
 
 
 def stripe_round_bytes(layout: StripeLayout, osts: int | None) -> int:
@@ -105,20 +109,20 @@ def describe_stripes(layout: Sequence[StripeComponent]) -> str:
     if len(layout) == 1 and layout[0].end is None:
         return _describe_component(layout[0])
     parts = [
-        f"to {format_exact_bytes(it.end)}: {_describe_component(it)}"
-        if it.end is not None
-        else f"then: {_describe_component(it)}"
-        for it in layout
+        f"to {format_exact_bytes(component.end)}: {_describe_component(component)}"
+        if component.end is not None
+        else f"then: {_describe_component(component)}"
+        for component in layout
     ]
     return ", ".join(parts)
 
 
-def _component_arguments(it: StripeComponent) -> list[str]:
-    if it.on_mdt:
+def _component_arguments(component: StripeComponent) -> list[str]:
+    if component.on_mdt:
         return ["-L", "mdt"]
-    size = ["-S", _format_size_argument(it.size)] if it.size is not None else []
-    pool = ["-p", it.pool] if it.pool is not None else []
-    return ["-c", str(it.count), *size, *pool]
+    size = ["-S", _format_size_argument(component.size)] if component.size is not None else []
+    pool = ["-p", component.pool] if component.pool is not None else []
+    return ["-c", str(component.count), *size, *pool]
 
 
 def _format_size_argument(number: int | None) -> str:
@@ -129,12 +133,12 @@ def _format_size_argument(number: int | None) -> str:
     return f"{number // MIB}M" if number % MIB == 0 else f"{number // 1024}K"
 
 
-def _describe_component(it: StripeComponent) -> str:
-    if it.on_mdt:
+def _describe_component(component: StripeComponent) -> str:
+    if component.on_mdt:
         return "on the MDT"
-    count = "all OSTs" if it.count == ALL_OSTS else str(it.count)
-    size = f" x {format_exact_bytes(it.size)}" if it.size is not None else ""
-    return f"{count}{size}" + (f" of pool {it.pool}" if it.pool else "")
+    count = "all OSTs" if component.count == ALL_OSTS else str(component.count)
+    size = f" x {format_exact_bytes(component.size)}" if component.size is not None else ""
+    return f"{count}{size}" + (f" of pool {component.pool}" if component.pool else "")
 
 
 _PAIR = re.compile(r"([A-Za-z_.]+):\s*(\{|\S*)")
@@ -201,9 +205,9 @@ def parse_getstripe(text: str, path: str = "") -> FileStriping:
     path: the argument of the command, which most releases print first.
     """
     found = _components(text.removeprefix(f"{path}\n").splitlines())
-    if not found or not all("count" in it.texts for it in found):
-        raise ValueError("it printed no layout")
-    return FileStriping(tuple(_parse_placed(it) for it in found))
+    if not found or not all("count" in component.texts for component in found):
+        raise ValueError("component printed no layout")
+    return FileStriping(tuple(_parse_placed(component) for component in found))
 
 
 def _components(lines: list[str]) -> list[_Found]:
@@ -218,7 +222,7 @@ def _components(lines: list[str]) -> list[_Found]:
                 found.append(_Found())
             if name in _FIELDS:
                 found[-1].texts[_FIELDS[name]] = value
-    return [it for it in found if it.texts]
+    return [component for component in found if component.texts]
 
 
 def _pairs(line: str) -> Iterator[tuple[str, str]]:
@@ -227,8 +231,8 @@ def _pairs(line: str) -> Iterator[tuple[str, str]]:
         yield match[1], match[2]
 
 
-def _parse_placed(it: _Found) -> PlacedComponent:
-    texts = it.texts
+def _parse_placed(printed: _Found) -> PlacedComponent:
+    texts = printed.texts
     pattern = set(texts.get("pattern", "raid0").split(","))
     on_mdt = bool(pattern & set(_MDT))
     component = StripeComponent(
@@ -240,7 +244,7 @@ def _parse_placed(it: _Found) -> PlacedComponent:
     )
     first = _number(texts["offset"]) if "offset" in texts else -1
     flags = tuple(flag for flag in texts.get("flags", "").split(",") if flag not in ("", "0", "N/A"))
-    placed = PlacedComponent(component, tuple(it.osts), first if first >= 0 else None, flags=flags)
+    placed = PlacedComponent(component, tuple(printed.osts), first if first >= 0 else None, flags=flags)
     return replace(placed, overstriped="overstriped" in pattern, released="released" in pattern)
 
 
@@ -399,16 +403,16 @@ def get_lov_attribute(path: Path, name: str = LOV_ATTRIBUTE) -> FileStriping:
 
 def pack_lov(layout: StripeLayout) -> bytes:
     """Encode a plain layout as the attribute. Raises ValueError for one of several components."""
-    it = layout[0]
-    if len(layout) > 1 or it.on_mdt or it.end is not None:
+    component = layout[0]
+    if len(layout) > 1 or component.on_mdt or component.end is not None:
         raise ValueError("a layout of several components is set by lfs only")
-    count = _ANY if it.count == ALL_OSTS else it.count
-    head = _HEADER.pack(_V3 if it.pool else _V1, _RAID0, bytes(16), it.size or 0, count, _ANY)
-    if not it.pool:
+    count = _ANY if component.count == ALL_OSTS else component.count
+    head = _HEADER.pack(_V3 if component.pool else _V1, _RAID0, bytes(16), component.size or 0, count, _ANY)
+    if not component.pool:
         return head
-    pool = it.pool.rpartition(".")[2].encode()
+    pool = component.pool.rpartition(".")[2].encode()
     if len(pool) > _LONGEST_POOL:
-        raise ValueError(f"pool {it.pool!r}: the name is longer than {_LONGEST_POOL} bytes")
+        raise ValueError(f"pool {component.pool!r}: the name is longer than {_LONGEST_POOL} bytes")
     return head + _POOL.pack(pool)
 
 
