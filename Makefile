@@ -26,8 +26,8 @@ SHELL_FILES := .ci/run hpc_train/launch/slurm/batch.sh $(addprefix slurm/,health
 # A cluster of the tests' own, so that one in use for development is left alone.
 TEST_CLUSTER := HPC_TRAIN_DEV_CLUSTER=/var/lib/hpc_train-test-cluster
 
-# The Slurm tests mostly wait: the others run beside them (tests/conftest.py). A process a core, and no less than two.
-SIDE_BY_SIDE := -n $(shell [ "$$(nproc)" -gt 2 ] && nproc || echo 2) --no-loadscope-reorder
+# The Slurm tests mostly wait: the others run beside them (tests/conftest.py), with a process a core.
+SIDE_BY_SIDE := -n $(shell expr $$(nproc) + 1) --no-loadscope-reorder
 
 # By path, so that the rest is not even collected, which takes longer than many of these.
 QUICK := $(addprefix tests/,cluster data models placement schedules traffic \
@@ -52,21 +52,25 @@ train: $(VENV)/train.stamp
 # Whatever Debian packages can be installed are installed; where they cannot, the tests say what they lack.
 ON_DEBIAN := [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null
 
+# Start a cluster for what follows, and stop it however that ends.
+define WITH_CLUSTER
+if $(ON_DEBIAN); then \
+	export $(TEST_CLUSTER); \
+	slurm/dev-cluster down || exit; \
+	trap 'slurm/dev-cluster down' EXIT; \
+	trap 'exit 130' INT TERM HUP; \
+	slurm/dev-cluster up $(SLURM_SHAPE) || exit; \
+fi
+endef
+
 test: test-packages lint
-	@if $(ON_DEBIAN); then \
-		export $(TEST_CLUSTER); \
-		slurm/dev-cluster down || exit; \
-		trap 'slurm/dev-cluster down' EXIT; \
-		trap 'exit 130' INT TERM HUP; \
-		slurm/dev-cluster up $(SLURM_SHAPE) || exit; \
-	fi; \
-	$(BIN)/pytest $(SIDE_BY_SIDE)
+	@$(WITH_CLUSTER); $(BIN)/pytest $(SIDE_BY_SIDE)
 
 test-quick: $(VENV)/test.stamp
 	$(BIN)/pytest $(SIDE_BY_SIDE) --timeout 120 $(QUICK)
 
-test-long: $(VENV)/test.stamp
-	$(BIN)/pytest -n 2 -m long
+test-long: test-packages $(VENV)/test.stamp
+	@$(WITH_CLUSTER); $(BIN)/pytest $(SIDE_BY_SIDE) -m long
 
 test-packages:
 	@if $(ON_DEBIAN); then slurm/dev-cluster install $(TEST_PACKAGES); fi

@@ -46,6 +46,9 @@ class LaunchConfig:
     """How long `hpc-train cancel` waits for the ranks to save and end before it ends them; None: signal_seconds."""
     max_attempts: int = setting(default=100, ge=1, le=10**6)
     """Runs of one job, counting the requeued ones, after which it is not requeued again."""
+    spares: int = setting(default=0, ge=0, le=1000)
+    """slurm: nodes to ask for beside those of the ranks. One of them takes over, in the same job, for a node that falls
+    silent or is to blame too often."""
     chain: int = setting(default=1, ge=1, le=1000)
     """slurm: jobs to submit, each of which goes on where the one before it stopped at its time limit, in place of a
     requeue; those that are left when the run is over are cancelled."""

@@ -31,6 +31,11 @@ class NumbersConfig:
     skip_nonfinite: bool = True
     """Make no update, on any rank, where the loss or the gradient norm is NaN or infinite. With resilience.act=false
     this is only said. precision=fp16 skips such updates in any case, and lowers its loss scale."""
+    rollback_after: int = setting(default=3, ge=0, le=1000)
+    """After so many skipped updates in a row, for NaN or infinity, the run goes back to its newest good checkpoint and
+    leaves out the samples of those steps; 0: never. A run without a good checkpoint goes on as it is."""
+    good_after: int = setting(default=20, ge=1, le=100000)
+    """A checkpoint is good when so many steps in a row after it had finite numbers."""
     spike_sigmas: float = setting(default=6.0, ge=0)
     """A loss that many standard deviations above the mean of the latest steps is a spike; 0: none is."""
     spike_window: int = setting(default=128, ge=2, le=10000)

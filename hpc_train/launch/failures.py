@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.errors import EXIT_REQUEUE
+from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.launch.state.attempts import read_attempt, read_rank_entries, read_tail_text
 from hpc_train.regular_files import read_text
 from hpc_train.resilience.incident import read_hang
@@ -203,6 +203,9 @@ def main(run_dir: str, attempt: str, code: str, requeue: str) -> int:
         error = find_first_error(logs)
         why = error.text if error else _explain_by_batch_script(logs, code)
         line = error.line if error else why
+        result = read_attempt(logs).result
+        if int(code) == EXIT_NO_REQUEUE and error and result and result.why:
+            line = f"{result.why} ({line})"
         append_event(run / "events.jsonl", "failure", int(attempt), exit_code=int(code), why=line)
         print(f"hpc-train: {why}", flush=True)
     return 0

@@ -1,58 +1,162 @@
-"""Decide after an attempt that failed whether its ranks are started again, from what they left in the run directory.
+"""Decide after an attempt that failed whether and where its run goes on, from what it left in the run directory.
 
-A batch script runs this module (`python -m hpc_train.launch.restarting RUN ATTEMPT CODE`): 0 means that they are.
+A batch script runs this module (`python -m hpc_train.launch.restarting RUN ATTEMPT CODE LOST`). Its exit code says what
+to do: 0 start the ranks again in this job, 75 requeue it, 93 give up, 1 end as the ranks did. Files in the attempt's
+log directory say the rest: DECISION why, NEXT_NODES where to start again, EXCLUDE which nodes a requeue leaves out.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.config.run import RunConfig
-from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_USER_ERROR
-from hpc_train.launch.failures import find_first_error
+from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_REQUEUE, EXIT_USER_ERROR
+from hpc_train.launch.failures import FirstError, find_first_error
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.state.run_facts import read_events
+from hpc_train.resilience.exclusion import (
+    HARDWARE,
+    SOFTWARE,
+    Strike,
+    append_strike,
+    choose_excluded,
+    read_strikes,
+)
 from hpc_train.resilience.incident import read_hang
-from hpc_train.resilience.restart import Budget, Cause, Decision, decide_restart
+from hpc_train.resilience.restart import Action, Cause, Decision, Fault, History, Policy, decide_after_fault
 from hpc_train.training.run_directory import RunDirectory
 from hpc_train.training.run_records import append_event, read_first_failure
 
-RESTARTED = "restarted"
-"""In a `restart` event: it was not only said."""
+RESTARTED = Action.RESTART.value
+"""In a `restart` event: the ranks were started again in the same allocation."""
+DECISION, NEXT_NODES, EXCLUDE = "decision", "next-nodes", "exclude"
+_EXIT_CODES = {
+    Action.RESTART: 0,
+    Action.REQUEUE: EXIT_REQUEUE,
+    Action.GIVE_UP: EXIT_NO_REQUEUE,
+    Action.END: EXIT_FAILED,
+}
 _MEMORY = re.compile(r"out of memory|MemoryError|cannot allocate memory|oom-kill", re.IGNORECASE)
 _KILLED = re.compile(r"was killed by SIG|was ended from outside")
 
 
-def decide_after_failure(config: RunConfig, folder: RunDirectory, attempt: int, code: int, budget: Budget) -> Decision:
-    """Decide whether to start the ranks again, and record that in events.jsonl. code: of the attempt that failed."""
-    cancelled = any(event["event"] == "cancel" and event["attempt"] == attempt for event in read_events(folder.path))
-    cause = Cause.CANCELLED if cancelled else find_cause(folder.logs(attempt), code)
-    decision = decide_restart(cause, find_newest_step(folder), budget, config.checkpoint.every > 0)
-    settings = config.resilience
-    if decision.restart:
-        action = RESTARTED if settings.act else "left: resilience.act=false"
-        append_event(folder.events, "restart", attempt, cause=cause.value, why=decision.why, action=action)
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of a job."""
+
+    nodes: tuple[str, ...] = ()
+    """All of them; () on a machine without Slurm."""
+    lost: tuple[str, ...] = ()
+    """Those that do not answer."""
+    wanted: int = 1
+    """How many the ranks need."""
+    can_requeue: bool = False
+
+    def usable(self, excluded: Iterable[str]) -> list[str]:
+        """Return the nodes that the ranks may start on."""
+        return [node for node in self.nodes if node not in {*self.lost, *excluded}]
+
+
+def decide_after_failure(
+    config: RunConfig,
+    folder: RunDirectory,
+    attempt: int,
+    code: int,
+    first_attempt: int = 0,
+    allocation: Allocation = Allocation(),
+) -> Decision:
+    """Decide what follows an attempt that failed, and record that in events.jsonl and nodes.jsonl.
+
+    code: of the attempt. first_attempt: of those that were started by the same command or submission.
+    """
+    logs, events, saved = folder.logs(attempt), read_events(folder.path), find_newest_step(folder)
+    cancelled = any(event["event"] == "cancel" and event["attempt"] == attempt for event in events)
+    went_back = any(event["event"] == "rollback" and event["attempt"] == attempt for event in events)
+    fault = Fault(Cause.CANCELLED) if cancelled else find_fault(logs, code, allocation.lost)
+    if went_back and fault.cause is Cause.USER:  # the ranks have said so in a line of their own
+        fault = Fault(Cause.NUMBERS)
+    record_strikes(folder.path, attempt, fault, allocation)
+    excluded = choose_excluded(read_strikes(folder.path), allocation.wanted) if allocation.nodes else []
+    policy = Policy(
+        config.resilience.restarts,
+        config.checkpoint.every > 0,
+        not allocation.nodes or len(allocation.usable(excluded)) >= allocation.wanted,
+        allocation.can_requeue,
+    )
+    if not policy.enough_nodes and not policy.can_requeue:  # better on a doubtful node than not at all
+        excluded = []
+        policy = Policy(policy.restarts, policy.saves, len(allocation.usable(())) >= allocation.wanted, False)
+    history = read_history(events, attempt, first_attempt, saved)
+    decision = decide_after_fault(fault, history, saved, policy)
+    _record_decision(config, folder, attempt, fault, decision)
+    if allocation.nodes:
+        _write_nodes(logs, allocation, excluded)
     return decision
 
 
+def _record_decision(config: RunConfig, folder: RunDirectory, attempt: int, fault: Fault, decision: Decision) -> None:
+    acted = decision.action.value if config.resilience.act else "left: resilience.act=false"
+    what = {"cause": fault.cause.value, "signature": fault.signature, "host": fault.host, "why": decision.why}
+    if decision.goes_on:
+        append_event(folder.events, "restart", attempt, action=acted, **what)
+    elif decision.action is Action.GIVE_UP:
+        append_event(folder.events, "gave_up", attempt, action=acted, **what)
+
+
+def _write_nodes(logs: Path, allocation: Allocation, excluded: Sequence[str]) -> None:
+    """Write where the ranks start again in this job, and which nodes a requeue leaves out."""
+    with suppress(OSError):
+        (logs / NEXT_NODES).write_text(",".join(allocation.usable(excluded)[: allocation.wanted]) + "\n")
+        (logs / EXCLUDE).write_text(",".join(excluded) + "\n")
+
+
+def record_strikes(run: Path, attempt: int, fault: Fault, allocation: Allocation) -> None:
+    """Record what a fault says about nodes; on one machine there is nothing to choose between."""
+    if not allocation.nodes:
+        return
+    for host in allocation.lost:
+        append_strike(run, Strike(host, HARDWARE, "does not answer", attempt))
+    if fault.cause in (Cause.HANG, Cause.KILLED) and fault.host:
+        name = _full_name(fault.host, allocation.nodes)
+        if name is not None and name not in allocation.lost:
+            append_strike(run, Strike(name, SOFTWARE, fault.text, attempt))
+
+
+def _full_name(host: str, nodes: Iterable[str]) -> str | None:
+    """Return the node that a host name means: Slurm's names may be shorter than those that the hosts give."""
+    short = host.partition(".")[0]
+    return next((node for node in nodes if node == host or node.partition(".")[0] == short), None)
+
+
 def find_newest_step(folder: RunDirectory) -> int | None:
-    """Return the newest committed checkpoint step; None if there is none."""
-    return max(folder.steps(), default=None)
+    """Return the newest committed checkpoint step that is not marked bad; None if there is none."""
+    return max(
+        (step for step in folder.steps() if not (folder.checkpoints / f"step-{step}/bad").exists()), default=None
+    )
 
 
-def find_cause(logs: Path, code: int) -> Cause:
-    """Return why the attempt with these logs failed. code: its exit code."""
-    if read_hang(logs) is not None:
-        return Cause.HANG
+def find_fault(logs: Path, code: int, lost: Sequence[str] = ()) -> Fault:
+    """Return what ended the attempt with these logs. code: its exit code. lost: nodes that do not answer."""
+    if lost:
+        return Fault(Cause.LOST_NODE, lost[0], f"node {lost[0]} does not answer")
+    hang = read_hang(logs)
+    if hang is not None:
+        return Fault(Cause.HANG, hang.host, hang.text)
     if code in (EXIT_USER_ERROR, EXIT_NO_REQUEUE):
-        return Cause.USER
+        return Fault(Cause.USER)
     error = find_first_error(logs)
-    if error is None:
-        return Cause.UNKNOWN
+    return Fault(Cause.UNKNOWN) if error is None else Fault(_find_cause(logs, error), error.host, error.line)
+
+
+def _find_cause(logs: Path, error: FirstError) -> Cause:
     if _MEMORY.search(error.line):
         return Cause.MEMORY
     if _KILLED.search(error.text):
@@ -63,34 +167,43 @@ def find_cause(logs: Path, code: int) -> Cause:
     return Cause.USER if failure.user_error else Cause.EXCEPTION
 
 
-def read_budget(events: Iterable[Mapping[str, Any]], attempt: int, limit: int) -> Budget:
-    """Return what is left of the restarts of a job, from the events of its run.
+def read_history(events: Iterable[Mapping[str, Any]], attempt: int, first_attempt: int, newest: int | None) -> History:
+    """Return the faults in a row before this attempt's, from the events of the run.
 
-    A checkpoint, a submission and a requeue start the count anew. limit: resilience.restarts.
+    A checkpoint and a submission start the count anew. newest: the newest committed step, which counts as where the
+    attempt began if it never came to training.
     """
-    used, began = 0, None
+    signatures: list[str] = []
+    began = newest
     for event in events:
         kind = event["event"]
-        if kind in ("checkpoint", "submit", "requeue"):
-            used = 0
-        elif kind == "restart" and event.get("action") == RESTARTED:
-            used += 1
+        if kind in ("checkpoint", "submit") or event["attempt"] < first_attempt:
+            signatures = []
+        elif kind == "restart" and event.get("action") in (Action.RESTART.value, Action.REQUEUE.value):
+            signatures.append(str(event.get("signature", event.get("cause"))))
         elif kind in ("start", "resume") and event["attempt"] == attempt:
             began = int(event["step"])
-    return Budget(limit, used, began)
+    return History(tuple(signatures), began)
 
 
-def main(run: str, attempt: str, code: str) -> int:
-    """Decide, say so, and return 0 if the ranks are to be started again."""
+def read_allocation(config: RunConfig, env: Mapping[str, str], lost: str, wanted: int) -> Allocation:
+    """Return the nodes of the job that this process belongs to. lost: names, separated by spaces."""
+    nodes = tuple(expand_hostlist(env["SLURM_JOB_NODELIST"]))
+    last = int(env.get("SLURM_RESTART_COUNT", "0")) + 1 >= config.launch.max_attempts
+    names = (_full_name(host, nodes) for host in lost.split())
+    return Allocation(nodes, tuple(name for name in names if name), wanted, not last and config.launch.chain == 1)
+
+
+def main(run: str, attempt: str, code: str, lost: str = "") -> int:
+    """Decide, say so, and return what the batch script has to do."""
     spec = read_spec(Path(run) / "job.json")
     config, folder = spec.run_config(), spec.folder()
-    budget = read_budget(read_events(Path(run)), int(attempt), config.resilience.restarts)
-    if budget.saved is None:  # the ranks never came to training, so that nothing can have advanced
-        budget = Budget(budget.limit, budget.used, find_newest_step(folder))
-    decision = decide_after_failure(config, folder, int(attempt), int(code), budget)
+    allocation = read_allocation(config, os.environ, lost, spec.ranks // config.cluster.ranks_per_node)
+    decision = decide_after_failure(config, folder, int(attempt), int(code), 0, allocation)
+    (folder.logs(int(attempt)) / DECISION).write_text(decision.why + "\n")
     print(f"hpc-train: {decision.why}", flush=True)
-    return 0 if decision.restart and config.resilience.act else 1
+    return _EXIT_CODES[decision.action] if config.resilience.act else EXIT_FAILED
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4]))
+    sys.exit(main(*sys.argv[1:5]))

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
-from hpc_train.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERROR, IncompleteRun, UserError
+from hpc_train.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_NO_REQUEUE,
+    EXIT_REQUEUE,
+    EXIT_USER_ERROR,
+    IncompleteRun,
+    UserError,
+)
 from hpc_train.launch.freeze import describe_finished_run, freeze_run
 from hpc_train.launch.job_spec import JobSpec
 from hpc_train.parallel.rules.parameter_server import needs_mpi
@@ -71,9 +79,9 @@ def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: S
         start_ranks,
         threads_per_rank,
     )
-    from hpc_train.launch.restarting import decide_after_failure, find_newest_step
+    from hpc_train.launch.restarting import decide_after_failure
     from hpc_train.launch.state.attempts import write_result_marker
-    from hpc_train.resilience.restart import Budget
+    from hpc_train.resilience.restart import Action
 
     printer = WarningPrinter()
     with printer.listening():
@@ -81,9 +89,10 @@ def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: S
     if done:
         print(done)
         return EXIT_DONE
-    budget = Budget(config.resilience.restarts, saved=find_newest_step(folder))
+    first = None
     while True:
         attempt = make_attempt(folder)
+        first = attempt if first is None else first
         job = start_ranks(folder, attempt, ranks, threads_per_rank(config, ranks))
         code = follow_ranks(job, folder, attempt, config.train.log_every, stop, printer)
         write_result_marker(folder.logs(attempt), code)  # where the controller was killed it could not
@@ -96,11 +105,12 @@ def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: S
         print(f"hpc-train: {for_stream(why, sys.stderr)}", file=sys.stderr)
         if not (folder.logs(attempt) / EXIT_CODES).exists():
             return code  # the controller was killed: its ranks may still be saving
-        decision = decide_after_failure(config, folder, attempt, code, budget)
-        if stop.requested or not decision.restart or not config.resilience.act:
+        decision = decide_after_failure(config, folder, attempt, code, first)
+        if stop.requested or not config.resilience.act or decision.action is Action.END:
             return code
         print(f"hpc-train: {decision.why}", file=sys.stderr, flush=True)
-        budget = decision.budget
+        if not decision.goes_on:
+            return EXIT_NO_REQUEUE
 
 
 def _refuse_second_run(folder: RunDirectory) -> None:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -47,13 +47,15 @@ class ProbeSizes:
     copied: int
     """Bytes of a copy in the device's memory; 0: no copy."""
     repeats: int
+    seconds: float
+    """How long products, and copies, are repeated at least."""
 
 
 SIZES = {
-    ("quick", "cpu"): ProbeSizes(512, 1 << 22, 0, 5),
-    ("quick", "cuda"): ProbeSizes(8192, 1 << 27, 0, 5),
-    ("full", "cpu"): ProbeSizes(1024, 1 << 24, 1 << 27, 15),
-    ("full", "cuda"): ProbeSizes(16384, 1 << 29, 1 << 31, 15),
+    ("quick", "cpu"): ProbeSizes(512, 1 << 22, 0, 5, 0.25),
+    ("quick", "cuda"): ProbeSizes(8192, 1 << 27, 0, 5, 0.1),
+    ("full", "cpu"): ProbeSizes(1024, 1 << 24, 1 << 27, 15, 1.0),
+    ("full", "cuda"): ProbeSizes(16384, 1 << 29, 1 << 31, 15, 0.5),
 }
 """By resilience.preflight and the kind of device. On an H100, "quick" takes well below a second."""
 
@@ -191,16 +193,28 @@ def _gather(value: Any) -> list[Any]:
 
 
 def _measure_alone(world: World, sizes: ProbeSizes) -> tuple[float, float]:
-    """Return median seconds of a matrix product and of a copy, while all ranks do the same."""
+    """Return mean seconds of a matrix product and of a copy, while all ranks do the same."""
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     a, b = (torch.ones(sizes.matrix, sizes.matrix, dtype=dtype, device=world.device) for _ in range(2))
     dist.barrier()
-    product = _median_seconds(lambda: torch.mm(a, b), sizes.repeats, world.device)
+    product = _mean_seconds(lambda: torch.mm(a, b), sizes, world.device)
     if not sizes.copied:
         return product, 0.0
     source = torch.ones(sizes.copied, dtype=torch.uint8, device=world.device)
     target = torch.empty_like(source)
-    return product, _median_seconds(lambda: target.copy_(source), sizes.repeats, world.device)
+    return product, _mean_seconds(lambda: target.copy_(source), sizes, world.device)
+
+
+def _mean_seconds(work: Callable[[], object], sizes: ProbeSizes, device: torch.device) -> float:
+    """Return the mean of as many calls as fit into sizes.seconds.
+
+    The mean, and not the median: a rank that shares its core runs undisturbed for a slice of time, and then not at all.
+    """
+    work()
+    taken: list[float] = []
+    while len(taken) < sizes.repeats or sum(taken) < sizes.seconds:
+        taken.append(time_calls(work, 1, device))
+    return fmean(taken)
 
 
 def _median_seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:

@@ -1,13 +1,15 @@
-"""Decide whether ranks that failed are started again in the same allocation: a pure function, and its budget.
+"""Decide what follows a fault: start the ranks again here, give the job back to the queue, or give up. Pure functions.
 
-A process that was killed, a rank that hangs, a node's hiccup: these may not come again, so the ranks are started again,
-up to `resilience.restarts` times in a row without a newer checkpoint. An exception of the program comes again at the
-same place unless something has changed: it is tried again only if the attempt has saved a checkpoint. What the user has
-to mend is never tried again.
+A process that was killed, a rank that hangs, a node that falls silent: these may not come again, so the run goes on, up
+to `resilience.restarts` times in a row without a newer checkpoint. The same fault three times in a row at the same
+place is no accident: then the run ends, and says why. An exception of the program comes again at the same place unless
+something has changed: it is tried again only if the attempt has saved a checkpoint. What the user has to mend is never
+tried again.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,50 +23,115 @@ class Cause(Enum):
     MEMORY = "no memory left"
     KILLED = "a rank was killed"
     HANG = "a hang"
+    LOST_NODE = "a lost node"
+    NUMBERS = "numbers that were not finite"
     UNKNOWN = "ranks that left no reason"
 
 
-_MAY_NOT_COME_AGAIN = (Cause.KILLED, Cause.HANG)
+_MAY_NOT_COME_AGAIN = (Cause.KILLED, Cause.HANG, Cause.LOST_NODE, Cause.NUMBERS)
+SAME_FAULTS = 3
+"""So many faults of one signature without a newer checkpoint between them end a run."""
+_CHANGING_TEXT = re.compile(r"0x[0-9a-f]+|\d+|/\S+")
 
 
 @dataclass(frozen=True)
-class Budget:
-    """What restarts are left."""
+class Fault:
+    """What ended an attempt."""
 
-    limit: int
-    """resilience.restarts."""
-    used: int = 0
-    """Restarts in a row without a newer checkpoint."""
+    cause: Cause
+    host: str = ""
+    """The node that it happened on, if one stands out."""
+    text: str = ""
+    """The error, in one line."""
+
+    @property
+    def signature(self) -> str:
+        """What two faults have in common that are taken for the same one: cause, node, and error without numbers.
+
+        An error of the program is the same wherever it comes up.
+        """
+        if self.cause in _MAY_NOT_COME_AGAIN:
+            return f"{self.cause.value} on {self.host}" if self.host else self.cause.value
+        return f"{self.cause.value}: {_CHANGING_TEXT.sub('#', self.text)[:200]}"
+
+
+class Action(Enum):
+    """What follows a fault."""
+
+    RESTART = "restarted"
+    """The ranks start again in the same allocation."""
+    REQUEUE = "requeued"
+    """The job goes back to the queue, to get other nodes."""
+    GIVE_UP = "given up"
+    """The fault has come too often: the job must not run again."""
+    END = "ended"
+    """Trying again is of no use, or not wanted."""
+
+
+@dataclass(frozen=True)
+class History:
+    """The faults of a run in a row, without a newer checkpoint between them, before the one at hand."""
+
+    signatures: tuple[str, ...] = ()
     saved: int | None = None
     """The newest committed step when the last attempt began; None: none."""
+
+    def after(self, saved: int | None) -> History:
+        """Return what still counts if `saved` is the newest committed step now: nothing, if it is newer."""
+        advanced = saved is not None and (self.saved is None or saved > self.saved)
+        return History((), saved) if advanced else self
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a run may do about faults."""
+
+    restarts: int
+    """resilience.restarts."""
+    saves: bool = True
+    """Whether it makes checkpoints at all."""
+    enough_nodes: bool = True
+    """Whether the allocation has enough nodes that are neither lost nor to be left out."""
+    can_requeue: bool = False
+    """Whether the job may go back to the queue."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to start the ranks again, why, and the budget after that."""
+    """What to do, and why, in one line."""
 
-    restart: bool
+    action: Action
     why: str
-    budget: Budget
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run goes on by itself."""
+        return self.action in (Action.RESTART, Action.REQUEUE)
 
 
-def decide_restart(cause: Cause, saved: int | None, budget: Budget, saves: bool) -> Decision:
-    """Decide after an attempt that failed.
-
-    saved: the newest committed step now. saves: whether the run makes checkpoints at all.
-    """
-    advanced = saved is not None and (budget.saved is None or saved > budget.saved)
-    used = 0 if advanced else budget.used
-    again = Budget(budget.limit, used + 1, saved)
-    if cause in (Cause.USER, Cause.CANCELLED):
-        return Decision(False, f"not started again: {cause.value}", budget)
-    if not saves:
-        return Decision(False, "nothing is saved that it could go on from (checkpoint.every=0)", budget)
-    if used >= budget.limit:
-        why = f"{used} restarts in a row brought no newer checkpoint (resilience.restarts={budget.limit})"
-        return Decision(False, why if budget.limit else "resilience.restarts=0", budget)
-    if cause in _MAY_NOT_COME_AGAIN or advanced:
-        place = f"from step {saved}" if saved is not None else "from the beginning"
-        count = f"restart {used + 1} of {budget.limit} without a newer save"
-        return Decision(True, f"starting again {place} ({count})", again)
-    return Decision(False, "the same would come again: no checkpoint was saved since the last start", budget)
+def decide_after_fault(fault: Fault, history: History, saved: int | None, policy: Policy) -> Decision:
+    """Decide after an attempt that failed. saved: the newest committed step now."""
+    if fault.cause in (Cause.USER, Cause.CANCELLED):
+        return Decision(Action.END, f"not started again: {fault.cause.value}")
+    if not policy.saves:
+        return Decision(Action.END, "nothing is saved that it could go on from (checkpoint.every=0)")
+    if not policy.restarts:
+        return Decision(Action.END, "resilience.restarts=0")
+    counted = history.after(saved)
+    advanced = counted is not history
+    used, same = len(counted.signatures), counted.signatures.count(fault.signature) + 1
+    if same >= SAME_FAULTS:
+        why = f"{same} times in a row without a newer checkpoint: {fault.signature}"
+        return Decision(Action.GIVE_UP, why)
+    if used >= policy.restarts:
+        why = f"{used} restarts in a row brought no newer checkpoint (resilience.restarts={policy.restarts})"
+        return Decision(Action.GIVE_UP, why)
+    if fault.cause not in _MAY_NOT_COME_AGAIN and not advanced:
+        return Decision(Action.END, "the same would come again: no checkpoint was saved since the last start")
+    place = f"from step {saved}" if saved is not None else "from the beginning"
+    count = f"restart {used + 1} of {policy.restarts} without a newer save"
+    if policy.enough_nodes:
+        return Decision(Action.RESTART, f"starting again {place} ({count})")
+    if policy.can_requeue:
+        return Decision(Action.REQUEUE, f"going on {place} on other nodes, by a requeue ({count})")
+    return Decision(Action.END, "too few nodes are left, and the job may not be requeued (launch.max_attempts)")

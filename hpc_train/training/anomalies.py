@@ -117,6 +117,12 @@ class UpdateGuard:
         self.window = LossWindow(config.spike_window, config.spike_sigmas)
         self.skipped = SkipList()
         self._given = read_skip_list(Path(config.skip_list)) if config.skip_list is not None else SkipList()
+        self.nonfinite_in_a_row = 0
+        """Latest steps without finite numbers whose updates were skipped."""
+
+    def skip_samples(self, entries: Iterable[SkippedSteps]) -> None:
+        """Skip the updates of the samples of these steps, too."""
+        self._given.entries.extend(entries)
 
     def judge(self, loss: float, norm: float, first_sample: int) -> tuple[str | None, str | None, bool]:
         """Judge one step by its mean loss and gradient norm, the same on all ranks.
@@ -129,6 +135,7 @@ class UpdateGuard:
         skip = wanted and self._able and (self._act or kind == "listed")
         if math.isfinite(loss) and not skip:
             self.window.losses.append(loss)
+        self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if kind == "nonfinite" and skip else 0
         return kind, reason, skip
 
     def _find_anomaly(self, loss: float, norm: float, first_sample: int) -> tuple[str | None, str | None]:

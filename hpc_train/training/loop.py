@@ -23,6 +23,7 @@ import torch
 
 from hpc_train.checkpoint import CheckpointError, Saver, SaveResult, prune_steps
 from hpc_train.checkpoint.provenance import Origin, encode_provenance, hash_file, hash_text, identify_code
+from hpc_train.checkpoint.rank_consensus import run_on_rank_0
 from hpc_train.checkpoint.save.file_writer import LocalStage
 from hpc_train.checkpoint.save.incremental import IncrementalWriter
 from hpc_train.checkpoint.save.shared_file import WriterSharing
@@ -40,9 +41,10 @@ from hpc_train.parallel.mesh_axes import get_axis_index
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import LedgerFile
 from hpc_train.runtime.processes import StopRequest
-from hpc_train.training.anomalies import UpdateGuard
+from hpc_train.training.anomalies import SkippedSteps, UpdateGuard
 from hpc_train.training.optimizer import compute_learning_rate, scale_peak_rate, seed_step
 from hpc_train.training.reporter import Reporter
+from hpc_train.training.rollback import MOST_ROLLBACKS, ROLLBACKS, RollbackState, WentBack, mark_newer_bad
 from hpc_train.training.run_directory import RunDirectory
 
 
@@ -210,6 +212,7 @@ class TrainingRun:
     """Updates done by this process."""
     noise: NoiseScale = field(init=False)
     guard: UpdateGuard = field(init=False)
+    rollback: RollbackState = field(init=False)
     peak_lr: float = field(init=False)
     """Scaled to the global batch."""
     peak_flops: float | None = field(init=False)
@@ -235,6 +238,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.noise = NoiseScale(self.config.train.noise_scale.decay)
         self.guard = make_update_guard(self.config)
+        self.rollback = RollbackState(self.config.resilience.numbers.good_after)
         self.peak_lr = scale_peak_rate(self.config.optim, self.config.train.global_batch)
         checkpoint, device = self.config.checkpoint, self.world.device
         overlap = checkpoint.overlap == "always" or (checkpoint.overlap == "auto" and device.type == "cuda")
@@ -275,7 +279,7 @@ class TrainingRun:
     def prune_checkpoints(self) -> None:
         """Remove the checkpoints that the retention rules do not keep; called on rank 0 after a commit."""
         config = self.config.checkpoint
-        pinned = frozenset({self.resumed_from} - {None})
+        pinned = frozenset({self.resumed_from, self.rollback.good} - {None})
         also = KeepRules(config.keep_every, config.keep_best, cast("frozenset[int]", pinned))
         prune_steps(self.directory.checkpoints, config.keep, also, sole=self.saver.lock is not None)
 
@@ -329,6 +333,7 @@ def _run_steps(run: TrainingRun) -> int:
         step = train_step(run)
         validation = _evaluate_if_due(run, step.stop)
         report_step(run, step, validation)
+        _go_back_if_lost(run)
         stopping = step.stop or run.owes_validation
         saved = _save_if_due(run, stopping)
         if run.ledger is not None:
@@ -340,6 +345,39 @@ def _run_steps(run: TrainingRun) -> int:
             return _stop(run)
     _report_saves(run, run.wait_for_saves())
     return EXIT_DONE
+
+
+def _go_back_if_lost(run: TrainingRun) -> None:
+    """Raise WentBack on all ranks after too many steps in a row without finite numbers; see training.rollback."""
+    numbers, state = run.config.resilience.numbers, run.rollback
+    count = run.guard.nonfinite_in_a_row
+    able = run.config.checkpoint.every > 0 and run.config.resilience.restarts > 0 and state.good is not None
+    if not able or not numbers.rollback_after or count < numbers.rollback_after:
+        return
+    _report_saves(run, run.wait_for_saves())
+    went = f"the numbers of {count} steps in a row, up to step {run.step}, were not finite"
+    if run_on_rank_0(run.world, lambda: _prepare_rollback(run, went)):
+        raise WentBack(f"{went}; going back to the checkpoint of step {state.good}, without the samples of these steps")
+
+
+def _prepare_rollback(run: TrainingRun, why: str) -> bool:
+    """Mark checkpoints and record samples, on rank 0; returns whether the run can go back."""
+    state, count = run.rollback, run.guard.nonfinite_in_a_row
+    assert state.good is not None
+    if state.times >= MOST_ROLLBACKS:
+        if count == run.config.resilience.numbers.rollback_after:
+            log.warning("%s, as after %d returns to step %d: not again", why, state.times, state.good)
+        return False
+    marked = mark_newer_bad(run.directory.checkpoints, state.good, why)
+    if marked is None:
+        return False
+    batch = run.config.train.global_batch
+    first = run.consumed_samples - count * batch
+    state.entries.append(SkippedSteps(run.step - count + 1, run.step, first, count * batch, why))
+    state.times += 1
+    state.write(run.directory.path / ROLLBACKS)
+    run.reporter.event("rollback", step=run.step, to=state.good, marked=marked, why=why)
+    return True
 
 
 def train_step(run: TrainingRun) -> StepResult:
@@ -367,7 +405,10 @@ def train_step(run: TrainingRun) -> StepResult:
     run.finite &= not updated or (math.isfinite(run.last_loss) and math.isfinite(norm))
     # An update that fp16 loss scaling skips has an infinite gradient by design: only its loss counts.
     scaled = config.precision.name == "fp16" and not updated
-    _track_lost_steps(run, math.isfinite(run.last_loss) and (scaled or math.isfinite(norm)))
+    finite = math.isfinite(run.last_loss) and (scaled or math.isfinite(norm))
+    _track_lost_steps(run, finite)
+    if run.rollback.count_step(run.step, finite) and run.world.rank == 0:
+        run.rollback.write(run.directory.path / ROLLBACKS)
     _measure_noise(run, sums, norm)
     record = {
         "step": run.step,
@@ -501,6 +542,8 @@ def save_checkpoint(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
     # With the latest update skipped the parameters may be what makes the loss infinite.
     finite = run.finite and run.lost_since is None and (validation is None or math.isfinite(validation))
     run.saver.save(run.step, pieces, extra, finite, validation)
+    if finite:
+        run.rollback.add_checkpoint(run.step)
     run.finite = True
 
 

@@ -46,6 +46,7 @@ from hpc_train.runtime.start import leave_process_group, start
 from hpc_train.training.loop import TrainingRun, describe_code_change, evaluate_owed, run_training
 from hpc_train.training.optimizer import make_optimizer, require_determinism
 from hpc_train.training.reporter import Reporter
+from hpc_train.training.rollback import ROLLBACKS, read_rollbacks
 from hpc_train.training.run_directory import RunDirectory, write_private_file
 from hpc_train.training.warning_files import recording_warnings
 
@@ -196,6 +197,9 @@ def assemble_run(
     steps = count_total_steps(config, len(data))
     loader, validation = _make_loader(config, data, world), _make_validation_loader(config, world)
     run = TrainingRun(config, world, directory, engine, loader, validation, steps, Reporter(directory, attempt), stop)
+    before = _USER_ERRORS.run_on_rank_0(world, lambda: read_rollbacks(directory.path / ROLLBACKS))
+    run.rollback.restore(before)
+    run.guard.skip_samples(run.rollback.entries)
     resumed = resume_from_checkpoint(directory.checkpoints, config.checkpoint.resume, engine.shards(), world)
     if resumed is not None and not resumed.weights_only:
         run.step, run.saved_at = resumed.step, resumed.step if resumed.directory == directory.checkpoints else None
@@ -205,6 +209,8 @@ def assemble_run(
         run.noise.restore(resumed.extra["noise_scale"])
         if "numbers" in resumed.extra:  # not in checkpoints of earlier releases
             run.guard.restore(resumed.extra["numbers"])
+        if run.saved_at is not None:
+            run.rollback.add_checkpoint(run.saved_at)
     if run.directory.skipped.exists():
         run.write_skip_list()  # without the steps after the checkpoint, which are about to be done again
     run.reporter = Reporter.start(config, directory, attempt, steps, run.step, world.rank)

@@ -1,8 +1,9 @@
 """A user's own model: small and quick, and at a chosen moment of a chosen rank it does what the environment asks for.
 
 FAULTS="1:train:3:raise 0:save:1:hold": rank 1 raises in its third forward of training, and rank 0 holds in its first
-checkpoint until the file `go` appears (listen: until it has been asked to stop; eat: takes
-memory without end). Every fault happens once in the life of FAULT_FOLDER, where a file with its name says that it did.
+checkpoint until the file `go` appears (listen: until it has been asked to stop; eat: takes memory without end; poison:
+one of its weights is NaN from now on). Every fault happens once in the life of FAULT_FOLDER, where a file with its name
+says that it did.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hpc_train.models.registry import register
 _moments: Counter[str] = Counter()
 
 
-def reach(moment: str) -> None:
+def reach(moment: str, model: Faulty | None = None) -> None:
     """Called at every moment at which a fault may be wanted."""
     _moments[moment] += 1
     name = f"{dist.get_rank()}:{moment}:{_moments[moment]}"
@@ -36,14 +37,18 @@ def reach(moment: str) -> None:
         done = Path(os.environ["FAULT_FOLDER"]) / fault
         if fault.startswith(f"{name}:") and not done.exists():
             done.touch()
-            act(fault.rsplit(":", 1)[1])
+            act(fault.rsplit(":", 1)[1], model)
 
 
-def act(action: str) -> None:
+def act(action: str, model: Faulty | None) -> None:
     if action == "raise":
         raise RuntimeError("a fault of the user's model")
     if action == "warn":
         logging.getLogger("hpc_train.models").warning("rank %d has seen something", dist.get_rank())
+        return
+    if action == "poison":
+        assert model is not None
+        model.out.weight.data[0, 0] = float("nan")
         return
     if action == "refuse":
         raise UserError("model.args.size=0: the user's model needs at least 1")
@@ -80,7 +85,7 @@ class Faulty(nn.Module):
         self.out = nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        reach("train" if torch.is_grad_enabled() else "eval")
+        reach("train" if torch.is_grad_enabled() else "eval", self)
         logits: Tensor = self.out(self.drop(self.embed(tokens)))
         return logits
 

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from drawn import draw
 from jobs import LONG, Workshop, assert_same_run, processes, wait_for
 
 from hpc_train.errors import EXIT_REQUEUE
@@ -22,7 +23,11 @@ def events(workshop: Workshop, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "fault", ["1:build:1:kill", "0:train:3:kill", "1:train:7:kill", "1:eval:3:kill", "0:save:2:kill"]
+    "fault",
+    draw(
+        ["1:build:1:kill", "0:train:3:kill", "1:train:7:kill", "1:eval:3:kill", "0:save:2:kill"],
+        ["1:train:7:kill", "0:save:2:kill"],
+    ),
 )
 def test_a_killed_rank_is_started_again_and_the_numbers_are_the_same(
     workshop: Workshop, uninterrupted: Any, fault: str
@@ -109,3 +114,20 @@ def test_a_notice_of_the_machine_saves_and_stops(workshop: Workshop) -> None:
     (notice,) = events(workshop, "notice")
     assert notice["why"].endswith(" is about to be taken away: instance i-1 ends at 12:00")
     assert re.search(r"stopped at step [78], saved", ended.out)
+
+
+def test_a_parameter_that_is_nan_sends_the_run_back_to_a_good_checkpoint(workshop: Workshop) -> None:
+    settings = (*LONG, "checkpoint.every=2", "checkpoint.keep=9", "resilience.numbers.good_after=2")
+    ended = workshop.train("run", *settings, faults="1:train:9:poison")
+    assert ended.code == 0, ended
+    run = workshop.folder / "run"
+    (back,) = events(workshop, "rollback")
+    assert (back["step"], back["to"], back["marked"]) == (11, 6, [8, 10])
+    (restart,) = events(workshop, "restart")
+    assert restart["cause"] == "numbers that were not finite"
+    assert "starting again from step 6" in ended.err
+    (skipped,) = json.loads((run / "skipped.json").read_text())
+    assert (skipped["first_step"], skipped["last_step"], skipped["first_sample"]) == (9, 11, 32)
+    clean = workshop.train("clean", *settings, f"resilience.numbers.skip_list={run / 'skipped.json'}")
+    assert clean.code == 0, clean
+    assert_same_run(run, workshop.folder / "clean")

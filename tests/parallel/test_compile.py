@@ -6,7 +6,6 @@ Takes minutes on a busy machine: a C++ compiler runs for each graph of the two c
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import matrix
 import numpy as np
 import pytest
 import torch
+from drawn import draw
 from matrix import Case
 from outcome import Outcome, assert_close, engine_steps, reference, whole
 from plain_setup import FEATURES, LAYOUTS, engine_of, global_batch, share
@@ -128,15 +128,11 @@ def graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     counters.clear()
 
 
-DRAWN = ("tp-full", "asynchronous-full", "ring-selective", "ulysses-full", "zero3-tp-full", "tp-dropout-full")
-
-
-def _long(names: Iterable[str], drawn: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in drawn else pytest.mark.long) for name in names]
+DRAWN = ("asynchronous-full", "ulysses-full", "tp-dropout-full")
 
 
 @pytest.mark.usefixtures("graphs_only")
-@pytest.mark.parametrize("name", _long(CASES, DRAWN))
+@pytest.mark.parametrize("name", draw(CASES, DRAWN))
 def test_recomputed_blocks_of_split_tensors_are_one_graph(name: str) -> None:
     case = CASES[name]
     graphs = 2 if "every" in name else 1  # every second block is recomputed, which is another graph
@@ -235,7 +231,8 @@ def test_synchronised_batch_norm_compiles_to_one_graph_a_block() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", _long(CASES, ("tp-shared-heads-full",)))
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
 def test_generated_code_gives_the_numbers_of_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     case = CASES[name]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drawn import draw
 from matrix import SEQUENCES, Case, resume, train_and_resume, train_and_save, truth
 from outcome import Outcome, assert_close, whole
 
@@ -99,7 +100,14 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
     return Elsewhere(tmp_path_factory)
 
 
-@pytest.mark.parametrize("name", CASES)
+DRAWN = (
+    "ddp-3-short", "hsdp-2x2", "tp-4-kv-2-tied", "zero3-2-tp-2", "tp-2-vit", "pp-2-1f1b-tied", "pp-2-zbv",
+    "cp-2-unbalanced", "cp-4-ring-zero3", "offload-empty-shards", "pp-2-zero3-2", "pp-2-cp-2-tp-2-recompute",
+)  # fmt: skip
+"""One or two of each kind. Each technique alone has a test file of its own beside this one."""
+
+
+@pytest.mark.parametrize("name", draw(CASES, DRAWN))
 def test_every_layout(name: str, elsewhere: Elsewhere) -> None:
     check_case(CASES[name], elsewhere)
 

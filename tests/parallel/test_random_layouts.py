@@ -19,7 +19,7 @@ from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
 from hpc_train.parallel.rules.check import check_support
 
-EXAMPLES = int(os.environ.get("HPC_TRAIN_RANDOM_LAYOUTS", "6"))
+EXAMPLES = int(os.environ.get("HPC_TRAIN_RANDOM_LAYOUTS", "3"))
 FIRST = int(os.environ.get("HPC_TRAIN_RANDOM_SEED", "12"))
 """From 12 on come six layouts of few ranks in which every axis is split once."""
 KINDS = ("llama", "tied", "deep", "grouped", "gpt2", "vit")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from drawn import draw_every
 from planner_runs import run
 
 from hpc_train.config.parallel import resolve_degrees
@@ -162,19 +163,19 @@ def _compare_run(overrides: tuple[str, ...]) -> dict[int, tuple[float, float]]:
     return {rank: (sum(found.planned[rank].values()), float(peak)) for rank, peak in counted.items()}
 
 
-@pytest.mark.parametrize("layout", DRAWN)
+@pytest.mark.parametrize("layout", draw_every(DRAWN, 3))
 def test_what_is_whole_between_uses_is_planned(layout: str) -> None:
     for planned, counted in _compare(layout).values():
         assert planned == pytest.approx(counted, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", SPECIAL)
+@pytest.mark.parametrize("layout", draw_every(SPECIAL, 3))
 def test_what_is_most_in_other_layouts_is_planned(layout: str) -> None:
     for planned, counted in _compare_run(_with_model(SPECIAL[layout])).values():
         assert planned == pytest.approx(counted, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", DROPOUT)
+@pytest.mark.parametrize("layout", draw_every(DROPOUT, 4))
 def test_masks_and_scores_of_dropout_are_planned(layout: str) -> None:
     for planned, counted in _compare_run(_with_model((*DROPOUT[layout], "model.dropout=0.1"))).values():
         assert planned == pytest.approx(counted, rel=TOLERANCE)
@@ -218,7 +219,7 @@ def test_memory_does_not_grow_with_the_micro_batches_of_a_step() -> None:
         assert 0 <= many - few <= 1 << 18
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", draw_every(LAYOUTS, 3))
 def test_planned_memory_is_what_is_counted(layout: str) -> None:
     """Without what an allocator and a driver add."""
     own = {it.partition("=")[0]: it for it in (*SMALL, *LAYOUTS[layout])}

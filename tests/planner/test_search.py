@@ -53,8 +53,8 @@ def rows(rated: RatedCandidates) -> list[Row]:
     [
         (SMALL, 8, {}),
         (TIGHT, 8, {}),
-        (ACROSS, 16, {}),
-        (FULL, 16, {}),
+        pytest.param(ACROSS, 16, {}, marks=pytest.mark.long),
+        pytest.param(FULL, 16, {}, marks=pytest.mark.long),
         (TIGHT, 8, {"offload_activations": (1.0,), "overlap_tensor": (0.0,)}),
         (ACROSS, 16, {"cp": (2.0, 4.0), "overlap_tensor": (0.0,)}),
     ],

@@ -78,7 +78,11 @@ def test_7b_to_70b_is_tensor_parallel_inside_a_node(cluster: str, model: str, no
 
 
 @pytest.mark.parametrize(
-    ("cluster", "model", "nodes", "batch"), [("dgx_a100", "gpt3_175b", 64, 768), ("dgx_h100", "gpt3_530b", 280, 1920)]
+    ("cluster", "model", "nodes", "batch"),
+    [
+        ("dgx_a100", "gpt3_175b", 64, 768),
+        pytest.param("dgx_h100", "gpt3_530b", 280, 1920, marks=pytest.mark.long),
+    ],
 )
 def test_above_100b_all_three_dimensions_are_used(cluster: str, model: str, nodes: int, batch: int) -> None:
     for strategy in ("ddp", "zero1"):

@@ -107,10 +107,14 @@ def _one_rank_a_node(world: World) -> World:
 
 @contextmanager
 def busy_cpu(cpu: int, processes: int) -> Iterator[None]:
-    """Keep one CPU busy with several processes."""
-    spin = f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
-    running = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(processes)]
+    """Keep one CPU busy with several processes, all of which run when this begins."""
+    spin = f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nprint(flush=True)\nwhile True: pass"
+    running = [subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) for _ in range(processes)]
     try:
+        for process in running:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.stdout.close()
         yield
     finally:
         for process in running:

@@ -18,6 +18,7 @@ STEPS = 1500
 RAISES = "1:train:2:raise"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_sweep_that_meets_everything_is_told_of_truly_and_finished(slurm_cluster: SlurmCluster, sweep: Sweep) -> None:
     said = sweep.submit(

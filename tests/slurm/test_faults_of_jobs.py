@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 from slurm_client import SlurmCluster
-from training_client import assert_same_result, kinds, lines, pid_of_task, steps_done, submit, tasks_of, wait_until
+from training_client import (
+    assert_same_result,
+    hpc_train,
+    kinds,
+    lines,
+    pid_of_task,
+    steps_done,
+    submit,
+    tasks_of,
+    wait_until,
+)
 
 FAULTY = Path(__file__).parents[1] / "launch"
 STEPS = 60
@@ -74,7 +84,7 @@ def test_a_stopped_rank_is_named_with_its_node_and_the_job_goes_on(
     slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
     assert_same_result(run, undisturbed, STEPS)
     (hang,) = (event for event in lines(run / "events.jsonl") if event["event"] == "hang")
-    hosts = {rank["rank"]: rank["host"] for rank in json.loads((run / "rankmap.json").read_text())["ranks"]}
+    hosts = hosts_of(run)
     assert f"task 1 on {hosts[1]} has been in a step" in hang["why"]
     assert "stopped by a signal" in hang["why"]
     report = json.loads((run / "logs" / "0" / hang["folder"] / "report.json").read_text())
@@ -112,20 +122,72 @@ def test_a_stop_saves_and_requeues_beside_the_supervisor(
     assert [kind for kind in kinds(run) if kind in ("signal", "requeue", "restart")] == ["signal", "requeue"]
 
 
-def test_a_silent_node_ends_the_ranks_before_slurm_gives_it_up(
+def test_a_lost_node_is_left_out_when_the_job_comes_back(
     slurm_cluster: SlurmCluster, settings: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    job = start(run, settings, "train.steps=1000000", faults="")
+    job = start(run, settings, "train.steps=1000000")
     wait_until("steps", lambda: steps_done(run) > 50)
-    hosts = {rank["rank"]: rank["host"] for rank in json.loads((run / "rankmap.json").read_text())["ranks"]}
+    hosts = hosts_of(run)
     pid_of_task(run, 1)
     with slurm_cluster.powered_off(hosts[1]):
-        wait_until("the lost node", lambda: "lost_node" in kinds(run) or "requeue" in kinds(run), timeout=60)
         wait_until("the requeue", lambda: "requeue" in kinds(run), timeout=60)
+        wait_until("the exclusion", lambda: slurm_cluster.job(job).get("ExcNodeList") == hosts[1], timeout=20)
         slurm_cluster.scancel(job)
     lost = [event["why"] for event in lines(run / "events.jsonl") if event["event"] == "lost_node"]
     assert all(hosts[1] in why for why in lost)
+    (again,) = (event for event in lines(run / "events.jsonl") if event["event"] == "restart")
+    assert (again["cause"], again["host"], again["action"]) == ("a lost node", hosts[1], "requeued")
+    assert [(strike["host"], strike["weight"]) for strike in lines(run / "nodes.jsonl")] == [(hosts[1], 2)]
+
+
+def test_a_spare_node_takes_over_in_the_same_job(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start(run, settings, "launch.spares=1", faults="0:train:33:hold")
+    assert slurm_cluster.job(job)["NumNodes"].startswith("3")
+    wait_until("the hold", lambda: (tmp_path / "0:train:33:hold").exists())
+    before = hosts_of(run)
+    with slurm_cluster.powered_off(before[1]):
+        wait_until("the lost node", lambda: "restart" in kinds(run), timeout=60)
+        slurm_cluster.wait_for_state(job, "COMPLETED", timeout=120)
+    assert_same_result(run, undisturbed, STEPS)
+    after = hosts_of(run)
+    assert after[0] == before[0]
+    assert after[1] not in before.values()
+    assert "requeue" not in kinds(run)
+
+
+def test_a_node_on_which_ranks_die_twice_is_replaced_by_a_spare(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start(run, settings, "launch.spares=1", faults="1:train:33:kill 1:train:15:kill")
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    assert_same_result(run, undisturbed, STEPS)
+    nodes = [json.loads((run / "logs" / name / "attempt.json").read_text())["nodes"] for name in ("0", "1", "2")]
+    assert nodes[0] == nodes[1]
+    assert nodes[2] != nodes[1]
+    assert "requeue" not in kinds(run)
+
+
+def test_the_same_fault_again_and_again_ends_the_job_for_good(
+    slurm_cluster: SlurmCluster, settings: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start(run, settings, "launch.max_attempts=1", faults="1:build:1:kill 1:train:3:kill 1:train:4:kill")
+    slurm_cluster.wait_for_state(job, "FAILED", timeout=240)
+    assert slurm_cluster.job(job)["ExitCode"] == "93:0"
+    (last,) = (event for event in lines(run / "events.jsonl") if event["event"] == "gave_up")
+    assert last["why"] == f"3 times in a row without a newer checkpoint: a rank was killed on {last['host']}"
+    assert last["why"] in json.loads((run / "logs" / "2" / "result.json").read_text())["why"]
+    assert last["why"] in hpc_train("status", str(run)).stdout
+
+
+def hosts_of(run: Path) -> dict[int, str]:
+    """Name of the node of each rank."""
+    return {rank["rank"]: rank["host"] for rank in json.loads((run / "rankmap.json").read_text())["ranks"]}
 
 
 def processes_with(*words: str) -> list[int]:

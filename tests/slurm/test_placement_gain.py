@@ -44,6 +44,7 @@ def slow_uplinks(slurm_cluster: SlurmCluster) -> Iterator[None]:
             dev_cluster("net", target, "clear")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_bad_order_of_the_nodes_costs_time_and_placement_takes_it_back(
     slurm_cluster: SlurmCluster, slow_uplinks: None, tmp_path: Path

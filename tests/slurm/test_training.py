@@ -174,6 +174,7 @@ def requeue_from_outside(slurm_cluster: SlurmCluster, job: str, run: Path) -> No
     wait_until("the fourth attempt", lambda: (run / "logs/3").is_dir())
 
 
+@pytest.mark.long
 def test_signal_to_one_rank_while_torch_is_imported_stops_all(
     slurm_cluster: SlurmCluster, tiny: list[str], reference: Path, tmp_path: Path
 ) -> None:
@@ -227,6 +228,7 @@ def test_dead_rank_ends_the_job_at_once_and_is_named(
     assert tasks_of(run) == {}
 
 
+@pytest.mark.long
 def test_killed_node_requeues_the_job_elsewhere(
     slurm_cluster: SlurmCluster, tiny: list[str], reference: Path, tmp_path: Path
 ) -> None:
@@ -241,6 +243,7 @@ def test_killed_node_requeues_the_job_elsewhere(
         slurm_cluster.scancel(job)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_lost_node_is_noticed_before_slurm_does(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
+from drawn import draw
 from traffic_ledger import Key, Ledger
 from traffic_steps import GPT2, VIT, Layout, engine_after_setup, share_of
 
@@ -74,7 +75,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+DRAWN = (
+    "ddp", "zero1-groups", "zero2-accumulated", "zero3-gpt2-short-last", "hsdp", "tp-more-ranks-than-kv-heads",
+    "tp-asynchronous-recomputed", "cp-ring-bf16", "cp-ulysses", "pp-gpt2-tied", "pp-interleaved", "pp-zero3-zbv",
+    "pp-zero3-dualpipev", "3d",
+)  # fmt: skip
+"""One or two of each kind."""
+
+
+@pytest.mark.parametrize("name", draw(LAYOUTS, DRAWN))
 def test_flows_are_what_ranks_exchange(name: str) -> None:
     layout = LAYOUTS[name]
     config = layout.config()

@@ -11,7 +11,8 @@
 #   hpc_python_path    where the code of the job is; empty: where it is installed
 #   hpc_modules, hpc_module_path, hpc_module_purge
 #   hpc_watch          command that watches the ranks; empty: nobody does
-#   hpc_restart        command that decides whether ranks that failed are started again here; empty: they are not
+#   hpc_restart        command that decides what follows a fault; empty: the ranks are not started again
+#   hpc_nodes, hpc_ranks, hpc_spares   nodes and ranks of the run, and nodes that the job has beside them
 #   hpc_begin_points   (arrays) command that writes job.json of points
 #   hpc_points_per_job, hpc_ranks_per_node   (arrays whose elements have several points) of the job as a whole
 # shellcheck disable=SC2154
@@ -54,14 +55,26 @@ make_attempt() {
 }
 
 mark_started() {
-  write_marker attempt.json "{\"job_id\": \"$job\", \"host\": \"$(hostname)\", \"nodes\": \"$SLURM_JOB_NODELIST\", \"time\": $(date +%s)}"
+  write_marker attempt.json "{\"job_id\": \"$job\", \"host\": \"$(hostname)\", \"nodes\": \"$step_nodes\", \"spares\": ${hpc_spares:-0}, \"time\": $(date +%s)}"
 }
 
 export_attempt() {
-  export HPC_TRAIN_ATTEMPT="$attempt" HPC_TRAIN_RENDEZVOUS="$logs"
+  export HPC_TRAIN_ATTEMPT="$attempt" HPC_TRAIN_RENDEZVOUS="$logs" HPC_TRAIN_NODES="$step_nodes"
+}
+
+# choose_nodes FILE: where the ranks start; sets `step_nodes`, and `step`, srun's options for that. A job with spares has
+# more nodes than the ranks need: FILE names those to take, else they are the first ones.
+choose_nodes() {
+  step_nodes="$SLURM_JOB_NODELIST" step=()
+  [ "${hpc_spares:-0}" -gt 0 ] || return 0
+  step_nodes="$(cat "$1" 2>/dev/null)"
+  [ -n "$step_nodes" ] ||
+    step_nodes="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$hpc_nodes" | paste -sd ,)"
+  step=("--nodes=$hpc_nodes" "--ntasks=$hpc_ranks" "--nodelist=$step_nodes")
 }
 
 begin_run() {
+  choose_nodes /dev/null
   make_attempt
   trap 'write_result $?' EXIT
   # The ranks save and stop at these signals; this shell has to outlive them to requeue the job.
@@ -141,9 +154,10 @@ load_modules() {
 
 # --- the ranks, and how they ended
 
-# run_ranks SRUN...: nothing starts in a job that was cancelled by then.
+# run_ranks SRUN OPTION...: nothing starts in a job that was cancelled by then.
 run_ranks() {
   local ranks watcher code
+  set -- "$1" "${step[@]}" "${@:2}"
   doing=""
   [ ! -e "$run/logs/cancel-$job" ] || return "$exit_requeue"
   if [ "${#hpc_watch[@]}" -eq 0 ]; then
@@ -172,33 +186,56 @@ wait_for() {
   return "$code"
 }
 
-# Slurm itself requeues a job whose node dies, but only after SlurmdTimeout (300 s by default); the ranks on the other
-# nodes fail long before that.
-has_lost_node() {
-  sinfo -h -N -n "$SLURM_JOB_NODELIST" -o %T | grep -Eq '[*]|^down|^fail'
+# find_lost_nodes NODES: those that do not answer, separated by spaces. Slurm itself requeues a job whose node dies, but
+# only after SlurmdTimeout (300 s by default); the ranks on the other nodes fail long before that.
+find_lost_nodes() {
+  { cat "$logs/lost-node" 2>/dev/null
+    sinfo -h -N -n "$1" -o '%N %T' | awk '$2 ~ /[*]|^down|^fail/ { print $1 }'
+  } | sort -u | paste -sd ' '
 }
 
 # settle_attempt CODE: find out how an attempt ended and write it down; sets `code`, and `requeue` for the job's end.
 settle_attempt() {
+  local lost=""
   code="$1" requeue=""
   # srun returns 0, too, when it gave up waiting for a step that was ended from outside.
   [ "$code" -ne 0 ] || [ -e "$logs/done" ] || { code=1 why="the ranks were ended before they were done"; }
   if [ -e "$logs/requeue" ] || [ "$code" -eq "$stopped_early_usr2" ] || [ "$code" -eq "$stopped_early_term" ]; then
     why="the ranks stopped on purpose" stopped=1
-  elif [ "$code" -ne 0 ] && { [ -e "$logs/lost-node" ] || has_lost_node; }; then
-    why="a node of the job does not answer" stopped=1
+  elif [ "$code" -ne 0 ]; then
+    lost="$(find_lost_nodes "$step_nodes")"
+    [ -z "$lost" ] || { why="a node of the job does not answer" stopped=1; }
   fi
   # A job that was cancelled, or is requeued by Slurm, gets the same signals: it is no longer RUNNING.
   [ "$code" -eq 0 ] || state="$(squeue -h -j "$job" -o '%T %r' | head -n 1 | tr -cd 'A-Za-z_ ')"
   if [ "$code" -ne 0 ] && [ -e "$run/logs/cancel-$job" ]; then
     why="stopped by hpc-train cancel" next=cancel
-  elif [ -n "$stopped" ] && [ "${state%% *}" = RUNNING ]; then
-    continue_after_stop
-  elif [ "$code" -ne 0 ] && [ "${state%% *}" = RUNNING ] && [ "${#hpc_restart[@]}" -gt 0 ]; then
-    "${hpc_restart[@]}" "$run" "$attempt" "$code" && next=restart
+  elif [ "$code" -ne 0 ] && [ "${state%% *}" = RUNNING ]; then
+    if [ "${#hpc_restart[@]}" -gt 0 ] && { [ -n "$lost" ] || [ -z "$stopped" ]; }; then
+      decide_after_fault "$lost"
+    elif [ -n "$stopped" ]; then
+      continue_after_stop
+    fi
   fi
   write_result "$code"
   [ "$code" -eq 0 ] || "${hpc_report[@]}" "$run" "$attempt" "$code" "$requeue"
+}
+
+# decide_after_fault LOST: start again in this job, go back to the queue without the nodes that are to blame, or end.
+decide_after_fault() {
+  local lost="$1" reason
+  [ "$hpc_spares" -eq 0 ] || lost="$(find_lost_nodes "$SLURM_JOB_NODELIST")"
+  "${hpc_restart[@]}" "$run" "$attempt" "$code" "$lost"
+  case $? in
+    0) next=restart ;;
+    "$exit_requeue") stopped=1 ;;
+    "$exit_no_requeue")
+      reason="$(tr -cd 'A-Za-z0-9 ._/:,()+@=#-' <"$logs/decision" | cut -c 1-300)"
+      code="$exit_no_requeue" why="$reason" stopped=""
+      ;;
+    *) ;; # a node that is lost has nothing to do with the program, also where nobody can decide
+  esac
+  [ -n "$next" ] || [ -z "$stopped" ] || { why="${why:-nodes of the job are left out}" && continue_after_stop; }
 }
 
 # The next job of the chain goes on, or else this one.
@@ -216,10 +253,29 @@ continue_after_stop() {
 # restart_ranks: the next attempt, in the same allocation.
 restart_ranks() {
   doing="" why="" next="" state="" stopped=""
+  choose_nodes "$logs/next-nodes"
+  # As far as Slurm knows, the step before has its CPUs and memory until a node that does not answer is given up.
+  [ "${#step[@]}" -eq 0 ] || step+=(--overlap --mem=0)
   make_attempt
   mark_started
   export_attempt
   start_ranks
+}
+
+# Back to the queue, without the nodes that a decision has named. Slurm ends the job step of this script by SIGTERM, which
+# a command that it starts must not die of; it takes another list of nodes as soon as the job no longer runs.
+requeue_job() {
+  local exclude
+  exclude="$(cat "$logs/exclude" 2>/dev/null)"
+  exclude="${hpc_exclude:+$hpc_exclude,}$exclude"
+  trap '' TERM USR2
+  scontrol requeue "$job"
+  [ -s "$logs/exclude" ] || return 0
+  for _ in {1..50}; do
+    scontrol update jobid="$job" ExcNodeList="${exclude%,}" 2>/dev/null && return
+    sleep 0.1
+  done
+  echo "hpc-train: $exclude could not be left out"
 }
 
 # finish_run CODE: the end of a script that has one run.
@@ -233,7 +289,7 @@ finish_run() {
   if [ "$hpc_chain" -gt 1 ] && [ "$next" != chain ]; then
     scancel --quiet --state=PENDING --user="$(id -un)" --jobname="$SLURM_JOB_NAME"
   fi
-  [ -z "$requeue" ] || scontrol requeue "$job"
+  [ -z "$requeue" ] || requeue_job
   [ "$next" != cancel ] || scancel "$job"
   exit "$code"
 }
@@ -279,6 +335,7 @@ for_each_attempt() {
 # begin_points POINT...: those that are not over; the script ends where there is none.
 begin_points() {
   local point
+  choose_nodes /dev/null
   runs=() open=() begun=() attempts=()
   for point in "$@"; do
     enter_point "$point"

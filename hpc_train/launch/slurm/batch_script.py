@@ -37,23 +37,29 @@ def cpus_per_rank(config: RunConfig) -> int | None:
     return config.cluster.node.cpus // per_node if config.cluster.node.cpus > per_node else None
 
 
-def lines_before_ranks(config: RunConfig, folder: RunDirectory, python_path: Sequence[str] = ()) -> list[str]:
+def lines_before_ranks(
+    config: RunConfig, folder: RunDirectory, nodes: int, python_path: Sequence[str] = ()
+) -> list[str]:
     """Return the shell lines of a script with one run, up to the start of its ranks.
 
-    python_path: where the code of the job is. Raises UserError as setting_lines.
+    nodes: of the run. python_path: where the code of the job is. Raises UserError as setting_lines.
     """
     return [
         f"run={shlex.quote(str(folder.path))}",
-        *setting_lines(config, python_path),
+        *setting_lines(config, python_path, nodes),
         shell_functions(),
         "begin_run",
         *setup_lines(config),
     ]
 
 
-def setting_lines(config: RunConfig, python_path: Sequence[str]) -> list[str]:
-    """Return the assignments that batch.sh reads. Raises UserError for what is no name of a module."""
+def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> list[str]:
+    """Return the assignments that batch.sh reads. nodes: of the run, without spares.
+
+    Raises UserError for what is no name of a module.
+    """
     cluster, launch = config.cluster, config.launch
+    _check_spares(config)
     _check_module_names(cluster)
     report = shlex.join(python_command(config, False, "-m", "hpc_train.launch.failures"))
     return [
@@ -63,6 +69,8 @@ def setting_lines(config: RunConfig, python_path: Sequence[str]) -> list[str]:
         f"hpc_modules=({shlex.join(cluster.modules)}) hpc_module_path=({shlex.join(cluster.module_path)})",
         f"hpc_module_purge={str(cluster.module_purge).lower()}",
         f"hpc_watch=({_watch_command(config)}) hpc_restart=({_restart_command(config)})",
+        f"hpc_nodes={nodes} hpc_ranks={nodes * cluster.ranks_per_node} hpc_spares={launch.spares}",
+        f"hpc_exclude={shlex.quote(launch.exclude or '')}",
     ]
 
 
@@ -126,6 +134,20 @@ def define_start(command: str) -> list[str]:
 
 LINE_AFTER_RANKS = "finish_run $?"
 """Right after the ranks: `$?` is their exit code."""
+
+
+def _check_spares(config: RunConfig) -> None:
+    """Raise UserError for spare nodes that could never take over."""
+    spares, watched = f"launch.spares={config.launch.spares}", config.resilience
+    if not config.launch.spares:
+        return
+    if config.launch.points_per_job > 1:
+        raise UserError(f"{spares}: points that share a job are not started again in it; use launch.points_per_job=1")
+    if not (watched.watch and watched.act and watched.restarts):
+        raise UserError(
+            f"{spares}: a node is replaced by a restart, and those are off; use resilience.watch=true, "
+            "resilience.act=true and resilience.restarts of 1 or more"
+        )
 
 
 def _check_module_names(cluster: ClusterConfig) -> None:

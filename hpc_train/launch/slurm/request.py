@@ -22,6 +22,7 @@ from hpc_train.launch.slurm import batch_script
 from hpc_train.launch.slurm.batch_script import cpus_per_rank
 from hpc_train.launch.slurm.containers import make_container
 from hpc_train.launch.slurm.slurm_cli import RunClient
+from hpc_train.resilience.exclusion import choose_excluded, read_strikes
 from hpc_train.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class JobRequest:
     """launch.export."""
     code: Snapshot | None = None
     """Snapshot that the job imports from; None: it imports what is installed."""
+    spares: int = 0
+    """Nodes that the job has beside `nodes`."""
 
     @property
     def ranks(self) -> int:
@@ -88,6 +91,11 @@ def node_count(config: RunConfig) -> int:
     nodes = cluster.nodes or math.ceil(smallest_world(config.parallel) / cluster.ranks_per_node)
     if cluster.total_nodes and nodes > cluster.total_nodes:
         raise UserError(f"cluster.nodes={nodes}: {cluster.name} has {cluster.total_nodes}")
+    if cluster.total_nodes and nodes + config.launch.spares > cluster.total_nodes:
+        left = cluster.total_nodes - nodes
+        raise UserError(
+            f"launch.spares={config.launch.spares}: {cluster.name} has {left} nodes beside the {nodes} of the run"
+        )
     return nodes
 
 
@@ -100,13 +108,15 @@ def make_request(config: RunConfig, folder: RunDirectory, code: Snapshot | None 
     options = sbatch_options(config, folder)
     container = make_container(config, folder, code.path if code else None)
     options["setup"] = [
-        *batch_script.lines_before_ranks(config, folder, code.python_path if code else ()),
+        *batch_script.lines_before_ranks(config, folder, nodes, code.python_path if code else ()),
         *container.before,
         *batch_script.define_start(batch_script.srun_line(config, container)),
     ]
     options["teardown"] = [batch_script.LINE_AFTER_RANKS]
     export = tuple(config.launch.export)
-    return JobRequest(nodes, per_node, batch_script.START_RANKS, options, config.launch.chain, export, code)
+    return JobRequest(
+        nodes, per_node, batch_script.START_RANKS, options, config.launch.chain, export, code, config.launch.spares
+    )
 
 
 def sbatch_options(config: RunConfig, folder: RunDirectory) -> dict[str, Any]:
@@ -150,14 +160,14 @@ def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_n
     options = {
         "job_name": _job_name(config, folder),
         "time": launch.time_minutes,
-        "nodes": nodes,
+        "nodes": nodes + launch.spares,
         "ntasks_per_node": per_node,
         "cpus_per_task": batch_script.cpus_per_rank(config),
         "partition": launch.partition or site.partition,
         "constraint": launch.constraint or site.constraint,
         "account": launch.account,
         "qos": launch.qos,
-        "exclude": launch.exclude,
+        "exclude": ",".join(filter(None, [launch.exclude, *choose_excluded(read_strikes(folder.path), nodes)])) or None,
         "mem": f"{round(launch.memory_gib * 1024)}M" if launch.memory_gib else None,
         "exclusive": True if site.exclusive else None,
         "gpus_per_node": node.gpus if node.gpus and site.gpu_request == "gpus_per_node" else None,
@@ -167,6 +177,8 @@ def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_n
     }
     again = "requeue" if launch.max_attempts > 1 else "no-requeue"
     extra = {again: True, "output": _file_pattern(folder.path / "logs") + "/job-%j.log", **_extra_options(launch)}
+    if launch.spares:
+        extra["no-kill"] = True  # a node that dies must not end the job
     if launch.reservation:
         extra["reservation"] = launch.reservation
     fixed = {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": extra}
@@ -287,6 +299,11 @@ def _check_hardware(
     nodes = sum(kind.nodes for kind in fitting) if len({kind.partition for kind in fitting}) == 1 else _largest(fitting)
     if nodes < request.nodes:
         raise UserError(_too_many(request, name, nodes) + others)
+    if nodes < request.nodes + request.spares:
+        raise UserError(
+            f"launch.spares={request.spares}: partition {name} has {nodes} suitable nodes, and the ranks need "
+            f"{request.nodes} of them; use launch.spares={nodes - request.nodes}{others}"
+        )
 
 
 def _largest(fitting: Sequence[PartitionNodes]) -> int:
@@ -347,5 +364,5 @@ def _elsewhere(
         long_enough = kind.minutes is None or kind.minutes >= config.launch.time_minutes
         if kind.partition not in tried and kind.up and long_enough and _fits(config, kind):
             fitting[kind.partition] = fitting.get(kind.partition, 0) + kind.nodes
-    names = [name for name, nodes in fitting.items() if nodes >= request.nodes]
+    names = [name for name, nodes in fitting.items() if nodes >= request.nodes + request.spares]
     return f"; it fits in partition {', '.join(names)}" if names else ""

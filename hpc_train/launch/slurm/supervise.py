@@ -15,12 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
 from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
 from hpc_train.regular_files import read_json
@@ -34,6 +35,8 @@ AGENTS = "agents"
 LOST_NODE = "lost-node"
 """File in an attempt's log directory: the name of a node that fell silent. The batch script reads it."""
 _TICK_SECONDS = 0.5
+_UNREACHABLE_SECONDS = 1.0
+"""How long to wait for a command of Slurm that has to reach a lost node; on the others it acts at once."""
 _END_SECONDS = 5.0
 """How long agents have to end once their input has."""
 
@@ -95,23 +98,32 @@ class AgentReports:
         silent = [host for host, node in self.nodes.items() if node.silent > seconds]
         return silent[0] if silent and len(silent) < max(2, len(self.nodes)) else None
 
-    def close(self) -> None:
-        """Let the agents end; those that do not are killed."""
+    def close(self, seconds: float = _END_SECONDS) -> None:
+        """Let the agents end; those that have not done so after `seconds` are killed."""
         self._selector.close()
         with suppress(OSError):
             self.process.stdin.close()  # type: ignore[union-attr]
         try:
-            self.process.wait(_END_SECONDS)
+            self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self.process.stdout.close()  # type: ignore[union-attr]
 
 
-def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: str) -> subprocess.Popen[bytes]:
-    """Start an agent on every node of the job, in a step of its own that takes nothing from the ranks."""
-    options = ["--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    quiet = ["--mem=0", "--mpi=none", "--cpu-bind=none", "--unbuffered", "--kill-on-bad-exit=0", f"--job-name={AGENTS}"]
+def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start an agent on each of these nodes, in a step of its own that takes nothing from the ranks."""
+    count, names = len(nodes), ",".join(nodes)
+    options = ["--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={names}"]
+    quiet = [
+        "--cpus-per-task=1",
+        "--mem=0",
+        "--mpi=none",
+        "--cpu-bind=none",
+        "--unbuffered",
+        "--kill-on-bad-exit=0",
+        f"--job-name={AGENTS}",
+    ]
     agent = [sys.executable, "-P", "-m", "hpc_train.resilience.agent", str(logs), json.dumps(dict(resilience))]
     with (logs / "agents.err").open("ab") as errors:
         # Variables that srun would take for options of the ranks' step must not reach this one.
@@ -130,8 +142,9 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
     """Watch until the ranks' srun is gone. resilience: that part of the run's configuration."""
     job = current_job_id(os.environ)
     assert job is not None
-    silent, stopping = float(resilience["node_silent_seconds"]), False
-    reports = AgentReports(start_agents(logs, resilience, os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+    silent, stopping, lost = float(resilience["node_silent_seconds"]), False, None
+    nodes = expand_hostlist(os.environ["HPC_TRAIN_NODES"])
+    reports = AgentReports(start_agents(logs, resilience, nodes))
     response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1))
     try:
         while is_running(ranks):
@@ -140,7 +153,7 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
             if lost and is_running(ranks):
                 report_lost_node(logs, lost, reports, settings)
                 if settings.act:
-                    signal_ranks(job, signal.SIGKILL)
+                    signal_ranks(job, signal.SIGKILL, _UNREACHABLE_SECONDS)
                     os.kill(ranks, signal.SIGKILL)  # srun would wait for the node as long as Slurm does
                 return
             if not stopping and (notice := reports.find_notice()):
@@ -151,7 +164,7 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
                 signal_ranks(job, signal.SIGKILL)
                 return
     finally:
-        reports.close()
+        reports.close(_UNREACHABLE_SECONDS if lost else _END_SECONDS)
 
 
 def report_lost_node(logs: Path, host: str, reports: AgentReports, settings: WatchSettings) -> None:
@@ -164,11 +177,16 @@ def report_lost_node(logs: Path, host: str, reports: AgentReports, settings: Wat
     append_event(logs.parents[1] / "events.jsonl", "lost_node", int(logs.name), why=text, action=action)
 
 
-def signal_ranks(job: str, number: signal.Signals) -> None:
-    """Signal the ranks of a job: all its steps but the agents'. SIGKILL to the job as a whole would cancel it."""
+def signal_ranks(job: str, number: signal.Signals, seconds: float = 60.0) -> None:
+    """Signal the ranks of a job: all its steps but the agents'. SIGKILL to the job as a whole would cancel it.
+
+    seconds: how long to wait for scancel, which waits for every node of a step: a lost one does not answer.
+    """
     steps = [step for step, name in list_steps(job) if name not in (AGENTS, "batch", "extern")]
     if steps:
-        run_client(["scancel", f"--signal={number.name.removeprefix('SIG')}", *steps])
+        process = subprocess.Popen(["scancel", f"--signal={number.name.removeprefix('SIG')}", *steps])
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
 
 
 def list_steps(job: str) -> list[tuple[str, str]]:

@@ -35,7 +35,9 @@ class AttemptStart:
     launcher: str = "slurm"
     """slurm: the batch script; local: the local pool; srun, torchrun, mpirun, ...: what started the ranks."""
     nodes: str = ""
-    """Slurm's host list."""
+    """Slurm's host list of the nodes that the ranks started on."""
+    spares: int = 0
+    """Nodes that the job had beside them."""
     process: int = 0
     started: str = ""
     machine: str = ""
@@ -108,10 +110,9 @@ def write_attempt_marker(logs: Path, launcher: str, process: int, job_id: str | 
         time.time(),
         job_id,
         launcher,
-        "",
-        process,
-        read_start_time(process) or "",
-        identify_machine(),
+        process=process,
+        started=read_start_time(process) or "",
+        machine=identify_machine(),
     )
     write_private_file(logs / ATTEMPT_MARKER, json.dumps(asdict(begun)) + "\n")
 

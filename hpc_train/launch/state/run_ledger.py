@@ -56,6 +56,7 @@ def _make_period(
         attempt.begun.time,
         _end_of(attempt, following),
         nodes=_count_nodes(attempt.begun.nodes),
+        spares=attempt.begun.spares,
         noticed=min(noticed, default=None),
         resumed=resumed[0] if resumed else None,
         lines=[line for line in lines if line.attempt == attempt.number],

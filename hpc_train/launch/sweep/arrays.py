@@ -270,7 +270,7 @@ def _setting_lines(base: JobRequest, config: RunConfig, sweep: Path, elements: A
         "points=(",
         *(f"  '{' '.join(points)}'" for points in elements),
         ")",
-        *batch_script.setting_lines(config, base.code.python_path if base.code else ()),
+        *batch_script.setting_lines(config, base.code.python_path if base.code else (), base.nodes),
         f"hpc_begin_points=({shlex.join(begin)})",
     ]
 

@@ -8,8 +8,10 @@ counts the same on the real passes, and a test compares both.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.jobs import SCHEDULES, STACKS, Column, Jobs, job_columns
@@ -70,7 +72,7 @@ class PeakMemory:
     waiting: Column
     """Bytes of activations on the host."""
 
-    @property
+    @cached_property
     def total(self) -> Column:
         held = self.parameters + self.gradients + self.optimizer
         return held + self.activations + self.logits + self.buffers
@@ -103,7 +105,8 @@ def estimate_peak(jobs: Jobs, constants: Constants) -> PeakMemory:
 def _elementwise_worse(one: PeakMemory, other: PeakMemory) -> PeakMemory:
     more = other.total > one.total
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
-    parts = {name: np.where(more, getattr(other, name), getattr(one, name)) for name in names}
+    pairs = {name: (getattr(other, name), getattr(one, name)) for name in names}
+    parts = {name: new if new is old else np.where(more, new, old) for name, (new, old) in pairs.items()}
     return PeakMemory(**parts, waiting=np.maximum(one.waiting, other.waiting))
 
 
@@ -158,7 +161,7 @@ class _PeakSearch:
     def at_reduction(self, moment: PipelineMoment) -> PeakMemory:
         """Peak when the backward of the first group of blocks of a stage ends: its gradients are put together."""
         jobs = self.jobs
-        group = self._group()
+        group = self._group
         # Gradients in 16 bits until they are copied, then the shards that come out. The group's parameters are freed.
         beside = np.maximum(group * jobs.activation_bytes, group * jobs.gradient_bytes / self.shards)
         between = moment.kept + moment.kept_last > 0
@@ -168,16 +171,16 @@ class _PeakSearch:
         whole = self._whole(np.where(self._frees, ahead, self.stages.layers) * self.block)
         return self._peak(moment, working, self._losses(moment), whole + self._head(moment))
 
-    @property
+    @cached_property
     def _reduced(self) -> Column:
         """Bytes of gradients while they are reduced. zero 1 does so in place of the whole ones it has accumulated."""
-        reduced: Column = np.where(self.keeps_gradients, 0.0, self._group() * self.jobs.reduce_bytes)
+        reduced: Column = np.where(self.keeps_gradients, 0.0, self._group * self.jobs.reduce_bytes)
         return reduced
 
     def _first_shards(self, moment: PipelineMoment) -> Column:
         """Return the bytes of the shards of the first group's gradients, if no micro-batch before has made them."""
         new = (self.jobs.offload < 2) * (1.0 - np.minimum(moment.accumulated + moment.reduced, 1.0))
-        return np.where(self.keeps_gradients, 0.0, new * self._group() * self.jobs.gradient_bytes / self.shards)
+        return np.where(self.keeps_gradients, 0.0, new * self._group * self.jobs.gradient_bytes / self.shards)
 
     def _losses(self, moment: PipelineMoment) -> Column:
         """Return the bytes of logits and of what losses keep, in the backward of blocks."""
@@ -188,18 +191,18 @@ class _PeakSearch:
         head: Column = moment.loss * self.table * self.jobs.activation_bytes
         return head
 
-    @property
+    @cached_property
     def _freed(self) -> Column:
         """Bytes of a layer's activations that are freed when all its weight gradients are there: all but its input."""
         return np.where(self.moved, 0.0, np.maximum(self.layer - self.hidden, 0))
 
-    @property
+    @cached_property
     def _frees(self) -> Column:
         """Whether a block's parameters are freed after each use."""
         frees: Column = ~self.keeps_parameters & (self.jobs.reshard > 0)
         return frees
 
-    @property
+    @cached_property
     def _stage_layers(self) -> Column:
         """Layers of the rank's largest stage."""
         return np.maximum(self.stages.stage, self.stages.last * self.stages.has_last)
@@ -212,7 +215,7 @@ class _PeakSearch:
         layers, freed = self._stage_layers, self._frees
         most = np.where(freed, np.minimum(layers, 2), self.stages.layers) * self.block
         beside = np.where(freed, np.minimum(np.maximum(layers - 1, 1), 2), self.stages.layers) * self.block
-        several = layers * self.block > self._group() * (1 + 1e-9)
+        several = layers * self.block > self._group * (1 + 1e-9)
         return np.maximum(self._whole(most) + copied, self._whole(beside) + np.maximum(behind * several, copied))
 
     def at_end(self, moment: PipelineMoment) -> PeakMemory:
@@ -248,24 +251,24 @@ class _PeakSearch:
         kept = moment.losses * self._loss_kept + moment.loss * self._last_logits
         return self._peak(moment, np.zeros(()), kept + twice, whole)
 
-    @property
+    @cached_property
     def _embedding(self) -> Column:
         """Return [3, 1...]: parameters of the embedding, on the first rank."""
         embedding: Column = self._on_first * self.table
         return embedding
 
-    @property
+    @cached_property
     def _on_first(self) -> Column:
         """Return [3, n]: 1 on the first rank of a pipeline, else 0."""
         alone = self.jobs.pp == 1
         return _stack_stages(1.0, alone, alone)
 
-    @property
+    @cached_property
     def _loss_kept(self) -> Column:
         """Bytes of probabilities, kept between a micro-batch's loss and its backward."""
         return self.logits * self.wide
 
-    @property
+    @cached_property
     def _last_logits(self) -> Column:
         """Bytes of the logits of the micro-batch that was last forward: torch's schedules of one stage keep them."""
         jobs = self.jobs
@@ -285,15 +288,43 @@ class _PeakSearch:
         pending = (moment.kept * self.stages.stage + moment.kept_last * last) * self.pending
         pending = pending + moment.kept_last * self.logits * jobs.activation_bytes
         rest = ends + pending + working
+        gradients = self._gradients(moment)
+        if self._sends_gradients is not None:
+            gradients = np.where(self._sends_gradients, self._unsent_sums, gradients)
+        waiting = np.where(self.moved, kept, 0.0) if self._moves else np.zeros(())
+        activations = np.where(self.moved, rest, kept + rest) if self._moves else kept + rest
         return PeakMemory(
-            self.weights * jobs.weight_bytes / self.shards * (jobs.offload < 2),
-            np.where((jobs.offload > 1) & (jobs.zero >= 2), self._unsent_sums(), self._gradients(moment)),
-            self.weights * jobs.optimizer_bytes / self.shards * (jobs.offload == 0),
-            np.where(self.moved, rest, kept + rest),
-            logits + 0 * rest,
-            buffers + self._accumulated(),
-            np.where(self.moved, kept, 0.0),
+            self._parameters,
+            gradients,
+            self._optimizer,
+            activations,
+            logits,
+            buffers + self._accumulated,
+            waiting,
         )
+
+    @cached_property
+    def _parameters(self) -> Column:
+        """Bytes of the rank's own parameters on the device."""
+        own: Column = self.weights * self.jobs.weight_bytes / self.shards * (self.jobs.offload < 2)
+        return own
+
+    @cached_property
+    def _optimizer(self) -> Column:
+        """Bytes of the optimizer's state on the device."""
+        own: Column = self.weights * self.jobs.optimizer_bytes / self.shards * (self.jobs.offload == 0)
+        return own
+
+    @cached_property
+    def _sends_gradients(self) -> NDArray[np.bool_] | None:
+        """Whether reduced gradients go to the host at once; None if they do in no job."""
+        sends: NDArray[np.bool_] = (self.jobs.offload > 1) & (self.jobs.zero >= 2)
+        return sends if np.any(sends) else None
+
+    @cached_property
+    def _moves(self) -> bool:
+        """Whether activations go to the host in any job."""
+        return bool(np.any(self.moved))
 
     def _gradients(self, moment: PipelineMoment) -> Column:
         """Whole or sharded gradients of the stages that have had a backward.
@@ -306,6 +337,7 @@ class _PeakSearch:
         found: Column = np.where(self.jobs.zero >= 1, moment.accumulated * whole + moment.reduced * shards, gradients)
         return found
 
+    @cached_property
     def _unsent_sums(self) -> Column:
         """Gradients of offloaded parameters that stay on the device between micro-batches.
 
@@ -324,6 +356,7 @@ class _PeakSearch:
         cast = self.weights * np.where(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
         return np.where(jobs.zero >= 1, found, cast)
 
+    @cached_property
     def _group(self) -> Column:
         """Parameters that are reduced together."""
         jobs = self.jobs
@@ -332,6 +365,7 @@ class _PeakSearch:
         blocks = self.stages.layers * self.block
         return np.where(jobs.zero == 3, self.block, np.minimum(several, blocks))
 
+    @cached_property
     def _accumulated(self) -> Column:
         """Bytes of gradients that ddp accumulates outside its buckets.
 

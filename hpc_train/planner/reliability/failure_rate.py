@@ -367,6 +367,7 @@ class _Attempt:
         self.ended |= kind in _ENDINGS
         self.failed |= kind == "failure"
         self.lost_node |= kind in ("requeue", "failure") and _LOST_NODE in str(event.get("why"))
+        self.lost_node |= kind == "lost_node"
 
     def log(self, ranks_per_node: int, followed: bool) -> FailureLog:
         """Return the counts of this attempt. followed: a later attempt exists."""

@@ -1,0 +1,89 @@
+"""Which nodes a run keeps away from: strikes against nodes, in nodes.jsonl of the run directory, and their score.
+
+A node that fell silent, or was slow in a pre-flight, is left out at once; a node on which a rank hung or was killed
+after the second time, as that may have been the program. An error that a rank reports about another rank is no
+evidence against a node. A strike counts for 24 hours, and only a few nodes are left out at a time, so that a mistake
+of the program cannot use up a cluster. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hpc_train.regular_files import read_text
+
+NODES = "nodes.jsonl"
+"""File in a run directory, to which strikes are appended."""
+HARDWARE, SOFTWARE = 2, 1
+"""Weight of a strike: what only the node can have done, and what the program may have done."""
+SCORE_TO_EXCLUDE = 2
+LIFE_SECONDS = 24 * 3600.0
+_LARGEST_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One piece of evidence against a node."""
+
+    host: str
+    weight: int
+    evidence: str
+    """What was seen, in one line."""
+    attempt: int
+    time: float = field(default_factory=time.time)
+
+
+def append_strike(run: Path, strike: Strike) -> None:
+    """Record a strike in the run directory. A disk that is full keeps nobody from acting on it now."""
+    with suppress(OSError):
+        descriptor = os.open(run / NODES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(descriptor, (json.dumps(asdict(strike)) + "\n").encode())
+        finally:
+            os.close(descriptor)
+
+
+def read_strikes(run: Path) -> list[Strike]:
+    """Return the strikes that were recorded, oldest first; lines of another form are passed over."""
+    try:
+        text = read_text(run / NODES)
+    except OSError:
+        return []
+    return [strike for line in text.splitlines() if (strike := _parse_strike(line)) is not None]
+
+
+def _parse_strike(line: str) -> Strike | None:
+    try:
+        value = json.loads(line)
+        return Strike(
+            str(value["host"]),
+            int(value["weight"]),
+            str(value["evidence"]),
+            int(value["attempt"]),
+            float(value["time"]),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def choose_excluded(strikes: Iterable[Strike], nodes: int, now: float | None = None) -> list[str]:
+    """Return the nodes to leave out, the worst first.
+
+    nodes: of the run; at most one node in twenty of them, and at least one, is left out. now: seconds since 1970.
+    """
+    now = time.time() if now is None else now
+    score: dict[str, int] = {}
+    latest: dict[str, float] = {}
+    for strike in strikes:
+        if now - LIFE_SECONDS < strike.time:
+            score[strike.host] = score.get(strike.host, 0) + strike.weight
+            latest[strike.host] = max(strike.time, latest.get(strike.host, 0.0))
+    bad = [host for host, sum_of_weights in score.items() if sum_of_weights >= SCORE_TO_EXCLUDE]
+    bad.sort(key=lambda host: (score[host], latest[host]), reverse=True)
+    return bad[: max(1, int(_LARGEST_SHARE * nodes))]

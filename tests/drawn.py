@@ -1,0 +1,21 @@
+"""Run a part of a matrix in `make test`, and all of it in `make test-long`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def draw(names: Iterable[str], drawn: Iterable[str]) -> list[Any]:
+    """Return parameters for pytest of which all but `drawn` are long tests."""
+    names, drawn = list(names), set(drawn)
+    assert drawn <= set(names), drawn - set(names)
+    return [pytest.param(name, id=name, marks=() if name in drawn else pytest.mark.long) for name in names]
+
+
+def draw_every(names: Iterable[str], period: int) -> list[Any]:
+    """Draw the first of each `period` names: for lists in which neighbours are alike."""
+    listed = list(names)
+    return draw(listed, listed[::period])
