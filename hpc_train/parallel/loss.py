@@ -68,7 +68,7 @@ def sum_split_cross_entropy(logits: DTensor, target: Tensor) -> Tensor:
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        """logits: (tokens, own part of the vocabulary, which begins at `first`); target: (tokens,)."""
+        """Return the sum of the losses. logits: (tokens, own part of the vocabulary, from `first` on); target: (tokens,)."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         peak = wide.amax(-1)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
@@ -111,7 +111,7 @@ class StepTotals:
         return cls(values, start_sum(values, world), world.size // world.dp_size)
 
     def wait(self) -> tuple[int, bool]:
-        """(targets that count, whether any rank was asked to stop)."""
+        """Wait for the sums; returns (number of targets that count, whether any rank was asked to stop)."""
         if self.work is not None:
             self.work.wait()
         tokens, stops = self.values.tolist()
