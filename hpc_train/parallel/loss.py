@@ -68,7 +68,7 @@ def sum_split_cross_entropy(logits: DTensor, target: Tensor) -> Tensor:
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        """Return the sum of the losses. logits: (tokens, own part of the vocabulary, from `first` on); target: (tokens,)."""
+        """Return the sum of the losses. logits: (tokens, own classes, from `first` on); target: (tokens,)."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         peak = wide.amax(-1)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)

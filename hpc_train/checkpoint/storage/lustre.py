@@ -206,7 +206,7 @@ def parse_getstripe(text: str, path: str = "") -> FileStriping:
     """
     found = _components(text.removeprefix(f"{path}\n").splitlines())
     if not found or not all("count" in component.texts for component in found):
-        raise ValueError("component printed no layout")
+        raise ValueError("it printed no layout")
     return FileStriping(tuple(_parse_placed(component) for component in found))
 
 
