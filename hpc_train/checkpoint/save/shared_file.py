@@ -242,7 +242,9 @@ class SharedFile:
             self._head = None
             self.layouts, self._interval = layouts, interval
             self._head = make_shared_head([layout.rows for layout in layouts], interval)
-        assert self._head.places == tuple(layout.places for layout in layouts), "a rank has laid out its own section in another way"
+        assert self._head.places == tuple(layout.places for layout in layouts), (
+            "a rank has laid out its own section in another way"
+        )
 
     def _make_table(self, found: Sequence[Sequence[int]]) -> BlockDigests:
         """Return the digests of all blocks; blocks between sections, which no rank writes, are zeros."""
