@@ -41,6 +41,7 @@ COMMANDS = {
     "topology": ("topology.topology_arguments", "show what a cluster is made of, and place ranks on it"),
     "bench": ("bench_arguments", "measure this machine"),
     "doctor": ("arguments:add_doctor", "check this machine or job, and say what to fix"),
+    "chaos": ("chaos", "break a run on purpose, to see whether it survives"),
     "explain": ("explain", "describe a configuration key: meaning, type, default, range"),
     "completion": ("arguments:add_completion", "print the tab completion script of a shell"),
 }

@@ -77,6 +77,8 @@ class ResilienceConfig:
     hang: HangConfig = setting(default=HangConfig)
     numbers: NumbersConfig = setting(default=NumbersConfig)
     notice: NoticeConfig = setting(default=NoticeConfig)
+    chaos: bool = False
+    """Let `hpc-train chaos` break this run on purpose, for drills. Ranks then look for orders once a step."""
     preflight: str = setting(default="off", choices=("off", "quick", "full"))
     """Before the first step, compare how fast the nodes of the job compute and exchange data, and name slow ones.
     quick: about a second; full: more repetitions, and memory too."""

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +45,12 @@ class RankStack:
     """Function and line the rank is in; None if it did not answer."""
 
 
-def collect_stacks(logs: Path, request: Callable[[], None], seconds: float) -> list[RankStack]:
+def collect_stacks(
+    logs: Path, request: Callable[[], None], seconds: float, unable: Collection[int] = ()
+) -> list[RankStack]:
     """Ask all tasks of an attempt for their stacks by calling `request`, and wait up to `seconds` for the answers.
 
-    logs: the attempt's log directory.
+    logs: the attempt's log directory. unable: tasks that cannot answer, which nobody waits for.
     """
     tasks = _expected_tasks(logs)
     sizes = {task: _file_size(_log_path(logs, task)) for task in tasks}
@@ -59,7 +61,7 @@ def collect_stacks(logs: Path, request: Callable[[], None], seconds: float) -> l
         for task in tasks:
             if places.get(task) is None:
                 places[task] = _innermost_frame(_log_path(logs, task), sizes[task])
-        if time.monotonic() > deadline or all(places.values()):
+        if time.monotonic() > deadline or all(place or task in unable for task, place in places.items()):
             break
         time.sleep(_POLL_SECONDS)
     names = _rank_names(logs)

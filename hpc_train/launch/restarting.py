@@ -79,10 +79,12 @@ def decide_after_failure(
     """
     logs, events, saved = folder.logs(attempt), read_events(folder.path), find_newest_step(folder)
     cancelled = any(event["event"] == "cancel" and event["attempt"] == attempt for event in events)
-    went_back = any(event["event"] == "rollback" and event["attempt"] == attempt for event in events)
+    own = {event["event"]: event for event in events if event["attempt"] == attempt}
     fault = Fault(Cause.CANCELLED) if cancelled else find_fault(logs, code, allocation.lost)
-    if went_back and fault.cause is Cause.USER:  # the ranks have said so in a line of their own
+    if fault.cause is Cause.USER and "rollback" in own:  # the ranks ended, and said so in a line of their own
         fault = Fault(Cause.NUMBERS)
+    elif fault.cause is Cause.USER and "slow_node" in own:
+        fault = Fault(Cause.SLOW_NODE, str(own["slow_node"]["hosts"][0]), str(own["slow_node"]["why"]))
     record_strikes(folder.path, attempt, fault, allocation)
     excluded = choose_excluded(read_strikes(folder.path), allocation.wanted) if allocation.nodes else []
     policy = Policy(
@@ -124,10 +126,11 @@ def record_strikes(run: Path, attempt: int, fault: Fault, allocation: Allocation
         return
     for host in allocation.lost:
         append_strike(run, Strike(host, HARDWARE, "does not answer", attempt))
-    if fault.cause in (Cause.HANG, Cause.KILLED) and fault.host:
+    if fault.cause in (Cause.HANG, Cause.KILLED, Cause.SLOW_NODE) and fault.host:
         name = _full_name(fault.host, allocation.nodes)
+        weight = HARDWARE if fault.cause is Cause.SLOW_NODE else SOFTWARE
         if name is not None and name not in allocation.lost:
-            append_strike(run, Strike(name, SOFTWARE, fault.text, attempt))
+            append_strike(run, Strike(name, weight, fault.text, attempt))
 
 
 def _full_name(host: str, nodes: Iterable[str]) -> str | None:

@@ -14,7 +14,16 @@ from hpc_train.regular_files import read_json
 from hpc_train.resilience.deadlines import HangLimits, limits_from_settings
 from hpc_train.resilience.heartbeat import remove_entries
 from hpc_train.resilience.incident import Incident, mark_hang, write_incident
-from hpc_train.resilience.watch import LOOK_SECONDS, Hang, NodeWatch, RankView, find_hang
+from hpc_train.resilience.watch import (
+    GONE,
+    LOOK_SECONDS,
+    STOPPED,
+    WAITS_FOR_DISK,
+    Hang,
+    NodeWatch,
+    RankView,
+    find_hang,
+)
 from hpc_train.training.run_records import append_event
 
 _STACK_SECONDS = 3.0
@@ -70,7 +79,8 @@ class HangResponse:
         return self._settings.act
 
     def _report(self, hang: Hang, views: Sequence[RankView]) -> None:
-        stacks = describe_stacks(collect_stacks(self._logs, self._request_stacks, _STACK_SECONDS))
+        unable = {view.task for view in views if view.state in (STOPPED, WAITS_FOR_DISK, GONE)}
+        stacks = describe_stacks(collect_stacks(self._logs, self._request_stacks, _STACK_SECONDS, unable))
         culprit = hang.culprits[0] if hang.culprits else None
         text = f"the ranks hang: {hang.describe()}; {stacks}"
         incident = Incident(

@@ -66,11 +66,12 @@ def decode_report(line: str) -> Report | None:
 def run_agent(logs: Path, settings: dict[str, Any]) -> None:
     """Report until standard input ends. settings: the `resilience` part of a configuration."""
     host, watch, due = socket.gethostname(), NodeWatch(logs, limits_from_settings(settings["hang"])), 0.0
-    notices, notice = NoticeWatch(**settings["notice"]), ""
+    notices, notice, overdue = NoticeWatch(**settings["notice"]), "", False
     while True:
         views = watch.look()
         notice = notice or notices.poll() or ""
-        if time.monotonic() >= due:
+        before, overdue = overdue, any(view.overdue for view in views)
+        if time.monotonic() >= due or overdue > before:  # what is new and bad is reported at once
             due = time.monotonic() + REPORT_SECONDS
             report = Report(host, views, notice, notices.failure or "")
             os.write(1, encode_report(report).encode() + b"\n")

@@ -24,11 +24,12 @@ class Cause(Enum):
     KILLED = "a rank was killed"
     HANG = "a hang"
     LOST_NODE = "a lost node"
+    SLOW_NODE = "a slow node"
     NUMBERS = "numbers that were not finite"
     UNKNOWN = "ranks that left no reason"
 
 
-_MAY_NOT_COME_AGAIN = (Cause.KILLED, Cause.HANG, Cause.LOST_NODE, Cause.NUMBERS)
+_MAY_NOT_COME_AGAIN = (Cause.KILLED, Cause.HANG, Cause.LOST_NODE, Cause.SLOW_NODE, Cause.NUMBERS)
 SAME_FAULTS = 3
 """So many faults of one signature without a newer checkpoint between them end a run."""
 _CHANGING_TEXT = re.compile(r"0x[0-9a-f]+|\d+|/\S+")

@@ -38,6 +38,7 @@ from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.interfaces import Engine, StepBatch, Sums, TensorShard, World
 from hpc_train.models.shape import compute_flops_per_token
 from hpc_train.parallel.mesh_axes import get_axis_index
+from hpc_train.resilience.chaos import FaultInjector
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import LedgerFile
 from hpc_train.runtime.processes import StopRequest
@@ -204,6 +205,8 @@ class TrainingRun:
     stop: StopRequest
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """Says where this rank is, to those who watch it."""
+    injector: FaultInjector | None = None
+    """Breaks this rank when ordered to (resilience.chaos)."""
     ledger: LedgerFile | None = None
     """Of rank 0: what its time went into."""
     step: int = 0
@@ -391,9 +394,13 @@ def train_step(run: TrainingRun) -> StepResult:
     batch = _next_batch(run)
     fetched = time.perf_counter()
     run.heartbeat.enter(Phase.STEP if run.steps_here >= _FIRST_STEPS else Phase.FIRST_STEP, run.step)
+    if run.injector is not None:
+        run.injector.before_step(run.step, run.engine.parts)
     # Ranks that share samples must draw the same dropout; pipeline stages and data-parallel shares different ones.
     seed_step(config.train.seed, run.step, run.world.dp_index + run.world.dp_size * get_axis_index(run.world, "pp"))
     sums = run.engine.forward_backward(batch)
+    if run.injector is not None:
+        run.injector.after_backward(run.engine.parts)
     waited = run.wait_until_copied()  # a save may still be copying what `clip` and `update` change
     norm = run.engine.clip(config.optim.max_norm)
     lr = compute_learning_rate(config.optim.schedule, run.peak_lr, run.step, run.steps)

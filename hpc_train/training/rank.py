@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +36,7 @@ from hpc_train.parallel.apply import Report, build, splits_parameters
 from hpc_train.parallel.materialise import is_on_meta
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.parallel.user_model import check_sizes
+from hpc_train.resilience.chaos import FaultInjector
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import GOODPUT, LedgerFile
 from hpc_train.runtime.consensus import Consensus
@@ -87,8 +87,10 @@ def _run_rank(
     _log_from_rank_0(world, task, rank_map)
     try:
         _write_rank_map(world, task, rank_map, directory, attempt)
-        if config.resilience.preflight != "off" and task.nodes > 1:
-            _warn_of_slow_nodes(config, world, task, directory.logs(attempt))
+        if config.resilience.preflight != "off":
+            from hpc_train.training.node_check import check_job_nodes
+
+            check_job_nodes(config, world, task, directory, attempt)
         data = open_data(config, world)
         (model, values), notes = make_deferred_model(config, world), list[str]()
         if world.rank == 0 and (untested := describe_untested_torch(torch.__version__)):
@@ -107,6 +109,7 @@ def _run_rank(
             heartbeat.enter(Phase.LOAD)
             run = assemble_run(config, world, directory, attempt, stop, data, engine)
             run.heartbeat = heartbeat
+            run.injector = FaultInjector(directory.path, world.rank) if config.resilience.chaos else None
             run.ledger = LedgerFile(directory.path / GOODPUT, attempt, task.nodes) if world.rank == 0 else None
             run.saver.lock = lock
             with closing(run):
@@ -264,17 +267,6 @@ def _log_from_rank_0(world: World, task: Task, rank_map: RankMap) -> None:
     logging.getLogger("hpc_train").setLevel(logging.INFO if world.rank == 0 else logging.WARNING)
     if task.process == 0:
         print(f"placed: this is rank {world.rank}; rank 0, which speaks for all, is task {_find_task(0, rank_map)}")
-
-
-def _warn_of_slow_nodes(config: RunConfig, world: World, task: Task, logs: Path) -> None:
-    from hpc_train.resilience.preflight import FILE, check_nodes
-
-    result = check_nodes(config.resilience.preflight, world, task.host, logs)
-    if world.rank == 0:
-        write_private_file(logs / FILE, json.dumps(result.as_json(), indent=1) + "\n")
-        for node in result.slow:
-            certain = "" if node.blamed else ", or its partner is slow"
-            log.warning("pre-flight: %s%s; launch.exclude leaves it out", node.describe(), certain)
 
 
 def _find_task(rank: int, rank_map: RankMap) -> int:

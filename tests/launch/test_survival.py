@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from drawn import draw
-from jobs import LONG, Workshop, assert_same_run, processes, wait_for
+from jobs import LONG, Workshop, assert_same_run, parameters, processes, wait_for
 
+from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.training.run_records import read_metrics
 
@@ -131,3 +132,23 @@ def test_a_parameter_that_is_nan_sends_the_run_back_to_a_good_checkpoint(worksho
     clean = workshop.train("clean", *settings, f"resilience.numbers.skip_list={run / 'skipped.json'}")
     assert clean.code == 0, clean
     assert_same_run(run, workshop.folder / "clean")
+
+
+def test_a_run_survives_what_chaos_orders(workshop: Workshop, capfd: pytest.CaptureFixture[str]) -> None:
+    run, plan = workshop.folder / "run", workshop.folder / "faults.yaml"
+    job = workshop.start("run", *LONG, "resilience.chaos=true", faults="0:train:1:hold")
+    workshop.wait_for_fault("0:train:1:hold", job)
+    plan.write_text("faults: [{kind: kill, rank: 1, step: 5}, {kind: nan, rank: 0, step: 7}]")
+    assert main(["chaos", str(run), "--plan", str(plan)]) == 0
+    assert capfd.readouterr().out.splitlines()[0] == "ordered: kill in rank 1 at step 5"
+    workshop.go()
+    ended = job.ended()
+    assert ended.code == 0, ended
+    assert [event["cause"] for event in events(workshop, "restart")] == ["a rank was killed"]
+    assert [event["step"] for event in events(workshop, "skipped")] == [8]
+    clean = workshop.train("clean", *LONG, f"resilience.numbers.skip_list={run / 'skipped.json'}")
+    assert clean.code == 0, clean
+    left, right = parameters(run), parameters(workshop.folder / "clean")  # only the gradient norm of step 8 differs
+    assert [name for name in right if left[name].tobytes() != right[name].tobytes()] == []
+    assert main(["chaos", str(workshop.folder / "clean"), "--plan", str(plan)]) == 2
+    assert "not started with resilience.chaos=true" in capfd.readouterr().err
