@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import gc
 import inspect
-import mmap
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import isqrt
@@ -31,7 +29,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from hpc_train.bench.checkpoint.benchmark import DCP, OUR_SIDE, RAW_BUFFERED, RAW_DIRECT, Samples
 from hpc_train.checkpoint import Saver, load_step, verify_step
-from hpc_train.checkpoint.storage.file_system import open_descriptor, write_at_offset
+from hpc_train.checkpoint.storage.file_system import allocate_pages, open_descriptor, write_at_offset
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.messages import all_gather_values
 
@@ -86,10 +84,7 @@ def make_raw_direct(folder: Path, rank: int, state: Tensors) -> CheckpointSide:
 
 def _fill_buffers(size: int, state: Tensors) -> memoryview:
     """Allocate whole pages, huge ones if the kernel has them, filled with the first bytes of the state."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    arena, at = memoryview(memory), 0
+    arena, at = memoryview(allocate_pages(size)), 0
     for tensor in state.values():
         count = min(tensor.nbytes, size - at)
         arena[at : at + count] = bytes_of_tensor(tensor)[:count]

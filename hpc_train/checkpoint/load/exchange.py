@@ -29,7 +29,8 @@ from hpc_train.checkpoint.load.read_schedule import (
     strip_sizes,
     view_runs,
 )
-from hpc_train.checkpoint.load.verified_reader import ShardReader, allocate_pages
+from hpc_train.checkpoint.load.verified_reader import ShardReader
+from hpc_train.checkpoint.storage.file_system import allocate_pages
 from hpc_train.interfaces import World
 from hpc_train.runtime.consensus import report_lost_ranks
 

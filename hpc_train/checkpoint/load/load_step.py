@@ -40,10 +40,10 @@ from hpc_train.checkpoint.storage.step_directory import (
     find_steps,
     holds_weights_only,
     locate_step,
-    parse_step,
     select_weights,
     try_read_manifest,
 )
+from hpc_train.checkpoint.storage.step_selection import find_named_step, open_step
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.runtime.processes import pause_gc
@@ -98,11 +98,8 @@ def _load_shards(directory: Path, step: int, wanted: Sequence[TensorShard], worl
 
 
 def _open_step(directory: Path, step: int) -> tuple[Path, Manifest]:
-    path = locate_step(directory, step)
-    try:
-        return path, read_manifest(path, step)
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint step {step} in {directory} is damaged: {MANIFEST_FILE}: {error}") from error
+    opened = open_step(directory, step)
+    return opened.path, opened.manifest  # which can be sent to the other ranks
 
 
 def check_reads(strips: Strips, source: ShardReader, targets: LoadDestinations) -> None:
@@ -149,20 +146,20 @@ def _plan_others(shards: Sequence[TensorShard], which: Sequence[int], manifest: 
 
 def _plan_shard(index: int, shard: TensorShard, tensor: SavedTensor, manifest: Manifest, where: str) -> list[StripRow]:
     _check_kind(shard, tensor, where)
-    held = Rectangle(tuple(shard.offset), tuple(shard.local.shape))
+    target = Rectangle(tuple(shard.offset), tuple(shard.local.shape))
     item = shard.dtype.itemsize
-    parts = manifest.step_layout.touching(shard.name, held)
-    if len(parts) == 1 and parts[0].rectangle == held:
-        return copy_strips(parts[0].file, parts[0].place, held, index, held, held, item)
-    overlaps = [(part, held.overlap(part.rectangle)) for part in parts]
+    parts = manifest.step_layout.touching(shard.name, target)
+    if len(parts) == 1 and parts[0].rectangle == target:
+        return copy_strips(parts[0].file, parts[0].place, target, index, target, target, item)
+    overlaps = [(part, target.overlap(part.rectangle)) for part in parts]
     found = [(part, common) for part, common in overlaps if common]
-    why = explain_coverage(held, [common for _, common in found])
+    why = explain_coverage(target, [common for _, common in found])
     if why:
         raise CheckpointError(f"{where} is damaged: tensor {shard.name!r}: {why}")
     return [
         row
         for part, common in found
-        for row in copy_strips(part.file, part.place, part.rectangle, index, held, common, item)
+        for row in copy_strips(part.file, part.place, part.rectangle, index, target, common, item)
     ]
 
 
@@ -278,10 +275,8 @@ def _resolve_setting(directory: Path, how: str) -> tuple[Path, int | None]:
         locate_step(directory, int(how))
         return directory, int(how)
     path = Path(how).expanduser().absolute()
-    for named in (path, path.resolve()):  # follow a link that the user names
-        step = parse_step(named)
-        if step is not None and find_steps(named.parent).get(step) == named:
-            return named.parent, step
+    if found := find_named_step(path):
+        return found
     for place in (path, path / "checkpoints"):
         if find_steps(place):
             return place, None

@@ -130,21 +130,21 @@ def make_single_strips(rows: Sequence[StripRow] | NDArray[np.int64]) -> Strips:
 
 
 def copy_strips(
-    file: int, place: int, saved: Rectangle, shard: int, held: Rectangle, common: Rectangle, item: int
+    file: int, place: int, saved: Rectangle, shard: int, target: Rectangle, common: Rectangle, item: int
 ) -> list[StripRow]:
-    """Return the strips that copy the rectangle `common` from `saved`, at byte `place` of a file, into `held`.
+    """Return the strips that copy the rectangle `common` from `saved`, at byte `place` of a file, into `target`.
 
-    common: within both. held: rectangle in memory. item: bytes of an element.
+    common: within both. target: rectangle in memory. item: bytes of an element.
     """
-    if common.shape == saved.shape == held.shape:
+    if common.shape == saved.shape == target.shape:
         size = common.volume * item
         return [(file, place, 1, size, size, shard, 0, size)]
     run, stride, step = item, item, item
     begin, at = place, 0
     loops: list[list[int]] = []  # [count, stride, step], innermost first
-    dims = zip(common.shape, saved.shape, held.shape, common.start_in(saved), common.start_in(held), strict=True)
-    for size, of_saved, of_held, in_saved, in_held in reversed(list(dims)):
-        begin, at = begin + in_saved * stride, at + in_held * step
+    dims = zip(common.shape, saved.shape, target.shape, common.start_in(saved), common.start_in(target), strict=True)
+    for size, of_saved, of_target, in_saved, in_target in reversed(list(dims)):
+        begin, at = begin + in_saved * stride, at + in_target * step
         if size > 1:
             if not loops and stride == step == run:
                 run *= size
@@ -152,7 +152,7 @@ def copy_strips(
                 loops[-1][0] *= size
             else:
                 loops.append([size, stride, step])
-        stride, step = stride * of_saved, step * of_held
+        stride, step = stride * of_saved, step * of_target
     count, pitch, skip = loops[0] if loops else (1, run, run)
     outer = product(*([(i * s, i * t) for i in range(n)] for n, s, t in reversed(loops[1:])))
     return [

@@ -34,8 +34,8 @@ from hpc_train.checkpoint.load.verified_reader import (
     DamagedBlockError,
     OnVerified,
     ShardReader,
-    allocate_pages,
 )
+from hpc_train.checkpoint.storage.file_system import allocate_pages
 from hpc_train.interfaces import TensorShard
 
 _MOST_BUFFERS = 1000

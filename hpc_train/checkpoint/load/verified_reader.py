@@ -13,7 +13,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ from hpc_train.checkpoint.format.hdf5_layout import ALIGNMENT
 from hpc_train.checkpoint.format.manifest import Manifest, ShardFile
 from hpc_train.checkpoint.format.shard_consistency import check_shard_file
 from hpc_train.checkpoint.load.read_schedule import Strips, strip_ends
-from hpc_train.checkpoint.storage.file_system import checksum_bytes
+from hpc_train.checkpoint.storage.file_system import allocate_pages, checksum_bytes
 from hpc_train.regular_files import is_plain_directory, open_regular, read_regular
 
 CACHE_BYTES = 1 << 20
@@ -322,14 +321,6 @@ def check_folders(directory: Path, name: str) -> None:
                 raise CheckpointError(f"{name}: it lies behind {folder.name}, which is no directory")
         except OSError as error:
             raise CheckpointError(f"{name}: it cannot be read: {error.strerror}") from error
-
-
-def allocate_pages(size: int) -> mmap.mmap:
-    """Allocate page-aligned memory for direct I/O, in huge pages if the kernel has them."""
-    memory = mmap.mmap(-1, max(1, -(-size // ALIGNMENT)) * ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _read_pages(shard: _OpenShard, begin: int, memory: memoryview, size: int) -> None:

@@ -16,7 +16,6 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isfinite, prod
@@ -33,6 +32,7 @@ from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.block_digests import digest_blocks
 from hpc_train.checkpoint.format.hdf5_layout import ALIGNMENT, ShardImage
 from hpc_train.checkpoint.format.shard_layout import FileLayout
+from hpc_train.checkpoint.storage.file_system import allocate_pages
 from hpc_train.interfaces import TensorShard
 
 
@@ -47,7 +47,7 @@ class StagingBuffer:
         if self._memory is None or len(self._memory) < size:
             self.release()
             try:
-                self._memory = _allocate_pages(max(1, -(-size // ALIGNMENT)) * ALIGNMENT)
+                self._memory = _allocate_pinned(size)
             except OSError as error:
                 raise CheckpointError(f"no memory for a copy of {size} bytes ({error.strerror})") from error
         return memoryview(self._memory)
@@ -75,12 +75,10 @@ class StagingBuffer:
             self._memory = None
 
 
-def _allocate_pages(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+def _allocate_pinned(size: int) -> mmap.mmap:
+    memory = allocate_pages(size)
     if torch.cuda.is_available():  # page-lock it; if that fails, copies still work, but slower
-        torch.cuda.cudart().cudaHostRegister(_address(memory), size, 0)  # type: ignore[no-untyped-call]
+        torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)  # type: ignore[no-untyped-call]
     return memory
 
 

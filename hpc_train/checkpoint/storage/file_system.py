@@ -27,6 +27,18 @@ _BLOCK = 4 << 20
 _AT_ONCE = 2
 
 
+PAGE_BYTES = 4096
+"""Bytes to which direct I/O aligns memory, offsets and lengths."""
+
+
+def allocate_pages(size: int) -> mmap.mmap:
+    """Allocate whole pages for direct I/O, huge ones if the kernel has them. Raises OSError if memory is short."""
+    memory = mmap.mmap(-1, max(1, -(-size // PAGE_BYTES)) * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 @contextmanager
 def open_descriptor(path: Path, flags: int) -> Iterator[int]:
     """Open a file descriptor, and close it at the end. A new file gets the permissions that the umask leaves."""
@@ -245,7 +257,6 @@ def _name_kind(number: int, mounted_as: str) -> str:
     return mounted_as if mounted_as.startswith(exact) else kind
 
 
-PAGE_BYTES = 4096
 WRITE_BYTES = 16 << 20
 """Bytes of one write; a multiple of 1 MiB, and so of BLOCK_BYTES, as every write size here."""
 _MOST = 64 << 20

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, read_manifest
-from hpc_train.checkpoint.storage.step_directory import WEIGHTS_FOLDER, find_steps, list_committed_steps, parse_step
+from hpc_train.checkpoint.storage.step_directory import (
+    WEIGHTS_FOLDER,
+    find_steps,
+    list_committed_steps,
+    locate_step,
+    parse_step,
+)
 from hpc_train.errors import UserError
 
 _UNCOMMITTED = re.compile(r"step-([0-9]+)\.(tmp|trash)-.+")
@@ -58,10 +64,8 @@ def find_target(text: str) -> CheckpointTarget:
     if not text or not path.is_dir():
         named = text or "''"
         raise UserError(f"{named}: no such directory; give that of a run, of its checkpoints or of one step")
-    for candidate in (path, path.resolve()):  # a link to a step may have any name
-        step = parse_step(candidate)
-        if step is not None and find_steps(candidate.parent).get(step) == candidate:
-            return CheckpointTarget(candidate.parent, step)
+    if found := find_named_step(path):
+        return CheckpointTarget(*found)
     places = (path, path / "checkpoints")
     for place in (*places, *(parent / WEIGHTS_FOLDER for parent in places)):
         if find_steps(place) or find_leftovers(place):
@@ -69,6 +73,15 @@ def find_target(text: str) -> CheckpointTarget:
     raise UserError(
         f"{text}: there is no checkpoint in it; give the directory of a run, of its checkpoints or a step-<n>"
     )
+
+
+def find_named_step(path: Path) -> tuple[Path, int] | None:
+    """Return the checkpoint directory and the step that a path names; None if it names no committed step."""
+    for candidate in (path, path.resolve()):  # a link to a step may have any name
+        step = parse_step(candidate)
+        if step is not None and find_steps(candidate.parent).get(step) == candidate:
+            return candidate.parent, step
+    return None
 
 
 def find_leftovers(directory: Path) -> list[Leftover]:
@@ -101,8 +114,8 @@ def newest_step(place: CheckpointTarget) -> int:
 
 
 def open_step(directory: Path, step: int) -> OpenStep:
-    """Open a committed step. Raises CheckpointError if its manifest is damaged."""
-    path = find_steps(directory)[step]
+    """Open a committed step. Raises UserError if it does not exist, CheckpointError if its manifest is damaged."""
+    path = locate_step(directory, step)
     try:
         return OpenStep(directory, path, read_manifest(path, step))
     except CheckpointError as error:
