@@ -142,7 +142,7 @@ class DecodeBudget:
             raise ValueError("columns of more numbers than there can be in files of that size")
         self._left -= number
 
-    def column(self, code: Any, most: int) -> Integers:
+    def decode_column(self, code: Any, most: int) -> Integers:
         """Decode a column of at most `most` numbers."""
         if type(code) is not list:  # a list is as long in the text
             self.take(min(count_encoded(code), most))
@@ -217,7 +217,7 @@ def _parse_list(value: Any) -> list[Any]:
 
 def _parse_layout(body: dict[str, Any], tensors: int, number: int, budget: DecodeBudget) -> SharedLayout:
     files = _parse_indices(body["files"], number, None, budget)
-    places = budget.column(body["places"], LARGEST_INTEGER)
+    places = budget.decode_column(body["places"], LARGEST_INTEGER)
     cuts = tuple(_parse_cut(cut, len(files), budget) for cut in _parse_list(body["cuts"]["are"]))
     of_tensor = _parse_indices(body["tensors"], tensors, len(places), budget)
     of_cut = _parse_indices(body["cuts"]["of"], len(cuts), len(places), budget)
@@ -234,7 +234,7 @@ def _parse_enclosing(body: Any) -> EnclosingDataset:
 
 def _parse_indices(code: Any, among: int, number: int | None, budget: DecodeBudget) -> Integers:
     """Decode a column of indices below `among`. number: their number; None: any number, but none twice."""
-    found = budget.column(code, among if number is None else number)
+    found = budget.decode_column(code, among if number is None else number)
     if number is not None and len(found) != number:
         raise ValueError("columns that do not fit each other")
     if len(found) and not 0 <= found.min() <= found.max() < among:
@@ -250,7 +250,7 @@ def _encode_cut(cut: RowCut) -> Any:
 
 def _parse_cut(body: Any, members: int, budget: DecodeBudget) -> RowCut:
     shape, codes = _parse_list(body)
-    columns = [budget.column(code, members) for code in _parse_list(codes)]
+    columns = [budget.decode_column(code, members) for code in _parse_list(codes)]
     if len(columns) != len(_parse_list(shape)) or any(len(column) != members for column in columns):
         raise ValueError("offsets of another number of files")
     offsets = np.stack(columns, axis=1) if columns else np.empty((members, 0), dtype=np.int64)

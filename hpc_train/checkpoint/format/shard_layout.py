@@ -166,7 +166,7 @@ class SharedLayout:
         """[rows][members, dimensions]: where each rectangle begins in the logical tensor."""
         return [self.cuts[index].offsets for index in self.cut.tolist()]
 
-    def touching(self, row: int, wanted: Rectangle) -> list[SavedPart]:
+    def find_overlapping_parts(self, row: int, wanted: Rectangle) -> list[SavedPart]:
         """Return the parts of one row that overlap a rectangle."""
         shape, offsets = self.shapes[row], self.offsets[row]
         if 0 in shape or 0 in wanted.shape:
@@ -205,9 +205,9 @@ class StepLayout:
             SavedTensor(name, *self.kinds[kind]) for name, kind in zip(self.names, self.kind.tolist(), strict=True)
         )
 
-    def touching(self, name: str, wanted: Rectangle) -> list[SavedPart]:
+    def find_overlapping_parts(self, name: str, wanted: Rectangle) -> list[SavedPart]:
         """Return the parts of a tensor that overlap a rectangle of it, without looking at other tensors."""
-        return [part for layout, row in self._rows.get(name, ()) for part in layout.touching(row, wanted)]
+        return [part for layout, row in self._rows.get(name, ()) for part in layout.find_overlapping_parts(row, wanted)]
 
     @cached_property
     def _rows(self) -> dict[str, list[tuple[SharedLayout, int]]]:

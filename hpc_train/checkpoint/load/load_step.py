@@ -148,7 +148,7 @@ def _plan_shard(index: int, shard: TensorShard, tensor: SavedTensor, manifest: M
     _check_kind(shard, tensor, where)
     target = Rectangle(tuple(shard.offset), tuple(shard.local.shape))
     item = shard.dtype.itemsize
-    parts = manifest.step_layout.touching(shard.name, target)
+    parts = manifest.step_layout.find_overlapping_parts(shard.name, target)
     if len(parts) == 1 and parts[0].rectangle == target:
         return copy_strips(parts[0].file, parts[0].place, target, index, target, target, item)
     overlaps = [(part, target.overlap(part.rectangle)) for part in parts]

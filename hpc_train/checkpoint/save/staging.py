@@ -230,7 +230,7 @@ class StagingLayout:
         """Return the tensor of each slot. tensors: of all shards."""
         return [tensors[slot.shard] for slot in self.slots]
 
-    def overlapping(self, low: int, high: int) -> range:
+    def find_overlapping_slots(self, low: int, high: int) -> range:
         """Return the numbers of the slots with bytes [low, high) of the image; the first may have none."""
         return range(max(0, bisect_right(self.begins, low) - 1), bisect_left(self.begins, high))
 
@@ -551,7 +551,7 @@ class FusedStaging:
 
     def _fill(self, low: int, high: int) -> None:
         self.confirm()
-        here = self._slots.overlapping(low, high)
+        here = self._slots.find_overlapping_slots(low, high)
         if here and self._slots.slots[here[0]].begin < low:
             self._fill_part(here[0], low, high)
             here = here[1:]
