@@ -53,6 +53,8 @@ class StepBatch:
     """Index of the first of these samples in the global batch; None: equal shares, in the order of dp_index."""
     measure: bool = False
     """Measure a gradient of part of the batch too, where the engine can see one."""
+    norm: float = 0.0
+    """Gradient norm of the step before, as this rank has it; 0 where ranks may differ. Carried along, too."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Sums:
     """Targets that count."""
     stop: bool = False
     """At least one rank was asked to stop."""
+    agree: bool = True
+    """All ranks had the same StepBatch.norm."""
     sample: GradientSample | None = None
     """Set if StepBatch.measure asked for a sample and the engine can see one."""
 

@@ -83,6 +83,8 @@ def decide_after_failure(
     fault = Fault(Cause.CANCELLED) if cancelled else find_fault(logs, code, allocation.lost)
     if fault.cause is Cause.USER and "rollback" in own:  # the ranks ended, and said so in a line of their own
         fault = Fault(Cause.NUMBERS)
+    elif fault.cause is Cause.USER and "disagree" in own:
+        fault = Fault(Cause.DISAGREE, "", str(own["disagree"]["why"]))
     elif fault.cause is Cause.USER and "slow_node" in own:
         fault = Fault(Cause.SLOW_NODE, str(own["slow_node"]["hosts"][0]), str(own["slow_node"]["why"]))
     record_strikes(folder.path, attempt, fault, allocation)

@@ -7,8 +7,9 @@ of targets of the global batch is reduced while the first forward runs; the engi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,6 +95,22 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return found.to(ctx.dtype), None, None, None
 
 
+class Totals(NamedTuple):
+    """What StepTotals.wait returns."""
+
+    tokens: int
+    """Targets that count."""
+    stop: bool
+    """Whether any rank was asked to stop."""
+    agree: bool
+    """Whether all ranks had the same gradient norm in the step before."""
+
+
+_NORM_SCALE, _MAX_NORM, _NOT_FINITE = 1 << 16, 1 << 40, -(1 << 40)
+_SAME_NORM = 1e-3
+"""Relative difference that rounding on different devices stays far below, and a flipped bit of an exponent above."""
+
+
 @dataclass
 class StepTotals:
     """Sums that do not depend on the model, reduced while the first forward runs."""
@@ -102,20 +119,26 @@ class StepTotals:
     work: dist.Work | None
     shared: int
     """Ranks that have the same samples."""
+    norm: int
+    """Gradient norm of the step before on this rank, in units of 1 / _NORM_SCALE."""
+    ranks: int
 
     @classmethod
     def start(cls, batch: StepBatch, world: World) -> StepTotals:
-        """Begin to count the global batch's targets, and the ranks that were asked to stop."""
+        """Begin to count the global batch's targets and the ranks that were asked to stop, and to compare norms."""
         count = sum(int((micro.targets != IGNORED_TARGET).sum()) for micro in batch.micro)
-        values = torch.tensor([count, int(batch.stop)], dtype=torch.int64)
-        return cls(values, start_sum(values, world), world.size // world.dp_size)
+        norm = round(min(batch.norm * _NORM_SCALE, _MAX_NORM)) if math.isfinite(batch.norm) else _NOT_FINITE
+        values = torch.tensor([count, int(batch.stop), norm], dtype=torch.int64)
+        return cls(values, start_sum(values, world), world.size // world.dp_size, norm, world.size)
 
-    def wait(self) -> tuple[int, bool]:
-        """Wait for the sums; returns (number of targets that count, whether any rank was asked to stop)."""
+    def wait(self) -> Totals:
+        """Wait for the sums and return them."""
         if self.work is not None:
             self.work.wait()
-        tokens, stops = self.values.tolist()
-        return int(tokens) // self.shared, stops > 0
+        tokens, stops, norms = self.values.tolist()
+        expected = self.norm * self.ranks
+        agree = abs(norms - expected) <= _SAME_NORM * abs(expected) + self.ranks
+        return Totals(int(tokens) // self.shared, stops > 0, agree)
 
 
 def start_sum(values: Tensor, world: World) -> dist.Work | None:

@@ -14,15 +14,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.regular_files import read_json
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.hooks import RemovableHandle
 
 FOLDER = "chaos"
 """Folder of a run directory that orders lie in."""
@@ -33,8 +34,8 @@ KINDS = {
     "exception": "the rank raises RuntimeError",
     "slow": "the rank sleeps for `seconds` in one step",
     "busy": "processes keep the rank's CPUs busy for `seconds`",
-    "nan": "one gradient of the rank becomes NaN in one step",
-    "flip_gradient": "one bit of a gradient of the rank flips in one step",
+    "nan": "what the rank's modules return is NaN in one step",
+    "flip_gradient": "one bit of a gradient of the rank flips in one step, after ranks have averaged them",
     "flip_weight": "one bit of a parameter of the rank flips",
 }
 _BUSY = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
@@ -71,24 +72,33 @@ class FaultInjector:
 
     def __init__(self, run: Path, rank: int) -> None:
         self._folder, self._rank = run / FOLDER, rank
-        self._spoilers: list[Callable[[torch.Tensor], None]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._flips = False
 
     def before_step(self, step: int, parts: Iterable[torch.nn.Module]) -> None:
         """Obey the orders that are due. step: steps made so far. parts: of the model, on this rank."""
         for order in self._take_orders(step):
-            if order.kind in ("nan", "flip_gradient"):
-                spoil = _set_nan if order.kind == "nan" else _flip_bit
-                self._spoilers.append(spoil)
+            if order.kind == "nan":
+                self._hooks += [
+                    module.register_forward_hook(_return_nan)
+                    for part in parts
+                    for module in part.modules()
+                    if not list(module.children())
+                ]
+            elif order.kind == "flip_gradient":
+                self._flips = True
             elif order.kind == "flip_weight":
                 _flip_bit(next(_list_parameters(parts)))
             else:
                 _obey(order)
 
     def after_backward(self, parts: Iterable[torch.nn.Module]) -> None:
-        """Spoil a gradient of this step, if that was ordered."""
-        for spoil in self._spoilers:
-            spoil(next(found.grad for found in _list_parameters(parts) if found.grad is not None))
-        self._spoilers.clear()
+        """Spoil a gradient of this step, if that was ordered, and end what was ordered for its forward."""
+        if self._flips:
+            _flip_bit(next(found.grad for found in _list_parameters(parts) if found.grad is not None))
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._flips = False
 
     def _take_orders(self, step: int) -> list[Order]:
         try:
@@ -122,8 +132,9 @@ def _list_parameters(parts: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Para
     return (parameter for part in parts for parameter in part.parameters())
 
 
-def _set_nan(tensor: torch.Tensor) -> None:
-    _local(tensor).view(-1)[0] = float("nan")
+def _return_nan(_module: torch.nn.Module, _inputs: object, output: Any) -> Any:
+    """Hook of a module: spoil what it returns, where that has a gradient."""
+    return output * float("nan") if getattr(output, "requires_grad", False) else output
 
 
 def _flip_bit(tensor: torch.Tensor) -> None:

@@ -26,10 +26,11 @@ class Cause(Enum):
     LOST_NODE = "a lost node"
     SLOW_NODE = "a slow node"
     NUMBERS = "numbers that were not finite"
+    DISAGREE = "ranks that did not agree"
     UNKNOWN = "ranks that left no reason"
 
 
-_MAY_NOT_COME_AGAIN = (Cause.KILLED, Cause.HANG, Cause.LOST_NODE, Cause.SLOW_NODE, Cause.NUMBERS)
+_MAY_NOT_COME_AGAIN = (Cause.KILLED, Cause.HANG, Cause.LOST_NODE, Cause.SLOW_NODE, Cause.NUMBERS, Cause.DISAGREE)
 SAME_FAULTS = 3
 """So many faults of one signature without a newer checkpoint between them end a run."""
 _CHANGING_TEXT = re.compile(r"0x[0-9a-f]+|\d+|/\S+")

@@ -360,10 +360,10 @@ def tied_embedding_flows(size: float) -> list[Flow]:
 
 
 def scalar_flows(axes: tuple[str, ...], norm: bool) -> list[Flow]:
-    """Return the small sums of a step: targets and stop requests, loss, and the gradient norm if it needs a sum."""
+    """Return the small sums of a step: targets beside stop requests and the last norm, loss, and a norm that needs one."""
     if not axes:
         return []
     return [
-        Flow(axes, "all_reduce", 16, 1, "number of targets"),
+        Flow(axes, "all_reduce", 24, 1, "number of targets"),
         Flow(axes, "all_reduce", 8, 2 if norm else 1, "loss and gradient norm" if norm else "loss"),
     ]

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 
-from hpc_train.checkpoint import CheckpointError, Saver, SaveResult, prune_steps
+from hpc_train.checkpoint import CheckpointError, Saver, SaveResult, mark_bad, prune_steps
 from hpc_train.checkpoint.provenance import Origin, encode_provenance, hash_file, hash_text, identify_code
 from hpc_train.checkpoint.rank_consensus import run_on_rank_0
 from hpc_train.checkpoint.save.file_writer import LocalStage
@@ -34,7 +34,7 @@ from hpc_train.config.compose import config_to_yaml
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.data.loader import Loader
-from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
+from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE, IncompleteRun
 from hpc_train.interfaces import Engine, StepBatch, Sums, TensorShard, World
 from hpc_train.models.shape import compute_flops_per_token
 from hpc_train.parallel.mesh_axes import get_axis_index
@@ -236,6 +236,8 @@ class TrainingRun:
     owes_validation: bool = False
     """A request to stop skipped the evaluation that was due after this step."""
     last_loss: float | None = None
+    last_norm: float = 0.0
+    """Gradient norm of the latest step that is the same on all ranks; 0 if none is."""
     last_validation: float | None = None
 
     def __post_init__(self) -> None:
@@ -325,10 +327,23 @@ def run_training(run: TrainingRun) -> int:
     """Train to the last step, or until some rank is asked to stop; returns the exit code, the same on every rank."""
     try:
         return _stop(run) if run.owes_validation else _run_steps(run)
-    except Exception:
+    except Exception as error:
         # The step that failed is not the step being saved: that checkpoint is sound, and worth the wait.
         _report_saves(run, run.wait_for_saves())
+        if isinstance(error, RanksDisagree) and run.world.rank == 0:
+            _distrust_last_step(run, error)
         raise
+
+
+class RanksDisagree(IncompleteRun):
+    """Raised on the ranks that see in a step that they had different gradients in the step before."""
+
+
+def _distrust_last_step(run: TrainingRun, error: RanksDisagree) -> None:
+    """Record what was seen, and mark the checkpoint that was made from it."""
+    run.reporter.event("disagree", step=run.step, why=str(error))
+    if run.saved_at == run.step:
+        mark_bad(run.directory.checkpoints, run.step, str(error))
 
 
 def _run_steps(run: TrainingRun) -> int:
@@ -399,6 +414,11 @@ def train_step(run: TrainingRun) -> StepResult:
     # Ranks that share samples must draw the same dropout; pipeline stages and data-parallel shares different ones.
     seed_step(config.train.seed, run.step, run.world.dp_index + run.world.dp_size * get_axis_index(run.world, "pp"))
     sums = run.engine.forward_backward(batch)
+    if not sums.agree:
+        raise RanksDisagree(
+            f"the ranks did not get the same gradient norm in step {run.step} (here: {run.last_norm:.6g}): "
+            "the memory or the device of one of them is at fault"
+        )
     if run.injector is not None:
         run.injector.after_backward(run.engine.parts)
     waited = run.wait_until_copied()  # a save may still be copying what `clip` and `update` change
@@ -406,6 +426,8 @@ def train_step(run: TrainingRun) -> StepResult:
     lr = compute_learning_rate(config.optim.schedule, run.peak_lr, run.step, run.steps)
     # Waits for the device. The optimizer's work on it is part of the next step's time.
     run.last_loss = float(sums.loss) / max(sums.tokens, 1)
+    # With parameter servers every worker has a norm of its own.
+    run.last_norm = float(norm) if config.parallel.server.mode == "none" else 0.0
     updated = _update_unless_skipped(run, run.last_loss, float(norm), lr)
     run.steps_here += 1
     seconds = time.perf_counter() - started - waited
@@ -475,7 +497,7 @@ def report_step(run: TrainingRun, step: StepResult, validation: float | None) ->
 
 def _next_batch(run: TrainingRun) -> StepBatch:
     batch = run.loader.batch(run.consumed_samples)
-    batch.stop, batch.step = run.stop.requested, run.step
+    batch.stop, batch.step, batch.norm = run.stop.requested, run.step, run.last_norm
     every = run.config.train.noise_scale.every
     batch.measure = every > 0 and (run.step + 1) % every == 0
     return batch

@@ -73,21 +73,6 @@ def act(action: str, model: Faulty | None) -> None:
         time.sleep(0.01)
 
 
-def slow_down_one_node() -> None:
-    """With SLOW_NODE set, matrix products take their time on the node that is the second one of the first attempt."""
-    where = Path(os.environ["FAULT_FOLDER"]) / "slow-node"
-    host = os.environ["SLURMD_NODENAME"]
-    if os.environ["SLURM_NODEID"] == "1" and not where.exists():
-        where.write_text(host)
-    if where.exists() and where.read_text() == host:
-        product = torch.mm
-        torch.mm = lambda *args: (time.sleep(0.05), product(*args))[1]
-
-
-if "SLOW_NODE" in os.environ:
-    slow_down_one_node()
-
-
 @register("faulty")
 class Faulty(nn.Module):
     """Logits of the next byte from this one."""

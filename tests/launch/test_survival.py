@@ -148,7 +148,24 @@ def test_a_run_survives_what_chaos_orders(workshop: Workshop, capfd: pytest.Capt
     assert [event["step"] for event in events(workshop, "skipped")] == [8]
     clean = workshop.train("clean", *LONG, f"resilience.numbers.skip_list={run / 'skipped.json'}")
     assert clean.code == 0, clean
-    left, right = parameters(run), parameters(workshop.folder / "clean")  # only the gradient norm of step 8 differs
+    left, right = parameters(run), parameters(workshop.folder / "clean")  # the loss of step 8 is NaN in one of them
     assert [name for name in right if left[name].tobytes() != right[name].tobytes()] == []
     assert main(["chaos", str(workshop.folder / "clean"), "--plan", str(plan)]) == 2
     assert "not started with resilience.chaos=true" in capfd.readouterr().err
+
+
+def test_a_gradient_that_differs_on_one_rank_is_noticed_and_its_checkpoint_distrusted(
+    workshop: Workshop, uninterrupted: Any
+) -> None:
+    """The bit flips in step 8, after which there is a save."""
+    run, plan = workshop.folder / "run", workshop.folder / "faults.yaml"
+    job = workshop.start("run", *LONG, "resilience.chaos=true", faults="0:train:1:hold")
+    workshop.wait_for_fault("0:train:1:hold", job)
+    plan.write_text("faults: [{kind: flip_gradient, rank: 1, step: 7}]")
+    assert main(["chaos", str(run), "--plan", str(plan)]) == 0
+    workshop.go()
+    ended = job.ended()
+    assert ended.code == 0, ended
+    assert [event["step"] for event in events(workshop, "disagree")] == [8]
+    assert "starting again from step 4" in ended.err
+    assert_same_run(run, uninterrupted)

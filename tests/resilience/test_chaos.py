@@ -28,18 +28,24 @@ def test_an_order_is_obeyed_once_by_its_rank_at_its_step(tmp_path: Path) -> None
     FaultInjector(tmp_path, 1).before_step(3, [])  # as after a restart
 
 
-def test_a_gradient_is_spoilt_in_one_step(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
-    injector = FaultInjector(tmp_path, 0)
-    give_order(tmp_path, Order("nan", 0))
-    spoilt = []
-    for step in range(3):
-        injector.before_step(step, [model])
-        model.zero_grad()
-        model(torch.ones(1, 3)).sum().backward()
-        injector.after_backward([model])
-        spoilt.append(not bool(torch.isfinite(model.weight.grad).all()))  # type: ignore[arg-type]
-    assert spoilt == [True, False, False]
+def take_step(model: nn.Module, injector: FaultInjector, step: int) -> torch.Tensor:
+    """The gradient of a step."""
+    injector.before_step(step, [model])
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    injector.after_backward([model])
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    return gradient.clone()
+
+
+@pytest.mark.parametrize("kind", ["nan", "flip_gradient"])
+def test_a_gradient_is_spoilt_in_one_step(tmp_path: Path, kind: str) -> None:
+    model, injector = nn.Linear(3, 2), FaultInjector(tmp_path, 0)
+    good = take_step(model, injector, 0)
+    give_order(tmp_path, Order(kind, 0))
+    spoilt = [take_step(model, injector, step) != good for step in (1, 2, 3)]
+    assert [int(wrong.sum()) for wrong in spoilt] == [6 if kind == "nan" else 1, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -172,26 +172,6 @@ def test_a_node_on_which_ranks_die_twice_is_replaced_by_a_spare(
     assert "requeue" not in kinds(run)
 
 
-def test_a_spare_node_takes_over_for_a_slow_one_before_the_first_step(
-    slurm_cluster: SlurmCluster, settings: list[str], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shape = ("cluster.nodes=3", "train.global_batch=6", "launch.spares=1", "resilience.preflight=quick")
-    passed = "launch.export=[FAULTS,FAULT_FOLDER,SLOW_NODE]"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLOW_NODE", "yes")
-        job = start(run, settings, *shape, passed)
-    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
-    slow = (tmp_path / "slow-node").read_text()
-    (event,) = (event for event in lines(run / "events.jsonl") if event["event"] == "slow_node")
-    assert event["hosts"] == [slow]
-    before, after = (json.loads((run / "logs" / name / "attempt.json").read_text())["nodes"] for name in ("0", "1"))
-    assert slow in before
-    assert slow not in after
-    starts = [event for event in lines(run / "events.jsonl") if event["event"] == "start"]
-    assert [event["attempt"] for event in starts] == [1]
-
-
 def test_the_same_fault_again_and_again_ends_the_job_for_good(
     slurm_cluster: SlurmCluster, settings: list[str], tmp_path: Path
 ) -> None:

@@ -88,7 +88,9 @@ class PipelineEngine:
         """Accumulate the gradient of one step; see interfaces.Engine. Returns no gradient sample: none is visible."""
         totals = StepTotals.start(batch, self._world)
         wait_for_totals = cache(totals.wait)  # the loss needs the count, and so does the result
-        self._loss.begin(lambda: self._updates.loss_scale * self._count_averaged_ranks() / max(wait_for_totals()[0], 1))
+        self._loss.begin(
+            lambda: self._updates.loss_scale * self._count_averaged_ranks() / max(wait_for_totals().tokens, 1)
+        )
         schedule, inputs, target = self._prepare(batch, training=True)
         with nullcontext() if self._called else explain_first_call("in the first step of the pipeline"):
             schedule.step(*inputs, target=target, return_outputs=False)

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import GradientSample, MicroBatch, StepBatch, Sums, TensorShard, World
 from hpc_train.parallel.dropout import StepMasks
-from hpc_train.parallel.loss import StepTotals, compute_first_loss_sum, compute_loss_sum, start_loss_sum, start_sum
+from hpc_train.parallel.loss import (
+    StepTotals,
+    Totals,
+    compute_first_loss_sum,
+    compute_loss_sum,
+    start_loss_sum,
+    start_sum,
+)
 from hpc_train.parallel.mesh_axes import get_axis_degree, select_own_tokens
 from hpc_train.parallel.optimizer_step import GradientUpdate
 from hpc_train.parallel.precision import autocast_forward
@@ -92,7 +99,7 @@ class PlainEngine:
         totals = StepTotals.start(batch, self._world)
         local = torch.zeros((), dtype=torch.float64, device=self._world.device)
         scale, reduction, sample = 0.0, None, None
-        tokens, stop = 0, False
+        found = Totals(0, False, True)
         measure = batch.measure and self._can_measure(batch)
         self._masks.begin_step(batch)
         for index, micro in enumerate(batch.micro):
@@ -101,9 +108,9 @@ class PlainEngine:
             with self._wrapped.accumulate(last=last, measure=measure and index == 0):
                 loss = self._compute_loss(micro)
                 if index == 0:
-                    tokens, stop = totals.wait()
+                    found = totals.wait()
                     # Collectives average gradients; the mean over tokens needs their sum.
-                    scale = self._updates.loss_scale * self._count_averaged_ranks() / max(tokens, 1)
+                    scale = self._updates.loss_scale * self._count_averaged_ranks() / max(found.tokens, 1)
                 local += loss.detach()
                 if last:
                     reduction = start_loss_sum(local, self._world)
@@ -112,7 +119,7 @@ class PlainEngine:
                 sample = self._sample_gradient(batch)
         if reduction is not None:
             reduction.wait()
-        return Sums(local, tokens, stop, sample)
+        return Sums(local, *found, sample)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Sums:
