@@ -32,8 +32,9 @@ SIDE_BY_SIDE := -n $(shell expr $$(nproc) + 1) --no-loadscope-reorder
 
 # By path, so that the rest is not even collected, which takes longer than many of these.
 QUICK := $(addprefix tests/,cluster data models placement schedules traffic \
-	$(addprefix checkpoint/test_,$(addsuffix .py,checkpoint_bad_input checkpoint_verify consumers crew fault_table \
-		filling format_document hostile_entries layouts_strips round_trip sequence small_tensors streaming)) \
+	$(addprefix checkpoint/test_,$(addsuffix .py,checkpoint_bad_input checkpoint_verify fault_table format_document \
+		fused_staging hostile_entries layouts_strips load_workers round_trip sequence small_tensors streaming \
+		writer_groups)) \
 	$(addprefix config/test_,$(addsuffix .py,compose degrees hybrid plan_settings run_file secrets)) \
 	$(addprefix launch/test_,$(addsuffix .py,dependencies ended_for_memory job_environment job_spec partitions \
 		slurm_answers state_of_a_run sweep_ledger sweep_points sweep_results)) \

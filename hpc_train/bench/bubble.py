@@ -1,7 +1,7 @@
 """`hpc-train bench bubble`: measure the bubble of each pipeline schedule, and compare it with the simulation.
 
 Every rank is a process whose stages sleep for known times, run by the engine's own stages and torch's schedules over
-gloo. Torch's time to send, receive and choose the next action, which the simulation has not, is part of what is lost.
+gloo. The measured bubble includes torch's time to send, receive and choose the next action, which the simulation lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpc_train.schedules.order import Order
 from hpc_train.schedules.validate import find_problem, find_runtime_problem
 
 TOLERANCE = 0.1
-"""Relative difference of two bubbles that count as the same."""
+"""Maximum relative difference of two bubbles that count as equal."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class BubbleOptions:
     """Options of `bench bubble`."""
 
     schedules: tuple[str, ...]
-    """Names, or files .csv."""
+    """Names of schedules, or .csv files."""
     ranks: int
     micro_batches: int
     rounds: int
-    """Interleaved rounds of one step of each schedule."""
+    """Number of interleaved rounds; a round is one step of each schedule."""
     milliseconds: float
-    """Time of F, of I and of W of one micro-batch on one rank, over all its stages."""
+    """Milliseconds of F, of I and of W of one micro-batch on one rank, over all its stages."""
 
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """One schedule; shares of a step's time, from the first action of any rank to the last."""
+    """Result of one schedule. Bubbles are fractions of a step, from the first action of any rank to the last."""
 
     name: str
     stages: int
@@ -52,9 +52,9 @@ class ScheduleResult:
     """Measured over simulated, less 1."""
     simulated_seconds: float
     measured_seconds: float
-    """Of a step."""
+    """Measured seconds of a step, median over rounds."""
     simulated_ranks: tuple[float, ...]
-    """The bubble of each rank."""
+    """Simulated bubble of each rank."""
     measured_ranks: tuple[float, ...]
     live: tuple[int, ...]
     """Largest number of activations, of one stage and one micro-batch, that each rank holds at once."""
@@ -72,7 +72,7 @@ class BubbleResult:
     load_average: float
     """Load average of the last minute, at the end; the ranks themselves sleep."""
     woke_first: bool
-    """The ranks had real-time priority; without it, a load above `cpus` was in their way."""
+    """Whether the ranks had real-time priority; without it, a load above `cpus` disturbs them."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -94,7 +94,7 @@ def bubble_command(options: BubbleOptions, as_json: bool) -> int:
     except UserError:
         if me.process == 0:
             raise
-        return EXIT_USER_ERROR  # process 0 says it
+        return EXIT_USER_ERROR  # process 0 prints the error for all
     if me.process == 0:
         result = BubbleResult(options, results, refused, os.cpu_count() or 1, os.getloadavg()[0], first)
         print(result.to_json() if as_json else format_bubbles(result))
@@ -180,5 +180,5 @@ def _format_schedule(schedule: ScheduleResult, wide: int) -> str:
 def _format_verdict(result: BubbleResult) -> str:
     off = [schedule.name for schedule in result.schedules if abs(schedule.difference) > TOLERANCE]
     if not off:
-        return f"The bubble of every schedule is within {TOLERANCE:.0%} of what its order says."
-    return f"Not within {TOLERANCE:.0%} of what its order says: {', '.join(off)}."
+        return f"The bubble of every schedule is within {TOLERANCE:.0%} of the simulated one."
+    return f"The bubble differs by more than {TOLERANCE:.0%} from the simulated one: {', '.join(off)}."

@@ -1,7 +1,6 @@
-"""One rank of `bench bubble`: runs the schedules over stages that sleep, and compares them with their simulated
-orders.
+"""Run one rank of `bench bubble`: step the schedules over sleeping stages, and compare them with the simulation.
 
-Stages sleep for known times, so that a few cores can be many ranks that compute at once.
+Stages sleep for known times, so that a few cores can stand for many ranks that compute at the same time.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Steps = list[list[list[TimelineEvent]]]
 
 
 class _RunningSchedule:
-    """A schedule of this rank, ready to be stepped."""
+    """This rank's part of a schedule, ready to run steps."""
 
     def __init__(self, name: str, order: Order, options: BubbleOptions, world: World) -> None:
         self.name, self.order = name, order
@@ -60,7 +59,7 @@ class _RunningSchedule:
         return pipeline.training(self._micro_batches, inputs, inputs.clone().requires_grad_(), _loss)
 
     def step(self, sleeps: bool) -> None:
-        """One step of all ranks, on the timeline; without sleep it only opens connections."""
+        """Run and record one step on all ranks; without sleep it only opens connections."""
         for part in self._parts.values():
             part.sleeps = sleeps
         batch = torch.zeros(self._micro_batches, FEATURES)
@@ -71,7 +70,7 @@ class _RunningSchedule:
         self.timeline.step += 1
 
     def events(self) -> Steps:
-        """Gather the events of all steps from all ranks; every rank calls this."""
+        """Gather the events of all steps from all ranks. A collective."""
         ranks = all_gather_values(self.timeline.events, codec=Codec((TimelineEvent,)))
         return [[[e for e in events if e.step == step] for events in ranks] for step in range(self.timeline.step)]
 
@@ -127,8 +126,8 @@ def _check_done(name: str, order: Order, ranks: list[list[TimelineEvent]]) -> No
     """Check that the measured order is the simulated one."""
     for rank, events in enumerate(ranks):
         done = [(event.stage, event.kind, event.micro) for event in events]
-        said = [(action.stage, str(action.kind), action.micro_batch) for action in order.actions(rank)]
-        assert done == said, f"{name}: rank {rank} has done {done}, not {said}"
+        expected = [(action.stage, str(action.kind), action.micro_batch) for action in order.actions(rank)]
+        assert done == expected, f"{name}: rank {rank} ran {done}, not {expected}"
 
 
 def _difference(measured: float, simulated: Simulation) -> float:
@@ -144,9 +143,9 @@ FEATURES = 8
 
 
 def sleep_times(order: Order, seconds: float) -> ActionTimes:
-    """F, I and W of a rank's whole share of the model take `seconds` each, spread evenly over its stages.
+    """Return action times in which F, I and W of all stages of a rank take `seconds` each, spread evenly.
 
-    The first stage has no gradient for its inputs to compute: all of its backward is W, also for torch.
+    The first stage needs no gradient of its inputs: all of its backward is W, as in torch.
     """
     each = seconds * order.ranks / order.stages
     rest = (each,) * (order.stages - 1)
@@ -154,7 +153,7 @@ def sleep_times(order: Order, seconds: float) -> ActionTimes:
 
 
 class SleepingStage(nn.Module):
-    """(rows, FEATURES) -> the same. Sleeps in forward, and in backward on the way to the inputs and to the weights."""
+    """Maps (rows, FEATURES) to the same shape; sleeps in forward and in the backward of inputs and of weights."""
 
     def __init__(self, forward: float, inputs: float, weights: float) -> None:
         super().__init__()
@@ -163,7 +162,7 @@ class SleepingStage(nn.Module):
         self.sleeps = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Two branches that meet at the end: torch runs the backward of either by itself where it is split."""
+        """Add two branches, of inputs and weights: torch can run the backward of each by itself."""
         forward, inputs, weights = self._seconds if self.sleeps else (0.0, 0.0, 0.0)
         return sleep_through(x, forward, inputs) + sleep_through(self.weight, 0.0, weights)
 
@@ -178,13 +177,13 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         time.sleep(ctx.seconds)
-        return grads[0].contiguous(), None, None  # a sum gives an expanded one, which cannot be sent
+        return grads[0].contiguous(), None, None  # the gradient of a sum is expanded, and cannot be sent as it is
 
 
 def set_realtime_priority() -> bool:
-    """Let this process, and threads that it starts, run before all others when they wake: others' load is not measured.
+    """Give this process and its threads real-time priority, so that other load does not delay their waking.
 
-    It takes little from them, as it sleeps nearly all the time. False: not permitted here (it needs CAP_SYS_NICE).
+    Returns False if that is not permitted (it needs CAP_SYS_NICE).
     """
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -194,6 +193,6 @@ def set_realtime_priority() -> bool:
 
 
 def sleep_through(x: Tensor, forward: float, backward: float) -> Tensor:
-    """x after so many seconds; its gradient too takes some."""
+    """Return a copy of x after sleeping `forward` seconds; its gradient sleeps `backward` seconds."""
     out: Tensor = _Sleep.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return out

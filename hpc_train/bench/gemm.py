@@ -41,7 +41,7 @@ class GemmOptions:
 
 
 def gemm_command(options: GemmOptions) -> int:
-    """Measure, print and write. Raises UserError for what cannot be measured or written."""
+    """Measure the device, print the result and write its files. Raises UserError as GemmOptions.check."""
     options.check()
     from hpc_train.bench.gemm_device import measure_device
 
@@ -103,8 +103,10 @@ class GemmResult:
 
     def best(self) -> dict[str, MatrixProduct]:
         """Return the product with the most FLOP/s of each precision."""
-        names = dict.fromkeys(it.precision for it in self.products)
-        return {name: max((it for it in self.products if it.precision == name), key=_speed) for name in names}
+        names = dict.fromkeys(product.precision for product in self.products)
+        return {
+            name: max((product for product in self.products if product.precision == name), key=_speed) for name in names
+        }
 
     def to_json(self) -> str:
         return json.dumps({"version": RESULT_VERSION, **asdict(self)}, indent=1)
@@ -120,9 +122,9 @@ def read_gemm_result(path: Path) -> GemmResult:
         content = json.loads(path.read_text())
         if content.pop("version") != RESULT_VERSION:
             raise UserError(f"{path}: written by another version; run `hpc-train bench gemm` again")
-        products = tuple(MatrixProduct(**it) for it in content.pop("products"))
+        products = tuple(MatrixProduct(**row) for row in content.pop("products"))
         found = GemmResult(**content, products=products)
-        if not products or not all(it.seconds > 0 for it in products) or not found.copy_gb_s > 0:
+        if not products or not all(product.seconds > 0 for product in products) or not found.copy_gb_s > 0:
             raise ValueError
         return found
     except OSError as error:
@@ -134,7 +136,7 @@ def read_gemm_result(path: Path) -> GemmResult:
 def product_shapes(smallest: int, largest: int) -> Sequence[tuple[int, int, int]]:
     """List shapes (m, n, k): cubes of rising powers of two, and the products of a transformer layer of that width.
 
-    These are 2,048 tokens times its attention's output and both of its feed-forward matrices, four times as wide.
+    The latter are 2,048 tokens times the attention's output matrix and both feed-forward matrices, four times as wide.
     """
     found = []
     size = smallest

@@ -65,10 +65,10 @@ def print_gemm_result(result: GemmResult) -> None:
     """Print a table of all products, with the fastest of each precision marked."""
     best = set(result.best().values())
     table = Table("precision", "m", "n", "k", "ms", "TFLOP/s", title=_table_title(result), title_justify="left")
-    for it in result.products:
-        mark = " best" if it in best else ""
-        sizes = (str(size) for size in (it.m, it.n, it.k))
-        table.add_row(it.precision, *sizes, f"{it.seconds * 1e3:.4g}", f"{it.tflops:.4g}{mark}")
+    for product in result.products:
+        mark = " best" if product in best else ""
+        sizes = (str(size) for size in (product.m, product.n, product.k))
+        table.add_row(product.precision, *sizes, f"{product.seconds * 1e3:.4g}", f"{product.tflops:.4g}{mark}")
     Console(width=None if Console().is_terminal else 120).print(table, highlight=False)
 
 
@@ -84,9 +84,13 @@ def plot_gemm_result(result: GemmResult, path: Path) -> None:
     figure = Figure(figsize=(6.4, 4.8), layout="constrained")
     axes = figure.subplots()
     for precision in result.best():
-        rows = sorted((it for it in result.products if it.precision == precision), key=lambda it: it.m * it.n * it.k)
-        axes.plot([2.0 * it.m * it.n * it.k for it in rows], [it.tflops for it in rows], "o-", label=precision)
+        rows = sorted((row for row in result.products if row.precision == precision), key=_count_flops)
+        axes.plot([_count_flops(row) for row in rows], [row.tflops for row in rows], "o-", label=precision)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs of the product", ylabel="TFLOP/s", title=_table_title(result))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)
+
+
+def _count_flops(product: MatrixProduct) -> float:
+    return 2.0 * product.m * product.n * product.k

@@ -1,8 +1,7 @@
-"""`hpc-train bench overlap`: how much of tensor parallelism's communication the asynchronous kind hides, in seconds.
+"""`hpc-train bench overlap`: measure how much communication asynchronous tensor parallelism hides.
 
-Two ranks in two network namespaces compute a column- and a row-parallel layer, forward and backward, over a link
-that is slow enough to matter. What counts is the exposed wait: the time of a step less that of its products
-alone.
+Two ranks in two network namespaces compute a column- and a row-parallel layer, forward and backward, over a link of
+limited rate. The result is the exposed communication: the time of a step less that of its matrix products alone.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from hpc_train.errors import EXIT_DONE, UserError
 
 RANKS = 2
 MEASURED_FILE = "measured.json"
-"""File in which rank 0 leaves what it measured."""
+"""File to which rank 0 writes its measurement."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +34,20 @@ class OverlapOptions:
     """Options of `bench overlap`; sizes are numbers of elements."""
 
     rounds: int
-    """Interleaved rounds of all sides."""
+    """Number of interleaved rounds of all sides."""
     steps: int
-    """A round and side."""
+    """Steps of each side in a round."""
     tokens: int
     hidden: int
     ratio: float
-    """Communication over compute that the rate of the link is chosen for."""
+    """Ratio of communication to compute time; sets the rate of the link."""
     rate: float | None
-    """Mbit/s of the link instead."""
+    """Rate of the link in Mbit/s; None: from `ratio`."""
     threads: int = 1
 
     @property
     def feed_forward(self) -> int:
-        """Return the number of features between the two layers."""
+        """Number of features between the two layers."""
         return 4 * self.hidden
 
 
@@ -58,27 +57,27 @@ class OverlapMeasurement:
 
     mbit_per_second: float
     link_bytes: int
-    """What a rank has to send in a step."""
+    """Payload bytes that a rank sends in a step."""
     sent_bytes: dict[str, int]
-    """What it did send, with all headers, by side."""
+    """Bytes actually sent in a step, with all protocol headers, by side."""
     seconds: dict[str, list[float]]
-    """A step of the slower rank, by side and round."""
+    """Seconds of a step on the slower rank, by side and round."""
 
 
 @dataclass(frozen=True)
 class OverlapKind:
-    """One of the two kinds; seconds a step, medians over rounds."""
+    """Result of synchronous or asynchronous communication: seconds of a step, medians over rounds."""
 
     step_seconds: float
     communication_seconds: float
-    """The same transfers with nothing to compute."""
+    """Seconds of the same transfers without compute."""
     exposed_seconds: float
-    """Step less compute of the same round."""
+    """Step time less the compute time of the same round."""
     exposed_quartiles: tuple[float, float]
     hidden: float
-    """Share of the communication that took no time of the step's: 1 - exposed / communication."""
+    """Fraction of the communication that is hidden: 1 - exposed / communication."""
     sent_bytes: int
-    """A step and rank, with all headers."""
+    """Bytes that a rank sends in a step, with all protocol headers."""
 
 
 @dataclass(frozen=True)
@@ -87,23 +86,23 @@ class OverlapResult:
 
     options: OverlapOptions
     mbit_per_second: float
-    """Of the link, in each direction."""
+    """Rate of the link in each direction."""
     link_bytes: int
-    """What a rank has to send in a step."""
+    """Payload bytes that a rank sends in a step."""
     compute_seconds: float
-    """The products and copies of a step alone, median over rounds."""
+    """Seconds of the products and copies of a step alone, median over rounds."""
     synchronous: OverlapKind
     asynchronous: OverlapKind
     cpus: int
     load_average: float
-    """Of the last minute, at the end: above `cpus`, others had a part of the machine."""
+    """Load average of the last minute, at the end; above `cpus` other work used the machine too."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
 
 def overlap_command(options: OverlapOptions, as_json: bool) -> int:
-    """Measure and print. Returns the exit code; raises UserError where a namespace or a link cannot be made."""
+    """Measure and print. Returns the exit code; raises UserError if a namespace or the link cannot be made."""
     _check_options(options)
     with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as folder:
         code = _run_ranks(options, folder)
@@ -139,7 +138,7 @@ def _run_ranks(options: OverlapOptions, folder: str) -> int:
 
 
 def summarize_overlap(options: OverlapOptions, measured: OverlapMeasurement) -> OverlapResult:
-    """Summarise the rounds by medians. The exposed wait is a median of differences, so that a slow round cancels."""
+    """Summarise the rounds by medians. The exposed time is a median of differences, in which a slow round cancels."""
     return OverlapResult(
         options=options,
         mbit_per_second=measured.mbit_per_second,
@@ -191,10 +190,10 @@ def _format_kind(name: str, way: OverlapKind) -> str:
 
 
 INTERFACE = "link0"
-"""Name of the link's end in either namespace."""
+"""Name of the network interface in both namespaces."""
 _ADDRESSES = ("10.77.0.1/30", "10.77.0.2/30")
 _FRAME = "9000"
-"""Bytes of a jumbo frame: what cuts packets here is a CPU that a network card would leave to the products."""
+"""Bytes of a jumbo frame: few packets, because cutting them takes CPU time here that a network card would not."""
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -202,9 +201,9 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 def start_in_namespaces(
     commands: Sequence[Sequence[str]], environment: dict[str, str]
 ) -> list[subprocess.Popen[bytes]]:
-    """Start two commands, each in its own network namespace, and link these; a line on stdin says when that is done.
+    """Start two commands in network namespaces of their own and link them; a line on stdin tells them when it is done.
 
-    Raises UserError where this process may not do that or has no iproute2.
+    Raises UserError if this process lacks the permission or iproute2.
     """
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
@@ -247,7 +246,7 @@ def configure_link(index: int) -> None:
 def limit_rate(mbit_per_second: float) -> None:
     """Limit the sending rate of this namespace with a token bucket."""
     bits = max(1, round(mbit_per_second * 1e6))
-    burst = max(1 << 16, bits // 8 // 250)  # what may go out between two ticks of a slow kernel clock
+    burst = max(1 << 16, bits // 8 // 250)  # bytes between two ticks of a 250 Hz kernel clock
     bucket = ["rate", f"{bits}bit", "burst", str(burst), "latency", "100ms"]
     _run_command("tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *bucket)
 

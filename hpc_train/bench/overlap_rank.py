@@ -1,6 +1,6 @@
-"""One rank of `bench overlap`, in its own network namespace: joins the other over the link and measures.
+"""Run one rank of `bench overlap` in its own network namespace: connect to the other rank over the link and measure.
 
-The sides are one pair of layers, column-parallel then row-parallel, computed in several ways.
+The sides compute one pair of layers, column-parallel then row-parallel, in several ways.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Steps = Iterator[float]
 
 @dataclass(frozen=True)
 class LayerPair:
-    """This rank's part of the layers and of their input; out = (x up^T) down^T, positions split before and after."""
+    """This rank's part of two layers and their input: out = (x up^T) down^T, with x and out split by positions."""
 
     axis: TensorAxis
     x: Tensor
@@ -49,12 +49,12 @@ class LayerPair:
 
     @property
     def ring(self) -> MatmulRing:
-        """The way round of the asynchronous side."""
+        """The ring of the asynchronous side."""
         return MatmulRing(self.axis.group)
 
     @property
     def link_bytes(self) -> int:
-        """What a rank has to send in a step: a gather and a scatter forward, and the same backward."""
+        """Payload bytes that a rank sends in a step: a gather and a scatter forward, and the same backward."""
         return 4 * (self.axis.size - 1) * self.x.nbytes
 
 
@@ -68,22 +68,22 @@ def make_layer_pair(mesh: DeviceMesh, tokens: int, hidden: int, feed_forward: in
 
 
 def synchronous(pair: LayerPair) -> Steps:
-    """All-gather, products, reduce-scatter, each when the one before it is done: the plain plan."""
+    """Train with all-gather, products and reduce-scatter one after the other."""
     return _training(lambda: _make_layers(pair, asynchronous=False), pair)
 
 
 def asynchronous(pair: LayerPair) -> Steps:
-    """Chunks multiplied while others travel."""
+    """Train with products that overlap the transfer of other chunks."""
     return _training(lambda: _make_layers(pair, asynchronous=True), pair)
 
 
 def compute_alone(pair: LayerPair) -> Steps:
-    """The same products and copies with what this rank has; nothing travels, so its numbers are not the others'."""
+    """Train with the same products and copies but no communication; the numbers differ from the other sides'."""
     return _training(lambda: _without_peers(pair), pair)
 
 
 def collectives_alone(pair: LayerPair) -> Steps:
-    """What the synchronous side sends, with nothing to compute."""
+    """Run the collectives of the synchronous side without compute."""
     part = pair.x.detach().repeat(1, pair.axis.size, 1)
     while True:
         for _ in range(2):
@@ -93,7 +93,7 @@ def collectives_alone(pair: LayerPair) -> Steps:
 
 
 def ring_alone(pair: LayerPair) -> Steps:
-    """What the asynchronous side sends, with nothing to compute."""
+    """Run the ring transfers of the asynchronous side without compute."""
     shards = pair.x.detach().repeat(pair.axis.size, 1, 1)
     total = torch.empty_like(shards[0])
     while True:
@@ -105,7 +105,7 @@ def ring_alone(pair: LayerPair) -> Steps:
 
 
 def _training(forward: Callable[[], Tensor], pair: LayerPair) -> Steps:
-    """Forward and backward; the number is made of the output and of every gradient."""
+    """Run forward and backward; yields a number that depends on the output and on every gradient."""
     leaves = (pair.x, pair.up, pair.down)
     while True:
         out = forward()
@@ -119,7 +119,7 @@ def _training(forward: Callable[[], Tensor], pair: LayerPair) -> Steps:
 
 
 def _make_layers(pair: LayerPair, asynchronous: bool) -> Tensor:
-    """As the tensor pass makes them."""
+    """Compute both layers as tensor parallelism does."""
     (inner,) = make_column_products(pair.axis, asynchronous)(pair.x, [pair.up])
     return make_row_product(pair.axis, asynchronous)(inner, pair.down)
 
@@ -130,15 +130,15 @@ def _without_peers(pair: LayerPair) -> Tensor:
 
 
 _CALIBRATION_STEPS = 9
-"""Steps of the compute alone whose median sets the rate of the link."""
+"""Steps of compute alone whose median sets the rate of the link."""
 _LOSS_TOLERANCE = 1e-4
-"""Relative difference of float32 sums in another order."""
+"""Maximum relative difference of two float32 sums in different order."""
 _COUNTED_STEPS = 2
 """Steps over which bytes are counted."""
 
 
 def main(rank: int, options: OverlapOptions, folder: Path) -> int:
-    """Wait for a line on stdin that says that the link is up; then measure, and write the result to `folder`."""
+    """Wait for a line on stdin, which tells that the link is up; then measure, and write the result to `folder`."""
     sys.stdin.readline()
     try:
         configure_link(rank)
@@ -147,7 +147,7 @@ def main(rank: int, options: OverlapOptions, folder: Path) -> int:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
         measured = measure_overlap(options)
     except UserError as error:
-        if rank == 0:  # the other has the same to say
+        if rank == 0:  # the other rank has the same error
             print(f"hpc-train: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     if rank == 0:

@@ -1,8 +1,7 @@
-"""`hpc-train bench placement`, inside a Slurm allocation: step times of several orders of its nodes, and their
-predictions.
+"""`hpc-train bench placement`: measure and predict step times for several orders of a Slurm allocation's nodes.
 
-The fabric is calibrated first; then the same training runs with the nodes ordered by leaf, dealt out over the
-leaves, shuffled, and placed by hpc_train, each as a Slurm step.
+The fabric is calibrated first. Then the same training runs as Slurm steps with the nodes ordered by leaf, dealt out
+over the leaves, shuffled, and placed by hpc_train.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class OrderResult:
     """Median over the rounds of the median step."""
     rounds: tuple[float, ...]
     communication: float
-    """Seconds a step, modelled, nothing overlapping."""
+    """Modelled communication seconds of a step, without overlap."""
     predicted: float
-    """Seconds a step: what computation takes in the reference order, and this order's communication."""
+    """Predicted seconds of a step: computation of the reference order plus communication of this order."""
 
     def error(self, reference: OrderResult) -> float:
         """Return the relative error of the predicted ratio to the reference order."""
@@ -66,13 +65,13 @@ class PlacementBenchOptions:
     steps: int
     seed: int
     largest: str
-    """Message of the calibration, such as 16M."""
+    """Largest message of the calibration, such as 16M."""
     directory: str | None
     json: bool
 
 
 def placement_command(overrides: Sequence[str], options: PlacementBenchOptions) -> int:
-    """Measure and print. Raises UserError outside of an allocation, and for a topology with one leaf only."""
+    """Measure and print. Raises UserError outside of an allocation, or if its nodes are all on one leaf."""
     for name in ("rounds", "steps"):
         if getattr(options, name) < (3 if name == "steps" else 1):
             raise UserError(f"--{name} {getattr(options, name)}: must be at least {3 if name == 'steps' else 1}")
@@ -171,18 +170,18 @@ def _print_orders(sides: Sequence[OrderResult]) -> None:
 
 @dataclass(frozen=True)
 class NodeOrder:
-    """One side of the benchmark."""
+    """An order of the nodes to measure."""
 
     name: str
     nodes: tuple[str, ...]
-    """As the launcher gives them."""
+    """The nodes in the order in which the launcher starts ranks on them."""
     placement: str
     """launch.placement of its training."""
     what: str
 
 
 def make_orders(nodes: Sequence[str], paths: Mapping[str, Sequence[str]], seed: int) -> tuple[NodeOrder, ...]:
-    """paths: switches of each node, top to leaf. seed: of the random order."""
+    """Make the orders to compare. paths: switches of each node, top to leaf. seed: of the random order."""
     by_leaf = tuple(sorted(nodes, key=lambda node: (tuple(paths[node]), nodes.index(node))))
     bad = deal_over_leaves(nodes, paths)
     mixed = list(nodes)
@@ -204,7 +203,7 @@ def deal_over_leaves(nodes: Sequence[str], paths: Mapping[str, Sequence[str]]) -
 
 
 _WARM_UP_STEPS = 2
-"""Steps of a training that are not counted."""
+"""Steps at the start of a training that are not counted."""
 
 
 SMALLEST_MESSAGE = 64 << 10
@@ -231,7 +230,7 @@ def time_training(
     _run_step(folder, name, nodes, ranks_per_node, ["train", *overrides, f"run_dir={run}"])
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     ranks = json.loads((run / "rankmap.json").read_text())["ranks"]
-    hosts = [str(it["host"]) for it in sorted(ranks, key=lambda it: int(it["rank"]))]
+    hosts = [str(rank["host"]) for rank in sorted(ranks, key=lambda rank: int(rank["rank"]))]
     return statistics.median(float(line["step_seconds"]) for line in lines[_WARM_UP_STEPS:]), hosts
 
 
@@ -263,4 +262,4 @@ _ALLOCATION_VARIABLES = (
     "SLURM_NTASKS_PER_NODE",
     "SLURM_TASKS_PER_NODE",
 )
-"""What the allocation was asked for with, and srun would take for its own options."""
+"""Variables of the allocation that srun would take for its own options."""

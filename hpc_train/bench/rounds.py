@@ -19,7 +19,7 @@ from hpc_train.timing import interleave_rounds
 
 Samples = npt.NDArray[np.float64]
 WARM_UP_STEPS = 2
-"""Steps of a side before anything is timed; the first makes buffers and gradients, the second reuses them."""
+"""Untimed steps of a side; the first allocates buffers and gradients, the second reuses them."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Side:
     first_loss: float
     """Loss of the first warm-up step, mean over ranks."""
     kept_mib: float
-    """Growth of rank 0's resident memory: parameters, gradients, optimizer, buckets."""
+    """Growth of rank 0's resident memory in MiB: parameters, gradients, optimizer state, buckets."""
 
 
 @dataclass(frozen=True)

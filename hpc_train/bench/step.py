@@ -1,6 +1,6 @@
 """`hpc-train bench step`: compare our training step with a hand-written loop, in one process group.
 
-Also the seconds of the start-up by part, from the start of the process on.
+It also reports the seconds of each part of the start-up, from the start of the process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _UNTIMED_OVERRIDES = ("train.eval_every=0", "checkpoint.resume=never")
 
 
 def step_command(overrides: Sequence[str], rounds: int, steps: int, as_json: bool, peers: bool = False) -> int:
-    """Measure here, or as one rank of srun, torchrun or mpirun; rank 0 prints. Returns the exit code.
+    """Measure on local ranks, or as one rank of srun, torchrun or mpirun; rank 0 prints. Returns the exit code.
 
-    peers: every strategy of ours and the libraries it competes with, in place of one strategy and hand-written loops.
+    peers: compare all strategies with other libraries, instead of one strategy with hand-written loops.
     """
     for name, value, least in (("rounds", rounds, 2), ("steps", steps, 1)):
         if value < least:
@@ -61,7 +61,7 @@ def _start_ranks(config: RunConfig, command: list[str]) -> int:
 def _measure_step(
     config: RunConfig, me: ProcessIdentity, rounds: int, steps: int, as_json: bool, startup: StartupTimer
 ) -> int:
-    import torch  # noqa: F401  its import is a part of the start-up by itself
+    import torch  # noqa: F401  its import is timed as a part of the start-up
 
     startup.mark("import torch")
     from hpc_train.bench.step_rank import measure_step
@@ -88,13 +88,13 @@ def _measure_peers(overrides: list[str], me: ProcessIdentity, rounds: int, steps
 
 @dataclass
 class StartupTimer:
-    """`mark` ends a part; the first one began with the process, before any line of Python ran."""
+    """Times the parts of the start-up; the first part begins with the process, before any Python code."""
 
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds of each part, in the order of time."""
+    """Seconds of each part, in order."""
 
     def mark(self, part: str) -> None:
-        """Count the time since the last mark as `part`."""
+        """End a part: record the time since the last mark as `part`."""
         self.parts[part] = process_age() - sum(self.parts.values())
 
 

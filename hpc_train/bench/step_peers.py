@@ -1,7 +1,6 @@
-"""`bench step --peers`: every strategy of ours and the libraries it competes with, sides of one interleaved run.
+"""`bench step --peers`: compare all our strategies with other libraries, in interleaved rounds of one job.
 
-Each side of ours is paired with the one that it is measured against: torch's own DDP and FSDP, DeepSpeed if it is
-installed.
+Each side of ours is compared with one peer: torch's own DDP or FSDP, or DeepSpeed if it is installed.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from hpc_train.training.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class PeerPair:
-    """One side of ours and the peer it is measured against."""
+    """A side of ours compared with its peer."""
 
     ours: str
     peer: str
@@ -65,12 +64,12 @@ class PeerResult:
     tokens_per_step: int
     rounds: int
     steps: int
-    """A round and side."""
+    """Steps of each side in a round."""
     base: str
-    """The side that all are compared with: torch's own, without us."""
+    """Name of the side that all are compared with: torch's own loop."""
     sides: list[SideResult]
     over_base: dict[str, float]
-    """Speed of each side over that of the base: above 1 is faster than it."""
+    """Speed of each side over that of the base; above 1 is faster."""
     pairs: list[PeerPair]
     missing: list[str]
     """Peers that are not installed."""
@@ -148,7 +147,7 @@ def _summarize_peers(
 
 @dataclass(frozen=True)
 class OurSide:
-    """A side of ours: what it changes of the configuration, and the peer that it is measured against."""
+    """A side of ours: its overrides, and the peer that it is compared with."""
 
     name: str
     overrides: tuple[str, ...]
@@ -162,7 +161,7 @@ SIDES_OF_SEVERAL_RANKS = (
     OurSide("zero3", ("parallel.strategy=zero3",), "torch_fully_shard"),
     OurSide("zero3_again", ("parallel.strategy=zero3",), "deepspeed_3"),
 )
-"""On several ranks. The second zero3 is the same side once more: what differs between the two is noise."""
+"""Our sides on several ranks. zero3_again repeats zero3: the difference of the two is noise."""
 
 SIDES_WITH_MPI = (
     OurSide("ddp_mpi", ("parallel.strategy=ddp", "parallel.reduce_with=mpi"), "torch_ddp"),
@@ -170,20 +169,20 @@ SIDES_WITH_MPI = (
     OurSide("servers_asynchronous", ("parallel.server.mode=asynchronous",), "torch_ddp"),
     OurSide("neighbours", ("parallel.server.mode=peer",), "torch_ddp"),
 )
-"""Where the ranks are MPI's."""
+"""Our sides if MPI started the ranks."""
 
 SIDES_OF_ONE_RANK = (
     OurSide("fp32", ("precision=fp32",), "torch_loop"),
     OurSide("bf16", ("precision=bf16",), "torch_loop"),
     OurSide("bf16_compile", ("precision=bf16", "parallel.compile=true"), "torch_loop"),
 )
-"""On one rank."""
+"""Our sides on one rank."""
 
 Loop = Callable[[nn.Module, Iterable[Indices]], Iterator[float]]
 
 
 def peer_loops(data: Dataset, config: RunConfig, world: World) -> dict[str, Loop]:
-    """The loops that others write, by name; DeepSpeed's where it is installed."""
+    """Return the loops of the peers, by name; DeepSpeed's if it is installed."""
 
     def torch_loop(model: nn.Module, order: Iterable[Indices]) -> Iterator[float]:
         return hand_written_steps(model, data, order, config, world, tuned=False)
@@ -203,7 +202,7 @@ def peer_loops(data: Dataset, config: RunConfig, world: World) -> dict[str, Loop
 def _fully_sharded(
     model: nn.Module, data: Dataset, order: Iterable[Indices], config: RunConfig, world: World
 ) -> Iterator[float]:
-    """Plain fully_shard as its documentation shows it: each block, then the rest."""
+    """Train with torch's fully_shard as its documentation shows: shard each block, then the whole model."""
     for block in get_named_blocks(model).values():
         fully_shard(block)
     fully_shard(model)
@@ -240,8 +239,8 @@ def _deepspeed_loop(data: Dataset, config: RunConfig, world: World, stage: int) 
 
 
 def _deepspeed_engine(model: nn.Module, config: RunConfig, world: World, stage: int):  # type: ignore[no-untyped-def]
-    """DeepSpeed with its defaults, and torch's AdamW as its documentation names it."""
-    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed asks for what its own launcher would set
+    """Make a DeepSpeed engine with its defaults and torch's AdamW."""
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # which DeepSpeed's own launcher would set
     import deepspeed
 
     micro, batch = config.train.micro_batch, config.train.global_batch
@@ -258,7 +257,7 @@ def _deepspeed_engine(model: nn.Module, config: RunConfig, world: World, stage: 
 
 
 def _micro_batches(inputs: Tensor, targets: Tensor, config: RunConfig) -> Iterator[tuple[Tensor, Tensor, float, bool]]:
-    """(inputs, targets, share of the rank's batch, whether it is the last)."""
+    """Yield (inputs, targets, share of the rank's batch, whether it is the last) of each micro-batch."""
     size = config.train.micro_batch
     for cut in range(0, len(targets), size):
         x, y = inputs[cut : cut + size], targets[cut : cut + size]

@@ -1,7 +1,7 @@
-"""One rank of `bench step`: start as a run does, then take rounds of our step and of the hand-written loops.
+"""Run one rank of `bench step`: start as a run does, then time rounds of our step and of hand-written loops.
 
-A side is an iterator over training steps that gives the step's loss, so that a round of one can follow one of the
-other. The result has medians, ratios of medians, and a bootstrap interval of each ratio.
+A side is an iterator over training steps that yields each step's loss, so that rounds of the sides can alternate. The
+result has medians, ratios of medians, and a bootstrap interval of each ratio.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from hpc_train.training.rank import assemble_run, make_engine, make_model, open_
 from hpc_train.training.run_directory import RunDirectory
 
 _LOSS_TOLERANCE = 0.05
-"""Relative difference of two first losses that dropout explains and another loss function does not."""
+"""Maximum relative difference of two first losses: dropout stays below it, another loss function does not."""
 
 
 @contextmanager
 def start_job(config: RunConfig, startup: StartupTimer) -> Iterator[tuple[World, RunDirectory]]:
-    """Start this rank as a run does; yields it with a temporary folder."""
+    """Start this rank as a run does; yields its world and a temporary run directory."""
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     if config.train.deterministic:
@@ -93,7 +93,7 @@ def _measure(
 def assemble_bench_run(
     config: RunConfig, world: World, folder: RunDirectory, data: Dataset, startup: StartupTimer | None = None
 ) -> Iterator[TrainingRun]:
-    """A run as `hpc-train train` makes it; its words go to a file, as those of a rank do there."""
+    """Assemble a run as `hpc-train train` does, with its output in a log file."""
     startup = startup or StartupTimer()
     with (folder.path / f"task-{world.rank}.log").open("a") as log, redirect_stdout(log):
         engine = make_engine(config, world, make_model(config))
@@ -115,7 +115,7 @@ def make_same_model(config: RunConfig, world: World) -> nn.Module:
 
 
 def draw_sample_order(config: RunConfig, world: World, data: Dataset, steps: int) -> list[Indices]:
-    """Load the batches of this rank for all steps beforehand."""
+    """Return the sample indices of this rank for all steps."""
     batch, mine = config.train.global_batch, compute_share(config.train.global_batch, world.dp_size)
     first = world.dp_index * mine
     return [order_samples(config.train.seed, len(data), step * batch + first, mine) for step in range(steps)]
@@ -142,9 +142,10 @@ def our_steps(run: TrainingRun) -> Iterator[float]:
 def hand_written_steps(
     model: nn.Module, data: Dataset, order: Iterable[Indices], config: RunConfig, world: World, tuned: bool
 ) -> Iterator[float]:
-    """The shortest loop in plain PyTorch; `tuned` adds the two arguments that its tuning guide recommends.
+    """Run the shortest loop in plain PyTorch; yields the loss of this rank's share.
 
-    model: on its device. order: this rank's samples of each step. The loss is that of this rank's share.
+    model: on its device. order: this rank's samples of each step. tuned: add the two arguments that PyTorch's tuning
+    guide recommends.
     """
     if world.size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=tuned)
@@ -159,7 +160,7 @@ def hand_written_steps(
 
 
 def _accumulate(model: nn.Module, inputs: Tensor, targets: Tensor, config: RunConfig) -> Tensor:
-    """Forward and backward of one step; returns the mean loss."""
+    """Run forward and backward of one step; returns the mean loss."""
     total = torch.zeros((), device=targets.device)
     cuts = range(0, len(targets), config.train.micro_batch)
     for cut in cuts:
@@ -174,7 +175,7 @@ def _accumulate(model: nn.Module, inputs: Tensor, targets: Tensor, config: RunCo
 
 
 REFERENCE_SIDE = "hand_written"
-"""The side that ours is promised to be no slower than: the shortest loop, with the defaults of torch."""
+"""The side that ours must not be slower than: the shortest loop, with torch's defaults."""
 _RESAMPLES = 2000
 
 
@@ -187,11 +188,11 @@ class SideResult:
     """Median over rounds of the wall time of the slowest rank."""
     quartiles: tuple[float, float]
     tokens_per_second: float
-    """At the median."""
+    """Tokens per second at the median time."""
     cpu_seconds: float
-    """Median over rounds; all threads of all ranks."""
+    """CPU seconds of all threads of all ranks, median over rounds."""
     kept_mib: float
-    """Growth of rank 0's resident memory by what the side keeps between steps."""
+    """Memory in MiB that the side keeps between steps: growth of rank 0's resident memory."""
     first_loss: float
 
 
@@ -203,7 +204,7 @@ class TimeRatio:
     """Ratio of the medians over rounds."""
     low: float
     high: float
-    """From 5 % to 95 % of the ratios of medians of resampled rounds (a paired bootstrap: Efron 1979)."""
+    """Bounds of the 90 % interval of the ratio, from resampled rounds (a paired bootstrap: Efron 1979)."""
     cpu: float
 
 
@@ -219,14 +220,14 @@ class StepResult:
     tokens_per_step: int
     rounds: int
     steps: int
-    """A round and side."""
+    """Steps of each side in a round."""
     contract: str
     sides: list[SideResult]
     """The first is ours."""
     ratios: dict[str, TimeRatio]
-    """By the name of the other side."""
+    """Time ratio of each other side, by name."""
     startup_seconds: dict[str, float]
-    """Rank 0's, from the start of its process to the end of its first step, by part."""
+    """Seconds of each part of rank 0's start-up, from the start of its process to the end of its first step."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -241,7 +242,7 @@ def summarize_step(
     steps: int,
     startup: StartupTimer,
 ) -> StepResult:
-    """`tokens` of a step, over all ranks; `steps` of a round and side."""
+    """Summarise all sides. tokens: of a step, over all ranks. steps: of each side in a round."""
     wall, cpu = timings.wall, timings.cpu
     return StepResult(
         model=config.model.name,
@@ -264,20 +265,20 @@ def summarize_step(
 
 
 def summarize_side(side: Side, wall: Samples, cpu: Samples, tokens: int) -> SideResult:
-    """wall, cpu: (rounds,) of this side; tokens of a step, over all ranks."""
+    """Summarise one side. wall, cpu: (rounds,) seconds a step. tokens: of a step, over all ranks."""
     low, median, high = (float(value) for value in np.quantile(wall, (0.25, 0.5, 0.75)))
     cpu_median = float(np.median(cpu))
     return SideResult(side.name, median, (low, high), tokens / median, cpu_median, side.kept_mib, side.first_loss)
 
 
 def compare_sides(wall: Samples, cpu: Samples) -> TimeRatio:
-    """wall, cpu: (rounds, 2), ours and the other's of the same round side by side."""
+    """Compare the times of another side with ours. wall, cpu: (rounds, 2), ours and the other's of each round."""
     rounds = np.random.default_rng(0).integers(len(wall), size=(_RESAMPLES, len(wall)))
     low, high = np.quantile(_ratio_of_medians(wall[rounds]), (0.05, 0.95))
     return TimeRatio(float(_ratio_of_medians(wall)), float(low), float(high), float(_ratio_of_medians(cpu)))
 
 
 def _ratio_of_medians(pairs: Samples) -> Samples:
-    """(..., rounds, 2) -> (...)."""
+    """Return the ratio of the second median to the first. pairs: (..., rounds, 2); returns (...)."""
     medians: Samples = np.median(pairs, axis=-2)
     return np.asarray(medians[..., 1] / medians[..., 0])

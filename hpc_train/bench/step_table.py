@@ -16,11 +16,11 @@ _SIDE_DESCRIPTIONS = {
 
 
 def print_step_result(result: StepResult, console: Console | None = None) -> None:
-    """Print the sides, the ratio of the contract in words, and the start-up by part."""
+    """Print the sides, the comparison with the reference side in words, and the start-up by part."""
     console = console or Console(width=None if Console().is_terminal else 140)
     table = Table(title=_title(result), title_justify="left")
     table.add_column("side")
-    table.add_column("what it is")
+    table.add_column("description")
     for column in ("ms a step (quartiles)", "tokens/s", "CPU ms", "kept MiB", "over ours (90 %)", "CPU"):
         table.add_column(column, justify="right")
     for side in result.sides:
@@ -53,8 +53,10 @@ def _row(side: SideResult, ratio: TimeRatio | None) -> list[str]:
 
 def _verdict(result: StepResult) -> str:
     ratio = result.ratios[result.contract]
-    word = "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "neither faster nor slower beyond the noise"
-    return f"The contract is {result.contract}: its step takes {ratio.wall:.3f} of ours (wall), so ours is {word}."
+    verdict = (
+        "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "neither faster nor slower beyond the noise"
+    )
+    return f"A step of {result.contract} takes {ratio.wall:.3f} times the wall time of ours: ours is {verdict}."
 
 
 def _format_startup(parts: dict[str, float]) -> str:
@@ -63,7 +65,7 @@ def _format_startup(parts: dict[str, float]) -> str:
 
 
 def print_peer_result(result: PeerResult, console: Console | None = None) -> None:
-    """Print all sides, each pair in words, and the peers that are not installed."""
+    """Print all sides, each comparison in words, and the peers that are not installed."""
     console = console or Console(width=None if Console().is_terminal else 140)
     console.print(_sides_table(result), highlight=False)
     for pair in result.pairs:

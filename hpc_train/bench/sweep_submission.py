@@ -1,7 +1,7 @@
 """`hpc-train bench submit`: measure the time and the files that submitting a large sweep takes.
 
-Every side sweeps the seed of the same configuration, held back by --begin, so that nothing runs. Its clock stops when
-Slurm knows every point.
+Every side sweeps the seed of the same configuration, with a --begin so late that nothing runs. Time is taken until
+Slurm lists every point.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ def main(cfg):
 
 main()
 """
-"""The peer's application: the same configuration, and nothing to do."""
+"""The peer's application: the same configuration, without any work."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """One sweep, submitted once."""
+    """Cost of submitting a sweep once."""
 
     side: str
     wall_seconds: float
-    """From the command to the moment at which Slurm knows every point."""
+    """Seconds from the start of the command until Slurm lists every point."""
     cpu_seconds: float
-    """Of the command and its children, up to the same moment for a command that ends there."""
+    """CPU seconds of the command and its children, until they end or are killed after the submission."""
     files: int
     """Regular files that the submission wrote."""
     mebibytes: float
 
 
 def submission_command(points: int, rounds: int, peers: bool, as_json: bool) -> int:
-    """Submit a sweep; print wall time, CPU time and files; return the exit code. peers: also the peer's.
+    """Submit a sweep and print wall time, CPU time and files; returns the exit code.
 
-    Raises UserError where there is no Slurm, or no peer though it was asked for.
+    peers: submit with hydra-submitit-launcher too. Raises UserError if there is no Slurm, or the peer is not installed.
     """
     if run_client(["sinfo", "--version"]).code:
         raise UserError("bench submit: needs Slurm's commands; `make slurm-up` starts a cluster on a Debian machine")
@@ -95,7 +95,7 @@ def _submit_peer(points: int) -> Submission:
 
 
 def _measure_submission(side: str, words: Sequence[str], name: str, points: int, target: Path) -> Submission:
-    """Run the command until Slurm has all its points; take them back, and the command if it waits for them."""
+    """Run the command until Slurm lists all its points; then cancel them, and kill the command if it waits for them."""
     began, spent = time.monotonic(), _count_children()
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
@@ -115,9 +115,9 @@ def _measure_submission(side: str, words: Sequence[str], name: str, points: int,
     return Submission(side, wall, _count_children() - spent, len(files), sum(files) / 2**20)
 
 
-def _wait_for_points(process: subprocess.Popen[bytes], there: Callable[[], bool]) -> None:
+def _wait_for_points(process: subprocess.Popen[bytes], all_listed: Callable[[], bool]) -> None:
     deadline = time.monotonic() + _TIMEOUT_SECONDS
-    while not there():
+    while not all_listed():
         if process.poll():
             raise UserError(f"ended with exit code {process.returncode}")
         if time.monotonic() > deadline:

@@ -1,17 +1,17 @@
-"""Sharded HDF5 checkpoints: whole or absent, keyed by parameter name, loadable in any layout.
+"""Sharded HDF5 checkpoints: committed whole or not at all, keyed by parameter name, loadable in any layout.
 
-format/    what the bytes of a step mean: manifest, shard files, digests, HDF5 structure
+format/    file format of a step: manifest, shard files, digests, HDF5 structure
 save/      write a step: stage tensors in memory, write shard files, commit by one rename
-load/      read a step into any layout, verify it, choose the one to resume from
-storage/   directories of checkpoints: names, lock, retention; file systems, Lustre
-convert/   steps from and to other layouts and other libraries' files
+load/      read a step into any layout, verify a step, choose the step to resume from
+storage/   checkpoint directories: names, lock, retention; file systems, Lustre
+convert/   reshard steps; import and export other libraries' files
 
-checkpoints/step-<n>/manifest.json                 what is in it and where, sizes, checksums, `extra`
+checkpoints/step-<n>/manifest.json                 tensors, their places, sizes, checksums, `extra`
 checkpoints/step-<n>/index.h5                      a list of the tensors for HDF5 tools, without values
 checkpoints/step-<n>/shards/<folder>/<rank>.h5     one contiguous dataset a shard, readable by any HDF5 tool
-checkpoints/step-<n>/shards/<folder>/<rank>.h5.digests   a digest of every block of it
-checkpoints/step-<n>/shards/<folder>/<first>-<last>.h5   the same of several ranks (checkpoint.ranks_per_file)
-checkpoints/step-<n>/shards/<folder>/<rank>.step-<m>.h5  a file of step m that is one of this step too (incremental)
+checkpoints/step-<n>/shards/<folder>/<rank>.h5.digests   digest of every block of that file
+checkpoints/step-<n>/shards/<folder>/<first>-<last>.h5   shard file of several ranks (checkpoint.ranks_per_file)
+checkpoints/step-<n>/shards/<folder>/<rank>.step-<m>.h5  hard link to a file of step m (incremental)
 """
 
 from importlib import import_module
@@ -37,7 +37,7 @@ _MODULES = {
     "storage.retention": ("prune_steps",),
     "storage.step_directory": ("list_committed_steps", "mark_bad", "unmark_bad"),
 }
-"""Module of each public name. Names are imported on first use: most need torch, which `ls` and `prune` do not."""
+"""Module of each public name, imported on first use: most need torch, which `ls` and `prune` do without."""
 
 __all__ = [
     "CheckpointError",

@@ -1,4 +1,4 @@
-"""What goes wrong with a checkpoint, always told in one line."""
+"""Errors and problems of checkpoints; the text of each is one line."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class CheckpointError(RuntimeError):
 
 
 class UnreadableError(CheckpointError):
-    """The file system does not give a file that is there: it may do so later, so this is not damage."""
+    """A file exists but cannot be read just now. It may be readable later, so this is not damage."""
 
 
 class RemoteCheckpointError(RemoteError, CheckpointError):
-    """An error of some rank with a checkpoint, raised on all ranks; the text names the rank."""
+    """A checkpoint error of one rank, raised on all ranks; the text names the rank."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a committed checkpoint."""
+    """One defect of a committed checkpoint."""
 
     file: str
-    """Name within the directory of the step."""
+    """Path within the directory of the step."""
     what: str
     tensor: str | None = None
     offset: int | None = None
-    """Byte in the file, where it is known."""
+    """Byte of the file; None if not known."""
 
     def __str__(self) -> str:
         tensor = f"tensor {self.tensor!r}: " if self.tensor is not None else ""
@@ -40,7 +40,7 @@ class Problem:
 
 
 def format_error(error: BaseException) -> str:
-    """The text of an error in one line; the cause alone where HDF5 wraps an error of the operating system."""
+    """Format an error as one line; if HDF5 wraps an error of the operating system, only that one."""
     text = " ".join(str(error).split())
     cause = _HDF5_CAUSE.search(text)
     if cause:

@@ -1,7 +1,7 @@
 """Record what made a step and how long it took.
 
-The manifest keeps it for people; nothing is ever chosen or ordered by it. `identify_code` hashes this package,
-`SaveTimer` measures the parts of a save on one rank.
+The manifest keeps this for people; no decision depends on it. `identify_code` hashes this package, `SaveTimer`
+measures the parts of a save on one rank.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Origin:
     """The code and the config of a run; hashes are sha256 in hexadecimal."""
 
     version: str
-    """Of hpc_train."""
+    """Version of hpc_train."""
     code: str
-    """See code_hash."""
+    """Hash of the package (see hash_code)."""
     config: str | None = None
-    """Of the run's config.yaml."""
+    """Hash of the run's config.yaml."""
     model: str | None = None
-    """Of the Python file that a custom model comes from."""
+    """Hash of the Python file that defines a custom model."""
     attempt: int | None = None
-    """Of the run (see logs/<attempt>)."""
+    """Attempt of the run (see logs/<attempt>)."""
 
     def differs(self, other: Origin) -> list[str]:
-        """What of the code is not the same, in words."""
+        """List the differences between two codes, for messages."""
         words = []
         if (self.version, self.code) != (other.version, other.code):
             words.append(
@@ -52,41 +52,44 @@ class Origin:
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """The parts of a save in seconds, as rank 0 saw them, one after the other: copy, prepare, write, agree, commit."""
+    """Seconds of the parts of a save as rank 0 measured them, in order: copy, prepare, write, agree, commit."""
 
     at: float
-    """When it began: seconds since the epoch by the clock of rank 0's node."""
+    """Start of the save: seconds since the epoch by the clock of rank 0's node."""
     stall: float
-    """For which the training waited."""
+    """Seconds for which the training waited."""
     copy: float
-    """Until the state was copied, beside the training or not."""
+    """Copy of the state to host memory, overlapped with the training or not."""
     prepare: float
-    """Until all ranks had met and the directory was there."""
+    """Until all ranks had met and the directory was made."""
     write: float
-    """Of the slowest rank, its files on the disk."""
+    """Until the files of the slowest rank were synchronised."""
     slowest_rank: int
     agree: float
-    """Until all others had been heard too."""
+    """From then until rank 0 had the reports of all ranks."""
     commit: float | None = None
-    """Manifest, index, rename; None where it is not over yet, as in the manifest itself."""
+    """Manifest, index and rename; None in the manifest itself, which is written before the commit ends."""
 
 
 @dataclass
 class SaveTimer:
-    """Measures them, on one rank."""
+    """Measures the parts of a save on one rank."""
 
     started: float
     """time.monotonic() when the save was called."""
     seconds: dict[str, float] = field(default_factory=dict)
     times: SaveTimes | None = None
-    """On rank 0, once all ranks have written."""
+    """Set on rank 0 when all ranks have written."""
 
     def lap(self, part: str) -> None:
-        """The end of a part, and the beginning of the next."""
+        """End a part and begin the next."""
         self.seconds[part] = time.monotonic() - self.started - sum(self.seconds.values())
 
     def all_written(self, stall: float, writes: Sequence[float]) -> SaveTimes:
-        """On rank 0. stall: of its training. writes: seconds of every rank."""
+        """Return the times on rank 0 when all ranks have written.
+
+        stall: seconds for which its training waited. writes: seconds of every rank.
+        """
         self.lap("agree")
         write = min(max(writes), self.seconds["agree"])  # another rank may have begun before rank 0 did
         at = time.time() - (time.monotonic() - self.started)
@@ -96,19 +99,19 @@ class SaveTimer:
         return self.times
 
     def committed(self) -> SaveTimes | None:
-        """All of them, on rank 0."""
+        """Return the times with that of the commit, on rank 0; None on other ranks."""
         self.lap("commit")
         return None if self.times is None else replace(self.times, commit=self.seconds["commit"])
 
 
 def identify_code() -> tuple[str, str]:
-    """(version, hash) of the hpc_train that runs."""
+    """Return (version, hash) of the running hpc_train."""
     return __version__, hash_code(PACKAGE_DIRECTORY)
 
 
 @cache
 def hash_code(package: Path) -> str:
-    """sha256 over the names and contents of all Python files below a folder, in the order of their names; read once."""
+    """Return the sha256 of the names and contents of all Python files below a folder, sorted by name; cached."""
     state = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         content = path.read_bytes()
@@ -117,31 +120,34 @@ def hash_code(package: Path) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file. Raises OSError."""
+    """Return the sha256 of a file. Raises OSError."""
     return hashlib.sha256(read_regular(path, MAX_TEXT_BYTES, follow=True)).hexdigest()
 
 
 def hash_text(text: str) -> str:
-    """sha256 of a text as it is written to a file."""
+    """Return the sha256 of a text encoded as UTF-8."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def encode_provenance(it: Origin | SaveTimes) -> dict[str, Any]:
-    """What is known of it."""
-    return {name: value for name, value in asdict(it).items() if value is not None}
+def encode_provenance(record: Origin | SaveTimes) -> dict[str, Any]:
+    """Return the fields that are set, for the manifest."""
+    return {name: value for name, value in asdict(record).items() if value is not None}
 
 
 def parse_origin(body: dict[str, Any] | None) -> Origin | None:
-    """Of a manifest. Later releases may say more. Raises KeyError, TypeError or ValueError if it is none."""
+    """Parse the origin in a manifest; unknown keys, from later releases, are ignored.
+
+    Raises KeyError, TypeError or ValueError if it is malformed.
+    """
     if body is None:
         return None
-    known = dict(body)
-    config, model, attempt = (known.get(key) for key in ("config", "model", "attempt"))
-    return Origin(str(known["version"]), str(known["code"]), config, model, None if attempt is None else int(attempt))
+    fields = dict(body)  # raises for a body that is no object
+    config, model, attempt = (fields.get(key) for key in ("config", "model", "attempt"))
+    return Origin(str(fields["version"]), str(fields["code"]), config, model, None if attempt is None else int(attempt))
 
 
 def parse_times(body: dict[str, Any] | None) -> SaveTimes | None:
-    """The same of the times."""
+    """Parse the times in a manifest; unknown keys are ignored. Raises as parse_origin."""
     if body is None:
         return None
     seconds = {name: float(body[name]) for name in ("at", "stall", "copy", "prepare", "write", "agree")}

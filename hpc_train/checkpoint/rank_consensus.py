@@ -1,4 +1,4 @@
-"""Agreement between ranks about checkpoints: runtime.consensus with the values and errors of this room."""
+"""Collective decisions of the checkpoint ranks: runtime.consensus with the message types and errors of checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_codec() -> Codec:
 
 CONSENSUS = Consensus(make_codec, (OSError, CheckpointError), (Exception,), format_error, RemoteCheckpointError)
 
-# The names by which this room calls them
+# Bound here so that the modules of checkpoint/ import plain functions.
 run_on_rank_0 = CONSENSUS.run_on_rank_0
 gather_and_decide = CONSENSUS.gather_and_decide
 gather_on_subset = CONSENSUS.gather_on_subset

@@ -69,7 +69,7 @@ def sum_split_cross_entropy(logits: DTensor, target: Tensor) -> Tensor:
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        """logits: (tokens, own part of the vocabulary, which begins at `first`); target: (tokens,)."""
+        """Return the sum of the losses. logits: (tokens, own classes, from `first` on); target: (tokens,)."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         peak = wide.amax(-1)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
@@ -132,7 +132,7 @@ class StepTotals:
         return cls(values, start_sum(values, world), world.size // world.dp_size, norm, world.size)
 
     def wait(self) -> Totals:
-        """Return the sums, when they are there."""
+        """Wait for the sums and return them."""
         if self.work is not None:
             self.work.wait()
         tokens, stops, norms = self.values.tolist()

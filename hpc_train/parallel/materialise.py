@@ -1,8 +1,8 @@
-"""Give parameters and buffers their values on this rank's device; a device never holds the whole model.
+"""Give parameters and buffers their values on this rank's device, without the whole model on any device.
 
-A model comes from the meta device or in CPU memory. Parameters: each rank draws, or takes from the whole model, only
-the part that it holds. Buffers that were built on the meta device: their modules' own reset methods are run on a copy,
-and a buffer that no method can make again is refused by name, because uninitialised memory looks like values.
+A model comes from the meta device or in CPU memory. Each rank draws, or copies from the whole model, only its own part
+of a parameter. The values of buffers on the meta device are computed by their modules' own reset methods, on a copy of
+the module; a buffer that no method can compute is refused by name, because uninitialised memory looks like values.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ ParameterValues = MutableMapping[str, Tensor]
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Whether the module still has no values."""
+    """Return whether the module has parameters without values."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
 def is_rehearsal() -> bool:
-    """Whether this is `plan rehearse`: tensors have shapes but no memory, so there are no values to keep."""
+    """Return whether this is `plan rehearse`, in which tensors have shapes but no memory."""
     return is_memoryless(torch.empty(0))
 
 
 def detach_values(model: nn.Module) -> ParameterValues:
-    """Take the parameters' values out of a model and leave its parameters on the meta device; buffers stay.
+    """Take the values out of a model's parameters, which move to the meta device; buffers keep theirs.
 
     Modules that share a parameter share the new one.
     """
@@ -48,14 +48,14 @@ def detach_values(model: nn.Module) -> ParameterValues:
                 empty = torch.empty_like(parameter, device="meta")
                 made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 made[parameter].__dict__.update(parameter.__dict__)
-            setattr(module, name, made[parameter])  # not register_parameter: RNNs keep a list of parameters
+            setattr(module, name, made[parameter])  # not register_parameter: RNNs update their own list in setattr
     return values
 
 
 def select_stage_values(part: nn.Module, source: nn.Module, made: DeferredValues | None = None) -> ParameterValues:
-    """Return the values of a stage's parameters from the whole model it is part of; empty if that has none either.
+    """Return the values of a stage's parameters from the whole model; empty if the model has none either.
 
-    made: the model's values, if they are made on request.
+    made: the model's values, if they are computed on request.
     """
     values = {name: parameter.detach() for name, parameter in source.named_parameters(remove_duplicate=False)}
     missing = [name for name, _ in part.named_parameters() if name not in values]
@@ -68,10 +68,10 @@ def select_stage_values(part: nn.Module, source: nn.Module, made: DeferredValues
 
 
 def materialise_parameters(part: nn.Module, values: ParameterValues, seed: int, device: torch.device) -> None:
-    """Give a part of a model on the meta device its parameters on `device`, each rank only what it holds of them.
+    """Give a part of a model on the meta device its parameters on `device`; each rank gets only its own shards.
 
-    values: what is there already, taken out one by one; other parameters are drawn. Buffers move as they are.
-    Raises UserError if the model does not say how to draw them.
+    values: values of all parameters, removed one by one; if empty, the parameters are drawn. Buffers keep their values.
+    Raises UserError if the model does not tell how to draw them.
     """
     if not is_on_meta(part):
         part.to(device)
@@ -88,14 +88,14 @@ def materialise_parameters(part: nn.Module, values: ParameterValues, seed: int, 
         return
     with torch.no_grad():
         for name, parameter in part.named_parameters():
-            held, value = find_local_region(parameter), values.pop(name)
-            window = tuple(slice(o, o + n) for o, n in zip(held.offset, held.local.shape, strict=True))
-            held.local.copy_(value[window])
+            region, value = find_local_region(parameter), values.pop(name)
+            window = tuple(slice(o, o + n) for o, n in zip(region.offset, region.local.shape, strict=True))
+            region.local.copy_(value[window])
 
 
 @torch.no_grad()
 def adopt_buffers(part: nn.Module, source: nn.Module) -> None:
-    """Copy the whole model's buffers, and its tensors that are not buffers, to a stage on the meta device.
+    """Copy the buffers and other tensors of the whole model to a stage on the meta device.
 
     Raises UserError for one that the model does not have.
     """
@@ -103,15 +103,15 @@ def adopt_buffers(part: nn.Module, source: nn.Module) -> None:
     for path, module in part.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if buffer.is_meta:
-                setattr(module, name, _of_source(source, path, name, kind).clone())
+                setattr(module, name, _get_source_tensor(source, path, name, kind).clone())
         for name, tensor in iterate_plain_tensors(module):
             if tensor.is_meta:
                 if not isinstance(getattr(module, name, None), Tensor):
                     raise UserError(f"{kind}.stage: {path}.{name} is on the meta device; register it as a buffer")
-                setattr(module, name, _of_source(source, path, name, kind))
+                setattr(module, name, _get_source_tensor(source, path, name, kind))
 
 
-def _of_source(source: nn.Module, path: str, name: str, kind: str) -> Tensor:
+def _get_source_tensor(source: nn.Module, path: str, name: str, kind: str) -> Tensor:
     try:
         value = getattr(source.get_submodule(path), name)
     except AttributeError:
@@ -129,7 +129,7 @@ def _named_buffers(part: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def find_local_region(parameter: Tensor) -> Region:
-    """Return the rectangle of a parameter that this rank has."""
+    """Return this rank's rectangle of a parameter."""
     if not isinstance(parameter, DTensor):
         return whole_region(parameter)
     return Region(tuple(parameter.shape), shard_offset(parameter), parameter.to_local().detach())
@@ -149,25 +149,25 @@ RESET_METHODS = (
 )
 """Names of reset methods in torch, torchtitan and transformers."""
 _FILLS = (0, 113)
-"""Bytes to fill a buffer with before a reset; a buffer that the reset writes ends up the same with either."""
+"""Bytes to fill a buffer with before a reset: a buffer that the reset writes ends up equal with both."""
 
 
 def remake_buffers(model: nn.Module, seed: int) -> list[str]:
-    """Give every buffer on the meta device its value, in CPU memory; returns their names.
+    """Compute the value of every buffer on the meta device, in CPU memory; returns their names.
 
-    A module's own resets are tried first, then those of its parent modules. Raises UserError, by name, for a buffer
+    The module's own reset methods are tried first, then those of its parents. Raises UserError, by name, for a buffer
     that none of them writes, and for a tensor on the meta device that is neither a parameter nor a buffer.
     """
     _check_plain(model)
-    lost = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
+    missing = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
     tried: dict[tuple[str, str], dict[str, Tensor]] = {}
     made: dict[int, Tensor] = {}
-    for name, buffer in lost.items():
+    for name, buffer in missing.items():
         if id(buffer) not in made:
             made[id(buffer)] = _remake_buffer(model, name, seed, tried)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, made[id(buffer)])
-    return list(lost)
+    return list(missing)
 
 
 def _remake_buffer(model: nn.Module, name: str, seed: int, tried: dict[tuple[str, str], dict[str, Tensor]]) -> Tensor:
@@ -195,7 +195,7 @@ def _list_parents(path: str) -> Iterator[str]:
 
 def _find_written_buffers(module: nn.Module, method: str, seed: int) -> dict[str, Tensor]:
     """Return the buffers, by name, that a module's reset computes from the module and the seed alone."""
-    if not _callable_alone(getattr(module, method, None)):
+    if not _needs_no_arguments(getattr(module, method, None)):
         return {}
     first, second = (_run_reset(module, method, seed, fill) for fill in _FILLS)
     return {
@@ -209,7 +209,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(-1), b.contiguous().view(-1))
 
 
-def _callable_alone(function: Any) -> bool:
+def _needs_no_arguments(function: Any) -> bool:
     if not inspect.ismethod(function):
         return False
     try:
@@ -220,19 +220,19 @@ def _callable_alone(function: Any) -> bool:
 
 
 def _run_reset(module: nn.Module, method: str, seed: int, fill: int) -> dict[str, Tensor]:
-    """Reset a copy whose buffers without values hold `fill`; returns its buffers. Parameters get no values."""
+    """Reset a copy of the module, with `fill` in buffers without values; returns its buffers."""
     try:
-        twin = copy.deepcopy(module)
-        for owner in twin.modules():
+        module_copy = copy.deepcopy(module)
+        for owner in module_copy.modules():
             for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
                 if buffer.is_meta:
                     setattr(owner, name, torch.full_like(buffer, fill, device="cpu"))
         with torch.random.fork_rng([]), torch.no_grad():
             torch.manual_seed(seed)
-            getattr(twin, method)()
+            getattr(module_copy, method)()
     except Exception:  # the user's code, on a device it may not support
         return {}
-    return dict(twin.named_buffers(remove_duplicate=False))
+    return dict(module_copy.named_buffers(remove_duplicate=False))
 
 
 def _check_plain(model: nn.Module) -> None:

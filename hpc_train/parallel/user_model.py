@@ -1,8 +1,8 @@
 """Check a user's own model against what the techniques need, with one-line errors.
 
-First the checks before and in the first micro-batch: its interface, its output, its loss, and exceptions from the
-user's own code. Then its blocks, which several passes wrap one by one. Last the tensors that share memory: a pass that
-splits or moves parameters would silently part them.
+First come checks before and in the first micro-batch: interface, output, loss, and exceptions from the user's code.
+Then the blocks, which several passes wrap one by one. Last the tensors that share memory: a pass that splits or moves
+parameters would silently separate them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hpc_train.models.deferred import iterate_plain_tensors
 from hpc_train.user_frames import LOST_PEER, describe_error, find_definition, format_frame, root_cause, user_frames
 
 _MACHINE = (OSError, MemoryError, torch.OutOfMemoryError, dist.DistError)
-"""Errors that can occur in a user's code without being their mistake."""
+"""Errors in a user's code that are faults of the machine."""
 _DEVICE_WORDS = ("CUDA", "NCCL", "cuDNN", "cuBLAS", "HIP", "out of memory")
 
 
 def name_model(model: nn.Module) -> str:
-    """Return the class's own name, which fully_shard changes."""
+    """Return the name of the model's class without the prefix that fully_shard adds."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)).__name__
 
 
 def check_interface(model: nn.Module) -> None:
-    """Raise UserError for a model that cannot be called with the inputs of a micro-batch alone, as every model is."""
+    """Raise UserError for a model that cannot be called with only the inputs of a micro-batch."""
     if type(model).forward is nn.Module.forward and "forward" not in vars(model):
         raise UserError(f"model: {name_model(model)} has no method forward; give it one that takes the inputs")
     _check_call(model, "forward", ("the inputs",), "put what else it needs into one tensor, or into the model")
@@ -44,7 +44,7 @@ def check_interface(model: nn.Module) -> None:
 
 
 def check_sizes(model: nn.Module) -> None:
-    """Raise UserError for a parameter that has no shape until the first call: it is split before that."""
+    """Raise UserError for a lazy parameter, without a shape until the first call: parameters are split before that."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
@@ -73,10 +73,9 @@ def _format_place(function: Any) -> str:
 
 @contextmanager
 def explain_first_call(what: str) -> Iterator[None]:
-    """Turn an exception from the first call of the user's code into one line with the place in their file.
+    """Turn an exception from the first call of the user's code into one line that names the place in their file.
 
-    A lost peer, a device error and lack of memory are not the user's mistakes; neither is an error without a user
-    frame.
+    A lost peer, a device error, lack of memory, and an error without a frame of user code pass unchanged.
     """
     try:
         yield
@@ -96,18 +95,18 @@ def _is_device_error(error: BaseException) -> bool:
 
 
 def check_output(model: nn.Module, out: object, target: Tensor) -> None:
-    """Raise UserError if a model without its own loss did not return logits (..., classes) of the targets."""
+    """Raise UserError if a model without its own loss did not return logits (*target.shape, classes)."""
     title = f"{_format_place(model.forward)}{name_model(model)}.forward returned"
     wanted = f"logits {(*target.shape, 'classes')}".replace("'", "")
     if not isinstance(out, Tensor):
-        raise UserError(f"{title} {_named(out)}; {_describe_mismatch(out, wanted)}")
+        raise UserError(f"{title} {_describe_output(out)}; {_describe_mismatch(out, wanted)}")
     if not out.is_floating_point() or out.ndim != target.ndim + 1 or out.shape[:-1] != target.shape:
         raise UserError(
-            f"{title} {_named(out)} for targets {tuple(target.shape)}; return {wanted}, or give {name_model(model)} a "
-            "method loss_sum(out, target)"
+            f"{title} {_describe_output(out)} for targets {tuple(target.shape)}; return {wanted}, or give "
+            f"{name_model(model)} a method loss_sum(out, target)"
         )
-    known = target.numel() > 0 and not is_memoryless(target)
-    largest = int(target.max()) if known else IGNORED_TARGET
+    has_values = target.numel() > 0 and not is_memoryless(target)
+    largest = int(target.max()) if has_values else IGNORED_TARGET
     if largest >= out.shape[-1]:
         raise UserError(
             f"{title} logits over {out.shape[-1]} classes, and a target of the data is {largest}; give the model at "
@@ -115,7 +114,7 @@ def check_output(model: nn.Module, out: object, target: Tensor) -> None:
         )
 
 
-def _named(out: object) -> str:
+def _describe_output(out: object) -> str:
     if isinstance(out, Tensor):
         return f"a tensor {tuple(out.shape)} of {str(out.dtype).removeprefix('torch.')}"
     keys = f" ({', '.join(map(str, list(out)[:5]))})" if isinstance(out, dict) else ""
@@ -132,7 +131,9 @@ def check_loss(model: nn.Module, loss: object) -> None:
     """Raise UserError if a model's own loss_sum did not return a scalar that can be differentiated."""
     title = f"{_format_place(model.loss_sum)}{name_model(model)}.loss_sum returned"
     if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-        raise UserError(f"{title} {_named(loss)}; return the sum of the loss over all targets, a scalar tensor")
+        raise UserError(
+            f"{title} {_describe_output(loss)}; return the sum of the loss over all targets, a scalar tensor"
+        )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(f"{title} a number that depends on no parameter that is trained; do not detach it")
 
@@ -141,10 +142,10 @@ Forward = Callable[..., Any]
 
 
 def get_named_blocks(part: nn.Module) -> dict[str, nn.Module]:
-    """Return what the model's method `blocks` returns; empty if it has none. Uses nothing else of interfaces.Model.
+    """Return the blocks that the model's method `blocks` names; empty if it has no such method.
 
-    An attribute of that name that is not a method, such as a list of layers, does not count. Raises UserError for
-    anything but a dict of names to modules of the model, none of them inside another.
+    An attribute `blocks` that is no method, such as a list of layers, does not count. Raises UserError for anything but
+    a dict of names to modules of the model, none inside another.
     """
     method = getattr(part, "blocks", None)
     if method is None or isinstance(method, nn.Module) or not callable(method):
@@ -185,18 +186,19 @@ def get_blocks(part: nn.Module, option: str) -> list[nn.Module]:
 
 
 def replace_forward(block: nn.Module, change: Callable[[Forward], Forward]) -> None:
-    """Put change(block.forward) in its place.
+    """Replace block.forward by change(block.forward).
 
-    No module is added, so every parameter keeps its name; hooks, those of fully_shard among them, run outside of it.
+    No module is added, so parameters keep their names. Hooks, such as those of fully_shard, run outside of the new
+    forward.
     """
     block.forward = change(block.forward)
 
 
 def check_aliases(model: nn.Module, splits: bool, device: torch.device) -> None:
-    """Raise UserError, by name, for tensors that would silently stop following a parameter.
+    """Raise UserError for a tensor that shares a parameter's memory and would silently stop following it.
 
-    splits: parameters are cut over ranks. Without that, on the CPU, nothing moves and everything stays as it is. A
-    parameter held by several modules is one tensor, not an alias.
+    splits: parameters will be cut over ranks. If not, and on the CPU, no tensor moves and sharing is safe. A parameter
+    of several modules is one tensor, not an alias.
     """
     if not splits and device.type == "cpu":
         return
@@ -225,12 +227,12 @@ def _find_storage(tensor: Tensor) -> int:
 
 
 def _list_other_tensors(model: nn.Module, splits: bool) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (kind, name, tensor) for buffers and, if parameters are replaced, for other tensors held by modules."""
+    """Yield (kind, name, tensor) for buffers and, if parameters are split, for other tensors of modules."""
     for name, buffer in model.named_buffers():
         yield "a buffer", name, buffer
     for path, module in model.named_modules() if splits else ():
         if isinstance(module, nn.RNNBase):
-            continue  # updates its own list of parameters
+            continue  # its other tensors are its own list of parameters, which it updates
         for name, tensor in iterate_plain_tensors(module):
             if f"{name}_orig" not in dict(module.named_parameters(recurse=False)):  # spectral_norm recomputes it
                 yield "a tensor held beside the parameters", f"{path}.{name}" if path else name, tensor

@@ -123,6 +123,6 @@ def test_the_table_says_which_are_not_as_their_orders_say() -> None:
     )
     assert "gpipe      2     20.00%   21.00% (21.00% - 21.00%)       +5.0%" in shown
     assert "left out: too few" in shown
-    assert shown.endswith("Not within 10% of what its order says: 1f1b.")
+    assert shown.endswith("The bubble differs by more than 10% from the simulated one: 1f1b.")
     shown = format_bubbles(BubbleResult(options(), [row("gpipe", 0.21)], {}, 2, 0.5, False))
-    assert shown.endswith("The bubble of every schedule is within 10% of what its order says.")
+    assert shown.endswith("The bubble of every schedule is within 10% of the simulated one.")

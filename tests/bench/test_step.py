@@ -69,7 +69,7 @@ def test_the_table_names_the_sides_the_contract_and_the_start_up(tiny: list[str]
     command = [*COMMAND, *tiny]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
-    for words in ("hpc_train", "hand_written_tuned", "The contract is hand_written", "Start-up of rank 0"):
+    for words in ("hpc_train", "hand_written_tuned", "A step of hand_written takes", "Start-up of rank 0"):
         assert words in done.stdout
     assert list(tmp_path.iterdir()) == []
 

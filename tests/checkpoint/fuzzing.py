@@ -146,10 +146,10 @@ class Base:
 def _data(manifest: Any, name: str) -> list[tuple[int, int]]:
     """Return the spans of all tensors in a file, including those that the step no longer uses (their pages)."""
     index = [file.name for file in manifest.files].index(name)
-    sizes = {it.name: it.itemsize for it in manifest.holdings.tensors}
+    sizes = {it.name: it.itemsize for it in manifest.step_layout.tensors}
     return [
         (part.place, part.place + part.rectangle.volume * sizes[tensor])
-        for tensor, parts in manifest.holdings.parts().items()
+        for tensor, parts in manifest.step_layout.parts().items()
         for part in parts
         if part.file == index
     ]

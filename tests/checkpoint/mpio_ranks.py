@@ -27,7 +27,7 @@ def main(module: str, file: str, pickles: str) -> None:
     ranks = MPI.COMM_WORLD
     assert mpio.h5py.get_config().mpi, f"{mpio.h5py.__file__} has no MPI"
     mine = pickle.loads(Path(pickles, str(ranks.rank)).read_bytes())
-    mpio.write_datasets(Path(file), ranks, [mpio.Data(name, memoryview(data)) for name, data in mine])
+    mpio.write_datasets(Path(file), ranks, [mpio.DatasetBytes(name, memoryview(data)) for name, data in mine])
     print(f"rank {ranks.rank} of {ranks.size}")
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 from hpc_train.checkpoint import load_step
 from hpc_train.checkpoint.convert import safetensors_files
-from hpc_train.checkpoint.convert.rewrite import StateDictTensors, make_blank_piece
+from hpc_train.checkpoint.convert.rewrite import StateDictTensors, make_blank_shard
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.step_directory import try_read_manifest
 from hpc_train.config.compose import compose, config_to_yaml
@@ -77,7 +77,7 @@ def stored(directory: Path, step: int) -> State:
     """All tensors of a step."""
     manifest = try_read_manifest(directory / f"step-{step}", step)
     assert manifest is not None
-    pieces = [make_blank_piece(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
+    pieces = [make_blank_shard(tensor, tensor.rectangle) for tensor in manifest.step_layout.tensors]
     load_step(directory, step, pieces, alone())
     return {piece.name: piece.local for piece in pieces}
 
@@ -141,7 +141,7 @@ def test_large_exports_are_several_files_with_an_index(tmp_path: Path) -> None:
     state = {f"w{index}": torch.full((100,), float(index)) for index in range(5)}
     source = StateDictTensors(state, dict.fromkeys(state, torch.float32))
     groups = [[SavedTensor(name, "float32", (100,))] for name in state]
-    files = safetensors_files.write_safetensors(tmp_path, source, groups, dict, lambda done: None, most=900)
+    files = safetensors_files.write_safetensors(tmp_path, source, groups, dict, lambda done: None, max_file_bytes=900)
     assert files == [f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 2000}

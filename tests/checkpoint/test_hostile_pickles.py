@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from hpc_train.checkpoint.convert import torch_files
 from hpc_train.checkpoint.convert.dcp import DcpTensors, parse_dcp_metadata
-from hpc_train.checkpoint.convert.rewrite import make_blank_piece
+from hpc_train.checkpoint.convert.rewrite import make_blank_shard
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.errors import UserError
 
@@ -138,7 +138,7 @@ def test_no_program_runs_from_dcp_data(tmp_path: Path) -> None:
         file.write_bytes(sound[: chunk.begin] + content + sound[chunk.begin + chunk.size :])
         stored = DcpTensors(folder, expected, names, {"w": torch.float32})
         (tensor,) = stored.tensors
-        refuse(lambda stored=stored, tensor=tensor: stored.fill([make_blank_piece(tensor, tensor.rectangle)]))  # type: ignore[misc]
+        refuse(lambda stored=stored, tensor=tensor: stored.fill([make_blank_shard(tensor, tensor.rectangle)]))  # type: ignore[misc]
         assert not canary.exists(), name
 
 

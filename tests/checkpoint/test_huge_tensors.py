@@ -120,7 +120,7 @@ def test_places_and_sizes_are_beyond_32_bits(directory: Path) -> None:
     assert image.places[1] >= LONG.bytes > 1 << 32
     assert WIDE.bytes > 1 << 32
     manifest = read_manifest(directory / "step-1", 1)
-    assert manifest.holdings.layouts[0].places.tolist() == list(image.places)
+    assert manifest.step_layout.layouts[0].places.tolist() == list(image.places)
     assert manifest.size == image.size
 
 

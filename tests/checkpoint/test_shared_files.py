@@ -84,7 +84,7 @@ def test_layouts_that_change_on_one_rank(tmp_path: Path) -> None:
 def test_one_flipped_bit_in_any_section_names_the_tensor(tmp_path: Path) -> None:
     assert save_steps(tmp_path, {1: shards(LARGE)}, 4, WriterSharing(2)) == [GOOD] * 4
     found = manifest(tmp_path)
-    parts = found.holdings.parts()["large"]
+    parts = found.step_layout.parts()["large"]
     assert [part.file for part in parts] == [0, 0, 1, 1]
     for part in parts:
         name = found.files[part.file].name

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpc_train.checkpoint import load_step
-from hpc_train.checkpoint.convert.rewrite import make_blank_piece
+from hpc_train.checkpoint.convert.rewrite import make_blank_shard
 from hpc_train.checkpoint.storage.step_directory import try_read_manifest
 from hpc_train.training.run_records import read_metrics
 
@@ -183,7 +183,7 @@ def parameters(run_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
     directory, step = run_dir / "checkpoints", saved_steps(run_dir)[-1]
     manifest = try_read_manifest(directory / f"step-{step}", step)
     assert manifest is not None
-    pieces = [make_blank_piece(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
+    pieces = [make_blank_shard(tensor, tensor.rectangle) for tensor in manifest.step_layout.tensors]
     load_step(directory, step, pieces, None)
     return {piece.name: piece.local.numpy() for piece in pieces}
 

@@ -216,7 +216,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))  # the kernel refuses as it does where no room is left
     try:
         with pytest.raises(UserError, match=f"parallel.offload.dir={tmp_path}: File too large, for 4 MiB more") as said:
-            files.take(torch.zeros(2**20))
+            files.copy_to_file(torch.zeros(2**20))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(said.value)
@@ -225,14 +225,14 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 def test_a_file_keeps_values_whose_pages_were_given_back(tmp_path: Path) -> None:
     files = FileMemory(str(tmp_path))
     values = [torch.randn(1000 + size, dtype=dtype) for size in range(3) for dtype in (torch.float32, torch.float64)]
-    copies = [files.take(value) for value in values]
+    copies = [files.copy_to_file(value) for value in values]
     for copy, value in zip(copies, values, strict=True):
         torch.testing.assert_close(copy, value, rtol=0, atol=0)
         copy.add_(1)
-        files.drop(copy)
+        files.release_pages(copy)
     for copy, value in zip(copies, values, strict=True):
         torch.testing.assert_close(copy, value + 1, rtol=0, atol=0)
-    assert not files.holds(values[0])
+    assert not files.contains(values[0])
 
 
 def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpc_train.checkpoint import load_step
-from hpc_train.checkpoint.convert.rewrite import make_blank_piece
+from hpc_train.checkpoint.convert.rewrite import make_blank_shard
 from hpc_train.checkpoint.storage.step_directory import try_read_manifest
 
 RANKS = ["cluster.nodes=2", "cluster.node.ranks=2"]
@@ -64,7 +64,7 @@ def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint, whole."""
     manifest = try_read_manifest(run / f"checkpoints/step-{step}", step)
     assert manifest is not None
-    pieces = [make_blank_piece(tensor, tensor.rectangle) for tensor in manifest.holdings.tensors]
+    pieces = [make_blank_shard(tensor, tensor.rectangle) for tensor in manifest.step_layout.tensors]
     load_step(run / "checkpoints", step, pieces, None)
     return {piece.name: piece.local.numpy() for piece in pieces}
 

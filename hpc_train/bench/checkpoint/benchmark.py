@@ -1,7 +1,6 @@
-"""`hpc-train bench checkpoint`: save, stall, load and verify against the disk itself and what else saves tensors.
+"""`hpc-train bench checkpoint`: time saves, stalls, loads and verification, beside raw disk I/O and other libraries.
 
-Starts the ranks for every directory and number of them, and collects what they measured; the result goes from
-rounds to medians.
+Starts the ranks for every directory and number of ranks, collects their times and summarises them by medians.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from hpc_train.errors import EXIT_DONE, UserError
 
 _SETTING_FILE = "setting.json"
 _EXTRA_COPIES = 2
-"""Times the state that lies in a directory at once, at most, besides that of every side."""
+"""Maximum copies of the state in a directory at once, besides one for each side."""
 
 
 def checkpoint_command(options: CheckpointBenchOptions, as_json: bool, plot: Path | None = None) -> int:
-    """Measure and print. Returns the exit code; raises UserError for what cannot be measured."""
+    """Measure and print. Returns the exit code; raises UserError for options that cannot be measured."""
     _check_options(options, plot)
     settings = []
     with exit_on_sigterm():
@@ -64,7 +63,7 @@ def _check_options(options: CheckpointBenchOptions, plot: Path | None) -> None:
         ("operations", options.operations, OPERATIONS),
         ("sides", options.sides, SIDES),
     ):
-        if unknown := [it for it in given if it not in known]:
+        if unknown := [choice for choice in given if choice not in known]:
             raise UserError(f"--{name} {unknown[0]}: is none of {', '.join(known)}")
     if set(options.operations) <= set(RESHARDINGS):
         if 1 in options.ranks:
@@ -112,7 +111,7 @@ def _parse_setting(body: dict[str, object]) -> SettingResult:
     lines = []
     for row in rows:
         over: dict[str, dict[str, float]] = row.pop("over")  # type: ignore[assignment]
-        lines.append(OperationResult(**row, over={base: SpeedRatio(**it) for base, it in over.items()}))  # type: ignore[arg-type]
+        lines.append(OperationResult(**row, over={base: SpeedRatio(**ratio) for base, ratio in over.items()}))  # type: ignore[arg-type]
     return SettingResult(**body, lines=lines)  # type: ignore[arg-type]
 
 
@@ -122,14 +121,14 @@ BASE_SIDES = (RAW_DIRECT, RAW_BUFFERED, DCP)
 SAVE, STALL, LOAD_COLD, LOAD_WARM, VERIFY = "save", "stall", "load_cold", "load_warm", "verify"
 RESHARD_TO_MORE, RESHARD_TO_FEWER, RESHARD_COLUMNS = "reshard_1_to_n", "reshard_n_to_1", "reshard_columns"
 RESHARDINGS = (RESHARD_TO_MORE, RESHARD_TO_FEWER, RESHARD_COLUMNS)
-"""Loads in another layout: by all ranks of what one saved, by one of what all saved by rows, by columns of that."""
+"""Loads in another layout: by all ranks what one saved; by one what all saved by rows; by columns what all saved."""
 OPERATIONS = (SAVE, STALL, LOAD_COLD, LOAD_WARM, VERIFY, *RESHARDINGS)
 SIDES = (OUR_SIDE, RAW_DIRECT, RAW_BUFFERED, "torch_save", "safetensors", DCP, "dcp_async", "dcp_async_cached")
 
 Samples = NDArray[np.float64]
-"""(wall seconds, CPU seconds, bytes read) of every round, [rounds, 3]: wall of the slowest rank, the others of all."""
+"""[rounds, 3]: wall seconds of the slowest rank, CPU seconds of all ranks, bytes read by all ranks."""
 Measured = Mapping[str, Mapping[str, Samples]]
-"""By operation and side."""
+"""Samples by operation and side."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class CheckpointBenchOptions:
     """GiB of state over all ranks."""
     ranks: tuple[int, ...]
     tensors: int | None
-    """That many equal ones, over all ranks; None: those of a transformer with its AdamW state."""
+    """Number of tensors of equal size, over all ranks; None: those of a transformer with its AdamW state."""
     directories: tuple[str, ...]
     rounds: int
     operations: tuple[str, ...] = OPERATIONS
@@ -149,7 +148,7 @@ class CheckpointBenchOptions:
 
 @dataclass(frozen=True)
 class SpeedRatio:
-    """How many times as fast as another side; median and quartiles of the ratios of the same round."""
+    """How many times as fast as another side: median and quartiles of the ratios of each round."""
 
     median: float
     low: float
@@ -163,32 +162,32 @@ class OperationResult:
     operation: str
     side: str
     seconds: float
-    """Median over rounds, of the slowest rank."""
+    """Seconds of the slowest rank, median over rounds."""
     quartiles: tuple[float, float]
     gib_per_second: float
     cpu_seconds_per_gib: float
-    """Sum over all ranks and threads."""
+    """CPU seconds of all ranks and threads per GiB."""
     over: dict[str, SpeedRatio]
-    """By base: raw_direct, raw_buffered, dcp."""
+    """Speed ratio to each base side: raw_direct, raw_buffered, dcp."""
     read: float | None = None
-    """For resharding: bytes that all ranks read over bytes that they want."""
+    """For resharding: bytes that all ranks read over bytes that they need."""
 
 
 @dataclass(frozen=True)
 class SettingResult:
-    """One directory and number of ranks."""
+    """Results of one directory and number of ranks."""
 
     directory: str
     file_system: str
     ranks: int
     tensors: int
-    """Number over all ranks."""
+    """Number of tensors over all ranks."""
     gib: float
     lines: list[OperationResult]
     missing: dict[str, str]
-    """Sides that cannot be measured here, and why."""
+    """Sides that cannot be measured here, and the reasons."""
     load_average: tuple[float, float]
-    """Load average of the last minute, before and after."""
+    """Load average of the last minute, before and after the measurement."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class CheckpointBenchResult:
 
 
 def summarize_operations(measured: Measured, gib: float) -> list[OperationResult]:
-    """Summarise by medians, quartiles and ratios; sides of an operation are sorted by speed."""
+    """Summarise samples by medians, quartiles and ratios, with the sides of an operation sorted by speed."""
     found = []
     for operation, sides in measured.items():
         rows = [_summarize_side(operation, side, sides, gib) for side in sides]
@@ -226,5 +225,5 @@ def _ratio(samples: Samples) -> SpeedRatio:
 
 
 def read_load_average() -> float:
-    """Load average of the last minute; above the number of CPUs, others used the machine too."""
+    """Return the load average of the last minute; above the number of CPUs other work used the machine too."""
     return os.getloadavg()[0]

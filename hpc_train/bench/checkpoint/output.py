@@ -1,4 +1,4 @@
-"""The result of `bench checkpoint` as tables and as a bar chart."""
+"""Print the result of `bench checkpoint` as tables and plot it as a bar chart."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OPERATION_DESCRIPTIONS = {
 
 
 def print_checkpoint_result(result: CheckpointBenchResult, console: Console | None = None) -> None:
-    """Print a table for every directory and number of ranks, and ours in words."""
+    """Print a table for every directory and number of ranks, and the speed of our side in words."""
     console = console or Console(width=None if Console().is_terminal else 140)
     for setting in result.settings:
         console.print(_setting_table(setting, result), highlight=False)
@@ -90,18 +90,21 @@ def _format_ratio(ratio: SpeedRatio) -> str:
 
 
 def _format_verdict(setting: SettingResult) -> str:
-    """How fast ours is, in words."""
+    """Describe the speed of our side in words."""
     parts = []
     for line in setting.lines:
         if line.side == OUR_SIDE and line.over:
             times = ", ".join(f"{ratio.median:.2f}x {base}" for base, ratio in line.over.items())
-            read = f", reads {line.read:.2f}x what is wanted" if line.read is not None else ""
+            read = f", reads {line.read:.2f}x the bytes needed" if line.read is not None else ""
             parts.append(f"{line.operation} {times}{read}")
     return f"{OUR_SIDE}: {'; '.join(parts)}."
 
 
 def plot_checkpoint_result(result: CheckpointBenchResult, path: Path) -> None:
-    """A row a directory and number of ranks, a column an operation. Raises UserError for a file that cannot be made."""
+    """Plot a bar chart: rows are directories and numbers of ranks, columns operations.
+
+    Raises UserError if the file cannot be written.
+    """
     from matplotlib.figure import Figure
 
     columns = [name for name in OPERATIONS if any(line.operation == name for line in _all_bars(result))]
@@ -137,7 +140,7 @@ def _bar_heights(row: OperationResult) -> tuple[float, float]:
 
 
 def _draw_bars(axes: object, rows: list[OperationResult]) -> None:
-    """Seconds of a stall, else GiB/s; whiskers are quartiles."""
+    """Draw the sides of one operation: seconds for stalls, else GiB/s; whiskers are quartiles."""
     stall = bool(rows) and rows[0].operation == STALL
     values = [row.seconds if stall else row.gib_per_second for row in rows]
     ends = [row.quartiles if stall else _bar_heights(row) for row in rows]

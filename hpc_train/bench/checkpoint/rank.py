@@ -1,4 +1,4 @@
-"""One rank of `bench checkpoint`: takes all operations of all sides in turn, and leaves what it measured."""
+"""Run one rank of `bench checkpoint`: time all operations of all sides in turn, and write the result."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ from hpc_train.interfaces import World
 
 SETTING_FILE = "setting.json"
 _RoundSample = dict[str, dict[str, list[OperationCost]]]
-"""By operation, side and round."""
+"""Costs by operation, side and round."""
 _SAME_LAYOUT_OPERATIONS = tuple(operation for operation in OPERATIONS if operation not in RESHARDINGS)
 
 
 def main(rank: int, ranks: int, options: CheckpointBenchOptions, directory: Path, meeting: Path) -> int:
-    """Measure in the empty `directory`; rank 0 writes the result to `meeting`."""
+    """Measure in the empty folder `directory`; rank 0 writes the result to `meeting`. Returns the exit code."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")  # those of the other sides, about how they are called
+    warnings.filterwarnings("ignore")  # the other libraries warn about how they are called
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-    gc.freeze()  # so that collecting before each operation does not look at all modules
+    gc.freeze()  # so that the collection before each operation does not scan all modules
     with _join_ranks(rank, ranks, meeting) as world:
         setting = measure_operations(world, options, directory)
         if rank == 0:
@@ -72,7 +72,7 @@ def main(rank: int, ranks: int, options: CheckpointBenchOptions, directory: Path
 
 
 def measure_operations(world: World, options: CheckpointBenchOptions, directory: Path) -> SettingResult:
-    """Run all rounds. Every rank must call this, and gets the result."""
+    """Run all rounds; every rank gets the result. A collective."""
     before = read_load_average()
     setting = _measure_same_layout(world, options, directory)
     moved = resharding.measure_resharding(world, options, directory)
@@ -80,8 +80,8 @@ def measure_operations(world: World, options: CheckpointBenchOptions, directory:
 
 
 def _measure_same_layout(world: World, options: CheckpointBenchOptions, directory: Path) -> SettingResult:
-    """What saves, and what loads on the ranks that saved; nothing of it stays in memory."""
-    chosen = options.sides if any(it in _SAME_LAYOUT_OPERATIONS for it in options.operations) else ()
+    """Time saves, and loads by the ranks that saved; frees all tensors at the end."""
+    chosen = options.sides if any(name in _SAME_LAYOUT_OPERATIONS for name in options.operations) else ()
     share = int(options.gib * 2**30) // world.size
     tensors = max(1, options.tensors // world.size) if options.tensors else None
     state = make_tensors(share, tensors, world.rank)
@@ -104,7 +104,7 @@ def _measure_same_layout(world: World, options: CheckpointBenchOptions, director
 
 
 class _Rounds:
-    """The sides, and what was measured so far."""
+    """Runs rounds of all sides and collects the costs."""
 
     def __init__(self, world: World, directory: Path, found: list[CheckpointSide], operations: tuple[str, ...]) -> None:
         self._world, self._directory, self._sides = world, directory, found
@@ -131,7 +131,7 @@ class _Rounds:
                 self._taken[operation].setdefault(side.name, []).append(self._timed(side, operation))
 
     def measured(self) -> dict[str, dict[str, Samples]]:
-        """By operation and side."""
+        """Combine the costs of all ranks into samples by operation and side. A collective."""
         return {
             operation: {side.name: combine_ranks(by_side[side.name]) for side in self._sides if side.name in by_side}
             for operation, by_side in self._taken.items()
@@ -139,7 +139,7 @@ class _Rounds:
         }
 
     def _timed(self, side: CheckpointSide, operation: str) -> OperationCost:
-        """The rest of an asynchronous save is waited for, untimed."""
+        """Time one operation; the rest of an asynchronous save is waited for, untimed."""
         work = _operation_of(side, operation)
         assert work is not None
         return time_operation(work, lambda rest: rest() if operation == STALL else None)
@@ -174,7 +174,7 @@ def _operation_of(side: CheckpointSide, operation: str) -> Callable[[], object] 
         SAVE: side.save,
         STALL: side.begin,
         LOAD_COLD: side.load,
-        LOAD_WARM: None if side.name == RAW_DIRECT else side.load,  # it would read from the disk again
+        LOAD_WARM: None if side.name == RAW_DIRECT else side.load,  # direct reads never use the page cache
         VERIFY: side.verify,
     }
     return by_operation[operation]
@@ -189,7 +189,7 @@ def _check_load(side: CheckpointSide, state: Tensors) -> None:
     """Check that a side loads what it saved."""
     assert side.load is not None
     saved = [xxh3_64_intdigest(bytes_of_tensor(tensor)) for tensor in state.values()]
-    for tensor in state.values() if side.name != RAW_DIRECT else ():  # which loads to a place of its own
+    for tensor in state.values() if side.name != RAW_DIRECT else ():  # which loads into a buffer of its own
         tensor.zero_()
     side.load()
     for (name, tensor), digest in zip(state.items(), saved, strict=True):
@@ -199,7 +199,7 @@ def _check_load(side: CheckpointSide, state: Tensors) -> None:
 def _make_sides(
     directory: Path, world: World, state: Tensors, wanted: tuple[str, ...]
 ) -> tuple[list[CheckpointSide], dict[str, str]]:
-    """Return the chosen sides that work here, and why the others do not."""
+    """Return the chosen sides that work here, and the reasons why others do not."""
     found, missing = [], {}
     ways: list[tuple[str, Callable[[Path], CheckpointSide]]] = [
         ("hpc_train", lambda at: sides.make_hpc_train(at, world, state)),
@@ -225,7 +225,7 @@ def _make_sides(
 def _read_into_page_cache(folder: Path) -> None:
     """Read all files below a folder into the page cache."""
     block = bytearray(sides.CHUNK_BYTES)
-    for path in sorted(it for it in folder.rglob("*") if it.is_file()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb", buffering=0) as file:
             while file.readinto(block):
                 pass
@@ -233,7 +233,7 @@ def _read_into_page_cache(folder: Path) -> None:
 
 @contextmanager
 def _join_ranks(rank: int, ranks: int, meeting: Path) -> Iterator[World]:
-    """A job of processes of this machine; checkpoints never look at a mesh."""
+    """Join the local ranks into a job; yields its world, without a mesh, which checkpoints do not use."""
     with ExitStack() as stack:
         if ranks > 1:
             store = dist.FileStore(str(meeting / "store"), ranks)

@@ -1,7 +1,7 @@
-"""Loads in another layout than that of the save: how many bytes it takes to get those that are wanted.
+"""Time loads in another layout than that of the save, and count how many bytes they read.
 
 Logical tensors are saved by rows, by all ranks or by one, and loaded by rows or columns, by all or by one, from files
-that are not in the page cache. The kernel counts what is read of them.
+that are not in the page cache. The kernel counts the bytes read.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _STEP = 1
 
 @dataclass(frozen=True)
 class ReshardLayout:
-    """How the tensors are cut over ranks."""
+    """How logical tensors are cut over ranks."""
 
     ranks: int
-    """All of the world, or one, which is the first and has everything."""
+    """Number of ranks: all of the world, or 1: the first rank has everything."""
     dim: int = 0
-    """Along which they are cut, in chunks as torch makes them; the last there is, if there are fewer."""
+    """Dimension along which tensors are cut, in chunks as torch makes them; the last one of tensors with fewer."""
 
     def part(self, rank: int, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """(dimension, begin, end) of what a rank has."""
+        """Return (dimension, begin, end) of the part of a rank."""
         dim = min(self.dim, len(shape) - 1)
         chunk = -(-shape[dim] // self.ranks)
         return dim, min(rank * chunk, shape[dim]), min((rank + 1) * chunk, shape[dim])
@@ -65,14 +65,14 @@ class ReshardLayout:
 
 @dataclass(frozen=True)
 class ReshardSide:
-    """How a side saves and loads; only ranks of the layout call it."""
+    """The save and load of a side; only ranks of the layout call them."""
 
     save: Callable[[Path, TensorShapes, ReshardLayout, Mapping[str, Tensor]], None]
     load: Callable[[Path, TensorShapes, ReshardLayout, Mapping[str, Tensor]], None]
 
 
 def make_layouts(operation: str, ranks: int) -> tuple[ReshardLayout, ReshardLayout]:
-    """(saved in, loaded in)."""
+    """Return the layouts of the save and of the load."""
     return {
         RESHARD_TO_MORE: (ReshardLayout(1), ReshardLayout(ranks)),
         RESHARD_TO_FEWER: (ReshardLayout(ranks), ReshardLayout(1)),
@@ -81,11 +81,11 @@ def make_layouts(operation: str, ranks: int) -> tuple[ReshardLayout, ReshardLayo
 
 
 def measure_resharding(world: World, options: CheckpointBenchOptions, directory: Path) -> list[OperationResult]:
-    """Run all rounds. Every rank must call this. Empty for one rank, which has no other layout."""
+    """Run all rounds of all layouts; an empty list for one rank, which has no other layout. A collective."""
     if world.size == 1:
         return []
     mesh = init_device_mesh("cpu", (world.size,))
-    ways = {OUR_SIDE: _load_ours(world), DCP: _load_dcp(world, mesh)}
+    ways = {OUR_SIDE: _make_our_side(world), DCP: _make_dcp_side(world, mesh)}
     ways = {side: way for side, way in ways.items() if side in options.sides}
     shapes = tensor_shapes(int(options.gib * 2**30), options.tensors)
     wanted = [operation for operation in RESHARDINGS if operation in options.operations]
@@ -136,7 +136,7 @@ def _time_load(
 
 
 def _tensors(shapes: TensorShapes, layout: ReshardLayout, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """What a rank has, contiguous; whoever has an element knows its value."""
+    """Yield the names and contiguous parts of a rank; the value of an element follows from its index."""
     for name, (shape, dtype) in shapes.items() if rank < layout.ranks else ():
         bits, mask = (torch.int16, 0x3FFF) if dtype is torch.bfloat16 else (torch.int32, 0x3FFFFFFF)
         whole = torch.arange(prod(shape), dtype=torch.int32).bitwise_and_(mask).to(bits)
@@ -152,27 +152,29 @@ def _check_loaded(
         targets[name].zero_()
 
 
-def _load_ours(world: World) -> ReshardSide:
-    def of(layout: ReshardLayout) -> World:
+def _make_our_side(world: World) -> ReshardSide:
+    def world_of(layout: ReshardLayout) -> World:
         return world if layout.ranks > 1 else World(0, 1, 0, world.device, world.mesh, 0, 1)
 
-    def pieces(shapes: TensorShapes, layout: ReshardLayout, tensors: Mapping[str, Tensor]) -> Iterator[TensorShard]:
+    def make_shards(
+        shapes: TensorShapes, layout: ReshardLayout, tensors: Mapping[str, Tensor]
+    ) -> Iterator[TensorShard]:
         for name, (shape, dtype) in shapes.items():
             dim, begin, _ = layout.part(world.rank, shape)
             offset = tuple(begin if d == dim else 0 for d in range(len(shape)))
             yield TensorShard(name, shape, dtype, offset, tensors[name])
 
     def put(folder: Path, shapes: TensorShapes, layout: ReshardLayout, tensors: Mapping[str, Tensor]) -> None:
-        save_step(folder, _STEP, pieces(shapes, layout, tensors), {}, of(layout)).wait()
+        save_step(folder, _STEP, make_shards(shapes, layout, tensors), {}, world_of(layout)).wait()
 
     def get(folder: Path, shapes: TensorShapes, layout: ReshardLayout, tensors: Mapping[str, Tensor]) -> None:
-        load_step(folder, _STEP, pieces(shapes, layout, tensors), of(layout))
+        load_step(folder, _STEP, make_shards(shapes, layout, tensors), world_of(layout))
 
     return ReshardSide(put, get)
 
 
-def _load_dcp(world: World, mesh: DeviceMesh) -> ReshardSide:
-    """As its users have it: DTensors of all ranks, plain tensors of one."""
+def _make_dcp_side(world: World, mesh: DeviceMesh) -> ReshardSide:
+    """Make the side of DCP as its users call it: with DTensors on several ranks, plain tensors on one."""
 
     def state(shapes: TensorShapes, layout: ReshardLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if layout.ranks == 1:

@@ -2,19 +2,16 @@
 
 Single-rank sides write the raw bytes (direct or buffered), or use torch.save and safetensors. Sides whose ranks
 commit one checkpoint together are ours and torch.distributed.checkpoint (DCP). The tensors are those of a
-transformer and its AdamW state, or so many equal ones. What an operation costs is wall time, CPU time and bytes
-read.
+transformer and its AdamW state, or of equal size. The cost of an operation is wall time, CPU time and bytes read.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
-import mmap
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import isqrt
@@ -32,33 +29,36 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from hpc_train.bench.checkpoint.benchmark import DCP, OUR_SIDE, RAW_BUFFERED, RAW_DIRECT, Samples
 from hpc_train.checkpoint import Saver, load_step, verify_step
-from hpc_train.checkpoint.storage.file_system import open_descriptor, write_at_offset
+from hpc_train.checkpoint.storage.file_system import allocate_pages, open_descriptor, write_at_offset
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.messages import all_gather_values
 
 CHUNK_BYTES = 16 << 20
 _PAGE_BYTES = 4096
 _ARENA = 1 << 30
-"""Bytes of memory that raw I/O uses, over and over if the state is larger; far more than any processor's cache."""
+"""Bytes of the buffer of raw I/O, reused if the state is larger; far more than any processor's cache."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
 @dataclass(frozen=True)
 class CheckpointSide:
-    """A way to save and load. It writes below a folder of its own, which is empty before each save."""
+    """A way to save and load, in a folder of its own that is empty before each save."""
 
     name: str
     save: Callable[[], object] | None = None
-    """Ends when this rank's part is on the disk; where the ranks commit together, when they have."""
+    """Saves; returns when this rank's part is synchronised, or when the ranks have committed together."""
     begin: Callable[[], Callable[[], object]] | None = None
-    """An asynchronous save: returns when the tensors may change, with what waits for the rest."""
+    """Starts an asynchronous save; returns when the tensors may change, with a function that waits for the rest."""
     load: Callable[[], object] | None = None
-    """Into the tensors of the state, which have what is there already."""
+    """Loads into the tensors of the state, which already have these values."""
     verify: Callable[[], object] | None = None
 
 
 def make_raw_direct(folder: Path, rank: int, state: Tensors) -> CheckpointSide:
-    """As many bytes, past the page cache, by one thread; loading leaves them in an arena. Raises OSError without it."""
+    """Write and read as many bytes past the page cache, with one thread and one buffer.
+
+    Raises OSError if the file system has no direct I/O.
+    """
     path, size = folder / f"{rank}.raw", -(-count_bytes(state) // _PAGE_BYTES) * _PAGE_BYTES
     with open_descriptor(path, _NEW | os.O_DIRECT):
         path.unlink()
@@ -83,11 +83,8 @@ def make_raw_direct(folder: Path, rank: int, state: Tensors) -> CheckpointSide:
 
 
 def _fill_buffers(size: int, state: Tensors) -> memoryview:
-    """Whole pages, huge ones where there are any, with the state's first bytes."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    arena, at = memoryview(memory), 0
+    """Allocate whole pages, huge ones if the kernel has them, filled with the first bytes of the state."""
+    arena, at = memoryview(allocate_pages(size)), 0
     for tensor in state.values():
         count = min(tensor.nbytes, size - at)
         arena[at : at + count] = bytes_of_tensor(tensor)[:count]
@@ -96,7 +93,7 @@ def _fill_buffers(size: int, state: Tensors) -> memoryview:
 
 
 def make_raw_buffered(folder: Path, rank: int, state: Tensors) -> CheckpointSide:
-    """The bytes of one tensor after the other, through the page cache, and fsync."""
+    """Write and read the bytes of one tensor after the other through the page cache, with fsync."""
     path = folder / f"{rank}.raw"
 
     def save() -> None:
@@ -118,7 +115,7 @@ def make_raw_buffered(folder: Path, rank: int, state: Tensors) -> CheckpointSide
 
 
 def make_torch_save(folder: Path, rank: int, state: Tensors) -> CheckpointSide:
-    """torch.save and fsync, a file a rank; torch.load with weights_only, and a copy."""
+    """Save with torch.save and fsync, one file for each rank; load with torch.load(weights_only=True) and a copy."""
     path = folder / f"{rank}.pt"
 
     def save() -> None:
@@ -129,7 +126,7 @@ def make_torch_save(folder: Path, rank: int, state: Tensors) -> CheckpointSide:
 
 
 def make_safetensors(folder: Path, rank: int, state: Tensors) -> CheckpointSide:
-    """save_file and fsync, a file a rank; load_file and a copy. Raises ImportError where it is not installed."""
+    """Save with safetensors and fsync, one file for each rank; load with a copy. Raises ImportError if missing."""
     if find_spec("safetensors") is None:
         raise ImportError("safetensors is not installed")
     from safetensors.torch import load_file, save_file
@@ -165,8 +162,8 @@ _STEP = 1
 
 
 def make_hpc_train(folder: Path, world: World, state: Tensors) -> CheckpointSide:
-    """As a run saves: digests of every block, memory kept between saves, a commit of all ranks. Loading verifies."""
-    pieces = [TensorShard(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in state.items()]
+    """Save and load as a run does: digest every block, reuse memory between saves, commit together; loads verify."""
+    shards = [TensorShard(name, tuple(t.shape), t.dtype, (0,) * t.dim(), t) for name, t in state.items()]
     saver = Saver(folder, world)
 
     def wait() -> None:
@@ -175,7 +172,7 @@ def make_hpc_train(folder: Path, world: World, state: Tensors) -> CheckpointSide
 
     def begin(background: bool = True) -> Callable[[], None]:
         saver.background = background
-        saver.save(_STEP, pieces, {})
+        saver.save(_STEP, shards, {})
         return wait
 
     def save() -> None:
@@ -185,11 +182,11 @@ def make_hpc_train(folder: Path, world: World, state: Tensors) -> CheckpointSide
         problems = verify_step(folder, _STEP, world)
         assert not problems, problems
 
-    return CheckpointSide(OUR_SIDE, save, begin, lambda: load_step(folder, _STEP, pieces, world), sound)
+    return CheckpointSide(OUR_SIDE, save, begin, lambda: load_step(folder, _STEP, shards, world), sound)
 
 
 def make_dcp(folder: Path, world: World, state: Tensors) -> CheckpointSide:
-    """dcp.save and dcp.load with their defaults, which synchronise the shard files."""
+    """Save and load with dcp.save and dcp.load and their defaults, which synchronise the shard files."""
     alone = world.size == 1
 
     def save() -> None:
@@ -202,7 +199,7 @@ def make_dcp(folder: Path, world: World, state: Tensors) -> CheckpointSide:
 
 
 def make_dcp_async(folder: Path, world: World, state: Tensors, cached: bool) -> CheckpointSide:
-    """dcp.async_save with its defaults; cached: with a stager that keeps its memory between saves."""
+    """Save with dcp.async_save and its defaults. cached: with a stager that reuses its memory between saves."""
     group = None if world.size == 1 else dist.new_group(backend="gloo")
     plain = StagingOptions(
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
@@ -220,23 +217,26 @@ def make_dcp_async(folder: Path, world: World, state: Tensors, cached: bool) -> 
 
 Tensors = dict[str, Tensor]
 TensorShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and type of each tensor, by name."""
+"""Shape and dtype of each tensor, by name."""
 _LAYERS = 3
 _PARAMETERS = 36.25
-"""Of the transformer below, in units of its hidden size squared."""
+"""Parameters of the transformer below, in units of its hidden size squared."""
 _BYTES = 14
-"""A parameter: bfloat16, and a master copy and two moments in float32."""
+"""Bytes of a parameter: bfloat16, and a master copy and two moments in float32."""
 
 
 def make_tensors(size: int, tensors: int | None, rank: int) -> Tensors:
-    """About `size` bytes of random finite values, named after the rank. tensors: so many equal ones of float32."""
+    """Make tensors of about `size` bytes of random finite values, named after the rank. tensors: see tensor_shapes."""
     generator = torch.Generator().manual_seed(rank)
     shapes = tensor_shapes(size, tensors)
     return {f"rank{rank}.{name}": _random_tensor(shape, dtype, generator) for name, (shape, dtype) in shapes.items()}
 
 
 def tensor_shapes(size: int, tensors: int | None) -> TensorShapes:
-    """Of about `size` bytes. tensors: so many equal ones of float32; None: a transformer's with its AdamW state."""
+    """Return shapes of about `size` bytes together.
+
+    tensors: number of float32 tensors of equal size; None: those of a transformer with its AdamW state.
+    """
     return _equal_shapes(size, tensors) if tensors else _transformer_shapes(size)
 
 
@@ -246,7 +246,7 @@ def _equal_shapes(size: int, tensors: int) -> TensorShapes:
 
 
 def _transformer_shapes(size: int) -> TensorShapes:
-    """A Llama of three layers, grouped-query attention and a vocabulary of four times the hidden size."""
+    """Return the shapes of a Llama of three layers with grouped-query attention and a small vocabulary."""
     hidden = max(4, isqrt(int(size / _BYTES / _PARAMETERS)) // 4 * 4)
     key, wide = hidden // 4, hidden * 11 // 4
     block = {
@@ -271,7 +271,7 @@ def _transformer_shapes(size: int) -> TensorShapes:
 
 
 def _random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Random bits but for the largest exponents, so that all sides see ordinary numbers."""
+    """Make a tensor of random bits without the largest exponents, so that all values are finite."""
     bits, mask = (torch.int16, 0x3FFF) if dtype is torch.bfloat16 else (torch.int32, 0x3FFFFFFF)
     return torch.empty(shape, dtype=bits).random_(generator=generator).bitwise_and_(mask).view(dtype)
 
@@ -292,7 +292,7 @@ OperationCost = tuple[float, float, float]
 
 
 def time_operation(work: Callable[[], Any], then: Callable[[Any], object] = lambda result: None) -> OperationCost:
-    """Time an operation that all ranks begin together. then: gets its result, untimed."""
+    """Time an operation that all ranks begin together. then: called with its result, untimed."""
     gc.collect()
     wait_for_all()
     before, wall, cpu = count_bytes_read(), time.perf_counter(), time.process_time()
@@ -303,13 +303,13 @@ def time_operation(work: Callable[[], Any], then: Callable[[Any], object] = lamb
 
 
 def combine_ranks(mine: list[OperationCost]) -> Samples:
-    """Wall time of the slowest rank, CPU time and bytes of all. mine: of every round."""
+    """Combine the costs of all ranks: wall time of the slowest, CPU time and bytes of all. mine: of every round."""
     ranks = gather_values_of_ranks(mine)
     return np.stack([ranks[..., 0].max(axis=0), *ranks[..., 1:].sum(axis=0).T], axis=1)
 
 
 def count_bytes_read() -> int:
-    """Of this process and its threads since it began, by all system calls that read (proc_pid_io(5), rchar)."""
+    """Return the bytes that this process has read with any system call (proc_pid_io(5), rchar)."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"])
 
@@ -328,7 +328,7 @@ def wait_for_all() -> None:
 
 def drop_page_cache(folder: Path) -> None:
     """Drop all files below a folder from the page cache."""
-    for path in sorted(it for it in folder.rglob("*") if it.is_file()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with open_descriptor(path, os.O_RDONLY) as file:
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

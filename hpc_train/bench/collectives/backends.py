@@ -1,8 +1,7 @@
-"""The libraries that move the data, behind one interface: torch (gloo on the CPU, NCCL on CUDA) and MPI (mpi4py).
+"""One interface to the communication libraries: torch (gloo on the CPU, NCCL on CUDA) and MPI (mpi4py).
 
-Ring and binomial tree all-reduce of our own run over any backend's point-to-point messages, so that they can be
-compared where a library does not let a program choose. Neither is cut into segments: a library's own can be
-faster.
+Our own ring and binomial-tree all-reduce run over any backend's point-to-point messages, to compare the algorithms
+where a library does not let a program choose. They do not pipeline segments, so a library's own can be faster.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 CollectiveCall = Callable[[], None]
-"""One collective on buffers that are fixed; returns when this rank may use them, on a GPU when that is queued."""
+"""Runs one collective on fixed buffers; returns when this rank may use them or, on a GPU, when it is queued."""
 
 
 class Backend(Protocol):
@@ -37,20 +36,20 @@ class Backend(Protocol):
     device: torch.device
     """Device of its buffers."""
     in_place: frozenset[str]
-    """Operations that it has in place only: what is sent is put where the result is wanted."""
+    """Operations that it has only in place: the result overwrites the input."""
 
     def connect(self, group: RankGroup) -> Connection:
-        """Connect the ranks of a group. Every rank of the job must call this, for groups in the same order."""
+        """Connect the ranks of a group. A collective of all ranks of the job, with groups in the same order."""
 
     def finish(self) -> None:
         """Wait until all queued operations are done."""
 
 
 class Connection(Protocol):
-    """A backend's connection of one group."""
+    """A backend's connection between the ranks of one group."""
 
     def call(self, operation: CollectiveOperation, sent: Tensor, received: Tensor) -> CollectiveCall:
-        """Return the library's own collective. In place, `received` holds the input and `sent` is unused."""
+        """Return a call of the library's own collective. In place, `received` has the input and `sent` is unused."""
 
     def wire(self) -> PointToPoint:
         """Return point-to-point messages between the ranks of the group."""
@@ -61,10 +60,10 @@ class PointToPoint(Protocol):
 
     size: int
     index: int
-    """Of this rank in the group."""
+    """Index of this rank in the group."""
 
     def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> None:
-        """Send and receive at the same time; returns when both are done. None: only the other."""
+        """Send and receive at the same time; returns when both are done. A buffer of None skips that direction."""
 
 
 def ring_all_reduce(wire: PointToPoint, buffer: Tensor, scratch: Tensor) -> None:
@@ -110,7 +109,7 @@ OWN_ALGORITHMS = {"ring": ring_all_reduce, "tree": tree_all_reduce}
 
 
 class TorchBackend:
-    """See backends.Backend. The groups are those that training uses."""
+    """Backend of torch.distributed, with the process groups of training."""
 
     in_place = frozenset({"all_reduce", "broadcast", "reduce"})
 
@@ -123,7 +122,7 @@ class TorchBackend:
         everyone = dist.group.WORLD
         assert everyone is not None
         chosen = everyone if group.axis == WORLD_AXIS else self._world.mesh.get_group(group.axis)
-        # NCCL wants all ranks of a group in its first call, which a message between two of them is not.
+        # NCCL's first call in a group must include all its ranks; a message between two of them does not.
         dist.all_reduce(torch.zeros(1, device=self.device), group=chosen)
         return TorchConnection(chosen)
 
@@ -134,7 +133,7 @@ class TorchBackend:
 
 
 class TorchConnection:
-    """See backends.Connection."""
+    """Connection through a torch process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -175,7 +174,7 @@ class _TorchWire:
 
 
 _STARTED_BY = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "PMIX_RANK")
-"""Set by Open MPI's and MPICH's mpirun, and by srun --mpi=pmix. Under --mpi=none and pmi2 some libraries abort."""
+"""Set by mpirun of Open MPI and MPICH, and by srun --mpi=pmix. With --mpi=none or pmi2 some libraries abort."""
 
 
 def started_by_mpi(env: Mapping[str, str] | None = None) -> bool:
@@ -185,14 +184,14 @@ def started_by_mpi(env: Mapping[str, str] | None = None) -> bool:
 
 
 class MpiBackend:
-    """See backends.Backend."""
+    """Backend of MPI, on buffers in host memory."""
 
     name = "mpi"
     device = torch.device("cpu")
     in_place = frozenset({"broadcast"})
 
     def __init__(self, world: World) -> None:
-        """Raises UserError, one line, if MPI does not know the ranks of this job."""
+        """Raises UserError if MPI did not start the ranks of this job."""
         try:
             library = load_mpi()
         except ImportError:
@@ -209,11 +208,11 @@ class MpiBackend:
         return MpiConnection(self._everyone.Split(color=group.ranks[0], key=group.index))
 
     def finish(self) -> None:
-        """Do nothing: MPI calls here are blocking."""
+        """Do nothing, since the MPI calls block."""
 
 
 class MpiConnection:
-    """See backends.Connection."""
+    """Connection through an MPI communicator."""
 
     def __init__(self, ranks: MPI.Comm) -> None:
         self._ranks = ranks

@@ -1,6 +1,6 @@
-"""`hpc-train bench collectives`: the network as training uses it; the command and its result.
+"""`hpc-train bench collectives`: measure the collectives of training and calibrate the fabric.
 
-Rank 0 prints and writes. A calibration is written only if every rank received what was sent.
+The command and its result. Rank 0 prints and writes. A calibration is written only if all received data was right.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXIT_WRONG_DATA = 1
 
 
 def collectives_command(overrides: Sequence[str], options: CollectivesOptions) -> int:
-    """Measure here, or as one rank of srun, torchrun or mpirun; rank 0 prints and writes. Returns the exit code."""
+    """Measure on local ranks, or as one rank of srun, torchrun or mpirun; returns the exit code."""
     me = identify_process(os.environ)
     try:
         options.check()
@@ -36,7 +36,7 @@ def collectives_command(overrides: Sequence[str], options: CollectivesOptions) -
     except UserError:
         if me is None or me.process == 0:
             raise
-        return EXIT_USER_ERROR  # process 0 says it
+        return EXIT_USER_ERROR  # process 0 prints the error for all
 
 
 def _start_ranks(config: RunConfig, command: list[str]) -> int:
@@ -62,9 +62,9 @@ def _measure_as_rank(config: RunConfig, options: CollectivesOptions, me: Process
 
 
 def report_result(result: CollectivesResult, options: CollectivesOptions) -> int:
-    """Print and write the result, but no calibration if values were wrong; return the exit code.
+    """Print and write the result, but no calibration if values were wrong; returns the exit code.
 
-    Raises UserError where a calibration is asked for and no level could be fitted.
+    Raises UserError if a calibration is asked for and no level could be fitted.
     """
     _print_result(result, options)
     _write_files(result, options)
@@ -74,7 +74,7 @@ def report_result(result: CollectivesResult, options: CollectivesOptions) -> int
 
 
 def result_exit_code(result: CollectivesResult) -> int:
-    """0 if every rank received what was sent, else EXIT_WRONG."""
+    """Return EXIT_DONE if all received data was right, else EXIT_WRONG_DATA."""
     return EXIT_WRONG_DATA if result.wrong else EXIT_DONE
 
 
@@ -120,30 +120,31 @@ class Measurement:
     """Result of one operation of one size in all groups of one axis."""
 
     axis: str
-    """A mesh axis, or world."""
+    """Mesh axis, or world."""
     groups: int
-    """Of the axis; they run at the same time."""
+    """Number of groups of the axis; they run at the same time."""
     ranks: int
-    """Of a group."""
+    """Ranks of a group."""
     operation: str
     algorithm: str
-    """library, or ring or tree: ours."""
+    """library, or ring or tree, which are ours."""
     backend: str
     size: int
-    """Bytes; see definitions.Shape."""
+    """Bytes (see CollectiveShape)."""
     count: int
-    """Elements; see definitions.Shape."""
+    """Elements (see CollectiveShape)."""
     type: str
     redop: str
     in_place: bool
     seconds: float
-    """Median over rounds of the slowest rank of all groups."""
+    """Seconds of the slowest rank of all groups, median over rounds."""
     quartiles: tuple[float, float]
     algbw: float
-    """10^9 bytes/s."""
+    """Algorithm bandwidth in 10^9 bytes/s."""
     busbw: float
+    """Bus bandwidth in 10^9 bytes/s."""
     wrong: int
-    """Elements, over all ranks."""
+    """Number of wrong elements over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -153,16 +154,16 @@ class LevelFit:
     level: str
     backend: str
     pairs: int
-    """Of ranks, that sent at once across the border of a group, each way."""
+    """Pairs of ranks that exchanged messages at once across the border of a group."""
     sizes: tuple[int, ...]
     """Bytes of a message."""
     seconds: tuple[float, ...]
     latency: float | None
-    """Seconds; None, as the bandwidth: the times do not tell."""
+    """Seconds; None, like the bandwidth, if the times do not determine it."""
     bandwidth: float | None
-    """Bytes/s out of a group, by all pairs together."""
+    """Bytes/s out of a group, of all pairs together."""
     error: float | None
-    """The largest relative difference of latency + pairs x size / bandwidth from what was measured."""
+    """Maximum relative difference of latency + pairs x size / bandwidth from the measured times."""
 
 
 @dataclass(frozen=True)
@@ -175,16 +176,16 @@ class CollectivesResult:
     nodes: int
     degrees: dict[str, int]
     placement: str
-    """How ranks came to their nodes."""
+    """How ranks were placed on nodes."""
     rounds: int
     date: str
     """ISO 8601, UTC."""
     measurements: tuple[Measurement, ...]
     fits: tuple[LevelFit, ...]
     wrong: int
-    """Of all measurements and probes."""
+    """Number of wrong elements of all measurements and probes."""
     notes: tuple[str, ...]
-    """Cases that were left out, and why."""
+    """Cases that were left out, and the reasons."""
 
     def to_json(self) -> str:
         return json.dumps({"version": RESULT_VERSION, **asdict(self)}, indent=1)

@@ -1,8 +1,8 @@
 """Build the cases of `bench collectives`, check their results and time them.
 
-A case is one collective of one size, or one probe of a level of the fabric: pairs of ranks whose messages leave
-one group of the level, and no higher one. What each rank sends is known to the last bit, so every received
-element is checked. Cases are timed in interleaved rounds: what disturbs the machine disturbs all of them alike.
+A case is one collective of one size, or one probe of a level of the fabric: pairs of ranks whose messages leave a group
+of that level but no group of a higher one. The data that each rank sends is known, so every received element is
+checked. Cases are timed in interleaved rounds, so that a disturbance of the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class ProbeCell:
 
 
 class CaseBuffers:
-    """Buffers on one device, of which every case uses the beginning."""
+    """Buffers on one device; every case uses their first elements."""
 
     def __init__(self, elements: int, device: torch.device) -> None:
         self.pattern = DataPattern(elements, device)
         self.sent, self.received, self.scratch = (torch.zeros(elements, device=device) for _ in range(3))
 
     def clear(self) -> None:
-        """Set all to zero: repeated sums of other values would overflow, or become slow as denormals."""
+        """Set all buffers to zero: repeated sums of other values would overflow, or become slow as denormals."""
         for buffer in (self.sent, self.received, self.scratch):
             buffer.zero_()
 
@@ -92,10 +92,10 @@ def make_probe_cells(
 
 
 class CaseMaker:
-    """Build cases. Every rank builds the same ones in the same order: opening a connection is collective."""
+    """Builds cases. All ranks build the same cases in the same order, because opening a connection is a collective."""
 
     def __init__(self, rank: int, ranks: int, elements: int) -> None:
-        """elements: of the largest buffer of any case."""
+        """elements: number in the largest buffer of any case."""
         self._rank, self._elements = rank, elements
         self._everyone = RankGroup(WORLD_AXIS, tuple(range(ranks)), rank, 1)
         self._buffers: dict[torch.device, CaseBuffers] = {}
@@ -108,7 +108,7 @@ class CaseMaker:
 
     def case(self, cell: MeasurementCell) -> TimedCase:
         """Build the case of one collective."""
-        buffers, shape, index = self._on(cell.backend.device), cell.shape, cell.group.index
+        buffers, shape, index = self._get_buffers(cell.backend.device), cell.shape, cell.group.index
         sent, received = buffers.sent[: shape.sent], buffers.received[: shape.received]
         connection = self._connect(cell.backend, cell.group)
         return TimedCase(
@@ -120,18 +120,18 @@ class CaseMaker:
 
     def probe(self, cell: ProbeCell) -> TimedCase:
         """Build the case of one probe: all pairs exchange messages; ranks without a partner do nothing."""
-        buffers, shape, partner = self._on(cell.backend.device), cell.shape, cell.probe.partner[self._rank]
+        buffers, shape, partner = self._get_buffers(cell.backend.device), cell.shape, cell.probe.partner[self._rank]
         sent, received = buffers.sent[: shape.sent], buffers.received[: shape.received]
-        wire, alone = self._connect(cell.backend, self._everyone).wire(), partner == self._rank
-        expected = None if alone else partial(buffers.pattern.sent, shape, partner)
+        wire, unpaired = self._connect(cell.backend, self._everyone).wire(), partner == self._rank
+        expected = None if unpaired else partial(buffers.pattern.sent, shape, partner)
         return TimedCase(
-            _nothing if alone else partial(wire.exchange, sent, partner, received, partner),
+            _nothing if unpaired else partial(wire.exchange, sent, partner, received, partner),
             cell.backend.finish,
             partial(_fill_buffers, buffers.pattern, shape, self._rank, sent, received, False),
             lambda: count_wrong_elements(received, expected() if expected else None),
         )
 
-    def _on(self, device: torch.device) -> CaseBuffers:
+    def _get_buffers(self, device: torch.device) -> CaseBuffers:
         if device not in self._buffers:
             self._buffers[device] = CaseBuffers(self._elements, device)
         return self._buffers[device]
@@ -173,29 +173,30 @@ def _fill_buffers(
 
 _VALUES = 251
 _WEIGHTS = 254
-"""Sums of 30,000 ranks stay below 2^24, up to which float32 has every whole number."""
+"""Small enough that sums over 30,000 ranks stay below 2^24, up to which float32 represents every integer."""
 UNTOUCHED_VALUE = -1.0
-"""What a buffer holds before: no right answer has it."""
+"""Initial content of receive buffers; no right result contains it."""
 
 
 class DataPattern:
-    """Rank r of a group sends pattern + weight(r): the pattern tells places apart, the weight ranks.
+    """Data of the cases: rank r of a group sends pattern + weight(r).
 
-    So a sum has a closed form, and checking it takes as long in a group of thousands as in one of two.
+    The pattern differs from place to place and the weight from rank to rank. A sum has a closed form, so that a check
+    takes as long in a group of thousands of ranks as in one of two.
     """
 
     def __init__(self, elements: int, device: torch.device) -> None:
-        """elements: of the largest buffer that is asked for."""
+        """elements: number in the largest buffer of any case."""
         values = np.random.default_rng(0).integers(0, _VALUES, size=elements).astype(np.float32)
         self._values = torch.from_numpy(values).to(device)
 
     def sent(self, shape: CollectiveShape, index: int) -> Tensor:
-        """(shape.sent,) of the rank at `index` of its group."""
+        """Return what the rank at `index` of its group sends, (shape.sent,)."""
         begin = index * shape.count if shape.operation.receives_parts and not shape.operation.sends_parts else 0
         return self._values[begin : begin + shape.sent] + _weight(index)
 
     def expected(self, shape: CollectiveShape, index: int) -> Tensor | None:
-        """(shape.received,) at that rank; None: it receives nothing (reduce, except at the first rank)."""
+        """Return what that rank must receive, (shape.received,); None if nothing (reduce, except at the first rank)."""
         name, count, ranks = shape.operation.name, shape.count, shape.ranks
         everyone = float(sum(map(_weight, range(ranks))))
         mine = slice(index * count, (index + 1) * count)
@@ -238,13 +239,13 @@ class TimedCase:
     finish: Callable[[], None]
     """Wait for what `call` has queued."""
     fill: Callable[[], None]
-    """Set the buffers to what is sent."""
+    """Fill the send buffers with the pattern."""
     wrong: Callable[[], int]
-    """Elements of this rank that are not what they must be after `fill` and one `call`."""
+    """Count the wrong elements of this rank after `fill` and one `call`."""
 
 
 def check_cases(cases: Sequence[TimedCase]) -> list[int]:
-    """Call each case once, and count its wrong elements over all ranks. Every rank must call this."""
+    """Call each case once, and count its wrong elements over all ranks. A collective."""
     wrong = []
     for case in cases:
         case.fill()
@@ -259,7 +260,7 @@ def check_cases(cases: Sequence[TimedCase]) -> list[int]:
 def time_cases(cases: Sequence[TimedCase], rounds: int, max_calls: int) -> NDArray[np.float64]:
     """Return seconds per call of the slowest rank, as an array of shape (rounds, cases).
 
-    max_calls: calls of a case in a round; slow cases are called fewer times. Every rank must call this.
+    A collective. max_calls: calls of a case in a round; slow cases are called fewer times.
     """
     once = _max_over_ranks(np.array([_time_case(case, 1) for case in cases]))  # also the warm-up
     calls = [min(max_calls, max(1, math.floor(_ROUND_SECONDS / seconds))) for seconds in once]

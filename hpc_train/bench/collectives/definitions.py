@@ -47,7 +47,7 @@ ALGORITHMS = ("library", "ring", "tree")
 
 def find_operation(name: str) -> CollectiveOperation:
     """Return the operation of this name, which must be in OPERATIONS."""
-    return next(it for it in OPERATIONS if it.name == name)
+    return next(operation for operation in OPERATIONS if operation.name == name)
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class CollectiveShape:
     operation: CollectiveOperation
     ranks: int
     count: int
-    """Elements that a rank contributes to each part: of the whole buffer where it is not cut into parts."""
+    """Elements of a part; of the whole buffer if it is not cut into parts."""
 
     @property
     def elements(self) -> int:
-        """Return the number of elements of the larger of the two buffers."""
+        """Number of elements of the larger of the two buffers."""
         parts = self.operation.sends_parts or self.operation.receives_parts
         return self.count * self.ranks if parts else self.count
 
@@ -72,12 +72,12 @@ class CollectiveShape:
 
     @property
     def sent(self) -> int:
-        """Return the number of elements that a rank sends."""
+        """Number of elements that a rank sends."""
         return self.elements if self.operation.sends_parts else self.count
 
     @property
     def received(self) -> int:
-        """Return the number of elements that a rank receives."""
+        """Number of elements that a rank receives."""
         return self.elements if self.operation.receives_parts else self.count
 
 

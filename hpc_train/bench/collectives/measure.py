@@ -1,7 +1,6 @@
-"""One rank of `bench collectives`: join the job, check all cases, time them in rounds, and fit the levels of the
-fabric.
+"""Run one rank of `bench collectives`: join the job, check and time all cases, and fit the levels of the fabric.
 
-The job is started and placed as a training is. Latency and bandwidth of a level come from the times of several
+The job is started and placed as a training is. Latency and bandwidth of a level are fitted to the times of several
 sizes.
 """
 
@@ -73,7 +72,7 @@ def measure_with_backends(
 
 
 def choose_backends(world: World, wanted: Sequence[str]) -> list[Backend]:
-    """torch, and MPI where the ranks are MPI's or it is asked for. Raises UserError if that cannot be had."""
+    """Make the wanted backends; by default torch, and MPI if it started the ranks. Raises UserError if one fails."""
     names = wanted or (["torch", "mpi"] if started_by_mpi() else ["torch"])
     made: dict[str, Callable[[World], Backend]] = {"torch": TorchBackend, "mpi": MpiBackend}
     return [made[name](world) for name in dict.fromkeys(names)]
@@ -91,7 +90,7 @@ def _make_result(
     columns = list(seconds.T)
     measured = zip(cells, columns[: len(cells)], wrong[: len(cells)], strict=True)
     fits = fit_levels(probing, columns[len(cells) :])
-    unknown = [f"{it.backend} {it.level}: these sizes tell no bandwidth" for it in fits if it.bandwidth is None]
+    unknown = [f"{fit.backend} {fit.level}: these sizes tell no bandwidth" for fit in fits if fit.bandwidth is None]
     return CollectivesResult(
         cluster=config.cluster.name,
         device=job.world.device.type,
@@ -118,9 +117,9 @@ class BenchJob:
     levels: tuple[RankLevel, ...]
     """Innermost first."""
     placement: str
-    """How ranks came to their nodes."""
+    """How ranks were placed on nodes."""
     notes: tuple[str, ...] = ()
-    """What is not known."""
+    """What could not be found out."""
 
 
 @contextmanager
@@ -137,7 +136,7 @@ def start_job(config: RunConfig) -> Iterator[BenchJob]:
         hosts = all_gather_values(task.host)
         nodes = list(dict.fromkeys(hosts))
         levels, note = _levels_from_rank_0(config, task, world, nodes)
-        notes = tuple(it for it in (rank_map.warning, note) if it)
+        notes = tuple(text for text in (rank_map.warning, note) if text)
         ranked = tuple(make_rank_levels(hosts, nodes, levels))
         yield BenchJob(world, resolve_degrees(config.parallel, world.size), len(nodes), ranked, rank_map.reason, notes)
     finally:
@@ -147,13 +146,13 @@ def start_job(config: RunConfig) -> Iterator[BenchJob]:
 def _levels_from_rank_0(
     config: RunConfig, task: Task, world: World, nodes: Sequence[str]
 ) -> tuple[tuple[NamedLevel, ...], str | None]:
-    """Its levels and note, on all ranks."""
+    """Return rank 0's levels and note on all ranks. A collective."""
     found = find_levels(config, task, nodes) if world.rank == 0 else None
     return broadcast_value(found, codec=Codec((NamedLevel,)))
 
 
 def find_levels(config: RunConfig, task: Task, nodes: Sequence[str]) -> tuple[tuple[NamedLevel, ...], str | None]:
-    """(levels of these nodes, as cluster.topology, Slurm or NVLink tell; why there is none above the node, if so)."""
+    """Return the levels of these nodes from cluster.topology, Slurm or NVLink; and why none is known above the node."""
     if len(nodes) == 1:
         return build_levels(nodes), None
     try:
@@ -218,18 +217,18 @@ def _fit_level(key: tuple[str, str], pairs: int, medians: dict[int, float]) -> L
 
 @dataclass(frozen=True)
 class LatencyBandwidth:
-    """t = latency + size / bandwidth."""
+    """Constants of the model t = latency + size / bandwidth."""
 
     latency: float
     """Seconds."""
     bandwidth: float
     """Bytes/s."""
     error: float
-    """The largest relative difference of the line from what was measured."""
+    """Maximum relative difference of the model from the measured times."""
 
 
 def fit_latency_bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> LatencyBandwidth | None:
-    """Least squares of relative differences, neither constant below 0; None where the times do not tell a bandwidth.
+    """Fit by least squares of relative differences, with constants >= 0; None if the times determine no bandwidth.
 
     sizes: bytes; seconds: medians. Source of the model: Hockney, "The communication challenge for MPP", 1994.
     """

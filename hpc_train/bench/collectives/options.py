@@ -26,11 +26,11 @@ class CollectivesOptions:
     factor: int = 4
     rounds: int = 5
     iterations: int = 20
-    """Of a round, at most: fewer where they would take long."""
-    operations: tuple[str, ...] = tuple(it.name for it in OPERATIONS)
+    """Maximum calls of a case in a round; slow cases are called fewer times."""
+    operations: tuple[str, ...] = tuple(operation.name for operation in OPERATIONS)
     algorithms: tuple[str, ...] = ALGORITHMS
     backends: tuple[str, ...] = ()
-    """Of BACKENDS; empty: torch, and mpi where an MPI launcher started the ranks."""
+    """Names of BACKENDS; empty: torch, and mpi if MPI started the ranks."""
     output: Output = "table"
     plot: str | None = None
     out: str | None = None
@@ -38,7 +38,7 @@ class CollectivesOptions:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the sizes in bytes, in rising order."""
+        """Sizes in bytes, in rising order."""
         size, largest = parse_size("--min", self.smallest), parse_size("--max", self.largest)
         sizes = []
         while size <= largest:

@@ -1,4 +1,4 @@
-"""The result of `bench collectives` as a table, as lines like those of nccl-tests, and as a plot."""
+"""Print the result of `bench collectives` as tables or in the format of nccl-tests, and plot it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OUR_ALGORITHMS = {"ring": "ring (ours)", "tree": "tree (ours)"}
 
 
 def print_collectives_result(result: CollectivesResult, console: Console | None = None) -> None:
-    """Print both tables and what was left out."""
+    """Print the tables of collectives and levels, and the cases that were left out."""
     console = console or Console(width=None if Console().is_terminal else 140)
     console.print(_measurement_table(result), highlight=False)
     if result.fits:
@@ -72,7 +72,7 @@ def _format_microseconds(seconds: float) -> str:
 
 
 def format_message_size(size: int) -> str:
-    """64M, 1K, 1020."""
+    """Format a size in bytes, such as 64M, 1K or 1020."""
     for unit, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
         if size % unit == 0:
             return f"{size // unit}{letter}"
@@ -103,7 +103,10 @@ _PLAIN_HEAD = (
 
 
 def format_nccl_tests(result: CollectivesResult) -> str:
-    """One block an axis, operation, algorithm and backend, then the constants; what is no measurement begins with #."""
+    """Format the result like nccl-tests: a block for each axis, operation, algorithm and backend, then the levels.
+
+    All lines but measurements begin with #.
+    """
     degrees = " x ".join(f"{axis} {size}" for axis, size in result.degrees.items())
     lines = [
         f"# hpc-train bench collectives: cluster {result.cluster}, {result.ranks} ranks on "
@@ -151,7 +154,10 @@ _MARKS = {"library": "o", "ring": "s", "tree": "^"}
 
 
 def plot_bandwidths(result: CollectivesResult, path: Path) -> None:
-    """One panel an axis, one line an operation, algorithm and backend; .png or .svg by the name."""
+    """Plot bus bandwidths: a panel for each axis, a line for each operation, algorithm and backend.
+
+    The suffix of the path chooses .png or .svg.
+    """
     from matplotlib.figure import Figure
 
     axes = list(dict.fromkeys(row.axis for row in result.measurements))

@@ -32,7 +32,7 @@ class LevelProbe:
 
     level: str
     partner: tuple[int, ...]
-    """[ranks]: whom each sends to and receives from; itself: nobody."""
+    """[ranks]: the rank that each exchanges messages with; itself if none."""
     pairs: int
     """Messages that leave a group at once."""
 
@@ -40,7 +40,7 @@ class LevelProbe:
 def make_rank_levels(hosts: Sequence[str], nodes: Sequence[str], levels: Sequence[NamedLevel]) -> list[RankLevel]:
     """List the levels, innermost first: every rank by itself (inside), then the given levels from the node up.
 
-    hosts: [ranks], the node of each. nodes: those whose groups the levels tell; they must be all of the job's.
+    hosts: [ranks], the node of each. nodes: in the order of the levels' groups; they must include all nodes of the job.
     """
     index = {name: at for at, name in enumerate(nodes)}
     where = np.array([index[host] for host in hosts], dtype=np.int64)
@@ -73,7 +73,7 @@ def _probes_of_level(level: RankLevel, parent: GroupOfRank) -> list[LevelProbe]:
         if len(members) % 2 and len(members) > 1:
             second.append((members[-1], members[0]))
     pairs = max((min(len(a), len(b)) for a, b in first), default=0)
-    # Groups with fewer ranks in the job than others would tell what these ranks can send, not what their group can.
+    # A smaller group would measure what its few ranks can send, not what the group's link can carry.
     matchings = [[(a, b) for a, b in matching if min(len(a), len(b)) == pairs] for matching in (first, second)]
     return [
         LevelProbe(level.name, _partner_of_rank(matching, len(parent)), pairs) for matching in matchings if matching

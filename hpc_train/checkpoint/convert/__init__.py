@@ -1,12 +1,12 @@
-"""Steps from and to other layouts and other libraries' files.
+"""Reshard steps; import and export the files of other libraries.
 
-No code from a file runs, and every size in it is checked before use.
+No code from a file is run, and every size in it is checked before use.
 
-rewrite             write a step from tensors that are read a bounded part at a time
-model_config        config.json of transformers, and whether tensors make that model
-safetensors_files   one file, or several with an index
-dcp                 torch.distributed.checkpoint: written by torch, read by us
-torch_files         torch.save, read without torch.load
-torch_pickle        the tensors that the pickle within describes, and where its records are
-pickle_reader       a pickle as data
+rewrite             write a step from any source of tensors, in bounded memory
+model_config        config.json of transformers; check that tensors fit a model
+safetensors_files   safetensors: one file, or several with an index
+dcp                 torch.distributed.checkpoint, written through torch, read without it
+torch_files         files of torch.save, read without torch.load
+torch_pickle        the tensors that the pickle of such a file describes, and the places of its records
+pickle_reader       read a pickle as data
 """

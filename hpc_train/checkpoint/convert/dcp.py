@@ -1,4 +1,4 @@
-"""Files of torch.distributed.checkpoint: torch writes them, one tensor at a time; we read them without unpickling.
+"""Read and write torch.distributed.checkpoint (DCP): torch writes it, one tensor at a time; reading unpickles nothing.
 
 `parse_dcp_metadata` reads the metadata, a pickle, as data; `DcpTensors` reads the tensors it describes.
 """
@@ -50,7 +50,7 @@ _MOST_BYTES = 512 << 20
 _MOST_OBJECTS = 10_000_000
 """Limit on objects in the metadata; a chunk takes about ten."""
 _OF_A_CHUNK = 16
-"""Bytes that a chunk takes in the metadata at least. A pickle can name a list of chunks again and again."""
+"""Minimum bytes of a chunk in the metadata. It bounds the chunks, as a pickle can refer to one list many times."""
 _MOST_ODD_CHUNKS = 4096
 """Limit on chunks of a tensor that are not cells of a grid; comparing them takes time quadratic in their number."""
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -104,7 +104,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class _Item:
-    """Place of an item, as the metadata says."""
+    """Place of an item according to the metadata."""
 
     file: str
     begin: int
@@ -116,9 +116,10 @@ _Key = tuple[str, tuple[int, ...]]
 
 
 def parse_dcp_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """Return name, dtype, shape and places of every tensor. Other objects are left out, and never read.
+    """Parse the metadata of a DCP folder; returns dtype, shape and chunks of every tensor, by name.
 
-    Raises UserError if it is no such checkpoint, names what torch's metadata never does, or contradicts its files.
+    Other objects are left out and never read. Raises UserError if the folder is no such checkpoint, if its metadata
+    names anything that torch's metadata never does, or if it contradicts the files.
     """
     path = folder / METADATA_FILE
     try:
@@ -143,13 +144,13 @@ def _parse_tensors(root: Any, most_chunks: int) -> dict[str, StoredTensor]:
         fields = _read_fields(root, "Metadata")
         items = dict(_parse_items(fields["storage_data"]))
         described = {
-            name: _read_fields(it, "TensorStorageMetadata")
-            for name, it in fields["state_dict_metadata"].by_name().items()
-            if type(it) is PickledCall and it.function.name == "TensorStorageMetadata"
+            name: _read_fields(value, "TensorStorageMetadata")
+            for name, value in fields["state_dict_metadata"].by_name().items()
+            if type(value) is PickledCall and value.function.name == "TensorStorageMetadata"
         }
-        if sum(len(it["chunks"]) for it in described.values()) > most_chunks:
+        if sum(len(tensor["chunks"]) for tensor in described.values()) > most_chunks:
             raise PickleError("more chunks than metadata of its size has")
-        return {name: _parse_tensor(name, it, items) for name, it in described.items()}
+        return {name: _parse_tensor(name, tensor, items) for name, tensor in described.items()}
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
         raise PickleError(f"a part is missing or of another type: {type(error).__name__}") from None
 
@@ -190,8 +191,8 @@ def _parse_tensor(name: str, fields: dict[str, Any], items: dict[_Key, _Item]) -
     state = fields["properties"].state
     dtype = parse_pickled_dtype(state[0] if type(state) is tuple else state.by_name()["dtype"])
     shape, chunks = parse_shape(fields["size"]), []
-    for it in fields["chunks"]:
-        chunk = _read_fields(it, "ChunkStorageMetadata")
+    for value in fields["chunks"]:
+        chunk = _read_fields(value, "ChunkStorageMetadata")
         rectangle = Rectangle(parse_shape(chunk["offsets"]), parse_shape(chunk["sizes"]))
         if len(rectangle.offset) != len(shape) or len(rectangle.shape) != len(shape):
             raise PickleError(f"a chunk of {ascii(name)[:100]} of other dimensions")
@@ -199,16 +200,17 @@ def _parse_tensor(name: str, fields: dict[str, Any], items: dict[_Key, _Item]) -
         if rectangle.volume * dtype.itemsize > item.size:
             raise PickleError(f"a chunk of {ascii(name)[:100]} of shape {rectangle.shape} in {item.size:,} bytes")
         chunks.append(StoredChunk(rectangle, item.file, item.begin, item.size))
-    _check_cover(name, shape, [it.rectangle for it in chunks])
+    _check_cover(name, shape, [chunk.rectangle for chunk in chunks])
     return StoredTensor(dtype, shape, tuple(chunks))
 
 
 def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Rectangle]) -> None:
     """Raise PickleError unless the chunks cover the tensor exactly once."""
-    filled = [it for it in chunks if it.volume]
+    filled = [chunk for chunk in chunks if chunk.volume]
     if not filled and not prod(shape):
         return
-    offsets, shapes = (np.array(it, dtype=np.int64).reshape(len(filled), len(shape)) for it in _columns(filled))
+    columns = [chunk.offset for chunk in filled], [chunk.shape for chunk in filled]
+    offsets, shapes = (np.array(column, dtype=np.int64).reshape(len(filled), len(shape)) for column in columns)
     if filled and forms_grid(shape, offsets, shapes):
         return
     many = len(filled) > _MOST_ODD_CHUNKS
@@ -217,17 +219,14 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Rectangle]) -> 
         raise PickleError(f"the chunks of {ascii(name)[:100]} do not make it: {why}")
 
 
-def _columns(rectangles: list[Rectangle]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    return [it.offset for it in rectangles], [it.shape for it in rectangles]
-
-
 def _check_sizes(folder: Path, tensors: dict[str, StoredTensor]) -> None:
     """Raise PickleError if a chunk ends past the end of its file, or all tensors together are larger than all files."""
     chunks = [chunk for tensor in tensors.values() for chunk in tensor.chunks]
-    sizes = {name: (folder / name).stat().st_size for name in {it.file for it in chunks}}
-    for it in chunks:
-        if it.begin + it.size > sizes[it.file]:
-            raise PickleError(f"{it.file}: has {sizes[it.file]:,} bytes, and a tensor at {it.begin:,}+{it.size:,}")
+    sizes = {name: (folder / name).stat().st_size for name in {chunk.file for chunk in chunks}}
+    for chunk in chunks:
+        size = sizes[chunk.file]
+        if chunk.begin + chunk.size > size:
+            raise PickleError(f"{chunk.file}: has {size:,} bytes, and a tensor at {chunk.begin:,}+{chunk.size:,}")
     total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     if total > sum(sizes.values()):
         raise PickleError(f"tensors of {total:,} bytes in files of {sum(sizes.values()):,}")
@@ -241,11 +240,13 @@ def write_dcp(
     source: TensorSource,
     tensors: Sequence[SavedTensor],
     dtype: torch.dtype | None,
-    tell: Callable[[int], object],
+    on_bytes: Callable[[int], object],
 ) -> list[str]:
-    """Write the tensors under their names; returns the names of the files. One is in memory at a time."""
-    planner = _Planner(source, tensors, dtype, tell)
-    empty = {it.name: torch.empty(it.shape, dtype=planner.dtype_of(it), device="meta") for it in tensors}
+    """Write the tensors, one in memory at a time; returns the names of the files."""
+    planner = _Planner(source, tensors, dtype, on_bytes)
+    empty = {
+        tensor.name: torch.empty(tensor.shape, dtype=planner.dtype_of(tensor), device="meta") for tensor in tensors
+    }
     with _silence_dcp(folder):
         writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
         dcp.save(empty, storage_writer=writer, planner=planner, no_dist=True)
@@ -253,33 +254,33 @@ def write_dcp(
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Gives the writer each tensor when it is its turn."""
+    """Save planner that reads each tensor when torch's writer asks for it."""
 
     def __init__(
         self,
         source: TensorSource,
         tensors: Sequence[SavedTensor],
         dtype: torch.dtype | None,
-        tell: Callable[[int], object],
+        on_bytes: Callable[[int], object],
     ) -> None:
         super().__init__()
-        self._source, self._dtype, self._tell = source, dtype, tell
-        self._tensors = {it.name: it for it in tensors}
+        self._source, self._dtype, self._on_bytes = source, dtype, on_bytes
+        self._tensors = {tensor.name: tensor for tensor in tensors}
 
     def dtype_of(self, tensor: SavedTensor) -> torch.dtype:
-        """That it is written in."""
+        """Return the dtype in which a tensor is written."""
         own = parse_dtype(tensor.dtype)
         return self._dtype if self._dtype and own.is_floating_point else own
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         tensor = self._tensors[index.fqn]
         made = read_whole_tensors(self._source, [tensor])[tensor.name].to(self.dtype_of(tensor))
-        self._tell(tensor.rectangle.volume * tensor.itemsize)
+        self._on_bytes(tensor.rectangle.volume * tensor.itemsize)
         return made
 
 
 class DcpTensors:
-    """Tensors of a torch.distributed.checkpoint (a Tensors). We read its files ourselves: torch's reader unpickles."""
+    """Tensors of a DCP folder (a TensorSource), read without torch's reader, which unpickles."""
 
     def __init__(
         self,
@@ -288,29 +289,29 @@ class DcpTensors:
         names: Mapping[str, str],
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        """stored: from parse_metadata. names: ours to theirs. dtypes: that our tensors shall have."""
+        """stored: from parse_dcp_metadata. names: our name -> name in the folder. dtypes: by our names."""
         self._folder, self._stored, self._names, self._dtypes = folder, stored, names, dtypes
         self._mapped: dict[str, MappedFile] = {}
 
     @property
     def tensors(self) -> Sequence[SavedTensor]:
-        """Under our names."""
+        """The tensors under our names."""
         return [
             SavedTensor(name, dtype_name(self._dtypes[name]), self._stored[theirs].shape)
             for name, theirs in self._names.items()
         ]
 
-    def fill(self, pieces: Sequence[TensorShard]) -> None:
-        """Fill the pieces. Raises CheckpointError for a file that does not hold what the metadata says, and OSError."""
-        for piece in pieces:
-            wanted = Rectangle(tuple(piece.offset), tuple(piece.local.shape))
-            stored = self._stored[self._names[piece.name]]
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Fill the shards. Raises CheckpointError for a file that does not hold what the metadata says, and OSError."""
+        for shard in shards:
+            wanted = Rectangle(tuple(shard.offset), tuple(shard.local.shape))
+            stored = self._stored[self._names[shard.name]]
             for chunk in stored.chunks:
                 common = wanted.overlap(chunk.rectangle)
                 if common is not None:
                     inner = _slices(common.start_in(chunk.rectangle), common.shape)
                     outer = _slices(common.start_in(wanted), common.shape)
-                    piece.local[outer].copy_(self._read(chunk, stored.dtype)[inner])
+                    shard.local[outer].copy_(self._read(chunk, stored.dtype)[inner])
 
     def _read(self, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor of a chunk, as a view of the mapped file."""
@@ -341,12 +342,12 @@ def _slices(begin: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 
 @contextmanager
 def _silence_dcp(folder: Path) -> Iterator[None]:
-    """Without the warning that there is one process, and with what went wrong in one line."""
+    """Silence torch's warning about a single process, and turn its errors into one line."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except (CheckpointException, Exception) as error:  # whatever a damaged file makes of their reader
+    except (CheckpointException, Exception) as error:  # torch's writer may raise anything
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         if isinstance(first, (CheckpointError, OSError)):
             raise first from None

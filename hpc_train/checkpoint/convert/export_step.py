@@ -34,12 +34,12 @@ class ExportOptions:
     dtype: str | None
     """Convert floating-point tensors; None: as saved."""
     config: Path | None
-    """hf: config.yaml of the run; None: that of the run directory."""
+    """hf: config.yaml of the run; None: the one in the run directory."""
 
 
 @dataclass(frozen=True)
 class ExportedStep:
-    """A folder that was written."""
+    """The folder that was written."""
 
     folder: Path
     tensors: int
@@ -48,13 +48,13 @@ class ExportedStep:
 
 
 def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: Progress) -> ExportedStep:
-    """Write `step` into the new folder `folder`, which appears whole or not at all.
+    """Write `step` into the new folder `folder`, whole or not at all.
 
     Raises UserError for a model that the format cannot hold, CheckpointError for a damaged step.
     """
     weights_only = options.weights or options.format == "hf"
-    tensors = [it for it in step.manifest.holdings.tensors if is_weight(it.name) or not weights_only]
-    total = sum(it.rectangle.volume * it.itemsize for it in tensors)
+    tensors = [tensor for tensor in step.manifest.step_layout.tensors if is_weight(tensor.name) or not weights_only]
+    total = sum(tensor.rectangle.volume * tensor.itemsize for tensor in tensors)
     temporary = folder.with_name(f".{folder.name}.tmp-{make_token()}")
     temporary.mkdir(parents=True)
     try:
@@ -80,7 +80,7 @@ def _write_files(
         if options.format == "safetensors":
             groups = [[tensor] for tensor in tensors]
             return safetensors_files.write_safetensors(
-                folder, source, groups, lambda it: safetensors_files.cast_state(it, dtype), on_bytes
+                folder, source, groups, lambda state: safetensors_files.cast_state(state, dtype), on_bytes
             )
         return _write_hugging_face(folder, source, tensors, _model_of_step(options, step), dtype, on_bytes)
 
@@ -97,7 +97,11 @@ def _write_hugging_face(
     find_model_family(model)
     groups = _group_by_block(tensors)
     files = safetensors_files.write_safetensors(
-        folder, source, groups, lambda it: safetensors_files.cast_state(to_huggingface(it, model), dtype), on_bytes
+        folder,
+        source,
+        groups,
+        lambda state: safetensors_files.cast_state(to_huggingface(state, model), dtype),
+        on_bytes,
     )
     text = json.dumps(model_config.encode_hf_config(model, dtype_name(dtype) if dtype else tensors[0].dtype), indent=2)
     (folder / "config.json").write_text(text + "\n")
@@ -105,7 +109,7 @@ def _write_hugging_face(
 
 
 def _group_by_block(tensors: list[SavedTensor]) -> list[list[SavedTensor]]:
-    """Group the tensors of each block, some of which are merged in the other format; every other tensor is alone."""
+    """Group the tensors of each block, some of which the other format merges; every other tensor is its own group."""
     groups: dict[str, list[SavedTensor]] = {}
     for tensor in tensors:
         parts = tensor.name.split(".")

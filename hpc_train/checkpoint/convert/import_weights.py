@@ -1,4 +1,4 @@
-"""Make step 0 of a run from weights of transformers, safetensors, torch or its distributed checkpoint (DCP)."""
+"""Import weights of transformers, safetensors, torch or its distributed checkpoint (DCP) as step 0 of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.huggingface import find_model_family, from_huggingface
 
 _BASES = {"llama": "llama_tiny", "gpt2": "gpt2_tiny", "vit": "vit_tiny"}
-"""Family -> the shipped model of which the imported one is a variant."""
+"""Model family -> the shipped model of which an imported model is a variant."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class ImportOptions:
     format: str
     """hf, safetensors, dcp or torch."""
     prefix: str
-    """Take only names that begin with it, and remove it."""
+    """Import only tensors whose names begin with it, and remove it from the names."""
     dtype: str | None
-    """float32 or float64; None: narrower floats become float32."""
+    """float32 or float64; None: narrower floats are cast to float32."""
     ranks: int
     """Files to write."""
 
 
 @dataclass(frozen=True)
 class ImportedStep:
-    """A step that was made, and the overrides with which a run continues from it."""
+    """The step that was written, and the overrides with which a run starts from it."""
 
     path: Path
     tensors: int
     bytes: int
     left_out: int
-    """Tensors of the source that are no weights of the model."""
+    """Number of tensors of the source that are no weights of the model."""
     overrides: list[str]
 
 
@@ -64,7 +64,7 @@ class _Weights:
     model: ModelConfig | None
     """None where the source does not say."""
     left_out: int
-    """Tensors that are not of the model: optimizer state, and names without the prefix."""
+    """Number of tensors that are not of the model: optimizer state, and names without the prefix."""
 
 
 def import_weights(source: Path, run: Path, options: ImportOptions, progress: Progress) -> ImportedStep:
@@ -79,11 +79,11 @@ def import_weights(source: Path, run: Path, options: ImportOptions, progress: Pr
         raise UserError(f"{source}: there is no tensor in it{f' below {options.prefix!r}' if options.prefix else ''}")
     if model is not None:
         check_tensors_fit_model(tensors, model, str(source))
-    total = sum(it.rectangle.volume * it.itemsize for it in tensors)
+    total = sum(tensor.rectangle.volume * tensor.itemsize for tensor in tensors)
     run.mkdir(parents=True, exist_ok=True, mode=0o700)
-    facts = StepMetadata(mark_weights_only({"imported": {"format": options.format, "from": source.name}}))
+    metadata = StepMetadata(mark_weights_only({"imported": {"format": options.format, "from": source.name}}))
     with progress("import", total) as on_bytes:
-        path = write_step(directory, 0, weights.source, cut_rows(tensors, options.ranks, 0), facts, on_bytes)
+        path = write_step(directory, 0, weights.source, cut_rows(tensors, options.ranks, 0), metadata, on_bytes)
     overrides = [f"run_dir={run}", *(_model_overrides(weights.model) if weights.model is not None else [])]
     return ImportedStep(path, len(tensors), total, weights.left_out, overrides)
 
@@ -145,7 +145,7 @@ def _wrap_state(state: dict[str, torch.Tensor], options: ImportOptions) -> State
 
 
 def _parameter_dtype(own: torch.dtype, options: ImportOptions) -> torch.dtype:
-    """Return the format in which a run keeps this parameter: at least float32."""
+    """Return the dtype in which a run stores this parameter: at least float32."""
     if not own.is_floating_point:
         return own
     if options.dtype is not None:
@@ -157,7 +157,7 @@ def _model_overrides(model: ModelConfig) -> list[str]:
     """Return the overrides that turn a shipped model into the imported one."""
     base = _BASES[find_model_family(model)]
     shipped: Any = compose([f"model={base}"]).model
-    values = {it.name: getattr(model, it.name) for it in fields(model) if it.name != "source"}
+    values = {field.name: getattr(model, field.name) for field in fields(model) if field.name != "source"}
     differ = {name: value for name, value in values.items() if value != getattr(shipped, name)}
     return [f"model={base}", *(f"model.{name}={_format_value(value)}" for name, value in differ.items())]
 

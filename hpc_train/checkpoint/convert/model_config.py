@@ -1,6 +1,6 @@
 """Convert config.json of transformers (Llama, GPT-2, ViT) from and to our model config.
 
-Also: do these tensors make that model? Asked before anything is written.
+`check_tensors_fit_model` compares tensors with a model before anything is written.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hpc_train.models.shape import compute_head_dim, count_kv_heads
 Json = dict[str, Any]
 _GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What models.rotary knows of this kind of frequency scaling."""
+"""The only values of these settings that models.rotary computes."""
 
 
 def encode_hf_config(config: ModelConfig, dtype: str) -> Json:
-    """The content of config.json. UserError for a model that is of none of the three families."""
+    """Return the content of config.json. Raises UserError for a model of none of the three families."""
     kind = find_model_family(config)
     makers: dict[str, Any] = {"llama": _encode_llama, "gpt2": _encode_gpt2, "vit": _encode_vit}
     made: Json = makers[kind](config)
@@ -37,7 +37,7 @@ def encode_hf_config(config: ModelConfig, dtype: str) -> Json:
 
 
 def parse_hf_config(body: Mapping[str, Any], name: str) -> ModelConfig:
-    """The model that a config.json describes. UserError for one that we cannot compute."""
+    """Return the model that a config.json describes. Raises UserError if our models cannot compute it."""
     readers: dict[Any, Any] = {"llama": _parse_llama, "gpt2": _parse_gpt2, "vit": _parse_vit}
     kind = body.get("model_type") if isinstance(body, Mapping) else None
     if not isinstance(kind, str) or kind not in readers:
@@ -185,14 +185,14 @@ def _parse_vit(body: Mapping[str, Any], name: str) -> VisionTransformerConfig:
     )
 
 
-def _refuse_unknown(body: Mapping[str, Any], key: str, known: set[Any], default: Any) -> None:
+def _refuse_unknown(body: Mapping[str, Any], key: str, supported: set[Any], default: Any) -> None:
     value = body.get(key, default)
-    if value not in known:
-        raise UserError(f"config.json: {key} is {value!r}; our model has {' or '.join(map(repr, sorted(known)))}")
+    if value not in supported:
+        raise UserError(f"config.json: {key} is {value!r}; our model has {' or '.join(map(repr, sorted(supported)))}")
 
 
 def load_run_config(file: Path) -> RunConfig:
-    """The run that a config.yaml describes. Raises UserError if it is none."""
+    """Load the config.yaml of a run. Raises UserError if it is not one."""
     try:
         return config_from_dict(load_run_file(file))
     except OSError as error:
@@ -202,22 +202,25 @@ def load_run_config(file: Path) -> RunConfig:
 
 
 def check_tensors_fit_model(tensors: Iterable[SavedTensor], config: ModelConfig, where: str) -> None:
-    """Raise UserError for the first weight that the model lacks, that it needs, or that has another shape.
+    """Raise UserError for the first weight that the model does not have, that is missing, or that has another shape.
 
-    Of a custom model only the run itself can tell.
+    A custom model is not checked: only the run itself can build it.
     """
     if isinstance(config, CustomModelConfig):
         return
-    here, there = {it.name: it.shape for it in tensors}, _model_shapes(config)
-    unknown, missing = [it for it in here if it not in there], [it for it in there if it not in here]
+    given, expected = {tensor.name: tensor.shape for tensor in tensors}, _model_shapes(config)
+    unknown, missing = (
+        [name for name in given if name not in expected],
+        [name for name in expected if name not in given],
+    )
     if unknown:
         raise UserError(f"{where}: the tensor {unknown[0]!r} is not one of model={config.name}; name another model")
     if missing:
         raise UserError(f"{where}: model={config.name} needs the tensor {missing[0]!r}, which is not there")
-    for name, shape in here.items():
-        if shape != there[name]:
+    for name, shape in given.items():
+        if shape != expected[name]:
             raise UserError(
-                f"{where}: the tensor {name!r} is of shape {shape}, in model={config.name} of {there[name]}"
+                f"{where}: the tensor {name!r} is of shape {shape}, in model={config.name} of {expected[name]}"
             )
 
 
@@ -230,4 +233,4 @@ def _model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         raise UserError(
             f"model={config.name}: cannot be built with these sizes ({type(error).__name__}: {text})"
         ) from None
-    return {name: tuple(it.shape) for name, it in model.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -1,9 +1,9 @@
 """Read a pickle as data, without running any code from it.
 
 torch.save and torch.distributed.checkpoint write pickles. Python's own reader imports what a pickle names and calls it,
-so we interpret the opcodes ourselves. A name becomes a `Name`, a call an unevaluated `Call`; nothing is imported,
-called or given attributes. Names that are not in an exact list are refused, and so is every opcode that those two
-writers do not use. Dictionaries stay lists of pairs, because hashing what a pickle holds can take for ever.
+so we interpret the opcodes ourselves. A name becomes a `PickledName`, a call an unevaluated `PickledCall`; nothing is
+imported, called or given attributes. Names that are not in an exact list are refused, and so is every opcode that those
+two writers do not use. Dictionaries stay lists of pairs, because hashing hostile keys can take for ever.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.runtime.processes import pause_gc
 
 MAX_PICKLE_OBJECTS = 2_000_000
-"""Limit on the containers that a pickle may make and on the values that it may memoize, of about 100 bytes each."""
+"""Limit on the containers that a pickle makes and on the values that it memoizes, of about 100 bytes each."""
 _MOST_STACK = 200_000
 _LONGEST_INTEGER = 64
 """Maximum bytes of an integer."""
 
 
 class PickleError(CheckpointError):
-    """Not a pickle that we read: damaged, or made by another program."""
+    """The pickle is damaged, or not of the kind that torch writes."""
 
 
 class ForbiddenError(PickleError):
-    """The pickle asks for more than data: loading it could run code."""
+    """The pickle is more than data: loading it could run code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,9 @@ def read_pickle(
 ) -> PickleContents:
     """Read one pickle that begins at byte `begin`.
 
-    The value is made of None, bool, int, float, str, bytes, tuple, list (sets too), Pairs, Name, Call and Persistent.
-    It may hold itself, and share parts: bound every walk over it.
-    allowed: the exact (module, name) pairs that may be named. most: see MOST_OBJECTS.
+    The value is made of None, bool, int, float, str, bytes, tuple, list (for sets too), PickledPairs, PickledName,
+    PickledCall and PickledReference. It may contain itself and share parts: bound every walk over it.
+    allowed: the exact (module, name) pairs that may be named. most: see MAX_PICKLE_OBJECTS.
     Raises ForbiddenError for other names and for opcodes that only make sense to run code, PickleError for damage.
     """
     reader = _Reader(data, allowed, begin, most)
@@ -143,7 +143,7 @@ class _Reader:
             return ForbiddenError(f"Unsupported operand {_RUNNING[code]}")
         return PickleError(f"not a pickle (byte {code} at {self.at - 1} is no opcode that torch writes)")
 
-    # helpers of the opcodes
+    # Helpers of the opcodes
 
     def _take(self, size: int) -> bytes:
         begin, self.at = self.at, self.at + size
@@ -188,7 +188,7 @@ class _Reader:
 
     def _tuple(self, size: int) -> None:
         values = tuple(self._stack[-size:])
-        if len(values) < size or any(it is _MARK for it in values):
+        if len(values) < size or any(value is _MARK for value in values):
             raise ValueError("a tuple of fewer values than it has")
         del self._stack[-size:]
         self._push(values)
@@ -247,7 +247,7 @@ class _Reader:
 
 
 def _printable(text: str) -> str:
-    return "".join(it if it.isprintable() else "?" for it in text[:100])
+    return "".join(char if char.isprintable() else "?" for char in text[:100])
 
 
 _ONE, _TWO, _FOUR, _EIGHT = (struct.Struct(form) for form in ("<B", "<H", "<I", "<Q"))

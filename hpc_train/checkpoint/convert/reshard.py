@@ -17,7 +17,7 @@ _STEP_NAMES = re.compile(r"step-[0-9]+|\.?lock.*")
 
 @dataclass(frozen=True)
 class ReshardedStep:
-    """A step that was rewritten."""
+    """The step that was written."""
 
     step: int
     path: Path
@@ -33,25 +33,25 @@ def reshard_step(step: OpenStep, directory: Path, ranks: int, dim: int, progress
     """
     manifest = step.manifest
     _check_output(directory, step.path.resolve().parent)
-    tensors = manifest.holdings.tensors
-    total = sum(it.rectangle.volume * it.itemsize for it in tensors)
-    facts = StepMetadata(manifest.extra, manifest.finite, manifest.validation_loss, manifest.origin)
+    tensors = manifest.step_layout.tensors
+    total = sum(tensor.rectangle.volume * tensor.itemsize for tensor in tensors)
+    metadata = StepMetadata(manifest.extra, manifest.finite, manifest.validation_loss, manifest.origin)
     with (
         SavedStepTensors(step.path, manifest, step.where) as source,
         progress(f"step {manifest.step}", total) as on_bytes,
     ):
         files = cut_rows(tensors, ranks, dim)
-        path = write_step(directory, manifest.step, source, files, facts, on_bytes)
-    # A resharded step that is not marked would be resumed from.
+        path = write_step(directory, manifest.step, source, files, metadata, on_bytes)
+    # Copy the mark of a bad step: a run would resume from an unmarked copy.
     with suppress(FileNotFoundError):
         mark_bad(directory, manifest.step, read_bad_mark(step.path))
     return ReshardedStep(manifest.step, path, sum(bool(rows) for rows in files), total)
 
 
 def _check_output(out: Path, directory: Path) -> None:
-    """Raise UserError if the copy would pass for a run's own step, or lie among other files.
+    """Raise UserError if the copy could be taken for a run's own step, or would lie among other files.
 
-    directory: the checkpoints that are read, with links resolved.
+    directory: checkpoint directory that is read, with links resolved.
     """
     place = out.resolve()
     for own in (CheckpointTarget(directory).run, directory):

@@ -1,9 +1,9 @@
-"""Write a step in one process and little memory, from tensors read a part at a time; commit it as a save does.
+"""Write a step in one process and bounded memory, from tensors read a part at a time, and commit it as a save does.
 
-TensorSource   tensors by name and rectangle, wherever they are: a committed step, a state dict, another library's files
-cut_rows       which file gets which rectangle
-BlockWriter    a shard file whose bytes come in any order
-write_step     all of it
+TensorSource   tensors to read by name and rectangle: a committed step, a state dict, another library's files
+cut_rows       cut the tensors over the files
+BlockWriter    write a shard file whose bytes come in any order
+write_step     write and commit the step
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hpc_train.checkpoint.format.rectangle import Rectangle, split_slabs
 from hpc_train.checkpoint.format.shard_layout import FileLayout, SavedTensor, gather_layouts, make_file_layout
 from hpc_train.checkpoint.load.load_step import check_reads, plan_reads, report_damage
 from hpc_train.checkpoint.load.read_schedule import LoadDestinations
-from hpc_train.checkpoint.load.reader import PieceReader
+from hpc_train.checkpoint.load.reader import TensorReader
 from hpc_train.checkpoint.load.verified_reader import ShardReader
 from hpc_train.checkpoint.provenance import Origin
 from hpc_train.checkpoint.save.save_step import commit_step, prepare_directory
@@ -68,18 +68,18 @@ Progress = Callable[[str, int], AbstractContextManager[OnBytes]]
 
 
 class TensorSource(Protocol):
-    """Logical tensors, and a way to read parts of them."""
+    """Logical tensors whose parts can be read."""
 
     @property
     def tensors(self) -> Sequence[SavedTensor]:
-        """In the order in which reading them is cheapest."""
+        """The tensors, in the order in which reading them is cheapest."""
 
-    def fill(self, pieces: Sequence[TensorShard]) -> None:
-        """Read into `local` of every piece. Raises CheckpointError or OSError."""
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Read `local` of every shard. Raises CheckpointError or OSError."""
 
 
 class SavedStepTensors:
-    """Of a committed step, verified block by block as they are read."""
+    """Tensors of a committed step, verified block by block as they are read (a TensorSource)."""
 
     def __init__(self, path: Path, manifest: Manifest, where: str) -> None:
         self._path, self._manifest, self._where = path, manifest, where
@@ -94,20 +94,20 @@ class SavedStepTensors:
 
     @property
     def tensors(self) -> Sequence[SavedTensor]:
-        """All of the step."""
-        return self._manifest.holdings.tensors
+        """All tensors of the step."""
+        return self._manifest.step_layout.tensors
 
-    def fill(self, pieces: Sequence[TensorShard]) -> None:
-        """As loading does, in one process."""
-        plan = plan_reads(pieces, self._manifest, self._where)
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Read the shards as load_step does, in one process."""
+        plan = plan_reads(shards, self._manifest, self._where)
         self._make_room(set(plan["file"].tolist()))
-        targets = LoadDestinations(pieces)
+        targets = LoadDestinations(shards)
         report_damage(self._where, lambda: check_reads(plan, self._source, targets))
-        report_damage(self._where, lambda: PieceReader(self._source, pieces, targets).run(plan))
+        report_damage(self._where, lambda: TensorReader(self._source, shards, targets).run(plan))
         targets.finish()
 
     def _make_room(self, files: set[int]) -> None:
-        """A process may not have as many open files as a step has."""
+        """Close all files if these would be too many: a step may have more files than a process may open."""
         if len(self._open | files) > _OPEN_FILES:
             self._source.__exit__()
             self._source, self._open = ShardReader(self._path, self._manifest), set()
@@ -116,43 +116,45 @@ class SavedStepTensors:
 
 @dataclass(frozen=True)
 class StateDictTensors:
-    """Of a state dict, whose tensors may be views of mapped files."""
+    """Tensors of a state dict, which may be views of mapped files (a TensorSource)."""
 
     state: Mapping[str, torch.Tensor]
     dtypes: Mapping[str, torch.dtype]
-    """That they are to have."""
+    """The dtype that each tensor is converted to."""
 
     @property
     def tensors(self) -> Sequence[SavedTensor]:
-        """In the order of the state dict."""
-        return [SavedTensor(name, dtype_name(self.dtypes[name]), tuple(it.shape)) for name, it in self.state.items()]
+        """The tensors in the order of the state dict."""
+        return [
+            SavedTensor(name, dtype_name(self.dtypes[name]), tuple(tensor.shape)) for name, tensor in self.state.items()
+        ]
 
-    def fill(self, pieces: Sequence[TensorShard]) -> None:
-        """Copied, and converted where the type differs."""
-        for piece in pieces:
-            spans = zip(piece.offset, piece.local.shape, strict=True)
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Copy the tensors into the shards, converted if the dtype differs."""
+        for shard in shards:
+            spans = zip(shard.offset, shard.local.shape, strict=True)
             where = tuple(slice(begin, begin + size) for begin, size in spans)
-            piece.local.copy_(self.state[piece.name][where])
+            shard.local.copy_(self.state[shard.name][where])
 
 
-def make_blank_piece(tensor: SavedTensor, rectangle: Rectangle) -> TensorShard:
-    """A piece to be filled."""
+def make_blank_shard(tensor: SavedTensor, rectangle: Rectangle) -> TensorShard:
+    """Make a shard with uninitialised memory."""
     dtype = parse_dtype(tensor.dtype)
     return TensorShard(tensor.name, tensor.shape, dtype, rectangle.offset, torch.empty(rectangle.shape, dtype=dtype))
 
 
 def read_whole_tensors(source: TensorSource, tensors: Sequence[SavedTensor]) -> dict[str, torch.Tensor]:
-    """These tensors, whole, in memory."""
-    pieces = [make_blank_piece(tensor, tensor.rectangle) for tensor in tensors]
-    source.fill([piece for piece in pieces if piece.local.numel()])
-    return {piece.name: piece.local for piece in pieces}
+    """Read whole tensors into memory; returns them by name."""
+    shards = [make_blank_shard(tensor, tensor.rectangle) for tensor in tensors]
+    source.fill([shard for shard in shards if shard.local.numel()])
+    return {shard.name: shard.local for shard in shards}
 
 
 def cut_rows(tensors: Sequence[SavedTensor], files: int, dim: int) -> list[list[DatasetRow]]:
-    """The rows of every file: dimension `dim` in parts as even as can be.
+    """Cut tensors over the files, evenly along `dim`; returns the rows of every file.
 
-    A tensor that has no such dimension, is too short there or too small to be worth it goes whole to the file that has
-    least so far.
+    A tensor without that dimension, too short in it, or too small to be worth cutting goes whole to the file with the
+    fewest bytes so far.
     """
     rows: list[list[DatasetRow]] = [[] for _ in range(files)]
     loads = [(0, index) for index in range(files)]
@@ -181,10 +183,13 @@ def _make_row(tensor: SavedTensor, rectangle: Rectangle) -> DatasetRow:
 
 
 class BlockWriter:
-    """Holds the blocks that are begun and not whole; those are few if the bytes come about in their order."""
+    """Writes a shard file block by block, from bytes that come in any order.
+
+    Incomplete blocks stay in memory; they are few if the bytes come roughly in file order.
+    """
 
     def __init__(self, directory: Path, name: str, image: ShardImage) -> None:
-        """A new file, as long as it will be. Raises OSError."""
+        """Create the file with its final size. Raises OSError."""
         self._path, self._name, self._image = directory / name, name, image
         self._begins = [begin for begin, _ in image.structure]
         self._begun: dict[int, tuple[bytearray, int]] = {}
@@ -193,7 +198,7 @@ class BlockWriter:
         os.truncate(self._file, image.size)
 
     def put(self, place: int, data: memoryview) -> None:
-        """Bytes of a tensor; each byte of the file comes once, here or with the structure."""
+        """Put bytes of a tensor at byte `place`; each byte of the file must come once, here or with the structure."""
         at = 0
         while at < len(data):
             block, inside = divmod(place + at, BLOCK_BYTES)
@@ -206,9 +211,9 @@ class BlockWriter:
             at += size
 
     def close(self, seal: bytes) -> ShardFile:
-        """Complete and fsync the file, and write its digests beside it. Raises OSError.
+        """Complete and synchronise the file, and write its digests; returns its manifest entry. Raises OSError.
 
-        seal: of the file's contents (see Held).
+        seal: of the file's contents (see shard_layout.seal_rows).
         """
         for block in range(count_blocks(self._image.size)):
             if block not in self._digests:
@@ -223,7 +228,7 @@ class BlockWriter:
         return ShardFile(self._name, self._image.size, checksum_bytes(table))
 
     def abandon(self) -> None:
-        """Close the file as it is."""
+        """Close the file without completing it."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -238,7 +243,7 @@ class BlockWriter:
             self._store(block, memoryview(content))
 
     def _begin(self, block: int) -> tuple[bytearray, int]:
-        """(a block with its part of the structure, the number of its bytes that are still to come)."""
+        """Return (a new block with its part of the HDF5 structure, number of bytes still missing)."""
         begin = block * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, self._image.size)
         content = bytearray(end - begin)
@@ -261,14 +266,14 @@ class BlockWriter:
 READ_BYTES = 32 << 20
 """Bytes that are read at a time."""
 _ROWS = 100_000
-"""Datasets of the files that are written at the same time; their structure is some kilobytes each."""
+"""Maximum datasets of files that are written at the same time; the structure takes some kilobytes for each."""
 _FILES = 256
-ReportProgress = Callable[[int], object]
+"""Maximum files that are written at the same time."""
 
 
 @dataclass(frozen=True)
 class StepMetadata:
-    """What a manifest says beside tensors and files (see Manifest)."""
+    """Content of a manifest besides tensors and files (see Manifest)."""
 
     extra: dict[str, Any]
     finite: bool = True
@@ -287,7 +292,7 @@ class _OpenFile:
 
 @dataclass(frozen=True)
 class _Destination:
-    """Where a rectangle of a tensor goes."""
+    """Destination of a rectangle of a tensor: byte `place` of a file."""
 
     rectangle: Rectangle
     place: int
@@ -299,25 +304,25 @@ def write_step(
     step: int,
     source: TensorSource,
     files: Sequence[list[DatasetRow]],
-    about: StepMetadata,
-    tell: ReportProgress,
+    metadata: StepMetadata,
+    on_bytes: OnBytes,
 ) -> Path:
-    """Commit `step` under `directory` with these rows in each file; returns where it is.
+    """Write and commit `step` under `directory` with these rows in each file; returns its path.
 
-    files: of the source's tensors; all together cover each exactly once. Those without a row are not written.
-    tell: is called with the bytes that were read. Memory is bounded, whatever the sizes of tensors and files.
-    Raises UserError if the step is there, CheckpointError or OSError if it cannot be read or written: then nothing is.
+    files: rows of each file; all rows together cover each tensor of the source exactly once. A file without rows is not
+    written. Memory is bounded, whatever the sizes of tensors and files. Raises UserError if the step exists, and
+    CheckpointError or OSError if it cannot be read or written; then nothing is committed.
     """
     refuse_existing_step(directory, step)
     lock = take_lock(directory)
     try:
-        return _write_step(step_path(directory, step), source, files, about, tell, lock)
+        return _write_step(step_path(directory, step), source, files, metadata, on_bytes, lock)
     finally:
         lock.release()
 
 
 def refuse_existing_step(directory: Path, step: int) -> None:
-    """Raise UserError if the step is there: a command never replaces one."""
+    """Raise UserError if the step exists: a command never replaces a step."""
     if step in find_steps(directory):
         raise UserError(f"{directory}: it has a step {step} already; choose another directory")
 
@@ -326,40 +331,49 @@ def _write_step(
     path: Path,
     source: TensorSource,
     files: Sequence[list[DatasetRow]],
-    about: StepMetadata,
-    tell: ReportProgress,
+    metadata: StepMetadata,
+    on_bytes: OnBytes,
     lock: Lock,
 ) -> Path:
     token, _ = prepare_directory(path, [sum(row.bytes for row in rows) for rows in files], CheckpointDirectory(), lock)
     temporary = uncommitted_path(path, "tmp", token)
     try:
-        shards: list[tuple[ShardFile, FileLayout]] = []
+        written: list[tuple[ShardFile, FileLayout]] = []
         _raise_file_limit()
         for group in _group_files(files):
-            shards += _write_group(temporary, source, group, tell)
-        commit_step(temporary, path, _make_manifest(path, len(files), shards, about), lock)
+            written += _write_group(temporary, source, group, on_bytes)
+        commit_step(temporary, path, _make_manifest(path, len(files), written, metadata), lock)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return path
 
 
-def _make_manifest(path: Path, ranks: int, shards: list[tuple[ShardFile, FileLayout]], about: StepMetadata) -> Manifest:
+def _make_manifest(
+    path: Path, ranks: int, written: list[tuple[ShardFile, FileLayout]], metadata: StepMetadata
+) -> Manifest:
     step = parse_step(path)
     assert step is not None, path
-    holdings = gather_layouts([held for _, held in shards])
-    files = tuple(file for file, _ in shards)
-    told = (about.extra, about.finite, about.validation_loss, about.origin)
-    return Manifest(step, next_sequence_number(path.parent), ranks, holdings, files, *told)
+    return Manifest(
+        step,
+        next_sequence_number(path.parent),
+        ranks,
+        gather_layouts([layout for _, layout in written]),
+        tuple(file for file, _ in written),
+        metadata.extra,
+        metadata.finite,
+        metadata.validation_loss,
+        metadata.origin,
+    )
 
 
 def _group_files(files: Sequence[list[DatasetRow]]) -> Iterator[list[tuple[int, list[DatasetRow]]]]:
-    """(index, rows) of files that are written together, in order; those without a row are left out."""
+    """Yield groups of files to write together, as (index, rows); files without rows are left out."""
     group: list[tuple[int, list[DatasetRow]]] = []
     for index, rows in enumerate(files):
         if rows:
             group.append((index, rows))
-        if len(group) == _FILES or sum(len(it) for _, it in group) > _ROWS:
+        if len(group) == _FILES or sum(len(of_file) for _, of_file in group) > _ROWS:
             yield group
             group = []
     if group:
@@ -367,7 +381,7 @@ def _group_files(files: Sequence[list[DatasetRow]]) -> Iterator[list[tuple[int, 
 
 
 def _write_group(
-    temporary: Path, source: TensorSource, group: list[tuple[int, list[DatasetRow]]], tell: ReportProgress
+    temporary: Path, source: TensorSource, group: list[tuple[int, list[DatasetRow]]], on_bytes: OnBytes
 ) -> list[tuple[ShardFile, FileLayout]]:
     opened: list[_OpenFile] = []
     try:
@@ -375,31 +389,31 @@ def _write_group(
             image = make_image(rows)
             opened.append(_OpenFile(rows, image, BlockWriter(temporary, shard_file_name(index), image)))
         goals = _list_destinations(opened)
-        for pieces in _batch_pieces([tensor for tensor in source.tensors if tensor.name in goals], goals):
-            source.fill(pieces)
-            for piece in pieces:
-                _distribute(piece, goals[piece.name])
-            tell(sum(piece.local.nbytes for piece in pieces))
-        held = [make_file_layout(it.rows, it.image) for it in opened]
-        return [(it.writer.close(of.seal), of) for it, of in zip(opened, held, strict=True)]
+        for shards in _batch_shards([tensor for tensor in source.tensors if tensor.name in goals], goals):
+            source.fill(shards)
+            for shard in shards:
+                _distribute(shard, goals[shard.name])
+            on_bytes(sum(shard.local.nbytes for shard in shards))
+        layouts = [make_file_layout(file.rows, file.image) for file in opened]
+        return [(file.writer.close(layout.seal), layout) for file, layout in zip(opened, layouts, strict=True)]
     finally:
-        for it in opened:
-            it.writer.abandon()
+        for file in opened:
+            file.writer.abandon()
 
 
 def _list_destinations(opened: list[_OpenFile]) -> dict[str, list[_Destination]]:
     goals: dict[str, list[_Destination]] = {}
-    for it in opened:
-        for row, place in zip(it.rows, it.image.places, strict=True):
+    for file in opened:
+        for row, place in zip(file.rows, file.image.places, strict=True):
             if row.bytes:
                 goals.setdefault(row.name, []).append(
-                    _Destination(Rectangle(row.offset, row.local_shape), place, it.writer)
+                    _Destination(Rectangle(row.offset, row.local_shape), place, file.writer)
                 )
     return goals
 
 
-def _batch_pieces(tensors: Sequence[SavedTensor], goals: dict[str, list[_Destination]]) -> Iterator[list[TensorShard]]:
-    """Pieces of all that has a goal, about PART bytes at a time."""
+def _batch_shards(tensors: Sequence[SavedTensor], goals: dict[str, list[_Destination]]) -> Iterator[list[TensorShard]]:
+    """Yield the parts of the tensors that some file needs, about READ_BYTES at a time."""
     batch: list[TensorShard] = []
     size = 0
     for tensor in tensors:
@@ -410,38 +424,38 @@ def _batch_pieces(tensors: Sequence[SavedTensor], goals: dict[str, list[_Destina
             if batch and size + bytes_of > READ_BYTES:
                 yield batch
                 batch, size = [], 0
-            batch.append(make_blank_piece(tensor, slab))
+            batch.append(make_blank_shard(tensor, slab))
             size += bytes_of
     if batch:
         yield batch
 
 
 def _bounding_rectangle(rectangles: Sequence[Rectangle]) -> Rectangle:
-    """The smallest rectangle that has all of them."""
-    begin = [min(it) for it in zip(*(r.offset for r in rectangles), strict=True)]
+    """Return the smallest rectangle that contains all rectangles."""
+    begin = [min(offsets) for offsets in zip(*(r.offset for r in rectangles), strict=True)]
     ends = ([at + size for at, size in zip(r.offset, r.shape, strict=True)] for r in rectangles)
-    end = [max(it) for it in zip(*ends, strict=True)]
+    end = [max(in_dim) for in_dim in zip(*ends, strict=True)]
     return Rectangle(tuple(begin), tuple(b - a for a, b in zip(begin, end, strict=True)))
 
 
-def _distribute(piece: TensorShard, goals: list[_Destination]) -> None:
-    """Give every file its part of a slab: a slab is contiguous there too."""
-    slab = Rectangle(piece.offset, tuple(piece.local.shape))
+def _distribute(shard: TensorShard, goals: list[_Destination]) -> None:
+    """Give every file its part of a slab, which is contiguous in the file too."""
+    slab = Rectangle(shard.offset, tuple(shard.local.shape))
     for goal in goals:
         common = slab.overlap(goal.rectangle)
         if common is None:
             continue
         starts = zip(common.start_in(slab), common.shape, strict=True)
-        part = piece.local[tuple(slice(at, at + size) for at, size in starts)].contiguous()
+        part = shard.local[tuple(slice(at, at + size) for at, size in starts)].contiguous()
         at = 0
         for start, size in zip(common.start_in(goal.rectangle), goal.rectangle.shape, strict=True):
             at = at * size + start
         data: Any = part.reshape(-1).view(torch.uint8).numpy()
-        goal.writer.put(goal.place + at * piece.dtype.itemsize, memoryview(data))
+        goal.writer.put(goal.place + at * shard.dtype.itemsize, memoryview(data))
 
 
 def _raise_file_limit() -> None:
-    """Both sides of a step may have more files than a process has by default."""
+    """Raise the limit on open files: source and destination may need more than the default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

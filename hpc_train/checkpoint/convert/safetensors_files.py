@@ -1,4 +1,4 @@
-"""safetensors, by the library of that name: model.safetensors, or numbered files of 5 GB with an index."""
+"""Read and write safetensors with its library: model.safetensors, or numbered files of 5 GB with an index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Bytes of a file, as transformers has it; they are held in memory while it is written."""
+"""Maximum bytes of a file, as in transformers; a file is in memory while it is written."""
 _INDEX = "model.safetensors.index.json"
 _ONE = "model.safetensors"
 State = dict[str, torch.Tensor]
@@ -31,26 +31,28 @@ def write_safetensors(
     source: TensorSource,
     groups: Sequence[Sequence[SavedTensor]],
     convert: Convert,
-    tell: Callable[[int], object],
-    most: int = MAX_FILE_BYTES,
+    on_bytes: Callable[[int], object],
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[str]:
-    """Write the groups, each converted on its own, into files of at most `most` bytes; returns their names.
+    """Write groups of tensors, each converted on its own, into files of limited size; returns the names of the files.
 
-    A group that is larger has a file of its own. convert: see `cast`; it may rename, and change the dtype.
+    A larger group gets a file of its own. convert: maps the state of a group to that of the file (as cast_state does);
+    it may rename and cast.
     """
     library = _library()
-    shards = list(_packed(groups, most))
-    names = [_ONE] if len(shards) == 1 else [_numbered(index, len(shards)) for index in range(len(shards))]
+    shards = list(_pack_groups(groups, max_file_bytes))
+    names = [_ONE] if len(shards) == 1 else [_format_file_name(index, len(shards)) for index in range(len(shards))]
     places: dict[str, str] = {}
     total = 0
     for name, shard in zip(names, shards, strict=True):
         state: State = {}
         for group in shard:
-            state |= {key: it.contiguous() for key, it in convert(read_whole_tensors(source, group)).items()}
-            tell(sum(_bytes(it) for it in group))
+            converted = convert(read_whole_tensors(source, group))
+            state |= {key: tensor.contiguous() for key, tensor in converted.items()}
+            on_bytes(sum(map(_count_bytes, group)))
         _save(library, state, folder / name)
         places |= dict.fromkeys(state, name)
-        total += sum(it.nbytes for it in state.values())
+        total += sum(tensor.nbytes for tensor in state.values())
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -58,10 +60,10 @@ def write_safetensors(
 
 
 def read_safetensors(path: Path) -> State:
-    """The tensors of a file, or of all files of a folder, mapped and not yet read. Raises UserError."""
+    """Return the tensors of a file, or of all files of a folder, mapped and not yet read. Raises UserError."""
     library = _library()
     state: State = {}
-    for file in _files(path):
+    for file in _list_files(path):
         try:
             with open_foreign_file(file):
                 pass
@@ -73,8 +75,10 @@ def read_safetensors(path: Path) -> State:
 
 
 def cast_state(state: State, dtype: torch.dtype | None) -> State:
-    """Floating-point tensors in another type; None leaves them as they are."""
-    return {name: it.to(dtype) if dtype and it.is_floating_point() else it for name, it in state.items()}
+    """Cast floating-point tensors to a dtype; None leaves them as they are."""
+    return {
+        name: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor for name, tensor in state.items()
+    }
 
 
 def _library() -> ModuleType:
@@ -94,12 +98,12 @@ def _save(library: Any, state: State, path: Path) -> None:
         raise UserError(f"safetensors cannot hold tensors of {error}; export to dcp") from error
 
 
-def _packed(groups: Sequence[Sequence[SavedTensor]], most: int) -> Iterator[list[Sequence[SavedTensor]]]:
+def _pack_groups(groups: Sequence[Sequence[SavedTensor]], max_file_bytes: int) -> Iterator[list[Sequence[SavedTensor]]]:
     shard: list[Sequence[SavedTensor]] = []
     size = 0
     for group in groups:
-        bytes_of = sum(_bytes(it) for it in group)
-        if shard and size + bytes_of > most:
+        bytes_of = sum(map(_count_bytes, group))
+        if shard and size + bytes_of > max_file_bytes:
             yield shard
             shard, size = [], 0
         shard.append(group)
@@ -107,15 +111,15 @@ def _packed(groups: Sequence[Sequence[SavedTensor]], most: int) -> Iterator[list
     yield shard
 
 
-def _bytes(tensor: SavedTensor) -> int:
+def _count_bytes(tensor: SavedTensor) -> int:
     return tensor.rectangle.volume * parse_dtype(tensor.dtype).itemsize
 
 
-def _numbered(index: int, count: int) -> str:
+def _format_file_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _files(path: Path) -> list[Path]:
+def _list_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     index = path / _INDEX

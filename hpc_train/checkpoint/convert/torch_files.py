@@ -1,7 +1,7 @@
 """Read files of torch.save without torch.load: no code runs, and every size is checked before use.
 
-Files from elsewhere are opened only if they are regular and within a bound; tensors are views of a mapped file, so
-that nothing is read until it is used.
+Files from elsewhere are opened only if they are regular and of bounded size. Tensors are views of a mapped file, so
+that nothing is read before it is used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hpc_train.errors import UserError
 
 @contextmanager
 def open_foreign_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file to read. A pipe, a device or a folder raises UserError at once, where open() would wait.
+    """Open a regular file to read. Raises UserError for a pipe, a device or a folder, where open() could block.
 
     Links are followed: model hubs keep their files behind them. Raises OSError where the file cannot be opened.
     """
@@ -114,7 +114,7 @@ class MappedFile:
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 _TIMES, _SPARE = 4, 64 << 20
-"""All tensors may take _TIMES times the file's bytes plus _SPARE bytes: tied and expanded ones share storage."""
+"""All tensors may take _TIMES times the file's bytes plus _SPARE bytes: tied and expanded tensors share storage."""
 _SPARE_NAMES = 1 << 20
 """The names of all tensors may take _TIMES times the file's bytes plus these."""
 _COUNT = struct.Struct("<q")
@@ -144,11 +144,11 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     with open_foreign_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         found = _find_tensors(file, size)
-    total = sum(it.bytes for it in found.values())
+    total = sum(tensor.bytes for tensor in found.values())
     if total > _TIMES * size + _SPARE:
         raise PickleError(f"its tensors would take {total:,} bytes, the file has {size:,}")
     mapped = MappedFile(path, size)
-    return {name: mapped.view(it) for name, it in found.items()}
+    return {name: mapped.view(tensor) for name, tensor in found.items()}
 
 
 def _find_tensors(file: BinaryIO, size: int) -> dict[str, StridedTensor]:
@@ -191,9 +191,9 @@ def _find_legacy_tensors(file: FilePart) -> tuple[Any, StorageLookup]:
 def _item_sizes(persistent: list[PickledReference]) -> dict[str, int]:
     """Return the bytes per element of every storage, by its key."""
     found: dict[str, int] = {}
-    for it in persistent:
-        size = parse_storage_dtype(it).itemsize
-        if found.setdefault(parse_storage_key(it.identifier)[0], size) != size:
+    for storage in persistent:
+        size = parse_storage_dtype(storage).itemsize
+        if found.setdefault(parse_storage_key(storage.identifier)[0], size) != size:
             raise PickleError("a storage of two types")
     return found
 

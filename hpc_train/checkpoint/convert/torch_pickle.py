@@ -1,8 +1,8 @@
 """Find the tensors in the pickle of a torch.save file, and where their bytes are, without torch.load.
 
-torch stores the records of its zip archive as they are, so a record is a range of bytes of the file. An archive that
-says anything else (compressed, encrypted, past its own end) is refused before a byte is allocated for it. Layout:
-PKWARE's APPNOTE.TXT 6.3, sections 4.3 and 4.5.3.
+torch stores the records of its zip archive uncompressed, so a record is a byte range of the file. An archive with other
+records (compressed, encrypted, past its end) is refused before memory is allocated for it. Layout: PKWARE's APPNOTE.TXT
+6.3, sections 4.3 and 4.5.3.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class ByteSource(Protocol):
 
 
 def find_zip_records(file: ByteSource) -> dict[str, ByteSpan]:
-    """Return the place of every record, by its name without the archive's folder ("archive/data.pkl" is "data.pkl").
+    """Return the place of every record, by its name without the archive's folder ("data.pkl" for "archive/data.pkl").
 
-    Raises PickleError if it is no such archive.
+    Raises PickleError if the file is no such archive.
     """
     try:
         entries = _entries(file)
@@ -112,7 +112,9 @@ def _wide(extra: bytes, plain: int, stored: int, local: int) -> tuple[int, int, 
         place += _EXTRA.size
         if kind == 1:
             values = iter(struct.unpack_from(f"<{size // 8}Q", extra, place))
-            plain, stored, local = (next(values, it) if it == _FULL_32 else it for it in (plain, stored, local))
+            plain, stored, local = (
+                next(values, number) if number == _FULL_32 else number for number in (plain, stored, local)
+            )
         place += size
     return plain, stored, local
 
@@ -133,7 +135,7 @@ _MOST_VALUES = 1_000_000
 _MOST_DEPTH = 64
 _LONGEST_NAME = 4096
 _OF_A_TENSOR = 256
-"""Bytes that a tensor takes in a file of torch.save at least, beside its elements and its name."""
+"""Minimum bytes of a tensor in a file of torch.save, besides its elements and its name."""
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -161,7 +163,7 @@ _OTHERS = (
     "_rebuild_device_tensor_from_numpy",
     "_rebuild_device_tensor_from_cpu_tensor",
 )
-"""Functions that rebuild tensors which are not a strided array of numbers in the file."""
+"""Functions that rebuild tensors other than strided arrays; they may be named, but their tensors are refused."""
 _PLAIN_TYPES = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer"))
 
 
@@ -247,7 +249,7 @@ def open_zip_storages(file: ByteSource) -> tuple[bytes, StorageLookup]:
 def iterate_tensors(value: Any, storages: StorageLookup, room: int) -> Iterator[tuple[str, StridedTensor]]:
     """Yield every tensor in nested dictionaries, with its keys joined by dots; anything else is left out.
 
-    room: limit on the bytes of all names and of a few words about each tensor; a pickle can name one again and again.
+    room: limit on the bytes of all names plus _OF_A_TENSOR for each tensor: a pickle can refer to one many times.
     Raises PickleError for a tensor that is not within its storage, and for more values or levels than we read.
     """
     visited = 0
@@ -284,31 +286,31 @@ def _is_tensor(value: PickledCall) -> bool:
 def parse_strided_tensor(value: Any, storages: StorageLookup) -> StridedTensor:
     """Return the tensor that a call would make. Raises PickleError if it is none, or not within its storage."""
     try:
-        return _rebuilt(value, storages, 0)
+        return _parse_rebuild_call(value, storages, 0)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise PickleError(f"a tensor that torch did not write ({type(error).__name__})") from None
 
 
-def _rebuilt(value: Any, storages: StorageLookup, depth: int) -> StridedTensor:
+def _parse_rebuild_call(value: Any, storages: StorageLookup, depth: int) -> StridedTensor:
     if type(value) is not PickledCall or depth > 4:
         raise PickleError("no tensor where one should be")
     name, args = value.function.name, value.args
     if name in _PARAMETERS:
-        return _rebuilt(args[0], storages, depth + 1)
+        return _parse_rebuild_call(args[0], storages, depth + 1)
     if name == "_rebuild_from_type_v2":
         function, kind, inner, _ = args
         if type(kind) is not PickledName or (kind.module, kind.name) not in _PLAIN_TYPES or type(inner) is not tuple:
             raise PickleError(f"a tensor of class {kind}, which is not imported; save plain tensors")
-        return _rebuilt(PickledCall(function, inner), storages, depth + 1)
+        return _parse_rebuild_call(PickledCall(function, inner), storages, depth + 1)
     if name not in _TYPED:
         raise PickleError(f"a tensor made by {value.function}, which is not imported; save dense ones")
-    return _strided(name, args, storages)
+    return _parse_strided(name, args, storages)
 
 
-def _strided(name: str, args: tuple[Any, ...], storages: StorageLookup) -> StridedTensor:
-    stored, offset, size, stride = args[0], args[1], _integers(args[2]), _integers(args[3])
+def _parse_strided(name: str, args: tuple[Any, ...], storages: StorageLookup) -> StridedTensor:
+    stored, offset, size, stride = args[0], args[1], parse_shape(args[2]), parse_shape(args[3])
     math_bits = args[7:8] if name == "_rebuild_tensor_v3" else args[6:7]
-    if any(type(it) is PickledPairs and it.pairs for it in math_bits):
+    if any(type(bits) is PickledPairs and bits.pairs for bits in math_bits):
         raise PickleError("a conjugated or negated view; save it with resolve_conj() and resolve_neg()")
     own = parse_storage_dtype(stored)
     dtype = parse_pickled_dtype(args[6]) if name == "_rebuild_tensor_v3" else own
@@ -322,7 +324,10 @@ def _strided(name: str, args: tuple[Any, ...], storages: StorageLookup) -> Strid
 
 
 def parse_storage_dtype(stored: Any) -> torch.dtype:
-    """Return the dtype of a Persistent ("storage", class, key, device, elements). Raises PickleError if it is none."""
+    """Return the dtype of a storage, a PickledReference of ("storage", class, key, device, elements).
+
+    Raises PickleError for anything else.
+    """
     if (
         type(stored) is not PickledReference
         or type(stored.identifier) is not tuple
@@ -342,20 +347,17 @@ def parse_storage_key(identifier: Any) -> tuple[str, int]:
     if len(identifier) < 5:
         raise PickleError("a storage without a name or a size")
     key, count = identifier[2], identifier[4]
-    if type(key) is not str or type(count) is not int or count < 0 or any(it is not None for it in identifier[5:]):
+    if type(key) is not str or type(count) is not int or count < 0 or any(rest is not None for rest in identifier[5:]):
         raise PickleError("a storage without a name or a size")
     return key, count
 
 
-def _integers(value: Any) -> tuple[int, ...]:
+def parse_shape(value: Any) -> tuple[int, ...]:
     """Return a shape or strides as a tuple. Raises PickleError if it is neither."""
     if type(value) is PickledCall and value.function == PickledName("torch", "Size"):
         (value,) = value.args
     if type(value) not in (tuple, list) or len(value) > _MOST_DIMENSIONS:
         raise PickleError("a shape that is none")
-    if not all(type(it) is int and 0 <= it < 1 << 62 for it in value):
+    if not all(type(size) is int and 0 <= size < 1 << 62 for size in value):
         raise PickleError("a shape or a stride that is negative or too large")
     return tuple(value)
-
-
-parse_shape = _integers

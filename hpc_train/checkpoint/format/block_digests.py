@@ -1,9 +1,9 @@
-"""Digest and compress the bytes of a shard file, a block or a chunk at a time.
+"""Compute digests of the blocks of a shard file, and compress its chunks.
 
-Every block of a file has a digest in a table beside the file: what is read is verified block by block, and damage has
-an address. A compressed file keeps tensors in chunks, shuffled and deflated as HDF5's filters do. The manifest gives
-places in the uncompressed image, which equal layouts have in common; the table also tells where each part of the
-image is stored.
+Every block of a file has a digest in a table beside the file: reads are verified block by block, and damage has an
+address. A compressed file stores tensors in chunks, shuffled and deflated as HDF5's filters do. The manifest gives
+places in the uncompressed image, so that files of equal layout share them; the table also gives the place of each part
+of the image in the file.
 """
 
 from __future__ import annotations
@@ -25,32 +25,37 @@ from hpc_train.checkpoint.format.hdf5_layout import DatasetRow
 from hpc_train.checkpoint.format.manifest_encoding import LARGEST_INTEGER
 
 CHUNK_BYTES = 256 << 10
-"""Bytes of a chunk, at most. Larger ones code no better, and a reader of a few rows would inflate more."""
+"""Maximum bytes of a chunk. Larger ones compress no better, and a reader of a few rows would inflate more."""
 MINIMUM_CHUNKED_BYTES = 4096
-"""Bytes of a tensor that is worth it."""
+"""Minimum bytes of a tensor that is worth chunking."""
 MINIMUM_STORED_BYTES = 8
-"""Minimum bytes that a part takes in a file."""
+"""Minimum bytes of a part in a file."""
 PART_DTYPE = np.dtype([(name, "<i8") for name in ("begin", "size", "at", "stored", "whole", "item")])
-"""`size` bytes from `begin` of the image are `stored` bytes from `at` of the file: a stream that inflates to `whole`
-bytes of elements of `item`, of which the first are meant; if whole is 0, the bytes as they are."""
+"""A row maps `size` bytes from `begin` of the image to `stored` bytes from `at` of the file.
+
+The stored bytes are a stream that inflates to `whole` bytes, of elements of `item` bytes; its first `size` bytes are
+the part. If `whole` is 0 the bytes are stored as they are."""
 
 PartTable = NDArray[Any]
-"""[parts] of PART, in the order of the image."""
+"""[parts] of PART_DTYPE, in the order of the image."""
 
 
 class DatasetChunk(NamedTuple):
-    """Of a dataset; contiguous in it."""
+    """A chunk of a dataset; contiguous in it."""
 
     at: tuple[int, ...]
-    """Its first element."""
+    """Index of its first element."""
     begin: int
-    """The byte of the dataset at which it begins."""
+    """Byte of the dataset at which it begins."""
     size: int
-    """Bytes; fewer than of a whole one where the dataset ends."""
+    """Bytes; fewer than a whole chunk at the end of the dataset."""
 
 
 def choose_chunk_shape(row: DatasetRow) -> tuple[int, ...] | None:
-    """Of a dataset's chunks: rows of it, as many as go into LENGTH bytes, shared out evenly. None: it has none."""
+    """Choose the chunk shape of a dataset: as many rows as fit into CHUNK_BYTES, shared out evenly.
+
+    None: the dataset is too small for chunks.
+    """
     shape, item = row.local_shape, row.dtype.itemsize
     if row.bytes < MINIMUM_CHUNKED_BYTES or not shape:
         return None
@@ -62,11 +67,11 @@ def choose_chunk_shape(row: DatasetRow) -> tuple[int, ...] | None:
 
 def iterate_chunk_spans(shape: Sequence[int], item: int, chunk: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     """Yield (first byte, bytes) within the dataset for its chunks, in memory order; at most `most` chunks."""
-    return ((it.begin, it.size) for it in islice(_chunks(tuple(shape), item, chunk), most))
+    return ((one.begin, one.size) for one in islice(_chunks(tuple(shape), item, chunk), most))
 
 
 def iterate_chunks(row: DatasetRow, chunk: Sequence[int]) -> Iterator[DatasetChunk]:
-    """In the order of memory."""
+    """Yield the chunks of a dataset in row-major order."""
     return _chunks(row.local_shape, row.dtype.itemsize, chunk)
 
 
@@ -115,37 +120,37 @@ def parts_cover(parts: PartTable, begin: NDArray[np.int64], end: NDArray[np.int6
 
 
 def parts_within(parts: PartTable, begin: int, end: int) -> PartTable:
-    """Those that have bytes [begin, end) of the image."""
+    """Return the parts that have bytes [begin, end) of the image."""
     first = np.searchsorted(parts["begin"] + parts["size"], begin, "right")
     found: PartTable = parts[first : np.searchsorted(parts["begin"], end, "left")]
     return found
 
 
 def stored_parts_within(parts: PartTable, begin: int, end: int) -> PartTable:
-    """Those that have bytes [begin, end) of the file."""
+    """Return the parts that have bytes [begin, end) of the file."""
     found: PartTable = parts[(parts["at"] < end) & (parts["at"] + parts["stored"] > begin)]
     return found
 
 
 BLOCK_BYTES = 128 << 10
-"""Bytes. Smaller ones cost time, larger ones make a reader of a few rows read more than it wants."""
+"""Bytes of a block. Smaller ones cost time; with larger ones a reader of a few rows reads more than it needs."""
 BLOCK_DIGEST_ALGORITHM = "xxh3_64"
 _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"HPCTDIG2"
 _SEAL = 16
-"""Bytes of the seal, which follows the header."""
+"""Bytes of the seal (see shard_layout.seal_rows), which follows the header."""
 
 BlockDigests = NDArray[np.uint64]
 
 
 def digest_blocks(data: memoryview) -> list[int]:
-    """xxh3 of every block; the last may be short. Lets other threads run meanwhile."""
+    """Return the xxh3 of every block; the last may be short. xxhash releases the interpreter lock meanwhile."""
     digest = xxhash.xxh3_64_intdigest
     return [digest(data[begin : begin + BLOCK_BYTES]) for begin in range(0, len(data), BLOCK_BYTES)]
 
 
 def digest_scattered_blocks(memory: Iterable[Any]) -> list[int]:
-    """The same of what lies in one buffer after the other."""
+    """Return the digests of the blocks of several buffers taken as one; a block may span buffers."""
     found: list[int] = []
     state, missing = None, 0
     for data in memory:
@@ -168,7 +173,7 @@ def digest_scattered_blocks(memory: Iterable[Any]) -> list[int]:
 
 
 def find_first_mismatch(found: Sequence[int], expected: Sequence[int]) -> int | None:
-    """Index of the first digest that is not as expected."""
+    """Return the index of the first digest that differs; None if none does."""
     assert len(found) == len(expected), (len(found), len(expected))
     if found == expected:
         return None
@@ -176,7 +181,7 @@ def find_first_mismatch(found: Sequence[int], expected: Sequence[int]) -> int | 
 
 
 def count_blocks(size: int) -> int:
-    """How many a file of `size` bytes has."""
+    """Return the number of blocks of a file of `size` bytes."""
     return -(-size // BLOCK_BYTES)
 
 
@@ -191,7 +196,7 @@ class DigestTable(NamedTuple):
 
 
 def encode_digest_table(size: int, digests: Sequence[int], seal: bytes, parts: PartTable | None = None) -> bytes:
-    """A table as it lies beside its file of `size` bytes."""
+    """Encode the table of digests of a file of `size` bytes."""
     more = b"" if parts is None else parts.tobytes()
     return _HEADER.pack(_MAGIC, size, BLOCK_BYTES) + seal + np.asarray(digests, dtype="<u8").tobytes() + more
 
@@ -226,24 +231,24 @@ DIGESTS_SUFFIX = ".digests"
 
 
 def digest_table_path(path: Path) -> Path:
-    """Where the table of digests of a shard file lies."""
+    """Return the path of the table of digests of a shard file."""
     return path.with_name(path.name + DIGESTS_SUFFIX)
 
 
 _BEGIN, _END = b"\x78\x01", b"\x03\x00"
-"""zlib's header (RFC 1950), and an empty last block."""
+"""zlib's header (RFC 1950), and an empty last block (RFC 1951), which ends the stream."""
 _STORED = (1 << 16) - 1
-"""Bytes of a block that is not coded, at most."""
+"""Maximum bytes of a stored (uncompressed) block of deflate."""
 _SAMPLE = 4096
 _WORTH, _RUNS = 7.6, 1.0
-"""Bits a byte; below that a plane is coded, and runs of equal bytes are looked for."""
+"""Entropies in bits per byte: below the first a plane is compressed, below the second with run lengths too."""
 _Bytes = NDArray[np.uint8]
 
 
 def deflate_chunk(data: memoryview, item: int, whole: int, level: int) -> bytes | None:
-    """The stream of a chunk of `whole` bytes, zeros after the data; None if it would be no smaller than the data.
+    """Compress a chunk of `whole` bytes, padded with zeros; None if it would get no smaller.
 
-    item: bytes of an element. level: 1 to 9. A chunk that is not full always has a stream.
+    item: bytes of an element. level: 1 to 9. A chunk that must be padded is compressed in any case.
     """
     elements = np.frombuffer(data, np.uint8).reshape(-1, item)
     planes = np.zeros((item, whole // item), np.uint8) if len(data) < whole else np.empty(elements.T.shape, np.uint8)
@@ -253,7 +258,7 @@ def deflate_chunk(data: memoryview, item: int, whole: int, level: int) -> bytes 
 
 
 def inflate_chunk(stream: memoryview, item: int, whole: int) -> _Bytes:
-    """The bytes of a chunk. Raises CheckpointError for what is no stream of so many."""
+    """Inflate a chunk to `whole` bytes. Raises CheckpointError if the stream is damaged or of another length."""
     inflating = zlib.decompressobj()
     try:
         data = inflating.decompress(stream, whole + 1)  # a few bytes can inflate to a thousand times as many
@@ -265,32 +270,35 @@ def inflate_chunk(stream: memoryview, item: int, whole: int) -> _Bytes:
         raise CheckpointError(f"it has {len(data)} bytes inflated, and should have {whole}")
     elements = np.empty((whole // item, item), np.uint8)
     for at, plane in enumerate(np.frombuffer(data, np.uint8).reshape(item, -1)):
-        elements[:, at] = plane  # several times as fast as the whole at once
+        elements[:, at] = plane  # several times as fast as one transposed copy
     return elements.reshape(-1)
 
 
 def _deflate_by_planes(planes: _Bytes, count: int) -> bytes:
-    """count: elements of each plane that are data; what follows are zeros."""
+    """Deflate byte planes, each as its entropy suggests: most planes of floats are noise and not worth compressing.
+
+    count: elements of each plane that are data; the rest are zeros.
+    """
     parts, checksum = [_BEGIN], 1
     for plane in planes:
         bits = _entropy(plane[:count])
-        parts.append(_code_plane(plane[:count], bits) if bits < _WORTH else _store_plane(plane[:count].data))
+        parts.append(_compress_plane(plane[:count], bits) if bits < _WORTH else _store_plane(plane[:count].data))
         if count < len(plane):
-            parts.append(_code_plane(plane[count:], 0.0))
+            parts.append(_compress_plane(plane[count:], 0.0))
         checksum = zlib.adler32(plane.data, checksum)
     return b"".join([*parts, _END, checksum.to_bytes(4, "big")])
 
 
 def _entropy(plane: _Bytes) -> float:
-    """Bits a byte, from a sample (Shannon 1948)."""
+    """Estimate the entropy in bits per byte from a sample (Shannon 1948)."""
     sample = plane[:: max(1, len(plane) // _SAMPLE)]
     share = np.bincount(sample, minlength=256) / len(sample)
     share = share[share > 0]
     return float(-(share * np.log2(share)).sum())
 
 
-def _code_plane(plane: _Bytes, bits: float) -> bytes:
-    """Whole blocks, which end with a byte. bits: of a byte; where they are few there are runs."""
+def _compress_plane(plane: _Bytes, bits: float) -> bytes:
+    """Compress a plane into whole deflate blocks that end at a byte boundary. bits: entropy per byte."""
     how = zlib.Z_RLE if bits < _RUNS else zlib.Z_HUFFMAN_ONLY
     coder = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, how)
     return coder.compress(plane.data) + coder.flush(zlib.Z_SYNC_FLUSH)

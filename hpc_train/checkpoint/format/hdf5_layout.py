@@ -1,9 +1,9 @@
-"""Lay out a shard file: HDF5 types of torch dtypes, and the file's structure with a place for every tensor.
+"""Lay out a shard file: HDF5 types of torch dtypes, and the HDF5 structure with a place for every tensor.
 
-h5py makes the structure once, for a file without data (`make_image`), and says where each dataset belongs. So the
+h5py makes the structure once, for a file without data (`make_image`), and tells the place of each dataset. So the
 bytes of tensors never pass through HDF5's conversion or locks: they are copied to their places in memory, and the
-whole image is streamed to the disk. Equal layouts make equal images. Element size and bits are those in memory:
-nothing is converted. Does not import torch at the top: `checkpoint ls` passes through here.
+whole image is streamed to the disk. Equal rows make equal images. Elements are stored with the bits they have in
+memory. torch is not imported at the top, because `checkpoint ls` imports this module.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NUMPY = {
     "bool": "?",
     "complex64": "<c8",
     "complex128": "<c16",
-    # HDF5 would take the largest values of these for infinities, so they are plain bytes; torch_dtype names them
+    # HDF5 would read the largest values of these as infinities, so they are plain bytes; torch_dtype names them
     "float8_e4m3fn": "u1",
     "float8_e4m3fnuz": "u1",
     "float8_e5m2fnuz": "u1",
@@ -53,13 +53,13 @@ _OTHER_SIZES = {"bfloat16": 2, "float8_e5m2": 1}
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in the manifest: `float32`, `bfloat16`, ..."""
+    """Return the name of a dtype in the manifest: `float32`, `bfloat16`, ..."""
     return str(dtype).removeprefix("torch.")
 
 
 @cache
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype of that name. Raises ValueError if there is none."""
+    """Return the dtype of that name. Raises ValueError if there is none."""
     import torch
 
     dtype = getattr(torch, name, None)
@@ -77,9 +77,9 @@ def dtype_itemsize(name: str) -> int:
 
 
 def make_hdf5_type(dtype: torch.dtype) -> Any:
-    """The HDF5 type that any reader understands, of the same size in bytes.
+    """Make an HDF5 type of the same size and bits, which any HDF5 reader understands.
 
-    Raises CheckpointError for a dtype that has none (quantised and sub-byte ones).
+    Raises CheckpointError for a dtype without such a type (quantised and sub-byte ones).
     """
     name = dtype_name(dtype)
     if name == "bfloat16":
@@ -94,7 +94,10 @@ def make_hdf5_type(dtype: torch.dtype) -> Any:
 def _float_type(
     base: Any, *, sign: int, exponent: tuple[int, int], mantissa: tuple[int, int], size: int, bias: int
 ) -> Any:
-    """A floating-point type by its bit fields (first bit, number of bits). HDF5 checks each call: the order matters."""
+    """Make a floating-point type from its bit fields (first bit, number of bits).
+
+    HDF5 checks the type after each call, so their order matters.
+    """
     made = base.copy()
     made.set_fields(sign, *exponent, *mantissa)
     made.set_precision(8 * size)
@@ -105,10 +108,10 @@ def _float_type(
 
 T = TypeVar("T")
 ALIGNMENT = 4096
-"""Bytes; of every dataset that is at least so large. What direct I/O needs of memory, offsets and lengths."""
+"""Bytes to which datasets of at least that size are aligned: direct I/O needs it of memory, offsets and lengths."""
 _META_BLOCK = 64 << 10
 _RESERVED = re.compile(r"[%/@\x00-\x1f\x7f]|^\.$|^\.\.$")
-"""What means something in an HDF5 path, to this module or to a terminal."""
+"""Characters with a meaning in an HDF5 path, in our dataset names or on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -117,54 +120,54 @@ class DatasetRow:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole logical tensor."""
+    """Shape of the logical tensor."""
     dtype: torch.dtype
     offset: tuple[int, ...]
     local_shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Of its data."""
+        """Bytes of its data."""
         return prod(self.local_shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class ShardImage:
-    """Where everything is in a shard file."""
+    """Places of the tensors in a shard file, and the bytes between them."""
 
     size: int
-    """Bytes of the whole file."""
+    """Bytes of the file."""
     places: tuple[int, ...]
     """Byte at which the data of each row begins; 0 for one without elements."""
     structure: tuple[tuple[int, bytes], ...]
-    """(begin, bytes) of all that is no tensor's data."""
+    """(begin, bytes) of everything that is not a tensor's data."""
 
 
-def make_row(piece: TensorShard) -> DatasetRow:
-    """What a piece looks like in a file."""
-    assert piece.local.dtype == piece.dtype, piece.name
-    assert len(piece.offset) == piece.local.dim() == len(piece.shape), piece.name
-    return DatasetRow(piece.name, tuple(piece.shape), piece.dtype, tuple(piece.offset), tuple(piece.local.shape))
+def make_row(shard: TensorShard) -> DatasetRow:
+    """Make the dataset row of a tensor shard."""
+    assert shard.local.dtype == shard.dtype, shard.name
+    assert len(shard.offset) == shard.local.dim() == len(shard.shape), shard.name
+    return DatasetRow(shard.name, tuple(shard.shape), shard.dtype, tuple(shard.offset), tuple(shard.local.shape))
 
 
 def name_datasets(tensors: Iterable[str]) -> list[str]:
-    """From the name of each row's tensor; a second rectangle of the same tensor gets `@1`, and so on.
+    """Name the dataset of each row after its tensor; the second rectangle of a tensor gets `@1`, and so on.
 
-    A reserved character becomes %XX.
-    No offsets are in a name, so that the files of ranks that hold equally large shards have equal layouts.
+    A reserved character becomes %XX. Names contain no offsets, so that ranks with shards of equal size have files of
+    equal layout.
     """
     names = list(tensors)
     return [dataset_name(name, number) for name, number in zip(names, count_earlier_occurrences(names), strict=True)]
 
 
 def dataset_name(tensor: str, number: int) -> str:
-    """Of its rectangle number `number` in the file, from 0."""
+    """Return the name of a dataset: rectangle number `number`, from 0, of its tensor in the file."""
     safe = _RESERVED.sub(lambda m: "".join(f"%{ord(c):02X}" for c in m[0]), tensor) or "%"
     return f"{safe}@{number}" if number else safe
 
 
 def count_earlier_occurrences(tensors: Iterable[str]) -> list[int]:
-    """Of every name how often it was there before."""
+    """Return for every name how often it occurs before."""
     seen: dict[str, int] = {}
     found = []
     for name in tensors:
@@ -174,7 +177,10 @@ def count_earlier_occurrences(tensors: Iterable[str]) -> list[int]:
 
 
 def make_image(rows: Sequence[DatasetRow]) -> ShardImage:
-    """Raises CheckpointError for a dtype that HDF5 does not have, OSError where there is no room for a small file."""
+    """Make the image of a shard file with these rows.
+
+    Raises CheckpointError for a dtype that HDF5 does not have, OSError if there is no room for a small file.
+    """
     with make_anonymous_file(partial(_lay_out, rows)) as (places, content):
         data = sorted((place, place + row.bytes) for row, place in zip(rows, places, strict=True) if row.bytes)
         size = os.fstat(content.fileno()).st_size
@@ -183,27 +189,31 @@ def make_image(rows: Sequence[DatasetRow]) -> ShardImage:
 
 @contextmanager
 def make_anonymous_file(fill: Callable[[Path], T]) -> Iterator[tuple[T, BinaryIO]]:
-    """What `fill` says of a small file that it fills by `open_hdf5`, and its content. Errors as make_image.
+    """Let `fill` write a file through `open_hdf5`; yields what `fill` returns, and the open file. Raises as make_image.
 
-    It is in memory, as sparse as the model is large, and no directory has it: nothing is left of it, however the
-    process ends.
+    The file is in memory: sparse, since data is never written, and in no directory, so that nothing is left of it
+    however the process ends.
     """
     descriptor = os.memfd_create("hpc_train-image")
     with os.fdopen(descriptor, "rb") as content:
         try:
             found = fill(Path(f"/proc/self/fd/{descriptor}"))
-        except RuntimeError as error:  # what h5py makes of an error of the operating system while it closes a file
-            os.ftruncate(descriptor, 1 << 50)  # the cause that it does not tell, where files may not be large
+        except RuntimeError as error:  # h5py raises it for an error of the operating system while it closes a file
+            # It hides the cause. If that was a limit on file sizes, this raises the OSError that says so.
+            os.ftruncate(descriptor, 1 << 50)
             raise CheckpointError(format_error(error)) from error
         yield found, content
 
 
 def open_hdf5(path: Path, mode: str, threshold: int = ALIGNMENT, interval: int = ALIGNMENT) -> Any:
-    """The file as all of ours are. Data of at least `threshold` bytes begins at a multiple of `interval`."""
+    """Open an HDF5 file with the settings of all our files.
+
+    Data of at least `threshold` bytes begins at a multiple of `interval`.
+    """
     return h5py.File(
         path,
         mode,
-        driver="stdio",  # the usual one refuses links, as all in /proc/self/fd are; the files are the same
+        driver="stdio",  # the default driver refuses links, such as those in /proc/self/fd; the bytes are the same
         libver=("v110", "v110"),  # checksummed metadata, readable by HDF5 1.10 and later
         locking=False,
         alignment_threshold=threshold,
@@ -220,10 +230,10 @@ def _lay_out(rows: Sequence[DatasetRow], path: Path) -> list[int]:
 
 
 class DatasetWriter:
-    """Datasets of one open file; what they have in common is made once, as thousands of small ones take long."""
+    """Creates datasets in one open file; shares HDF5 types and dataspaces, as thousands of datasets take long."""
 
     def __init__(self, file: Any, late: bool = False) -> None:
-        """late: their data gets its place not now but when something is written to it."""
+        """late: allocate the data of a dataset when it is first written, not when it is created."""
         self._file = file.id
         self._creation, self._link = _creation_properties(late)
         self._text, self._integer = h5t.py_create(h5py.string_dtype(), logical=True), h5t.NATIVE_INT64
@@ -231,11 +241,11 @@ class DatasetWriter:
         self._spaces: dict[tuple[int, ...], Any] = {}
 
     def create(self, name: str, row: DatasetRow) -> int:
-        """Byte of the file at which its data begins; 0 for one that has no place, and for one without elements."""
+        """Create a contiguous dataset; returns the byte at which its data begins, 0 if it is empty or late."""
         return self._create(name, row, self._creation).get_offset() or 0
 
     def create_chunked(self, name: str, row: DatasetRow, chunk: tuple[int, ...], level: int) -> Any:
-        """One in chunks of that shape, shuffled and deflated, which are to be written as they are stored."""
+        """Create a dataset of shuffled and deflated chunks; the caller writes the chunks already compressed."""
         creation = h5p.create(h5p.DATASET_CREATE)
         creation.set_chunk(chunk)
         creation.set_shuffle()
@@ -254,7 +264,7 @@ class DatasetWriter:
         return dataset
 
     def _dtype(self, dtype: torch.dtype) -> tuple[Any, Any]:
-        """(its HDF5 type, its name as HDF5 writes it)."""
+        """Return (HDF5 type, name as an HDF5 string) of a dtype."""
         if dtype not in self._dtypes:
             self._dtypes[dtype] = make_hdf5_type(dtype), np.array(dtype_name(dtype), dtype=h5py.string_dtype())
         return self._dtypes[dtype]
@@ -266,18 +276,21 @@ class DatasetWriter:
 
 
 def _creation_properties(late: bool) -> tuple[Any, Any]:
-    """Of a dataset and of its link."""
+    """Return the creation properties of a dataset and of its link."""
     creation, link = h5p.create(h5p.DATASET_CREATE), h5p.create(h5p.LINK_CREATE)
     creation.set_layout(h5d.CONTIGUOUS)
     creation.set_alloc_time(h5d.ALLOC_TIME_LATE if late else h5d.ALLOC_TIME_EARLY)
     creation.set_fill_time(h5d.FILL_TIME_NEVER)
-    creation.set_obj_track_times(False)  # equal layouts make equal files
+    creation.set_obj_track_times(False)  # so that equal rows make equal files
     link.set_char_encoding(h5t.CSET_UTF8)
     return creation, link
 
 
 def find_gaps(file: BinaryIO, data: list[tuple[int, int]], size: int) -> list[tuple[int, bytes]]:
-    """Everything between the tensors."""
+    """Return (begin, bytes) of everything between the data of tensors.
+
+    data: (begin, end) of each tensor, sorted. size: bytes of the file.
+    """
     found, at = [], 0
     for begin, end in [*data, (size, size)]:
         assert begin >= at, "HDF5 gave two datasets the same bytes"

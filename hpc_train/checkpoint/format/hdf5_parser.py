@@ -19,7 +19,7 @@ from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _USUAL = b"OHDR\x02\x01"
-"""First bytes of an object header of more than 255 bytes without times; its size follows in two bytes."""
+"""First bytes of the usual object header: more than 255 bytes, without times; its size follows in two bytes."""
 _UNDEFINED = (1 << 64) - 1
 _BLOCKS = 32
 """Blocks of the file to keep in memory."""
@@ -72,11 +72,11 @@ def parse_datasets(read: Callable[[int, int], bytes], size: int) -> dict[str, Pa
     file = _File(read, size)
     root = _root(file)
     found: dict[str, ParsedDataset] = {}
-    alike = _HeaderCache(file)
+    headers = _HeaderCache(file)
     for name, address in sorted(_links(file, root), key=itemgetter(1)):  # in the order of the file, which is read once
         if name in found:
             raise CheckpointError(f"its HDF5 structure has two datasets called {name[:100]!r}")
-        found[name] = alike.dataset(name, address)
+        found[name] = headers.dataset(name, address)
     return found
 
 
@@ -133,7 +133,7 @@ class _File:
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         self._heap: tuple[int, dict[int, bytes]] = (-1, {})
         self._left = 1000 + size // 4
-        """Reads that are left; no two should need the same bytes."""
+        """Reads that are left: a limit, so that a structure with loops ends in an error."""
 
     def take(self, begin: int, size: int) -> bytes:
         self._left -= 1
@@ -152,7 +152,7 @@ class _File:
         return cursor
 
     def text(self, address: int, index: int, length: int) -> str:
-        """Return a string of variable length, which lies in a global heap."""
+        """Return a string of variable length from a global heap."""
         text = self._texts(address).get(index, b"")
         if not len(text) >= length <= 64:
             raise CheckpointError("its HDF5 structure has a dtype without a name")
@@ -184,7 +184,7 @@ class _File:
 
 
 class _Cursor:
-    """Reads the numbers of a piece of the structure, one after the other."""
+    """Reads numbers from a part of the structure, one after the other."""
 
     def __init__(self, data: bytes, begin: int = 0) -> None:
         """begin: byte of the file where the data begins."""
@@ -272,7 +272,7 @@ def _dataset(file: _File, name: str, address: int) -> tuple[ParsedDataset, int, 
             attributes[attribute] = value
     if shape is None or layout is None or not {"torch_dtype", "offset", "global_shape"} <= attributes.keys():
         raise CheckpointError(f"its HDF5 structure does not describe {name[:100]!r} as ours do")
-    offset, whole = (attributes[it].numbers(len(shape), 8) for it in ("offset", "global_shape"))
+    offset, whole = (attributes[name].numbers(len(shape), 8) for name in ("offset", "global_shape"))
     of_layout, of_text = layout.position, attributes["torch_dtype"].position
     length, heap, index = (attributes["torch_dtype"].number(size) for size in (4, 8, 4))
     place, chunk, chunks = _layout(file, layout, shape, itemsize)

@@ -1,4 +1,7 @@
-"""manifest.json: what a committed step holds and where. Its presence under the final name is the commit."""
+"""manifest.json describes a committed step: its tensors, its files and their checksums.
+
+It is written before the directory gets its final name, so a directory of that name always has one.
+"""
 
 from __future__ import annotations
 
@@ -34,62 +37,62 @@ from hpc_train.runtime.processes import pause_gc
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 5
-"""The format that is written, and the only one that is read."""
+"""Format version that is written; no other is read."""
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
-"""The same text for equal content, on which the checksum is."""
+"""Options of json.dumps that give equal content the same text; the checksum is of that text."""
 _NUMBERS = re.compile(rb',"sequence":(\d{1,19}),"step":(\d{1,19}),"tensors":\[')
 _CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
 MAX_MANIFEST_BYTES = 1 << 30
 """Maximum bytes of a manifest."""
 _MAX_INFLATION = 2200
-"""Maximum bytes of an image per byte of its compressed file: deflate's 1032, and room between tensors."""
+"""Maximum bytes of an image per byte of its compressed file: deflate reaches 1032, and an image has padding."""
 _MANY_ROWS = 4096
-"""Rows of a layout above which the size of a file is checked first."""
+"""Number of rows of a layout above which the size of a file is checked before the rows are expanded."""
 _PART, _DEPTH = 255, 8
 """Maximum bytes of a component of a file's name, and maximum number of components."""
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A file as it was when it was committed."""
+    """A shard file as it was committed."""
 
     name: str
     """Path within the directory of the step."""
     bytes: int
     digests: str
-    """`<algorithm>:<hex>` of its table of digests, which lies beside it."""
+    """Checksum, `<algorithm>:<hex>`, of the table of digests beside the file."""
     written_at: int | None = None
-    """The earlier step that it was written with, where it is a file of both (see links); None: this one."""
+    """Step that wrote the file, if an earlier one (see save.incremental); None: this step."""
     inflated: int | None = None
-    """Bytes of its image, where it is compressed: places in it are in that (see chunks)."""
+    """Bytes of the uncompressed image, if the file is compressed; places of tensors refer to the image."""
 
     @property
     def image(self) -> int:
-        """Bytes of its image."""
+        """Bytes of the uncompressed image."""
         return self.bytes if self.inflated is None else self.inflated
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that is known of a checkpoint step without opening its shard files."""
+    """A committed step as manifest.json describes it, without its tensors."""
 
     step: int
     sequence: int
-    """Counts the commits in a directory. It orders checkpoints: after a rollback the newest is not the highest step."""
+    """Number of the commit in its directory. It orders checkpoints: after a rollback the newest has a lower step."""
     world_size: int
-    holdings: StepLayout
+    step_layout: StepLayout
     files: tuple[ShardFile, ...]
     extra: dict[str, Any]
     finite: bool = True
-    """Neither NaN nor infinity in it, and none in the loss or the gradient since the save before."""
+    """Whether the tensors, and the loss and gradients since the save before, are free of NaN and infinity."""
     validation_loss: float | None = None
-    """At this very step; None if it was not measured, or is not finite."""
+    """Validation loss at this step; None if it was not measured or is not finite."""
     origin: Origin | None = None
-    """What made it, where that was told."""
+    """Code and config that made the step, if known."""
     times: SaveTimes | None = None
     """How long each part of the save took; None for a step that no training saved."""
     index: str | None = None
-    """Checksum of index.h5 as it was committed."""
+    """Checksum of index.h5."""
 
     @property
     def size(self) -> int:
@@ -98,25 +101,26 @@ class Manifest:
 
     @property
     def shared(self) -> int:
-        """Bytes of those that were written with earlier steps."""
+        """Bytes of the shard files that earlier steps wrote."""
         return sum(file.bytes for file in self.files if file.written_at is not None)
 
     @property
     def inflated(self) -> int | None:
-        """Bytes of all images, if there is a compressed file."""
+        """Bytes of all images; None if no file is compressed."""
         compressed = any(file.inflated is not None for file in self.files)
         return sum(file.image for file in self.files) if compressed else None
 
     @cached_property
-    def lone(self) -> SingleShardTensors:
-        """The tensors of the holdings that are found by name alone; made once, as reshard asks many times."""
-        return find_single_shard_tensors(self.holdings)
+    def single_shard_tensors(self) -> SingleShardTensors:
+        """Tensors stored whole in one shard file; cached, because reshard asks for each batch of tensors."""
+        return find_single_shard_tensors(self.step_layout)
 
     @pause_gc()
-    def to_bytes(self, listed: dict[str, bytes] | None = None) -> bytes:
-        """JSON text with a checksum of itself. Raises TypeError or ValueError if `extra` is not JSON.
+    def to_bytes(self, columns: dict[str, bytes] | None = None) -> bytes:
+        """Encode the manifest as JSON text that contains its own checksum.
 
-        listed: listing.texts of the holdings, if they are at hand.
+        columns: encode_columns of the step layout, if already made. Raises TypeError or ValueError if `extra` is not
+        JSON.
         """
         body = {
             "format_version": FORMAT_VERSION,
@@ -136,8 +140,8 @@ class Manifest:
             **({"times": provenance.encode_provenance(self.times)} if self.times is not None else {}),
         }
         values = {key: json.dumps(value, **_CANONICAL).encode() for key, value in body.items()}
-        values |= encode_columns(self.holdings) if listed is None else listed
-        parts = [it for key in sorted(values) for it in (b",", json.dumps(key).encode(), b":", values[key])]
+        values |= encode_columns(self.step_layout) if columns is None else columns
+        parts = [part for key in sorted(values) for part in (b",", json.dumps(key).encode(), b":", values[key])]
         parts[0] = b"{"
         end = f',"checksum":"{checksum_bytes(*parts, b"}")}"}}\n'
         return b"".join((*parts, end.encode()))
@@ -145,10 +149,10 @@ class Manifest:
 
 @pause_gc()
 def parse_manifest(data: bytes, directory: Path | None = None) -> Manifest:
-    """Read a manifest and check every number in it (docs/checkpoint_format.md).
+    """Parse a manifest and check every number in it (docs/checkpoint_format.md).
 
-    directory: of the step, whose shard files bound how much a manifest may claim. Raises CheckpointError if the text is
-    not exactly what `to_bytes` made, is of another format, or contradicts itself.
+    directory: of the step; the sizes of its shard files bound how many rows a manifest may claim. Raises
+    CheckpointError if the text does not match its checksum, is of another format, or contradicts itself.
     """
     try:
         return _parse_body(data, directory)
@@ -176,29 +180,31 @@ def _parse_body(data: bytes, directory: Path | None) -> Manifest:
         raise CheckpointError("its blocks of digests are of another kind")
     files = _parse_files(body["files"], body.get("written_at"), body.get("inflated"))
     budget = DecodeBudget(len(data), lambda: _bytes_on_disk(files, directory))
-    holdings = decode_layout(body, len(files), budget)
-    check_layout_bounds(holdings, files)
+    step_layout = decode_layout(body, len(files), budget)
+    check_layout_bounds(step_layout, files)
     if directory is not None:
-        _check_sizes(holdings, files, directory)
-    told = provenance.parse_origin(body.get("origin")), provenance.parse_times(body.get("times"))
+        _check_sizes(step_layout, files, directory)
+
     return Manifest(
         _parse_number(body["step"]),
         _parse_number(body["sequence"]),
         _parse_number(body["world_size"]),
-        holdings,
+        step_layout,
         files,
         _parse_object(body["extra"]),
         _parse_bool(body.get("finite", True)),
         _parse_score(body.get("validation_loss")),
-        *told,
+        provenance.parse_origin(body.get("origin")),
+        provenance.parse_times(body.get("times")),
         index=_parse_checksum(body.get("index")),
     )
 
 
 def read_manifest(path: Path, step: int) -> Manifest:
-    """The manifest in the directory of a step. Raises CheckpointError if it is missing, damaged or another step's.
+    """Read the manifest in the directory of a step.
 
-    UnreadableError, which is one too, if the file system fails.
+    Raises CheckpointError if it is missing, damaged or another step's; its subclass UnreadableError if the file system
+    fails.
     """
     manifest = parse_manifest(_read_bytes(path), path)
     if manifest.step != step:
@@ -207,10 +213,11 @@ def read_manifest(path: Path, step: int) -> Manifest:
 
 
 def read_sequence(path: Path, step: int) -> int:
-    """Of the manifest in the directory of a step, without a look at what the step holds. Raises as `read` does."""
+    """Read only the sequence number from the manifest of a step, which is much faster. Raises as read_manifest."""
     data = _read_bytes(path)
-    if (told := _quick_numbers(data)) is not None and told[1] == step and told[0] <= LARGEST_INTEGER:
-        return told[0]
+    numbers = _find_numbers(data)
+    if numbers is not None and numbers[1] == step and numbers[0] <= LARGEST_INTEGER:
+        return numbers[0]
     try:
         body = _parse_json(data)
         if not _is_intact(data, body.pop("checksum", None), body):
@@ -222,11 +229,11 @@ def read_sequence(path: Path, step: int) -> int:
         raise CheckpointError(f"it is not a manifest ({type(error).__name__})") from error
 
 
-def _quick_numbers(data: bytes) -> tuple[int, int] | None:
-    """(sequence, step), if the text is as it was written; None: it must be looked at as a whole.
+def _find_numbers(data: bytes) -> tuple[int, int] | None:
+    """Find (sequence, step) in the text of a manifest without parsing it; None if it must be parsed.
 
-    Without making objects of what it says of thousands of tensors. `extra` is before it, and in strings no quote stands
-    by itself, so the last text like this is that of the manifest.
+    The text must be as `to_bytes` writes it: keys are sorted, so `extra`, which may contain anything, comes before
+    `sequence`, and quotes within strings are escaped. So the last match is the manifest's own.
     """
     end = data.rfind(b',"checksum":')
     if end < 0 or data[end:] != f',"checksum":"{checksum_bytes(data[:end] + b"}")}"}}\n'.encode():
@@ -250,14 +257,14 @@ def _read_bytes(path: Path) -> bytes:
         raise UnreadableError(f"cannot be read: {error.strerror}") from error
 
 
-def find_incomplete_tensor(holdings: StepLayout) -> tuple[str, str] | None:
-    """(tensor, why) of the first tensor whose parts disagree or do not cover it exactly once; None if all do."""
-    if twice := find_duplicate_name(holdings.names):
+def find_incomplete_tensor(step_layout: StepLayout) -> tuple[str, str] | None:
+    """Return (tensor, reason) for the first tensor whose parts do not cover it exactly once; None if all do."""
+    if twice := find_duplicate_name(step_layout.names):
         return twice, "its pieces disagree on shape or dtype"
-    for tensor in holdings.tensors:
-        if holdings.is_in_one_part(tensor):
+    for tensor in step_layout.tensors:
+        if step_layout.is_in_one_part(tensor):
             continue
-        offsets, shapes = holdings.rectangles(tensor)
+        offsets, shapes = step_layout.rectangles(tensor)
         if not forms_grid(tensor.shape, offsets, shapes):
             rows = zip(offsets.tolist(), shapes.tolist(), strict=True)
             parts = [Rectangle(tuple(offset), tuple(shape)) for offset, shape in rows]
@@ -269,7 +276,7 @@ def find_incomplete_tensor(holdings: StepLayout) -> tuple[str, str] | None:
 def _parse_json(data: bytes) -> dict[str, Any]:
     """Return the JSON object. Raises CheckpointError, and RecursionError if it is nested too deeply."""
     try:
-        body = json.loads(data.decode(), object_pairs_hook=_each_key_once, parse_constant=_no_number)
+        body = json.loads(data.decode(), object_pairs_hook=_make_object, parse_constant=_refuse_constant)
     except ValueError as error:  # also UnicodeDecodeError
         raise CheckpointError(f"it is not JSON ({format_error(error)})") from error
     if type(body) is not dict:
@@ -277,25 +284,28 @@ def _parse_json(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key twice in one object")
     return found
 
 
-def _no_number(text: str) -> Any:
+def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is no number")
 
 
 def _is_intact(data: bytes, checksum: object, body: dict[str, Any]) -> bool:
-    """checksum, body: what `data` says. As it was written its text can be looked at; elsewise its content."""
+    """Return whether the checksum matches: of the text as written or, if it was reformatted, of its content.
+
+    checksum, body: as parsed from `data`.
+    """
     written = data[: max(0, data.rfind(b',"checksum":'))] + b"}"
     return checksum == checksum_bytes(written) or checksum == checksum_bytes(json.dumps(body, **_CANONICAL).encode())
 
 
 def _parse_files(rows: Any, *optional: Any) -> tuple[ShardFile, ...]:
-    """optional: the columns that a manifest may lack, written_at and inflated."""
+    """Parse the table of files. optional: columns that a manifest may lack (written_at, inflated)."""
     columns = [[None] * len(rows) if column is None else column for column in optional]
     if any(type(column) is not list or len(column) != len(rows) for column in (rows, *columns)):
         raise ValueError("columns of files that do not fit each other")
@@ -359,12 +369,12 @@ def _checked_file_name(name: Any) -> str:
     return str(name)
 
 
-def _check_sizes(holdings: StepLayout, files: Sequence[ShardFile], directory: Path) -> None:
+def _check_sizes(step_layout: StepLayout, files: Sequence[ShardFile], directory: Path) -> None:
     """Raise CheckpointError if many rows are said to be in a file that does not have its size.
 
     Other files are checked when they are opened; expanding so many rows takes memory.
     """
-    for layout in holdings.layouts:
+    for layout in step_layout.layouts:
         if len(layout.tensors) > _MANY_ROWS and len(layout.files):
             file = files[layout.files[0]]
             with suppress(OSError):

@@ -1,8 +1,8 @@
-"""Encode what the files of a step hold as columns of a manifest, and check what a manifest from elsewhere says.
+"""Encode the layout of a step as columns of a manifest; decode and check the columns of a manifest from elsewhere.
 
-Rows of integers become nested loops: what thousands of ranks hold follows a rule, and the manifest keeps the rule. A
-few bytes of text can ask for many numbers, so decoding has a budget (`DecodeBudget`). `check_layout_bounds` looks at
-all rows of a layout at once, before any use.
+Rows of integers become nested loops: the offsets and indices of thousands of ranks follow a rule, and the manifest
+stores the rule. A few bytes of text can thus expand to many numbers, so decoding has a budget (`DecodeBudget`).
+`check_layout_bounds` checks all rows of a layout at once, before any of them is used.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ IntegerArray = NDArray[np.int64]
 LARGEST_INTEGER = 1 << 62
 """Largest number in a manifest; with larger ones, the sum of two could overflow."""
 _MAX_LOOP_DEPTH = 64
-"""Maximum nesting of loops: each that really loops at least doubles the row."""
+"""Maximum nesting of loops; each of two or more rounds doubles the row, so no row needs more."""
 
 
 def encode_integers(values: Sequence[int]) -> Any:
-    """What JSON can hold and `decode` gives back: `{"from": v, "loops": [[count, stride], ...]}`, outermost first.
+    """Encode a row of integers as JSON: `{"from": v, "loops": [[count, stride], ...]}`, outermost loop first.
 
-    That where the values are a sum of counters times strides; else the values themselves.
+    A row that is no nest of loops stays a plain list.
     """
     row = np.asarray(values, dtype=np.int64)
-    loops = _loops(row)
+    loops = _find_loops(row)
     if loops is None:
         return row.tolist()
     return {"from": int(row[0]), "loops": [list(loop) for loop in loops]}
 
 
 def decode_integers(code: Any, most: int) -> IntegerArray:
-    """Return the values. That there are at most `most` is checked before memory is allocated for them.
+    """Decode a row of at most `most` integers; the number is checked before memory is allocated.
 
-    Raises TypeError, KeyError, ValueError or OverflowError for what `encode` did not make.
+    Raises TypeError, KeyError, ValueError or OverflowError for anything that `encode_integers` does not make.
     """
     number = count_encoded(code)
     if number > most:
@@ -74,7 +74,7 @@ def check_integers(values: Sequence[Any]) -> None:
 
 
 def count_encoded(code: Any) -> int:
-    """Return how many values `decode` would return, without decoding them. Raises as `decode`."""
+    """Return the number of values of an encoded row without decoding it. Raises as decode_integers."""
     if type(code) is list:
         return len(code)
     if type(code) is not dict or code.keys() != {"from", "loops"}:
@@ -97,8 +97,8 @@ def count_encoded(code: Any) -> int:
     return total
 
 
-def _loops(row: IntegerArray) -> list[tuple[int, int]] | None:
-    """(count, stride) of every loop, outermost first; None if there are none that make the row."""
+def _find_loops(row: IntegerArray) -> list[tuple[int, int]] | None:
+    """Return (count, stride) of every loop, outermost first; None if the row is no nest of loops."""
     if len(row) < 2:
         return [] if len(row) else None
     stride = int(row[1] - row[0])
@@ -109,7 +109,7 @@ def _loops(row: IntegerArray) -> list[tuple[int, int]] | None:
     rounds = row.reshape(-1, count)
     if not (rounds == rounds[:, :1] + np.arange(count) * stride).all():
         return None
-    outer = _loops(rounds[:, 0])
+    outer = _find_loops(rounds[:, 0])
     return None if outer is None else [*outer, (count, stride)]
 
 
@@ -119,15 +119,14 @@ MAX_DIMENSIONS = 32
 """Maximum dimensions of a tensor; HDF5 allows no more."""
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _FREE = 1 << 21
-"""Numbers that loops may expand to in any manifest, however few bytes it has."""
+"""Numbers to which loops may expand in every manifest, however short its text is."""
 
 
 class DecodeBudget:
-    """Limit on the numbers in the columns of a manifest, because a few bytes of text can ask for many.
+    """Limit on the numbers in the columns of a manifest, because a few bytes of text can expand to many.
 
-    Loops say in a few bytes what takes millions of numbers, as they should for a job of thousands of ranks. But each
-    number is of a dataset that takes some hundred bytes in a shard file, so more than `_FREE` are accepted only if the
-    shard files are that large.
+    A job of thousands of ranks needs millions of numbers in a few loops. But each number belongs to a dataset, which
+    takes some hundred bytes of a shard file, so more than `_FREE` are accepted only if the shard files are that large.
     """
 
     def __init__(self, text: int, stored: Callable[[], int]) -> None:
@@ -136,51 +135,54 @@ class DecodeBudget:
         self._asked = False
 
     def take(self, number: int) -> None:
-        """Take `number` numbers off the budget. Raises ValueError if that is more than there can be."""
+        """Take `number` numbers off the budget. Raises ValueError if fewer are left."""
         if number > self._left and not self._asked:
             self._left, self._asked = self._left + self._stored() // 64, True
         if number > self._left:
             raise ValueError("columns of more numbers than there can be in files of that size")
         self._left -= number
 
-    def column(self, code: Any, most: int) -> Integers:
+    def decode_column(self, code: Any, most: int) -> Integers:
         """Decode a column of at most `most` numbers."""
         if type(code) is not list:  # a list is as long in the text
             self.take(min(count_encoded(code), most))
         return decode_integers(code, most)
 
 
-def encode_layout(holdings: StepLayout) -> dict[str, Any]:
-    """Lists and numbers only."""
+def encode_layout(step_layout: StepLayout) -> dict[str, Any]:
+    """Encode a step layout as lists and numbers, by the keys of the manifest."""
     return {
-        "tensors": holdings.names,
-        "kinds": {"of": encode_integers(holdings.kind.tolist()), "are": holdings.kinds},
+        "tensors": step_layout.names,
+        "kinds": {"of": encode_integers(step_layout.kind.tolist()), "are": step_layout.kinds},
         "layouts": [
             {
-                "files": encode_integers(it.files.tolist()),
-                "tensors": encode_integers(it.tensors.tolist()),
-                "places": encode_integers(it.places.tolist()),
-                "cuts": {"of": encode_integers(it.cut.tolist()), "are": [_encode_cut(cut) for cut in it.cuts]},
-                **({"within": it.within} if it.within is not None else {}),
+                "files": encode_integers(layout.files.tolist()),
+                "tensors": encode_integers(layout.tensors.tolist()),
+                "places": encode_integers(layout.places.tolist()),
+                "cuts": {"of": encode_integers(layout.cut.tolist()), "are": [_encode_cut(cut) for cut in layout.cuts]},
+                **({"within": layout.within} if layout.within is not None else {}),
             }
-            for it in holdings.layouts
+            for layout in step_layout.layouts
         ],
     }
 
 
 def decode_layout(body: dict[str, Any], files: int, budget: DecodeBudget) -> StepLayout:
-    """Read holdings of `files` files; KeyError, TypeError, ValueError or OverflowError if not made by `to_json`."""
+    """Decode the layout of a step with `files` files.
+
+    Raises KeyError, TypeError, ValueError or OverflowError for anything that `encode_layout` does not make.
+    """
     names = _parse_names(body["tensors"])
-    kinds = tuple(_parse_kind(it) for it in _parse_list(body["kinds"]["are"]))
+    kinds = tuple(_parse_kind(kind) for kind in _parse_list(body["kinds"]["are"]))
     kind = _parse_indices(body["kinds"]["of"], len(kinds), len(names), budget)
-    layouts = tuple(_parse_layout(it, len(names), files, budget) for it in _parse_list(body["layouts"]))
+    layouts = tuple(_parse_layout(layout, len(names), files, budget) for layout in _parse_list(body["layouts"]))
     return StepLayout(names, kinds, kind, layouts)
 
 
-def encode_columns(holdings: StepLayout) -> dict[str, bytes]:
-    """What `to_json` gives, each value as the text of a manifest."""
+def encode_columns(step_layout: StepLayout) -> dict[str, bytes]:
+    """Encode a step layout with each value as JSON text, for Manifest.to_bytes."""
     how: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
-    return {key: json.dumps(value, **how).encode() for key, value in encode_layout(holdings).items()}
+    return {key: json.dumps(value, **how).encode() for key, value in encode_layout(step_layout).items()}
 
 
 def _parse_names(names: Any) -> tuple[str, ...]:
@@ -202,7 +204,7 @@ def _parse_kind(body: Any) -> TensorKind:
 def parse_sizes(values: Any) -> tuple[int, ...]:
     """Return a shape or an offset; raises if a number is negative, or so large that a volume would overflow."""
     check_integers(_parse_list(values))
-    if len(values) > MAX_DIMENSIONS or any(not 0 <= it <= LARGEST_INTEGER for it in values):
+    if len(values) > MAX_DIMENSIONS or any(not 0 <= size <= LARGEST_INTEGER for size in values):
         raise ValueError("a shape that no tensor has")
     return tuple(values)
 
@@ -215,8 +217,8 @@ def _parse_list(value: Any) -> list[Any]:
 
 def _parse_layout(body: dict[str, Any], tensors: int, number: int, budget: DecodeBudget) -> SharedLayout:
     files = _parse_indices(body["files"], number, None, budget)
-    places = budget.column(body["places"], LARGEST_INTEGER)
-    cuts = tuple(_parse_cut(it, len(files), budget) for it in _parse_list(body["cuts"]["are"]))
+    places = budget.decode_column(body["places"], LARGEST_INTEGER)
+    cuts = tuple(_parse_cut(cut, len(files), budget) for cut in _parse_list(body["cuts"]["are"]))
     of_tensor = _parse_indices(body["tensors"], tensors, len(places), budget)
     of_cut = _parse_indices(body["cuts"]["of"], len(cuts), len(places), budget)
     within = tuple(map(_parse_enclosing, _parse_list(body["within"]))) if "within" in body else None
@@ -231,8 +233,8 @@ def _parse_enclosing(body: Any) -> EnclosingDataset:
 
 
 def _parse_indices(code: Any, among: int, number: int | None, budget: DecodeBudget) -> Integers:
-    """Decode indices of `among` things. number: how many; None: as many as there are, each once."""
-    found = budget.column(code, among if number is None else number)
+    """Decode a column of indices below `among`. number: their number; None: any number, but none twice."""
+    found = budget.decode_column(code, among if number is None else number)
     if number is not None and len(found) != number:
         raise ValueError("columns that do not fit each other")
     if len(found) and not 0 <= found.min() <= found.max() < among:
@@ -248,7 +250,7 @@ def _encode_cut(cut: RowCut) -> Any:
 
 def _parse_cut(body: Any, members: int, budget: DecodeBudget) -> RowCut:
     shape, codes = _parse_list(body)
-    columns = [budget.column(code, members) for code in _parse_list(codes)]
+    columns = [budget.decode_column(code, members) for code in _parse_list(codes)]
     if len(columns) != len(_parse_list(shape)) or any(len(column) != members for column in columns):
         raise ValueError("offsets of another number of files")
     offsets = np.stack(columns, axis=1) if columns else np.empty((members, 0), dtype=np.int64)
@@ -257,7 +259,7 @@ def _parse_cut(body: Any, members: int, budget: DecodeBudget) -> RowCut:
 
 _PAIRS, _DIMENSIONS = 4096, 32
 _DATASET = 64
-"""Minimum bytes that a dataset takes in a file, without its data."""
+"""Minimum bytes of a dataset in a file, without its data."""
 _ITEM = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2} | {
     f"{kind}{bits}": bits // 8 for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)
 }
@@ -268,43 +270,47 @@ def minimum_itemsize(dtype: str) -> int:
     return _ITEM.get(dtype, 1)
 
 
-def check_layout_bounds(holdings: StepLayout, files: Sequence[ShardFile]) -> None:
-    """Raise CheckpointError unless every rectangle is in its tensor, and every row has bytes of its files to itself.
+def check_layout_bounds(step_layout: StepLayout, files: Sequence[ShardFile]) -> None:
+    """Raise CheckpointError unless every rectangle lies in its tensor, and no two rows share bytes of a file.
 
-    The rectangles of a tensor must also have as many elements together as the tensor. Whether they are the same
-    elements is checked by `manifest.incomplete`, which looks at tensors one by one.
+    The rectangles of a tensor must also add up to its number of elements. That they do not overlap is checked by
+    `find_incomplete_tensor`, tensor by tensor.
     """
-    twice = find_duplicate_name(holdings.names)
+    twice = find_duplicate_name(step_layout.names)
     if twice is not None:
         raise CheckpointError(f"tensor {twice!r} is listed twice")
-    of_files = [it.files for it in holdings.layouts]
+    of_files = [layout.files for layout in step_layout.layouts]
     if of_files and len(np.unique(np.concatenate(of_files))) < sum(map(len, of_files)):
         raise CheckpointError("a file has two layouts")
     if sum(map(len, of_files)) < len(files):
         raise CheckpointError("a file has no layout")
     images = np.array([file.image for file in files], dtype=np.int64)
-    elements, about = np.zeros((2, len(holdings.names)), dtype=np.int64), np.zeros(len(holdings.names))
-    volumes = np.array([_checked_volume(it.shape, minimum_itemsize(it.dtype)) for it in holdings.kinds], dtype=np.int64)
-    items = np.array([minimum_itemsize(it.dtype) for it in holdings.kinds], dtype=np.int64)
-    for layout in holdings.layouts:
-        _check_rectangles(holdings, layout)
+    elements, about = np.zeros((2, len(step_layout.names)), dtype=np.int64), np.zeros(len(step_layout.names))
+    volumes = np.array(
+        [_checked_volume(kind.shape, minimum_itemsize(kind.dtype)) for kind in step_layout.kinds], dtype=np.int64
+    )
+    items = np.array([minimum_itemsize(kind.dtype) for kind in step_layout.kinds], dtype=np.int64)
+    for layout in step_layout.layouts:
+        _check_rectangles(step_layout, layout)
         _check_within(layout)
-        volume = np.array([_checked_volume(it.shape, 1) for it in layout.cuts], dtype=np.int64)[layout.cut]
+        volume = np.array([_checked_volume(cut.shape, 1) for cut in layout.cuts], dtype=np.int64)[layout.cut]
         np.add.at(elements[0], layout.tensors, volume * len(layout.files))
         about += np.bincount(layout.tensors, volume.astype(np.float64), len(about)) * len(layout.files)
         if len(layout.files):
-            if layout.within is None and len(layout.tensors) * _DATASET > min(files[it].bytes for it in layout.files):
+            if layout.within is None and len(layout.tensors) * _DATASET > min(
+                files[file].bytes for file in layout.files
+            ):
                 raise CheckpointError(f"{files[layout.files[0]].name} would have {len(layout.tensors)} datasets")
-            sizes = volume * items[holdings.kind[layout.tensors]]  # no overflow: a rectangle is within its tensor
-            _check_places(holdings, layout, sizes, int(images[layout.files].min()), files)
-    elements[1] = volumes[holdings.kind]
+            sizes = volume * items[step_layout.kind[layout.tensors]]  # no overflow: a rectangle is within its tensor
+            _check_places(step_layout, layout, sizes, int(images[layout.files].min()), files)
+    elements[1] = volumes[step_layout.kind]
     # the first sum may overflow: then it differs from the second, or the float sum is far from both
     wrong = (elements[0] != elements[1]) | (np.abs(about - elements[1]) > 0.001 * elements[1])
     if wrong.any():
         tensor = int(wrong.argmax())
-        least = min(int(elements[1, tensor]), LARGEST_INTEGER)
+        name, expected = step_layout.names[tensor], min(int(elements[1, tensor]), LARGEST_INTEGER)
         raise CheckpointError(
-            f"tensor {holdings.names[tensor]!r}: its pieces have {about[tensor]:.0f} elements together, it has {least}"
+            f"tensor {name!r}: its pieces have {about[tensor]:.0f} elements together, it has {expected}"
         )
 
 
@@ -321,23 +327,23 @@ def _checked_volume(shape: tuple[int, ...], item: int) -> int:
     return volume
 
 
-def _check_rectangles(holdings: StepLayout, layout: SharedLayout) -> None:
+def _check_rectangles(step_layout: StepLayout, layout: SharedLayout) -> None:
     """Raise CheckpointError unless each rectangle is within its tensor, in every file."""
-    whole, dimensions = _padded([it.shape for it in holdings.kinds])
-    shape, of_cut = _padded([it.shape for it in layout.cuts])
+    whole, dimensions = _padded([kind.shape for kind in step_layout.kinds])
+    shape, of_cut = _padded([cut.shape for cut in layout.cuts])
     least, greatest = np.zeros_like(shape), np.zeros_like(shape)
     for at, cut in enumerate(layout.cuts):
         if cut.offsets.size:
             least[at, : len(cut.shape)] = cut.offsets.min(axis=0)
             greatest[at, : len(cut.shape)] = cut.offsets.max(axis=0)
-    pairs = np.array(list_kind_cut_pairs(holdings, layout), dtype=np.int64).reshape(-1, 2)
+    pairs = np.array(list_kind_cut_pairs(step_layout, layout), dtype=np.int64).reshape(-1, 2)
     for first in range(0, len(pairs), _PAIRS):
         kind, cut = pairs[first : first + _PAIRS].T
         fits = (dimensions[kind] == of_cut[cut]) & (least[cut] >= 0).all(axis=1)
         fits &= (greatest[cut] <= whole[kind] - shape[cut]).all(axis=1)
         if not fits.all():
             bad = int(fits.argmin())
-            piece, tensor = layout.cuts[cut[bad]].shape, holdings.kinds[kind[bad]].shape
+            piece, tensor = layout.cuts[cut[bad]].shape, step_layout.kinds[kind[bad]].shape
             raise CheckpointError(f"a piece of shape {piece} reaches outside of a tensor of shape {tensor}")
 
 
@@ -346,22 +352,22 @@ def _padded(shapes: Sequence[tuple[int, ...]]) -> tuple[Integers, Integers]:
     found = np.zeros((len(shapes), _DIMENSIONS), dtype=np.int64)
     for at, shape in enumerate(shapes):
         found[at, : len(shape)] = shape
-    return found, np.array([len(it) for it in shapes], dtype=np.int64)
+    return found, np.array([len(shape) for shape in shapes], dtype=np.int64)
 
 
-def list_kind_cut_pairs(holdings: StepLayout, layout: SharedLayout) -> list[tuple[int, int]]:
-    """Return the (kind, cut) pairs of a layout, in ascending order: which kinds of tensors are cut in which ways."""
+def list_kind_cut_pairs(step_layout: StepLayout, layout: SharedLayout) -> list[tuple[int, int]]:
+    """Return the (kind, cut) pairs of a layout, ascending: which kinds of tensors are cut in which ways."""
     if not len(layout.tensors):
         return []
-    both = holdings.kind[layout.tensors] * len(layout.cuts) + layout.cut
-    number = len(holdings.kinds) * len(layout.cuts)
-    if number <= 4 * len(both):  # without sorting them
+    both = step_layout.kind[layout.tensors] * len(layout.cuts) + layout.cut
+    number = len(step_layout.kinds) * len(layout.cuts)
+    if number <= 4 * len(both):  # a table of flags is faster than the sort in np.unique
         there = np.zeros(number, dtype=np.bool_)
         there[both] = True
         found = np.flatnonzero(there)
     else:
         found = np.unique(both)
-    return [divmod(it, len(layout.cuts)) for it in found.tolist()]
+    return [divmod(pair, len(layout.cuts)) for pair in found.tolist()]
 
 
 def _check_within(layout: SharedLayout) -> None:
@@ -375,7 +381,7 @@ def _check_within(layout: SharedLayout) -> None:
 
 
 def _check_places(
-    holdings: StepLayout, layout: SharedLayout, sizes: Integers, image: int, files: Sequence[ShardFile]
+    step_layout: StepLayout, layout: SharedLayout, sizes: Integers, image: int, files: Sequence[ShardFile]
 ) -> None:
     """Raise CheckpointError if a row lies outside the smallest file or two share a byte; empty rows lie nowhere."""
     rows = np.flatnonzero(sizes)
@@ -384,7 +390,7 @@ def _check_places(
     if outside.any():
         row = int(rows[outside.argmax()])
         raise CheckpointError(
-            f"tensor {holdings.names[layout.tensors[row]]!r} would be at byte {layout.places[row]} of"
+            f"tensor {step_layout.names[layout.tensors[row]]!r} would be at byte {layout.places[row]} of"
             f" {files[layout.files[0]].name}, {sizes[row]} bytes of {image}"
         )
     if (begin[1:] - begin[:-1] < size[:-1]).any():
@@ -392,7 +398,7 @@ def _check_places(
         shared = begin[order][1:] - begin[order][:-1] < size[order][:-1]
         if shared.any():
             at = int(shared.argmax())
-            first, second = (holdings.names[layout.tensors[rows[order[it]]]] for it in (at, at + 1))
+            first, second = (step_layout.names[layout.tensors[rows[order[index]]]] for index in (at, at + 1))
             raise CheckpointError(
                 f"tensors {first!r} and {second!r} have bytes of {files[layout.files[0]].name} in common"
             )

@@ -1,4 +1,4 @@
-"""Rectangles of a logical tensor: overlaps, splits, and whether some of them cover it exactly once."""
+"""Rectangles of a logical tensor: overlap, split, join, and check that they cover it exactly once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Rectangle:
-    """The elements offset[d] <= index[d] < offset[d] + shape[d] in every dimension d (one element if there is none)."""
+    """The elements with offset[d] <= index[d] < offset[d] + shape[d] in every dimension d.
+
+    Without dimensions it is the one element of a scalar.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -23,18 +26,18 @@ class Rectangle:
         return prod(self.shape)
 
     def overlap(self, other: Rectangle) -> Rectangle | None:
-        """The common part; None if it has no element."""
+        """Return the common part; None if it has no element."""
         begin = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         end = (min(a, b) for a, b in zip(self._end, other._end, strict=True))
         common = Rectangle(begin, tuple(e - b for b, e in zip(begin, end, strict=True)))
         return common if all(size > 0 for size in common.shape) else None
 
     def start_in(self, outer: Rectangle) -> tuple[int, ...]:
-        """Where this rectangle begins, counted from the beginning of `outer`."""
+        """Return the offset of this rectangle within `outer`."""
         return tuple(mine - its for mine, its in zip(self.offset, outer.offset, strict=True))
 
     def contains(self, other: Rectangle) -> bool:
-        """Whether no element of `other` is outside."""
+        """Return whether all of `other` is inside."""
         return all(
             mine <= its and its + size <= end
             for mine, its, size, end in zip(self.offset, other.offset, other.shape, self._end, strict=True)
@@ -45,22 +48,22 @@ class Rectangle:
         return tuple(begin + size for begin, size in zip(self.offset, self.shape, strict=True))
 
 
-def split_slabs(rectangle: Rectangle, most: int) -> Iterator[Rectangle]:
-    """The same in parts of at most `most` elements, in the order of memory; each is contiguous in the rectangle."""
+def split_slabs(rectangle: Rectangle, max_elements: int) -> Iterator[Rectangle]:
+    """Split a rectangle into parts of at most `max_elements`, in row-major order; each is contiguous in memory."""
     dim = next((d for d, size in enumerate(rectangle.shape) if size > 1), None)
-    if rectangle.volume <= most or dim is None:
+    if rectangle.volume <= max_elements or dim is None:
         yield rectangle
         return
-    rows = max(1, most // (rectangle.volume // rectangle.shape[dim]))
+    rows = max(1, max_elements // (rectangle.volume // rectangle.shape[dim]))
     for at in range(0, rectangle.shape[dim], rows):
         offset, shape = list(rectangle.offset), list(rectangle.shape)
         offset[dim] += at
         shape[dim] = min(rows, shape[dim] - at)
-        yield from split_slabs(Rectangle(tuple(offset), tuple(shape)), most)
+        yield from split_slabs(Rectangle(tuple(offset), tuple(shape)), max_elements)
 
 
 def join_rectangles(first: Rectangle, second: Rectangle) -> Rectangle | None:
-    """The one rectangle that two are, `second` right after `first` in the order of memory; None if they are none."""
+    """Join two rectangles, `second` right after `first` in memory; None if their union is no rectangle."""
     differs = [d for d, (a, b) in enumerate(zip(first.offset, second.offset, strict=True)) if a != b]
     if len(differs) != 1:
         return None
@@ -73,10 +76,10 @@ def join_rectangles(first: Rectangle, second: Rectangle) -> Rectangle | None:
 
 
 def forms_grid(whole: tuple[int, ...], offsets: NDArray[np.int64], shapes: NDArray[np.int64]) -> bool:
-    """Whether rectangles are the cells of a grid over all of a tensor, so that they cover it exactly once.
+    """Return whether the rectangles are the cells of a grid over the whole tensor, and so cover it exactly once.
 
-    offsets, shapes: [rectangles, dimensions], none of them empty. It takes n log n, and no loop; that of other
-    coverings is for `uncovered` to find out.
+    offsets, shapes: [rectangles, dimensions], none empty. Takes n log n without a Python loop; `explain_coverage`
+    checks all other coverings.
     """
     if len(offsets) == 1:
         return tuple(shapes[0].tolist()) == whole and not offsets.any()
@@ -92,20 +95,23 @@ def forms_grid(whole: tuple[int, ...], offsets: NDArray[np.int64], shapes: NDArr
 
 
 def explain_coverage(whole: Rectangle, parts: Sequence[Rectangle]) -> str | None:
-    """Why `parts` do not cover `whole` exactly once, in the words of an error message; None if they do."""
+    """Explain, for an error message, why `parts` do not cover `whole` exactly once; None if they do."""
     filled = [part for part in parts if part.volume]
     outside = next((part for part in filled if not whole.contains(part)), None)
     if outside is not None:
         return f"a piece of shape {outside.shape} at {outside.offset} reaches outside of it"
-    twice = _overlapping(filled)
+    twice = _find_overlap(filled)
     if twice is not None:
         return f"the pieces at {twice[0].offset} and at {twice[1].offset} overlap"
     missing = whole.volume - sum(part.volume for part in filled)
     return f"{missing} of its {whole.volume} elements are in no piece" if missing else None
 
 
-def _overlapping(parts: list[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
-    """Two parts that share an element. Sweeps the dimension with the most cuts: rows or columns take n log n."""
+def _find_overlap(parts: list[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
+    """Return two parts that share an element, if any.
+
+    Sweeps the dimension with the most cuts, so that rows or columns take n log n.
+    """
     if len(parts) < 2:
         return None
     dims = range(len(parts[0].shape))

@@ -34,74 +34,77 @@ class ExpectedDataset(NamedTuple):
     tensor: str
     dtype: str
     whole: tuple[int, ...]
+    """Shape of the logical tensor."""
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     place: int | None
-    """Byte of the image; None if the manifest does not tell, as for a dataset without elements."""
+    """Byte of the image; None for a dataset without elements, which has no place."""
 
 
 def check_shard_file(
-    holdings: StepLayout, index: int, file: ShardFile, table: DigestTable, read: ReadBytes, thorough: bool
+    step_layout: StepLayout, index: int, file: ShardFile, table: DigestTable, read: ReadBytes, thorough: bool
 ) -> None:
-    """Raise CheckpointError unless a manifest describes a file as its writer did.
+    """Raise CheckpointError unless the manifest describes a file as its writer did.
 
-    index: of the file in the step. thorough: check the file's own HDF5 structure even if its seal is right, which takes
-    some 50 microseconds a dataset.
+    index: of the file in the step. thorough: compare with the HDF5 structure of the file even if the seal matches,
+    which takes about 50 microseconds a dataset.
     """
-    found = ((layout, np.flatnonzero(layout.files == index)) for layout in holdings.layouts)
+    found = ((layout, np.flatnonzero(layout.files == index)) for layout in step_layout.layouts)
     layout, members = next(((layout, members) for layout, members in found if len(members)), (None, None))
     if layout is None or members is None:
-        return  # nothing of it is ever read
+        return  # no tensor is read from it
     member = int(members[0])
-    sealed = layout.within is None
-    if sealed and table.seal != seal_table(compute_layout_seal(holdings, layout, member), table.parts):
+    sealed = layout.within is None  # a file shared with an earlier step has the seal of all that that step wrote
+    if sealed and table.seal != seal_table(compute_layout_seal(step_layout, layout, member), table.parts):
         raise CheckpointError("what the manifest says of it is not what was written (seal)")
     if thorough or not sealed:
         datasets = parse_datasets(read, file.bytes)
-        _compare(_expected(holdings, layout, member), datasets, table.parts, layout.within is None)
+        _compare(_expected(step_layout, layout, member), datasets, table.parts, layout.within is None)
 
 
-def compute_layout_seal(holdings: StepLayout, layout: SharedLayout, member: int) -> bytes:
+def compute_layout_seal(step_layout: StepLayout, layout: SharedLayout, member: int) -> bytes:
     """Return the seal of a file as a manifest describes it. member: index of the file among those of the layout."""
-    pairs = list_kind_cut_pairs(holdings, layout)
+    pairs = list_kind_cut_pairs(step_layout, layout)
     codes = np.zeros(len(pairs), dtype=np.uint64)
     for at, (kind, cut) in enumerate(pairs):
-        of, rectangle = holdings.kinds[kind], layout.cuts[cut]
-        codes[at] = hash_row_form((of.dtype, of.shape, tuple(rectangle.offsets[member].tolist()), rectangle.shape))
+        tensor, rectangle = step_layout.kinds[kind], layout.cuts[cut]
+        codes[at] = hash_row_form(
+            (tensor.dtype, tensor.shape, tuple(rectangle.offsets[member].tolist()), rectangle.shape)
+        )
     numbers = np.array([kind * len(layout.cuts) + cut for kind, cut in pairs], dtype=np.int64)
-    both = holdings.kind[layout.tensors] * len(layout.cuts) + layout.cut
+    both = step_layout.kind[layout.tensors] * len(layout.cuts) + layout.cut
     column = np.repeat(codes, len(both)) if len(codes) == 1 else codes[np.searchsorted(numbers, both)]
-    return compute_seal(_names(holdings, layout.tensors), column, layout.places)
+    return compute_seal(_names(step_layout, layout.tensors), column, layout.places)
 
 
-def _names(holdings: StepLayout, tensors: Integers) -> Sequence[str]:
-    names = holdings.names
+def _names(step_layout: StepLayout, tensors: Integers) -> Sequence[str]:
+    names = step_layout.names
     if len(tensors) == len(names) and bool((tensors == np.arange(len(names))).all()):
         return names
     return list(map(names.__getitem__, tensors.tolist()))
 
 
-def _expected(holdings: StepLayout, layout: SharedLayout, member: int) -> dict[str, list[ExpectedDataset]]:
-    """Return what is expected of each dataset, by its name; several entries where a dataset is wanted in parts."""
-    tensors = [holdings.tensors[it] for it in layout.tensors.tolist()]
+def _expected(step_layout: StepLayout, layout: SharedLayout, member: int) -> dict[str, list[ExpectedDataset]]:
+    """Return the expected properties of each dataset, by name; several entries if its parts are rows of their own."""
+    tensors = [step_layout.tensors[index] for index in layout.tensors.tolist()]
     rows = zip(tensors, layout.shapes, layout.offsets, layout.places.tolist(), strict=True)
     found: dict[str, list[ExpectedDataset]] = {}
     if layout.within is None:
-        names = name_datasets(it.name for it in tensors)
+        names = name_datasets(tensor.name for tensor in tensors)
         for name, (tensor, shape, offsets, place) in zip(names, rows, strict=True):
             at = place if prod(shape) else None
             row = ExpectedDataset(tensor.name, tensor.dtype, tensor.shape, tuple(offsets[member].tolist()), shape, at)
             found.setdefault(name, []).append(row)
         return found
     for within, (tensor, shape, offsets, place) in zip(layout.within, rows, strict=True):
-        start, of = within.start, within.shape
-        strides = [prod(of[dim + 1 :]) for dim in range(len(of))]
+        start, dataset_shape = within.start, within.shape
+        strides = [prod(dataset_shape[dim + 1 :]) for dim in range(len(dataset_shape))]
         first = sum(at * stride for at, stride in zip(start, strides, strict=True))
-        if not _is_contiguous(shape, of):
+        if not _is_contiguous(shape, dataset_shape):
             raise CheckpointError(f"tensor {tensor.name!r}: a piece of it is not in one row of bytes of its dataset")
         offset = tuple(at - by for at, by in zip(offsets[member].tolist(), start, strict=True))
         begin = place - first * minimum_itemsize(tensor.dtype) if prod(shape) else None
-        row = ExpectedDataset(tensor.name, tensor.dtype, tensor.shape, offset, of, begin)
+        row = ExpectedDataset(tensor.name, tensor.dtype, tensor.shape, offset, dataset_shape, begin)
         found.setdefault(dataset_name(tensor.name, within.number), []).append(row)
     return found
 
@@ -123,8 +126,12 @@ def _compare(
         for row in rows:
             if dataset is None:
                 raise CheckpointError(f"tensor {row.tensor!r}: it has no such dataset")
-            told = (row.dtype, row.whole, row.offset, row.shape)
-            if told != (dataset.dtype, dataset.whole, dataset.offset, dataset.shape):
+            if (row.dtype, row.whole, row.offset, row.shape) != (
+                dataset.dtype,
+                dataset.whole,
+                dataset.offset,
+                dataset.shape,
+            ):
                 raise CheckpointError(f"tensor {row.tensor!r}: its dataset is of another type, shape or offset")
             if minimum_itemsize(row.dtype) != dataset.itemsize and minimum_itemsize(row.dtype) != 1:
                 raise CheckpointError(f"tensor {row.tensor!r}: its dataset has elements of another size")
@@ -147,12 +154,12 @@ def _check_place(row: ExpectedDataset, dataset: ParsedDataset, parts: PartTable 
     spans, stored, whole = [(0, size)], [(dataset.place, size, _MASKED)], 0
     if dataset.chunk is not None:
         spans = list(iterate_chunk_spans(dataset.shape, dataset.itemsize, dataset.chunk, len(dataset.chunks)))
-        stored = [(it.at, it.stored, it.mask) for it in dataset.chunks]
+        stored = [(chunk.at, chunk.stored, chunk.mask) for chunk in dataset.chunks]
         whole = prod(dataset.chunk) * dataset.itemsize
     first = int(np.searchsorted(parts["begin"], row.place))
     found, forms = [], set()
-    for begin, length, at, kept, of, item in parts[first : first + len(spans)].tolist():
-        found.append(((begin - row.place, length), (at, kept, _UNMASKED if of else _MASKED)))
-        forms |= {(of, item)} if of else set()
+    for begin, length, at, stored_bytes, inflated, item in parts[first : first + len(spans)].tolist():
+        found.append(((begin - row.place, length), (at, stored_bytes, _UNMASKED if inflated else _MASKED)))
+        forms |= {(inflated, item)} if inflated else set()
     if found != list(zip(spans, stored, strict=True)) or forms - {(whole, dataset.itemsize)}:
         raise CheckpointError(f"tensor {row.tensor!r}: its chunks do not lie where the table of parts says")

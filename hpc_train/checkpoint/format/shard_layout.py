@@ -36,9 +36,9 @@ RowForm = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 def seal_rows(rows: Sequence[DatasetRow], places: Sequence[int]) -> bytes:
     """Return the 16-byte seal of a file as its writer knows it, from all its datasets in order."""
     codes: dict[RowForm, int] = {}
-    forms = [(dtype_name(it.dtype), it.shape, it.offset, it.local_shape) for it in rows]
-    column = [codes[it] if it in codes else codes.setdefault(it, hash_row_form(it)) for it in forms]
-    return compute_seal([it.name for it in rows], np.array(column, dtype=np.uint64), np.array(places, dtype=np.int64))
+    forms = [(dtype_name(row.dtype), row.shape, row.offset, row.local_shape) for row in rows]
+    column = [codes[form] if form in codes else codes.setdefault(form, hash_row_form(form)) for form in forms]
+    return compute_seal([row.name for row in rows], np.array(column, dtype=np.uint64), np.array(places, dtype=np.int64))
 
 
 def seal_table(of_rows: bytes, parts: NDArray[Any] | None) -> bytes:
@@ -65,7 +65,7 @@ def compute_seal(names: Sequence[str], codes: NDArray[np.uint64], places: NDArra
 T = TypeVar("T")
 Integers = NDArray[np.int64]
 _FEW = 8
-"""Up to so many members, a loop is faster than numpy."""
+"""Number of members up to which a loop is faster than numpy."""
 
 
 class SavedTensor(NamedTuple):
@@ -124,7 +124,7 @@ class SavedPart:
 
 
 class TensorKind(NamedTuple):
-    """Dtype and shape, which many tensors have in common."""
+    """Dtype and shape of a logical tensor; many tensors share one kind."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -132,17 +132,17 @@ class TensorKind(NamedTuple):
 
 @dataclass(frozen=True)
 class RowCut:
-    """Shape and offsets of rectangles, which many rows of a layout have in common."""
+    """How files cut a tensor: shape and offset of the rectangle in each file; many rows of a layout share one cut."""
 
     shape: tuple[int, ...]
-    """Of the rectangle."""
+    """Shape of the rectangle."""
     offsets: Integers
-    """[members, dimensions]: where in the logical tensor."""
+    """[members, dimensions]: where each rectangle begins in the logical tensor."""
 
 
 @dataclass(frozen=True)
 class SharedLayout:
-    """Rows that several files have at the same bytes, each of other parts of the tensors."""
+    """A layout that several files share: the same rows at the same bytes, each file with other parts of the tensors."""
 
     files: Integers
     """[members]: indices among the step's files."""
@@ -158,15 +158,15 @@ class SharedLayout:
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """[rows]: of the rectangle."""
-        return [self.cuts[it].shape for it in self.cut.tolist()]
+        """[rows]: shape of the rectangle of each row."""
+        return [self.cuts[index].shape for index in self.cut.tolist()]
 
     @cached_property
     def offsets(self) -> list[Integers]:
-        """[rows][members, dimensions]: where in the logical tensor."""
-        return [self.cuts[it].offsets for it in self.cut.tolist()]
+        """[rows][members, dimensions]: where each rectangle begins in the logical tensor."""
+        return [self.cuts[index].offsets for index in self.cut.tolist()]
 
-    def touching(self, row: int, wanted: Rectangle) -> list[SavedPart]:
+    def find_overlapping_parts(self, row: int, wanted: Rectangle) -> list[SavedPart]:
         """Return the parts of one row that overlap a rectangle."""
         shape, offsets = self.shapes[row], self.offsets[row]
         if 0 in shape or 0 in wanted.shape:
@@ -177,15 +177,18 @@ class SharedLayout:
             end = begin + np.asarray(wanted.shape, dtype=np.int64)
             members = np.flatnonzero(((offsets < end) & (offsets + shape > begin)).all(axis=1))
         place = int(self.places[row])
-        parts = (SavedPart(int(self.files[it]), place, Rectangle(tuple(offsets[it].tolist()), shape)) for it in members)
+        parts = (
+            SavedPart(int(self.files[member]), place, Rectangle(tuple(offsets[member].tolist()), shape))
+            for member in members
+        )
         return [part for part in parts if part.rectangle == wanted or part.rectangle.overlap(wanted)]
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """All tensors of a step, and which file has which part of them.
+    """All tensors of a step, and which file has which part of each.
 
-    Stored in columns: of thousands of tensors many are alike, and most readers need few of them.
+    Stored in columns: many of thousands of tensors are alike, and most readers need only a few of them.
     """
 
     names: tuple[str, ...]
@@ -199,12 +202,12 @@ class StepLayout:
     def tensors(self) -> tuple[SavedTensor, ...]:
         """The logical tensors."""
         return tuple(
-            SavedTensor(name, *self.kinds[it]) for name, it in zip(self.names, self.kind.tolist(), strict=True)
+            SavedTensor(name, *self.kinds[kind]) for name, kind in zip(self.names, self.kind.tolist(), strict=True)
         )
 
-    def touching(self, name: str, wanted: Rectangle) -> list[SavedPart]:
+    def find_overlapping_parts(self, name: str, wanted: Rectangle) -> list[SavedPart]:
         """Return the parts of a tensor that overlap a rectangle of it, without looking at other tensors."""
-        return [part for layout, row in self._rows.get(name, ()) for part in layout.touching(row, wanted)]
+        return [part for layout, row in self._rows.get(name, ()) for part in layout.find_overlapping_parts(row, wanted)]
 
     @cached_property
     def _rows(self) -> dict[str, list[tuple[SharedLayout, int]]]:
@@ -226,11 +229,11 @@ class StepLayout:
     def rectangles(self, tensor: SavedTensor) -> tuple[Integers, Integers]:
         """Return offsets and shapes of all parts of a tensor with elements, [parts, dimensions] each."""
         offsets = shapes = np.empty((0, len(tensor.shape)), dtype=np.int64)
-        rows = [(it.offsets[row], it.shapes[row]) for it, row in self._rows.get(tensor.name, ())]
-        rows = [(of_row, shape) for of_row, shape in rows if 0 not in shape]
+        rows = [(layout.offsets[row], layout.shapes[row]) for layout, row in self._rows.get(tensor.name, ())]
+        rows = [(row_offsets, shape) for row_offsets, shape in rows if 0 not in shape]
         if rows:
-            offsets = np.concatenate([of_row for of_row, _ in rows])
-            counts = [len(of_row) for of_row, _ in rows]
+            offsets = np.concatenate([row_offsets for row_offsets, _ in rows])
+            counts = [len(row_offsets) for row_offsets, _ in rows]
             shapes = np.repeat(np.asarray([shape for _, shape in rows], dtype=np.int64), counts, axis=0)
         return offsets, shapes
 
@@ -249,35 +252,38 @@ class StepLayout:
         return found
 
 
-def gather_layouts(held: Sequence[FileLayout]) -> StepLayout:
-    """Gather the layouts of all files, in their order, into one of the step."""
+def gather_layouts(file_layouts: Sequence[FileLayout]) -> StepLayout:
+    """Gather the layouts of all files, in file order, into the layout of the step.
+
+    Files with equal rows at equal bytes share one SharedLayout.
+    """
     tensors: dict[SavedTensor, int] = {}
     members: dict[Any, list[int]] = {}
-    for index, file in enumerate(held):
+    for index, file in enumerate(file_layouts):
         numbered = tuple(tensors.setdefault(_tensor_of_row(row), len(tensors)) for row in file.rows)
         key = (numbered, tuple(row.local_shape for row in file.rows), file.places, file.within)
         members.setdefault(key, []).append(index)
-    layouts = tuple(_share_layout(key, files, held) for key, files in members.items())
-    kinds, kind = find_distinct(TensorKind(it.dtype, it.shape) for it in tensors)
-    return StepLayout(tuple(it.name for it in tensors), tuple(kinds), kind, layouts)
+    layouts = tuple(_share_layout(key, files, file_layouts) for key, files in members.items())
+    kinds, kind = find_distinct(TensorKind(tensor.dtype, tensor.shape) for tensor in tensors)
+    return StepLayout(tuple(tensor.name for tensor in tensors), tuple(kinds), kind, layouts)
 
 
 def find_distinct(values: Iterable[T]) -> tuple[list[T], Integers]:
     """Return the distinct values, and for each value its index among them."""
-    known: dict[T, int] = {}
-    numbers = [known.setdefault(it, len(known)) for it in values]
-    return list(known), np.asarray(numbers, dtype=np.int64)
+    numbers: dict[T, int] = {}
+    indices = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), np.asarray(indices, dtype=np.int64)
 
 
-def _share_layout(key: Any, files: list[int], held: Sequence[FileLayout]) -> SharedLayout:
+def _share_layout(key: Any, files: list[int], file_layouts: Sequence[FileLayout]) -> SharedLayout:
     numbered, shapes, places, within = key
-    columns = zip(*(map(attrgetter("offset"), held[file].rows) for file in files), strict=True)
+    columns = zip(*(map(attrgetter("offset"), file_layouts[file].rows) for file in files), strict=True)
     found, cut = find_distinct(zip(shapes, columns, strict=True))
     cuts = tuple(
         RowCut(shape, np.asarray(offsets, dtype=np.int64).reshape(len(files), len(shape))) for shape, offsets in found
     )
-    of_files, of_rows, at = (np.asarray(it, dtype=np.int64) for it in (files, numbered, places))
-    return SharedLayout(of_files, of_rows, at, cuts, cut, within)
+    members, tensors, begins = (np.asarray(column, dtype=np.int64) for column in (files, numbered, places))
+    return SharedLayout(members, tensors, begins, cuts, cut, within)
 
 
 def _tensor_of_row(row: DatasetRow) -> SavedTensor:
@@ -290,20 +296,20 @@ def make_file_layout(rows: Sequence[DatasetRow], image: ShardImage) -> FileLayou
 
 
 _NAME: Any = attrgetter("name")
-_PIECE_FORM: Any = attrgetter("shape", "dtype", "offset", "local.shape")
-"""A Form is such a tuple."""
+_SHARD_FORM: Any = attrgetter("shape", "dtype", "offset", "local.shape")
+"""Gets the fields of a ShardForm from a TensorShard; equal tuples hash alike, so no ShardForm is made for each."""
 _NONE, _UNKNOWN = -1, -2
 
 
-class PieceForm(NamedTuple):
-    """What must be equal for a tensor shard to be just what was saved."""
+class ShardForm(NamedTuple):
+    """The properties in which a tensor shard must equal a saved one to be loaded from it as is."""
 
-    of: tuple[int, ...]
+    tensor_shape: tuple[int, ...]
     """Shape of the logical tensor."""
     dtype: torch.dtype
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the rectangle."""
+    """Shape of the rectangle."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +318,7 @@ class SingleShardTensors:
 
     rows: dict[str, int]
     """Row of each tensor in the columns, by name."""
-    forms: dict[PieceForm, int]
+    forms: dict[ShardForm, int]
     form: Integers
     files: Integers
     places: Integers
@@ -320,50 +326,50 @@ class SingleShardTensors:
     @cached_property
     def sizes(self) -> Integers:
         """[forms]: bytes of the rectangle."""
-        return np.array([prod(it.shape) * it.dtype.itemsize for it in self.forms], dtype=np.int64)
+        return np.array([prod(form.shape) * form.dtype.itemsize for form in self.forms], dtype=np.int64)
 
-    def equal(self, pieces: Sequence[TensorShard]) -> Integers:
-        """Return [pieces]: the row of each shard that is just what was saved; -1 for the others."""
-        rows = np.array([self.rows.get(it, _NONE) for it in map(_NAME, pieces)], dtype=np.int64)
-        form = np.array([self.forms.get(it, _UNKNOWN) for it in map(_PIECE_FORM, pieces)], dtype=np.int64)
+    def match_shards(self, shards: Sequence[TensorShard]) -> Integers:
+        """Return [shards]: the row of each shard that is just what was saved; -1 for the others."""
+        rows = np.array([self.rows.get(name, _NONE) for name in map(_NAME, shards)], dtype=np.int64)
+        form = np.array([self.forms.get(key, _UNKNOWN) for key in map(_SHARD_FORM, shards)], dtype=np.int64)
         some = np.flatnonzero(rows != _NONE)
         rows[some[self.form[rows[some]] != form[some]]] = _NONE
         return rows
 
 
-def find_single_shard_tensors(holdings: StepLayout) -> SingleShardTensors:
+def find_single_shard_tensors(step_layout: StepLayout) -> SingleShardTensors:
     """Find the tensors stored whole in one shard file. Names must be distinct (see check_layout_bounds)."""
-    names, none = holdings.names, np.zeros(0, dtype=np.int64)
-    forms: dict[PieceForm, int] = {}
-    times, found = np.zeros(len(names), dtype=np.int64), [(none, none, none, none)]
-    for it in holdings.layouts:
-        np.add.at(times, it.tensors, len(it.files))
-        if len(it.files) == 1:
-            found.append(
-                (it.tensors, _number_forms(holdings, it, forms), np.repeat(it.files, len(it.tensors)), it.places)
-            )
+    names, none = step_layout.names, np.zeros(0, dtype=np.int64)
+    forms: dict[ShardForm, int] = {}
+    parts = np.zeros(len(names), dtype=np.int64)  # of each tensor, in all files
+    found = [(none, none, none, none)]
+    for layout in step_layout.layouts:
+        np.add.at(parts, layout.tensors, len(layout.files))
+        if len(layout.files) == 1:
+            file = np.repeat(layout.files, len(layout.tensors))
+            found.append((layout.tensors, _number_forms(step_layout, layout, forms), file, layout.places))
     tensors, form, files, places = (np.concatenate(column) for column in zip(*found, strict=True))
-    alone = np.flatnonzero((times[tensors] == 1) & (form != _NONE))
-    of_rows = map(names.__getitem__, tensors[alone].tolist())
-    rows = {name: row for row, name in enumerate(of_rows)}
-    return SingleShardTensors(rows, forms, form[alone], files[alone], places[alone])
+    single = np.flatnonzero((parts[tensors] == 1) & (form != _NONE))
+    rows = {names[tensor]: row for row, tensor in enumerate(tensors[single].tolist())}
+    return SingleShardTensors(rows, forms, form[single], files[single], places[single])
 
 
-def _number_forms(holdings: StepLayout, layout: SharedLayout, forms: dict[PieceForm, int]) -> Integers:
+def _number_forms(step_layout: StepLayout, layout: SharedLayout, forms: dict[ShardForm, int]) -> Integers:
     """Return [rows]: the number of each form; -1 if it has no elements, or a dtype that this torch does not have."""
-    both = holdings.kind[layout.tensors] * len(layout.cuts) + layout.cut
-    different, which = np.unique(both, return_inverse=True)
+    # One number for each pair of kind and cut: most rows share a few pairs, and each pair is looked up once.
+    pairs = step_layout.kind[layout.tensors] * len(layout.cuts) + layout.cut
+    different, which = np.unique(pairs, return_inverse=True)
     numbers = []
-    for kind, cut in (divmod(it, len(layout.cuts)) for it in different.tolist()):
-        numbers.append(_number_form(holdings.kinds[kind], layout.cuts[cut], forms))
+    for kind, cut in (divmod(pair, len(layout.cuts)) for pair in different.tolist()):
+        numbers.append(_number_form(step_layout.kinds[kind], layout.cuts[cut], forms))
     return np.array(numbers, dtype=np.int64)[which]
 
 
-def _number_form(kind: TensorKind, cut: RowCut, forms: dict[PieceForm, int]) -> int:
+def _number_form(kind: TensorKind, cut: RowCut, forms: dict[ShardForm, int]) -> int:
     if 0 in cut.shape:
         return _NONE
     try:
         dtype = parse_dtype(kind.dtype)
     except ValueError:
         return _NONE
-    return forms.setdefault(PieceForm(kind.shape, dtype, tuple(cut.offsets[0].tolist()), cut.shape), len(forms))
+    return forms.setdefault(ShardForm(kind.shape, dtype, tuple(cut.offsets[0].tolist()), cut.shape), len(forms))

@@ -1,9 +1,10 @@
-"""What several ranks want of the files is read once, by one of them each, and passed on by all-to-all.
+"""Read once what several ranks need of the shard files, and pass it on by all-to-all.
 
-Every rank says for each cell of the files how much of it it would read; sums over ranks tell all of them, alike, the
-cells of which alone they would together read more than what they want. Those are read by turns of all ranks, in rounds
-of bounded memory. So columns of what was saved by rows, or the same parameters on many replicas, cost the file system
-each byte once. Between ranks go three numbers a cell, and of the rest only what concerns the two that talk.
+Files are divided into cells. Every rank counts the blocks of each cell that it would read; an all-reduce of these
+counts tells all ranks alike which cells would be read more than once. Those are shared out: each is read by one rank
+and passed on, in rounds of bounded memory. So a load by columns of what was saved by rows, or of the same parameters
+on many replicas, reads each byte from the file system once. The all-reduce moves three numbers a cell; everything else
+goes only between the two ranks concerned.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from hpc_train.checkpoint.load.read_schedule import (
     strip_sizes,
     view_runs,
 )
-from hpc_train.checkpoint.load.verified_reader import ShardReader, allocate_pages
+from hpc_train.checkpoint.load.verified_reader import ShardReader
+from hpc_train.checkpoint.storage.file_system import allocate_pages
 from hpc_train.interfaces import World
 from hpc_train.runtime.consensus import report_lost_ranks
 
@@ -36,9 +38,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 EXCHANGE_BYTES = 16 << 20
-"""Bytes that a rank reads, sends and receives in a round, about; one cell at least."""
+"""Approximate bytes that a rank reads, sends and receives in a round; at least one cell."""
 MINIMUM_SAVING = 1.04
-"""Blocks read over blocks wanted from which on a cell is passed on. One rank's edge within a cell is not enough."""
+"""A cell is exchanged if ranks would read more than this times its wanted blocks.
+
+Above 1, so that a block at the border of two ranks is not enough."""
 _THREADS = 2
 _BLOCKS = CELL_BYTES // BLOCK_BYTES
 Integers = NDArray[np.int64]
@@ -46,28 +50,28 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class CellDemand:
-    """What all ranks together want of every cell; the same on all of them. Cells are counted through all files."""
+    """What all ranks together need of every cell; the same on all ranks. Cells are numbered through all files."""
 
     first: Integers
     """[files]: its first cell."""
     wanted: Integers
-    """[cells]: bits of the blocks that somebody wants."""
+    """[cells]: bit mask of the blocks that any rank needs."""
     reads: Integers
-    """[cells]: blocks that would be read if every rank read what it wants."""
+    """[cells]: blocks that would be read if every rank read what it needs by itself."""
     copied: Integers
-    """[cells]: bytes that ranks want, together."""
+    """[cells]: sum over ranks of the bytes needed."""
     largest: Integers
-    """[cells]: bytes that any one wants, at most."""
+    """[cells]: maximum over ranks of the bytes needed."""
 
     @property
     def shared(self) -> NDArray[np.bool_]:
-        """[cells]: whether reading it once and passing it on spares reads."""
+        """[cells]: whether reading the cell once and passing it on saves reads."""
         return self.reads > MINIMUM_SAVING * _count_bits(self.wanted)
 
 
 @dataclass(frozen=True)
 class ExchangeRound:
-    """Cells that are read and passed on at once, and who reads each; in order."""
+    """Cells that are read and passed on together, in order, and the rank that reads each (its owner)."""
 
     cells: Integers
     owners: Integers
@@ -76,9 +80,10 @@ class ExchangeRound:
 def plan_exchange(
     strips: Strips, bytes_of: Sequence[int], world: World | None, group: ProcessGroup | None = None
 ) -> tuple[Strips, Exchange | None]:
-    """(what this rank reads for itself, what the ranks read for each other if there is any). Every rank calls it.
+    """Plan which reads are exchanged. A collective.
 
-    strips: what this rank wants, cut by cells, in file order. bytes_of: the size of each file. Raises LostRanksError.
+    Returns the strips that this rank reads by itself, and the exchange of all others, if there are any.
+    strips: what this rank needs, cut at cells, in file order. bytes_of: the size of each file. Raises LostRanksError.
     """
     if world is None or world.size == 1 or not len(bytes_of):
         return strips, None
@@ -92,7 +97,10 @@ def plan_exchange(
 
 
 def plan_rounds(demand: CellDemand, ranks: int) -> list[ExchangeRound]:
-    """The shared cells in rounds in which no rank has to hold much more than MEMORY, and all read about as much."""
+    """Divide the shared cells into rounds.
+
+    In a round no rank needs much more memory than EXCHANGE_BYTES, and all ranks read about as much.
+    """
     cells = np.flatnonzero(demand.shared)
     blocks = _count_bits(demand.wanted[cells])
     limits = [
@@ -113,52 +121,53 @@ def plan_rounds(demand: CellDemand, ranks: int) -> list[ExchangeRound]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The rounds of one load, as one rank sees them."""
+    """The exchange of one load, as one rank sees it."""
 
     first: Integers
     """[files]: its first cell."""
     wanted: Integers
-    """[cells]: bits of the blocks that somebody wants."""
+    """[cells]: bit mask of the blocks that any rank needs."""
     rounds: list[ExchangeRound]
     strips: Strips
-    """What this rank wants of the shared cells, in file order."""
+    """What this rank needs of the shared cells, in file order."""
     cells: Integers
-    """[strips]: where each is."""
+    """[strips]: the cell of each."""
     world: World
     group: ProcessGroup | None
 
     def run(self, source: ShardReader, targets: LoadDestinations) -> None:
-        """Read, verify and pass on; every rank calls it. What a round needs is read while the one before is passed on.
+        """Read, verify and pass on all shared cells. A collective. Reads one round ahead of the one that is passed on.
 
-        Raises what reading raises, on the rank that read; the others then return early, and must be told.
+        Raises what reading raises, on the rank that read; the other ranks then return early, so the caller must gather
+        failures.
         """
-        most = max(int((it.owners == self.world.rank).sum()) for it in self.rounds)
-        buffers = [memoryview(allocate_pages(most * CELL_BYTES)) for _ in range(2)]
-        sent, came = _ReusedMemory(), _ReusedMemory()
-        with ThreadPoolExecutor(1) as ahead:
-            coming = ahead.submit(self._read, self.rounds[0], source, buffers[0])
-            for number, it in enumerate(self.rounds):
-                if self._has_failed(coming):
-                    coming.result()
+        most_cells = max(int((one.owners == self.world.rank).sum()) for one in self.rounds)
+        buffers = [memoryview(allocate_pages(most_cells * CELL_BYTES)) for _ in range(2)]
+        sent, received = _ReusedMemory(), _ReusedMemory()
+        with ThreadPoolExecutor(1) as reader:
+            read = reader.submit(self._read, self.rounds[0], source, buffers[0])
+            for number, this_round in enumerate(self.rounds):
+                if self._has_failed(read):
+                    read.result()
                     return
                 if number + 1 < len(self.rounds):
-                    coming = ahead.submit(self._read, self.rounds[number + 1], source, buffers[(number + 1) % 2])
-                self._pass_on(it, buffers[number % 2], targets, sent, came)
+                    read = reader.submit(self._read, self.rounds[number + 1], source, buffers[(number + 1) % 2])
+                self._pass_on(this_round, buffers[number % 2], targets, sent, received)
 
-    def _has_failed(self, coming: Future[None]) -> bool:
-        """Whether any rank's reading has."""
-        failed = np.array([coming.exception() is not None], dtype=np.int64)
+    def _has_failed(self, read: Future[None]) -> bool:
+        """Wait for this rank's read; returns whether that of any rank has failed. A collective."""
+        failed = np.array([read.exception() is not None], dtype=np.int64)
         return bool(_all_reduce(failed, dist.ReduceOp.MAX, self.group)[0])
 
-    def _read(self, it: ExchangeRound, source: ShardReader, memory: memoryview) -> None:
-        """The wanted blocks of this rank's cells, each cell at its place in the row of them."""
-        mine = it.cells[it.owners == self.world.rank]
-        runs = [run for slot, cell in enumerate(mine.tolist()) for run in self._runs(slot, cell, source)]
+    def _read(self, this_round: ExchangeRound, source: ShardReader, memory: memoryview) -> None:
+        """Read the needed blocks of this rank's cells; cell number i of them goes to byte i * CELL_BYTES."""
+        mine = this_round.cells[this_round.owners == self.world.rank]
+        runs = [run for slot, cell in enumerate(mine.tolist()) for run in self._list_runs(slot, cell, source)]
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(lambda run: source.read(run[0], run[1], run[3], memory[run[2] :]), runs))
 
-    def _runs(self, slot: int, cell: int, source: ShardReader) -> list[tuple[int, int, int, int]]:
-        """(file, byte, byte of the memory, bytes) of every row of wanted blocks of a cell."""
+    def _list_runs(self, slot: int, cell: int, source: ShardReader) -> list[tuple[int, int, int, int]]:
+        """Return (file, byte, byte of the memory, bytes) of every run of needed blocks in a cell."""
         file = int(np.searchsorted(self.first, cell, "right")) - 1
         begin = (cell - int(self.first[file])) * CELL_BYTES
         bits = [int(self.wanted[cell]) >> block & 1 for block in range(_BLOCKS)]
@@ -169,73 +178,87 @@ class Exchange:
         ]
 
     def _pass_on(
-        self, it: ExchangeRound, memory: memoryview, targets: LoadDestinations, sent: _ReusedMemory, came: _ReusedMemory
+        self,
+        this_round: ExchangeRound,
+        memory: memoryview,
+        targets: LoadDestinations,
+        sent: _ReusedMemory,
+        received: _ReusedMemory,
     ) -> None:
-        low, high = np.searchsorted(self.cells, it.cells[0]), np.searchsorted(self.cells, it.cells[-1], "right")
+        """Pass on the cells of a round that are in `memory`, and copy what this rank needs to its tensors."""
+        round_cells = this_round.cells
+        low, high = np.searchsorted(self.cells, round_cells[0]), np.searchsorted(self.cells, round_cells[-1], "right")
         strips, cells = self.strips[low:high], self.cells[low:high]
-        owners = it.owners[np.searchsorted(it.cells, cells)]
-        requests, of_ranks = self._ask(strips, cells, owners)
-        packed, lengths = self._packed(it, requests, of_ranks, memory, sent)
+        owners = this_round.owners[np.searchsorted(round_cells, cells)]
+        requests, number_of_ranks = self._exchange_requests(strips, cells, owners)
+        packed, lengths = self._pack(this_round, requests, number_of_ranks, memory, sent)
         expected = np.bincount(owners, strip_sizes(strips), self.world.size).astype(np.int64)
-        received = came.take(int(expected.sum()))
-        self._to_all(received, packed, expected.tolist(), lengths.tolist())
-        data, first = received.numpy(), 0
-        for _, _, count, _, run, piece, at, step in strips.tolist():
-            targets[piece].put(at, step, view_runs(data, first, count, run, run))
+        incoming = received.take(int(expected.sum()))
+        self._all_to_all(incoming, packed, expected.tolist(), lengths.tolist())
+        data, first = incoming.numpy(), 0
+        for _, _, count, _, run, shard, at, step in strips.tolist():
+            targets[shard].put(at, step, view_runs(data, first, count, run, run))
             first += count * run
 
-    def _ask(self, strips: Strips, cells: Integers, owners: Integers) -> tuple[Integers, Integers]:
-        """Tell the owners of cells what this rank wants of them.
+    def _exchange_requests(self, strips: Strips, cells: Integers, owners: Integers) -> tuple[Integers, Integers]:
+        """Send each owner the strips that this rank needs of its cells. A collective.
 
-        Returns what was asked of it: (cell, byte in it, count, stride, run) [strips, 5] in the order of ranks, and how
-        many of each rank.
+        Returns the requests that this rank received, [strips, 5] of (cell, byte in it, count, stride, run) in the order
+        of ranks, and [ranks] how many each rank sent.
         """
         asked = np.stack(
             [cells, strips["begin"] % CELL_BYTES, strips["count"], strips["stride"], strips["run"]], axis=1
         )
         number = np.bincount(owners, minlength=self.world.size)
-        of_ranks = torch.empty(self.world.size, dtype=torch.int64)
-        self._to_all(of_ranks, torch.from_numpy(number), [1] * self.world.size, [1] * self.world.size)
-        requests = torch.empty(int(of_ranks.sum()), 5, dtype=torch.int64)
-        self._to_all(requests, torch.from_numpy(asked), of_ranks.tolist(), number.tolist())
-        return requests.numpy(), of_ranks.numpy()
+        number_of_ranks = torch.empty(self.world.size, dtype=torch.int64)
+        self._all_to_all(number_of_ranks, torch.from_numpy(number), [1] * self.world.size, [1] * self.world.size)
+        requests = torch.empty(int(number_of_ranks.sum()), 5, dtype=torch.int64)
+        self._all_to_all(requests, torch.from_numpy(asked), number_of_ranks.tolist(), number.tolist())
+        return requests.numpy(), number_of_ranks.numpy()
 
-    def _to_all(self, came: torch.Tensor, sent: torch.Tensor, of: list[int], to: list[int]) -> None:
+    def _all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, from_ranks: list[int], to_ranks: list[int]
+    ) -> None:
         with report_lost_ranks():
-            dist.all_to_all_single(came, sent, of, to, group=self.group)
+            dist.all_to_all_single(received, sent, from_ranks, to_ranks, group=self.group)
 
-    def _packed(
-        self, it: ExchangeRound, requests: Integers, of_ranks: Integers, memory: memoryview, room: _ReusedMemory
+    def _pack(
+        self,
+        this_round: ExchangeRound,
+        requests: Integers,
+        number_of_ranks: Integers,
+        memory: memoryview,
+        sent: _ReusedMemory,
     ) -> tuple[torch.Tensor, Integers]:
-        """What was asked for, in that order, and how many bytes are each rank's."""
+        """Return the requested bytes in the order of the requests, and [ranks] how many go to each."""
         length = requests[:, 2] * requests[:, 4]
-        slots = np.searchsorted(it.cells[it.owners == self.world.rank], requests[:, 0])
-        packed = room.take(int(length.sum()))
+        slots = np.searchsorted(this_round.cells[this_round.owners == self.world.rank], requests[:, 0])
+        packed = sent.take(int(length.sum()))
         data, first = packed.numpy(), 0
         for slot, (_, begin, count, stride, run) in zip(slots.tolist(), requests.tolist(), strict=True):
             view_runs(data, first, count, run, run)[...] = view_runs(
                 memory, slot * CELL_BYTES + begin, count, stride, run
             )
             first += count * run
-        ranks = np.repeat(np.arange(self.world.size), of_ranks)
+        ranks = np.repeat(np.arange(self.world.size), number_of_ranks)
         return packed, np.bincount(ranks, length, self.world.size).astype(np.int64)
 
 
 class _ReusedMemory:
-    """Memory that is kept from round to round: new memory costs more than what is done with it."""
+    """Memory that is reused from round to round: to fault in new pages costs more than to copy into them."""
 
     def __init__(self) -> None:
         self._whole = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> torch.Tensor:
-        """So many bytes; what they held is lost."""
+        """Return `size` bytes; the content of the round before is lost."""
         if self._whole.numel() < size:
             self._whole = torch.empty(size, dtype=torch.uint8)
         return self._whole[:size]
 
 
 def _sum_demand(strips: Strips, bytes_of: Sequence[int], group: ProcessGroup | None) -> tuple[CellDemand, Integers]:
-    """What all ranks want, and the cell of each of this rank's strips."""
+    """Return the demand of all ranks, and the cell of each of this rank's strips. A collective."""
     number = -(-np.array(bytes_of, dtype=np.int64) // CELL_BYTES)
     first = np.cumsum(number) - number
     cells = first[strips["file"]] + strips["begin"] // CELL_BYTES
@@ -246,8 +269,8 @@ def _sum_demand(strips: Strips, bytes_of: Sequence[int], group: ProcessGroup | N
     copied = np.bincount(cells, strip_sizes(strips), total).astype(np.int64)
     sums = np.stack([np.bincount(touched, minlength=total), copied])
     sums, largest, wanted = (
-        _all_reduce(it, op, group)
-        for it, op in ((sums, dist.ReduceOp.SUM), (copied, dist.ReduceOp.MAX), (wanted, dist.ReduceOp.BOR))
+        _all_reduce(values, op, group)
+        for values, op in ((sums, dist.ReduceOp.SUM), (copied, dist.ReduceOp.MAX), (wanted, dist.ReduceOp.BOR))
     )
     return CellDemand(first, wanted, sums[0], sums[1], largest), cells
 
@@ -259,8 +282,8 @@ def _all_reduce(mine: Integers, op: dist.ReduceOp.RedOpType, group: ProcessGroup
     return tensor.numpy()
 
 
-def _count_bits(of: Integers) -> Integers:
-    """How many bits are set, of each."""
-    each = np.unpackbits(of.view(np.uint8).reshape(-1, 8), axis=1)
+def _count_bits(values: Integers) -> Integers:
+    """Return how many bits are set in each value."""
+    each = np.unpackbits(values.view(np.uint8).reshape(-1, 8), axis=1)
     counted: Integers = each.sum(axis=1, dtype=np.int64)
     return counted

@@ -1,8 +1,8 @@
-"""Plan which bytes of which files a rank reads, and where they go in memory: strips, read in whole blocks.
+"""Plan which bytes of which files a rank reads, and where they go in memory.
 
-A strip is some evenly spaced runs of bytes. A rectangle of a tensor that lies in a rectangle in a file is a few
-strips, whatever the number of dimensions; one that is contiguous in both is a single run. Thousands of them are one
-array. Adjacent small tensors share a read.
+A strip is a number of evenly spaced runs of bytes. The common part of a rectangle in a file and one in memory is a few
+strips, whatever the number of dimensions; a part contiguous in both is a single run. Strips are rows of one numpy
+array, so that thousands are handled together. They are read in whole blocks; adjacent small tensors share a read.
 """
 
 from __future__ import annotations
@@ -25,35 +25,37 @@ from hpc_train.interfaces import TensorShard
 
 Buffer = memoryview | NDArray[np.uint8]
 _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-"""Short runs are copied as numbers of their size, which is faster than byte by byte."""
+"""numpy types by size: a run of such a size is copied as one number, which is faster than byte by byte."""
 
 
 class LoadDestinations:
-    """Memory of all tensors to load. Thousands of small ones are handled together: most need only an address."""
+    """Memory of all tensors to load, in columns: most tensors need only an address and a size."""
 
-    def __init__(self, pieces: Sequence[TensorShard]) -> None:
-        self._locals = [piece.local for piece in pieces]
-        assert not any(map(Tensor.is_conj, self._locals)), "its memory is not its values"
-        assert not any(map(Tensor.is_neg, self._locals)), "its memory is not its values"
-        whole = list(map(Tensor.is_contiguous, self._locals))
-        self._made = {index: LoadDestination(self._locals[index]) for index, it in enumerate(whole) if not it}
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        self._locals = [shard.local for shard in shards]
+        assert not any(map(Tensor.is_conj, self._locals)), "the memory of a conjugated view does not hold its values"
+        assert not any(map(Tensor.is_neg, self._locals)), "the memory of a negated view does not hold its values"
+        contiguous = list(map(Tensor.is_contiguous, self._locals))
+        self._made = {
+            index: LoadDestination(self._locals[index]) for index, is_so in enumerate(contiguous) if not is_so
+        }
         self.addresses = np.array(list(map(Tensor.data_ptr, self._locals)), dtype=np.int64)
-        """[pieces]: address of the memory; 0 on a GPU."""
+        """[shards]: address of the memory; 0 on a GPU."""
         for index in self._made:
             self.addresses[index] = self._made[index].address
-        self.addresses[~np.array([it.is_cpu for it in self._locals], dtype=np.bool_)] = 0
+        self.addresses[~np.array([local.is_cpu for local in self._locals], dtype=np.bool_)] = 0
         self.sizes = np.array(list(map(attrgetter("nbytes"), self._locals)), dtype=np.int64)
-        """[pieces]: bytes."""
+        """[shards]: bytes."""
 
-    def __getitem__(self, piece: int) -> LoadDestination:
-        if piece not in self._made:
-            self._made[piece] = LoadDestination(self._locals[piece])
-        return self._made[piece]
+    def __getitem__(self, shard: int) -> LoadDestination:
+        if shard not in self._made:
+            self._made[shard] = LoadDestination(self._locals[shard])
+        return self._made[shard]
 
     def finish(self) -> None:
         """Copy to tensors that are not contiguous, after every byte has been read."""
-        for it in self._made.values():
-            it.finish()
+        for destination in self._made.values():
+            destination.finish()
 
 
 class LoadDestination:
@@ -101,16 +103,16 @@ def view_runs(buffer: Buffer, first: int, count: int, stride: int, run: int) -> 
 
 
 CELL_BYTES = 4 << 20
-"""Bytes of a cell of the grid by which strips are cut: whole blocks."""
+"""Bytes of a cell; whole blocks. Strips are cut at multiples of it, so that each lies in one cell."""
 MAX_GAP_BYTES = BLOCK_BYTES
-"""Maximum bytes between two runs for which the blocks between them are read too."""
+"""Maximum gap in bytes between two runs that are read together with the blocks between them."""
 STRIP_DTYPE = np.dtype(
-    [(name, np.int64) for name in ("file", "begin", "count", "stride", "run", "piece", "at", "step")]
+    [(name, np.int64) for name in ("file", "begin", "count", "stride", "run", "shard", "at", "step")]
 )
-"""Row i < count: `run` bytes at `begin + i * stride` of the file go to `at + i * step` of the piece's memory."""
+"""Row i < count: `run` bytes at `begin + i * stride` of the file go to `at + i * step` of the shard's memory."""
 
 Strips = NDArray[Any]
-"""[strips] of STRIP; runs are not empty and do not overlap."""
+"""[strips] of STRIP_DTYPE; runs are not empty and do not overlap."""
 StripRow = tuple[int, ...]
 
 
@@ -120,29 +122,29 @@ def make_strips(rows: Iterable[StripRow]) -> Strips:
 
 
 def make_single_strips(rows: Sequence[StripRow] | NDArray[np.int64]) -> Strips:
-    """Make strips of one run each, to the beginning of a tensor, from rows of (file, begin, run, piece)."""
+    """Make strips of one run each, to the beginning of a tensor, from rows of (file, begin, run, shard)."""
     table = np.array(rows, dtype=np.int64).reshape(-1, 4)
     found = np.zeros(len(table), dtype=STRIP_DTYPE)
-    found["file"], found["begin"], found["run"], found["piece"] = table.T
-    return _single(found)
+    found["file"], found["begin"], found["run"], found["shard"] = table.T
+    return _make_single_runs(found)
 
 
 def copy_strips(
-    file: int, place: int, saved: Rectangle, piece: int, held: Rectangle, common: Rectangle, item: int
+    file: int, place: int, saved: Rectangle, shard: int, target: Rectangle, common: Rectangle, item: int
 ) -> list[StripRow]:
-    """Return the strips that copy the rectangle `common` from `saved`, at byte `place` of a file, into `held`.
+    """Return the strips that copy the rectangle `common` from `saved`, at byte `place` of a file, into `target`.
 
-    common: within both. held: rectangle in memory. item: bytes of an element.
+    common: within both. target: rectangle in memory. item: bytes of an element.
     """
-    if common.shape == saved.shape == held.shape:
+    if common.shape == saved.shape == target.shape:
         size = common.volume * item
-        return [(file, place, 1, size, size, piece, 0, size)]
+        return [(file, place, 1, size, size, shard, 0, size)]
     run, stride, step = item, item, item
     begin, at = place, 0
     loops: list[list[int]] = []  # [count, stride, step], innermost first
-    dims = zip(common.shape, saved.shape, held.shape, common.start_in(saved), common.start_in(held), strict=True)
-    for size, of_saved, of_held, in_saved, in_held in reversed(list(dims)):
-        begin, at = begin + in_saved * stride, at + in_held * step
+    dims = zip(common.shape, saved.shape, target.shape, common.start_in(saved), common.start_in(target), strict=True)
+    for size, of_saved, of_target, in_saved, in_target in reversed(list(dims)):
+        begin, at = begin + in_saved * stride, at + in_target * step
         if size > 1:
             if not loops and stride == step == run:
                 run *= size
@@ -150,100 +152,107 @@ def copy_strips(
                 loops[-1][0] *= size
             else:
                 loops.append([size, stride, step])
-        stride, step = stride * of_saved, step * of_held
+        stride, step = stride * of_saved, step * of_target
     count, pitch, skip = loops[0] if loops else (1, run, run)
     outer = product(*([(i * s, i * t) for i in range(n)] for n, s, t in reversed(loops[1:])))
     return [
-        (file, begin + sum(s for s, _ in turn), count, pitch, run, piece, at + sum(t for _, t in turn), skip)
+        (file, begin + sum(s for s, _ in turn), count, pitch, run, shard, at + sum(t for _, t in turn), skip)
         for turn in outer
     ]
 
 
-def strip_ends(of: Strips) -> NDArray[np.int64]:
+def strip_ends(strips: Strips) -> NDArray[np.int64]:
     """Return one past the last byte of each strip in its file."""
-    return of["begin"] + (of["count"] - 1) * of["stride"] + of["run"]  # type: ignore[no-any-return]
+    return strips["begin"] + (strips["count"] - 1) * strips["stride"] + strips["run"]  # type: ignore[no-any-return]
 
 
-def strip_sizes(of: Strips) -> NDArray[np.int64]:
+def strip_sizes(strips: Strips) -> NDArray[np.int64]:
     """Return the bytes that each strip copies."""
-    return of["count"] * of["run"]  # type: ignore[no-any-return]
+    return strips["count"] * strips["run"]  # type: ignore[no-any-return]
 
 
-def cut_at_cells(of: Strips) -> Strips:
+def cut_at_cells(strips: Strips) -> Strips:
     """Cut strips so that each lies in one cell, and split runs that are more than a block apart."""
-    return _split_at_cells(_split_far_runs(of))
+    return _split_at_cells(_split_far_runs(strips))
 
 
-def _split_far_runs(of: Strips) -> Strips:
-    """Make strips of their own of runs that are too far apart to read what lies between."""
-    far = (of["count"] > 1) & (of["stride"] - of["run"] > MAX_GAP_BYTES)
+def _split_far_runs(strips: Strips) -> Strips:
+    """Split strips whose runs are too far apart to read the bytes between, into a strip for each run."""
+    far = (strips["count"] > 1) & (strips["stride"] - strips["run"] > MAX_GAP_BYTES)
     if not far.any():
-        return of
-    found = np.repeat(of[far], of["count"][far])
-    turn = _count_up(of["count"][far])
+        return strips
+    found = np.repeat(strips[far], strips["count"][far])
+    turn = _count_up(strips["count"][far])
     found["begin"] += turn * found["stride"]
     found["at"] += turn * found["step"]
-    return np.concatenate([of[~far], _single(found)])
+    return np.concatenate([strips[~far], _make_single_runs(found)])
 
 
-def _split_at_cells(of: Strips) -> Strips:
-    first, last = of["begin"] // CELL_BYTES, (strip_ends(of) - 1) // CELL_BYTES
+def _split_at_cells(strips: Strips) -> Strips:
+    first, last = strips["begin"] // CELL_BYTES, (strip_ends(strips) - 1) // CELL_BYTES
     many = first != last
     if not many.any():
-        return of
+        return strips
     number = (last - first + 1)[many]
-    it = np.repeat(of[many], number)
+    copies = np.repeat(strips[many], number)  # of each strip one for every cell that it touches
     low = (np.repeat(first[many], number) + _count_up(number)) * CELL_BYTES
-    return np.concatenate([of[~many], *_clip_to_cell(it, low)])
+    return np.concatenate([strips[~many], *_clip_to_cell(copies, low)])
 
 
-def _clip_to_cell(it: Strips, low: NDArray[np.int64]) -> list[Strips]:
+def _clip_to_cell(strips: Strips, low: NDArray[np.int64]) -> list[Strips]:
     """Clip each strip to the cell that begins at `low`: its whole runs, and parts of its first and last run."""
     high = low + CELL_BYTES
-    inside = np.clip(-((it["begin"] - low) // it["stride"]), 0, it["count"])  # the first run that begins in the cell
-    within = np.clip((high - it["run"] - it["begin"]) // it["stride"] + 1, 0, it["count"])  # one past the last in it
-    beyond = np.clip(-((it["begin"] - high) // it["stride"]), 0, it["count"])  # the first that begins after it
+    inside = np.clip(
+        -((strips["begin"] - low) // strips["stride"]), 0, strips["count"]
+    )  # the first run that begins in the cell
+    within = np.clip(
+        (high - strips["run"] - strips["begin"]) // strips["stride"] + 1, 0, strips["count"]
+    )  # one past the last in it
+    beyond = np.clip(
+        -((strips["begin"] - high) // strips["stride"]), 0, strips["count"]
+    )  # the first that begins after it
     some = within > inside
-    whole = it[some]
+    whole = strips[some]
     whole["begin"] += inside[some] * whole["stride"]
     whole["at"] += inside[some] * whole["step"]
     whole["count"] = (within - inside)[some]
-    into = _clip_run(it, inside - 1, low, high, (inside > 0))
-    out = _clip_run(it, beyond - 1, low, high, (beyond > inside) & (beyond > within))
+    into = _clip_run(strips, inside - 1, low, high, (inside > 0))
+    out = _clip_run(strips, beyond - 1, low, high, (beyond > inside) & (beyond > within))
     return [whole, into, out]
 
 
 def _clip_run(
-    it: Strips, run: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64], where: NDArray[np.bool_]
+    strips: Strips, run: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64], where: NDArray[np.bool_]
 ) -> Strips:
     """Clip run number `run` of each strip to bytes [low, high); strips without such bytes are left out."""
-    start = it["begin"] + run * it["stride"]
-    begin, end = np.maximum(start, low), np.minimum(start + it["run"], high)
+    start = strips["begin"] + run * strips["stride"]
+    begin, end = np.maximum(start, low), np.minimum(start + strips["run"], high)
     where = where & (end > begin)
-    found = it[where]
+    found = strips[where]
     found["begin"] = begin[where]
-    found["at"] += (run * it["step"] + begin - start)[where]
+    found["at"] += (run * strips["step"] + begin - start)[where]
     found["run"] = (end - begin)[where]
-    return _single(found)
+    return _make_single_runs(found)
 
 
-def _single(of: Strips) -> Strips:
-    of["count"], of["stride"], of["step"] = 1, of["run"], of["run"]
-    return of
+def _make_single_runs(strips: Strips) -> Strips:
+    """Turn strips into strips of one run each, in place."""
+    strips["count"], strips["stride"], strips["step"] = 1, strips["run"], strips["run"]
+    return strips
 
 
 def _count_up(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ..."""
+    """Return 0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 WIDE_READ_BYTES = 2 * CELL_BYTES
-"""Bytes of a read past the page cache: a few of these at a time keep a disk busy."""
+"""Bytes of a read past the page cache; a few of these at a time keep a disk busy."""
 
 
 @dataclass(frozen=True)
 class BlockRead:
-    """One read of whole blocks, and the strips in it."""
+    """A read of whole blocks, bytes [begin, end) of a file, and the strips in it."""
 
     file: int
     begin: int
@@ -264,7 +273,7 @@ def plan_block_reads(strips: Strips, bytes_of: Sequence[int], most: int = CELL_B
     assert most % CELL_BYTES == 0, most
     if not len(strips):
         return []
-    begin, end, first = _groups(strips, most)
+    begin, end, first = _group_reads(strips, most)
     low, high = (
         begin[first] // BLOCK_BYTES * BLOCK_BYTES,
         -(-np.maximum.reduceat(end, first) // BLOCK_BYTES) * BLOCK_BYTES,
@@ -277,7 +286,7 @@ def plan_block_reads(strips: Strips, bytes_of: Sequence[int], most: int = CELL_B
     ]
 
 
-def _groups(strips: Strips, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _group_reads(strips: Strips, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the begin and end of every strip, and the index of the first strip of every read."""
     begin, end = strips["begin"], strip_ends(strips)
     cell = begin // most

@@ -1,8 +1,8 @@
-"""Read shard files into the tensors that they are for.
+"""Read shard files into tensors.
 
-All destinations are computed before the first read: between two reads the processor's caches are full of data, so only
-a few operations on plain Python integers are left for then. Some threads read, and `LoadWorkers` verify and copy.
-Threads that did both would fall into step, and the disk would wait while all of them verify.
+All destinations are computed before the first read: between two reads the processor's caches are full of data, and only
+a few operations on plain Python integers are cheap then. Some threads read; `LoadWorkers` verify and copy. Threads that
+did both would fall into step, and the disk would idle while all of them verify.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from hpc_train.checkpoint.load.verified_reader import (
     DamagedBlockError,
     OnVerified,
     ShardReader,
-    allocate_pages,
 )
+from hpc_train.checkpoint.storage.file_system import allocate_pages
 from hpc_train.interfaces import TensorShard
 
 _MOST_BUFFERS = 1000
 """Maximum buffers of one preadv(2); Linux takes 1024 (IOV_MAX)."""
 CopyRun = list[int]
-"""[first byte in the file, one past the last, address that byte 0 of the file would have, piece]"""
+"""[first byte in the file, one past the last, address that byte 0 of the file would have, shard]"""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def plan_destinations(found: Sequence[BlockRead], strips: Strips, addresses: NDA
 
     found: reads of all the strips. addresses: memory of every tensor; 0 on a GPU.
     """
-    near = (strips["count"] == 1) & (addresses[strips["piece"]] != 0)
-    runs, stops = make_copy_runs(strips, addresses), np.cumsum([len(it.strips) for it in found], dtype=np.int64)
+    near = (strips["count"] == 1) & (addresses[strips["shard"]] != 0)
+    runs, stops = make_copy_runs(strips, addresses), np.cumsum([len(read.strips) for read in found], dtype=np.int64)
     starts = np.concatenate([[0], stops[:-1]])
     clash = np.concatenate(
         [[False], strips["begin"][1:] < strip_ends(strips)[:-1]]
@@ -69,17 +69,17 @@ def plan_destinations(found: Sequence[BlockRead], strips: Strips, addresses: NDA
     clash[starts] = False
     all_near = np.logical_and.reduceat(near, starts)
     apart = ~np.logical_or.reduceat(clash, starts)
-    told = (it.tolist() for it in (starts, stops, all_near, apart))
+    columns = (column.tolist() for column in (starts, stops, all_near, apart))
     return [
         PlannedRead(read, runs[start:stop] if near else None, apart)
-        for read, start, stop, near, apart in zip(found, *told, strict=True)
+        for read, start, stop, near, apart in zip(found, *columns, strict=True)
     ]
 
 
 def make_copy_runs(strips: Strips, addresses: NDArray[np.int64]) -> list[CopyRun]:
     """Return the copy of each strip; only valid for strips of one run into host memory."""
-    base = addresses[strips["piece"]] + strips["at"] - strips["begin"]
-    found: list[CopyRun] = np.stack([strips["begin"], strip_ends(strips), base, strips["piece"]], axis=1).tolist()
+    base = addresses[strips["shard"]] + strips["at"] - strips["begin"]
+    found: list[CopyRun] = np.stack([strips["begin"], strip_ends(strips), base, strips["shard"]], axis=1).tolist()
     return found
 
 
@@ -132,7 +132,7 @@ def make_copier(rest: deque[CopyRun], data: memoryview, low: int, high: int) -> 
 
 
 class LoadWorkers:
-    """Threads that verify and copy, and the buffers that are read into for them."""
+    """Threads that verify and copy, and a fixed number of buffers to read into."""
 
     def __init__(self, threads: int, number: int, size: int) -> None:
         """number: buffers of `size` bytes, in whole pages, allocated when they are first used."""
@@ -140,7 +140,7 @@ class LoadWorkers:
         self._free: SimpleQueue[mmap.mmap | None] = SimpleQueue()
         for _ in range(number):
             self._free.put(None)
-        self._under_way: deque[Future[None]] = deque()
+        self._pending: deque[Future[None]] = deque()
         self.failed = False
         """Whether a worker has failed; `wait` raises its error."""
 
@@ -150,15 +150,15 @@ class LoadWorkers:
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def memory(self) -> mmap.mmap:
-        """Take a free buffer; waits for one."""
+    def take_buffer(self) -> mmap.mmap:
+        """Take a free buffer; waits until there is one."""
         return self._free.get() or allocate_pages(self._size)
 
-    def do(self, work: Callable[[], None], memory: mmap.mmap) -> None:
-        """Call `work` in a worker thread; the buffer is free afterwards."""
-        self._under_way.append(self._pool.submit(self._do, work, memory))
+    def submit(self, work: Callable[[], None], memory: mmap.mmap) -> None:
+        """Call `work` in a worker thread, and free the buffer afterwards."""
+        self._pending.append(self._pool.submit(self._run, work, memory))
 
-    def _do(self, work: Callable[[], None], memory: mmap.mmap) -> None:
+    def _run(self, work: Callable[[], None], memory: mmap.mmap) -> None:
         try:
             work()
         except BaseException:
@@ -169,19 +169,19 @@ class LoadWorkers:
 
     def wait(self) -> None:
         """Wait for all work. Raises the first error."""
-        while self._under_way:
-            self._under_way.popleft().result()
+        while self._pending:
+            self._pending.popleft().result()
 
 
 _WAITING_READS = 2
 """Threads that read past the page cache."""
 
 
-class PieceReader:
+class TensorReader:
     """Fills tensors from the shard files of a step."""
 
-    def __init__(self, source: ShardReader, pieces: Sequence[TensorShard], targets: LoadDestinations) -> None:
-        self._source, self._pieces, self._targets = source, pieces, targets
+    def __init__(self, source: ShardReader, shards: Sequence[TensorShard], targets: LoadDestinations) -> None:
+        self._source, self._pieces, self._targets = source, shards, targets
 
     def run(self, strips: Strips) -> None:
         """Read, verify and copy. Raises CheckpointError or OSError; tensors may be partly filled then.
@@ -193,77 +193,79 @@ class PieceReader:
         found = plan_destinations(
             plan_block_reads(strips, self._source.sizes, WIDE_READ_BYTES), strips, self._targets.addresses
         )
-        threads = self._source.working if self._source.is_cached(found[0].read.file) else _WAITING_READS
+        threads = self._source.threads if self._source.is_cached(found[0].read.file) else _WAITING_READS
         rest = iter(found)
         with (
-            LoadWorkers(self._source.beside, 2 * _WAITING_READS, WIDE_READ_BYTES) as consumers,
+            LoadWorkers(self._source.threads_beside_io, 2 * _WAITING_READS, WIDE_READ_BYTES) as workers,
             ThreadPoolExecutor(threads) as pool,
         ):
             try:
-                for done in [pool.submit(self._some, rest, consumers) for _ in range(threads)]:
+                for done in [pool.submit(self._read_remaining, rest, workers) for _ in range(threads)]:
                     done.result()
-                consumers.wait()
+                workers.wait()
             finally:
-                deque(rest, 0)  # an interrupt does not wait for all reads
+                deque(rest, 0)  # drop what is left, so that an interrupt does not wait for all reads
 
-    def _some(self, rest: Iterator[PlannedRead], consumers: LoadWorkers) -> None:
-        """Do reads that no other thread has taken yet."""
+    def _read_remaining(self, rest: Iterator[PlannedRead], workers: LoadWorkers) -> None:
+        """Do reads that no other thread has taken yet, until none is left."""
         try:
-            for it in rest:
-                if self._source.is_direct(it.read.file):
-                    memory = consumers.memory()
-                    self._source.fetch(it.read.file, it.read.begin, it.read.end - it.read.begin, memoryview(memory))
-                    consumers.do(partial(self._fetched, it, memoryview(memory)), memory)
+            for planned in rest:
+                read = planned.read
+                if self._source.is_direct(read.file):
+                    memory = workers.take_buffer()
+                    self._source.fetch(read.file, read.begin, read.end - read.begin, memoryview(memory))
+                    workers.submit(partial(self._verify_and_copy, planned, memoryview(memory)), memory)
                 else:
-                    self._named(it.read, partial(self._through_the_cache, it))
-                if consumers.failed:
+                    self._name_damage(read, partial(self._read_through_cache, planned))
+                if workers.failed:
                     return
         finally:
-            deque(rest, 0)  # after an error the other threads stop too
+            deque(rest, 0)  # after an error: drop what is left, so that the other threads stop too
 
-    def _fetched(self, it: PlannedRead, memory: memoryview) -> None:
-        read = it.read
-        data, runs = memory[: read.end - read.begin], None if it.runs is None else deque(it.runs)
-        look = partial(self._source.verify, read.file, read.begin, data)
-        self._named(read, lambda: self._take(read, read.begin, read.end, runs, data, look))
+    def _verify_and_copy(self, planned: PlannedRead, memory: memoryview) -> None:
+        """Verify fetched bytes and copy them to their tensors."""
+        read = planned.read
+        data, runs = memory[: read.end - read.begin], None if planned.runs is None else deque(planned.runs)
+        verify = partial(self._source.verify, read.file, read.begin, data)
+        self._name_damage(read, lambda: self._copy_verified(read, read.begin, read.end, runs, data, verify))
 
-    def _through_the_cache(self, it: PlannedRead) -> None:
-        read, runs = it.read, it.runs
-        if runs is not None and it.apart and self._source.is_cached(read.file):
-            self._scattered(read, deque(runs))
+    def _read_through_cache(self, planned: PlannedRead) -> None:
+        read, runs = planned.read, planned.runs
+        if runs is not None and planned.apart and self._source.is_cached(read.file):
+            self._read_scattered(read, deque(runs))
             return
         for part in plan_block_reads(read.strips, self._source.sizes):
-            self._by_a_copy(part, part.begin, part.end, None)
+            self._read_and_copy(part, part.begin, part.end, None)
 
-    def _named(self, read: BlockRead, work: Callable[[], None]) -> None:
+    def _name_damage(self, read: BlockRead, work: Callable[[], None]) -> None:
         """Call `work`, and add the name of a tensor to the error for a damaged block."""
         try:
             work()
         except DamagedBlockError as damage:
             raise DamagedBlockError(damage.name, damage.at, self._tensor_in(read, damage.lost)) from None
 
-    def _scattered(self, read: BlockRead, runs: deque[CopyRun]) -> None:
+    def _read_scattered(self, read: BlockRead, runs: deque[CopyRun]) -> None:
         """Read straight into the tensors, then verify while the bytes are in the processor's cache."""
         between = self._source.scratch(CACHE_BYTES)
         for low in range(read.begin, read.end, CACHE_BYTES):
             high = min(low + CACHE_BYTES, read.end)
             to = make_io_vector(runs, low, high, between)
             if to is None:
-                self._by_a_copy(read, low, high, runs)
+                self._read_and_copy(read, low, high, runs)
             else:
                 self._source.scatter(read.file, low, to)
 
-    def _near(self, strips: Strips) -> NDArray[np.bool_]:
+    def _are_single_runs(self, strips: Strips) -> NDArray[np.bool_]:
         """Return which strips are one run into host memory."""
-        found: NDArray[np.bool_] = (strips["count"] == 1) & (self._targets.addresses[strips["piece"]] != 0)
+        found: NDArray[np.bool_] = (strips["count"] == 1) & (self._targets.addresses[strips["shard"]] != 0)
         return found
 
-    def _by_a_copy(self, read: BlockRead, low: int, high: int, runs: deque[CopyRun] | None) -> None:
+    def _read_and_copy(self, read: BlockRead, low: int, high: int, runs: deque[CopyRun] | None) -> None:
         """Read bytes [low, high) of the file into scratch memory and copy them from there."""
         data = self._source.scratch(high - low)
-        self._take(read, low, high, runs, data, partial(self._source.read, read.file, low, high - low, data))
+        self._copy_verified(read, low, high, runs, data, partial(self._source.read, read.file, low, high - low, data))
 
-    def _take(
+    def _copy_verified(
         self,
         read: BlockRead,
         low: int,
@@ -281,24 +283,24 @@ class PieceReader:
             get(make_copier(runs, data, low, high))
             return
         strips = read.strips[(read.strips["begin"] < high) & (strip_ends(read.strips) > low)]
-        near = self._near(strips)
+        near = self._are_single_runs(strips)
         get(make_copier(deque(make_copy_runs(strips[near], self._targets.addresses)), data, low, high))
         self._copy_others(strips[~near], data, low, high)
 
     def _copy_others(self, strips: Strips, data: memoryview, low: int, high: int) -> None:
         """Copy strips that are not one run into host memory. data: bytes [low, high) of the file."""
-        for _, begin, count, stride, run, piece, at, step in strips.tolist():
+        for _, begin, count, stride, run, shard, at, step in strips.tolist():
             first, last = max(begin, low), min(begin + run, high)
             if count == 1 and first < last:
-                self._targets[piece].put(at + first - begin, run, view_runs(data, first - low, 1, run, last - first))
+                self._targets[shard].put(at + first - begin, run, view_runs(data, first - low, 1, run, last - first))
             elif count > 1 and low <= begin < high:
-                self._targets[piece].put(at, step, view_runs(data, begin - low, count, stride, run))
+                self._targets[shard].put(at, step, view_runs(data, begin - low, count, stride, run))
 
     def _tensor_in(self, read: BlockRead, lost: Sequence[tuple[int, int]]) -> str | None:
         """Return the name of the first tensor with bytes in the damaged spans."""
         for begin, end in lost:
             hit = (read.strips["begin"] < end) & (strip_ends(read.strips) > begin)
             if hit.any():
-                piece: int = read.strips["piece"][hit][0]
-                return self._pieces[piece].name
+                shard: int = read.strips["shard"][hit][0]
+                return self._pieces[shard].name
         return None

@@ -1,6 +1,7 @@
-"""Read the shard files of a step and verify every block, past the page cache or through it.
+"""Read the shard files of a step and verify every block.
 
-A compressed file is read as its uncompressed image: blocks are verified as they are stored, then inflated.
+A file is read past the page cache (O_DIRECT) unless most of it is cached already. A compressed file is read as its
+uncompressed image: blocks are verified as they are stored, then inflated.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from hpc_train.checkpoint.format.block_digests import (
     BLOCK_BYTES,
     DigestTable,
     PartTable,
+    decode_digest_table,
     digest_blocks,
     digest_scattered_blocks,
     digest_table_path,
@@ -33,28 +34,27 @@ from hpc_train.checkpoint.format.block_digests import (
     parts_within,
     stored_parts_within,
 )
-from hpc_train.checkpoint.format.block_digests import decode_digest_table as digests_from
 from hpc_train.checkpoint.format.hdf5_layout import ALIGNMENT
 from hpc_train.checkpoint.format.manifest import Manifest, ShardFile
 from hpc_train.checkpoint.format.shard_consistency import check_shard_file
 from hpc_train.checkpoint.load.read_schedule import Strips, strip_ends
-from hpc_train.checkpoint.storage.file_system import checksum_bytes
+from hpc_train.checkpoint.storage.file_system import allocate_pages, checksum_bytes
 from hpc_train.regular_files import is_plain_directory, open_regular, read_regular
 
 CACHE_BYTES = 1 << 20
 """Bytes that are verified while they are still in the processor's cache."""
 _MOST = 4
-"""Maximum useful threads of one process."""
+"""Maximum threads of one process; more gain nothing."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 OnVerified = Callable[[int, int], object]
-"""Called with the first byte of a verified part of the image, and one past the last."""
+"""Called with bytes (begin, end) of the image when they are verified."""
 
 
 class DamagedBlockError(CheckpointError):
     """A block differs from what was committed."""
 
     def __init__(self, name: str, at: int, tensor: str | None = None, lost: Sequence[tuple[int, int]] = ()) -> None:
-        """lost: bytes [begin, end) of the file's image, where the file is compressed."""
+        """at: byte of the file. lost: spans [begin, end) of the image that it damages, if the file is compressed."""
         where = f": tensor {tensor!r}" if tensor else ""
         super().__init__(f"{name}{where}: its content is not what was committed (block at byte {at})")
         self.name, self.at, self.lost = name, at, lost or [(at, at + BLOCK_BYTES)]
@@ -68,107 +68,108 @@ class ShardReader:
         self._directory, self._files, self._manifest = directory, files, manifest
         self.sizes = [file.image for file in files]
         """Bytes of the image of every file."""
-        self._open: dict[int, _Opened] = {}
+        self._open: dict[int, _OpenShard] = {}
         self._lock, self._local = threading.Lock(), threading.local()
-        self.working = max(1, min(len(os.sched_getaffinity(0)), _MOST))
-        """Threads that may use a processor at once."""
-        self.beside = max(1, self.working // 2)
-        """The same while others wait for the disk: the kernel or a hypervisor needs a processor too."""
-        self._working, self._beside = threading.Semaphore(self.working), threading.Semaphore(self.beside)
+        self.threads = max(1, min(len(os.sched_getaffinity(0)), _MOST))
+        """Number of threads that may use a processor at once."""
+        self.threads_beside_io = max(1, self.threads // 2)
+        """The same while other threads wait for the disk: the kernel or a hypervisor needs processors too."""
+        self._thread_slots = threading.Semaphore(self.threads)
+        self._slots_beside_io = threading.Semaphore(self.threads_beside_io)
 
     def __enter__(self) -> ShardReader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for it in self._open.values():
-            os.close(it.descriptor)
+        for shard in self._open.values():
+            os.close(shard.descriptor)
 
     def read(
         self, file: int, begin: int, size: int, memory: memoryview, then: OnVerified = lambda first, last: None
     ) -> None:
         """Read `size` bytes of the image from `begin` on into `memory`, and verify them.
 
-        The bytes must be whole blocks, up to the end of the file. Past the page cache, memory must begin at a page and
-        have room for whole pages. Bytes between the tensors of a compressed file are undefined. then: called for each
-        verified part, mostly while it is in the processor's cache.
+        The bytes must be whole blocks, or end with the file. If the file is_direct, memory must begin at a page and
+        have room for whole pages. Bytes between the tensors of a compressed file are undefined.
+        then: called for each verified part, mostly while it is in the processor's cache.
         Raises DamagedBlockError, CheckpointError for a file that is not as it was committed, and OSError.
         """
-        it = self._opened(file)
-        if it.parts is None:
-            self._read(it, begin, size, memory, then)
+        shard = self._open_file(file)
+        if shard.parts is None:
+            self._read(shard, begin, size, memory, then)
         else:
-            self._inflate(it, begin, memory[:size])
+            self._inflate(shard, begin, memory[:size])
             then(begin, begin + size)
 
-    def _inflate(self, it: _Opened, begin: int, memory: memoryview) -> None:
-        assert it.parts is not None
-        for part in _split_parts(parts_within(it.parts, begin, begin + len(memory))) if memory else []:
+    def _inflate(self, shard: _OpenShard, begin: int, memory: memoryview) -> None:
+        assert shard.parts is not None
+        for part in _split_parts(parts_within(shard.parts, begin, begin + len(memory))) if memory else []:
             low = int(part["at"].min()) // BLOCK_BYTES * BLOCK_BYTES
-            high = min(-(-int((part["at"] + part["stored"]).max()) // BLOCK_BYTES) * BLOCK_BYTES, it.size)
+            high = min(-(-int((part["at"] + part["stored"]).max()) // BLOCK_BYTES) * BLOCK_BYTES, shard.size)
             data = self._pages("stored", high - low)
             try:
-                self._read(it, low, high - low, data, lambda first, last: None)
+                self._read(shard, low, high - low, data, lambda first, last: None)
             except DamagedBlockError as damage:
                 hit = stored_parts_within(part, damage.at, damage.at + BLOCK_BYTES)
                 lost = list(zip(hit["begin"].tolist(), (hit["begin"] + hit["size"]).tolist(), strict=True))
                 raise DamagedBlockError(damage.name, damage.at, lost=lost) from None
-            with self._working:
+            with self._thread_slots:
                 for row in part.tolist():
-                    _copy_part(it, _Part(*row), data, low, memory, begin)
+                    _copy_part(shard, _Part(*row), data, low, memory, begin)
 
-    def _read(self, it: _Opened, begin: int, size: int, memory: memoryview, then: OnVerified) -> None:
+    def _read(self, shard: _OpenShard, begin: int, size: int, memory: memoryview, then: OnVerified) -> None:
         """Read and verify bytes as they are stored."""
-        if it.direct and self._read_directly(it, begin, size, memory):
-            with self._beside:
-                self._look(it, begin, memory[:size], then)
+        if shard.direct and self._read_directly(shard, begin, size, memory):
+            with self._slots_beside_io:
+                self._verify_parts(shard, begin, memory[:size], then)
             return
-        with self._working:
+        with self._thread_slots:
             for at in range(0, size, CACHE_BYTES):
                 part = memory[at : min(at + CACHE_BYTES, size)]
-                _read_pages(it, begin + at, part, len(part))
-                self._look(it, begin + at, part, then)
+                _read_pages(shard, begin + at, part, len(part))
+                self._verify_parts(shard, begin + at, part, then)
 
-    def _read_directly(self, it: _Opened, begin: int, size: int, memory: memoryview) -> bool:
-        """Read past the page cache; returns False, and stops trying, if the file system refuses after all."""
+    def _read_directly(self, shard: _OpenShard, begin: int, size: int, memory: memoryview) -> bool:
+        """Read past the page cache; returns False, and uses the cache from now on, if the file system refuses."""
         try:
-            _read_pages(it, begin, memory[: -(-size // ALIGNMENT) * ALIGNMENT], size)
+            _read_pages(shard, begin, memory[: -(-size // ALIGNMENT) * ALIGNMENT], size)
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
-            it.direct = False
-            fcntl.fcntl(it.descriptor, fcntl.F_SETFL, fcntl.fcntl(it.descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+            shard.direct = False
+            fcntl.fcntl(shard.descriptor, fcntl.F_SETFL, fcntl.fcntl(shard.descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
             return False
         return True
 
     def fetch(self, file: int, begin: int, size: int, memory: memoryview) -> None:
-        """Read bytes of a file that is_direct without verifying them: another thread calls `verify`."""
-        it = self._opened(file)
-        if not self._read_directly(it, begin, size, memory):
-            _read_pages(it, begin, memory[:size], size)
+        """Read bytes of a file that is_direct without verifying them; another thread then calls `verify`."""
+        shard = self._open_file(file)
+        if not self._read_directly(shard, begin, size, memory):
+            _read_pages(shard, begin, memory[:size], size)
 
     def verify(self, file: int, begin: int, memory: memoryview, then: OnVerified) -> None:
         """Verify fetched bytes, whole blocks from byte `begin` on. Raises, and calls `then`, as `read` does."""
-        self._look(self._opened(file), begin, memory, then)
+        self._verify_parts(self._open_file(file), begin, memory, then)
 
-    def _look(self, it: _Opened, begin: int, memory: memoryview, then: OnVerified) -> None:
+    def _verify_parts(self, shard: _OpenShard, begin: int, memory: memoryview, then: OnVerified) -> None:
         for at in range(0, len(memory), CACHE_BYTES):
             part = memory[at : at + CACHE_BYTES]
-            _compare_digests(it, begin + at, digest_blocks(part))
+            _compare_digests(shard, begin + at, digest_blocks(part))
             then(begin + at, begin + at + len(part))
 
     def scatter(self, file: int, begin: int, memory: Sequence[Any]) -> None:
-        """Fill several buffers from a cached file, and verify them. Raises as `read` does."""
-        it = self._opened(file)
-        _fill_buffers(it, begin, memory)
-        _compare_digests(it, begin, digest_scattered_blocks(memory))
+        """Fill several buffers from a file that is_cached, and verify them. Raises as `read` does."""
+        shard = self._open_file(file)
+        _fill_buffers(shard, begin, memory)
+        _compare_digests(shard, begin, digest_scattered_blocks(memory))
 
     def is_direct(self, file: int) -> bool:
-        """Return whether the file is read past the page cache, so that memory must be whole pages."""
-        return self._opened(file).direct and self._opened(file).parts is None
+        """Return whether the file is uncompressed and read past the page cache, so that memory must be whole pages."""
+        return self._open_file(file).direct and self._open_file(file).parts is None
 
     def is_cached(self, file: int) -> bool:
-        """Return whether the file is read through the page cache, uncompressed: then small reads cost no more."""
-        return not self._opened(file).direct and self._opened(file).parts is None
+        """Return whether the file is uncompressed and read through the page cache, so that small reads are cheap."""
+        return not self._open_file(file).direct and self._open_file(file).parts is None
 
     def check(self, strips: Strips) -> None:
         """Raise CheckpointError unless the files have every byte that the strips need."""
@@ -176,9 +177,9 @@ class ShardReader:
         sizes = np.array(self.sizes, dtype=np.int64)[strips["file"]]
         if ((begin < 0) | (end < begin) | (end > sizes)).any():
             raise CheckpointError("bytes would be read that are in no file")
-        compressed = [file for file, it in enumerate(self._files) if it.inflated is not None]
+        compressed = [index for index, file in enumerate(self._files) if file.inflated is not None]
         for file in np.intersect1d(strips["file"], compressed).tolist():
-            parts = self._opened(file).parts
+            parts = self._open_file(file).parts
             mine = strips["file"] == file
             if parts is None or not parts_cover(parts, begin[mine], end[mine]).all():
                 raise CheckpointError(f"{self._files[file].name}: a tensor has bytes that no part of it stands for")
@@ -191,13 +192,13 @@ class ShardReader:
                 raise CheckpointError(f"{file.name}: it has {size} bytes, {file.bytes} were committed")
 
     def check_all(self) -> None:
-        """Raise CheckpointError unless every file is there and describes itself as the manifest does."""
-        for file, it in enumerate(self._files):
-            opened = _Opened(self._directory, it)
+        """Raise CheckpointError unless every file exists and agrees with the manifest about its content."""
+        for index, file in enumerate(self._files):
+            shard = _OpenShard(self._directory, file)
             try:
-                self._check(file, opened)
+                self._check_file(index, shard)
             finally:
-                os.close(opened.descriptor)
+                os.close(shard.descriptor)
 
     def scratch(self, size: int) -> memoryview:
         """Return whole pages of scratch memory for this thread; the next call reuses them."""
@@ -210,54 +211,54 @@ class ShardReader:
             setattr(self._local, name, have)
         return memoryview(have)
 
-    def _opened(self, file: int) -> _Opened:
+    def _open_file(self, file: int) -> _OpenShard:
         with self._lock:
             if file not in self._open:
-                it = self._open[file] = _Opened(self._directory, self._files[file])
-                self._check(file, it)
+                shard = self._open[file] = _OpenShard(self._directory, self._files[file])
+                self._check_file(file, shard)
             return self._open[file]
 
-    def _check(self, file: int, it: _Opened) -> None:
-        """Raise CheckpointError unless the file describes itself as the manifest does."""
+    def _check_file(self, file: int, shard: _OpenShard) -> None:
+        """Raise CheckpointError unless the file agrees with the manifest about its content."""
 
         def read(begin: int, end: int) -> bytes:
             memory = memoryview(allocate_pages(end - begin))
-            self._read(it, begin, end - begin, memory, lambda first, last: None)
+            self._read(shard, begin, end - begin, memory, lambda first, last: None)
             return bytes(memory[: end - begin])
 
         try:
-            check_shard_file(self._manifest.holdings, file, self._files[file], it.table, read, False)
+            check_shard_file(self._manifest.step_layout, file, self._files[file], shard.table, read, False)
         except DamagedBlockError:
             raise
         except CheckpointError as error:
-            raise CheckpointError(f"{it.name}: {error}") from error
+            raise CheckpointError(f"{shard.name}: {error}") from error
 
 
-class _Opened:
+class _OpenShard:
     """One open shard file with its digests."""
 
-    def __init__(self, directory: Path, known: ShardFile) -> None:
-        self.name, self.size = known.name, known.bytes
-        check_folders(directory, known.name)
-        self.table = read_digest_table(directory, known)
+    def __init__(self, directory: Path, file: ShardFile) -> None:
+        self.name, self.size = file.name, file.bytes
+        check_folders(directory, file.name)
+        self.table = read_digest_table(directory, file)
         self.parts = self.table.parts
         self.digests: list[int] = self.table.digests.tolist()
         try:
-            self.descriptor, self.direct = _open_for_reading(directory / known.name)
+            self.descriptor, self.direct = _open_for_reading(directory / file.name)
         except OSError as error:
-            raise CheckpointError(f"{known.name}: it cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{file.name}: it cannot be read: {error.strerror}") from error
         size = os.fstat(self.descriptor).st_size
-        if size != known.bytes:
+        if size != file.bytes:
             os.close(self.descriptor)
-            raise CheckpointError(f"{known.name}: it has {size} bytes, {known.bytes} were committed")
+            raise CheckpointError(f"{file.name}: it has {size} bytes, {file.bytes} were committed")
 
 
-def _compare_digests(it: _Opened, begin: int, found: list[int]) -> None:
+def _compare_digests(shard: _OpenShard, begin: int, found: list[int]) -> None:
     """Raise DamagedBlockError at the first wrong digest. found: digests of the blocks from byte `begin` on."""
     first = begin // BLOCK_BYTES
-    wrong = find_first_mismatch(found, it.digests[first : first + len(found)])
+    wrong = find_first_mismatch(found, shard.digests[first : first + len(found)])
     if wrong is not None:
-        raise DamagedBlockError(it.name, (first + wrong) * BLOCK_BYTES)
+        raise DamagedBlockError(shard.name, (first + wrong) * BLOCK_BYTES)
 
 
 class _Part(NamedTuple):
@@ -281,7 +282,7 @@ def _split_parts(parts: PartTable) -> list[PartTable]:
     return np.split(ordered, np.flatnonzero(apart) + 1)
 
 
-def _copy_part(it: _Opened, part: _Part, data: memoryview, low: int, memory: memoryview, begin: int) -> None:
+def _copy_part(shard: _OpenShard, part: _Part, data: memoryview, low: int, memory: memoryview, begin: int) -> None:
     """Copy one part into `memory`, the image from byte `begin` on. data: stored bytes of the file from `low` on."""
     stored = data[part.at - low : part.at - low + part.stored]
     first, last = max(part.begin, begin), min(part.begin + part.size, begin + len(memory))
@@ -291,7 +292,7 @@ def _copy_part(it: _Opened, part: _Part, data: memoryview, low: int, memory: mem
     try:
         found = inflate_chunk(stored, part.item, part.whole)
     except CheckpointError as error:
-        raise CheckpointError(f"{it.name}: the chunk at byte {part.at}: {error}") from error
+        raise CheckpointError(f"{shard.name}: the chunk at byte {part.at}: {error}") from error
     memory[first - begin : last - begin] = found[first - part.begin : last - part.begin].data
 
 
@@ -305,13 +306,13 @@ def read_digest_table(directory: Path, file: ShardFile) -> DigestTable:
     if checksum_bytes(data) != file.digests:
         raise CheckpointError(f"{name}: its content is not what was committed (checksum)")
     try:
-        return digests_from(data, file.bytes, file.inflated)
+        return decode_digest_table(data, file.bytes, file.inflated)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
 
 
 def check_folders(directory: Path, name: str) -> None:
-    """Raise CheckpointError if a folder between a step and its file is a link, which could lead anywhere."""
+    """Raise CheckpointError if a folder between a step and its file is a link, which could point anywhere."""
     folder = directory
     for part in ("", *name.split("/")[:-1]):
         folder = folder / part
@@ -322,35 +323,27 @@ def check_folders(directory: Path, name: str) -> None:
             raise CheckpointError(f"{name}: it cannot be read: {error.strerror}") from error
 
 
-def allocate_pages(size: int) -> mmap.mmap:
-    """Allocate memory for direct I/O, in huge pages if the kernel has them."""
-    memory = mmap.mmap(-1, max(1, -(-size // ALIGNMENT)) * ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def _read_pages(it: _Opened, begin: int, memory: memoryview, size: int) -> None:
+def _read_pages(shard: _OpenShard, begin: int, memory: memoryview, size: int) -> None:
     """Read at least `size` bytes; direct I/O needs room for whole pages even at the end of a file."""
     at = 0
     while at < size:
-        count = os.preadv(it.descriptor, [memory[at:]], begin + at)
+        count = os.preadv(shard.descriptor, [memory[at:]], begin + at)
         if count == 0:
-            raise CheckpointError(f"{it.name}: it ends at byte {begin + at}, before what was committed")
-        if it.direct and at + count < size:
+            raise CheckpointError(f"{shard.name}: it ends at byte {begin + at}, before what was committed")
+        if shard.direct and at + count < size:
             count -= count % ALIGNMENT
             if count == 0:  # less than a page, as at the end of a file that was cut off meanwhile
-                raise CheckpointError(f"{it.name}: a part of what was committed cannot be read at byte {begin + at}")
+                raise CheckpointError(f"{shard.name}: a part of what was committed cannot be read at byte {begin + at}")
         at += count
 
 
-def _fill_buffers(it: _Opened, begin: int, memory: Sequence[Any]) -> None:
+def _fill_buffers(shard: _OpenShard, begin: int, memory: Sequence[Any]) -> None:
     """Fill all buffers, one after the other."""
     rest, at = deque(memory), begin
     while rest:
-        count = os.preadv(it.descriptor, rest, at)
+        count = os.preadv(shard.descriptor, rest, at)
         if count == 0:
-            raise CheckpointError(f"{it.name}: it ends at byte {at}, before what was committed")
+            raise CheckpointError(f"{shard.name}: it ends at byte {at}, before what was committed")
         at += count
         while rest and count >= len(rest[0]):
             count -= len(rest.popleft())
@@ -359,7 +352,7 @@ def _fill_buffers(it: _Opened, begin: int, memory: Sequence[Any]) -> None:
 
 
 def _open_for_reading(path: Path) -> tuple[int, bool]:
-    """Open a file; returns (descriptor, whether past the page cache): past it if little of the file is cached."""
+    """Open a file past the page cache, unless most of it is cached; returns (descriptor, whether past the cache)."""
     plain = open_regular(path)
     if _is_cached(plain):
         return plain, False
@@ -378,11 +371,11 @@ def _is_cached(descriptor: int) -> bool:
     """Return whether most of some sampled pages are in the page cache (preadv2(2), RWF_NOWAIT)."""
     size = os.fstat(descriptor).st_size
     page = bytearray(1)
-    spots = [size * k // 8 for k in range(8)]
-    return sum(_is_there(descriptor, page, at) for at in spots) > len(spots) // 2
+    samples = [size * k // 8 for k in range(8)]
+    return sum(_is_page_cached(descriptor, page, at) for at in samples) > len(samples) // 2
 
 
-def _is_there(descriptor: int, page: bytearray, at: int) -> bool:
+def _is_page_cached(descriptor: int, page: bytearray, at: int) -> bool:
     try:
         return os.preadv(descriptor, [page], at, os.RWF_NOWAIT) == 1
     except OSError:

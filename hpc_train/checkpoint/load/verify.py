@@ -1,4 +1,4 @@
-"""Is a committed checkpoint what was committed? And which is the newest that is?"""
+"""Verify that a step is as it was committed, and find the newest step that is."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from hpc_train.regular_files import open_regular
 
 _log = logging.getLogger(__name__)
 _CHUNK = 1 << 20
-"""Bytes that are still in the processor's cache when they are looked at."""
+"""Bytes that are read and digested at a time: few enough to stay in the processor's cache."""
 _SPAN = (256 << 20) // BLOCK_BYTES
-"""Blocks that a thread looks at in one go."""
+"""Blocks that one thread checks at a time."""
 
 
 def verify_step(directory: Path, step: int, world: World | None = None) -> list[Problem]:
-    """Everything that is wrong with a committed step: none means that its bytes are those that were committed.
+    """Read a whole step and return everything that differs from what was committed; an empty list if nothing does.
 
-    Reads all of it. With a world every rank calls it, takes its share of the files and gets the whole answer.
-    Raises UserError if the step is not there.
+    With a world it is a collective: ranks share the files, and all get the whole answer. Raises UserError if there is
+    no such step.
     """
     path, manifest, problems = run_on_rank_0(world, lambda: _open_step(directory, step))
     if manifest is None:
@@ -54,27 +54,27 @@ def verify_step(directory: Path, step: int, world: World | None = None) -> list[
     rank, size = (world.rank, world.size) if world else (0, 1)
     mine = manifest.files[rank::size]
 
-    def found() -> list[Problem]:
+    def check_share() -> list[Problem]:
         return list_file_problems(path, manifest, mine) + (list_index_problems(path, manifest) if rank == 0 else [])
 
     return problems + gather_and_decide(
-        world, found, lambda ranks: [problem for of_rank in ranks for problem in of_rank]
+        world, check_share, lambda ranks: [problem for of_rank in ranks for problem in of_rank]
     )
 
 
 def verify_in_one_process(
-    path: Path, step: int, jobs: int = 1, tell: Callable[[int], object] = lambda done: None
+    path: Path, step: int, jobs: int = 1, on_bytes: Callable[[int], object] = lambda done: None
 ) -> tuple[Manifest | None, list[Problem]]:
     """Verify a step in one process, given its directory; the returned manifest is None if it is damaged.
 
-    jobs, tell: as in `file_problems`.
+    jobs, on_bytes: as in list_file_problems.
     """
     manifest, problems = _read_manifest(path, step)
     if manifest is None:
         return None, problems
-    return manifest, problems + list_file_problems(path, manifest, manifest.files, jobs, tell) + list_index_problems(
-        path, manifest
-    )
+    return manifest, problems + list_file_problems(
+        path, manifest, manifest.files, jobs, on_bytes
+    ) + list_index_problems(path, manifest)
 
 
 def list_index_problems(path: Path, manifest: Manifest) -> list[Problem]:
@@ -84,9 +84,9 @@ def list_index_problems(path: Path, manifest: Manifest) -> list[Problem]:
 
 
 def find_newest_verified(directory: Path, world: World | None = None) -> int | None:
-    """The last committed step that verifies; None if there is none. What is skipped is logged with its reason.
+    """Return the last committed step that verifies; None if there is none. Logs why newer steps are skipped.
 
-    With a world every rank calls it and gets the same answer.
+    With a world it is a collective, with the same answer on every rank.
     """
     for step in reversed(run_on_rank_0(world, lambda: list_committed_steps(directory))):
         problems = verify_step(directory, step, world)
@@ -102,26 +102,26 @@ def list_file_problems(
     manifest: Manifest,
     files: Sequence[ShardFile],
     jobs: int = 1,
-    tell: Callable[[int], object] = lambda done: None,
+    on_bytes: Callable[[int], object] = lambda done: None,
 ) -> list[Problem]:
-    """What is wrong with some of the files of a step, compared with its manifest: missing, size, content.
+    """Compare files of a step with its manifest; returns the first problem of each file that has one.
 
-    jobs: threads, which share out large files too. tell: is called with the bytes that were looked at, by any of them.
+    jobs: threads; several may share a large file. on_bytes: called, by any thread, with the number of bytes just read.
     """
 
-    def look(span: _BlockSpan) -> Problem | None:
+    def check(span: _BlockSpan) -> Problem | None:
         found = _check_span(path, manifest, span)
-        tell(span.bytes)
+        on_bytes(span.bytes)
         return found
 
     checked = {file.name: _list_spans(path, file) for file in files}
     with ThreadPoolExecutor(jobs) as pool:
-        looks = [
-            (name, [found] if isinstance(found, Problem) else [pool.submit(look, span) for span in found])
+        checks = [
+            (name, [found] if isinstance(found, Problem) else [pool.submit(check, span) for span in found])
             for name, found in checked.items()
         ]
         results = [
-            (name, [it if isinstance(it, Problem) else it.result() for it in of_file]) for name, of_file in looks
+            (name, [one if isinstance(one, Problem) else one.result() for one in of_file]) for name, of_file in checks
         ]
     damaged = {name: wrong[0] for name, of_file in results if (wrong := [problem for problem in of_file if problem])}
     numbers = {file.name: number for number, file in enumerate(manifest.files)}
@@ -132,7 +132,7 @@ def list_file_problems(
 
 
 def _find_contradiction(path: Path, manifest: Manifest, number: int) -> Problem | None:
-    """Return how a file contradicts the manifest, if it does, although its bytes are those that were committed."""
+    """Return how a file whose bytes are intact contradicts the manifest, if it does."""
     file = manifest.files[number]
     try:
         with os.fdopen(open_regular(path / file.name), "rb", buffering=0) as opened:
@@ -140,7 +140,7 @@ def _find_contradiction(path: Path, manifest: Manifest, number: int) -> Problem 
             def read(begin: int, end: int) -> bytes:
                 return os.pread(opened.fileno(), end - begin, begin)
 
-            check_shard_file(manifest.holdings, number, file, read_digest_table(path, file), read, thorough=True)
+            check_shard_file(manifest.step_layout, number, file, read_digest_table(path, file), read, thorough=True)
     except OSError as error:
         return Problem(file.name, f"it cannot be read: {error.strerror}")
     except CheckpointError as error:
@@ -150,7 +150,7 @@ def _find_contradiction(path: Path, manifest: Manifest, number: int) -> Problem 
 
 @dataclass(frozen=True)
 class _BlockSpan:
-    """Some blocks of a file, and their digests."""
+    """Consecutive blocks of a file, and their digests."""
 
     file: ShardFile
     first: int
@@ -173,12 +173,12 @@ def _read_manifest(path: Path, step: int) -> tuple[Manifest | None, list[Problem
         manifest = read_manifest(path, step)
     except CheckpointError as error:
         return None, [Problem(MANIFEST_FILE, str(error))]
-    wrong = find_incomplete_tensor(manifest.holdings)
+    wrong = find_incomplete_tensor(manifest.step_layout)
     return manifest, [Problem(MANIFEST_FILE, wrong[1], tensor=wrong[0])] if wrong else []
 
 
 def _list_spans(path: Path, file: ShardFile) -> list[_BlockSpan] | Problem:
-    """All blocks of a file; or what is wrong before any of them is looked at."""
+    """Return spans of all blocks of a file, or the problem if they cannot be checked at all."""
     try:
         check_folders(path, file.name)
         size = (path / file.name).lstat().st_size
@@ -210,7 +210,7 @@ def _check_span(path: Path, manifest: Manifest, span: _BlockSpan) -> Problem | N
 
 
 def _first_wrong_block(path: Path, first: int, table: BlockDigests) -> int | None:
-    """Its index in the file. first: index of the block that the table begins with."""
+    """Return the index of the first damaged block; None if there is none. first: index of the table's first block."""
     buffer = memoryview(mmap.mmap(-1, _CHUNK))
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         for begin in range(0, len(table), _CHUNK // BLOCK_BYTES):
@@ -225,7 +225,7 @@ def _first_wrong_block(path: Path, first: int, table: BlockDigests) -> int | Non
 
 
 def _fill(file: int, buffer: memoryview, begin: int) -> int:
-    """As many bytes as there are, up to the length of the buffer."""
+    """Fill the buffer from byte `begin` of the file; returns the bytes read, fewer only at its end."""
     at = 0
     while at < len(buffer) and (count := os.preadv(file, [buffer[at:]], begin + at)):
         at += count
@@ -233,15 +233,15 @@ def _fill(file: int, buffer: memoryview, begin: int) -> int:
 
 
 def _tensor_at(manifest: Manifest, span: _BlockSpan, begin: int) -> str | None:
-    """A tensor that has bytes in the block that begins there; None in what is HDF5's own."""
+    """Return a tensor with bytes in the block at `begin`; None if it holds only HDF5 structure."""
     index, end = manifest.files.index(span.file), begin + BLOCK_BYTES
     if span.parts is not None:
         hit = stored_parts_within(span.parts, begin, end)
         if not len(hit):
             return None
         begin, end = int(hit["begin"][0]), int(hit["begin"][0]) + 1
-    tensors = {tensor.name: tensor for tensor in manifest.holdings.tensors}
-    for name, parts in manifest.holdings.parts().items():
+    tensors = {tensor.name: tensor for tensor in manifest.step_layout.tensors}
+    for name, parts in manifest.step_layout.parts().items():
         for part in parts:
             last = part.place + part.rectangle.volume * tensors[name].itemsize
             if part.file == index and part.place < end and last > begin:

@@ -1,10 +1,9 @@
-"""Write an image in memory to a file that is on the disk, hashed on the way, at the disk's own speed.
+"""Write shard files and synchronise them, with a digest of every block, at the speed of the disk.
 
-A `WriteStream` gives the bytes in pieces: from memory, gathered from tensors that lie here and there
-(`GatherSource`), or from a disk of the node. `LocalStage` puts such a disk (checkpoint.stage_dir) between memory and
-the shared directory, so that a save is done with memory long before it is committed. The file there has no name: no
-restart can take it for a checkpoint, and the kernel removes it with the process. Every block is hashed on the way in
-and on the way out.
+A `WriteStream` gives the bytes in chunks: from memory, gathered from scattered tensors (`GatherSource`), or from a disk
+of the node. `LocalStage` puts such a disk (checkpoint.stage_dir) between memory and the shared directory, so that a
+save frees its memory long before it is committed. The file there has no name: no restart can take it for a checkpoint,
+and the kernel removes it with the process. Every block is hashed on the way in and on the way out.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from hpc_train.units import format_bytes
 
 @dataclass(frozen=True)
 class MemoryExtent:
-    """Bytes of a file, and where they come from."""
+    """Bytes of a file, and the memory that they come from."""
 
     begin: int
     data: memoryview
     aligned: bool = False
-    """The memory begins at a page where the file does, and so direct I/O takes it."""
+    """Page borders of the memory are those of the file, so direct I/O can read from it."""
 
     @property
     def end(self) -> int:
@@ -52,7 +51,7 @@ class MemoryExtent:
 
 
 class GatherBuffers:
-    """Pages for the threads of one packing after the other: new ones cost several times what is done with them."""
+    """Buffers for the threads that gather, reused from file to file: faulting in new pages takes longer than a copy."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,12 +59,12 @@ class GatherBuffers:
         self._in_use: dict[int, mmap.mmap] = {}
 
     def free(self) -> None:
-        """The threads that had them have ended."""
+        """Take back all buffers; the threads that had them have ended."""
         self._free += self._in_use.values()
         self._in_use = {}
 
     def for_this_thread(self, size: int) -> memoryview:
-        """At least so many bytes, of this thread until `free`."""
+        """Return a buffer of at least `size` bytes that is this thread's until `free`."""
         with self._lock:
             thread = threading.get_ident()
             if thread not in self._in_use or len(self._in_use[thread]) < size:
@@ -73,23 +72,23 @@ class GatherBuffers:
             return memoryview(self._in_use[thread])
 
     def _take(self, size: int) -> mmap.mmap:
-        self._free = [it for it in self._free if len(it) >= size]
+        self._free = [buffer for buffer in self._free if len(buffer) >= size]
         return self._free.pop() if self._free else mmap.mmap(-1, -(-size // ALIGNMENT) * ALIGNMENT)
 
 
 class GatherSource:
-    """A source for `stream.write_stream`."""
+    """Gathers the bytes of a file from scattered memory; its `read` is a ReadImage."""
 
     def __init__(self, rows: Sequence[MemoryExtent], image: ShardImage, buffers: GatherBuffers) -> None:
-        """rows: the data of the image. buffers: no other packing's now."""
+        """rows: the data of the image. buffers: not in use by another source."""
         structure = [MemoryExtent(begin, memoryview(content)) for begin, content in image.structure]
-        self._extents = sorted([*rows, *structure], key=lambda it: it.begin)
-        self._begins = [it.begin for it in self._extents]
+        self._extents = sorted([*rows, *structure], key=lambda extent: extent.begin)
+        self._begins = [extent.begin for extent in self._extents]
         self._buffers = buffers
         buffers.free()
 
     def read(self, begin: int, end: int) -> memoryview:
-        """The bytes [begin, end) of the file, valid until this thread asks again; what is past its end is undefined."""
+        """Return bytes [begin, end) of the file, valid until this thread calls again; undefined past its end."""
         first = max(0, bisect_right(self._begins, begin) - 1)
         extent = self._extents[first]
         if extent.aligned and extent.end >= end:
@@ -102,7 +101,7 @@ class GatherSource:
 
 
 def list_extents(memory: memoryview, image: ShardImage, spans: Sequence[tuple[int, int]]) -> list[MemoryExtent]:
-    """The data of an image. spans: (begin, size) in `memory`, which begins at a page, of each of its rows."""
+    """Return an extent for each row with data. spans: (begin, size) of each row in `memory`, which begins at a page."""
     return [
         MemoryExtent(place, memory[begin : begin + size], (begin - place) % ALIGNMENT == 0)
         for place, (begin, size) in zip(image.places, spans, strict=True)
@@ -112,46 +111,48 @@ def list_extents(memory: memoryview, image: ShardImage, spans: Sequence[tuple[in
 
 _THREADS = 2
 _AHEAD = 4
-"""Pieces that wait for the disk, or are being written, at most."""
+"""Maximum chunks that are being written or wait for it."""
 _PARTS = 16
+"""The first write is this part of a chunk, so that the disk starts early."""
 DIRECT_IO_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
-"""Errors that mean that a file system cannot."""
+"""Errors by which file systems refuse direct I/O or fallocate."""
 ReadImage = Callable[[int, int], memoryview]
-"""The bytes [begin, end) of what is to be written; valid until the same thread asks again. The last end may be that of
-a page: what it gives beyond the size is not kept."""
+"""Returns bytes [begin, end) of the file, valid until the same thread calls again.
+
+The last end may be rounded up to a page; bytes beyond the size are cut off."""
 DigestPart = Callable[[int, memoryview], list[int]]
-"""Of the blocks of what came from a byte on."""
+"""Returns the digests of the blocks of data that begins at a byte of the file."""
 OnDigests = Callable[[list[int]], object]
-"""Takes the digests of all blocks when they are known, while the last of them are still being written."""
-_Piece = tuple[int, int]
-"""Its first byte, and the one behind its last."""
+"""Called with the digests of all blocks, while the last blocks are still being written."""
+_ChunkSpan = tuple[int, int]
+"""(first byte, one past the last)"""
 
 
 def compute_digests(begin: int, data: memoryview) -> list[int]:
-    """Of what nobody has looked at."""
+    """Compute the digests of the blocks of `data`; `begin` is not needed (a DigestPart)."""
     return digest_blocks(data)
 
 
 @dataclass(frozen=True)
 class WriteStream:
-    """What is to be written, in pieces."""
+    """The bytes of a file to write."""
 
     source: ReadImage
     size: int
     memory_stays: bool = False
-    """What the source gives stays valid until all is written; then one thread asks for it, in order. Else it is asked
-    from several threads and in any order."""
+    """Whether what the source returns stays valid until the end of the write.
+
+    If so one thread calls the source, in order; else several threads call it, in any order."""
     digests: DigestPart = compute_digests
-    """Tells those of what came, if the source knows them."""
+    """Returns the digests of what the source returned."""
     on_digests: OnDigests = lambda digests: None
-    """Called again, with the same, where a file refuses direct I/O after all."""
+    """Called a second time, with the same digests, if the file system refuses direct I/O late."""
 
 
 def write_image(path: Path, memory: memoryview, size: int, policy: WritePolicy = DEFAULT_POLICY) -> list[int]:
     """Write the first `size` bytes of `memory` (whole pages) to a new file; returns the digests of its blocks.
 
-    The file is on the disk when this returns; the directory's entry is not synchronised. how: with direct, past the
-    page cache where the file system can. Raises OSError, after which the file is whatever it is.
+    The content is synchronised, the directory entry is not. Raises OSError; the file may then be incomplete.
     """
     end = -(-size // ALIGNMENT) * ALIGNMENT
     memory[size:end] = bytes(end - size)
@@ -159,7 +160,7 @@ def write_image(path: Path, memory: memoryview, size: int, policy: WritePolicy =
 
 
 def write_stream(path: Path, stream: WriteStream, policy: WritePolicy) -> list[int]:
-    """The same of bytes that come in pieces of how.write_bytes."""
+    """Write a stream to a new file, as write_image does; returns the digests of its blocks."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if policy.direct:
         try:
@@ -178,7 +179,10 @@ def _write_new_file(path: Path, flags: int, stream: WriteStream, policy: WritePo
 
 
 def fill_open_file(file: int, stream: WriteStream, policy: WritePolicy) -> list[int]:
-    """The same into an empty file that is open: for direct I/O if how.direct."""
+    """Write a stream to an open, empty file and synchronise it; returns the digests.
+
+    The file must be open for direct I/O if policy.direct.
+    """
     end = -(-stream.size // ALIGNMENT) * ALIGNMENT if policy.direct else stream.size
     begin = partial(reserve_space, file, end) if policy.reserve else lambda: None
     found = _write_chunks(file, stream, end, policy.write_bytes, begin=begin)
@@ -188,9 +192,9 @@ def fill_open_file(file: int, stream: WriteStream, policy: WritePolicy) -> list[
 
 
 def write_file_part(path: Path, at: int, stream: WriteStream, policy: WritePolicy) -> list[int]:
-    """Write whole blocks, from byte `at` on, into a file that is there and that others write to as well.
+    """Write whole blocks into an existing file, from byte `at` on, and synchronise it; returns their digests.
 
-    They are on the disk when this returns; returns their digests. Raises OSError.
+    Other ranks may write to other parts of the file meanwhile. Raises OSError.
     """
     assert at % BLOCK_BYTES == stream.size % BLOCK_BYTES == 0, (at, stream.size)
     try:
@@ -212,44 +216,44 @@ def _write_chunks(
     at: int = 0,
     begin: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """Hash and write every chunk, some at a time, to its place after byte `at`; the digests in order.
+    """Hash and write all chunks, a few at a time, from byte `at` of the file on; returns the digests in order.
 
-    begin: before the first write, beside the first hashes.
+    begin: called before the first write, while the first chunks are hashed.
     """
     assert chunk % BLOCK_BYTES == 0, chunk
 
-    def get(piece: _Piece) -> tuple[memoryview, list[int]]:
-        data = stream.source(*piece)
-        return data, stream.digests(piece[0], data[: stream.size - piece[0]])
+    def get(span: _ChunkSpan) -> tuple[memoryview, list[int]]:
+        data = stream.source(*span)
+        return data, stream.digests(span[0], data[: stream.size - span[0]])
 
     begun: Future[None] | None = None
 
-    def put(piece: _Piece, data: memoryview) -> None:
+    def put(span: _ChunkSpan, data: memoryview) -> None:
         if begun is not None:
             begun.result()
-        write_at_offset(file, data, at + piece[0])
+        write_at_offset(file, data, at + span[0])
 
-    def both(piece: _Piece) -> list[int]:
-        data, found = get(piece)
-        put(piece, data)
+    def get_and_put(span: _ChunkSpan) -> list[int]:
+        data, found = get(span)
+        put(span, data)
         return found
 
-    pieces = list(_split_pieces(end, chunk))
-    if len(pieces) == 1:
+    chunks = list(_split_chunks(end, chunk))
+    if len(chunks) == 1:
         begin()
-        found = both(pieces[0])
+        found = get_and_put(chunks[0])
     else:
         with ThreadPoolExecutor(_THREADS) as pool:
             begun = pool.submit(begin)
             if stream.memory_stays:
-                return _write_ahead(pool, pieces, get, put, stream.on_digests)
-            found = [it for of_piece in pool.map(both, pieces) for it in of_piece]
+                return _write_ahead(pool, chunks, get, put, stream.on_digests)
+            found = [digest for of_chunk in pool.map(get_and_put, chunks) for digest in of_chunk]
     stream.on_digests(found)
     return found
 
 
-def _split_pieces(end: int, chunk: int) -> Iterator[_Piece]:
-    """The first chunk in parts that grow, so that the disk soon has something to do."""
+def _split_chunks(end: int, chunk: int) -> Iterator[_ChunkSpan]:
+    """Yield the chunks; the first one in growing parts, so that the disk has work early."""
     begin, part = 0, max(chunk // _PARTS // BLOCK_BYTES, 1) * BLOCK_BYTES
     while begin < end:
         yield begin, min(begin + part, end)
@@ -259,36 +263,36 @@ def _split_pieces(end: int, chunk: int) -> Iterator[_Piece]:
 
 def _write_ahead(
     pool: ThreadPoolExecutor,
-    pieces: Sequence[_Piece],
-    get: Callable[[_Piece], tuple[memoryview, list[int]]],
-    put: Callable[[_Piece, memoryview], None],
+    chunks: Sequence[_ChunkSpan],
+    get: Callable[[_ChunkSpan], tuple[memoryview, list[int]]],
+    put: Callable[[_ChunkSpan, memoryview], None],
     on_digests: OnDigests,
 ) -> list[int]:
-    """Get every piece in this thread while those before it are written, so that the disk always has one to take.
+    """Get every chunk in this thread while the chunks before it are written by others; returns the digests.
 
-    Threads that did both would fall into step, as the disk serves their writes alike: it would wait while all of them
-    get their next.
+    Threads that did both would fall into step, because the disk serves their writes equally: it would idle while all of
+    them get their next chunk.
     """
     writing: deque[Future[None]] = deque()
     found: list[int] = []
     try:
-        for piece in pieces:
-            data, digests = get(piece)
+        for span in chunks:
+            data, digests = get(span)
             found += digests
-            writing.append(pool.submit(put, piece, data))
+            writing.append(pool.submit(put, span, data))
             while writing and (writing[0].done() or len(writing) > _AHEAD):
                 writing.popleft().result()
         on_digests(found)
-        for it in writing:
-            it.result()
+        for write in writing:
+            write.result()
         return found
     finally:
-        for it in writing:
-            it.cancel()
+        for write in writing:
+            write.cancel()
 
 
 def reserve_space(file: int, size: int) -> None:
-    """So that a full disk shows before anything is written."""
+    """Reserve the space of a file, so that a full disk shows before anything is written. Raises OSError."""
     try:
         os.posix_fallocate(file, 0, max(size, 1))
     except OSError as error:
@@ -301,50 +305,50 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class LocalFile:
-    """A shard's image on a disk of the node."""
+    """A copy of a shard's image on a disk of the node."""
 
     descriptor: int
     size: int
     digests: list[int]
 
     def copy_to(self, path: Path, policy: WritePolicy) -> list[int]:
-        """Write a new file with the same bytes, on the disk when this returns; returns the digests of its blocks.
+        """Write a new file with the same bytes and synchronise it; returns the digests of its blocks.
 
-        Raises OSError, and CheckpointError if the bytes are no longer those that were put here.
+        Raises OSError, and CheckpointError if the copy was damaged meanwhile.
         """
-        return self._checked(write_stream(path, WriteStream(self._reads(policy).read, self.size), policy))
+        return self._check(write_stream(path, WriteStream(self._make_reader(policy).read, self.size), policy))
 
     def copy_into(self, path: Path, at: int, policy: WritePolicy) -> list[int]:
-        """The same as whole blocks of a file that is there, from byte `at` on."""
-        return self._checked(write_file_part(path, at, WriteStream(self._reads(policy).read, self.size), policy))
+        """Write the bytes as whole blocks of an existing file, from byte `at` on. Returns and raises as copy_to."""
+        return self._check(write_file_part(path, at, WriteStream(self._make_reader(policy).read, self.size), policy))
 
-    def _reads(self, policy: WritePolicy) -> _Reads:
-        return _Reads(self.descriptor, self.size, policy.write_bytes)
+    def _make_reader(self, policy: WritePolicy) -> _FileReader:
+        return _FileReader(self.descriptor, self.size, policy.write_bytes)
 
-    def _checked(self, found: list[int]) -> list[int]:
+    def _check(self, found: list[int]) -> list[int]:
         if found != self.digests:
             raise CheckpointError("the copy in checkpoint.stage_dir was damaged before it was committed")
         return found
 
     def close(self) -> None:
-        """Give the disk back."""
+        """Close the file, which frees its space."""
         os.close(self.descriptor)
 
 
 @dataclass
 class LocalStage:
-    """checkpoint.stage_dir of this node. Where it cannot be used, saves go straight from memory, and that is told."""
+    """checkpoint.stage_dir of this node. If it cannot be used, saves go straight from memory, after a warning."""
 
     directory: Path
     _warned: set[str] = field(default_factory=set)
 
     @classmethod
     def from_setting(cls, text: str | None) -> LocalStage | None:
-        """From the setting; None where there is none. Environment variables are those of this process."""
+        """Make it from the setting, with this process's environment variables expanded; None if it is not set."""
         return cls(Path(os.path.expandvars(text)).expanduser().absolute()) if text else None
 
     def copy_from(self, memory: memoryview, size: int) -> LocalFile | None:
-        """A copy of the first `size` bytes (whole pages); None, after a warning, if it cannot be had."""
+        """Copy the first `size` bytes (whole pages) to the disk; None, after a warning, if that is not possible."""
         try:
             reason = self._find_obstacle(size)
             if reason is None:
@@ -370,8 +374,8 @@ class LocalStage:
 
 
 @dataclass
-class _Reads:
-    """Reads of a file, each thread into a buffer of its own."""
+class _FileReader:
+    """Reads a file, each thread into a buffer of its own."""
 
     descriptor: int
     size: int
@@ -379,7 +383,7 @@ class _Reads:
     _of_thread: threading.local = field(default_factory=threading.local)
 
     def read(self, begin: int, end: int) -> memoryview:
-        """What is past the end of the file is undefined. Direct I/O wants whole pages, also of what is not wanted."""
+        """Return bytes [begin, end), undefined past the end of the file. Reads whole pages, as direct I/O needs."""
         if not hasattr(self._of_thread, "buffer"):
             self._of_thread.buffer = mmap.mmap(-1, self.buffer_bytes)
         data = memoryview(self._of_thread.buffer)[: -(-(end - begin) // ALIGNMENT) * ALIGNMENT]
@@ -390,7 +394,7 @@ class _Reads:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             at += count
             if begin + at < self.size:
-                at = max(at - count, at // ALIGNMENT * ALIGNMENT)  # and goes on at a whole one
+                at = max(at - count, at // ALIGNMENT * ALIGNMENT)  # go on at a page
         return data[: end - begin]
 
 
@@ -414,7 +418,10 @@ def _write_with_policy(directory: Path, memory: memoryview, size: int, policy: W
 
 
 def _open_unnamed(directory: Path, flags: int) -> int:
-    """An open file that no directory has. The second way has a name for a moment, but nothing in it."""
+    """Open a new file without a name.
+
+    Without O_TMPFILE it has a name for a moment, while it is still empty.
+    """
     flags |= os.O_RDWR | os.O_CLOEXEC
     try:
         return os.open(directory, flags | os.O_TMPFILE, 0o600)

@@ -1,15 +1,15 @@
-"""Save only what has changed since the last committed step, and link the files of all else into the new step.
+"""Write only what has changed since the last committed step, and hard-link the files with everything else.
 
-Every rank compares the digests of runs of rows that it is about to write with those of the step before. Unchanged runs
-stay where they are, in a file of an earlier step, which gets a hard link in this one. So every step is complete: it can
-be read, moved and removed alone, there is no chain to follow, and the file system counts the links.
+Every rank splits its tensors into runs of rows and compares their digests with those of the step before. Unchanged runs
+stay in a file of an earlier step, which gets a hard link in the new step. So every step is complete: it can be read,
+moved and removed alone, and the file system counts the links.
 
-A file is shared as long as at least half of it is still used, and of those files only the few that are used most. Other
-unchanged runs are written again into a file of their own, so that from then on that file can be shared whole.
+A file is shared only while at least half of its bytes are still used, and a step shares at most the few files that are
+used most. Other unchanged runs are written again into a file of their own, which later steps can share whole.
 
-A process shares only files that it has written itself, in a step that it saw committed: after a resume the first save
-is whole. Damage to a shared file damages all steps that share it; checkpoint.whole_every has every so many saves
-written whole for more copies.
+A process shares only files that it has written itself, in a step that it saw committed; so the first save after a
+resume is whole. Damage to a shared file damages all steps that share it; checkpoint.whole_every limits that by writing
+every so many saves whole.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 
@@ -42,7 +43,7 @@ from hpc_train.checkpoint.storage.file_system import WritePolicy
 RUN_BYTES = 1 << 20
 """Approximate bytes of a run; a smaller one is not worth a link."""
 MAX_RUNS = 1024
-"""Approximate number of runs of a large shard, beyond one a tensor: each may become a row of the manifest."""
+"""Approximate maximum of runs of a shard, beyond one for each tensor: each may become a row of the manifest."""
 _THREADS = 2
 _BATCH = 64
 
@@ -78,7 +79,7 @@ def digest_runs(memory: memoryview, runs: Sequence[RowRun]) -> list[bytes]:
     """Return the xxh3-128 of every run. xxhash releases the interpreter lock meanwhile."""
     with ThreadPoolExecutor(_THREADS) as pool:
         batches = (runs[at : at + _BATCH] for at in range(0, len(runs), _BATCH))
-        return [digest for batch in pool.map(lambda it: _digest_batch(memory, it), batches) for digest in batch]
+        return [digest for digests in pool.map(partial(_digest_batch, memory), batches) for digest in digests]
 
 
 def _digest_batch(memory: memoryview, runs: Sequence[RowRun]) -> list[bytes]:
@@ -107,7 +108,7 @@ def _merge_two(first: RowRun, second: RowRun) -> RowRun | None:
 
 
 LINK_UNSUPPORTED = (errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
-"""Errors of link(2) that mean that the file system has no hard links. EMLINK is about one file: it has too many."""
+"""Errors of link(2) if the file system has no hard links. EMLINK is not one: it means that one file has too many."""
 
 
 @dataclass(frozen=True)
@@ -134,26 +135,26 @@ class EarlierFile:
 
 
 def record_written_file(directory: Path, file: ShardFile, step: int, data: int) -> EarlierFile:
-    """Remember a file that was just written. Raises OSError."""
+    """Return a record of a file that was just written. Raises OSError."""
     return EarlierFile(file, step, (directory / file.name).stat().st_ino, data)
 
 
 def link_file(source: Path, target: Path, older: EarlierFile, base: int, step: int) -> None:
     """Link a file of step `base` (directory `source`) and its table of digests into `step` (directory `target`).
 
-    The folder must exist; it is not synchronised. Raises OSError, and CheckpointError for a file that is no longer the
-    one that was written; then the links are removed again, if possible.
+    The folder must exist; it is not synchronised. Raises OSError, and CheckpointError if the file was replaced since it
+    was written; then the links are removed, if possible.
     """
-    of, to = source / older.name_in(base), target / older.name_in(step)
+    old, new = source / older.name_in(base), target / older.name_in(step)
     try:
-        os.link(of, to)
-        os.link(digest_table_path(of), digest_table_path(to))
-        found = to.stat()
+        os.link(old, new)
+        os.link(digest_table_path(old), digest_table_path(new))
+        found = new.stat()
         if (found.st_ino, found.st_size) != (older.inode, older.file.bytes):
-            raise CheckpointError(f"{of} is not the file that was written there")
+            raise CheckpointError(f"{old} is not the file that was written there")
         read_digest_table(target, older.as_in(step))
     except (OSError, CheckpointError):
-        for name in (to, digest_table_path(to)):
+        for name in (new, digest_table_path(new)):
             with suppress(OSError):
                 name.unlink()
         raise
@@ -190,7 +191,7 @@ class BaseStep:
 
 @dataclass(frozen=True)
 class StepDelta:
-    """Which runs of a rank's step are shared with earlier steps, and which are written."""
+    """The runs of a rank's shard: which are shared with earlier steps, and which are written."""
 
     step: int
     layout: FileLayout
@@ -222,7 +223,7 @@ class StepDelta:
         ]
 
     def written_groups(self) -> list[list[int]]:
-        """Return the runs of each file to write: those that change apart from those that do not."""
+        """Return the runs of each file to write: changed runs and rewritten ones go into separate files."""
         return [group for group in (self.changed_runs, sorted(self.rewritten_runs)) if group]
 
     def without_file(self, file: EarlierFile) -> StepDelta:
@@ -254,9 +255,9 @@ class StepDelta:
     def layout_in(self, file: EarlierFile) -> FileLayout:
         """Return the layout of this step's part of a shared file."""
         runs_in_file = [(stored, self.runs[index]) for index, stored in self.shared_runs.items() if stored.file == file]
-        runs_in_file.sort(key=lambda it: it[0].place)
+        runs_in_file.sort(key=lambda pair: pair[0].place)
         rows, places, within = [], [], []
-        for (_, number), of_dataset in groupby(runs_in_file, key=lambda it: (it[1].row, it[0].number)):
+        for (_, number), of_dataset in groupby(runs_in_file, key=lambda pair: (pair[1].row, pair[0].number)):
             found = list(of_dataset)
             dataset = found[0][0].dataset
             for run, _ in merge_runs([replace(run, begin=stored.place) for stored, run in found]):
@@ -285,7 +286,7 @@ class DeltaCache:
     def get_image(self, rows: tuple[DatasetRow, ...]) -> ShardImage:
         """Return the image of a file with these rows. Raises as make_image."""
         if rows not in self._images:
-            self._images = dict(list(self._images.items())[-1:])
+            self._images = dict(list(self._images.items())[-1:])  # keep one: a step writes up to two files
             self._images[rows] = make_image(rows)
         return self._images[rows]
 
@@ -363,12 +364,12 @@ def _runs_in_parts(
 
 @dataclass(frozen=True)
 class SharingLimits:
-    """When a file of an earlier step is worth sharing."""
+    """Limits that decide whether a file of an earlier step is shared."""
 
     files: int = 4
     """Maximum number of shared files of a rank."""
     live: float = 0.5
-    """Share of a file that must still be used."""
+    """Fraction of a file that must still be used."""
     least: int = 1 << 20
     """Bytes of it that must still be used."""
     run: int = RUN_BYTES
@@ -377,7 +378,7 @@ class SharingLimits:
 
 @dataclass
 class StepChanges:
-    """What a rank's save changes; once it is written, also where all of its runs are."""
+    """A rank's save compared with the base step; after `write`, also where all of its runs are stored."""
 
     delta: StepDelta
     base: BaseStep | None
@@ -385,7 +386,7 @@ class StepChanges:
     """Bytes that will be written."""
     cache: DeltaCache
     warning: str | None = None
-    """Why unchanged runs had to be written again."""
+    """Why unchanged runs had to be written again, if they had."""
     refused: bool = False
     """Whether the file system has no hard links."""
     stored: StoredStep | None = None
@@ -430,11 +431,11 @@ class StepChanges:
 
 @dataclass
 class IncrementalWriter:
-    """Writes of each step only what has changed, and remembers where all runs are stored."""
+    """Decides what to write of each step, and remembers where all runs are stored."""
 
     limits: SharingLimits = SharingLimits()
     whole_every: int = 0
-    """Every so many saves one shares nothing; 0: only the first."""
+    """Number of saves of which one is written whole; 0: only the first."""
     _base: BaseStep | None = None
     _saves_since_whole: int = 0
     """Saves committed since the last whole one; the same on every rank that writes."""
@@ -447,7 +448,7 @@ class IncrementalWriter:
             return None
         assert isinstance(shard.image, memoryview)
         if self._base is not None and step <= self._base.step:
-            self._base = None  # training went back: names of files would no longer tell them apart
+            self._base = None  # a rollback: two files of the same step number would get the same name
         runs = split_runs(shard.layout, self.limits.run)
         delta = StepDelta(step, shard.layout, runs, digest_runs(shard.image, runs), {})
         base = None if 0 < self.whole_every <= self._saves_since_whole + 1 else self._base
@@ -456,7 +457,7 @@ class IncrementalWriter:
         size = (
             shard.size
             if delta.is_whole
-            else sum(self._cache.get_image(delta.make_rows(it)).size for it in delta.written_groups())
+            else sum(self._cache.get_image(delta.make_rows(group)).size for group in delta.written_groups())
         )
         return StepChanges(delta, base, size, self._cache)
 
@@ -471,19 +472,19 @@ class IncrementalWriter:
 
     def _choose_shared_runs(self, delta: StepDelta, base: BaseStep) -> StepDelta:
         stored = ((index, base.runs.get(delta.run_key(run))) for index, run in enumerate(delta.runs))
-        same = {index: it for index, it in stored if it is not None and it.digest == delta.digests[index]}
+        same = {index: run for index, run in stored if run is not None and run.digest == delta.digests[index]}
         live: Counter[EarlierFile] = Counter()
-        for index, it in same.items():
-            live[it.file] += delta.runs[index].size
+        for index, run in same.items():
+            live[run.file] += delta.runs[index].size
         files = set(self._choose_files(live))
-        shared = {index: it for index, it in same.items() if it.file in files}
+        shared = {index: run for index, run in same.items() if run.file in files}
         rewritten = same.keys() - shared.keys()
         if sum(delta.runs[index].size for index in rewritten) < self.limits.least:
-            rewritten = set()  # too few for a file of their own: they go with the changed runs
+            rewritten = set()  # too few bytes for a file of their own: they go with the changed runs
         return StepDelta(delta.step, delta.layout, delta.runs, delta.digests, shared, frozenset(rewritten))
 
     def _choose_files(self, live: Counter[EarlierFile]) -> list[EarlierFile]:
         """Return the files to share. live: bytes of each that are still used."""
         limits = self.limits
-        worth = [it for it, size in live.items() if size >= max(limits.least, limits.live * it.data)]
-        return sorted(worth, key=lambda it: live[it], reverse=True)[: limits.files]
+        worth = [file for file, size in live.items() if size >= max(limits.least, limits.live * file.data)]
+        return sorted(worth, key=lambda file: live[file], reverse=True)[: limits.files]

@@ -1,6 +1,6 @@
-"""The data of a shared file by way of HDF5's parallel driver (MPI-IO): all ranks open one file and write their own.
+"""Write the datasets of a shared file through HDF5's parallel driver (MPI-IO): each rank writes its own.
 
-It imports neither torch nor anything of ours, so that any Python whose h5py has MPI can run it.
+This module imports neither torch nor other modules of ours, so that any Python whose h5py has MPI can run it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy as np
 from h5py import h5d, h5s
 
 
-class Data(NamedTuple):
-    """What belongs into a dataset."""
+class DatasetBytes(NamedTuple):
+    """The content of a dataset."""
 
     name: str
     bytes: memoryview
-    """As they lie in memory: nothing is converted."""
+    """The elements as they are in memory; HDF5 converts nothing."""
 
 
-def write_datasets(path: Path, ranks: Any, mine: Iterable[Data]) -> None:
-    """Write whole datasets of a file that has them all, with a place for each. Every rank of the communicator calls it.
+def write_datasets(path: Path, ranks: Any, own: Iterable[DatasetBytes]) -> None:
+    """Write whole datasets of a file in which all datasets exist, and synchronise it. A collective of `ranks`.
 
-    They are on the disk when this returns; so is nothing else that is new, as nothing else is written. Raises OSError.
+    Only the data changes, not the HDF5 structure. Raises OSError.
     """
     with h5py.File(path, "r+", driver="mpio", comm=ranks, libver=("v110", "v110")) as file:
-        for name, data in mine:
+        for name, data in own:
             dataset = h5d.open(file.id, name.encode())
             kind = dataset.get_type()
             values = np.frombuffer(data, dtype=f"V{kind.get_size()}").reshape(dataset.shape)

@@ -1,8 +1,8 @@
 """Save a step: every rank writes its shard file into a temporary directory, rank 0 commits them all by one rename.
 
-`stage_step` copies what this rank writes, `write_and_commit` does the rest; `save_step` is both. `LayoutCache` keeps
-the file layouts of the last save: an unchanged layout is neither sent to rank 0 nor encoded again, which would take
-longer than the save.
+`stage_step` copies what this rank writes into host memory, `write_and_commit` does the rest; `save_step` does both.
+`LayoutCache` caches file layouts between saves: an unchanged layout is neither sent to rank 0 nor encoded again, which
+would take longer than the save.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ if TYPE_CHECKING:
     from hpc_train.checkpoint.save.incremental import StepChanges
 
 FileUpdates = tuple[tuple[ShardFile, FileLayout | None], ...]
-"""The files that one rank wrote, each with its layout; None stands for the layout of its only file in the last save."""
+"""Files that one rank wrote, each with its layout; None: the layout of its only file in the last save."""
 
 
 @dataclass
 class LayoutCache:
-    """File layouts that a rank and rank 0 remember from save to save.
+    """File layouts that each rank and rank 0 cache between saves.
 
-    A rank that has one file, with the layout of the last committed save, sends None in its place. What was sent counts
-    only once the save is committed, on both sides: after a failed save nobody can tell what the other one knows.
+    A rank whose only file has the layout of the last committed save sends None in place of the layout. Both sides cache
+    what was sent only once the save is committed: after a failed save neither can know what the other received.
     """
 
     _layout: FileLayout | None = None
-    """Layout of this rank's only file in the last save that it knows to be committed."""
+    """Layout of this rank's only file in its last committed save."""
     _pending_layout: FileLayout | None = None
     """The same of the save that is being written."""
     _rank_layouts: dict[int, FileLayout] = field(default_factory=dict)
-    """On rank 0, the layout of each rank in the last committed save: all that a rank may leave out."""
+    """On rank 0, the layout of each rank's only file in the last committed save."""
     _pending_rank_layouts: dict[int, FileLayout] = field(default_factory=dict)
     _file_layouts: Sequence[FileLayout] = ()
     _step_layout: StepLayout | None = None
@@ -81,7 +81,7 @@ class LayoutCache:
     _encoded_index: tuple[StepLayout, list[str], bytes] | None = None
 
     def omit_unchanged(self, files: FileUpdates) -> FileUpdates:
-        """Return what to send to rank 0: without the layout, if it is that of the last save."""
+        """Return what to send to rank 0: the files, without a layout that has not changed."""
         previous, self._layout, self._pending_layout = self._layout, None, None
         if len(files) != 1:
             return files
@@ -89,11 +89,11 @@ class LayoutCache:
         return ((file, None if layout is previous else layout),)
 
     def confirm_sent(self) -> None:
-        """Remember what was sent, as the save is committed."""
+        """Cache the layout that was sent, when the save is committed."""
         self._layout = self._pending_layout
 
     def restore_unchanged(self, ranks: Sequence[FileUpdates]) -> list[tuple[ShardFile, FileLayout]]:
-        """On rank 0, return the files of all ranks, with the layouts that they left out."""
+        """On rank 0, return the files of all ranks, with the layouts that they omitted."""
         found: list[tuple[tuple[ShardFile, FileLayout], ...]] = [
             tuple((file, self._rank_layouts[rank] if layout is None else layout) for file, layout in files)
             for rank, files in enumerate(ranks)
@@ -102,7 +102,7 @@ class LayoutCache:
         return [file for files in found for file in files]
 
     def confirm_received(self) -> None:
-        """On rank 0, remember what was received, as the save is committed."""
+        """On rank 0, cache the layouts that were received, when the save is committed."""
         self._rank_layouts = self._pending_rank_layouts
 
     def build_step_layout(self, layouts: Sequence[FileLayout]) -> StepLayout:
@@ -111,7 +111,7 @@ class LayoutCache:
         Raises CheckpointError if the files do not hold every tensor exactly once.
         """
         if self._step_layout is None or list(self._file_layouts) != list(layouts):
-            self._file_layouts, self._step_layout = (), None  # nothing to go on from if this raises
+            self._file_layouts, self._step_layout = (), None  # so that the cache is empty if this raises
             step_layout = gather_layouts(layouts)
             wrong = find_incomplete_tensor(step_layout)
             if wrong:
@@ -121,27 +121,27 @@ class LayoutCache:
 
     def encode_manifest(self, manifest: Manifest) -> bytes:
         """Return the content of manifest.json. Raises as Manifest.to_bytes."""
-        if self._encoded_columns is None or self._encoded_columns[0] is not manifest.holdings:
-            self._encoded_columns = manifest.holdings, encode_columns(manifest.holdings)
+        if self._encoded_columns is None or self._encoded_columns[0] is not manifest.step_layout:
+            self._encoded_columns = manifest.step_layout, encode_columns(manifest.step_layout)
         return manifest.to_bytes(self._encoded_columns[1])
 
     def encode_index(self, manifest: Manifest) -> bytes:
         """Return the content of index.h5. Raises as build_index."""
         names = [file.name for file in manifest.files]
         index = self._encoded_index
-        if index is None or index[0] is not manifest.holdings or index[1] != names:
-            index = self._encoded_index = manifest.holdings, names, build_index(manifest)
+        if index is None or index[0] is not manifest.step_layout or index[1] != names:
+            index = self._encoded_index = manifest.step_layout, names, build_index(manifest)
         return index[2]
 
 
 class WrittenShard(NamedTuple):
-    """What one rank has written, as it reports it to rank 0."""
+    """Report of one rank to rank 0: what it has written."""
 
     files: FileUpdates = ()
-    """Its files; a file that several ranks share is reported by one of them."""
+    """Its files; the first rank of a shared file reports it."""
     finite: bool = True
     warning: str | None = None
-    """See SaveResult."""
+    """Warning for the user (see SaveResult)."""
     seconds: float = 0.0
 
 
@@ -159,11 +159,11 @@ class SaveResult:
     """Seconds of these for which the training waited."""
     error: CheckpointError | None = None
     lost: bool = False
-    """It failed because a rank is gone or late: the group of the saves is of no use any more."""
+    """The save failed because a rank is gone or late; the process group of the saves must be made again."""
     shared: int = 0
-    """Bytes of files that were written with earlier steps (see incremental), counted in `bytes`."""
+    """Bytes, of `bytes`, in files that earlier steps wrote (see incremental)."""
     warning: str | None = None
-    """What a person should know although the step was committed; the same on every rank."""
+    """Warning for the user although the step was committed; the same on every rank."""
     times: SaveTimes | None = None
     """How long each part took; on rank 0, if the step was committed."""
 
@@ -175,7 +175,7 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class StagedStep:
-    """A step whose shards are copied, or are being copied; nothing is on the disk yet."""
+    """A step whose shards are copied to host memory, or are being copied; nothing is written yet."""
 
     step: int
     shard: StagedShard | None
@@ -184,18 +184,18 @@ class StagedStep:
     started: float
     stall: float
     failure: Exception | None = None
-    """Why this rank could not copy; the other ranks hear of it when all meet."""
+    """Why this rank could not copy; raised on all ranks when they meet."""
     finite: bool = True
-    """Whether the training saw no NaN and no infinity; the writer looks at the tensors itself."""
+    """Whether the training saw neither NaN nor infinity; the tensors are checked when they are written."""
     validation_loss: float | None = None
     origin: Origin | None = None
-    """See Manifest."""
+    """Code and config that made the step (see Manifest)."""
     changes: StepChanges | None = None
-    """What differs from the step before; None: all of it is written."""
+    """Changes since the step before, for an incremental save; None: everything is written."""
 
     @property
     def total_stall(self) -> float:
-        """Seconds for which the training has waited for the copy until now."""
+        """Seconds for which the training has waited for the copy so far."""
         if self.shard is not None and self.shard.fused is not None:
             return time.monotonic() - self.started
         copy = self.shard.copy if self.shard is not None else None
@@ -205,23 +205,24 @@ class StagedStep:
 def save_step(
     directory: Path, step: int, shards: Iterable[TensorShard], extra: dict[str, Any], world: World | None
 ) -> SaveResult:
-    """Write a checkpoint of `step` under `directory`, whole or not at all. Every rank of `world` calls it.
+    """Write a checkpoint of `step` under `directory`, whole or not at all. A collective of the ranks of `world`.
 
     Returns when the step is committed; raises CheckpointError, on every rank, if it is not. No world means a single
     process.
 
     shards: tensor shards of this rank; only those with replica 0 are written. Over all ranks they must cover each
     logical tensor exactly once.
-    extra: JSON values, the same on every rank (rank 0's is kept). `load_step` returns it.
+    extra: JSON values; rank 0's are saved. `load_step` returns them.
 
-    The protocol: rank 0 checks that there is room for all and makes `step-<n>.tmp-<token>`; every rank writes, hashes
-    and synchronises its own file; rank 0 gathers sizes and checksums, writes and synchronises the manifest and the
-    directories, renames it to `step-<n>` and synchronises the parent; all ranks learn the outcome. If any rank fails,
-    nothing is committed, the temporary directory is removed, earlier checkpoints are untouched, and every rank raises
-    the same CheckpointError. If a process dies, readers ignore what is left, and a later save or prune removes it.
+    The protocol: rank 0 checks that there is room and makes `step-<n>.tmp-<token>`; every rank writes, hashes and
+    synchronises its own file; rank 0 gathers sizes and checksums, writes and synchronises the manifest and the
+    directories, renames the directory to `step-<n>` and synchronises its parent; all ranks learn the outcome. If any
+    rank fails, nothing is committed, the temporary directory is removed, earlier checkpoints are untouched, and every
+    rank raises the same CheckpointError. If a process dies, readers ignore what it leaves, and a later save or prune
+    removes it.
 
-    A step that is already committed is replaced, because after a rollback the state of the same step may differ. It is
-    readable, in its old or in its new form, at every moment.
+    A step that is already committed is replaced, because after a rollback the state of the same step may differ. At
+    every moment either its old or its new form is readable.
     """
     saved = write_and_commit(directory, stage_step(ShardStager(), step, shards, extra, fuse=True), world)
     saved.wait()
@@ -239,17 +240,19 @@ def stage_step(
     overlap: bool = False,
     fuse: bool = False,
 ) -> StagedStep:
-    """Copy what this rank writes into host memory. An error is kept in `failure` and raised when the ranks meet.
+    """Copy what this rank writes into host memory. An error is stored in `failure` and raised when the ranks meet.
 
-    overlap: shards that stay still are copied later, beside the training (see staging.start_copy).
+    overlap: copy shards that the training does not change (TensorShard.still) later, beside it (see start_copy).
     fuse: copy while the file is written, for a caller that waits for the save anyway (see staging.FusedStaging).
     """
     assert step >= 0, step
     started = time.monotonic()
     staged, failure = None, None
     try:
-        # An empty rectangle is left out unless its tensor is empty: somebody must say that the tensor exists.
-        own = [it for it in _check_shards(shards) if it.replica == 0 and (it.local.numel() or 0 in it.shape)]
+        # An empty rectangle is left out, unless the whole tensor is empty: a file must say that the tensor exists.
+        own = [
+            shard for shard in _check_shards(shards) if shard.replica == 0 and (shard.local.numel() or 0 in shard.shape)
+        ]
         staged = stager.stage(own, overlap, fuse) if own else None
     except Exception as error:
         failure = error
@@ -257,7 +260,7 @@ def stage_step(
 
 
 def _check_shards(shards: Iterable[TensorShard]) -> Iterable[TensorShard]:
-    """Yield the shards unchanged. Raises CheckpointError for objects that are often given in their place."""
+    """Yield the shards unchanged. Raises CheckpointError for a state dict and other objects that are no shards."""
     if isinstance(shards, Mapping):
         raise CheckpointError("it was given a state dict; give one TensorShard a tensor, which tells where it belongs")
     for shard in shards:
@@ -276,11 +279,13 @@ def write_and_commit(
     writers: WriterGroup | None = None,
     cache: LayoutCache | None = None,
 ) -> SaveResult:
-    """Write and commit what every rank has staged. A failed save is returned, not raised.
+    """Write and commit what every rank has staged. A collective. A failed save is returned, not raised.
 
-    group: ranks that save, for calls beside other collectives of the same ranks. storage: what is known of the
-    directory; rank 0's counts. lock: rank 0's; whoever lost it commits nothing. writers: which ranks share files or
-    take turns; with shared files the ranks have staged sections. cache: layouts of the save before.
+    group: process group of the saves, if other collectives of the same ranks may run at the same time.
+    storage: checks and prepares the directory; only rank 0's is used.
+    lock: rank 0's lock; if it was lost, nothing is committed.
+    writers: which ranks share files or take turns; with shared files the ranks have staged sections.
+    cache: layouts of the save before.
     A lost rank fails the save like any other error, and sets `lost`.
     """
     path = step_path(directory, staged.step)
@@ -318,7 +323,7 @@ def write_and_commit(
 
 
 def complete_copy(staged: StagedStep) -> StagedStep:
-    """Copy what is left to copy, in the thread of the save; returns the step, with the failure if it failed."""
+    """Complete a copy that overlaps the training, in the thread of the save; returns the step, with any failure."""
     try:
         if staged.shard is not None and staged.shard.copy is not None:
             staged.shard.copy.complete()
@@ -328,7 +333,7 @@ def complete_copy(staged: StagedStep) -> StagedStep:
 
 
 def _count_needed_bytes(staged: StagedStep) -> int:
-    """Return the bytes that this rank will write. Raises what its copy raised, so that all ranks hear of it."""
+    """Return the bytes that this rank will write. Raises what its copy raised, which fails the save on all ranks."""
     if staged.failure is not None:
         raise staged.failure
     if staged.changes is not None:
@@ -339,7 +344,7 @@ def _count_needed_bytes(staged: StagedStep) -> int:
 def prepare_directory(
     path: Path, needs: list[int], storage: CheckpointDirectory, lock: Lock | None = None
 ) -> tuple[str, WritePolicy]:
-    """Make the temporary directory of a step and its folders on rank 0; returns (its token, how to write there).
+    """Make the temporary directory of a step and its folders on rank 0; returns (its token, write policy).
 
     needs: bytes of every file. Raises CheckpointError, and makes nothing, if there is no room for them.
     """
@@ -363,7 +368,7 @@ def prepare_directory(
 def _write_and_report(
     temporary: Path, rank: int, staged: StagedStep, policy: WritePolicy, writers: WriterGroup | None, cache: LayoutCache
 ) -> WrittenShard:
-    """Write this rank's files, and return its report once it is certain that no tensor changed under the copy."""
+    """Write this rank's files; returns its report when it is certain that no tensor changed during the copy."""
     started = time.monotonic()
     written = _write_in_turn(temporary, rank, staged, policy, writers)
     seconds = time.monotonic() - started
@@ -391,7 +396,7 @@ def _write_own_files(temporary: Path, rank: int, staged: StagedStep, policy: Wri
     shard, changes, name = staged.shard, staged.changes, shard_file_name(rank)
     if shard is None:
         return WrittenShard()
-    if shard.check is not None and changes is None:  # looks for NaN in the blocks that it hashes, while they are cached
+    if shard.check is not None and changes is None:  # NaN is looked for while a block is hashed, in the same pass
         file = write_shard(temporary, name, shard, policy)
         if shard.fused is not None:
             shard.fused.confirm()
@@ -450,7 +455,7 @@ def commit_step(
     run_concurrently(writes + [partial(sync_directory, folder) for folder in folders])
     sync_directory(temporary)
     if lock is not None:
-        lock.check()  # as late as can be: whoever has taken it over may have committed this very step
+        lock.check()  # as late as possible: a new owner of the lock may have committed this very step
     # lexists: also for a dangling link
     replaced = uncommitted_path(path, "old", make_token()) if os.path.lexists(path) else None
     inode = _inode(temporary)
@@ -475,8 +480,8 @@ def _inode(path: Path) -> tuple[int, int]:
 def _undo_renames(temporary: Path, path: Path, replaced: Path | None, inode: tuple[int, int]) -> None:
     """Rename everything back, so that an error means that nothing was committed.
 
-    inode: of the directory that was to be committed. Another inode of that name was committed by whoever took the lock
-    over.
+    inode: of the directory that was to be committed. A directory of that name with another inode was committed by a new
+    owner of the lock, and stays.
     """
     with suppress(OSError):
         if path.exists() and not temporary.exists() and _inode(path) == inode:

@@ -1,6 +1,6 @@
-"""Run the saves of a training beside it: `Saver.save` returns as soon as the tensors are copied.
+"""Run the saves of a training in the background: `Saver.save` returns as soon as the tensors are copied.
 
-A thread writes and commits; one save at a time. Every rank makes the same calls. With checkpoint.parallel_hdf5 the
+A thread writes and commits, one save at a time. Every rank makes the same calls. With checkpoint.parallel_hdf5 the
 ranks write through MPI.
 """
 
@@ -52,7 +52,7 @@ _WITHOUT = "or set checkpoint.ranks_per_file=0, which shares files without MPI"
 
 
 def make_mpi_communicator(world: World) -> Intracomm:
-    """Make a communicator for the saves, in the order of our ranks. A collective: every rank calls it.
+    """Make an MPI communicator for the saves, in the order of our ranks. A collective.
 
     Raises UserError where h5py is built without MPI, mpi4py is not installed, or MPI did not start the ranks.
     """
@@ -73,7 +73,7 @@ def make_mpi_communicator(world: World) -> Intracomm:
         )
     if library.Query_thread() < library.THREAD_SERIALIZED:
         raise UserError(f"{_ASKED}: this MPI library is built without threads, and saves are one; {_WITHOUT[3:]}")
-    # In the order of our ranks, which the launcher of the MPI processes need not have.
+    # The MPI launcher may have numbered the processes differently.
     ranks: Intracomm = library.Intracomm(library.COMM_WORLD.Split(0, world.rank))
     return ranks
 
@@ -82,12 +82,12 @@ _log = logging.getLogger(__name__)
 
 
 _WORTH_WARNING_SECONDS, _WORTH_WARNING_SHARE = 1.0, 0.05
-"""A wait for the previous save is worth a warning above both: seconds, and share of the time since that save began."""
+"""Warn of a wait for the previous save that exceeds both: seconds, and this share of the time since it began."""
 
 
 @dataclass
 class _PendingSave:
-    """The save that was begun last."""
+    """The save that was started last."""
 
     step: int
     thread: threading.Thread
@@ -95,17 +95,14 @@ class _PendingSave:
     since: float = field(default_factory=time.monotonic)
 
     def join(self, limit: timedelta) -> bool:
-        """Wait for its end until `limit` after its beginning; returns whether it has ended."""
+        """Wait for its end, at most until `limit` after its start; returns whether it has ended."""
         self.thread.join(max(0.0, self.since + limit.total_seconds() - time.monotonic()))
         return not self.thread.is_alive()
 
 
 @dataclass
 class Saver:
-    """Run the saves of one run, one at a time, over memory that is kept between them.
-
-    Every rank makes the same calls.
-    """
+    """Runs the saves of one run, one at a time, and reuses their memory. Every rank makes the same calls."""
 
     directory: Path
     world: World
@@ -114,19 +111,20 @@ class Saver:
     on_commit: Callable[[SaveResult], object] = lambda saved: None
     """Called on rank 0 after a commit, in the thread that wrote it."""
     timeout: timedelta = timedelta(minutes=30)
-    """A save that takes longer is given up. It fails if its ranks come to the commit more than half of this apart."""
+    """Maximum duration of a save; it is then given up. Ranks wait for each other half as long."""
     storage: CheckpointDirectory = field(default_factory=CheckpointDirectory)
     overlap: bool = False
-    """`save` returns before shards that stay still are copied: call `wait_for_copy` before they change. Only with
-    `background`."""
+    """Whether `save` returns before shards marked `still` are copied: call `wait_for_copy` before they change.
+
+    Only with `background`."""
     local_stage: LocalStage | None = None
     """A disk of the node between memory and the shared directory."""
     origin: Origin | None = None
     """The code and config that make these steps; rank 0's is written into them."""
     lock: Lock | None = None
-    """Rank 0's lock of the directory: without it nothing is committed."""
+    """Rank 0's lock of the directory; if it is lost nothing is committed."""
     incremental: IncrementalWriter | None = None
-    """Write only what has changed since the save before. Such a save does not use `local_stage`."""
+    """Writes only what has changed since the save before. A save that shares files does not use `local_stage`."""
     sharing: WriterSharing = field(default_factory=WriterSharing)
     """Which ranks write one file together (not with `incremental`), or take turns on a node's link or disk."""
     level: int = 0
@@ -158,12 +156,12 @@ class Saver:
         finite: bool = True,
         validation_loss: float | None = None,
     ) -> Future[SaveResult]:
-        """Begin a save and return when the shards may change (see `overlap`). Waits for the save before, if need be.
+        """Start a save; returns when the shards may change (see `overlap`). Waits for the save before to end.
 
         `take_finished`, `wait` and the future report the outcome; the future's `result` raises CheckpointError if
-        nothing was committed. The save is skipped, and reported as failed, if the one before has not ended within
-        `timeout`: a disk that hangs must stop neither the training nor the saves that come later.
-        finite, validation_loss: see Manifest, as far as the training knows; rank 0's count.
+        nothing was committed. If the save before has not ended within `timeout`, this one is skipped and reported as
+        failed: a disk that hangs must stop neither the training nor later saves.
+        finite, validation_loss: what the training knows (see Manifest); rank 0's are saved.
         """
         self.wait_for_copy()
         self._wait_for_previous_save(step)
@@ -185,7 +183,7 @@ class Saver:
         return future
 
     def wait_for_copy(self) -> float:
-        """Return when the shards of the last save may change, after how many seconds.
+        """Wait until the shards of the last save may change; returns the seconds waited.
 
         Call it on the thread, and the CUDA stream, that will change them. Until then nothing is committed.
         """
@@ -230,12 +228,12 @@ class Saver:
         if saved.error is None and self.world.rank == 0:
             try:
                 self.on_commit(saved)
-            except Exception as error:  # the checkpoint is committed whatever becomes of this
+            except Exception as error:  # the checkpoint is committed all the same
                 _log.warning("checkpoint step %d: after the commit: %s", staged.step, format_error(error))
         self._report(future, saved)
 
     def _report(self, future: Future[SaveResult], saved: SaveResult) -> Future[SaveResult]:
-        """Report an outcome. The future of a save that ends too late keeps the failure that was reported first."""
+        """Report an outcome. A save that ends after its timeout was reported keeps that failure in its future."""
         self._finished.append(saved)
         with suppress(InvalidStateError):
             if saved.error is not None:
@@ -250,7 +248,7 @@ class Saver:
         if self.local_stage is not None and staged.shard is not None and not shares:
             try:
                 staged = replace(staged, shard=self._stager.move_to_local_disk(staged.shard, self.local_stage))
-            except Exception as error:  # the other ranks hear of it when all meet
+            except Exception as error:  # raised on all ranks when they meet
                 staged = replace(staged, failure=error)
         try:
             saved = write_and_commit(
@@ -271,16 +269,16 @@ class Saver:
         return saved
 
     def _compare_with_base(self, staged: StagedStep) -> StagedStep:
-        """Find out what has changed since the save before, if saves are incremental."""
+        """Compare the shard with the save before, if saves are incremental."""
         if self.incremental is None or staged.shard is None or staged.failure is not None:
             return staged
         try:
             return replace(staged, changes=self.incremental.compare(staged.shard, staged.step))
-        except Exception as error:  # the other ranks hear of it when all meet
+        except Exception as error:  # raised on all ranks when they meet
             return replace(staged, failure=error)
 
     def _wait_for_previous_save(self, step: int) -> None:
-        """Wait until the save before has ended, or is given up; warn if that cost the training much."""
+        """Wait until the save before has ended or is given up; warn if the training waited long."""
         if self._pending is None:
             return
         started = time.monotonic()
@@ -296,10 +294,10 @@ class Saver:
             )
 
     def _agree_to_start(self) -> bool:
-        """Return whether no rank is still in the save before; all have a working group then. In the training's thread.
+        """Return whether the save before has ended on all ranks; if so, all have a working process group.
 
-        The group is the saves' own: their collectives must not mix with those of the training. One that has lost a rank
-        is of no use any more, even if the rank comes after all: all make a new one.
+        Called in the training's thread. The saves have a group of their own, because their collectives run beside those
+        of the training. A group that lost a rank is made again, even if the rank comes back.
         """
         busy = self._pending is not None and self._pending.thread.is_alive()
         if self.world.size == 1:
@@ -310,7 +308,7 @@ class Saver:
         if someone_busy:
             return False
         if remake:
-            # half: ranks that wait for one that hangs give up before `timeout` ends the save from outside
+            # half the timeout: ranks that wait for a hanging one give up before `timeout` ends the save from outside
             self._group, self._lost = dist.new_group(backend="gloo", timeout=self.timeout / 2), False
             self._writers = make_writer_group(self.world, self.sharing, self._group, self._mpi)
         return True

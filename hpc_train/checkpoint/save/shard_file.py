@@ -1,8 +1,7 @@
-"""Write one shard file: its tensors are staged in memory first, and written later, compressed or as they are.
+"""Stage a rank's tensors in memory and write them as one shard file, compressed or not.
 
-Compressed tensors are chunked datasets, shuffled and deflated, which every HDF5 tool reads. Threads compress the
-chunks where they lie, so that a save takes no more memory, but the staged image is lost. HDF5 then says where each
-chunk belongs.
+Compressed tensors are chunked datasets, shuffled and deflated, which every HDF5 tool reads. Threads compress the chunks
+in place, so that a save takes no more memory; this destroys the staged image. HDF5 then places the chunks.
 """
 
 from __future__ import annotations
@@ -79,22 +78,22 @@ _THREADS = 2
 _BATCH = 16
 """Chunks that a thread takes at a time."""
 _UNFILTERED = 0b11
-"""HDF5's mask of a chunk that went through neither filter."""
+"""HDF5's filter mask of a chunk that skipped both filters."""
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
-"""Of fallocate(2)."""
+"""Flags of fallocate(2)."""
 
 
 class RowInMemory(NamedTuple):
-    """A row in memory."""
+    """A dataset row and its data in memory."""
 
     row: DatasetRow
     place: int
-    """Byte of the image that it is a part of."""
+    """Byte of the image at which it begins."""
     data: memoryview
 
 
 class CompressedFile(NamedTuple):
-    """A file that was written."""
+    """Size, digests and parts of a compressed file that was written."""
 
     size: int
     digests: list[int]
@@ -103,22 +102,22 @@ class CompressedFile(NamedTuple):
 
 @dataclass
 class _Part:
-    """A chunk, or all of a tensor that has none."""
+    """A chunk, or a whole tensor that is not chunked."""
 
     begin: int
     """Byte of the image."""
     data: memoryview
-    """As it lies in memory; then as it is stored."""
+    """Its elements; after compression the bytes to store."""
     size: int
-    """Of what it was."""
+    """Bytes before compression."""
     chunk: DatasetChunk | None = None
     whole: int = 0
-    """See chunks.PART."""
+    """Bytes of the whole chunk if it is compressed, else 0 (see PART_DTYPE)."""
 
 
 @dataclass
 class _Dataset:
-    """A row and what is stored of it."""
+    """A dataset row, its chunk shape and its parts."""
 
     row: DatasetRow
     chunk: tuple[int, ...] | None
@@ -128,37 +127,43 @@ class _Dataset:
 def write_compressed_file(
     path: Path, rows: Sequence[RowInMemory], level: int, policy: WritePolicy, buffers: GatherBuffers
 ) -> CompressedFile:
-    """Write a new file, on the disk when this returns. The memory of the rows is overwritten.
+    """Write and synchronise a new file with compressed tensors. Overwrites the memory of the rows.
 
-    Raises OSError, and as image.make_image does.
+    Raises OSError, and as make_image does.
     """
     datasets = [_split_dataset(row) for row in rows]
     with ThreadPoolExecutor(_THREADS) as pool:
-        chunks = [(it, part) for it in datasets if it.chunk for part in it.parts]
+        chunks = [(dataset, part) for dataset in datasets if dataset.chunk for part in dataset.parts]
         batches = (chunks[at : at + _BATCH] for at in range(0, len(chunks), _BATCH))
         for _ in pool.map(lambda batch: _compress(batch, level), batches):
             pass
     with make_anonymous_file(partial(_lay_out, datasets, level)) as (places, content):
         extents = [MemoryExtent(place, part.data) for place, part in zip(places, _parts(datasets), strict=True)]
         size = os.fstat(content.fileno()).st_size
-        image = ShardImage(size, (), tuple(find_gaps(content, sorted((it.begin, it.end) for it in extents), size)))
+        image = ShardImage(
+            size, (), tuple(find_gaps(content, sorted((extent.begin, extent.end) for extent in extents), size))
+        )
     digests = write_stream(path, WriteStream(GatherSource(extents, image, buffers).read, size), policy)
     return CompressedFile(size, digests, _make_part_table(datasets, places))
 
 
-def _split_dataset(it: RowInMemory) -> _Dataset:
-    chunk = choose_chunk_shape(it.row)
-    if chunk is None:
-        return _Dataset(it.row, None, [_Part(it.place, it.data, len(it.data))] if it.data else [])
+def _split_dataset(source: RowInMemory) -> _Dataset:
+    row, place, data = source
+    shape = choose_chunk_shape(row)
+    if shape is None:
+        return _Dataset(row, None, [_Part(place, data, len(data))] if data else [])
     parts = (
-        _Part(it.place + one.begin, it.data[one.begin : one.begin + one.size], one.size, one)
-        for one in iterate_chunks(it.row, chunk)
+        _Part(place + chunk.begin, data[chunk.begin : chunk.begin + chunk.size], chunk.size, chunk)
+        for chunk in iterate_chunks(row, shape)
     )
-    return _Dataset(it.row, chunk, list(parts))
+    return _Dataset(row, shape, list(parts))
 
 
 def _compress(batch: Sequence[tuple[_Dataset, _Part]], level: int) -> None:
-    """Chunks, in their own memory. One that gets no smaller stays as it is, one that must grow has its own."""
+    """Compress chunks in place.
+
+    One that would not get smaller stays uncompressed; a padded one that grows gets memory of its own.
+    """
     for dataset, part in batch:
         item = dataset.row.dtype.itemsize
         whole = prod(dataset.chunk or ()) * item
@@ -174,31 +179,34 @@ def _compress(batch: Sequence[tuple[_Dataset, _Part]], level: int) -> None:
 
 
 def _lay_out(datasets: Sequence[_Dataset], level: int, path: Path) -> list[int]:
-    """Where every part is stored. HDF5 writes zeros there, which are taken away again, as they are not wanted."""
+    """Write the HDF5 structure of the file; returns the byte at which each part is stored.
+
+    HDF5 places a chunk only when it is written, so zeros are written, and their memory is freed again.
+    """
     zeros = memoryview(bytes(max((len(part.data) for part in _parts(datasets)), default=0)))
-    names = name_datasets(it.row.name for it in datasets)
+    names = name_datasets(dataset.row.name for dataset in datasets)
     places: list[int] = []
     with open_descriptor(path, os.O_RDWR) as content, open_hdf5(path, "w", interval=1) as file:
         writer = DatasetWriter(file)
-        for name, it in zip(names, datasets, strict=True):
-            if it.chunk is None:
-                place = writer.create(name, it.row)
-                places += [place] * len(it.parts)
+        for name, dataset in zip(names, datasets, strict=True):
+            if dataset.chunk is None:
+                place = writer.create(name, dataset.row)
+                places += [place] * len(dataset.parts)
                 continue
-            chunked = writer.create_chunked(name, it.row, it.chunk, level)
-            for part in it.parts:
+            chunked = writer.create_chunked(name, dataset.row, dataset.chunk, level)
+            for part in dataset.parts:
                 assert part.chunk is not None
                 mask = 0 if part.whole else _UNFILTERED
                 chunked.write_direct_chunk(part.chunk.at, zeros[: len(part.data)], mask)
-            found = _chunk_places(chunked)
-            places += [found[part.chunk.at] for part in it.parts if part.chunk is not None]
-            for place, part in zip(places[-len(it.parts) :], it.parts, strict=True):
+            found = _find_chunk_places(chunked)
+            places += [found[part.chunk.at] for part in dataset.parts if part.chunk is not None]
+            for place, part in zip(places[-len(dataset.parts) :], dataset.parts, strict=True):
                 _punch_hole(content, place, len(part.data))
     return places
 
 
-def _chunk_places(dataset: Any) -> dict[tuple[int, ...], int]:
-    """Byte of the file of every chunk, by its first element."""
+def _find_chunk_places(dataset: Any) -> dict[tuple[int, ...], int]:
+    """Return the byte of the file of every chunk, by the index of its first element."""
     found: dict[tuple[int, ...], int] = {}
 
     def keep(chunk: Any) -> None:
@@ -209,20 +217,20 @@ def _chunk_places(dataset: Any) -> dict[tuple[int, ...], int]:
 
 
 def _punch_hole(file: int, begin: int, size: int) -> None:
-    """The memory of a part of a file in memory."""
+    """Free the memory of a part of a file in memory."""
     fallocate = ctypes.CDLL(None).fallocate
     fallocate(file, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(begin), ctypes.c_int64(size))
 
 
 def _parts(datasets: Sequence[_Dataset]) -> list[_Part]:
-    return [part for it in datasets for part in it.parts]
+    return [part for dataset in datasets for part in dataset.parts]
 
 
 def _make_part_table(datasets: Sequence[_Dataset], places: Sequence[int]) -> PartTable:
     rows = [
-        (part.begin, part.size, len(part.data), part.whole, it.row.dtype.itemsize)
-        for it in datasets
-        for part in it.parts
+        (part.begin, part.size, len(part.data), part.whole, dataset.row.dtype.itemsize)
+        for dataset in datasets
+        for part in dataset.parts
     ]
     table = np.zeros(len(rows), PART_DTYPE)
     for name, column in zip(("begin", "size", "stored", "whole", "item"), zip(*rows, strict=True), strict=False):
@@ -272,14 +280,14 @@ class StagedShard:
 
 @dataclass
 class ShardStager:
-    """Stages a rank's shard, in memory that is kept from save to save."""
+    """Stages a rank's shard in memory that is reused from save to save."""
 
     threads: int = 2
     """Threads that copy."""
     make_layout: Callable[[Sequence[DatasetRow]], ShardImage] = make_image
     """Lays out the image: make_image, or make_section for a rank that shares its file."""
     level: int = 0
-    """See StagedShard."""
+    """zlib level; 0: not compressed."""
     _staging_buffer: StagingBuffer = field(default_factory=StagingBuffer)
     _gather_buffers: GatherBuffers = field(default_factory=GatherBuffers)
     _forms: _ShardForms = ()
@@ -287,7 +295,7 @@ class ShardStager:
     """Layout of the last save, for shards of these forms."""
 
     def stage(self, shards: Sequence[TensorShard], overlap: bool = False, fuse: bool = False) -> StagedShard:
-        """Copy the shards into the staging buffer, over those of the last save.
+        """Copy the shards into the staging buffer, over those of the save before.
 
         overlap: see start_copy. fuse: see FusedStaging. Raises CheckpointError for a dtype that HDF5 does
         not have, and if memory is short.
@@ -303,10 +311,10 @@ class ShardStager:
         return replace(shard, copy=copy, check=check, level=self.level, buffers=self._gather_buffers)
 
     def _get_slots(self, shards: Sequence[TensorShard], tensors: Sequence[Tensor]) -> StagingLayout:
-        """Return the last layout if the shards are alike, else a new one: making it can take longer than the copy."""
+        """Return the staging layout, the last one if the shards are alike: making it can take longer than the copy."""
         forms = list(map(_SHARD_FORM, shards)), list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors))
         if self._slots is None or forms != self._forms:
-            self._slots = None  # its view of the memory would keep `reserve` from giving it back
+            self._slots = None  # its view of the memory would keep `reserve` from freeing it
             rows = tuple(make_row(tensor_shard) for tensor_shard in shards)
             image = self.make_layout(rows)
             memory = self._staging_buffer.reserve(image.size)
@@ -347,11 +355,11 @@ def write_shard(
         return write_digest_table(directory, name, shard.size, digests, shard.layout), shard.layout
     found: list[ShardFile] = []
 
-    def known(digests: list[int]) -> None:
+    def write_table(digests: list[int]) -> None:
         if not found:
             found.append(write_digest_table(directory, name, shard.size, digests, shard.layout))
 
-    write_stream(path, WriteStream(shard.check.read, shard.size, True, shard.check.digests, known), policy)
+    write_stream(path, WriteStream(shard.check.read, shard.size, True, shard.check.digests, write_table), policy)
     return found[0], shard.layout
 
 
@@ -364,17 +372,18 @@ def write_compressed_shard(
     size: int,
     policy: WritePolicy,
 ) -> tuple[ShardFile, FileLayout]:
-    """The same with tensors that are compressed; `held` says what is to be in it, and `size` the bytes of its image.
+    """Write and synchronise a shard file with compressed tensors, and its table of digests.
 
-    begins: byte of what is staged at which each row's data lies. Raises OSError and CheckpointError.
+    layout: rows of the file. begins: byte of the staged image at which the data of each row begins. size: bytes of the
+    file's uncompressed image. Raises OSError and CheckpointError.
     """
     memory = shard.image
     assert isinstance(memory, memoryview)
-    lying = (
+    rows = (
         RowInMemory(row, place, memory[begin : begin + row.bytes])
         for row, place, begin in zip(layout.rows, layout.places, begins, strict=True)
     )
-    found = write_compressed_file(directory / name, list(lying), shard.level, policy, shard.buffers)
+    found = write_compressed_file(directory / name, list(rows), shard.level, policy, shard.buffers)
     return write_digest_table(directory, name, found.size, found.digests, layout, found.parts, size), layout
 
 
@@ -387,9 +396,9 @@ def write_digest_table(
     parts: PartTable | None = None,
     inflated: int | None = None,
 ) -> ShardFile:
-    """Put the table of a shard file of that size beside it, and on the disk. Raises OSError.
+    """Write and synchronise the table of digests of a shard file of `size` bytes; returns its manifest entry.
 
-    held: contents of the file. parts, inflated: of a compressed file; see chunks and ShardFile.
+    layout: of the file. parts, inflated: of a compressed file (see PART_DTYPE and ShardFile). Raises OSError.
     """
     table = encode_digest_table(size, digests, seal_table(layout.seal, parts), parts)
     write_durable_file(digest_table_path(directory / name), table)

@@ -1,8 +1,8 @@
-"""Write one file with several ranks: which ranks share a file, who writes when, and where each rank's section lies.
+"""Let several ranks write one file: which ranks share a file, when each writes, and where its section lies.
 
-The layout of a rank's section follows from its own rows alone, so a rank stages its tensors without talking to the
-others, and learns where its section begins when it writes. The first rank of a file writes its HDF5 structure and its
-digests. `WriteTurns` lets few ranks of a node write at a time, where its link or disk is slower with many streams.
+The layout of a rank's section follows from its own rows alone, so a rank stages its tensors without communication and
+learns only at the write where its section begins. The first rank of a file writes the HDF5 structure and the digests.
+`WriteTurns` limits how many ranks of a node write at a time, for links and disks that are slower with many streams.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hpc_train.checkpoint.rank_consensus import (
     send_object,
 )
 from hpc_train.checkpoint.save.file_writer import LocalFile, WriteStream, reserve_space, write_file_part
-from hpc_train.checkpoint.save.parallel_hdf5 import Data, write_datasets
+from hpc_train.checkpoint.save.parallel_hdf5 import DatasetBytes, write_datasets
 from hpc_train.checkpoint.save.shard_file import StagedShard, write_digest_table
 from hpc_train.checkpoint.storage.file_system import WritePolicy, open_descriptor, write_at_offset
 from hpc_train.checkpoint.storage.step_directory import shard_file_name
@@ -58,10 +58,10 @@ _NamedRow = tuple[str, DatasetRow]
 
 @dataclass(frozen=True)
 class SharedFileHead:
-    """Where each rank's section of a shared file is, and the bytes before the first."""
+    """HDF5 structure of a shared file, and the place of each rank's section."""
 
     content: bytes
-    """HDF5's structure, whole blocks: from the beginning of the file to the first section."""
+    """HDF5 structure: the bytes before the first section, whole blocks."""
     begins: tuple[int, ...]
     """Byte of the file at which each rank's section begins; 0 for one without data."""
     places: tuple[tuple[int, ...], ...]
@@ -98,7 +98,7 @@ def make_shared_head(members: Sequence[Sequence[DatasetRow]], interval: int) -> 
 
 
 def _make_head(path: Path, members: Sequence[Sequence[DatasetRow]], interval: int) -> SharedFileHead:
-    """Create all datasets first, then give each rank's data its place: HDF5 allocates at the end of the file."""
+    """Create all datasets first, then allocate the data rank by rank: HDF5 allocates at the end of the file."""
     named = _create_datasets(path, members)
     found = [_allocate_section(path, of_rank, interval) for of_rank in named]
     begins, places = tuple(begin for begin, _ in found), tuple(of_rank for _, of_rank in found)
@@ -111,7 +111,7 @@ def _make_head(path: Path, members: Sequence[Sequence[DatasetRow]], interval: in
 
 
 def _create_datasets(path: Path, members: Sequence[Sequence[DatasetRow]]) -> list[list[_NamedRow]]:
-    """Create datasets that have no place yet; returns their names and rows, for each rank."""
+    """Create datasets without allocating their data; returns their names and rows, for each rank."""
     names = iter(name_datasets(row.name for rows in members for row in rows))
     named = [[(next(names), row) for row in rows] for rows in members]
     with open_hdf5(path, "w") as file:
@@ -134,14 +134,14 @@ def _allocate_section(path: Path, named: Sequence[_NamedRow], interval: int) -> 
     with open_hdf5(path, "r+", min(ALIGNMENT, named[largest][1].bytes), interval) as file:
         begin = _place_dataset(file, named[largest])
     with open_hdf5(path, "r+") as file:
-        rest = [begin if index == largest else _place_dataset(file, it) for index, it in enumerate(named)]
+        rest = [begin if index == largest else _place_dataset(file, row) for index, row in enumerate(named)]
     assert begin % interval == 0, (begin, interval)
     assert all(place >= begin for place, (_, row) in zip(rest, named, strict=True) if row.bytes), (begin, rest)
     return begin, tuple(max(place - begin, 0) for place in rest)
 
 
 def _place_dataset(file: Any, named: _NamedRow) -> int:
-    """Write one element, which makes HDF5 allocate the dataset; returns its byte, 0 for a row without elements."""
+    """Write one element, so that HDF5 allocates the dataset; returns its byte, 0 for a row without elements."""
     name, row = named
     if not row.bytes:
         return 0
@@ -156,23 +156,23 @@ def _place_dataset(file: Any, named: _NamedRow) -> int:
 
 
 _MINIMUM_RATIO = 4
-"""Writes that an average section must take for sections to begin at stripes: else the gaps cost too much."""
+"""Minimum size of an average section, in writes, for sections to be aligned to stripes: else gaps cost too much."""
 
 
 class FileSection(NamedTuple):
-    """Where a rank writes in a shared file."""
+    """The section of a shared file that one rank writes."""
 
     begin: int
     """Byte of the file where its section begins."""
     names: tuple[str, ...]
     """Names of its datasets."""
     shared: bool
-    """Whether there is a file at all, because some rank has data."""
+    """Whether the file exists, because some rank has data."""
 
 
 @dataclass
 class SharedFile:
-    """A file of several ranks, on the first of them; its layout is kept until a rank's rows change."""
+    """A file of several ranks, as the first of them manages it; its layout is cached until a rank's rows change."""
 
     layouts: list[FileLayout] = field(default_factory=list)
     """Layout of each rank's section."""
@@ -180,14 +180,14 @@ class SharedFile:
     _head: SharedFileHead | None = None
 
     def create(self, path: Path, updates: Sequence[FileLayout | None], policy: WritePolicy) -> list[FileSection]:
-        """Create the file without its sections, unless no rank has data; returns where each rank writes.
+        """Create the file without its sections, unless no rank has data; returns the section of each rank.
 
-        updates: the layout of each rank, None if it has not changed. The content is synchronised, its name is not.
+        updates: the layout of each rank, None if it has not changed. The content is synchronised, the name is not.
         Raises OSError, and CheckpointError as make_shared_head.
         """
         layouts = [old if new is None else new for new, old in zip(updates, self.layouts or updates, strict=True)]
-        assert all(it is not None for it in layouts), "a rank has sent no layout yet"
-        self._update_layout([it for it in layouts if it is not None], policy)
+        assert all(layout is not None for layout in layouts), "a rank has sent no layout yet"
+        self._update_layout([layout for layout in layouts if layout is not None], policy)
         assert self._head is not None
         if self._rows:
             with open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
@@ -196,10 +196,12 @@ class SharedFile:
                 os.fsync(file)
         names = iter(name_datasets(self._rows))
         sections = zip(self._head.begins, self.layouts, strict=True)
-        return [FileSection(begin, tuple(next(names) for _ in it.rows), bool(self._rows)) for begin, it in sections]
+        return [
+            FileSection(begin, tuple(next(names) for _ in layout.rows), bool(self._rows)) for begin, layout in sections
+        ]
 
     def restore_size(self, path: Path) -> None:
-        """Restore the size of the file after HDF5 wrote it, which cuts it at its last dataset.
+        """Restore the size of the file, which HDF5's parallel driver cuts after the last dataset.
 
         Raises OSError, and CheckpointError if HDF5 changed the structure.
         """
@@ -221,10 +223,10 @@ class SharedFile:
         assert self._head is not None
         places = [
             begin + place if row.bytes else 0
-            for begin, it in zip(self._head.begins, self.layouts, strict=True)
-            for row, place in zip(it.rows, it.places, strict=True)
+            for begin, section in zip(self._head.begins, self.layouts, strict=True)
+            for row, place in zip(section.rows, section.places, strict=True)
         ]
-        layout = FileLayout(tuple(row for it in self.layouts for row in it.rows), tuple(places))
+        layout = FileLayout(tuple(row for section in self.layouts for row in section.rows), tuple(places))
         return (
             (write_digest_table(directory, name, self._head.size, self._make_table(found).tolist(), layout), layout),
         )
@@ -232,15 +234,17 @@ class SharedFile:
     @property
     def _rows(self) -> list[str]:
         """Names of the tensors of all ranks, in file order."""
-        return [row.name for it in self.layouts for row in it.rows]
+        return [row.name for layout in self.layouts for row in layout.rows]
 
     def _update_layout(self, layouts: list[FileLayout], policy: WritePolicy) -> None:
         interval = _choose_interval(layouts, policy)
         if self._head is None or (layouts, interval) != (self.layouts, self._interval):
             self._head = None
             self.layouts, self._interval = layouts, interval
-            self._head = make_shared_head([it.rows for it in layouts], interval)
-        assert self._head.places == tuple(it.places for it in layouts), "a section is not as its own rank laid it out"
+            self._head = make_shared_head([layout.rows for layout in layouts], interval)
+        assert self._head.places == tuple(layout.places for layout in layouts), (
+            "a rank has laid out its own section in another way"
+        )
 
     def _make_table(self, found: Sequence[Sequence[int]]) -> BlockDigests:
         """Return the digests of all blocks; blocks between sections, which no rank writes, are zeros."""
@@ -255,7 +259,7 @@ class SharedFile:
 
 def _choose_interval(layouts: Sequence[FileLayout], policy: WritePolicy) -> int:
     """Align sections to Lustre stripes where that is worth the gaps between them."""
-    total = sum(count_section_bytes(it.rows, it.places) for it in layouts)
+    total = sum(count_section_bytes(layout.rows, layout.places) for layout in layouts)
     worth = policy.kind == "lustre" and total >= _MINIMUM_RATIO * policy.write_bytes * len(layouts)
     return policy.write_bytes if worth else BLOCK_BYTES
 
@@ -265,7 +269,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WriteTurns:
-    """A rank's turn to write: it waits for rank `before`, and then lets rank `after` go on. None: no waiting."""
+    """A rank's turn to write: wait for rank `before`, write, let rank `after` write. None: no such rank."""
 
     before: int | None = None
     after: int | None = None
@@ -281,16 +285,16 @@ class WriteTurns:
             return work()
         finally:
             if self.after is not None:
-                with suppress(LostRanksError):  # all ranks learn of it when they meet
+                with suppress(LostRanksError):  # a lost rank fails the save when all meet
                     send_object(None, self.after, group)
 
 
 def assign_turns(rank: int, nodes: Sequence[int], writers: int) -> WriteTurns:
-    """Return the turn of a rank, so that at most `writers` ranks of a node write at a time; 0: all of them.
+    """Return the turn of a rank so that at most `writers` ranks of a node write at a time; 0: no limit.
 
     nodes: the node of each rank.
     """
-    node_ranks = [it for it, node in enumerate(nodes) if node == nodes[rank]]
+    node_ranks = [other for other, node in enumerate(nodes) if node == nodes[rank]]
     at = node_ranks.index(rank)
     if not writers:
         return WriteTurns()
@@ -310,7 +314,7 @@ class SharedFileWriters:
     rank: int
     group: ProcessGroup | None = None
     mpi: Intracomm | None = None
-    """Communicator of these ranks, where they write by HDF5's parallel driver."""
+    """Communicator of these ranks, if they write through HDF5's parallel driver."""
     _sent_layout: FileLayout | None = None
     _file: SharedFile = field(default_factory=SharedFile)
     """Used on the first rank."""
@@ -318,7 +322,7 @@ class SharedFileWriters:
     def write(
         self, directory: Path, name: str, shard: StagedShard | None, policy: WritePolicy, turns: WriteTurns
     ) -> tuple[tuple[ShardFile, FileLayout], ...]:
-        """Write and synchronise a file and its table of digests; every rank of the file calls it.
+        """Write and synchronise a file and its table of digests. A collective of the file's ranks.
 
         shard: a staged section; None if this rank has nothing. Returns the file and its layout on the first rank, if
         any rank has data, and nothing on the others. If a rank fails, all raise, as gather_on_subset does.
@@ -339,7 +343,7 @@ class SharedFileWriters:
         section = gather_on_subset(
             self.ranks, self.rank, lambda: updates, lambda all_of: self._file.create(path, all_of, policy), self.group
         )
-        self._sent_layout = layout  # not after an error: then nobody knows who has received what
+        self._sent_layout = layout  # not after an error, when it is not known what the first rank received
         return section
 
     def _write(self, path: Path, section: FileSection, shard: StagedShard | None, policy: WritePolicy) -> list[int]:
@@ -362,17 +366,20 @@ class SharedFileWriters:
         return [self._file.write_digests(directory, name, found), *(() for _ in self.ranks[1:])]
 
 
-def list_datasets(section: FileSection, shard: StagedShard | None) -> list[Data]:
+def list_datasets(section: FileSection, shard: StagedShard | None) -> list[DatasetBytes]:
     """Return the datasets of a rank with their bytes, for HDF5's parallel driver."""
     if shard is None:
         return []
     assert isinstance(shard.image, memoryview)
     rows = zip(section.names, shard.layout.rows, shard.layout.places, strict=True)
-    return [Data(name, shard.image[place : place + row.bytes]) for name, row, place in rows if row.bytes]
+    return [DatasetBytes(name, shard.image[place : place + row.bytes]) for name, row, place in rows if row.bytes]
 
 
 def _write_by_mpi(path: Path, section: FileSection, shard: StagedShard | None, ranks: Intracomm) -> list[int]:
-    """Write a section through MPI; ranks without data take part too, unless no rank has any."""
+    """Write a section through MPI; returns the digests of its blocks.
+
+    Ranks without data take part too, unless no rank has any.
+    """
     if section.shared:
         write_datasets(path, ranks, list_datasets(section, shard))
     if shard is None:
@@ -383,7 +390,7 @@ def _write_by_mpi(path: Path, section: FileSection, shard: StagedShard | None, r
 
 @dataclass(frozen=True)
 class WriterSharing:
-    """How ranks share files and take turns; see config.train.CheckpointConfig."""
+    """Settings of how ranks share files and take turns (see config.train.CheckpointConfig)."""
 
     ranks_per_file: int = 1
     writers_per_node: int = 0
@@ -397,7 +404,7 @@ class WriterSharing:
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """Which ranks write which file, as one rank sees it. It is valid as long as the process group."""
+    """Which ranks write which file, as one rank sees it; valid as long as the process group."""
 
     files: tuple[range, ...]
     """Ranks of each file."""
@@ -419,7 +426,7 @@ class WriterGroup:
 
 
 def group_ranks_by_file(nodes: Sequence[int], ranks_per_file: int) -> tuple[range, ...]:
-    """Return the ranks of each file: so many consecutive ranks of a node; 0: all of a node.
+    """Return the ranks of each file: `ranks_per_file` consecutive ranks of a node; 0: all ranks of a node.
 
     nodes: the node of each rank.
     """
@@ -434,9 +441,9 @@ def group_ranks_by_file(nodes: Sequence[int], ranks_per_file: int) -> tuple[rang
 def make_writer_group(
     world: World, sharing: WriterSharing, group: ProcessGroup | None, mpi: Intracomm | None = None
 ) -> WriterGroup | None:
-    """Group the ranks by file; None if each rank writes its own file at any time. All ranks call it.
+    """Group the ranks by file; None if each rank writes its own file at any time. A collective.
 
-    mpi: communicator of all ranks, for sharing.parallel_hdf5, which makes one file. Raises LostRanksError.
+    mpi: communicator of all ranks, for sharing.parallel_hdf5, which writes one file. Raises LostRanksError.
     """
     if sharing == WriterSharing():
         return None

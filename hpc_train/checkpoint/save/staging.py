@@ -1,11 +1,11 @@
-"""Stage the tensors of a save in host memory: an image of the shard file, kept from save to save.
+"""Stage the tensors of a save in host memory, as an image of the shard file that is reused from save to save.
 
-StagingBuffer     the memory, page-locked where there are GPUs
-StagingLayout     the place of every tensor in it, made once for all saves of the same tensors
-find_float_spans  the floating-point tensors in it, which can have a NaN
-StreamingCheck    hashes the image and looks for NaN on its way to the disk, while it is in the processor's cache
-TensorCopy        copies at once, or beside the training while the tensors cannot change
-FusedStaging      copies as the file is written, for a caller who waits for the save and keeps the tensors still
+StagingBuffer     the memory, page-locked if there are GPUs
+StagingLayout     the place of every tensor in the memory, made once for all saves of the same tensors
+find_float_spans  the floating-point tensors of an image, which can contain NaN
+StreamingCheck    hash the image and look for NaN while it is written, a cache-sized part at a time
+TensorCopy        copy at once, or beside the training as long as it does not change the tensors
+FusedStaging      copy while the file is written, for a caller who waits for the save
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isfinite, prod
@@ -33,11 +32,12 @@ from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.block_digests import digest_blocks
 from hpc_train.checkpoint.format.hdf5_layout import ALIGNMENT, ShardImage
 from hpc_train.checkpoint.format.shard_layout import FileLayout
+from hpc_train.checkpoint.storage.file_system import allocate_pages
 from hpc_train.interfaces import TensorShard
 
 
 class StagingBuffer:
-    """Page-aligned memory, kept from save to save; page-locked where there are GPUs, so that their copies are fast."""
+    """Page-aligned memory, reused from save to save; page-locked if there are GPUs, which makes their copies fast."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -47,16 +47,16 @@ class StagingBuffer:
         if self._memory is None or len(self._memory) < size:
             self.release()
             try:
-                self._memory = _allocate_pages(max(1, -(-size // ALIGNMENT)) * ALIGNMENT)
+                self._memory = _allocate_pinned(size)
             except OSError as error:
                 raise CheckpointError(f"no memory for a copy of {size} bytes ({error.strerror})") from error
         return memoryview(self._memory)
 
     def discard_contents(self) -> None:
-        """Let the kernel take the memory if it needs it; the content is lost.
+        """Let the kernel reclaim the memory if it needs it (MADV_FREE); the content is lost.
 
-        Pages that it leaves are reused at once the next time, while new ones cost several times the copy. Page-locked
-        memory is freed instead, as the kernel cannot take it. No view of the buffer may be in use.
+        Pages that are not reclaimed are reused at no cost by the next save; faulting in new ones takes several times
+        the copy. Page-locked memory is freed instead, as it cannot be reclaimed. No view of the buffer may be in use.
         """
         if torch.cuda.is_available() or self._memory is None:
             self.release()
@@ -75,12 +75,10 @@ class StagingBuffer:
             self._memory = None
 
 
-def _allocate_pages(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them: small pages then
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    if torch.cuda.is_available():  # page-locked: without it copies still work, at a part of the speed
-        torch.cuda.cudart().cudaHostRegister(_address(memory), size, 0)  # type: ignore[no-untyped-call]
+def _allocate_pinned(size: int) -> mmap.mmap:
+    memory = allocate_pages(size)
+    if torch.cuda.is_available():  # page-lock it; if that fails, copies still work, but slower
+        torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)  # type: ignore[no-untyped-call]
     return memory
 
 
@@ -89,6 +87,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 _PADDING = 4096
+"""Maximum bytes between two tensors that are checked together."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def _list_float_tensors(file_layout: FileLayout) -> list[tuple[torch.dtype, int,
         for row, place in zip(file_layout.rows, file_layout.places, strict=True)
         if row.dtype.is_floating_point or row.dtype.is_complex
     ]
-    return sorted((it for it in found if it[2]), key=lambda it: it[1])
+    return sorted((tensor for tensor in found if tensor[2]), key=lambda tensor: tensor[1])
 
 
 def _is_adjacent(memory: memoryview, span: FloatSpan, begin: int) -> bool:
@@ -157,7 +156,7 @@ def is_finite_or_mask(values: Tensor, mask: bool) -> bool:
     """Return whether all values are finite. mask: also accept -inf if nothing is above zero."""
     if isfinite(float(values.sum())):  # half the work of aminmax; it can overflow, but never hides a NaN or an infinity
         return True
-    least, greatest = (float(it) for it in values.aminmax())
+    least, greatest = (float(bound) for bound in values.aminmax())
     if mask and least == -inf and greatest <= 0:
         return True
     return abs(least) < inf and abs(greatest) < inf  # false for NaN
@@ -174,9 +173,9 @@ def view_elements(memory: memoryview, dtype: torch.dtype, begin: int, count: int
 
 
 SMALL_TENSOR_BYTES = 1 << 20
-"""Tensors of up to so many bytes are copied whole, several at a time."""
+"""Tensors up to this size are copied whole, several at a time."""
 _SHARE_BYTES = 16 << 20
-"""Approximate bytes of one copy: small enough to balance the threads."""
+"""Approximate bytes of one unit of copying; small enough to balance the threads."""
 ByteArray = NDArray[np.uint8]
 
 
@@ -231,7 +230,7 @@ class StagingLayout:
         """Return the tensor of each slot. tensors: of all shards."""
         return [tensors[slot.shard] for slot in self.slots]
 
-    def overlapping(self, low: int, high: int) -> range:
+    def find_overlapping_slots(self, low: int, high: int) -> range:
         """Return the numbers of the slots with bytes [low, high) of the image; the first may have none."""
         return range(max(0, bisect_right(self.begins, low) - 1), bisect_left(self.begins, high))
 
@@ -262,14 +261,14 @@ def make_staging_layout(memory: memoryview, image: ShardImage, file_layout: File
 
 def copy_to_slots(slots: StagingLayout, numbers: Sequence[int], sources: Sequence[Tensor], whole: ByteArray) -> None:
     """Copy whole tensors to the slots of these numbers. sources: a host tensor for every slot."""
-    aligned = numbers if slots.all_aligned else [it for it in numbers if slots.slots[it].target is not None]
+    aligned = numbers if slots.all_aligned else [n for n in numbers if slots.slots[n].target is not None]
     if aligned:
-        targets = [slots.slots[it].target for it in aligned]
-        copy_tensor_lists(cast(list[Tensor], targets), [sources[it] for it in aligned])
-    for it in numbers if len(aligned) < len(numbers) else ():
-        slot = slots.slots[it]
+        targets = [slots.slots[number].target for number in aligned]
+        copy_tensor_lists(cast(list[Tensor], targets), [sources[number] for number in aligned])
+    for number in numbers if len(aligned) < len(numbers) else ():
+        slot = slots.slots[number]
         if slot.target is None:
-            whole[slot.begin : slot.begin + slot.size] = view_bytes(sources[it])
+            whole[slot.begin : slot.begin + slot.size] = view_bytes(sources[number])
 
 
 def copy_slot_part(slot: TensorSlot, source: ByteArray, whole: ByteArray, low: int, high: int) -> None:
@@ -298,7 +297,7 @@ def split_copies(slots: StagingLayout, numbers: Iterable[int]) -> Iterator[CopyS
 
 
 def view_bytes(tensor: Tensor) -> ByteArray:
-    """View a tensor's memory as a row of bytes; copies it first if it is not contiguous."""
+    """View a host tensor as a row of bytes; a tensor that is not contiguous is copied first."""
     row: ByteArray = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return row
 
@@ -312,25 +311,27 @@ def _make_slot(whole: Tensor, file_layout: FileLayout, index: int, place: int) -
 
 
 CACHE_BYTES = 1 << 20
-"""Bytes that are hashed and checked at a time, while they are in the processor's cache: whole blocks."""
+"""Bytes that are hashed and checked at a time; whole blocks, few enough to stay in the processor's cache."""
 FillImage = Callable[[int, int], object]
+"""Copies the tensors to bytes [low, high) of the image."""
 
 
 class StreamingCheck:
-    """Hashes the image and looks for NaN while write_stream reads it."""
+    """Hashes the image and looks for NaN and infinity while write_stream reads it."""
 
     def __init__(self, slots: StagingLayout, fill: FillImage = lambda low, high: None) -> None:
-        """slots: in whole pages. fill: copies bytes [low, high) of the image into the memory first."""
+        """slots: in whole pages. fill: called before a part is hashed."""
         self._slots, self._fill = slots, fill
         self._starts = [span.begin for span in slots.spans]
         self._digests: dict[int, list[int]] = {}
-        self._looked: dict[int, int] = {}
+        self._checked_bytes: dict[int, int] = {}
+        """Bytes of each part that was read, by its begin."""
         self._in_doubt = any(span.begin % span.dtype.itemsize for span in slots.spans)
 
     @property
     def is_finite(self) -> bool:
-        """Whether all of the image was read and is finite; False also means that it is not known."""
-        return not self._in_doubt and sum(self._looked.values()) >= self._slots.image.size
+        """Whether the whole image was read and found finite; False may also mean that this check cannot tell."""
+        return not self._in_doubt and sum(self._checked_bytes.values()) >= self._slots.image.size
 
     def read(self, begin: int, end: int) -> memoryview:
         """Return bytes [begin, end) of the image, whole blocks, after hashing and checking them. For one thread."""
@@ -342,11 +343,11 @@ class StreamingCheck:
             found += digest_blocks(memory[low : min(high, size)])
             if not self._in_doubt and not self._is_finite(low, high):
                 self._in_doubt = True
-        self._digests[begin], self._looked[begin] = found, end - begin
+        self._digests[begin], self._checked_bytes[begin] = found, end - begin
         return memory[begin:end]
 
     def digests(self, begin: int, data: memoryview) -> list[int]:
-        """Return, once, the digests of the blocks that were read from `begin` on."""
+        """Return and forget the digests of the blocks that were read from `begin` on."""
         return self._digests.pop(begin)
 
     def _is_finite(self, low: int, high: int) -> bool:
@@ -368,14 +369,14 @@ class _PlacedTensor(NamedTuple):
     tensor: Tensor
     slot: TensorSlot
     version: int
-    """torch's count of its changes when the copy began."""
+    """Its version counter (torch counts in-place changes) when the copy began."""
 
 
 def start_copy(slots: StagingLayout, shards: Sequence[TensorShard], threads: int, overlap: bool = False) -> TensorCopy:
-    """Copy the structure and every tensor to its place; with `overlap`, shards that stay still are copied later.
+    """Copy the HDF5 structure and the tensors to their places; with `overlap`, `still` shards are copied later.
 
-    Copies from a GPU are queued without waiting: those of still shards on a stream beside the training's, the others on
-    the training's own, so that what it does next comes after them.
+    Copies from a GPU are queued without waiting: those of still shards on a side stream, the others on the training's
+    stream, so that its next kernels run after them.
     """
     slots.write_structure()
     sources = slots.sources([shard.local for shard in shards])
@@ -383,32 +384,33 @@ def start_copy(slots: StagingLayout, shards: Sequence[TensorShard], threads: int
     if not later and all(map(attrgetter("is_cpu"), sources)):
         _copy_on_host(slots, slots.all_shares, sources, threads)
         return TensorCopy(slots.whole, [], [], None)
-    still = {it.slot.shard for it in later}
+    still = {placed.slot.shard for placed in later}
     now = [number for number, slot in enumerate(slots.slots) if slot.shard not in still]
-    _copy_on_host(slots, list(split_copies(slots, [it for it in now if sources[it].is_cpu])), sources, threads)
-    from_gpu = [_place_tensor(slots.slots[it], shards) for it in now if not sources[it].is_cpu]
+    on_host = [number for number in now if sources[number].is_cpu]
+    _copy_on_host(slots, list(split_copies(slots, on_host)), sources, threads)
+    from_gpu = [_place_tensor(slots.slots[number], shards) for number in now if not sources[number].is_cpu]
     return TensorCopy(slots.whole, later, later, _queue_gpu_copies(slots.whole, from_gpu, later))
 
 
 @dataclass
 class TensorCopy:
-    """A copy in progress: the thread of the save completes it, the thread of the training waits for it."""
+    """A copy in progress: the save's thread completes it, the training's thread waits for it."""
 
     _whole: ByteArray | None
     _later: list[_PlacedTensor]
     """Tensors that are not copied yet."""
-    _seen: list[_PlacedTensor]
-    """Tensors that may not change before the training has waited."""
+    _watched: list[_PlacedTensor]
+    """Tensors that must not change before the training has waited; checked then by their versions."""
     _queued: _GpuCopies | None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _copied: threading.Event = field(default_factory=threading.Event)
     _released: threading.Event = field(default_factory=threading.Event)
-    """Set when the training has waited: from then on it may change the shards."""
+    """Set when the training has waited and may change the shards."""
     _waiting_since: float | None = None
     changed: str | None = None
-    """Name of a shard that was changed too early; known once the training has waited."""
+    """Name of a shard that was changed too early; set when the training has waited."""
     stall: float = 0.0
-    """Seconds for which the training waited for the copy after it was begun."""
+    """Seconds for which the training waited for the copy after it was started."""
 
     def __post_init__(self) -> None:
         if not self._later:
@@ -416,15 +418,15 @@ class TensorCopy:
             self._released.set()
 
     def complete(self) -> None:
-        """Copy what is left. In the thread of the save; may be called again."""
+        """Copy what is left, in the save's thread. May be called again."""
         try:
             if not self._copied.is_set() and self._whole is not None:
-                _copy_later(self._whole, [it for it in self._later if it.tensor.is_cpu])
+                _copy_later(self._whole, [placed for placed in self._later if placed.tensor.is_cpu])
         finally:
             self._end()
         if self._queued is not None:
             self._queued.event.synchronize()
-        self._whole, self._later = None, []  # the memory of the image is the arena's again
+        self._whole, self._later = None, []  # releases the view of the staging buffer
 
     def _end(self) -> None:
         with self._lock:
@@ -434,9 +436,9 @@ class TensorCopy:
             self._copied.set()
 
     def wait(self) -> float:
-        """Return when the shards may change, after how many seconds; the current CUDA stream waits for GPU copies.
+        """Wait until the shards may change; returns the seconds waited. The current CUDA stream waits for GPU copies.
 
-        Call it in the thread of the training, on the stream that will change them.
+        Call it in the training's thread, on the stream that will change the shards.
         """
         if self._released.is_set():
             return 0.0
@@ -446,15 +448,17 @@ class TensorCopy:
         self._copied.wait()
         if self._queued is not None:
             self._queued.event.wait(torch.cuda.current_stream(self._queued.device))
-        self.changed = next((it.name for it in self._seen if tensor_version(it.tensor) != it.version), None)
-        self._seen = []
+        self.changed = next(
+            (placed.name for placed in self._watched if tensor_version(placed.tensor) != placed.version), None
+        )
+        self._watched = []
         self._released.set()
         return time.monotonic() - started
 
     def confirm(self) -> None:
-        """Return when it is certain that no shard changed under the copy. In the thread of the save, before the commit.
+        """Wait until it is certain that no shard changed during the copy; in the save's thread, before the commit.
 
-        Raises CheckpointError if torch counted a change of one.
+        Raises CheckpointError if the version of a tensor changed.
         """
         self._released.wait()
         if self.changed is not None:
@@ -462,11 +466,11 @@ class TensorCopy:
 
 
 class _GpuCopies(NamedTuple):
-    """Copies from a GPU that are queued."""
+    """Queued copies from a GPU."""
 
     device: torch.device
     event: torch.cuda.Event
-    """Recorded after the last of them."""
+    """Recorded after the last copy."""
 
 
 def _queue_gpu_copies(
@@ -478,9 +482,9 @@ def _queue_gpu_copies(
         return None
     with torch.cuda.device(device):
         _queue_copies_from_gpu(whole, now)
-        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
             _queue_copies_from_gpu(whole, later)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -488,7 +492,7 @@ def _queue_gpu_copies(
 
 
 def _queue_copies_from_gpu(whole: ByteArray, placed: Sequence[_PlacedTensor]) -> None:
-    """Queue copies on the current stream, which also owns the memory of tensors that had to be made contiguous."""
+    """Queue copies on the current stream, which also owns the memory of contiguous copies made here."""
     for _, tensor, slot, _ in placed:
         if tensor.is_cuda:
             source = tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -529,7 +533,7 @@ class FusedStaging:
     """Copies tensors into the image while the file is written, a cache-sized part at a time."""
 
     def __init__(self, slots: StagingLayout, tensors: Sequence[Tensor]) -> None:
-        """tensors: of the shards, all on the host and contiguous."""
+        """tensors: local tensors of the shards, all on the host and contiguous."""
         slots.write_structure()
         self.check = StreamingCheck(slots, self._fill)
         self._slots, self._sources, self._whole = slots, slots.sources(tensors), slots.whole
@@ -537,17 +541,17 @@ class FusedStaging:
         self._given_up = False
 
     def give_up(self) -> None:
-        """Stop: the caller waits no longer and may change the shards, so nothing more of them may be written."""
+        """Stop copying: the caller no longer waits and may change the shards."""
         self._given_up = True
 
     def confirm(self) -> None:
-        """Raise CheckpointError if the shards may have changed under the copy."""
+        """Raise CheckpointError if the shards may have changed during the copy."""
         if self._given_up:
             raise CheckpointError("it took too long, and nobody waits for it any more")
 
     def _fill(self, low: int, high: int) -> None:
         self.confirm()
-        here = self._slots.overlapping(low, high)
+        here = self._slots.find_overlapping_slots(low, high)
         if here and self._slots.slots[here[0]].begin < low:
             self._fill_part(here[0], low, high)
             here = here[1:]
@@ -566,5 +570,5 @@ class FusedStaging:
 
 
 def can_fuse_staging(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the tensors can be copied part by part as bytes."""
+    """Return whether FusedStaging can copy the tensors: all on the host and contiguous."""
     return all(map(attrgetter("is_cpu"), tensors)) and all(map(Tensor.is_contiguous, tensors))

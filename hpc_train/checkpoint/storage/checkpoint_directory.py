@@ -1,4 +1,4 @@
-"""Prepare the directory of a step on rank 0: check for free space, make it, stripe it on Lustre.
+"""Prepare the directory of a step on rank 0: check free space, make the directory, stripe it on Lustre.
 
 A failure of striping never fails a save: it warns once.
 """
@@ -37,13 +37,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class LustreStriper:
-    """Stripe the steps of one directory of checkpoints, and remember what its servers take."""
+    """Stripes the steps of one checkpoint directory, and remembers which layouts its servers accept."""
 
     wishes: LustreConfig = field(default_factory=LustreConfig)
     seconds: float = LFS_TIMEOUT
     """Seconds that one call of `lfs` may take."""
     osts: int | None = None
-    """Number of OSTs; None: not known, or not asked yet."""
+    """Number of OSTs; None: unknown, or not asked yet."""
     given_up: bool = False
     """Striping failed once, with a warning, and is not tried again."""
     _asked: bool = False
@@ -57,7 +57,7 @@ class LustreStriper:
         return choose_shard_layout(max(needs, default=0), sum(need > 0 for need in needs), self.osts, self.wishes)
 
     def stripe_step(self, path: Path) -> None:
-        """Stripe the directory of a step in the best layout that its servers take."""
+        """Stripe the directory of a step in the best layout that the servers accept."""
         worked = self._set_first_that_works(path, self._for_steps or list_step_layouts(self.wishes))
         self._for_steps = [worked] if worked else []
 
@@ -73,7 +73,7 @@ class LustreStriper:
         self.given_up = True
 
     def _set_first_that_works(self, path: Path, layouts: Sequence[StripeLayout]) -> StripeLayout | None:
-        """Set the first layout that the servers take and return it; None, after a warning, if they take none."""
+        """Set the first layout that the servers accept and return it; None, after a warning, if they accept none."""
         reason = ""
         for layout in () if self.given_up else layouts:
             try:
@@ -83,7 +83,7 @@ class LustreStriper:
                 if error.missing:
                     layout, reason = layouts[-1], _set_without_command(path, layouts[-1], reason)
                 elif error.code is not None:
-                    continue  # an older server may take the next
+                    continue  # an older server may accept the next one
             if not reason:
                 return layout
             break
@@ -101,7 +101,7 @@ class LustreStriper:
 
 
 def _set_without_command(path: Path, layout: StripeLayout, reason: str) -> str:
-    """Set the attribute because `lfs` failed for this reason; returns why that failed too, or nothing."""
+    """Set the layout as an attribute, since `lfs` failed for `reason`; returns why both failed, or an empty string."""
     try:
         set_lov_attribute(path, layout)
     except (OSError, ValueError) as error:
@@ -111,7 +111,7 @@ def _set_without_command(path: Path, layout: StripeLayout, reason: str) -> str:
 
 @dataclass
 class CheckpointDirectory:
-    """Check, make and stripe directories of steps, and choose how files are written there."""
+    """Checks, makes and stripes directories of steps, and chooses how files are written there."""
 
     io: str = "auto"
     """How files are written: auto, direct or buffered."""
@@ -130,7 +130,7 @@ class CheckpointDirectory:
     def make_step(self, step: Path, shards: Path, system: FileSystem, needs: Sequence[int]) -> WritePolicy:
         """Make and stripe the directory of a step and that of its shards; returns how to write there. Raises OSError.
 
-        A file or a directory gets the layout that its directory has when it is made: so the outer one is set first.
+        A file or directory inherits the layout of its directory when it is made, so the outer directory is set first.
         """
         step.mkdir(mode=0o700)
         if system.kind != "lustre":

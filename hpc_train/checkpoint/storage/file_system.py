@@ -1,7 +1,7 @@
-"""Find out what a directory is on and how to write there, and write files that are on the disk when a call returns.
+"""Detect the file system of a directory and how best to write there; write and synchronise files.
 
-The magic number and the mount tell the kind of file system; a small file tried out tells whether direct I/O and
-fallocate work. Everything here is for any directory; what is special about Lustre is in lustre.py.
+The magic number and the mount tell the kind of file system; writing a small file shows whether direct I/O and fallocate
+work. What is special about Lustre is in lustre.py.
 """
 
 from __future__ import annotations
@@ -27,9 +27,21 @@ _BLOCK = 4 << 20
 _AT_ONCE = 2
 
 
+PAGE_BYTES = 4096
+"""Bytes to which direct I/O aligns memory, offsets and lengths."""
+
+
+def allocate_pages(size: int) -> mmap.mmap:
+    """Allocate whole pages for direct I/O, huge ones if the kernel has them. Raises OSError if memory is short."""
+    memory = mmap.mmap(-1, max(1, -(-size // PAGE_BYTES)) * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 @contextmanager
 def open_descriptor(path: Path, flags: int) -> Iterator[int]:
-    """A file descriptor, closed at the end; a new file is readable by its owner's group as the umask says."""
+    """Open a file descriptor, and close it at the end. A new file gets the permissions that the umask leaves."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
@@ -38,7 +50,7 @@ def open_descriptor(path: Path, flags: int) -> Iterator[int]:
 
 
 def write_at_offset(descriptor: int, data: memoryview, offset: int) -> None:
-    """All of `data` at `offset`: one call of the system may write less than it is given. Raises OSError."""
+    """Write all of `data` at `offset`, in several system calls if need be. Raises OSError."""
     while data:
         written = os.pwrite(descriptor, data, offset)
         if written == 0:
@@ -47,24 +59,24 @@ def write_at_offset(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def write_durable_file(path: Path, data: bytes) -> None:
-    """A new file with its content on the disk; the directory is not synchronised."""
+    """Write and synchronise a new file; the directory is not synchronised."""
     with open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         write_at_offset(descriptor, memoryview(data), 0)
         os.fsync(descriptor)
 
 
 def run_concurrently(calls: Sequence[Callable[[], object]]) -> None:
-    """Make them side by side: what several of them ask to be on the disk, many file systems put there in one go.
+    """Run calls in threads: many file systems commit fsyncs that come together in one go.
 
-    All have ended when this returns, or raises the error of the first that failed.
+    All calls have ended when this returns or raises the first error.
     """
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for made in [pool.submit(call) for call in calls]:
-            made.result()
+        for future in [pool.submit(call) for call in calls]:
+            future.result()
 
 
 def sync_directory(path: Path) -> None:
-    """Put the names in a directory on the disk, where the file system can (some refuse with EINVAL)."""
+    """Synchronise the entries of a directory, if the file system can (some refuse with EINVAL)."""
     with open_descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         try:
             os.fsync(descriptor)
@@ -74,7 +86,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Fsync all files below a directory, and the directories themselves, from the bottom up."""
+    """Synchronise all files below a directory, and the directories, bottom up."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
             with open_descriptor(Path(folder) / name, os.O_RDONLY) as descriptor:
@@ -83,7 +95,7 @@ def sync_tree(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """A directory and those above it that are missing, private, with their names on the disk. Raises OSError."""
+    """Make a private directory with its missing parents, and synchronise their entries. Raises OSError."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -97,7 +109,7 @@ def make_directory(path: Path) -> None:
 
 
 def checksum_file(path: Path) -> tuple[int, str]:
-    """(bytes, `xxh3_128:<hex>`) of a whole file."""
+    """Return (bytes, `xxh3_128:<hex>`) of a whole file."""
     state, size = xxhash.xxh3_128(), 0
     block = bytearray(_BLOCK)
     with path.open("rb", buffering=0) as file:
@@ -108,7 +120,7 @@ def checksum_file(path: Path) -> tuple[int, str]:
 
 
 def checksum_bytes(*parts: bytes) -> str:
-    """The same of bytes in memory."""
+    """Return the checksum, `xxh3_128:<hex>`, of bytes in memory."""
     state = xxhash.xxh3_128()
     for part in parts:
         state.update(part)
@@ -137,7 +149,7 @@ _KINDS = {
     0x65735546: "fuse",
     0x01021997: "9p",
 }
-"""From statfs(2), linux/magic.h and the headers of the file systems that are not in the kernel."""
+"""Magic numbers from statfs(2), linux/magic.h and the headers of file systems outside the kernel."""
 _STATFS_BYTES = 256
 """More than struct statfs has on any machine."""
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -151,39 +163,39 @@ class Mount:
     type: str
     source: str
     options: tuple[str, ...]
-    """Of the mount and of the file system."""
+    """Options of the mount and of the file system."""
 
 
 @dataclass(frozen=True)
 class FileSystem:
-    """What a directory is on, as it was when it was asked."""
+    """The file system of a directory, with its free space at the time of the call."""
 
     kind: str
-    """lustre, gpfs, nfs, ext4, xfs, tmpfs, ...; as the mount calls it where the number is not known."""
+    """lustre, gpfs, nfs, ext4, xfs, tmpfs, ...; the type of the mount if the magic number is unknown."""
     mount: Path
     source: str
     """Device or server; `<servers>:/<name>` on Lustre."""
     options: tuple[str, ...]
     free_bytes: int
-    """For this user; a quota may leave less."""
+    """Free bytes for this user; a quota may leave less."""
     free_files: int | None
-    """Inodes; None where the file system does not count them."""
+    """Free inodes; None if the file system does not count them."""
 
     @property
     def flock(self) -> bool | None:
-        """Whether flock(2) holds on all nodes; None where the mount does not say."""
+        """Whether flock(2) works across nodes; None if the mount does not tell."""
         if self.kind != "lustre":
             return None
         return "flock" in self.options
 
     @property
     def shared_memory(self) -> bool:
-        """Whether files are memory, and no disk is behind them."""
+        """Whether files are in memory, without a disk."""
         return self.kind in ("tmpfs", "ramfs")
 
 
 def read_magic_number(directory: Path) -> int:
-    """f_type of statfs(2). Raises OSError."""
+    """Return f_type of statfs(2). Raises OSError."""
     statfs = ctypes.CDLL(None, use_errno=True).statfs
     found = (ctypes.c_ulong * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_ulong)))()
     if statfs(os.fsencode(directory), ctypes.byref(found)) != 0:
@@ -195,9 +207,9 @@ def read_magic_number(directory: Path) -> int:
 def detect_file_system(
     directory: Path, mounts: Path = MOUNTINFO, magic: Callable[[Path], int] = read_magic_number
 ) -> FileSystem:
-    """What an existing directory is on. Raises OSError.
+    """Detect the file system of an existing directory. Raises OSError.
 
-    mounts: a table in the form of /proc/self/mountinfo. magic: what tells the number.
+    mounts: a table in the form of /proc/self/mountinfo. magic: returns the magic number of a directory.
     """
     number = magic(directory)
     mount = find_mount(directory, mounts)
@@ -213,7 +225,7 @@ def detect_file_system(
 
 
 def find_mount(directory: Path, mounts: Path = MOUNTINFO) -> Mount:
-    """The mount that holds a directory: the longest mount point above it, of equal ones the last. Raises OSError."""
+    """Return the mount of a directory: the longest mount point above it, the last of equal ones. Raises OSError."""
     where = directory.resolve()
     lines = mounts.read_text(errors="surrogateescape").splitlines()
     above = [mount for line in lines if (mount := _parse_mount(line)) and where.is_relative_to(mount.point)]
@@ -223,7 +235,7 @@ def find_mount(directory: Path, mounts: Path = MOUNTINFO) -> Mount:
 
 
 def _parse_mount(line: str) -> Mount | None:
-    """None for a line that is none."""
+    """Parse a line of the table; None if it is malformed."""
     fields, separator, rest = line.partition(" - ")
     first, last = fields.split(), rest.split()
     if not separator or len(first) < 6 or len(last) < 2:
@@ -233,54 +245,52 @@ def _parse_mount(line: str) -> Mount | None:
 
 
 def _unescape(text: str) -> str:
-    """Blanks, tabs, newlines and backslashes are written as octal numbers there."""
+    """Replace the octal codes by which the table writes blanks, tabs, newlines and backslashes."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
 
 
 def _name_kind(number: int, mounted_as: str) -> str:
-    known = _KINDS.get(number)
-    if known is None:
+    kind = _KINDS.get(number)
+    if kind is None:
         return mounted_as if mounted_as != "unknown" else f"unknown (0x{number:08X})"
-    exact = {"ext4": ("ext2", "ext3"), "fuse": ("fuse.", "fuseblk")}.get(known, ())
-    return mounted_as if mounted_as.startswith(exact) else known
+    exact = {"ext4": ("ext2", "ext3"), "fuse": ("fuse.", "fuseblk")}.get(kind, ())
+    return mounted_as if mounted_as.startswith(exact) else kind
 
 
-PAGE_BYTES = 4096
 WRITE_BYTES = 16 << 20
-"""Bytes of one write; like every write here a multiple of 1 MiB, and so of a block of digests."""
+"""Bytes of one write; a multiple of 1 MiB, and so of BLOCK_BYTES, as every write size here."""
 _MOST = 64 << 20
-"""Two of these are in flight for each rank."""
+"""Maximum bytes of one write; each rank has two in flight."""
 _NOT_HERE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
 class WritePolicy:
-    """How files are written in one directory: rank 0 finds out, all ranks do the same."""
+    """How files are written in one directory; rank 0 chooses it for all ranks."""
 
     kind: str = "unknown"
-    """Of the file system."""
+    """Kind of file system."""
     direct: bool = True
-    """Past the page cache (O_DIRECT), where a file does not refuse it after all."""
+    """Write past the page cache (O_DIRECT), unless a file refuses it."""
     write_bytes: int = WRITE_BYTES
-    """Of one write."""
+    """Bytes of one write."""
     reserve: bool = True
-    """posix_fallocate(3) before the first write. Not where the file system cannot: the C library would then write to
-    every block instead."""
+    """Call posix_fallocate(3) before the first write. Not if the file system lacks fallocate: the C library would then
+    write to every block instead."""
 
 
 DEFAULT_POLICY = WritePolicy()
-"""Where nothing is known."""
+"""Policy for a directory that was not probed."""
 
 
 def choose_write_policy(
     system: FileSystem, directory: Path, io: str = "auto", round_bytes: int | None = None
 ) -> WritePolicy:
-    """What suits a file system, tried out in `directory` by one small file that does not stay. Raises OSError.
+    """Choose how to write on a file system, after probing `directory` with a small temporary file. Raises OSError.
 
-    io: `direct` or `buffered` overrule what is found; `auto` is direct wherever a direct write works, but for file
-    systems in memory, which have no disk to go to directly.
-    round_bytes: of one round over all stripes of a file, a multiple of 1 MiB; a write covers it, so that all servers
-    are driven at once. None: the file has no stripes.
+    io: `direct`, `buffered`, or `auto`: direct wherever a direct write works, except on file systems in memory.
+    round_bytes: bytes of one round over all stripes of a file, a multiple of 1 MiB; a write covers whole rounds, to use
+    all servers at once. None: the file is not striped.
     """
     direct, reserve = probe_directory(directory)
     wanted = io == "direct" if io != "auto" else direct and not system.shared_memory
@@ -288,9 +298,9 @@ def choose_write_policy(
 
 
 def probe_directory(directory: Path) -> tuple[bool, bool]:
-    """(whether a direct write works, whether fallocate(2) does) in an existing directory. Raises OSError.
+    """Return (whether a direct write works, whether fallocate(2) works) in an existing directory.
 
-    An error that says that the file system cannot is an answer; any other one (a full disk) is an error.
+    Raises OSError for errors that do not mean that the file system lacks it, such as a full disk.
     """
     path = directory / ".probe"
     try:
@@ -304,25 +314,25 @@ def _writes_directly(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        return _cannot(error)
+        return _raise_unless_unsupported(error)
     try:
         with mmap.mmap(-1, PAGE_BYTES) as memory, memoryview(memory) as page:
             return os.pwrite(descriptor, page, 0) == PAGE_BYTES
     except OSError as error:
-        return _cannot(error)
+        return _raise_unless_unsupported(error)
     finally:
         os.close(descriptor)
 
 
-def _cannot(error: OSError) -> bool:
-    """False: it was refused as such. Raises any other error."""
+def _raise_unless_unsupported(error: OSError) -> bool:
+    """Return False if the error means that the file system lacks the operation; raise any other error."""
     if error.errno not in _NOT_HERE:
         raise error
     return False
 
 
 def _reserves(path: Path) -> bool:
-    """Asks the system and not the C library, which would fill in for it."""
+    """Return whether fallocate(2) works. Not posix_fallocate(3), which would write to every block instead."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -330,27 +340,27 @@ def _reserves(path: Path) -> bool:
         if fallocate(descriptor, 0, 0, PAGE_BYTES) == 0:
             return True
         number = ctypes.get_errno()
-        return _cannot(OSError(number, os.strerror(number), str(path)))
+        return _raise_unless_unsupported(OSError(number, os.strerror(number), str(path)))
     finally:
         os.close(descriptor)
 
 
 def _whole_rounds(round_bytes: int) -> int:
-    """The write that covers whole rounds of stripes, at least WRITE; WRITE where that would be too much memory."""
+    """Return the bytes of a write that covers whole rounds of stripes; WRITE_BYTES if that is too much memory."""
     rounded = -(-WRITE_BYTES // round_bytes) * round_bytes
     return rounded if rounded <= _MOST else WRITE_BYTES
 
 
 _FILES_EACH = 2
-"""A writer's: its shard, and the digests of it."""
+"""Files of a writer: its shard file and the table of digests."""
 _SMALL = 64 << 10
-"""Bytes a writer's share of the manifest, of directories and of rounding up to blocks may take."""
+"""Bytes of a writer beyond its shard: its share of the manifest and directories, and rounding up to blocks."""
 
 
 def check_free_space(system: FileSystem, directory: Path, needs: Sequence[int]) -> None:
-    """Raise CheckpointError, in one line, if what all ranks are about to write does not fit.
+    """Raise CheckpointError if the files of all ranks do not fit.
 
-    needs: bytes of the file of every rank, 0 where it has none. A quota shows only when it is met.
+    needs: bytes of each rank's file, 0 if it has none. A quota is not seen until a write exceeds it.
     """
     need = sum(needs) + _SMALL * len(needs)
     if need > system.free_bytes:

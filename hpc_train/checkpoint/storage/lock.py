@@ -1,9 +1,9 @@
-"""One job at a time writes checkpoints in a directory: the second is refused, and a dead one's lock is taken over.
+"""Lock a checkpoint directory, so that one job at a time writes in it; take over the lock of a dead job.
 
-No clock is compared: those of nodes and file servers differ, and go back. Whether an owner on this machine lives, the
-kernel tells; whether an earlier attempt of a Slurm job is over, its restart count; and of any other the heartbeat, a
-number in the file that its owner changes again and again, which a newcomer watches for a while. A new owner renames the
-temporary directories of former owners, so that none of them can commit any more.
+No clocks are compared: those of nodes and file servers differ and can go back. Whether an owner on this machine is
+alive is asked of the kernel; whether an earlier attempt of the same Slurm job is over follows from its restart count;
+any other owner is judged by its heartbeat, a number in the file that it increases every few seconds and a newcomer
+watches for a while. A new owner renames the temporary directories of former owners, so that none can commit any more.
 Readers take no lock.
 """
 
@@ -34,7 +34,7 @@ from hpc_train.runtime.processes import identify_machine, read_start_time
 
 LOCK_FILE = "lock"
 HEARTBEAT_SECONDS = 10.0
-"""Seconds between heartbeats. Six without one: the owner is dead."""
+"""Seconds between heartbeats; an owner that misses six is dead."""
 _BEATS_TO_WATCH = 6
 _TRIES = 20
 _MOST_BYTES = 1 << 16
@@ -45,16 +45,16 @@ _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST
 
 @dataclass(frozen=True)
 class LockOwner:
-    """A process, told from all others at any time."""
+    """Identity of a process, unique over machines and time."""
 
     host: str
     machine: str
-    """This boot of the machine, and the process-id namespace: process ids mean something only within."""
+    """The boot of the machine and the process-id namespace, within which process ids are unique."""
     process: int
     started: str
-    """When the process started, in ticks since the boot: its number may be another's now."""
+    """Start of the process in ticks since the boot, because process ids are reused."""
     job: str | None
-    """Slurm's."""
+    """Slurm job id."""
     attempt: int
     """How often Slurm has restarted the job."""
     token: str
@@ -66,7 +66,7 @@ class LockOwner:
 
 @dataclass(frozen=True)
 class _Found:
-    """A lock file as it was at one look; the owner is None if it cannot be read."""
+    """Content of a lock file; the owner is None if it cannot be parsed."""
 
     owner: LockOwner | None
     text: str
@@ -77,7 +77,7 @@ class _Found:
 
 @dataclass
 class Lock:
-    """A lock that this process has, until `release`; its heart beats in a thread."""
+    """A lock that this process holds until `release`; a thread writes its heartbeats."""
 
     path: Path
     owner: LockOwner
@@ -85,7 +85,7 @@ class Lock:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
-        """Raise CheckpointError if somebody has taken the lock: whoever finds that out must write no more."""
+        """Raise CheckpointError if another process has taken the lock; this process must then stop writing."""
         try:
             found = _read_lock(self.path)
         except NotRegularError as error:
@@ -95,34 +95,34 @@ class Lock:
             raise CheckpointError(f"this run no longer has the lock {self.path}: {who}")
 
     def release(self) -> None:
-        """Give it back, if it is still ours."""
+        """Release the lock, if it is still ours."""
         self._stop.set()
         with suppress(OSError):
             found = _read_lock(self.path)
             if found is not None and found.owner == self.owner:
-                _remove(self.path, found, self.owner)  # not just its name: it may be somebody else's by now
+                _remove(self.path, found, self.owner)  # not a plain unlink: the lock may have a new owner by now
 
     def start_beating(self) -> None:
-        """Until `release`, or the end of the process."""
+        """Start the heartbeats, which last until `release` or the end of the process."""
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         threading.Thread(target=self._beat, args=(descriptor,), name="checkpoint-lock", daemon=True).start()
 
     def _beat(self, descriptor: int) -> None:
-        """Into the file that was opened, wherever it is now: a lock that replaced it is not touched."""
+        """Write heartbeats into the open file, even if it was renamed; a lock that replaced it is not touched."""
         count = 0
         while not self._stop.wait(self.beat):
             count += 1
-            with suppress(OSError):  # one beat is lost; if all are, `check` tells
-                write_at_offset(descriptor, memoryview(_line(count)), len(_first_line(self.owner)))
+            with suppress(OSError):  # a lost heartbeat does no harm, and if the lock is lost `check` tells
+                write_at_offset(descriptor, memoryview(_format_beats(count)), len(_format_owner(self.owner)))
                 os.fsync(descriptor)
         os.close(descriptor)
 
 
 @contextmanager
 def hold_lock(directory: Path, world: World, beat: float = HEARTBEAT_SECONDS) -> Iterator[Lock | None]:
-    """Hold the lock of a directory of checkpoints, on rank 0 (None on the others); every rank enters.
+    """Hold the lock of a checkpoint directory on rank 0; yields it there, None on other ranks. A collective.
 
-    Raises UserError, on all ranks, while another job writes there.
+    Raises UserError, on all ranks, if another job writes there.
     """
     mine: list[Lock] = []
     run_on_rank_0(world, lambda: mine.append(take_lock(directory, beat=beat)))
@@ -134,9 +134,9 @@ def hold_lock(directory: Path, world: World, beat: float = HEARTBEAT_SECONDS) ->
 
 
 def take_lock(directory: Path, env: Mapping[str, str] = os.environ, beat: float = HEARTBEAT_SECONDS) -> Lock:
-    """Take the lock of a directory, which is made if it is missing. May watch a stale-looking lock for 6 beats.
+    """Take the lock of a directory, which is made if missing. May watch the heartbeat of an old lock for six beats.
 
-    Raises UserError, one line, if another job has it or if nothing can be written there; CheckpointError if the file
+    Raises UserError if another job has the lock or if the directory cannot be written; CheckpointError if the file
     system fails.
     """
     lock = Lock(directory / LOCK_FILE, describe_this_process(env), beat)
@@ -144,7 +144,7 @@ def take_lock(directory: Path, env: Mapping[str, str] = os.environ, beat: float 
         make_directory(directory)
         _take_or_refuse(lock.path, lock.owner, beat)
         lock.start_beating()
-        # A former owner that was only asleep may have looked at its lock already and be about to commit.
+        # A former owner that was only suspended may have checked its lock just before, and be about to commit.
         withdraw_unfinished(directory)
     except OSError as error:
         lock.release()
@@ -159,7 +159,7 @@ def take_lock(directory: Path, env: Mapping[str, str] = os.environ, beat: float 
 
 
 def refuse_if_locked(directory: Path, env: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if a job of this machine is certainly writing there; a quick look before anything is started."""
+    """Raise UserError if a live job of this machine has the lock; a quick check before anything is started."""
     with suppress(OSError):
         found = _read_lock(directory / LOCK_FILE)
         if found and _is_dead(found, describe_this_process(env)) is False:
@@ -167,7 +167,7 @@ def refuse_if_locked(directory: Path, env: Mapping[str, str] = os.environ) -> No
 
 
 def describe_this_process(env: Mapping[str, str] = os.environ) -> LockOwner:
-    """What this process writes into a lock."""
+    """Return the identity of this process for a lock."""
     restarts = env.get("SLURM_RESTART_COUNT", "0")
     return LockOwner(
         socket.gethostname(),
@@ -183,7 +183,7 @@ def describe_this_process(env: Mapping[str, str] = os.environ) -> LockOwner:
 def _take_or_refuse(path: Path, me: LockOwner, beat: float) -> None:
     for _ in range(_TRIES):
         if _create(path, me):
-            _tidy(path.parent)
+            _remove_leftovers(path.parent)
             return
         found = _read_lock(path)
         if found is None:
@@ -206,15 +206,18 @@ def _refusal(path: Path, found: _Found) -> UserError:
 
 
 def _create(path: Path, me: LockOwner) -> bool:
-    """A lock with its content, at once; whether there was none. By a hard link, else by an exclusive creation."""
+    """Create the lock with its content in one step; returns False if there is one already.
+
+    Uses a hard link, or exclusive creation if the file system has no links.
+    """
     text, private = encode_lock(me), path.with_name(f".{LOCK_FILE}-{me.token}")
     try:
         _write(private, text)
         os.link(private, path)
     except FileExistsError:
-        return _is_linked(private)  # a network may repeat the request that has worked
+        return _is_linked(private)  # a network file system may repeat a request that had succeeded
     except FileNotFoundError:
-        return False  # taken for a leftover
+        return False  # another process removed our file as a leftover
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -225,8 +228,8 @@ def _create(path: Path, me: LockOwner) -> bool:
     return True
 
 
-def _tidy(directory: Path) -> None:
-    """Remove what died on its way to a lock left; whoever is on that way now begins again."""
+def _remove_leftovers(directory: Path) -> None:
+    """Remove the files of processes that died while taking the lock; one that is still at it tries again."""
     with suppress(OSError):
         for leftover in directory.glob(f".{LOCK_FILE}-*"):
             leftover.unlink(missing_ok=True)
@@ -253,7 +256,7 @@ def _is_linked(private: Path) -> bool:
 
 
 def _remove(path: Path, found: _Found, me: LockOwner) -> None:
-    """Take away the lock that was found dead; one that has come since is left, or put back."""
+    """Remove the lock that was `found`; a lock that has replaced it stays, or is put back."""
     aside = path.with_name(f".{LOCK_FILE}-{me.token}-old")
     with _one_remover(path.parent), suppress(FileNotFoundError):
         now = _read_lock(path)
@@ -262,14 +265,17 @@ def _remove(path: Path, found: _Found, me: LockOwner) -> None:
         path.rename(aside)
         now = _read_lock(aside)
         if now and not now.is_by(found):
-            with suppress(OSError):  # its owner finds out before it commits anything
+            with suppress(OSError):  # if this fails, its owner finds out before it commits anything
                 os.link(aside, path)
         aside.unlink(missing_ok=True)
 
 
 @contextmanager
 def _one_remover(directory: Path) -> Iterator[None]:
-    """One remover at a time, where the file system has flock; elsewhere whoever loses a lock finds out at `check`."""
+    """Let one process at a time remove a lock, if the file system has flock.
+
+    Without flock a race may remove a live lock; its owner finds out at `check`.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
@@ -280,7 +286,7 @@ def _one_remover(directory: Path) -> Iterator[None]:
 
 
 def _is_dead(found: _Found, me: LockOwner) -> bool | None:
-    """Whether the owner of a lock is gone; None where only its heartbeat can tell."""
+    """Return whether the owner of a lock is gone; None if only its heartbeat can tell."""
     owner = found.owner
     if owner is None:
         return None
@@ -292,7 +298,7 @@ def _is_dead(found: _Found, me: LockOwner) -> bool | None:
 
 
 def _is_silent(path: Path, found: _Found, beat: float) -> bool:
-    """Watch a lock: whether its heart does not beat."""
+    """Watch a lock for six beats; returns whether there was no heartbeat, or the lock is gone."""
     _log.info(
         "checkpoint: %s has the lock %s; up to %g s to see whether it lives", found.owner, path, _BEATS_TO_WATCH * beat
     )
@@ -301,14 +307,14 @@ def _is_silent(path: Path, found: _Found, beat: float) -> bool:
         time.sleep(beat / 4)
         now = _read_lock(path)
         if now is None or not now.is_by(found):
-            return True  # nobody has it, or somebody new: the next round looks at that
+            return True  # removed or taken by another process: the caller looks again
         if now.text != found.text:
             return False
     return True
 
 
 def _read_lock(path: Path) -> _Found | None:
-    """The lock there is; None if there is none. Raises NotRegularError for a pipe or a device, and OSError."""
+    """Read a lock; None if there is none. Raises NotRegularError for a pipe or a device, and OSError."""
     try:
         text = read_regular(path, _MOST_BYTES, follow=True).decode("utf-8", errors="replace")
     except FileNotFoundError:
@@ -320,13 +326,13 @@ def _read_lock(path: Path) -> _Found | None:
 
 
 def encode_lock(owner: LockOwner) -> bytes:
-    """Of a lock whose heart has not beaten yet: who has it, and in the second line the number of beats."""
-    return _first_line(owner) + _line(0)
+    """Encode a new lock: its owner in the first line, the number of heartbeats, 0, in the second."""
+    return _format_owner(owner) + _format_beats(0)
 
 
-def _first_line(owner: LockOwner) -> bytes:
+def _format_owner(owner: LockOwner) -> bytes:
     return json.dumps(asdict(owner)).encode() + b"\n"
 
 
-def _line(count: int) -> bytes:
+def _format_beats(count: int) -> bytes:
     return b"%020d\n" % count

@@ -1,9 +1,9 @@
-"""Choose, set and read layouts of files on Lustre, by the command `lfs` or the attribute `lustre.lov`.
+"""Choose, set and read the striping of files on Lustre, by the command `lfs` or the attribute `lustre.lov`.
 
-The command may be missing, hang, or say anything; the attribute is a layout as the client in the kernel takes and
-gives it: struct lov_user_md_v1, little-endian: magic, pattern (u32 each), object id (16 bytes), stripe size (u32),
-stripe count, stripe offset (u16 each); v3 adds the name of the pool (16 bytes). Each object follows in 24 bytes: its
-id (16), generation and OST index (u32 each). What goes wrong here is never worth a failed save: callers warn once.
+The command may be missing, hang, or print anything. The attribute is the layout in the form of the kernel's client:
+struct lov_user_md_v1, little-endian: magic, pattern (u32 each), object id (16 bytes), stripe size (u32), stripe count,
+stripe offset (u16 each); v3 adds the name of the pool (16 bytes). Each object follows in 24 bytes: its id (16),
+generation and OST index (u32 each). A failure here must not fail a save: callers warn once.
 """
 
 from __future__ import annotations
@@ -26,33 +26,32 @@ from hpc_train.units import format_exact_bytes
 
 MIB = 1 << 20
 STRIPE_UNIT = 64 << 10
-"""A stripe size is a multiple of it."""
+"""Stripe sizes are multiples of it."""
 MAX_STRIPE_BYTES = (1 << 32) - STRIPE_UNIT
-"""Of a stripe, in bytes."""
+"""Maximum bytes of a stripe."""
 ALL_OSTS = -1
-"""As a stripe count: every OST."""
+"""Stripe count that means all OSTs."""
 MAX_STRIPES = 8
-"""Stripes that the policy gives a file: more servers than one node keeps busy gain nothing, and each is one more to
-fail."""
+"""Maximum stripes of a file: one node keeps no more servers busy, and each is one more that can fail."""
 _PER_OST = 64 << 30
-"""Bytes of one file that an OST is given, as long as there are others."""
+"""Maximum bytes of one file on an OST, as long as there are other OSTs."""
 _FILLED = 4
-"""Rounds of stripes that a file must have to be worth striping."""
+"""Minimum rounds of stripes for a file to be worth striping."""
 
 
 @dataclass(frozen=True)
 class StripeComponent:
-    """A stretch of a file, or all of it, and how it is striped."""
+    """A byte range of a file, or all of it, and how it is striped."""
 
     end: int | None = None
     """One past its last byte; None: to the end of the file. It begins where the one before ends."""
     count: int = 1
-    """OSTs; ALL for every one; 0 on the metadata server."""
+    """Number of OSTs; ALL_OSTS for all; 0 on the metadata server."""
     size: int | None = None
-    """Bytes of a stripe, a multiple of UNIT; None: as the file system has it."""
+    """Bytes of a stripe, a multiple of STRIPE_UNIT; None: the default of the file system."""
     pool: str | None = None
     on_mdt: bool = False
-    """Data on the metadata server (DoM, Lustre 2.11): a small file is there with its inode, in one request."""
+    """Data on the metadata server (DoM, Lustre 2.11): a small file is read with its inode, in one request."""
 
 
 StripeLayout = tuple[StripeComponent, ...]
@@ -60,13 +59,13 @@ StripeLayout = tuple[StripeComponent, ...]
 
 
 def choose_shard_layout(largest: int, files: int, osts: int | None, wishes: LustreConfig) -> StripeLayout:
-    """For a directory of shard files, all written at once, each by one process.
+    """Choose the layout of a directory of shard files that are written at once, each by one process.
 
-    largest: bytes of the largest file. osts: None where they could not be counted.
+    largest: bytes of the largest file. osts: None if they could not be counted.
 
-    With at least as many files as OSTs every file lies on one, and none waits for another's locks. Fewer files share
-    the OSTs out, but a file gets no more than it fills, nor than MOST. A very large one is spread in any case, lest it
-    fill one OST up.
+    With at least as many files as OSTs each file lies on one, so that files do not wait for each other's locks. Fewer
+    files share the OSTs out, but a file gets no more stripes than it fills, nor than MAX_STRIPES. A very large file is
+    spread in any case, so that it does not fill up one OST.
     """
     size = wishes.stripe_size_mib * MIB
     if wishes.stripe_count is not None:
@@ -79,8 +78,7 @@ def choose_shard_layout(largest: int, files: int, osts: int | None, wishes: Lust
 
 
 def list_step_layouts(wishes: LustreConfig) -> list[StripeLayout]:
-    """For the directory of a step, where small files and perhaps an index lie: the best first, then what older servers
-    take instead."""
+    """Return layouts for the directory of a step, which has small files: the best first, then for older servers."""
     small = StripeComponent(end=MIB, count=0, on_mdt=True)
     middle = StripeComponent(end=256 * MIB, count=1, size=MIB, pool=wishes.pool)
     rest = StripeComponent(count=4, size=MIB, pool=wishes.pool)
@@ -89,59 +87,63 @@ def list_step_layouts(wishes: LustreConfig) -> list[StripeLayout]:
 
 
 def format_setstripe_arguments(layout: StripeLayout) -> list[str]:
-    """What `lfs setstripe` is told, without the path."""
+    """Return the arguments of `lfs setstripe` without the path."""
     if len(layout) == 1 and layout[0].end is None:
         return _component_arguments(layout[0])
-    return [word for it in layout for word in ("-E", _format_size_argument(it.end), *_component_arguments(it))]
+    return [
+        word
+        for component in layout
+        for word in ("-E", _format_size_argument(component.end), *_component_arguments(component))
+    ]
 
 
 def stripe_round_bytes(layout: StripeLayout, osts: int | None) -> int:
-    """Bytes after which a file comes back to its first OST, in its last component."""
+    """Return the bytes of one round over all OSTs of a file, in its last component."""
     last = layout[-1]
     count = (osts or 1) if last.count == ALL_OSTS else max(last.count, 1)
     return count * (last.size or MIB)
 
 
 def describe_stripes(layout: Sequence[StripeComponent]) -> str:
-    """`4 x 16 MiB`, or `to 1 MiB: on the MDT, to 256 MiB: 1 x 1 MiB, then: 4 x 1 MiB`."""
+    """Format a layout: `4 x 16 MiB`, or `to 1 MiB: on the MDT, to 256 MiB: 1 x 1 MiB, then: 4 x 1 MiB`."""
     if len(layout) == 1 and layout[0].end is None:
         return _describe_component(layout[0])
     parts = [
-        f"to {format_exact_bytes(it.end)}: {_describe_component(it)}"
-        if it.end is not None
-        else f"then: {_describe_component(it)}"
-        for it in layout
+        f"to {format_exact_bytes(component.end)}: {_describe_component(component)}"
+        if component.end is not None
+        else f"then: {_describe_component(component)}"
+        for component in layout
     ]
     return ", ".join(parts)
 
 
-def _component_arguments(it: StripeComponent) -> list[str]:
-    if it.on_mdt:
+def _component_arguments(component: StripeComponent) -> list[str]:
+    if component.on_mdt:
         return ["-L", "mdt"]
-    size = ["-S", _format_size_argument(it.size)] if it.size is not None else []
-    pool = ["-p", it.pool] if it.pool is not None else []
-    return ["-c", str(it.count), *size, *pool]
+    size = ["-S", _format_size_argument(component.size)] if component.size is not None else []
+    pool = ["-p", component.pool] if component.pool is not None else []
+    return ["-c", str(component.count), *size, *pool]
 
 
 def _format_size_argument(number: int | None) -> str:
-    """In a form that no release takes for KiB, as some do with small plain numbers."""
+    """Format a size with a unit: some releases read small plain numbers as KiB."""
     if number is None:
         return "-1"
     assert number % 1024 == 0, number
     return f"{number // MIB}M" if number % MIB == 0 else f"{number // 1024}K"
 
 
-def _describe_component(it: StripeComponent) -> str:
-    if it.on_mdt:
+def _describe_component(component: StripeComponent) -> str:
+    if component.on_mdt:
         return "on the MDT"
-    count = "all OSTs" if it.count == ALL_OSTS else str(it.count)
-    size = f" x {format_exact_bytes(it.size)}" if it.size is not None else ""
-    return f"{count}{size}" + (f" of pool {it.pool}" if it.pool else "")
+    count = "all OSTs" if component.count == ALL_OSTS else str(component.count)
+    size = f" x {format_exact_bytes(component.size)}" if component.size is not None else ""
+    return f"{count}{size}" + (f" of pool {component.pool}" if component.pool else "")
 
 
 _PAIR = re.compile(r"([A-Za-z_.]+):\s*(\{|\S*)")
 _ROW = re.compile(r"\s*(\d+)\s+\d+\s+0x[0-9a-f]+\s+(?:0x[0-9a-f]+|\d+)\s*\*?\s*")
-"""obdidx, objid twice, group, and a mark at the OST that was asked for."""
+"""A row of objects: obdidx, objid (decimal and hexadecimal), group, and a mark at the OST that was asked for."""
 _OST = re.compile(r"l_ost_idx:\s*(\d+)")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _FIELDS = {
@@ -163,49 +165,49 @@ _MDT = ("mdt", "2")
 
 @dataclass(frozen=True)
 class PlacedComponent:
-    """A component and where it is."""
+    """A component and the OSTs that it lies on."""
 
     component: StripeComponent
     osts: tuple[int, ...] = ()
-    """Indices of the OSTs it has objects on, in the order of the stripes; none before its first byte is written."""
+    """Indices of its OSTs in the order of the stripes; empty until its first byte is written."""
     first: int | None = None
-    """The OST that it begins on; None: any."""
+    """Index of its first OST; None: any."""
     overstriped: bool = False
     """An OST may have several of its stripes (Lustre 2.13)."""
     released: bool = False
-    """The data is on tape or elsewhere (HSM)."""
+    """The data is in an archive such as tape (HSM)."""
     flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class FileStriping:
-    """The layout of a file, or what new files of a directory get."""
+    """The striping of a file, or of new files of a directory."""
 
     parts: tuple[PlacedComponent, ...]
 
     @property
     def layout(self) -> StripeLayout:
-        """Without what was made of it."""
+        """The layout alone, without the OSTs."""
         return tuple(part.component for part in self.parts)
 
 
 @dataclass
 class _Found:
-    """The texts of one component, as they were printed."""
+    """The values of one component as `lfs` printed them."""
 
     texts: dict[str, str] = field(default_factory=dict)
     osts: list[int] = field(default_factory=list)
 
 
 def parse_getstripe(text: str, path: str = "") -> FileStriping:
-    """The layout of the one path that was asked for. Raises ValueError, in one line, for what is none.
+    """Parse what `lfs getstripe` printed for one path. Raises ValueError, in one line, if it is no layout.
 
-    path: as it was given to the command, which most dialects print first; it may look like anything.
+    path: the argument of the command, which most releases print first.
     """
     found = _components(text.removeprefix(f"{path}\n").splitlines())
-    if not found or not all("count" in it.texts for it in found):
+    if not found or not all("count" in component.texts for component in found):
         raise ValueError("it printed no layout")
-    return FileStriping(tuple(_parse_placed(it) for it in found))
+    return FileStriping(tuple(_parse_placed(component) for component in found))
 
 
 def _components(lines: list[str]) -> list[_Found]:
@@ -220,17 +222,17 @@ def _components(lines: list[str]) -> list[_Found]:
                 found.append(_Found())
             if name in _FIELDS:
                 found[-1].texts[_FIELDS[name]] = value
-    return [it for it in found if it.texts]
+    return [component for component in found if component.texts]
 
 
 def _pairs(line: str) -> Iterator[tuple[str, str]]:
-    """Names and values of a line; most have one pair, that of a directory has them all."""
+    """Yield the names and values in a line; most have one pair, the line of a directory has all."""
     for match in _PAIR.finditer(line):
         yield match[1], match[2]
 
 
-def _parse_placed(it: _Found) -> PlacedComponent:
-    texts = it.texts
+def _parse_placed(printed: _Found) -> PlacedComponent:
+    texts = printed.texts
     pattern = set(texts.get("pattern", "raid0").split(","))
     on_mdt = bool(pattern & set(_MDT))
     component = StripeComponent(
@@ -242,12 +244,12 @@ def _parse_placed(it: _Found) -> PlacedComponent:
     )
     first = _number(texts["offset"]) if "offset" in texts else -1
     flags = tuple(flag for flag in texts.get("flags", "").split(",") if flag not in ("", "0", "N/A"))
-    placed = PlacedComponent(component, tuple(it.osts), first if first >= 0 else None, flags=flags)
+    placed = PlacedComponent(component, tuple(printed.osts), first if first >= 0 else None, flags=flags)
     return replace(placed, overstriped="overstriped" in pattern, released="released" in pattern)
 
 
 def _number(text: str) -> int:
-    """Plain, or with a unit (`1M`), or signed; -1 also as it looks in 16 or 32 unsigned bits."""
+    """Parse a number, with a sign or a unit (`1M`); -1 may be printed as 16 or 32 unsigned bits."""
     match = re.fullmatch(r"(-?\d+)([KMGT]?)", text)
     if not match:
         raise ValueError(f"{text!r} is not a number")
@@ -256,29 +258,29 @@ def _number(text: str) -> int:
 
 
 LFS_TIMEOUT = 20.0
-"""After which it is taken to hang, as it does while a server is away."""
+"""Seconds until `lfs` is taken to hang, as it does while a server is away."""
 ALREADY_STRIPED = 17
-"""EEXIST: a file that has a layout keeps it."""
+"""EEXIST: the file already has a layout, which cannot be changed."""
 LOV_ROOTS = (Path("/sys/fs/lustre/lov"), Path("/proc/fs/lustre/lov"))
-"""Where the client in the kernel shows what it is connected to, in newer releases and in older ones."""
+"""Where the kernel's client shows its connections, in newer and older releases."""
 _OST_LINE = re.compile(r"\[OST:\d+\]")
 _LONGEST = 200
 
 
 class LfsError(Exception):
-    """What went wrong, in one line."""
+    """Failure of `lfs`; the text is one line."""
 
     def __init__(self, text: str, code: int | None = None, missing: bool = False) -> None:
         super().__init__(text)
         self.code = code
-        """Exit code; None if it did not end by itself."""
+        """Exit code; None if the command could not be run or was killed."""
         self.missing = missing
-        """There is no such command."""
+        """Whether there is no such command."""
 
 
 @dataclass(frozen=True)
 class LfsAnswer:
-    """What a run that ended with 0 wrote."""
+    """Output of a successful run of `lfs`."""
 
     out: str
     warning: str
@@ -288,8 +290,8 @@ class LfsAnswer:
 def run_lfs(arguments: list[str], seconds: float = LFS_TIMEOUT) -> LfsAnswer:
     """Run `lfs`. Raises LfsError.
 
-    Its output goes to files, not pipes, and a hanging one is killed but not waited for: a process that waits for a
-    server takes no signal, and neither may its children, who would hold a pipe open.
+    Its output goes to files, not pipes, and a hanging process is killed but not waited for: while it waits for a server
+    it takes no signals, and it or its children would keep a pipe open.
     """
     command = shutil.which("lfs")
     if command is None:
@@ -315,15 +317,15 @@ def run_lfs(arguments: list[str], seconds: float = LFS_TIMEOUT) -> LfsAnswer:
 
 
 def set_stripe_layout(path: Path, layout: StripeLayout, seconds: float = LFS_TIMEOUT) -> str:
-    """Set the layout of a new file, or what new files of a directory get; returns a warning, or nothing.
+    """Set the layout of a new file, or of new files of a directory; returns a warning or an empty string.
 
-    Raises LfsError; its code is ALREADY_STRIPED for a file that has a layout, be it empty.
+    Raises LfsError, with code ALREADY_STRIPED for a file that has a layout, even an empty file.
     """
     return run_lfs(["setstripe", *format_setstripe_arguments(layout), str(path.absolute())], seconds).warning
 
 
 def get_stripe_layout(path: Path, seconds: float = LFS_TIMEOUT) -> FileStriping:
-    """The layout of a file, or what new files of a directory get. Raises LfsError, also for output that is none."""
+    """Read the striping of a file, or of new files of a directory. Raises LfsError, also if there is no layout."""
     flags = ["-d"] if path.is_dir() else []
     try:
         return parse_getstripe(run_lfs(["getstripe", *flags, str(path.absolute())], seconds).out, str(path.absolute()))
@@ -332,20 +334,20 @@ def get_stripe_layout(path: Path, seconds: float = LFS_TIMEOUT) -> FileStriping:
 
 
 def count_osts(path: Path, source: str = "", pool: str | None = None, seconds: float = LFS_TIMEOUT) -> int | None:
-    """OSTs that files there may be put on; None if nobody says.
+    """Count the OSTs that files of a directory may use; None if that cannot be found out.
 
-    source: of the mount, `<servers>:/<name>`; it tells this file system from others where only the kernel is asked.
+    source: of the mount, `<servers>:/<name>`; names the file system if `lfs` fails and the kernel is asked.
     """
     try:
         listed = run_lfs(["df", *(["-p", pool] if pool else []), str(path.absolute())], seconds).out
     except LfsError:
-        return None if pool else _known_to_kernel(source.rpartition("/")[2])
+        return None if pool else _count_osts_in_kernel(source.rpartition("/")[2])
     found = sum(1 for line in listed.splitlines() if _OST_LINE.search(line))
     return found or None
 
 
-def _known_to_kernel(name: str) -> int | None:
-    """lov.<name>-*.numobd, as `lctl get_param` reads it."""
+def _count_osts_in_kernel(name: str) -> int | None:
+    """Read lov.<name>-*.numobd, as `lctl get_param` does."""
     for root in LOV_ROOTS:
         for path in sorted(root.glob(f"{name}-*/numobd")) if name else ():
             with suppress(OSError, ValueError):
@@ -370,7 +372,7 @@ def _text(file: IO[bytes]) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Printable, short, without the prefix that every line of it has."""
+    """Return the text as one short, printable line, without the prefix of `lfs`."""
     plain = "".join(c if c.isprintable() else " " for c in text)
     line = " ".join(plain.split()).removeprefix("lfs setstripe: ").removeprefix("error: ")
     return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
@@ -387,35 +389,35 @@ _LONGEST_POOL = 15
 
 
 def set_lov_attribute(path: Path, layout: StripeLayout, name: str = LOV_ATTRIBUTE) -> None:
-    """Set what new files of a directory get. Raises OSError, and ValueError for a layout that needs `lfs`.
+    """Set the layout of new files of a directory. Raises OSError, and ValueError for a layout that only `lfs` can set.
 
-    For directories only: on a file that has a layout the kernel ignores it and says nothing.
+    For directories only: the kernel silently ignores it on a file that has a layout.
     """
     os.setxattr(path, name, pack_lov(layout))
 
 
 def get_lov_attribute(path: Path, name: str = LOV_ATTRIBUTE) -> FileStriping:
-    """The layout of a file or a directory. Raises OSError, and ValueError for one that needs `lfs`."""
+    """Read the striping of a file or directory. Raises OSError, and ValueError for one that only `lfs` can read."""
     return unpack_lov(os.getxattr(path, name))
 
 
 def pack_lov(layout: StripeLayout) -> bytes:
-    """A plain layout; of several components ValueError."""
-    it = layout[0]
-    if len(layout) > 1 or it.on_mdt or it.end is not None:
+    """Encode a plain layout as the attribute. Raises ValueError for one of several components."""
+    component = layout[0]
+    if len(layout) > 1 or component.on_mdt or component.end is not None:
         raise ValueError("a layout of several components is set by lfs only")
-    count = _ANY if it.count == ALL_OSTS else it.count
-    head = _HEADER.pack(_V3 if it.pool else _V1, _RAID0, bytes(16), it.size or 0, count, _ANY)
-    if not it.pool:
+    count = _ANY if component.count == ALL_OSTS else component.count
+    head = _HEADER.pack(_V3 if component.pool else _V1, _RAID0, bytes(16), component.size or 0, count, _ANY)
+    if not component.pool:
         return head
-    pool = it.pool.rpartition(".")[2].encode()
+    pool = component.pool.rpartition(".")[2].encode()
     if len(pool) > _LONGEST_POOL:
-        raise ValueError(f"pool {it.pool!r}: the name is longer than {_LONGEST_POOL} bytes")
+        raise ValueError(f"pool {component.pool!r}: the name is longer than {_LONGEST_POOL} bytes")
     return head + _POOL.pack(pool)
 
 
 def unpack_lov(data: bytes) -> FileStriping:
-    """Raises ValueError for what is no plain layout."""
+    """Decode the attribute of a plain layout. Raises ValueError for anything else."""
     if len(data) < _HEADER.size:
         raise ValueError(f"{len(data)} bytes are no layout")
     magic, pattern, _, size, count, first = _HEADER.unpack_from(data)

@@ -1,4 +1,7 @@
-"""Remove old checkpoints and what dead processes left. A rename comes before the deletion: none is ever half there."""
+"""Remove old checkpoints and leftovers of dead processes.
+
+A step is renamed before it is deleted, so that no committed step is ever incomplete.
+"""
 
 from __future__ import annotations
 
@@ -30,26 +33,25 @@ _LEASE_SECONDS = 2 * 3600
 
 @dataclass(frozen=True)
 class KeepRules:
-    """What is kept beside the newest."""
+    """Which steps are kept beside the newest."""
 
     every: int = 0
-    """Those whose step is a multiple of it; 0: none."""
+    """Keep steps that are multiples of it; 0: none."""
     best: int = 0
-    """So many of those with the lowest validation loss."""
+    """Keep this many steps with the lowest validation loss."""
     always: frozenset[int] = frozenset()
-    """These steps, whatever is thought of them: that which the run went on from."""
+    """Steps that are kept in any case, such as the one that the run resumed from."""
 
 
 def prune_steps(directory: Path, keep: int, also: KeepRules = KeepRules(), sole: bool = False) -> list[int]:
-    """Keep the `keep` newest good checkpoints and what `also` says, remove all others and what dead processes left.
+    """Remove all but the `keep` newest good steps and those of `also`, and remove leftovers; returns the steps removed.
 
-    For one process a run. Newest by the order of commits, not by step. Good is what is not marked bad, has neither NaN
-    nor infinity, a sound manifest and files of the right size; as long as there are fewer than `keep` good ones nothing
-    committed is removed, except steps with NaN or infinity that are older than another such step, so that a run whose
-    loss is lost does not fill the disk. The newest complete step that is not good stays, for inspection, if it is newer
-    than all good ones; so does any step that cannot be read just now. sole: see `sweep`.
-
-    Returns the steps removed. What cannot be removed is logged and left for the next time.
+    Called by one process of a run. Steps count as newer by the order of their commits, not by number. A step is good if
+    it is not marked bad, has neither NaN nor infinity, a sound manifest and files of the right size. While there are
+    fewer than `keep` good steps no committed step is removed, except those with NaN or infinity that are older than
+    another such step, so that a diverged run does not fill the disk. The newest complete step stays even if it is not
+    good, for inspection, and so does any step that cannot be read just now. What cannot be removed is logged and left
+    for the next time. sole: see sweep_leftovers.
     """
     sweep_leftovers(directory, sole)
     steps = find_steps(directory)
@@ -57,38 +59,41 @@ def prune_steps(directory: Path, keep: int, also: KeepRules = KeepRules(), sole:
 
 
 def list_prunable_steps(directory: Path, keep: int, also: KeepRules = KeepRules()) -> list[int]:
-    """The steps that `prune` would remove."""
+    """Return the steps that prune_steps would remove."""
     assert keep >= 1, keep
     steps = find_steps(directory)
-    looks = {step: _inspect_step(path, step) for step, path in steps.items()}
-    in_order = sorted((it for it in looks.values() if isinstance(it, _WholeStep)), key=lambda it: it.manifest.sequence)
-    good = [it.manifest for it in in_order if not it.poisoned]
+    found = {step: _inspect_step(path, step) for step, path in steps.items()}
+    whole = [content for content in found.values() if isinstance(content, _WholeStep)]
+    in_order = sorted(whole, key=lambda content: content.manifest.sequence)
+    good = [content.manifest for content in in_order if not content.bad]
     if len(good) < keep:
-        not_finite = [it.manifest.step for it in in_order if not it.manifest.finite]
+        not_finite = [content.manifest.step for content in in_order if not content.manifest.finite]
         return sorted(set(not_finite[:-1]) - also.always)
-    stay = {*(it.step for it in good[-keep:]), *_select_best(good, also.best), *also.always, in_order[-1].manifest.step}
-    stay |= {it.step for it in good if also.every and it.step % also.every == 0}
-    return sorted(step for step, look in looks.items() if step not in stay and look is not None)
+    newest = {manifest.step for manifest in good[-keep:]}
+    stay = {*newest, *_select_best(good, also.best), *also.always, in_order[-1].manifest.step}
+    stay |= {manifest.step for manifest in good if also.every and manifest.step % also.every == 0}
+    return sorted(step for step, content in found.items() if step not in stay and content is not None)
 
 
 @dataclass(frozen=True)
 class _WholeStep:
-    """A step that has all its bytes, as far as names and sizes tell."""
+    """A step whose files all exist and have the right size."""
 
     manifest: Manifest
-    poisoned: bool
+    bad: bool
+    """Marked bad, or with NaN or infinity."""
 
 
 def _select_best(good: list[Manifest], count: int) -> list[int]:
-    """The lowest validation losses; of equal ones the newest."""
-    scores = [(it.validation_loss, -it.sequence, it.step) for it in good if it.validation_loss is not None]
+    """Return the steps with the lowest validation losses, of equal ones the newest."""
+    scores = [(one.validation_loss, -one.sequence, one.step) for one in good if one.validation_loss is not None]
     return [step for *_, step in sorted(scores)[:count]]
 
 
 def _inspect_step(path: Path, step: int) -> _WholeStep | str | None:
-    """Why it is damaged, if it is; None if the file system does not say.
+    """Return the step, or why it is damaged; None if it cannot be read just now.
 
-    Once: what is decided must not hang on a file that can be read at one look and not at the next.
+    Called once for each step: the decision must not depend on a file that can be read at one time and not at the next.
     """
     try:
         manifest = read_manifest(path, step)
@@ -110,9 +115,9 @@ def _size(path: Path) -> int:
 
 
 def discard_step(path: Path) -> bool:
-    """Take a committed directory away: one rename, then its files. Returns whether it is no longer committed.
+    """Rename a committed directory to trash and delete it; returns whether it is no longer committed.
 
-    The rename is on the disk before any file goes: after a power cut a checkpoint that has its name has its files.
+    The rename is synchronised before any file is deleted: after a power loss, a step with its final name is complete.
     """
     trash = uncommitted_path(path, "trash", make_token())
     try:
@@ -120,14 +125,14 @@ def discard_step(path: Path) -> bool:
     except OSError as error:
         _log.warning("checkpoint: %s could not be removed: %s", path, error)
         return False
-    with suppress(OSError):  # what is left is trash, for a later sweep
+    with suppress(OSError):  # what is left is trash, which a later sweep deletes
         sync_directory(path.parent)
         remove_tree(trash)
     return True
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory, or anything else of that name; of a link only the link. What cannot be deleted stays."""
+    """Delete a directory or file; of a link only the link. What cannot be deleted stays."""
     with suppress(OSError):
         if is_plain_directory(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -136,9 +141,9 @@ def remove_tree(path: Path) -> None:
 
 
 def sweep_leftovers(directory: Path, sole: bool = False) -> None:
-    """Delete what is certainly dead: trash, temporary directories whose writer is gone, replaced steps.
+    """Delete trash, temporary directories of dead writers, and replaced steps.
 
-    sole: the caller has the lock and is not saving, so all temporary directories are dead. Raises OSError.
+    sole: the caller has the lock and is not saving, so all temporary directories are leftovers. Raises OSError.
     """
     steps = find_steps(directory)
     with suppress(FileNotFoundError):
@@ -151,10 +156,10 @@ def sweep_leftovers(directory: Path, sole: bool = False) -> None:
 
 
 def withdraw_unfinished(directory: Path) -> None:
-    """Rename all temporary directories, so that whoever writes there cannot commit any of them.
+    """Rename all temporary directories to trash, so that former owners of the lock cannot commit them.
 
-    For one process that has just got the lock. A commit is one rename of such a directory: either it came before, and
-    the step is there, or it fails. The renamed directories are trash for a later sweep. Raises OSError.
+    Called by a process that has just taken the lock. A commit is one rename of such a directory: either it came before,
+    and the step is committed, or it fails. Raises OSError.
     """
     for path in list(directory.glob("step-*.tmp-*")):
         with suppress(FileNotFoundError):
@@ -162,7 +167,7 @@ def withdraw_unfinished(directory: Path) -> None:
 
 
 def is_dead_leftover(path: Path, sole: bool = False) -> bool:
-    """Whether this is trash, or a temporary directory whose writer is gone. sole: see `sweep`."""
+    """Return whether this is trash, or a temporary directory whose writer is gone. sole: see sweep_leftovers."""
     leftover = _LEFTOVER.fullmatch(path.name)
     return leftover is not None and (sole or leftover[1] == "trash" or _is_abandoned(path, leftover[2]))
 
@@ -177,19 +182,20 @@ def _host_name() -> str:
 
 
 def _hash_machine() -> str:
-    """Return a few digits for this boot and process-id namespace: a process id means something only within it."""
+    """Return a short hash of this boot and process-id namespace, within which process ids are unique."""
     return hashlib.blake2s(identify_machine().encode(), digest_size=6).hexdigest()
 
 
 def _is_abandoned(path: Path, token: str) -> bool:
-    """Return whether its process is gone or, if that cannot be seen from here, nothing in it has changed for long.
+    """Return whether the process of a temporary directory is gone.
 
-    Tokens of earlier releases do not name the machine: for these only time tells.
+    If the process ran elsewhere, or its token, of an earlier release, does not name the machine, the directory is
+    abandoned when nothing in it has changed for _LEASE_SECONDS.
     """
     host, _, rest = token.partition(".")
     process, _, rest = rest.partition(".")
     here = host == _host_name() and rest.partition(".")[2] == _hash_machine()
-    # One of this process is abandoned too: it saves one at a time, and not while it sweeps.
+    # A directory of this process is abandoned too: it runs one save at a time, and does not sweep during one.
     if here and process.isdecimal() and (int(process) == os.getpid() or not is_process_id_used(int(process))):
         return True
     return time.time() - _last_change(path) > _LEASE_SECONDS
@@ -199,4 +205,4 @@ def _last_change(path: Path) -> float:
     try:
         return max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
     except OSError:
-        return time.time()  # it is going away under our eyes: somebody else is at it
+        return time.time()  # another process is removing it

@@ -1,13 +1,13 @@
-"""Which steps a directory holds, which of them hold weights only, and which are marked bad.
+"""Names in a checkpoint directory: find its steps, name its files, mark steps bad or weights-only.
 
-The names are the truth: there is no list to go stale.
+The names of directories tell their state; no list of steps is stored that could be out of date.
 
 step-<n>                 committed
-step-<n>.old-<token>     committed; counts only while step-<n> is absent, between the two renames of a replacement
-step-<n>.tmp-<token>     being written, or left by a process that died
+step-<n>.old-<token>     committed; used only if step-<n> is absent, between the two renames of a replacement
+step-<n>.tmp-<token>     being written, or left by a dead process
 step-<n>.trash-<token>   being deleted
-step-<n>/bad             why somebody marked it bad: it loads, but checkpoint.resume=auto and retention pass it over
-weights/step-<n>         without optimizer state (checkpoint.weights_every); neither retention nor resume=auto sees them
+step-<n>/bad             why the step is marked bad: it can be loaded, but checkpoint.resume=auto and retention skip it
+weights/step-<n>         without optimizer state (checkpoint.weights_every); ignored by retention and resume=auto
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, read_manifest, read_sequence
@@ -28,35 +28,32 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
 from hpc_train.regular_files import NotRegularError, read_regular
 
-if TYPE_CHECKING:
-    pass
-
 _log = logging.getLogger(__name__)
 _MOST_REMEMBERED = 1000
-"""How much later than a readable checkpoint one may be that cannot be read: as many saves are never kept."""
+"""Sequence numbers to skip for each unreadable manifest; more saves are never kept in one directory."""
 _COMMITTED = re.compile(r"step-(0|[1-9][0-9]*)(\.old-.+)?")
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Where a step is once it is committed."""
+    """Return the path of a committed step."""
     return directory / f"step-{step}"
 
 
 def uncommitted_path(path: Path, kind: str, token: str) -> Path:
-    """The same step under another kind of name: tmp, old or trash."""
+    """Return the path of a step under a name of another kind: tmp, old or trash."""
     return path.with_name(f"{path.name.partition('.')[0]}.{kind}-{token}")
 
 
 def parse_step(path: Path) -> int | None:
-    """The step that a directory of this name holds; None if the name is not that of a committed one."""
+    """Return the step of a directory by its name; None if the name is not that of a committed step."""
     match = _COMMITTED.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def find_steps(directory: Path) -> dict[int, Path]:
-    """Committed steps and where they are; empty if there is no such directory.
+    """Return the committed steps and their paths; empty if the directory does not exist.
 
-    Raises OSError if it cannot be listed: that there is nothing to go on from must not be a guess.
+    Raises OSError if it cannot be listed: a run must not start over because of a failed listing.
     """
     try:
         with os.scandir(directory) as entries:
@@ -64,7 +61,7 @@ def find_steps(directory: Path) -> dict[int, Path]:
             names = sorted((entry.name for entry in ours if _is_step(entry, directory)), reverse=True)
     except (FileNotFoundError, NotADirectoryError):
         if directory.is_dir():
-            raise  # a server that forgot a handle; asked again, it knows
+            raise  # a stale handle of a network file system, not a missing directory
         return {}
     paths = [directory / name for name in names]  # step-7 comes after step-7.old-..., and so overrides it
     return {step: path for path in paths if (step := parse_step(path)) is not None}
@@ -87,26 +84,26 @@ def _warn_once(path: Path, why: str) -> None:
 
 
 def locate_step(directory: Path, step: int) -> Path:
-    """Where a committed step is. Raises UserError, with the steps there are, if it is not."""
+    """Return the path of a committed step. Raises UserError, with the existing steps, if it does not exist."""
     steps = find_steps(directory)
     if step in steps:
         return steps[step]
-    there = f"it has {', '.join(map(str, sorted(steps)))}; choose one of them" if steps else "it has none"
-    raise UserError(f"checkpoint step {step} is not in {directory}: {there}, or use checkpoint.resume=auto")
+    choices = f"it has {', '.join(map(str, sorted(steps)))}; choose one of them" if steps else "it has none"
+    raise UserError(f"checkpoint step {step} is not in {directory}: {choices}, or use checkpoint.resume=auto")
 
 
 def list_committed_steps(directory: Path) -> list[int]:
-    """Committed steps in the order of their commits, the newest last; whether they are sound is for `verify` to say.
+    """Return the committed steps in the order of their commits, the newest last, without verifying them.
 
-    After a rollback the newest is not the highest step. One whose manifest cannot be read counts as newest, so that
-    whoever looks for the newest sound one passes it, and says so.
+    After a rollback the newest is not the highest step. A step whose manifest cannot be read counts as newest, so that
+    a search for the newest sound step meets it, and reports it.
     """
     steps = find_steps(directory)
     return sorted(steps, key=lambda step: _age_key(steps[step], step))
 
 
 def next_sequence_number(directory: Path) -> int:
-    """Sequence number of the next commit: above all others, also those that the file system does not give just now."""
+    """Return a sequence number for the next commit, above all others, even of manifests that are unreadable now."""
     numbers, hidden = [0], 0
     for step, path in find_steps(directory).items():
         try:
@@ -121,22 +118,22 @@ def next_sequence_number(directory: Path) -> int:
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """Another one when the file is another, or has been written to; of a file that is not there nothing."""
+    """Return a key that changes if the file is replaced or written to; empty if it does not exist."""
     try:
-        it = path.lstat()
+        found = path.lstat()
     except OSError:
         return ()
-    return it.st_dev, it.st_ino, it.st_size, it.st_mtime_ns, it.st_ctime_ns
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 @lru_cache(maxsize=64)
 def _sequence(path: Path, step: int, identity: tuple[int, ...]) -> int:
-    """Of one step; read once, as a manifest of many tensors takes longer than a small save."""
+    """Read the sequence number of a step; cached, because reading a large manifest takes longer than a small save."""
     return read_sequence(path, step)
 
 
 def try_read_manifest(path: Path, step: int) -> Manifest | None:
-    """The manifest of a step, None if it is damaged."""
+    """Read the manifest of a step; None if it is damaged."""
     try:
         return read_manifest(path, step)
     except CheckpointError:
@@ -149,9 +146,9 @@ def _age_key(path: Path, step: int) -> tuple[float, int]:
 
 
 def shard_file_name(number: int, ranks: range | None = None) -> str:
-    """Path within a step's directory of the file of that number, from 0: however many there are, no folder has many.
+    """Return the path, within the directory of a step, of shard file `number`, from 0.
 
-    ranks: those that write it; None: the one of that number.
+    Files are spread over folders of FILES_PER_FOLDER. ranks: the ranks that write it; None: the rank of that number.
     """
     ranks = range(number, number + 1) if ranks is None else ranks
     last = f"-{ranks[-1]:06d}" if len(ranks) > 1 else ""
@@ -166,52 +163,55 @@ FILES_PER_FOLDER = 64
 
 
 def list_shard_folders(files: int) -> list[str]:
-    """The folders that so many files need."""
+    """Return the folders for this number of files."""
     return [str(Path(shard_file_name(first)).parent) for first in range(0, files, FILES_PER_FOLDER)]
 
 
 WEIGHTS_FOLDER = "weights"
-"""Directory, within that of the checkpoints."""
+"""Folder, within the checkpoint directory, of steps without optimizer state."""
 _OPTIMIZER_PREFIX = "optim."
 _WEIGHTS_ONLY_KEY = "weights_only"
 
 
 def is_weight(name: str) -> bool:
-    """Whether a tensor is a parameter or a buffer, not state of the optimizer (api.Piece)."""
+    """Return whether a tensor of this name is a parameter or buffer, not optimizer state (see TensorShard)."""
     return not name.startswith(_OPTIMIZER_PREFIX)
 
 
-def select_weights(pieces: Iterable[TensorShard]) -> list[TensorShard]:
-    """The pieces that a step without optimizer state has."""
-    return [piece for piece in pieces if is_weight(piece.name)]
+def select_weights(shards: Iterable[TensorShard]) -> list[TensorShard]:
+    """Return the shards of parameters and buffers."""
+    return [shard for shard in shards if is_weight(shard.name)]
 
 
 def mark_weights_only(extra: dict[str, Any]) -> dict[str, Any]:
-    """`extra` of a step without optimizer state; only this tells it from one whose optimizer has none."""
+    """Return `extra` with the mark of a step without optimizer state.
+
+    Only this mark tells it from a step whose optimizer has no state.
+    """
     return {**extra, _WEIGHTS_ONLY_KEY: True}
 
 
 def holds_weights_only(extra: dict[str, Any]) -> bool:
-    """Whether a step was saved without optimizer state."""
+    """Return whether a step was saved without optimizer state, from its `extra`."""
     return bool(extra.get(_WEIGHTS_ONLY_KEY, False))
 
 
 def is_weights_only(directory: Path, step: int) -> bool:
-    """The same of a committed step; False where its manifest is damaged, which loading will say."""
+    """Return whether a committed step has no optimizer state; False if its manifest is damaged."""
     manifest = try_read_manifest(locate_step(directory, step), step)
     return manifest is not None and holds_weights_only(manifest.extra)
 
 
 BAD_MARK_FILE = "bad"
-"""File in the directory of a step that is marked; its text is the reason."""
+"""File in the directory of a step marked bad; its text is the reason."""
 _MAX_REASON_BYTES = 64 << 10
 """Maximum bytes of a reason."""
 
 
 def mark_bad(directory: Path, step: int, why: str) -> None:
-    """Mark a committed step: checkpoint.resume=auto no longer takes it. A mark that is there is replaced.
+    """Mark a committed step as bad, so that checkpoint.resume=auto skips it. Replaces an existing mark.
 
-    Raises UserError if the step is not there, CheckpointError if the mark cannot be written.
+    Raises UserError if there is no such step, CheckpointError if the mark cannot be written.
     """
     path = locate_step(directory, step)
     beside = path / f".{BAD_MARK_FILE}-{os.getpid()}"
@@ -225,7 +225,7 @@ def mark_bad(directory: Path, step: int, why: str) -> None:
 
 
 def unmark_bad(directory: Path, step: int) -> None:
-    """Take the mark away, if there is one. Raises as `mark_bad`."""
+    """Remove the mark of a step, if it has one. Raises as `mark_bad`."""
     path = locate_step(directory, step)
     try:
         (path / BAD_MARK_FILE).unlink(missing_ok=True)
@@ -235,9 +235,9 @@ def unmark_bad(directory: Path, step: int) -> None:
 
 
 def explain_bad_step(path: Path, manifest: Manifest | None) -> str | None:
-    """Why a step is not to be gone on from; None if nothing speaks against it.
+    """Return why a run should not resume from a step; None if it may.
 
-    path: of the directory of the step. Raises OSError if it cannot be seen whether there is a mark.
+    path: directory of the step. Raises OSError if it cannot be determined whether it is marked.
     """
     try:
         return f"is marked bad: {read_bad_mark(path)}"
@@ -250,4 +250,4 @@ def read_bad_mark(path: Path) -> str:
     try:
         return read_regular(path / BAD_MARK_FILE, _MAX_REASON_BYTES).decode("utf-8", "replace").strip()
     except NotRegularError as error:
-        return str(error.strerror)  # whatever it is, somebody has put it there
+        return str(error.strerror)  # not a regular file, but still put there as a mark

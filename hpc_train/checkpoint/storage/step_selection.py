@@ -1,4 +1,4 @@
-"""Find the checkpoints that a path given by the user names."""
+"""Find the checkpoints at a path that the user gives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from pathlib import Path
 
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, read_manifest
-from hpc_train.checkpoint.storage.step_directory import WEIGHTS_FOLDER, find_steps, list_committed_steps, parse_step
+from hpc_train.checkpoint.storage.step_directory import (
+    WEIGHTS_FOLDER,
+    find_steps,
+    list_committed_steps,
+    locate_step,
+    parse_step,
+)
 from hpc_train.errors import UserError
 
 _UNCOMMITTED = re.compile(r"step-([0-9]+)\.(tmp|trash)-.+")
@@ -16,26 +22,26 @@ _UNCOMMITTED = re.compile(r"step-([0-9]+)\.(tmp|trash)-.+")
 
 @dataclass(frozen=True)
 class CheckpointTarget:
-    """A directory of checkpoints, and the step of it that was named."""
+    """A checkpoint directory, and the step in it if the path names one."""
 
     directory: Path
     step: int | None = None
 
     @property
     def run(self) -> Path:
-        """Return the run directory that would contain these checkpoints."""
+        """The run directory that would contain these checkpoints."""
         inside = self.directory.parent if self.directory.name == WEIGHTS_FOLDER else self.directory
         return inside.parent if inside.name == "checkpoints" else inside
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """Directory of a save that died, or that is not finished yet."""
+    """Directory of a save that died or has not finished, or of a step that was replaced or is being deleted."""
 
     path: Path
     step: int
     kind: str
-    """tmp: not committed; trash: on its way out; old: replaced."""
+    """tmp: not committed; trash: being deleted; old: replaced."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +54,34 @@ class OpenStep:
 
     @property
     def where(self) -> str:
-        """Name the step for messages."""
+        """The step, named for messages."""
         return f"checkpoint step {self.manifest.step} in {self.directory}"
 
 
 def find_target(text: str) -> CheckpointTarget:
-    """Find the checkpoints of a path. Raises UserError if it has none; a leftover counts as one."""
+    """Find the checkpoints at a path. Raises UserError if there are none; a leftover counts as one."""
     path = Path(text).expanduser().absolute()
     if not text or not path.is_dir():
         named = text or "''"
         raise UserError(f"{named}: no such directory; give that of a run, of its checkpoints or of one step")
-    for it in (path, path.resolve()):  # a link to a step may have any name
-        step = parse_step(it)
-        if step is not None and find_steps(it.parent).get(step) == it:
-            return CheckpointTarget(it.parent, step)
+    if found := find_named_step(path):
+        return CheckpointTarget(*found)
     places = (path, path / "checkpoints")
-    for place in (*places, *(it / WEIGHTS_FOLDER for it in places)):
+    for place in (*places, *(parent / WEIGHTS_FOLDER for parent in places)):
         if find_steps(place) or find_leftovers(place):
             return CheckpointTarget(place)
     raise UserError(
         f"{text}: there is no checkpoint in it; give the directory of a run, of its checkpoints or a step-<n>"
     )
+
+
+def find_named_step(path: Path) -> tuple[Path, int] | None:
+    """Return the checkpoint directory and the step that a path names; None if it names no committed step."""
+    for candidate in (path, path.resolve()):  # a link to a step may have any name
+        step = parse_step(candidate)
+        if step is not None and find_steps(candidate.parent).get(step) == candidate:
+            return candidate.parent, step
+    return None
 
 
 def find_leftovers(directory: Path) -> list[Leftover]:
@@ -93,7 +106,7 @@ def open_one_step(text: str) -> OpenStep:
 
 
 def newest_step(place: CheckpointTarget) -> int:
-    """Return the step that was committed last."""
+    """Return the step that was committed last. Raises UserError if there is none."""
     steps = list_committed_steps(place.directory)
     if not steps:
         raise UserError(f"{place.directory}: nothing is committed in it, there are only leftovers of unfinished saves")
@@ -101,8 +114,8 @@ def newest_step(place: CheckpointTarget) -> int:
 
 
 def open_step(directory: Path, step: int) -> OpenStep:
-    """Open a committed step. Raises CheckpointError if its manifest is damaged."""
-    path = find_steps(directory)[step]
+    """Open a committed step. Raises UserError if it does not exist, CheckpointError if its manifest is damaged."""
+    path = locate_step(directory, step)
     try:
         return OpenStep(directory, path, read_manifest(path, step))
     except CheckpointError as error:

@@ -250,9 +250,9 @@ def facts_of(step: OpenStep) -> dict[str, Any]:
         "bytes": manifest.size,
         "shared": manifest.shared,
         "inflated": manifest.inflated,
-        "elements_bytes": sum(tensor.rectangle.volume * tensor.itemsize for tensor in manifest.holdings.tensors),
-        "tensor_count": len(manifest.holdings.tensors),
-        "layouts": len(manifest.holdings.layouts),
+        "elements_bytes": sum(tensor.rectangle.volume * tensor.itemsize for tensor in manifest.step_layout.tensors),
+        "tensor_count": len(manifest.step_layout.tensors),
+        "layouts": len(manifest.step_layout.layouts),
         "mappings": count_mappings(manifest),
         "index": (step.path / INDEX_FILE).exists(),
         "storage": storage_fields(step.path, [file.name for file in manifest.files]),
@@ -263,8 +263,8 @@ def facts_of(step: OpenStep) -> dict[str, Any]:
 
 def tensors_of(step: OpenStep) -> list[dict[str, Any]]:
     """Describe every logical tensor, in the order of the first file."""
-    parts = step.manifest.holdings.parts()
-    return [_tensor(tensor, parts[tensor.name]) for tensor in step.manifest.holdings.tensors]
+    parts = step.manifest.step_layout.parts()
+    return [_tensor(tensor, parts[tensor.name]) for tensor in step.manifest.step_layout.tensors]
 
 
 def timeline(run: Path, step: int) -> list[dict[str, Any]]:
@@ -302,7 +302,7 @@ def _tensor(tensor: SavedTensor, parts: list[SavedPart]) -> dict[str, Any]:
 
 
 def _write_index(step: OpenStep, quiet: bool) -> None:
-    with progress_bar("tensors", len(step.manifest.holdings.tensors), quiet, of_bytes=False) as tell:
+    with progress_bar("tensors", len(step.manifest.step_layout.tensors), quiet, of_bytes=False) as tell:
         write_index(step.path, step.manifest, tell)
 
 

@@ -66,7 +66,7 @@ def verify_step(path: Path, step: int, jobs: int, tell: Callable[[int], object])
     manifest, problems = verify_in_one_process(path, step, jobs, tell)
     if manifest is None:
         return VerifyResult(step, 0, 0, problems)
-    return VerifyResult(step, len(manifest.holdings.names), manifest.size, problems)
+    return VerifyResult(step, len(manifest.step_layout.names), manifest.size, problems)
 
 
 def _verify_step(directory: Path, step: int, jobs: int, quiet: bool) -> VerifyResult:

@@ -1,7 +1,7 @@
-"""Attention of a block of queries to a block of keys, with the log-sum-exp of its scores: what ring attention merges.
+"""Attention of a block of queries to a block of keys, with the log-sum-exp by which ring attention merges blocks.
 
-Fused kernels on the CPU and on CUDA where torch has one for the inputs; else plain operations, which keep the scores of
-one block at a time.
+Uses torch's fused kernels on the CPU and on CUDA if there is one for the inputs; else plain operations, which store the
+scores of one block at a time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ BlockGradients = tuple[Tensor, Tensor, Tensor]
 
 
 def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The format of sums over blocks: float64 for float64, else float32."""
+    """Return the dtype of sums over blocks: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def cast_to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast to the format in which autocast computes attention, if it is on; it does not reach custom operators."""
+    """Cast to autocast's dtype, if autocast is on: it does not apply to custom operators."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -28,9 +28,9 @@ def cast_to_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """q (B, heads, T, d); k and v (B, kv_heads, S, d) -> (out as q, log-sum-exp (B, heads, T) in `wide`).
+    """Return the attention, shaped as q, and the log-sum-exp (B, heads, T) of the scores in the accumulation dtype.
 
-    kv_heads divides heads. causal: query i sees keys 0 ... i, and T = S.
+    q: (B, heads, T, d); k and v: (B, kv_heads, S, d); kv_heads divides heads. causal: query i sees keys 0 ... i; T = S.
     """
     assert not causal or q.shape[2] == k.shape[2]
     if _torch.has_flash_attention(q):
@@ -41,14 +41,17 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor,
 def differentiate_block(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> BlockGradients:
-    """(dq, dk, dv) of one block, from the result and the log-sum-exp over *all* blocks, which make it one of many."""
+    """Return (dq, dk, dv) of one block. out, lse: attention and log-sum-exp over *all* blocks."""
     if _torch.has_flash_attention(q):
         return _torch.flash_attention_backward(grad, q, k, v, out, lse, causal)
     return differentiate_block_plainly(grad, q, k, v, out, lse, causal)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """q (B, kv_heads, group, T, d), k (B, kv_heads, 1, S, d), scaled -> (B, kv_heads, group, T, S)."""
+    """Return the scores (B, kv_heads, group, T, S), masked if causal.
+
+    q: (B, kv_heads, group, T, d), already scaled; k: (B, kv_heads, 1, S, d).
+    """
     scores = q @ k.mT
     if causal:
         rows, columns = scores.shape[-2:]
@@ -57,15 +60,15 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return scores
 
 
-def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """(B, heads, T, ...) -> (B, kv_heads, heads / kv_heads, T, ...) in `wide`."""
+def _group_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """Group heads: (B, heads, T, ...) to (B, kv_heads, heads / kv_heads, T, ...) in the accumulation dtype."""
     return x.to(get_accumulation_dtype(x.dtype)).reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
 
 
 def attend_block_plainly(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """`attend` by plain operations."""
+    """Compute attend_block with plain operations."""
     heads = k.shape[1]
-    grouped, keys, values = (_grouped(x, heads) for x in (q, k, v))
+    grouped, keys, values = (_group_heads(x, heads) for x in (q, k, v))
     scores = _scores(grouped * q.shape[-1] ** -0.5, keys, causal)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp_() @ values
@@ -75,9 +78,9 @@ def attend_block_plainly(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple
 def differentiate_block_plainly(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> BlockGradients:
-    """`gradients` by plain operations: Dao et al. 2022 (arXiv:2205.14135), appendix B.2."""
+    """Compute differentiate_block with plain operations: Dao et al. 2022 (arXiv:2205.14135), appendix B.2."""
     heads, scale = k.shape[1], q.shape[-1] ** -0.5
-    grad, grouped, keys, values, out, lse = (_grouped(x, heads) for x in (grad, q, k, v, out, lse))
+    grad, grouped, keys, values, out, lse = (_group_heads(x, heads) for x in (grad, q, k, v, out, lse))
     weights = (_scores(grouped * scale, keys, causal) - lse.unsqueeze(-1)).exp_()
     dv = (weights.mT @ grad).sum(2)
     into_scores = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) * scale

@@ -1,8 +1,9 @@
-"""Ring attention: keys and values go round the ranks of a sequence (Liu et al. 2023, arXiv:2310.01889).
+"""Ring attention: pass keys and values around the ranks of a sequence (Liu et al. 2023, arXiv:2310.01889).
 
 Each rank keeps its queries and attends to one rank's keys and values at a time; blocks are merged by their log-sum-exp
-(Dao et al. 2022, arXiv:2205.14135). The next block travels while this one is computed. Balanced causal order gives
-every rank a chunk of the beginning and one of the end of the sequence, so that each does the same work in every round.
+(Dao et al. 2022, arXiv:2205.14135). The next block is received while this one is computed. The balanced causal order
+gives every rank a chunk from the beginning of the sequence and one from its end, so that all do the same work in every
+round.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from hpc_train.parallel.context.block_attention import (
 
 @dataclass
 class PendingReceive:
-    """A tensor on its way from the previous rank, and the one that this rank sends, which must live until then."""
+    """A tensor that is being received, and the one that is being sent, which must stay alive until then."""
 
     tensor: Tensor
     sent: Tensor
     works: list[dist.Work]
 
     def wait(self) -> Tensor:
-        """The tensor, when it is here."""
+        """Wait until the tensor is received; returns it."""
         for work in self.works:
             work.wait()
         return self.tensor
 
 
 class KeyValueRing:
-    """The ranks of a process group in a circle."""
+    """The ranks of a process group as a ring."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -51,7 +52,7 @@ class KeyValueRing:
         self._previous = dist.get_global_rank(group, (self.rank - 1) % self.size)
 
     def pass_on(self, tensor: Tensor) -> PendingReceive:
-        """Begin to send a contiguous tensor to the next rank and to receive one like it from the previous."""
+        """Start sending a contiguous tensor to the next rank and receiving one like it from the previous rank."""
         incoming = torch.empty_like(tensor)
         operations = [
             dist.P2POp(dist.isend, tensor, self._next, self._group),
@@ -60,7 +61,7 @@ class KeyValueRing:
         return PendingReceive(incoming, tensor, dist.batch_isend_irecv(operations))
 
     def rounds(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(rank it comes from, its tensor) for every rank, this one first; the next travels meanwhile."""
+        """Yield (rank, its tensor) for every rank, this one first, while the next tensor is being received."""
         held = own
         for step in range(self.size):
             coming = self.pass_on(held) if step < self.size - 1 else None
@@ -71,7 +72,7 @@ class KeyValueRing:
 
 @dataclass(frozen=True)
 class VisibleBlock:
-    """The part of one round that causality leaves: which of this rank's queries see which of the other's keys."""
+    """The part of a round that a causal mask leaves: which queries of this rank see which keys of the other."""
 
     queries: slice
     keys: slice
@@ -80,10 +81,10 @@ class VisibleBlock:
 
 
 def find_visible_block(rank: int, source: int, length: int, *, causal: bool, balanced: bool) -> VisibleBlock | None:
-    """What the queries of `rank` see of the keys of `source`, of `length` positions each; None: nothing.
+    """Return what the queries of `rank` see of the keys of `source`, `length` positions each; None if nothing.
 
-    Balanced, source's first chunk lies before both of rank's where source < rank, and its second one behind both; else
-    both lie before rank's second chunk and behind its first. So half of the products are left, for any two ranks.
+    In balanced order, if source < rank, source's first chunk is before both chunks of rank and its second one after
+    both. Else both are before rank's second chunk and after its first. So any two ranks compute half of the products.
     """
     everything = slice(0, length)
     if not causal or source == rank:
@@ -107,7 +108,7 @@ class _Plan:
 
 
 class _RingAttention(torch.autograd.Function):
-    """q (B, heads, T / cp, d) and kv (2, B, kv_heads, T / cp, d), contiguous -> as q."""
+    """Maps q (B, heads, T / cp, d) and contiguous kv (2, B, kv_heads, T / cp, d) to the attention, shaped as q."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, plan: _Plan) -> Tensor:
@@ -126,7 +127,7 @@ class _RingAttention(torch.autograd.Function):
 
 @torch.library.custom_op("hpc_train::ring_attention", mutates_args=())
 def _compiled_attend(q: Tensor, kv: Tensor, group: str, causal: bool, balanced: bool) -> tuple[Tensor, Tensor]:
-    """_RingAttention.forward as one operator, because a compiled graph cannot contain messages between ranks."""
+    """Run _RingAttention.forward as one operator, because a compiled graph cannot contain messages between ranks."""
     with torch.autocast(q.device.type, enabled=False):
         out, lse = _attend(q, kv, _Plan(KeyValueRing(find_group(group)), causal, balanced))
         return out, lse.contiguous()
@@ -169,12 +170,12 @@ _compiled_attend.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _attend(q: Tensor, kv: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """(out as q, log-sum-exp of all scores of each query, in `wide`)."""
+    """Return the attention, shaped as q, and the log-sum-exp of all scores of each query, in the accumulation dtype."""
     rounds = plan.ring.rounds(kv)
     _, (k, v) = next(rounds)
     first, first_lse = attend_block(q, k, v, plan.causal)
-    # Copies, as selective recomputation keeps what a kernel returns. And in memory as (B, T, heads, d), which is what
-    # the output layer reads, so that both keep the same tensor for backward.
+    # Copied, because selective recomputation may save what a kernel returned. In memory it is (B, T, heads, d), which
+    # the output layer reads, so that both save the same tensor for backward.
     out = torch.empty_like(
         q.transpose(1, 2), dtype=get_accumulation_dtype(q.dtype), memory_format=torch.contiguous_format
     )
@@ -189,7 +190,7 @@ def _attend(q: Tensor, kv: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add the attention to more keys, in place: averages weighted by the exponential of their log-sum-exp."""
+    """Merge the attention to more keys, in place: an average weighted by the exponentials of the log-sum-exps."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
@@ -207,7 +208,7 @@ class KeyGradients:
 
 @dataclass
 class _Backward:
-    """What the gradients of every block need, and where dq is summed up, in `wide`."""
+    """Inputs of the gradients of every block, and the sum of dq, in the accumulation dtype."""
 
     grad: Tensor
     q: Tensor
@@ -216,7 +217,7 @@ class _Backward:
     dq: Tensor
 
     def block(self, kv: Tensor, block: VisibleBlock) -> KeyGradients:
-        """Those of the block's keys and values from its queries, whose own gradient is added up here."""
+        """Return the gradients of the block's keys and values; adds that of its queries to dq."""
         rows, (k, v) = block.queries, kv[:, :, :, block.keys]
         grad, q, out, lse = (x[:, :, rows] for x in (self.grad, self.q, self.out, self.lse))
         dq, dk, dv = differentiate_block(grad, q, k, v, out, lse, block.causal)
@@ -225,9 +226,10 @@ class _Backward:
 
 
 def _differentiate(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """(dq, dkv) in `wide`. The gradient of a rank's keys and values follows them round the ring, and then goes home.
+    """Return (dq, dkv) in the accumulation dtype.
 
-    The part from its own queries waits there: cp - 1 messages, as many as the keys and values take.
+    The gradient of a rank's keys and values follows them around the ring and then returns to the rank, where the part
+    from its own queries is added: cp - 1 messages, as many as the keys and values take.
     """
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     backward = _Backward(grad, q, out, lse, torch.zeros_like(q, dtype=get_accumulation_dtype(q.dtype)))
@@ -238,7 +240,7 @@ def _differentiate(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
         if source == plan.ring.rank:
             _add(own, found)
             continue
-        # What the ranks before have added travelled while this one computed.
+        # The sum over the ranks before was received while this rank computed.
         dkv = torch.zeros_like(own) if coming is None else coming.wait()
         _add(dkv, found)
         coming = plan.ring.pass_on(dkv)
@@ -252,11 +254,11 @@ def _add(dkv: Tensor, found: KeyGradients | None) -> None:
 
 
 class RingAttention(nn.Module):
-    """Attention over a sequence whose positions lie on the ranks of `ring`; no parameters.
+    """Attention over a sequence whose positions are split over the ranks of `ring`; no parameters.
 
-    balanced: each rank holds its positions as positions.Share says. Not only for causal attention, where it makes the
-    work even, but it must be what the inputs are. Keys and values travel with their own number of heads, (cp - 1) times
-    forward and, with their gradients (in float32 at least), (cp - 1) times backward.
+    balanced: whether positions are in balanced order; must match the inputs, also for attention that is not causal.
+    Keys and values are sent with their own number of heads, (cp - 1) times forward and, with their gradients (in
+    float32 at least), (cp - 1) times backward.
     """
 
     def __init__(self, ring: KeyValueRing, *, causal: bool, balanced: bool) -> None:
@@ -264,7 +266,7 @@ class RingAttention(nn.Module):
         self._plan = _Plan(ring, causal, balanced)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (B, heads, T / cp, head_dim); k and v (B, kv_heads, T / cp, head_dim) -> as q."""
+        """Attend: q (B, heads, T / cp, head_dim), k and v (B, kv_heads, T / cp, head_dim); returns a tensor like q."""
         q, k, v = cast_to_autocast(q, k, v)
         plan = self._plan
         out: Tensor

@@ -1,4 +1,4 @@
-"""Ulysses: heads are exchanged for positions around attention (Jacobs et al. 2023, arXiv:2309.14509)."""
+"""Ulysses: exchange positions for heads around attention (Jacobs et al. 2023, arXiv:2309.14509)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hpc_train.parallel.context.block_attention import cast_to_autocast
 
 
 class _AllToAll(torch.autograd.Function):
-    """x (ranks, ...): part i goes to rank i, and what rank i sent comes as part i. It is its own adjoint."""
+    """All-to-all of x (ranks, ...): sends part i to rank i and receives part i from it. It is its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _exchanged(x, group)
+        return _exchange(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(gradients[0], ctx.group), None
+        return _exchange(gradients[0], ctx.group), None
 
 
-def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)
@@ -34,9 +34,9 @@ def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x (B, heads, T / cp, head_dim), all heads of some positions -> (B, heads / cp, T, head_dim), the reverse.
+    """Exchange all heads of some positions (B, heads, T / cp, d) for some heads of all positions (B, heads / cp, T, d).
 
-    Rank r gets the r-th cp-th of the heads.
+    Rank r gets the r-th of cp parts of the heads.
     """
     batch, heads, length, width = x.shape
     parts = x.reshape(batch, group.size(), heads // group.size(), length, width).movedim(1, 0)
@@ -45,7 +45,7 @@ def exchange_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_for_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back: x (B, heads / cp, T, head_dim) -> (B, heads, T / cp, head_dim)."""
+    """Exchange back: (B, heads / cp, T, head_dim) to (B, heads, T / cp, head_dim)."""
     batch, heads, length, width = x.shape
     parts = x.reshape(batch, heads, group.size(), length // group.size(), width).movedim(2, 0)
     gathered: Tensor = _AllToAll.apply(parts, group)  # type: ignore[no-untyped-call]
@@ -53,10 +53,10 @@ def exchange_for_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class UlyssesAttention(nn.Module):
-    """Attention over a sequence whose positions lie on the ranks of `group`, in their order; no parameters.
+    """Attention over a sequence whose positions are split over the ranks of `group`, in order; no parameters.
 
-    Each rank attends with a part of the heads, over all positions, by `core`. Key and value heads that are too few to
-    be shared out go to several ranks, and their gradients are summed. Four exchanges forward and four backward.
+    Each rank runs `core` with a part of the heads over all positions. If there are fewer key and value heads than
+    ranks, they are copied to several ranks, and their gradients are summed. Four exchanges forward, four backward.
     """
 
     def __init__(self, core: nn.Module, group: dist.ProcessGroup) -> None:
@@ -65,7 +65,7 @@ class UlyssesAttention(nn.Module):
         self._group = group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (B, heads, T / cp, head_dim); k and v (B, kv_heads, T / cp, head_dim) -> as q.
+        """Attend: q (B, heads, T / cp, head_dim), k and v (B, kv_heads, T / cp, head_dim); returns a tensor like q.
 
         Raises UserError if the heads do not divide by the size of the group.
         """

@@ -53,7 +53,7 @@ class GradientHook:
     discard: bool = False
     """The running backward only warms up: reduce it plainly, so that no error feedback remembers it."""
     complete: bool = False
-    """Every bucket of the newest backward has arrived."""
+    """Whether every bucket of the last backward has arrived."""
 
 
 class ReplicatedModel:
@@ -62,7 +62,7 @@ class ReplicatedModel:
     is_sharded = False
 
     def __init__(self, model: nn.Module, config: ParallelConfig, world: World) -> None:
-        """Raises UserError where parallel.reduce_with=mpi and the ranks are not MPI's. A collective."""
+        """A collective. Raises UserError if parallel.reduce_with=mpi and MPI did not start the ranks."""
         self._hook = GradientHook(_choose_reduction(config, world))
         self.module = DistributedDataParallel(
             model,

@@ -72,7 +72,7 @@ class PipelineEngine:
         world: World,
         at_end: Sequence[Callable[[], None]],
     ) -> None:
-        """at_end: called at the end of each step of training."""
+        """at_end: called at the end of each training step."""
         self.parts = list(pipeline.parts.values())
         self.timeline = pipeline.timeline
         self._pipeline, self._infer_output, self._updates, self._ties = pipeline, infer_output, updates, ties

@@ -24,7 +24,7 @@ class ServerUpdate(GradientUpdate, Protocol):
     """A GradientUpdate whose parameters live on servers."""
 
     def refresh(self) -> None:
-        """Pull the parameters once all workers have come here."""
+        """Wait for all workers, then pull the parameters. A collective."""
 
 
 class AsynchronousUpdate(ServerUpdate, Protocol):
@@ -43,7 +43,7 @@ class ServerEngine:
         self._updates = updates
         self._engine = PlainEngine(model, UnwrappedModel(model), updates, config, world)
         self._stale = True
-        """A checkpoint may have been loaded into the servers' memory since the parameters were pulled."""
+        """Whether a checkpoint may have been loaded into the servers' memory since the last pull."""
 
     def forward_backward(self, batch: StepBatch) -> Sums:
         """Pull the parameters if a checkpoint was loaded, then accumulate this worker's gradient."""
@@ -51,7 +51,7 @@ class ServerEngine:
         return self._engine.forward_backward(replace(batch, measure=False))
 
     def evaluate(self, batch: StepBatch) -> Sums:
-        """Evaluate the parameters that are on the servers when all workers have come here."""
+        """Wait for all workers, then evaluate the servers' parameters. A collective."""
         self._updates.refresh()
         return self._engine.evaluate(batch)
 

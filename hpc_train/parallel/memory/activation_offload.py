@@ -19,7 +19,7 @@ from hpc_train.interfaces import World
 from hpc_train.parallel.user_model import Forward, get_blocks, replace_forward
 
 MIN_OFFLOAD_BYTES = 1 << 12
-"""Bytes; a smaller tensor stays, since a copy costs more than it saves."""
+"""Minimum bytes of an offloaded tensor: copying a smaller one costs more than it saves."""
 
 CopyBack = Callable[[], Tensor]
 """Brings a saved tensor back to where it was."""
@@ -27,7 +27,7 @@ StorageKey = tuple[Any, ...]
 
 
 def offload_activations(part: nn.Module, world: World) -> str:
-    """Move what blocks save for backward to pinned CPU memory until then; their parameters stay."""
+    """Move tensors that blocks save for backward to pinned CPU memory until then; parameters stay."""
     if world.device.type == "cpu":
         raise UserError(
             "parallel.recompute.offload=true: this rank computes on a CPU, whose memory is where activations are; "
@@ -40,10 +40,10 @@ def offload_activations(part: nn.Module, world: World) -> str:
 
 
 def wrap_offload(block: nn.Module, forward: Forward) -> Forward:
-    """`forward` whose tensors for backward are copies in CPU memory, but for the block's parameters."""
+    """Wrap `forward` so that the tensors it saves for backward, except parameters, are copies in CPU memory."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Asked anew each time: sharded parameters are gathered into other memory for every forward.
+        # Computed for each call: sharded parameters are gathered into other memory for every forward.
         stay = {_memory(parameter).cdata for parameter in block.parameters()}
         moves = _Moves(stay)
         with saved_tensors_hooks(moves.pack, _unpack):
@@ -57,7 +57,7 @@ def _unpack(back: CopyBack) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:
-    """A reference that keeps nothing alive, but whose number stands for no other memory as long as it exists."""
+    """Return a weak reference to a tensor's memory; its number is unique as long as the reference exists."""
     return StorageWeakRef(_local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
 
 
@@ -68,14 +68,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 @dataclass
 class _Moves:
-    """The copies that one forward of a block has made: what several operators save is copied once."""
+    """The copies made in one forward of a block; a tensor that several operators save is copied once."""
 
     stay: set[int]
-    """Memory that is not moved."""
+    """Numbers of memory that is not moved."""
     made: dict[StorageKey, tuple[StorageWeakRef, Tensor]] = field(default_factory=dict)
 
     def pack(self, tensor: Tensor) -> CopyBack:
-        """Copy a tensor to CPU memory; from what is returned it can be had again."""
+        """Copy a tensor to CPU memory; returns a function that brings it back."""
         if not isinstance(tensor, DTensor):
             return self._move(tensor)
         inner = self._move(_local(tensor))
@@ -94,9 +94,9 @@ class _Moves:
     def _copy(self, tensor: Tensor, source: StorageWeakRef) -> Tensor:
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor_version(tensor))
         key = (source.cdata, *layout)
-        known = self.made.get(key)
-        if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
-            return known[1]
+        earlier = self.made.get(key)
+        if earlier is not None and not earlier[0].expired():  # type: ignore[no-untyped-call]
+            return earlier[1]
         pinned = tensor.device.type == "cuda"
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         copy.copy_(tensor, non_blocking=pinned)

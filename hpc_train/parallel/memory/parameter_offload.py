@@ -1,9 +1,9 @@
-"""Sharded parameters and optimizer state in CPU memory or in files, each by itself.
+"""Offload sharded parameters and optimizer state to CPU memory or to files, independently of each other.
 
 parallel.offload.parameters: fully_shard keeps the shards in CPU memory, pinned if a GPU copies from it.
-parallel.offload.optimizer: an optimizer whose state and update are on the CPU, one part of the parameters at a time.
-`file` for either of them: tensors whose memory is a file on the node's disk (ZeRO-Infinity: Rajbhandari et al. 2021,
-arXiv:2104.07857), mapped, so that the kernel reads pages when they are used.
+parallel.offload.optimizer: state and update of the optimizer are on the CPU, one part of the parameters at a time.
+`file` for either: tensors are memory-mapped files on the node's disk (ZeRO-Infinity: Rajbhandari et al. 2021,
+arXiv:2104.07857), whose pages the kernel reads when they are used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _LINE = 64
 """Tensors begin at multiples of this many bytes."""
 _MIN_FILE_BYTES, _MAX_FILE_BYTES = 2**20, 2**30
-"""Size of a file in bytes, where one tensor does not need more: each is as large as all before it."""
+"""Bounds of the size of a file, unless one tensor needs more; each file is as large as all before it together."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,16 @@ class _Place:
 
 
 class FileMemory:
-    """Gives out tensors that lie in files mapped into memory: the kernel reads pages when they are used.
+    """Allocates tensors in memory-mapped files; the kernel reads pages when they are used and can reclaim all others.
 
-    What is not in use costs no memory that could not be taken back at once. The files have no name, so that they are
-    gone with the process, however it ends.
+    The files have no name, so that they vanish with the process, however it ends.
     """
 
     def __init__(self, folder: str | None) -> None:
-        """folder: on a disk of the node; None: the temporary directory. Raises UserError if it is not there."""
+        """folder: on a disk of the node; None: the temporary directory. Raises UserError if it does not exist."""
         self.folder = Path(folder or tempfile.gettempdir())
         self._places: dict[int, _Place] = {}
-        """By the address of a tensor's storage."""
+        """Places by the address of the tensor's storage."""
         self._mapped: mmap.mmap | None = None
         self._used = self._total = 0
         if not self.folder.is_dir():
@@ -68,29 +67,29 @@ class FileMemory:
         if is_memory_file_system(self.folder):
             log.warning("parallel.offload.dir=%s: is kept in memory itself; offload to it saves nothing", self.folder)
 
-    def take(self, tensor: Tensor) -> Tensor:
-        """A copy of a CPU tensor in a file, contiguous. Raises UserError if the disk is full."""
+    def copy_to_file(self, tensor: Tensor) -> Tensor:
+        """Return a contiguous copy of a CPU tensor in a file. Raises UserError if the disk is full."""
         if tensor.numel() == 0:
             return tensor.contiguous()
-        place = self._room(tensor.nbytes)
+        place = self._allocate(tensor.nbytes)
         copy = torch.frombuffer(place.mapped, dtype=tensor.dtype, count=tensor.numel(), offset=place.offset)
         self._places[copy.data_ptr()] = place
         copy.copy_(tensor.flatten())
-        self.drop(copy)
+        self.release_pages(copy)
         return copy.view(tensor.shape)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of these."""
+    def contains(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in one of these files."""
         return tensor.untyped_storage().data_ptr() in self._places
 
-    def drop(self, tensor: Tensor) -> None:
-        """Take the pages of a tensor, if it is one of these, out of this process; they come back when they are used."""
+    def release_pages(self, tensor: Tensor) -> None:
+        """Release the pages of a tensor in a file; they are read again when used. Does nothing for other tensors."""
         place = self._places.get(tensor.untyped_storage().data_ptr())
         if place is not None:
             begin = place.offset - place.offset % mmap.PAGESIZE
             place.mapped.madvise(mmap.MADV_DONTNEED, begin, place.offset + place.size - begin)
 
-    def _room(self, size: int) -> _Place:
+    def _allocate(self, size: int) -> _Place:
         if self._mapped is None or self._used + size > len(self._mapped):
             self._mapped = self._map(max(size, min(self._total, _MAX_FILE_BYTES), _MIN_FILE_BYTES))
             self._used, self._total = 0, self._total + len(self._mapped)
@@ -101,7 +100,7 @@ class FileMemory:
     def _map(self, size: int) -> mmap.mmap:
         try:
             with tempfile.TemporaryFile(dir=self.folder, prefix="hpc_train-offload-") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows here and not as a signal in a step
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, not by SIGBUS in a step
                 return mmap.mmap(file.fileno(), size)
         except OSError as error:
             why = os.strerror(error.errno or 0)
@@ -112,20 +111,20 @@ class FileMemory:
 
 
 def is_memory_file_system(folder: Path, mounts: str | None = None) -> bool:
-    """Whether a folder is on a file system without a disk. mounts: see cluster.filesystems.find_filesystem."""
+    """Return whether a folder is on a file system in memory. mounts: see cluster.filesystems.find_filesystem."""
     found = find_filesystem(folder, mounts)
     return found is not None and found.kind in ("tmpfs", "ramfs")
 
 
 PART_MIB = 64.0
-"""Bytes of parameters that are updated together: bounds what is in memory at once, but for a larger parameter."""
+"""MiB of parameters that are updated together; bounds the memory in use, unless one parameter is larger."""
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Does what `inner` would do, to the bit, on the device `place`, one part of the parameters after the other.
+    """Runs the optimizer `inner`, with the same results to the bit, on device `place`, one part after the other.
 
-    A parameter that lives elsewhere has a copy there, which `inner` updates. Its state is kept at `place`, which may be
-    in files. Gradients are freed as they are used.
+    A parameter on another device has a copy on `place`, which `inner` updates. The state is on `place`, perhaps in
+    files. Gradients are freed as they are used.
     """
 
     def __init__(
@@ -136,12 +135,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         state_in_files: bool,
         part_mib: float = PART_MIB,
     ) -> None:
-        """inner: over sharded parameters, before its first step. files: where parameters or its state are, if any."""
+        """inner: over sharded parameters, before its first step. files: of parameters or state, if any are in files."""
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        self._twins = {p: p if get_local(p).device == place else _copy_parameter(p, place) for p in parameters}
+        self._copies = {p: p if get_local(p).device == place else _copy_parameter(p, place) for p in parameters}
         super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
         for group in inner.param_groups:
-            group["params"] = [self._twins[parameter] for parameter in group["params"]]
+            group["params"] = [self._copies[parameter] for parameter in group["params"]]
         self._inner, self._place, self._files, self._state_in_files = inner, place, files, state_in_files
         self._parts = _split_parameters(parameters, part_mib * 2**20)
         self.state = defaultdict(dict)
@@ -152,36 +151,36 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         assert closure is None
         for outer, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update({name: value for name, value in outer.items() if name != "params"})
-        gradients = {parameter: parameter.grad for parameter in self._twins}
-        for parameter in self._twins:
+        gradients = {parameter: parameter.grad for parameter in self._copies}
+        for parameter in self._copies:
             parameter.grad = None
         for part in self._parts:
             self._update({parameter: gradients.pop(parameter) for parameter in part})
 
     def _update(self, gradients: dict[nn.Parameter, Tensor | None]) -> None:
         for parameter, gradient in gradients.items():
-            twin = self._twins[parameter]
-            if twin is not parameter:
-                get_local(twin).copy_(get_local(parameter))
-            twin.grad = None if gradient is None else gradient.to(self._place)
+            copy = self._copies[parameter]
+            if copy is not parameter:
+                get_local(copy).copy_(get_local(parameter))
+            copy.grad = None if gradient is None else gradient.to(self._place)
         self._inner.step()
         for parameter in gradients:
-            twin = self._twins[parameter]
-            twin.grad = None
-            if twin is not parameter:
-                get_local(parameter).copy_(get_local(twin))
-            self._keep(parameter, self._inner.state[twin])
+            copy = self._copies[parameter]
+            copy.grad = None
+            if copy is not parameter:
+                get_local(parameter).copy_(get_local(copy))
+            self._store_state(parameter, self._inner.state[copy])
 
-    def _keep(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+    def _store_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         self.state[parameter] = state
         if self._files is None:
             return
         tensors = [value for value in state.values() if isinstance(value, DTensor)]
         for value in tensors if self._state_in_files else []:
-            if not self._files.holds(get_local(value)):
-                set_local(value, self._files.take(get_local(value)))
+            if not self._files.contains(get_local(value)):
+                set_local(value, self._files.copy_to_file(get_local(value)))
         for used in [parameter, *tensors]:
-            self._files.drop(get_local(used))
+            self._files.release_pages(get_local(used))
 
 
 def _copy_parameter(parameter: nn.Parameter, place: torch.device) -> nn.Parameter:
@@ -192,7 +191,7 @@ def _split_parameters(parameters: list[nn.Parameter], limit: float) -> list[list
     parts: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in parameters:
-        size = get_local(parameter).nbytes  # none, where other ranks have all rows
+        size = get_local(parameter).nbytes  # 0 if other ranks have all rows
         if not parts or filled + size > limit:
             parts.append([])
             filled = 0
@@ -205,7 +204,7 @@ CPU = torch.device("cpu")
 
 
 def make_offload_policy(config: RunConfig, device: torch.device) -> OffloadPolicy:
-    """Make fully_shard's policy: parameters in CPU memory, pinned where a GPU copies from it."""
+    """Make fully_shard's policy: parameters in CPU memory, pinned if a GPU copies from it."""
     where = config.parallel.offload.parameters
     if where == "none":
         return OffloadPolicy()
@@ -213,22 +212,22 @@ def make_offload_policy(config: RunConfig, device: torch.device) -> OffloadPolic
 
 
 def get_parameter_device(config: RunConfig, device: torch.device) -> torch.device:
-    """Device of the sharded parameters and their reduced gradients between uses; device: the rank's own."""
+    """Return the device of sharded parameters and reduced gradients between uses. device: the rank's own."""
     return device if config.parallel.offload.parameters == "none" else CPU
 
 
 def get_optimizer_device(config: RunConfig, device: torch.device) -> torch.device:
-    """Device of the optimizer's state and of its update; device: the rank's own.
+    """Return the device of the optimizer's state and update. device: the rank's own.
 
-    Offloaded parameters take their optimizer with them: an update on the GPU would need all of them there, plus twice
-    as much state.
+    If parameters are offloaded the optimizer is too: an update on the GPU would need all of them there, with twice as
+    much state.
     """
     offload = config.parallel.offload
     return device if (offload.optimizer, offload.parameters) == ("none", "none") else CPU
 
 
 def open_offload_files(config: RunConfig) -> FileMemory | None:
-    """The files of this rank, where anything goes into one."""
+    """Open the files of this rank; None if nothing is offloaded to files."""
     offload = config.parallel.offload
     return FileMemory(offload.dir) if "file" in (offload.parameters, offload.optimizer) else None
 
@@ -245,7 +244,7 @@ def place_offloaded_parameters(part: nn.Module, config: RunConfig, world: World,
         assert files is not None
         for module in part.modules():
             if isinstance(module, FSDPModule):
-                move_shards(module, files.take)
+                move_shards(module, files.copy_to_file)
         return f"offload: sharded parameters in files in {files.folder}"
     beside = ", where this rank computes anyway" if world.device.type == "cpu" else ""
     return f"offload: sharded parameters in CPU memory{beside}"

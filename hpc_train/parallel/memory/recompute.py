@@ -52,12 +52,12 @@ def recompute_activations(part: nn.Module, config: RunConfig) -> str:
 
 @dataclass
 class KeepPolicy:
-    """A policy of torch's selective checkpointing: the results of these operators are kept, all else is recomputed."""
+    """A policy of torch's selective checkpointing: save the results of these operators, recompute all others."""
 
     names: dict[Any, str]
     """The user's name for each operator (torch.ops.aten.*)."""
     ran: set[Any] = field(default_factory=set)
-    """Operators of the blocks so far."""
+    """Operators that have run in the blocks so far."""
 
     @classmethod
     def named(cls, names: Iterable[str]) -> KeepPolicy:
@@ -72,7 +72,7 @@ class KeepPolicy:
         return CheckpointPolicy.MUST_SAVE if packet in self.names else CheckpointPolicy.PREFER_RECOMPUTE
 
     def check_after(self, block: nn.Module) -> None:
-        """After the first forward of `block` that is to be recomputed, raise UserError if a name matched nothing."""
+        """Raise UserError after the first recomputed forward of `block` if a name matched no operator."""
 
         name = type(block).__name__  # fully_shard will call it something else
 
@@ -110,7 +110,7 @@ def _find_operator(name: str) -> Any:
 
 
 def wrap_recompute(forward: Forward, keep: KeepPolicy | None) -> Forward:
-    """`forward` that keeps its arguments, and what `keep` names, and runs again in backward with the same dropout."""
+    """Wrap `forward` to save only its arguments, and results that `keep` names, and to run again in backward."""
     options: dict[str, Any] = {"use_reentrant": False}
     if keep is not None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)

@@ -49,7 +49,7 @@ class StalenessClock:
         """Updates of this group."""
 
     def wait(self) -> None:
-        """Until the slowest group is at most `staleness` updates behind this one."""
+        """Wait until the slowest group is at most `staleness` updates behind. Raises RuntimeError after `timeout`."""
         deadline = time.monotonic() + self._timeout
         while self.updates - int((done := self._read()[:-1]).min()) > self._staleness:
             if time.monotonic() > deadline:
@@ -57,14 +57,14 @@ class StalenessClock:
             time.sleep(_POLL_SECONDS)
 
     def tick(self) -> None:
-        """This group has made an update."""
+        """Count an update of this group."""
         self.updates += 1
         self._combine(self._ranks.group_index, self.updates, self._mpi.REPLACE)
 
     def last(self, stop: bool) -> bool:
-        """Whether the next update is the last one of every group, because one of them was asked to stop.
+        """Return whether the next update is the last of every group, because one of them was asked to stop.
 
-        To be asked after `wait`: the update that all end with is one that no group can have begun before it is known.
+        Call it after `wait`: all groups end with an update so late that none can have begun it before learning of it.
         """
         if stop:
             self._combine(self._ranks.groups, self.updates + self._staleness + 2, self._mpi.MIN)
@@ -123,7 +123,7 @@ class AsynchronousUpdates:
         self._gradients: list[Tensor] | None = None
 
     def begin(self, stop: bool) -> bool:
-        """Wait for the slowest worker, and pull the parameters; whether this step is to be everybody's last."""
+        """Wait for the slowest worker and pull the parameters; returns whether this step is the last of all workers."""
         last, stop = False, self._agree(stop)
         if self._ranks.leads:
             self._clock.wait()
@@ -134,24 +134,24 @@ class AsynchronousUpdates:
         return last
 
     def _agree(self, mine: bool) -> bool:
-        """Whether `mine` is true on any rank of the group."""
+        """Return whether `mine` is true on any rank of the group. A collective of the group."""
         with self._ranks.calling:
             return bool(self._ranks.group.allreduce(int(mine)))
 
     def refresh(self) -> None:
-        """Pull the parameters when every worker has done what it does now. A collective."""
+        """Wait for all workers, then pull the parameters. A collective."""
         self._ranks.barrier()
         for window in self._windows:
             window.pull()
 
     def restart(self) -> None:
-        """All workers begin together. A collective."""
+        """Restart the clock on all workers. A collective."""
         self._clock.restart()
 
     def norm(self) -> Tensor:
-        """See optimizer_step.GradientUpdate: of this worker's (or group's) own gradient."""
+        """Return the norm of this worker's (or group's) own gradient; see optimizer_step.GradientUpdate."""
         if self._gradients is None:
-            self._gradients = [window.gradient().clone() for window in self._windows]
+            self._gradients = [window.reduce_gradient().clone() for window in self._windows]
         return nn.utils.get_total_norm(self._gradients)
 
     def clip(self, max_norm: float | None) -> Tensor:
@@ -169,7 +169,7 @@ class AsynchronousUpdates:
         assert self._gradients is not None
         if self._ranks.leads:
             for window, share, gradient in zip(self._windows, self._shares, self._gradients, strict=True):
-                window.update_from_afar(share, self._scratch, gradient, lr)
+                window.update_remotely(share, self._scratch, gradient, lr)
             self._clock.tick()
         self.clear_gradients()
         return True

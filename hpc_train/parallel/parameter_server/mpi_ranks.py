@@ -1,4 +1,4 @@
-"""The ranks as MPI knows them, in groups that act as one worker."""
+"""MPI communicators of the ranks, and of groups of ranks that act as one worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MpiRanks:
     """Lock around every MPI call: only one thread may be inside the library."""
     every: MPI.Intracomm
     group: MPI.Intracomm
-    """Ranks that reduce their gradients among themselves before one of them, rank 0 of it, pushes."""
+    """Ranks that average their gradients; then the group's rank 0 pushes for all."""
     group_index: int
     groups: int
     nodes: tuple[int, ...]
@@ -46,7 +46,7 @@ class MpiRanks:
 
 
 def connect_ranks(world: World, hybrid: bool) -> MpiRanks:
-    """The communicators; a collective, every rank calls it. hybrid: a group is a node, else a rank.
+    """Make the communicators. A collective. hybrid: a group is a node; else a single rank.
 
     Raises UserError if mpi4py is not installed, MPI did not start the ranks, or the model is on a GPU.
     """
@@ -87,7 +87,7 @@ def _check_windows(ranks: MPI.Comm, library: ModuleType) -> None:
 
 
 def _answer_one_sided(ranks: MPI.Comm, calling: threading.Lock) -> None:
-    """Let the MPI library serve the other nodes' reads and writes while this rank computes or waits for something else.
+    """Call MPI periodically, so that it serves other nodes' reads and writes while this rank computes or waits.
 
     Between nodes one-sided communication may need its target to call MPI; within a node it is shared memory.
     """
@@ -98,7 +98,7 @@ def _answer_one_sided(ranks: MPI.Comm, calling: threading.Lock) -> None:
 
 
 def _number_nodes(local_ranks: list[int]) -> tuple[int, ...]:
-    """A node begins where the local ranks begin again."""
+    """Return the node of each rank; a new node begins at each local rank 0."""
     nodes, node = [], -1
     for local in local_ranks:
         node += local == 0
@@ -107,5 +107,5 @@ def _number_nodes(local_ranks: list[int]) -> tuple[int, ...]:
 
 
 def spread_evenly(index: int, of: int, ranks: int) -> int:
-    """The rank of the `index`-th of `of` things that are spread evenly over the ranks."""
+    """Return the rank of item `index` of `of` items that are spread evenly over the ranks."""
     return index * ranks // of

@@ -1,4 +1,4 @@
-"""Peer to peer: every rank trains its own copy and averages it with its neighbours' (D-PSGD, arXiv:1705.09056)."""
+"""Neighbour averaging: every rank trains a copy and averages it with its neighbours (D-PSGD, arXiv:1705.09056)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NeighbourUpdates:
     def __init__(
         self, own: OptimizerUpdates, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: MpiRanks
     ) -> None:
-        """A collective: every rank calls it, with the same model."""
+        """A collective. model: the same on every rank."""
         from mpi4py import MPI
 
         self._mpi, self._own, self._ranks, self._optimizer = MPI, own, ranks, optimizer
@@ -32,14 +32,14 @@ class NeighbourUpdates:
         flat = torch.cat([parameter.detach().flatten() for parameter in self._trained])
         self._type = MPI.DOUBLE if flat.dtype == torch.float64 else MPI.FLOAT
         self._window: MPI.Win = MPI.Win.Allocate(flat.numel() * flat.element_size(), 1, comm=ranks.every)
-        self._shown = torch.frombuffer(self._window.tomemory(), dtype=flat.dtype)
+        self._published = torch.frombuffer(self._window.tomemory(), dtype=flat.dtype)
         """Parameters that the neighbours read."""
         self._read = torch.empty_like(flat)
         me, count = ranks.every.rank, ranks.every.size
         self._neighbours = sorted({(me - 1) % count, (me + 1) % count} - {me})
 
     def norm(self) -> Tensor:
-        """See optimizer_step.GradientUpdate: of this rank's own gradient."""
+        """Return the norm of this rank's own gradient; see optimizer_step.GradientUpdate."""
         return self._own.norm()
 
     def clip(self, max_norm: float | None) -> Tensor:
@@ -57,7 +57,7 @@ class NeighbourUpdates:
         self._own.clear_gradients()
 
     def shards(self) -> Iterator[TensorShard]:
-        """See interfaces.Engine. A collective: all ranks first become equal, so that there is one model to save."""
+        """Average the models of all ranks, then list the shards; see interfaces.Engine. A collective."""
         state = [value for p in self._trained for value in self._optimizer.state[p].values()]
         for tensor in [*(p.detach() for p in self._trained), *state]:
             with self._ranks.calling:
@@ -66,8 +66,8 @@ class NeighbourUpdates:
         return self._own.shards()
 
     def _average(self) -> None:
-        torch.cat([parameter.detach().flatten() for parameter in self._trained], out=self._shown)
-        mean = self._shown.clone()
+        torch.cat([parameter.detach().flatten() for parameter in self._trained], out=self._published)
+        mean = self._published.clone()
         self._ranks.barrier()
         for rank in self._neighbours:
             with self._ranks.calling:
@@ -80,4 +80,4 @@ class NeighbourUpdates:
         with torch.no_grad():
             for parameter, part in zip(self._trained, parts, strict=True):
                 parameter.copy_(part.view_as(parameter))
-        self._ranks.barrier()  # nobody changes what a neighbour still reads
+        self._ranks.barrier()  # no rank may change what a neighbour still reads

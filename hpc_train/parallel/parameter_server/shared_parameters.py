@@ -1,7 +1,7 @@
-"""A share of the model's parameters in the memory of its servers, read and written by one-sided communication.
+"""Store a share of the model's parameters on its servers, read and written by one-sided MPI communication.
 
-A share is whole parameters with their gradients and optimizer state, as views of one buffer that can be sent as it is.
-The buffer lies in an MPI window on each server of the share: the first one updates it, the others hold copies.
+A share is a set of whole parameters with their optimizer state, as views of one buffer that can be sent as it is. The
+buffer lies in an MPI window on each server (host) of the share: the first host updates it, the others have replicas.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _ALIGNMENT = 64
 
 
 class ParameterShare:
-    """The parameters that one server holds, their optimizer and its state.
+    """The parameters of one share, their optimizer and its state.
 
-    The parameters come first in the buffer, one after the other without gaps, so that a flat gradient fits them.
+    The parameters come first in the buffer, without gaps, so that a flat gradient has their layout.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], make_optimizer: OptimizerFactory) -> None:
@@ -41,7 +41,7 @@ class ParameterShare:
         )
 
     def bind(self, buffer: Tensor, keep: bool) -> None:
-        """Make every tensor a view of `buffer` (bytes), which keeps what it holds or takes their values."""
+        """Make every tensor a view of `buffer` (bytes). keep: use its values; else copy the tensors into it."""
         offset = 0
         for parameter in self.parameters:
             parameter.data = _place_in_buffer(parameter.data, buffer, offset, keep)
@@ -51,15 +51,15 @@ class ParameterShare:
             self.optimizer.state[parameter][key] = _place_in_buffer(value, buffer, offset, keep)
             offset += _align_size(_count_bytes(value))
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything to save, by the names of interfaces.TensorShard."""
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and tensor of everything to save, with the names of interfaces.TensorShard."""
         yield from zip(self.names, self.parameters, strict=True)
         names = dict(zip(self.parameters, self.names, strict=True))
         for parameter, key, value in self._state():
             yield f"optim.{key}.{names[parameter]}", value
 
     def step(self, gradient: Tensor, lr: float) -> None:
-        """Update the share. gradient: flat, of all parameters in order."""
+        """Step the optimizer. gradient: flat, of all parameters in order."""
         parts = torch.split(gradient, [p.numel() for p in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
@@ -73,7 +73,7 @@ class ParameterShare:
 
 
 def deal_parameters(parameters: Sequence[tuple[str, nn.Parameter]], count: int) -> list[list[tuple[str, nn.Parameter]]]:
-    """Whole parameters dealt to `count` servers, the largest first, each to the one that has least."""
+    """Distribute whole parameters over `count` servers, largest first, each to the server with the fewest elements."""
     dealt: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(count)]
     loads = [0] * count
     for name, parameter in sorted(parameters, key=lambda item: -item[1].numel()):
@@ -99,52 +99,52 @@ def _place_in_buffer(tensor: Tensor, buffer: Tensor, offset: int, keep: bool) ->
 
 
 def find_hosts(index: int, servers: int, replicas: int, ranks: int) -> list[int]:
-    """The ranks that hold share `index` of `servers`: the one that updates it, then those with copies."""
+    """Return the ranks that host share `index` of `servers`: first the one that updates it, then the replicas."""
     first = spread_evenly(index, servers, ranks)
     return [(first + spread_evenly(copy, replicas, ranks)) % ranks for copy in range(replicas)]
 
 
 class ShareWindow:
-    """Memory of one share on each of its hosts, and of the gradient that is added up on the first of them."""
+    """MPI windows of one share: its buffer on each of its hosts, and the sum of pushed gradients on the first."""
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
         make_optimizer: OptimizerFactory,
         ranks: MpiRanks,
-        held_by: list[int],
+        hosts: list[int],
     ) -> None:
-        """A collective: every rank calls it, with the same parameters."""
+        """A collective. parameters: of the share, the same on every rank. hosts: see find_hosts."""
         from mpi4py import MPI
 
-        self._mpi, self._ranks, self.hosts = MPI, ranks, held_by
+        self._mpi, self._ranks, self.hosts = MPI, ranks, hosts
         self.parameters = [parameter for _, parameter in parameters]
         me, like = ranks.every.rank, self.parameters[0]
         share = ParameterShare(parameters, make_optimizer)
         self.bytes, self._parameter_bytes = share.bytes, share.parameter_bytes
-        self._window = MPI.Win.Allocate(self.bytes if me in held_by else 0, 1, comm=ranks.every)
-        self._gradients = MPI.Win.Allocate(self._parameter_bytes if me == held_by[0] else 0, 1, comm=ranks.every)
+        self._window = MPI.Win.Allocate(self.bytes if me in hosts else 0, 1, comm=ranks.every)
+        self._gradients = MPI.Win.Allocate(self._parameter_bytes if me == hosts[0] else 0, 1, comm=ranks.every)
         self._type = MPI.DOUBLE if like.dtype == torch.float64 else MPI.FLOAT
         self._flat = torch.empty(self._parameter_bytes // like.element_size(), dtype=like.dtype)
         self.share: ParameterShare | None = None
-        """On the hosts, in the window's own memory."""
-        if me in held_by:
+        """The share in the window's memory; None on ranks that do not host it."""
+        if me in hosts:
             share.bind(_view_window(self._window), keep=False)
             self.share = share
-        if me == held_by[0]:
+        if me == hosts[0]:
             _view_window(self._gradients).zero_()
 
     @property
     def nearest(self) -> int:
-        """The host to read from: on this rank's node if there is one there; else the ranks take turns."""
+        """The host to read from: one on this rank's node if possible, else ranks are spread over the hosts."""
         nodes, me = self._ranks.nodes, self._ranks.every.rank
         near = [host for host in self.hosts if nodes[host] == nodes[me]] or self.hosts
         return me if me in near else near[me % len(near)]
 
     def pull(self) -> None:
-        """Read the parameters from the nearest host into the model; the leader of a group for all of it."""
+        """Read the parameters from the nearest host into the model; the leader of a group reads for the group."""
         if self._ranks.leads:
-            with self._held(self._window, self.nearest, self._mpi.LOCK_SHARED):
+            with self._locked(self._window, self.nearest, self._mpi.LOCK_SHARED):
                 self._window.Get([self._flat.numpy(), self._type], self.nearest, (0, self._flat.numel(), self._type))
         if self._ranks.group.size > 1:
             with self._ranks.calling:
@@ -153,8 +153,8 @@ class ShareWindow:
             for parameter, part in zip(self.parameters, self._split(self._flat), strict=True):
                 parameter.copy_(part.view_as(parameter))
 
-    def gradient(self) -> Tensor:
-        """The model's gradient of this share, flat, the mean over the ranks of a group; only on its leader."""
+    def reduce_gradient(self) -> Tensor:
+        """Return the model's gradient of this share, flat and averaged over the ranks of the group."""
         flat = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.parameters]
         torch.cat(flat, out=self._flat)
         if (group := self._ranks.group).size > 1:
@@ -164,38 +164,38 @@ class ShareWindow:
         return self._flat
 
     def push(self, gradient: Tensor) -> None:
-        """Add a gradient to what others have pushed."""
+        """Add a gradient to the sum on the first host."""
         target = (0, gradient.numel(), self._type)
-        with self._held(self._gradients, self.hosts[0], self._mpi.LOCK_SHARED):
+        with self._locked(self._gradients, self.hosts[0], self._mpi.LOCK_SHARED):
             self._gradients.Accumulate([gradient.numpy(), self._type], self.hosts[0], target, self._mpi.SUM)
 
-    def pushed(self) -> Tensor | None:
-        """The sum of what was pushed, in the window's own memory; None but on the host that updates the share."""
+    def view_pushed(self) -> Tensor | None:
+        """Return the sum of pushed gradients, a view of the window; None except on the first host."""
         if self._ranks.every.rank != self.hosts[0]:
             return None
         return _view_window(self._gradients).view(self._flat.dtype)
 
     def apply(self, gradient: Tensor, lr: float) -> None:
-        """On the host that updates the share: one step with this gradient; then bring the copies up to date."""
+        """Step the share with this gradient and update the replicas; only on the first host."""
         assert self.share is not None
-        with self._held(self._window, self.hosts[0], self._mpi.LOCK_EXCLUSIVE):
+        with self._locked(self._window, self.hosts[0], self._mpi.LOCK_EXCLUSIVE):
             self.share.step(gradient, lr)
             self._copy_to_replicas(_view_window(self._window))
 
-    def update_from_afar(self, share: ParameterShare, scratch: Tensor, gradient: Tensor, lr: float) -> None:
-        """Update a share on another rank: fetch it into `scratch`, step, put it back."""
+    def update_remotely(self, share: ParameterShare, scratch: Tensor, gradient: Tensor, lr: float) -> None:
+        """Update the share from any rank: fetch its buffer into `scratch`, step, write it back and to the replicas."""
         share.bind(scratch[: self.bytes], keep=True)
-        mine = scratch[: self.bytes]
-        with self._held(self._window, self.hosts[0], self._mpi.LOCK_EXCLUSIVE):
-            self._window.Get([mine.numpy(), self._mpi.BYTE], self.hosts[0], (0, self.bytes, self._mpi.BYTE))
+        own = scratch[: self.bytes]
+        with self._locked(self._window, self.hosts[0], self._mpi.LOCK_EXCLUSIVE):
+            self._window.Get([own.numpy(), self._mpi.BYTE], self.hosts[0], (0, self.bytes, self._mpi.BYTE))
             self._window.Flush(self.hosts[0])
             share.step(gradient, lr)
-            self._window.Put([mine.numpy(), self._mpi.BYTE], self.hosts[0], (0, self.bytes, self._mpi.BYTE))
+            self._window.Put([own.numpy(), self._mpi.BYTE], self.hosts[0], (0, self.bytes, self._mpi.BYTE))
             self._window.Flush(self.hosts[0])
-            self._copy_to_replicas(mine)
+            self._copy_to_replicas(own)
 
     def _copy_to_replicas(self, data: Tensor) -> None:
-        """While the first host is locked, so that copies never go back to an older version."""
+        """Write the buffer to the replicas; the first host must be locked, so that they never get an older version."""
         for host in self.hosts[1:]:
             self._window.Lock(host, self._mpi.LOCK_EXCLUSIVE)
             self._window.Put([data.numpy(), self._mpi.BYTE], host, (0, self.bytes, self._mpi.BYTE))
@@ -205,7 +205,7 @@ class ShareWindow:
         return torch.split(flat, [p.numel() for p in self.parameters])
 
     @contextmanager
-    def _held(self, window: MPI.Win, rank: int, how: int) -> Iterator[None]:
+    def _locked(self, window: MPI.Win, rank: int, how: int) -> Iterator[None]:
         with self._ranks.calling:
             window.Lock(rank, how)
             try:
@@ -219,10 +219,10 @@ def _view_window(window: Any) -> Tensor:
 
 
 def list_server_shards(model: nn.Module, windows: list[ShareWindow], world: World) -> Iterator[TensorShard]:
-    """Each share on the ranks that hold it; frozen parameters and persistent buffers on every rank."""
+    """Yield each share on its hosts, and frozen parameters and persistent buffers on every rank."""
     for window in windows:
         if window.share is not None:
-            for name, tensor in window.share.named():
+            for name, tensor in window.share.named_tensors():
                 yield _make_whole_shard(name, tensor.detach(), window.hosts.index(world.rank))
     served = [parameter for window in windows for parameter in window.parameters]
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -32,7 +32,7 @@ class SynchronousUpdates:
         """See optimizer_step.GradientUpdate: of the mean of what all ranks push."""
         if self._factor is None:
             self._push()
-        mine = [window.pushed() for window in self._windows]
+        mine = [window.view_pushed() for window in self._windows]
         square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in mine if g is not None)
         with self._ranks.calling:
             total = self._ranks.every.allreduce(square)
@@ -51,7 +51,7 @@ class SynchronousUpdates:
             self._push()
         assert self._factor is not None
         for window in self._windows:
-            gradient = window.pushed()
+            gradient = window.view_pushed()
             if gradient is not None:
                 window.apply(gradient * self._factor, lr)
                 gradient.zero_()
@@ -70,7 +70,7 @@ class SynchronousUpdates:
 
     def _push(self) -> None:
         for window in self._windows:
-            gradient = window.gradient()
+            gradient = window.reduce_gradient()
             if self._ranks.leads:
                 window.push(gradient)
         self._ranks.barrier()

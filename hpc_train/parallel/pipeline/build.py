@@ -33,7 +33,7 @@ from hpc_train.traffic.stages import (
 
 Report = Callable[[str], None]
 PreparePart = Callable[[nn.Module, nn.Module, RunConfig, World, Report], None]
-"""(part on the meta device, whole model, config, world, what takes a line a pass): every pass, then the values."""
+"""Applies every pass to a part and gives it values: (part on the meta device, whole model, config, world, report)."""
 
 
 def build_pipeline_engine(
@@ -45,7 +45,7 @@ def build_pipeline_engine(
     degrees: Degrees,
     say: Report,
 ) -> PipelineEngine:
-    """The engine of `model` in stages over the axis pp; the model itself is left as it is. See apply.build.
+    """Build the engine of `model` in stages over the axis pp; the model itself is not changed. See apply.build.
 
     Raises UserError for a model that cannot be split so.
     """
@@ -81,7 +81,7 @@ def _make_pipeline(parts: dict[int, nn.Module], ranks: tuple[int, ...], config: 
 
 
 def name_stage_blocks(model: nn.Module, config: RunConfig, degrees: Degrees) -> list[list[str]]:
-    """The blocks of each stage, by name. Raises UserError if the model has too few."""
+    """Return the names of the blocks of each stage. Raises UserError if the model has too few."""
     assert isinstance(model, Model)
     blocks, pipeline = list(model.blocks()), config.parallel.pipeline
     check_blocks(pipeline, len(blocks), degrees)
@@ -123,7 +123,7 @@ def infer_stage_output(model: nn.Module, first: list[str], config: RunConfig, de
 
 
 def _make_stage(model: nn.Module, names: list[str]) -> nn.Module:
-    """A part of the model on the meta device, training what the model trains."""
+    """Make a stage of the model on the meta device, with the same parameters frozen as in the model."""
     assert isinstance(model, Model)
     part = model.stage(names)
     for name, parameter in part.named_parameters():
@@ -132,7 +132,7 @@ def _make_stage(model: nn.Module, names: list[str]) -> nn.Module:
 
 
 def _check_trained(trained: list[set[str]]) -> None:
-    """torch's backward begins at the last stage and must have something to do in each."""
+    """Raise UserError for a stage without trained parameters: torch's backward must have something to do in each."""
     idle = [stage for stage, names in enumerate(trained) if not names]
     if idle:
         raise UserError(

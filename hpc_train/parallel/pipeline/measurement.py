@@ -1,4 +1,4 @@
-"""Times of a pipeline: a timeline of every computation, and the time of each block.
+"""Measure a pipeline: a timeline of every computation, and the time of each block.
 
 parallel.pipeline.timeline records when each rank did what and writes a trace that a browser shows; from it comes the
 bubble. parallel.pipeline.resplit times the forward of each block in a few steps and keeps the times in the run
@@ -44,7 +44,7 @@ class TimelineEvent:
 
 @dataclass
 class Timeline:
-    """This rank's events of training. On a GPU each of them waits for the device, so that it has its real time."""
+    """This rank's events of training. On a GPU each event waits for the device, so that its time is exact."""
 
     device: torch.device
     on: bool = False
@@ -81,7 +81,7 @@ class Timeline:
 
 
 def measure_bubble(ranks: Sequence[Sequence[TimelineEvent]]) -> list[float]:
-    """Idle share of each rank between the first start and the last end on any rank of one step; several are averaged.
+    """Return the idle share of each rank between the first start and the last end of a step; steps are averaged.
 
     ranks: the events of each rank of one pipeline, by the same clock. In theory (p - 1) / (n + p - 1) for GPipe and
     1F1B over p ranks with n micro-batches (Narayanan et al. 2021, arXiv:2104.04473, section 2.1).
@@ -98,7 +98,7 @@ def _sum_idle_time(ranks: Sequence[Sequence[TimelineEvent]]) -> list[float]:
 
 
 def format_chrome_trace(events: Iterable[TimelineEvent], rank: int) -> str:
-    """The Trace Event Format that chrome://tracing and Perfetto open: a row for each stage, times in microseconds."""
+    """Format events for chrome://tracing and Perfetto (Trace Event Format): a row for each stage, in microseconds."""
     rows = [
         {
             "name": f"{event.kind}{event.micro}",
@@ -116,7 +116,7 @@ def format_chrome_trace(events: Iterable[TimelineEvent], rank: int) -> str:
 
 
 FIRST_TIMED_STEP, LAST_TIMED_STEP = 1, TIMED_STEPS
-"""Steps that are measured, counted from 0, the last not included: the very first one also sets up."""
+"""First measured step and one past the last, from 0; the first step of all also sets up, and is not measured."""
 _BEFORE, _AFTER = "before", "after"
 
 
@@ -141,13 +141,13 @@ def read_block_times(path: Path, blocks: list[str]) -> BlockCosts | None:
 
 
 class BlockTimes:
-    """Seconds of the forward of each block of this rank, in a few steps of training; backward is taken to follow them.
+    """Times the forward of each block of this rank in a few training steps; backward is taken to be proportional.
 
     On a GPU every block waits for the device in these steps.
     """
 
     def __init__(self, parts: Mapping[int, nn.Module], last: int, world: World, file: Path) -> None:
-        """parts: this rank's stages; last: the last stage of the model."""
+        """parts: this rank's stages. last: number of the last stage of the model."""
         self._parts, self._last, self._world, self._file = parts, last, world, file
         self._step = 0
         self._started: dict[str, float] = {}
@@ -155,7 +155,7 @@ class BlockTimes:
         self._hooks: list[Any] = []
 
     def end_step(self) -> None:
-        """At the end of each step, on every rank: begin, or gather what was measured and write it."""
+        """End a step: start measuring, or gather the times and write them. A collective."""
         self._step += 1
         if self._step == FIRST_TIMED_STEP:
             for stage, part in self._parts.items():
@@ -184,7 +184,7 @@ class BlockTimes:
         return time.perf_counter()
 
     def _write(self) -> None:
-        """All stages' times, by the first rank of the job."""
+        """Gather the times of all stages; the first rank of the job writes them. A collective."""
         group = self._world.mesh["pp"].get_group()
         everybody = all_gather_values(self._mine(), group)
         if self._world.rank:
@@ -194,7 +194,7 @@ class BlockTimes:
         beside.replace(self._file)
 
     def _mine(self) -> dict[str, float]:
-        """Medians; what a stage takes beside its blocks is the embedding in the first one, and the head in the last."""
+        """Return median times; the rest of the first stage is the embedding, that of the last stage the head."""
         seconds = {name: median(values) for name, values in self._seconds.items()}
         for stage, part in self._parts.items():
             assert isinstance(part, Model)

@@ -171,10 +171,10 @@ class Pipeline:
     """Options of fully_shard, if it holds the parts."""
 
     def training(self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss) -> Schedule:
-        """A schedule for so many micro-batches, each like `inputs`, and like `hidden` between the stages.
+        """Make a training schedule. inputs, hidden: one micro-batch of the first stage and between stages, on meta.
 
-        Both are on the meta device. Raises UserError for an order that is not complete, or in which ranks wait for one
-        another, and ValueError for a number of micro-batches that the schedule cannot do.
+        Raises UserError for an order that is incomplete or deadlocks, and ValueError for a number of micro-batches that
+        the schedule does not support.
         """
         stages: list[Any] = self._stages(inputs, hidden)
         if self.name in _SINGLE:
@@ -201,7 +201,7 @@ class Pipeline:
         return schedule
 
     def _stages(self, inputs: Tensor, hidden: Tensor) -> list[PipelineStage]:
-        """Fresh ones: torch's stages remember the number of micro-batches and their shapes."""
+        """Make new stages: torch's stages remember the number of micro-batches and their shapes."""
         made: list[PipelineStage] = []
         for index, part in self.parts.items():
             stage = Stage(
@@ -219,7 +219,10 @@ class Pipeline:
 
 
 def make_forward_order(ranks: tuple[int, ...], micro_batches: int) -> Order:
-    """Forward alone, where `ranks` hold the stages: as many micro-batches as there are ranks go through a stage."""
+    """Make an order of forwards only, with as many micro-batches at a time as there are ranks.
+
+    ranks: the pp rank of each stage.
+    """
     pp = max(ranks) + 1
     groups = [range(first, min(first + pp, micro_batches)) for first in range(0, micro_batches, pp)]
     held = [[stage for stage, rank in enumerate(ranks) if rank == wanted] for wanted in range(pp)]

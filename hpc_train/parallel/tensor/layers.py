@@ -93,7 +93,7 @@ class TensorAxis:
         return self._split_positions(x)[:, self.rank].clone()
 
     def _split_positions(self, x: Tensor) -> Tensor:
-        """(B, T, ...) -> (B, size, T / size, ...)."""
+        """Split positions: (B, T, ...) to (B, size, T / size, ...)."""
         if x.shape[1] % self.size:
             raise UserError(
                 f"a sequence of {x.shape[1]} positions does not divide over parallel.tp={self.size}; "

@@ -1,8 +1,8 @@
-"""Parameters that are DTensors at rest, while the model's own code computes with plain local tensors.
+"""Store parameters as DTensors while the model's own code computes with plain local tensors.
 
-The optimizer, checkpoints and fully_shard need the DTensor; a user's forward says `F.linear(x, self.weight)` and must
+The optimizer, checkpoints and fully_shard need the DTensor; a user's forward calls `F.linear(x, self.weight)` and must
 get this rank's part, differentiably. So the module's class is replaced by a subclass in which `weight` is a property
-that returns `DTensor.to_local()`, as torch.nn.utils.parametrize does it, but without renaming the parameter.
+that returns `DTensor.to_local()`, as in torch.nn.utils.parametrize, but without renaming the parameter.
 
 Compiled blocks read their parameters before the graph starts (read_parameters_first), because a graph must not contain
 a DTensor.
@@ -25,13 +25,13 @@ from hpc_train.errors import UserError
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Where a parameter lies on the ranks of the tp axis, and which part of it a forward computes with."""
+    """How a parameter is placed on the tp axis, and which part of it a forward computes with."""
 
     placement: Placement = field(default_factory=Replicate)
     partial: bool = False
-    """The ranks' gradients of a replicated parameter are summands, not copies."""
+    """Whether the ranks' gradients of a replicated parameter must be summed, rather than being equal."""
     units: tuple[int, ...] | None = None
-    """Of a replicated parameter, the units of rows (heads) that this rank computes with; None: all rows."""
+    """For a replicated parameter, the units of rows (heads) that this rank computes with; None: all rows."""
     unit_rows: int = 1
     """Rows of a unit."""
 
@@ -50,7 +50,7 @@ class ParameterLayout:
 
 
 ParameterLayouts = dict[tuple[nn.Module, str], ParameterLayout]
-"""By module and the name of the module's own parameter."""
+"""Layouts by (module, name of its own parameter)."""
 
 
 def distribute_parameters(part: nn.Module, mesh: DeviceMesh, layouts: ParameterLayouts) -> None:

@@ -1,8 +1,8 @@
-"""Matrix products that overlap with the gather of their input or the scatter of their output, a chunk at a time.
+"""Overlap matrix products with the all-gather of their input or the reduce-scatter of their output, chunk by chunk.
 
-Chunks go round the ranks of a group in a ring (Wang et al. 2023, doi:10.1145/3567955.3567959): while one travels, the
-one before it is multiplied. They travel point to point, so this runs on gloo and NCCL alike; torch's own version of it
-needs symmetric memory, hence CUDA.
+Chunks are passed around the ranks of a group in a ring (Wang et al. 2023, doi:10.1145/3567955.3567959): while one is on
+its way, the one before is multiplied. Point-to-point messages work on gloo and NCCL alike; torch's own version needs
+symmetric memory, hence CUDA.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hpc_train._torch import find_group
 _MOST_CHUNKS = 4
 
 ShardPlace = tuple[int, slice]
-"""Rows of one rank's shard, in a tensor (ranks, rows, features) that has a shard for each rank."""
+"""Index of some rows of one rank's shard in a tensor (ranks, rows, features)."""
 
 
 @dataclass(frozen=True)
 class MatmulRing:
-    """The ranks of a group in a circle: each sends to the next one and receives from the one before."""
+    """The ranks of a group as a ring: each sends to the next and receives from the previous one."""
 
     group: dist.ProcessGroup
     chunk_bytes: int = 1 << 18
-    """A larger shard travels in chunks of at least this size: latency costs more than smaller ones would save."""
+    """Minimum bytes of a chunk: with smaller ones, latency costs more than the overlap gains."""
 
     @property
     def rank(self) -> int:
@@ -43,15 +43,15 @@ class MatmulRing:
         """Ranks in the group."""
         return self.group.size()
 
-    def chunks(self, shard: Tensor) -> list[slice]:
-        """The rows of a shard (rows, features), cut up in the same way on every rank, because all shards are alike."""
+    def split_rows(self, shard: Tensor) -> list[slice]:
+        """Split the rows of a shard (rows, features) into chunks, alike on every rank, as all shards have one shape."""
         rows = len(shard)
         count = max(1, min(rows, _MOST_CHUNKS, shard.nbytes // self.chunk_bytes))
         ends = [rows * index // count for index in range(count + 1)]
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
     def exchange(self, outgoing: Tensor, incoming: Tensor) -> ChunkTransfer:
-        """Begin to send a contiguous tensor to the next rank and to receive one from the rank before."""
+        """Start sending a contiguous tensor to the next rank and receiving one from the previous rank."""
         following, preceding = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         send = dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=following)
         receive = dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=preceding)
@@ -61,25 +61,25 @@ class MatmulRing:
 
 @dataclass(frozen=True)
 class ChunkTransfer:
-    """A chunk on its way and the one that comes in its place; keeps both tensors alive."""
+    """A chunk that is being sent and one that is being received; keeps both tensors alive."""
 
     outgoing: Tensor
     incoming: Tensor
     sending: dist.Work
     receiving: dist.Work
 
-    def received(self) -> Tensor:
-        """Wait for the chunk that comes in."""
+    def wait(self) -> Tensor:
+        """Wait until the incoming chunk is received; returns it."""
         self.receiving.wait()
         return self.incoming
 
 
 def gather_matmul(x: Tensor, weights: Sequence[Tensor], ring: MatmulRing) -> tuple[Tensor, ...]:
-    """x gathered over its positions, times every weight: column-parallel layers that share an input.
+    """All-gather x over its positions and multiply it by every weight: column-parallel layers that share an input.
 
     x: this rank's positions (B, T / size, K), of the same shape on every rank; weights: (N_i, K), each rank's own rows.
-    Returns the products (B, T, N_i). Backward scatters the sum of what they contribute to x's gradient, and computes
-    the weights' gradients meanwhile, from the gathered input, which is kept as a plain all-gather's result would be.
+    Returns the products (B, T, N_i). Backward reduce-scatters x's gradient while it computes the weights' gradients
+    from the gathered input, which is saved as the result of a plain all-gather would be.
     """
     if torch.compiler.is_compiling():
         _, *compiled = _compiled_gather_matmul(x, list(weights), ring.group.group_name, ring.chunk_bytes)
@@ -89,10 +89,11 @@ def gather_matmul(x: Tensor, weights: Sequence[Tensor], ring: MatmulRing) -> tup
 
 
 def matmul_scatter(x: Tensor, weight: Tensor, ring: MatmulRing) -> Tensor:
-    """x times the weight, summed over ranks and scattered over positions: a row-parallel layer without its bias.
+    """Multiply x by the weight and reduce-scatter over positions: a row-parallel layer without its bias.
 
     x: (B, T, K), T a multiple of the ring's size; weight: (N, K); K are each rank's own columns.
-    Returns this rank's positions (B, T / size, N). Backward gathers the gradient while it multiplies what has arrived.
+    Returns this rank's positions (B, T / size, N). Backward all-gathers the gradient and multiplies chunks as they
+    arrive.
     """
     if torch.compiler.is_compiling():
         output: Tensor = _compiled_matmul_scatter(x, weight, ring.group.group_name, ring.chunk_bytes)
@@ -120,7 +121,7 @@ class _GatherMatmul(torch.autograd.Function):
 
 def _multiply_gathered(x: Tensor, weights: Sequence[Tensor], ring: MatmulRing) -> list[Tensor]:
     """Return the gathered input (size, B T / size, K), for backward, and the products (B, T, N_i)."""
-    shards = _room_around(x, ring)
+    shards = _make_shard_buffer(x, ring)
     outputs = [x.new_empty(*shards.shape[:2], len(weight)) for weight in weights]
     for place in circulate_shards(shards, ring):
         for output, weight in zip(outputs, weights, strict=True):
@@ -135,8 +136,8 @@ def _differentiate_gathered(
     blocks = [_split_positions(gradient, ring) for gradient in gradients]
     found = [torch.empty_like(weight) if want else None for weight, want in zip(weights, wanted[1:], strict=True)]
 
-    def weigh(turn: int, turns: int) -> None:
-        """Compute some rows of every weight gradient, each as a whole product: a sum of parts would round more."""
+    def compute_weight_rows(turn: int, turns: int) -> None:
+        """Compute some rows of every weight gradient, as whole products: adding up partial ones would round more."""
         for block, gradient in zip(blocks, found, strict=True):
             if gradient is not None:
                 rows = slice(len(gradient) * turn // turns, len(gradient) * (turn + 1) // turns)
@@ -145,9 +146,9 @@ def _differentiate_gathered(
     total = None
     if wanted[0]:
         total = shards.new_empty(shards.shape[1:])
-        reduce_products(lambda place: _sum_contributions(blocks, weights, place), total, ring, weigh)
+        reduce_products(lambda place: _sum_contributions(blocks, weights, place), total, ring, compute_weight_rows)
     else:
-        weigh(0, 1)
+        compute_weight_rows(0, 1)
     return [total, *found]
 
 
@@ -155,7 +156,7 @@ class _MatmulScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ring: MatmulRing) -> Tensor:
         ctx.ring = ring
-        ctx.save_for_backward(x, weight)  # not its split copy: attention keeps x too, which is its result
+        ctx.save_for_backward(x, weight)  # x and not its split copy: attention saves the same tensor, its output
         return _scatter_product(x, weight, ring)
 
     @staticmethod
@@ -177,20 +178,20 @@ def _differentiate_scattered(
     gradient: Tensor, x: Tensor, weight: Tensor, ring: MatmulRing, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return gradients of x (B, T, K) and of the weight, None if not wanted. wanted: of x, of the weight."""
-    blocks, shards = _room_around(gradient, ring), _split_positions(x, ring)
+    blocks, shards = _make_shard_buffer(gradient, ring), _split_positions(x, ring)
     found = torch.empty_like(shards) if wanted[0] else None
-    weighed = torch.zeros_like(weight, dtype=_accumulation_dtype(weight.dtype)) if wanted[1] else None
+    weight_gradient = torch.zeros_like(weight, dtype=_accumulation_dtype(weight.dtype)) if wanted[1] else None
     for place in circulate_shards(blocks, ring):
         if found is not None:
             torch.mm(blocks[place], weight, out=found[place])
-        if weighed is not None:
-            _add_product(weighed, blocks[place].t(), shards[place])
+        if weight_gradient is not None:
+            _add_product(weight_gradient, blocks[place].t(), shards[place])
     x_gradient = None if found is None else _join_positions(found, len(gradient))
-    return x_gradient, None if weighed is None else weighed.to(weight.dtype)
+    return x_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype)
 
 
-# Versions of these as single operators, because a compiled graph cannot contain messages between ranks. Eager code
-# keeps the autograd functions above, so that tools that watch operators see each product and message.
+# The same functions as single operators, because a compiled graph cannot contain messages between ranks. Eager code
+# uses the autograd functions above, so that tools that record operators see each product and message.
 
 
 @torch.library.custom_op("hpc_train::gather_matmul", mutates_args=())
@@ -209,7 +210,7 @@ def _(x: Tensor, weights: list[Tensor], group: str, chunk_bytes: int) -> list[Te
 def _compiled_differentiate_gathered(
     gradients: list[Tensor], shards: Tensor, weights: list[Tensor], wanted: list[bool], group: str, chunk_bytes: int
 ) -> list[Tensor]:
-    """Return the gradients; an empty tensor stands for one that is not wanted."""
+    """Return the gradients; an empty tensor in place of one that is not wanted."""
     found = _differentiate_gathered(gradients, shards, weights, MatmulRing(find_group(group), chunk_bytes), wanted)
     return [shards.new_empty(0) if gradient is None else gradient for gradient in found]
 
@@ -254,7 +255,7 @@ def _(x: Tensor, weight: Tensor, group: str, chunk_bytes: int) -> Tensor:
 def _compiled_differentiate_scattered(
     gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool], group: str, chunk_bytes: int
 ) -> list[Tensor]:
-    """Return the gradients; an empty tensor stands for one that is not wanted."""
+    """Return the gradients; an empty tensor in place of one that is not wanted."""
     ring = MatmulRing(find_group(group), chunk_bytes)
     found = _differentiate_scattered(gradient, x, weight, ring, wanted)
     return [x.new_empty(0) if one is None else one for one in found]
@@ -280,11 +281,11 @@ _compiled_matmul_scatter.register_autograd(_backward_scattered, setup_context=_s
 
 
 def circulate_shards(shards: Tensor, ring: MatmulRing) -> Iterator[ShardPlace]:
-    """A ring all-gather that tells what is there as soon as it is there, while the rest is on its way.
+    """All-gather shards around the ring; yields the place of each chunk as soon as it is there.
 
-    shards: (ranks, rows, features), contiguous, of which this rank's own is filled in; the others come.
+    shards: (ranks, rows, features), contiguous, with this rank's own shard filled in; the others are received.
     """
-    chunks = ring.chunks(shards[0])
+    chunks = ring.split_rows(shards[0])
     sent: list[ChunkTransfer] = []
 
     def pass_on(step: int, rows: slice) -> ChunkTransfer:
@@ -298,7 +299,7 @@ def circulate_shards(shards: Tensor, ring: MatmulRing) -> Iterator[ShardPlace]:
     for step in range(1, ring.size):
         arriving, moving = moving, []
         for transfer, rows in zip(arriving, chunks, strict=True):
-            transfer.received()
+            transfer.wait()
             if step + 1 < ring.size:
                 moving.append(pass_on(step, rows))
             yield _previous_rank(ring, step), rows
@@ -312,12 +313,12 @@ def reduce_products(
     ring: MatmulRing,
     meanwhile: Callable[[int, int], None] = lambda turn, turns: None,
 ) -> None:
-    """A ring reduce-scatter of products that are computed while the sums of the ranks before are on their way.
+    """Reduce-scatter products around the ring, computing each while the partial sums of other ranks are on their way.
 
-    Fills `total` (rows, features) with the sum over all ranks of their products for this rank's shard.
-    meanwhile: other work to be done in `turns` turns, each while a shard travels.
+    product: computes this rank's product for a place. Fills `total` (rows, features) with the sum over all ranks of
+    their products for this rank's shard. meanwhile: other work in `turns` turns, each done while a shard is on its way.
     """
-    chunks = ring.chunks(total)
+    chunks = ring.split_rows(total)
     moving: list[ChunkTransfer] = []
     sent: list[ChunkTransfer] = []
     for step in range(ring.size):
@@ -327,7 +328,7 @@ def reduce_products(
         for index, rows in enumerate(chunks):
             part = product((shard, rows))
             if step:
-                part = arriving[index].received().add_(part)
+                part = arriving[index].wait().add_(part)
             if step + 1 < ring.size:
                 moving.append(ring.exchange(part, torch.empty_like(part)))
             else:
@@ -341,22 +342,22 @@ def _previous_rank(ring: MatmulRing, steps: int) -> int:
     return (ring.rank - steps) % ring.size
 
 
-def _room_around(own: Tensor, ring: MatmulRing) -> Tensor:
-    """(B, T / size, K) as this rank's shard in an empty (size, B * T / size, K)."""
+def _make_shard_buffer(own: Tensor, ring: MatmulRing) -> Tensor:
+    """Make an empty (size, B * T / size, K) with `own` (B, T / size, K) as this rank's shard."""
     shards = own.new_empty(ring.size, own.shape[0] * own.shape[1], own.shape[2])
     shards[ring.rank] = own.flatten(0, 1)
     return shards
 
 
 def _split_positions(whole: Tensor, ring: MatmulRing) -> Tensor:
-    """(B, T, N) -> (size, B * T / size, N), contiguous: each rank's positions as rows of its shard."""
+    """Split (B, T, N) by positions into contiguous shards (size, B * T / size, N)."""
     batch, positions, features = whole.shape
     shards = whole.reshape(batch, ring.size, positions // ring.size, features)
     return shards.transpose(0, 1).flatten(1, 2).contiguous()
 
 
 def _join_positions(shards: Tensor, batch: int) -> Tensor:
-    """The inverse of _split."""
+    """Join shards into (B, T, N); the inverse of _split_positions."""
     size, rows, features = shards.shape
     return shards.view(size, batch, rows // batch, features).transpose(0, 1).flatten(1, 2)
 
@@ -371,7 +372,7 @@ def _sum_contributions(blocks: Sequence[Tensor], weights: Sequence[Tensor], plac
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the format in which many parts are added up."""
+    """Return the dtype in which many partial products are added up."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 

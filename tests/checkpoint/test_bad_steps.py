@@ -1,4 +1,4 @@
-"""A checkpoint with NaN or infinity in it, or marked bad, is kept apart: never gone on from by itself."""
+"""Steps with NaN or infinity, or marked bad: resume skips them, and retention does not count them."""
 
 from __future__ import annotations
 

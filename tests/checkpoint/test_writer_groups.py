@@ -1,4 +1,4 @@
-"""Which rank writes which file and when, of any number of ranks: no processes, only where they sit."""
+"""Which rank writes which file and when, computed for any number of ranks without processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads past the page cache whose content other threads verify: whatever fails where, the load ends, and says so."""
+"""Direct reads that other threads verify: a failure anywhere ends the load with an error."""
 
 from __future__ import annotations
 

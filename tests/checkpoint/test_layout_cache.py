@@ -1,4 +1,4 @@
-"""What ranks hold is told once, and made into a manifest once; whatever fails in between, never into a wrong one."""
+"""Cached file layouts: sent and encoded once, and never a wrong manifest after a failed save."""
 
 from __future__ import annotations
 

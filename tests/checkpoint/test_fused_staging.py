@@ -1,4 +1,4 @@
-"""Saves that the caller waits for: the image is filled while it is written, and is the same to the last byte."""
+"""Saves that copy tensors while the file is written make the same files as other saves, to the last byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other arrives whole, however much it is."""
+"""Messages between ranks of any size arrive complete."""
 
 from __future__ import annotations
 
