@@ -1,8 +1,8 @@
 """Look after each step whether a run's numbers can still be trusted, and end the attempt where they cannot.
 
-Loss or gradient that stay infinite send the run back to a good checkpoint (training.rollback). Copies of parameters that
-are no longer equal send it back to the last one from when they were (training.replica_check). All ranks come to the same
-conclusion and raise; hpc_train.launch.restarting then has them started again.
+Loss or gradient that stay infinite send the run back to a good checkpoint (training.rollback). Copies of parameters
+that are no longer equal send it back to the last one from when they were (training.replica_check). All ranks come to
+the same conclusion and raise; hpc_train.launch.restarting then has them started again.
 """
 
 from __future__ import annotations
