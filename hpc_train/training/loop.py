@@ -42,7 +42,7 @@ from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import LedgerFile
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.training.anomalies import UpdateGuard
-from hpc_train.training.number_checks import RanksDisagree, check_numbers, distrust_steps
+from hpc_train.training.number_checks import RanksDisagree, check_last_norm, check_numbers, distrust_steps
 from hpc_train.training.optimizer import compute_learning_rate, scale_peak_rate, seed_step
 from hpc_train.training.replica_check import ReplicaCheck
 from hpc_train.training.reporter import Reporter
@@ -376,12 +376,7 @@ def train_step(run: TrainingRun) -> StepResult:
     # Ranks that share samples must draw the same dropout; pipeline stages and data-parallel shares different ones.
     seed_step(config.train.seed, run.step, run.world.dp_index + run.world.dp_size * get_axis_index(run.world, "pp"))
     sums = run.engine.forward_backward(batch)
-    if not sums.agree:
-        raise RanksDisagree(
-            f"the ranks did not get the same gradient norm in step {run.step} (here: {run.last_norm:.6g}): "
-            "the memory or the device of one of them is at fault",
-            run.step - 1,
-        )
+    check_last_norm(run, sums.agree)
     if run.injector is not None:
         run.injector.after_backward(run.engine.parts)
     waited = run.wait_until_copied()  # a save may still be copying what `clip` and `update` change

@@ -76,6 +76,20 @@ class RanksDisagree(IncompleteRun):
         self.since, self.ranks = since, ranks
 
 
+def check_last_norm(run: TrainingRun, agree: bool) -> None:
+    """Raise RanksDisagree if ranks had different gradient norms in the step before, where all have to be equal."""
+    if not agree:
+        text = f"the ranks did not get the same gradient norm in step {run.step} (here: {run.last_norm:.6g})"
+        _raise_or_warn(run, RanksDisagree(f"{text}: the memory or the device of one of them is at fault", run.step - 1))
+
+
+def _raise_or_warn(run: TrainingRun, error: RanksDisagree) -> None:
+    if run.config.resilience.act:
+        raise error
+    if run.world.rank == 0:
+        log.warning("%s; left alone: resilience.act=false", error)
+
+
 def distrust_steps(run: TrainingRun, error: RanksDisagree) -> None:
     """Record what was seen, and mark the checkpoints that may have been made from it."""
     marked = [step for step in list_committed_steps(run.directory.checkpoints) if step > error.since]
@@ -96,6 +110,7 @@ def _compare_replicas_if_due(run: TrainingRun) -> None:
     if odd:
         which = f"rank {', '.join(map(str, odd[:8]))}" + ("" if sure else ", which differ from each other")
         text = f"copies of parameters are not equal any more, as they were after step {run.equal_at}: those of {which}"
-        raise RanksDisagree(text, run.equal_at, odd if sure else ())
+        _raise_or_warn(run, RanksDisagree(text, run.equal_at, odd if sure else ()))
+        return
     run.equal_at = run.step
     run.equal_checkpoint = run.saved_at
