@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from hpc_train.training.loop import TrainingRun
 
 log = logging.getLogger(__name__)
+_FIRST_COMPARISON = 3
+"""Steps of an attempt after which copies of parameters that are not equal show that they never are."""
 
 
 def check_numbers(run: TrainingRun, finish_saves: Callable[[], None]) -> None:
@@ -101,16 +103,23 @@ def distrust_steps(run: TrainingRun, error: RanksDisagree) -> None:
 
 
 def _compare_replicas_if_due(run: TrainingRun) -> None:
-    """Raise RanksDisagree on all ranks where copies of parameters differ."""
+    """Raise RanksDisagree on all ranks where copies of parameters differ that were equal before."""
     every = run.config.resilience.numbers.compare_every
-    if not every or run.step % every or run.config.parallel.server.mode != "none":
+    if not every or run.config.parallel.server.mode != "none":
         return
-    run.replicas = run.replicas or ReplicaCheck(run.engine, run.world)
+    first = run.steps_here == _FIRST_COMPARISON
+    if first:
+        run.replicas = ReplicaCheck(run.engine, run.world)
+    if run.replicas is None or not (first or run.step % every == 0):
+        return
     odd, sure = run.replicas.find_odd_ranks()
-    if odd:
+    if odd and first:
+        run.replicas = None
+        if run.world.rank == 0:
+            log.warning("copies of parameters are not compared: devices of different kinds round differently")
+    elif odd:
         which = f"rank {', '.join(map(str, odd[:8]))}" + ("" if sure else ", which differ from each other")
         text = f"copies of parameters are not equal any more, as they were after step {run.equal_at}: those of {which}"
         _raise_or_warn(run, RanksDisagree(text, run.equal_at, odd if sure else ()))
-        return
-    run.equal_at = run.step
-    run.equal_checkpoint = run.saved_at
+    else:
+        run.equal_at, run.equal_checkpoint = run.step, run.saved_at
