@@ -132,7 +132,19 @@ def status_table(rows: Sequence[RunStatus], width: int = _PIPE_WIDTH) -> Group:
     warnings = [Text(escape_controls(line)) for line in _warning_lines(rows)]
     counts = Counter(row.state for row in rows)
     summary = [Text(", ".join(f"{count} {state}" for state, count in counts.most_common()))] if len(rows) > 1 else []
-    return Group(shown, *reasons, *warnings, *summary)
+    faults = [Text(escape_controls(f"{row.point}: {line}")) for row in rows if (line := _fault_line(row))]
+    return Group(shown, *reasons, *faults, *warnings, *summary)
+
+
+def _fault_line(row: RunStatus) -> str:
+    """Return what the run has survived, in one line; "" if that is nothing."""
+    parts = []
+    if row.faults:
+        count = f"{len(row.faults)} faults" if len(row.faults) > 1 else "a fault"
+        parts.append(f"went on by itself after {count}, the last: {row.faults[-1]}")
+    if row.skipped_steps:
+        parts.append(f"updates skipped: {row.skipped_steps}")
+    return "; ".join(parts)
 
 
 def _warning_lines(rows: Sequence[RunStatus]) -> list[str]:

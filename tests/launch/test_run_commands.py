@@ -22,7 +22,7 @@ def status(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     row: dict[str, Any]
     (row,) = json.loads(capsys.readouterr().out)
     known = ["point", "job_id", "attempt", "state", "reason", "nodes", "exit_code"]
-    assert list(row) == [*known, "step", "steps", "loss", "seconds_since_step", "warnings"]
+    assert list(row) == [*known, "step", "steps", "loss", "seconds_since_step", "warnings", "faults", "skipped_steps"]
     assert (row["point"], row["job_id"], len(row["nodes"])) == (run.name, None, 1)
     return row
 

@@ -88,6 +88,8 @@ def test_a_job_that_waits(run: Run) -> None:
         "loss": None,
         "seconds_since_step": None,
         "warnings": [],
+        "faults": [],
+        "skipped_steps": 0,
     }
 
 

@@ -146,6 +146,9 @@ def test_a_run_survives_what_chaos_orders(workshop: Workshop, capfd: pytest.Capt
     assert ended.code == 0, ended
     assert [event["cause"] for event in events(workshop, "restart")] == ["a rank was killed"]
     assert [event["step"] for event in events(workshop, "skipped")] == [8]
+    assert main(["status", str(run)]) == 0
+    seen = capfd.readouterr().out
+    assert "run: went on by itself after a fault, the last: a rank was killed; updates skipped: 1" in seen
     clean = workshop.train("clean", *LONG, f"resilience.numbers.skip_list={run / 'skipped.json'}")
     assert clean.code == 0, clean
     left, right = parameters(run), parameters(workshop.folder / "clean")  # the loss of step 8 is NaN in one of them

@@ -86,7 +86,8 @@ class Campaign:
     def _has_saved(self) -> bool:
         """Whether the attempt has saved: an exception before that would come again, and ends a run."""
         kinds = [event["event"] for event in lines(self.run / "events.jsonl")]
-        started = max((at for at, kind in enumerate(kinds) if kind in ("start", "resume")), default=len(kinds))
+        begins = ("start", "resume", "hang", "lost_node", "restart", "requeue")
+        started = max((at for at, kind in enumerate(kinds) if kind in begins), default=len(kinds))
         return "checkpoint" in kinds[started:]
 
     def _spare_the_batch_host(self) -> str | None:

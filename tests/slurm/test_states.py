@@ -91,7 +91,10 @@ def status(run: Path | str) -> list[dict[str, Any]]:
     assert said.returncode == 0, said.stderr
     rows: list[dict[str, Any]] = json.loads(said.stdout)
     keys = ["point", "job_id", "attempt", "state", "reason", "nodes", "exit_code"]
-    assert all(list(row) == [*keys, "step", "steps", "loss", "seconds_since_step", "warnings"] for row in rows)
+    assert all(
+        list(row) == [*keys, "step", "steps", "loss", "seconds_since_step", "warnings", "faults", "skipped_steps"]
+        for row in rows
+    )
     return rows
 
 

@@ -34,6 +34,7 @@ def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
     step = _int_or_none(last.get("step"))
     loss, warnings = _float_or_none(last.get("loss")), _warnings(facts)
     status = replace(status, step=step, steps=facts.steps, loss=loss, warnings=warnings)
+    status = replace(status, faults=facts.faults, skipped_steps=facts.skipped_steps)
     if status.state is not State.RUNNING:
         return status
     age = _seconds_since_step(path, facts)

@@ -27,6 +27,10 @@ class RunFacts:
     attempts: tuple[Attempt, ...] = ()
     jobs: tuple[str, ...] = ()
     """Slurm's jobs of the last submission, a chain's in order; () of a run without Slurm."""
+    faults: tuple[str, ...] = ()
+    """Faults after which the run went on by itself, since its last submission."""
+    skipped_steps: int = 0
+    """Steps whose update was skipped; one that was done again counts each time."""
     failure: str = ""
     """Reason in the newest attempt's failure event."""
     cancelled: bool = False
@@ -92,6 +96,8 @@ def read_files(point: RunPoint) -> RunFacts:
         facts,
         steps=_total_steps(events),
         ending=_ending_in_log(facts),
+        faults=_list_faults(events),
+        skipped_steps=sum(event["event"] == "skipped" for event in events),
         failure="" if newest.result and newest.result.exit_code == 0 else _failure_text(point.run, newest, events),
         cancelled=_was_cancelled(facts.jobs, newest, events),
         cancel_note=_cancel_note(newest, events),
@@ -150,6 +156,13 @@ def _was_cancelled(jobs: Sequence[str], newest: Attempt | None, events: Iterable
     if jobs:
         return any(event.get("job_id") in jobs for event in cancels)
     return newest is not None and any(event["attempt"] == newest.number for event in cancels)
+
+
+def _list_faults(events: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    submitted = max((at for at, event in enumerate(events) if event["event"] == "submit"), default=0)
+    restarts = [event for event in events[submitted:] if event["event"] == "restart"]
+    acted = [event for event in restarts if event.get("action") in ("restarted", "requeued")]
+    return tuple(str(event.get("signature", event.get("cause"))) for event in acted)
 
 
 def _total_steps(events: Sequence[dict[str, Any]]) -> int | None:

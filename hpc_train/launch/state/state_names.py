@@ -61,10 +61,20 @@ class RunStatus:
 
     warnings: tuple[str, ...] = ()
     """Warnings of the newest attempt's ranks, each text once."""
+    faults: tuple[str, ...] = ()
+    """Faults after which the run went on by itself, since its last submission."""
+    skipped_steps: int = 0
+    """Steps whose update was skipped because their numbers were wrong."""
 
     def row(self) -> dict[str, Any]:
         """Return the fields as `hpc-train status --json` prints them."""
-        return {**asdict(self), "state": str(self.state), "nodes": list(self.nodes), "warnings": list(self.warnings)}
+        return {
+            **asdict(self),
+            "state": str(self.state),
+            "nodes": list(self.nodes),
+            "warnings": list(self.warnings),
+            "faults": list(self.faults),
+        }
 
 
 # Slurm's words of any version (squeue(1), JOB STATE CODES); those of a job that holds nodes count as running.
