@@ -132,7 +132,8 @@ def status_table(rows: Sequence[RunStatus], width: int = _PIPE_WIDTH) -> Group:
     warnings = [Text(escape_controls(line)) for line in _warning_lines(rows)]
     counts = Counter(row.state for row in rows)
     summary = [Text(", ".join(f"{count} {state}" for state, count in counts.most_common()))] if len(rows) > 1 else []
-    faults = [Text(escape_controls(f"{row.point}: {line}")) for row in rows if (line := _fault_line(row))]
+    survived = [(row.point, _fault_line(row)) for row in rows]
+    faults = [Text(escape_controls(f"{point}: {text}")) for point, text in survived if text]
     return Group(shown, *reasons, *faults, *warnings, *summary)
 
 
