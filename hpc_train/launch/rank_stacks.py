@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,7 @@ class RankStack:
     """`rank 1 (task 1 on n2)`; `task 1` before the ranks have met."""
     place: str | None
     """Function and line the rank is in; None if it did not answer."""
+    task: int = -1
 
 
 def collect_stacks(
@@ -65,7 +66,15 @@ def collect_stacks(
             break
         time.sleep(_POLL_SECONDS)
     names = _rank_names(logs)
-    return [RankStack(names.get(task, f"task {task}"), places[task]) for task in tasks]
+    return [RankStack(names.get(task, f"task {task}"), places[task], task) for task in tasks]
+
+
+def find_odd_task(stacks: Sequence[RankStack]) -> int | None:
+    """Return the one task that did not answer, or is in code of its own while all others wait; None if none is."""
+    silent = [stack.task for stack in stacks if stack.place is None]
+    busy = [stack.task for stack in stacks if stack.place is not None and not _is_waiting(stack.place)]
+    odd = silent or busy
+    return odd[0] if len(odd) == 1 and len(stacks) > 1 else None
 
 
 def describe_stacks(stacks: Iterable[RankStack]) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.launch.rank_stacks import collect_stacks, describe_stacks
+from hpc_train.launch.rank_stacks import collect_stacks, describe_stacks, find_odd_task
 from hpc_train.regular_files import read_json
-from hpc_train.resilience.deadlines import HangLimits, limits_from_settings
+from hpc_train.resilience.deadlines import HangLimits, limits_from_settings, read_learned, write_learned
 from hpc_train.resilience.heartbeat import remove_entries
 from hpc_train.resilience.incident import Incident, mark_hang, write_incident
 from hpc_train.resilience.watch import (
@@ -56,7 +56,7 @@ class HangResponse:
     def __init__(self, logs: Path, settings: WatchSettings, request_stacks: Callable[[], None]) -> None:
         """logs: log directory of the attempt. request_stacks: sends STACK_SIGNAL to every rank."""
         self._logs, self._settings, self._request_stacks = logs, settings, request_stacks
-        self._watch = NodeWatch(logs, settings.limits, socket.gethostname())
+        self._watch = NodeWatch(logs, settings.limits, socket.gethostname(), read_learned(logs.parents[1]))
         self._next = 0.0
         self._reported = False
 
@@ -80,8 +80,11 @@ class HangResponse:
 
     def _report(self, hang: Hang, views: Sequence[RankView]) -> None:
         unable = {view.task for view in views if view.state in (STOPPED, WAITS_FOR_DISK, GONE)}
-        stacks = describe_stacks(collect_stacks(self._logs, self._request_stacks, _STACK_SECONDS, unable))
-        culprit = hang.culprits[0] if hang.culprits else None
+        answers = collect_stacks(self._logs, self._request_stacks, _STACK_SECONDS, unable)
+        stacks = describe_stacks(answers)
+        odd = find_odd_task(answers)
+        culprits = hang.culprits or [view for view in views if view.task == odd]
+        culprit = culprits[0] if culprits else None
         text = f"the ranks hang: {hang.describe()}; {stacks}"
         incident = Incident(
             "hang", text, culprit.task if culprit else None, culprit.host if culprit else "", views, stacks
@@ -94,7 +97,8 @@ class HangResponse:
         append_event(run / "events.jsonl", "hang", attempt, why=text, action=acted, folder=folder.name)
 
     def close(self) -> None:
-        """Remove the entries of the ranks, which are gone by now."""
+        """Leave what was learned to the next attempt, and remove the entries of the ranks, which are gone by now."""
+        write_learned(self._logs.parents[1], self._watch.deadlines.learned())
         remove_entries(self._logs)
 
 

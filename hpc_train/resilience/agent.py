@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Report:
     """The machine is about to be taken away: what its cloud says."""
     blind: str = ""
     """Why notices cannot be seen."""
+    learned: dict[Phase, float] = field(default_factory=dict)
+    """Deadlines.learned."""
 
 
 def encode_report(report: Report) -> str:
@@ -45,7 +47,8 @@ def encode_report(report: Report) -> str:
         [view.task, int(view.phase), view.step, round(view.silent, 1), round(view.deadline, 1), view.state]
         for view in report.views
     ]
-    fields = {"host": report.host, "ranks": rows, "notice": report.notice, "blind": report.blind}
+    learned = {phase.name: round(seconds, 3) for phase, seconds in report.learned.items()}
+    fields = {"host": report.host, "ranks": rows, "notice": report.notice, "blind": report.blind, "learned": learned}
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -58,14 +61,20 @@ def decode_report(line: str) -> Report | None:
             RankView(int(task), Phase(phase), int(step), float(silent), float(deadline), str(state), host)
             for task, phase, step, silent, deadline, state in value["ranks"]
         ]
-        return Report(host, views, str(value["notice"]), str(value["blind"]))
-    except (ValueError, KeyError, TypeError):
+        learned = {Phase[name]: float(seconds) for name, seconds in value["learned"].items()}
+        return Report(host, views, str(value["notice"]), str(value["blind"]), learned)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def run_agent(logs: Path, settings: dict[str, Any]) -> None:
-    """Report until standard input ends. settings: the `resilience` part of a configuration."""
-    host, watch, due = socket.gethostname(), NodeWatch(logs, limits_from_settings(settings["hang"])), 0.0
+    """Report until standard input ends.
+
+    settings: the `resilience` part of a configuration, and `learned`: seconds by phase, from earlier attempts.
+    """
+    known = {Phase[name]: float(seconds) for name, seconds in settings["learned"].items()}
+    host, due = socket.gethostname(), 0.0
+    watch = NodeWatch(logs, limits_from_settings(settings["hang"]), known=known)
     notices, notice, overdue = NoticeWatch(**settings["notice"]), "", False
     while True:
         views = watch.look()
@@ -73,7 +82,7 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
         before, overdue = overdue, any(view.overdue for view in views)
         if time.monotonic() >= due or overdue > before:  # what is new and bad is reported at once
             due = time.monotonic() + REPORT_SECONDS
-            report = Report(host, views, notice, notices.failure or "")
+            report = Report(host, views, notice, notices.failure or "", watch.deadlines.learned())
             os.write(1, encode_report(report).encode() + b"\n")
         readable, _, _ = select.select([0], [], [], LOOK_SECONDS)
         if readable and not os.read(0, 4096):

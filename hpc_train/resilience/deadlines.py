@@ -1,12 +1,28 @@
-"""Learn how long each phase of a rank takes, and from when on a rank in it counts as hung."""
+"""Learn how long each phase of a rank takes, and from when on a rank in it counts as hung.
+
+What one attempt has learned about steps is left in the run directory for the next: ranks that hang soon after a restart
+would otherwise have the deadline of a first step, which may compile for minutes. Standard library only.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from hpc_train.regular_files import read_json
 from hpc_train.resilience.heartbeat import Phase
+
+LEARNED = "deadlines.json"
+"""File in a run directory: seconds by phase."""
+_CARRIED = (Phase.FIRST_STEP, Phase.STEP, Phase.DATA, Phase.EVALUATE)
+"""Phases that take as long in the next attempt. Imports and loading depend on caches, and keep their own deadlines."""
+_FIRST_STEP_FLOOR = 60.0
+"""Least deadline of a first step, however quick those of earlier attempts were: another node may have to compile."""
 
 _FIRST = 5
 """Observations of a phase before its deadline is learned."""
@@ -41,6 +57,8 @@ class Deadlines:
     """Deadlines of all phases, learned from how long they have taken on any rank of a node."""
 
     limits: HangLimits
+    known: Mapping[Phase, float] = field(default_factory=dict)
+    """What earlier attempts have learned."""
     _seconds: dict[Phase, deque[float]] = field(default_factory=dict)
 
     def observe(self, phase: Phase, seconds: float) -> None:
@@ -50,13 +68,60 @@ class Deadlines:
     def seconds(self, phase: Phase) -> float:
         """Return after how many seconds without a new entry a rank in this phase counts as hung.
 
-        Until a phase has been seen five times it has the deadline of a first step, or its own if that is longer.
+        Until a phase has been seen five times, or is known from an earlier attempt, it has the deadline of a first
+        step, or its own if that is longer.
         """
         floor, seen = self.limits.floor(phase), self._seconds.get(phase, ())
-        if len(seen) < _FIRST:
+        if phase in self.known:
+            if phase is Phase.FIRST_STEP:
+                floor = min(floor, _FIRST_STEP_FLOOR)
+            typical = max(self.known[phase], _find_typical(seen))
+        elif len(seen) < _FIRST:
             return max(floor, self.limits.first_step)
-        ordered = sorted(seen)
-        return max(floor, self.limits.factor * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))])
+        else:
+            typical = _find_typical(seen)
+        return max(floor, self.limits.factor * typical)
+
+    def learned(self) -> dict[Phase, float]:
+        """Return what the next attempt should know: seconds of phases that were seen."""
+        found = dict(self.known)
+        for phase in _CARRIED:
+            seen = self._seconds.get(phase, ())
+            if len(seen) >= (1 if phase is Phase.FIRST_STEP else _FIRST):
+                found[phase] = max(found.get(phase, 0.0), _find_typical(seen))
+        return found
+
+
+def _find_typical(seen: Iterable[float]) -> float:
+    """Return the 99th percentile; 0 of nothing."""
+    ordered = sorted(seen)
+    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] if ordered else 0.0
+
+
+def merge_learned(parts: Iterable[Mapping[Phase, float]]) -> dict[Phase, float]:
+    """Return the longest of each phase."""
+    merged: dict[Phase, float] = {}
+    for part in parts:
+        for phase, seconds in part.items():
+            merged[phase] = max(merged.get(phase, 0.0), seconds)
+    return merged
+
+
+def write_learned(run: Path, learned: Mapping[Phase, float]) -> None:
+    """Leave what was learned to the next attempt. Without a place on the disk it learns anew."""
+    beside = run / f".{LEARNED}.{os.getpid()}"
+    with suppress(OSError):
+        beside.write_text(json.dumps({phase.name: round(seconds, 3) for phase, seconds in learned.items()}) + "\n")
+        beside.replace(run / LEARNED)
+
+
+def read_learned(run: Path) -> dict[Phase, float]:
+    """Return what earlier attempts have left; {} if there is nothing, or it is damaged."""
+    try:
+        found = {Phase[name]: float(seconds) for name, seconds in read_json(run / LEARNED).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return {phase: seconds for phase, seconds in found.items() if phase in _CARRIED and 0 <= seconds < 1e6}
 
 
 def limits_from_settings(settings: Mapping[str, float]) -> HangLimits:

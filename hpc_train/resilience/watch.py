@@ -15,7 +15,7 @@ Standard library only.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,10 +66,12 @@ class _Followed:
 class NodeWatch:
     """Follows the ranks of this node that write heartbeats."""
 
-    def __init__(self, logs: Path, limits: HangLimits, host: str = "") -> None:
-        """logs: log directory of the attempt. host: name of this node."""
+    def __init__(
+        self, logs: Path, limits: HangLimits, host: str = "", known: Mapping[Phase, float] | None = None
+    ) -> None:
+        """logs: log directory of the attempt. host: name of this node. known: from earlier attempts."""
         self._logs, self._host = logs, host
-        self._limits, self.deadlines = limits, Deadlines(limits)
+        self._limits, self.deadlines = limits, Deadlines(limits, known or {})
         self._followed: dict[int, _Followed] = {}
         self._last = time.monotonic()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.resilience.deadlines import Deadlines, HangLimits
+from hpc_train.resilience.deadlines import Deadlines, HangLimits, merge_learned, read_learned, write_learned
 from hpc_train.resilience.heartbeat import Heartbeat, Phase, find_folder, read_beats, remove_entries
 from hpc_train.resilience.watch import GONE, STOPPED, WAITS_FOR_DISK, NodeWatch, RankView, find_hang
 
@@ -183,3 +183,36 @@ def test_damaged_entries_are_passed_over(logs: Path, content: bytes) -> None:
     (find_folder(logs) / "1").write_bytes(content)
     (find_folder(logs) / "notes").write_bytes(b"")
     assert [beat.task for beat in read_beats(logs)] == [0]
+
+
+def test_what_an_attempt_has_learned_is_known_to_the_next(tmp_path: Path) -> None:
+    limits = HangLimits()
+    first = Deadlines(limits)
+    for _ in range(10):
+        first.observe(Phase.STEP, 3.0)
+    for seconds in (40.0, 2.0):
+        first.observe(Phase.FIRST_STEP, seconds)
+    first.observe(Phase.START, 5.0)
+    assert first.seconds(Phase.FIRST_STEP) == 900
+    write_learned(tmp_path, first.learned())
+    again = Deadlines(limits, read_learned(tmp_path))
+    assert again.seconds(Phase.STEP) == 15
+    assert again.seconds(Phase.FIRST_STEP) == 200
+    assert again.seconds(Phase.START) == 900
+    assert again.seconds(Phase.EVALUATE) == 900
+    assert again.learned() == read_learned(tmp_path)
+    quick = Deadlines(limits, {Phase.FIRST_STEP: 0.1, Phase.STEP: 0.1})
+    assert [quick.seconds(phase) for phase in (Phase.FIRST_STEP, Phase.STEP)] == [60, 10]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"STEP": "soon"}', '{"NAP": 3}', '{"STEP": -1}', '{"STEP": NaN}'])
+def test_what_was_learned_may_be_damaged(tmp_path: Path, text: str) -> None:
+    (tmp_path / "deadlines.json").write_text(text)
+    assert read_learned(tmp_path) == {}
+
+
+def test_the_longest_of_all_nodes_counts() -> None:
+    assert merge_learned([{Phase.STEP: 1.0}, {Phase.STEP: 2.0, Phase.DATA: 0.5}, {}]) == {
+        Phase.STEP: 2.0,
+        Phase.DATA: 0.5,
+    }

@@ -26,6 +26,7 @@ from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
 from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
 from hpc_train.regular_files import read_json
 from hpc_train.resilience.agent import Report, decode_report
+from hpc_train.resilience.deadlines import merge_learned, read_learned, write_learned
 from hpc_train.resilience.incident import Incident, write_incident
 from hpc_train.resilience.watch import GONE, RankView, read_process_state
 from hpc_train.training.run_records import append_event
@@ -143,8 +144,9 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
     job = current_job_id(os.environ)
     assert job is not None
     silent, stopping, lost = float(resilience["node_silent_seconds"]), False, None
-    nodes = expand_hostlist(os.environ["HPC_TRAIN_NODES"])
-    reports = AgentReports(start_agents(logs, resilience, nodes))
+    nodes, run = expand_hostlist(os.environ["HPC_TRAIN_NODES"]), logs.parents[1]
+    learned = {phase.name: seconds for phase, seconds in read_learned(run).items()}
+    reports = AgentReports(start_agents(logs, {**resilience, "learned": learned}, nodes))
     response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1))
     try:
         while is_running(ranks):
@@ -164,6 +166,8 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
                 signal_ranks(job, signal.SIGKILL)
                 return
     finally:
+        if reports.nodes:
+            write_learned(run, merge_learned(node.report.learned for node in reports.nodes.values()))
         reports.close(_UNREACHABLE_SECONDS if lost else _END_SECONDS)
 
 
