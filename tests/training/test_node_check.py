@@ -27,7 +27,7 @@ def check_nodes(world: World, folder: RunDirectory, attempt: int, spares: int) -
     """The pre-flight of one rank a node, on one of which products are slow; what it says."""
     if world.rank == SLOW:
         product = torch.mm
-        torch.mm = lambda *args: (time.sleep(0.05), product(*args))[1]  # type: ignore[func-returns-value]
+        torch.mm = lambda *args: (time.sleep(0.3), product(*args))[1]  # type: ignore[func-returns-value]
     config = compose(
         ["resilience.preflight=quick", "launch=slurm", f"launch.spares={spares}", f"run_dir={folder.path}"]
     )
