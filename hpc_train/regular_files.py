@@ -1,7 +1,7 @@
-"""Open files that somebody else may have put there: regular ones only, of bounded size, without ever blocking.
+"""Read and replace files of a run, and open files that somebody else may have put there, without ever blocking.
 
 Opening a named pipe blocks until there is a writer, reading a device may never end, and a link may lead anywhere. So a
-file is opened without blocking, checked through its descriptor, and only then read.
+file is opened without blocking, checked through its descriptor (regular, of bounded size), and only then read.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -92,6 +93,32 @@ def read_json(path: Path) -> Any:
         return json.loads(read_text(path))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def write_private_file(path: Path, text: str) -> None:
+    """Put a file that only its owner may read in this place, in one rename. Raises OSError; nothing then changed."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        beside.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def parse_json_object(line: str | bytes) -> dict[str, Any]:
+    """Return the object on a line of a .jsonl file; {} for a line that is torn, damaged or no object.
+
+    A process that was killed, or a full disk, leaves such lines, and others may be appended after them.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def check_regular(path: Path, follow: bool = True) -> None:

@@ -17,11 +17,13 @@ from typing import Any, NoReturn
 
 from hpc_train import __version__
 from hpc_train.cli.arguments import add_command, add_examples
-from hpc_train.errors import EXIT_USER_ERROR, UserError
+from hpc_train.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
 from hpc_train.terminal import escaping_stdout, one_line
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+"""What a full, failing or read-only file system answers: nobody's mistake, and no traceback explains it better."""
 COMMANDS = {
     "train": ("arguments:add_train", "train on this machine, or as a rank inside srun, torchrun or mpirun"),
     "submit": ("arguments:add_submit", "submit a run or a sweep to Slurm and return at once"),
@@ -75,14 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         from hpc_train.regular_files import NotRegularError
 
-        if error.errno != errno.ENAMETOOLONG and not isinstance(error, NotRegularError):
+        of_input = error.errno == errno.ENAMETOOLONG or isinstance(error, NotRegularError)
+        if not of_input and error.errno not in _STORAGE_ERRORS:
             raise
         if arguments.debug:
             traceback.print_exc()
-        name = str(error.filename)
-        name = name[:60] + "..." if error.errno == errno.ENAMETOOLONG else name
-        print(f"hpc-train: {one_line(f'{name}: {error.strerror}')}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        name = f"{error.filename}: " if error.filename else ""  # a write names no file
+        name = name[:60] + "...: " if error.errno == errno.ENAMETOOLONG else name
+        print(f"hpc-train: {one_line(f'{name}{error.strerror}')}", file=sys.stderr)
+        return EXIT_USER_ERROR if of_input else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

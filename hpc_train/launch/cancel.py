@@ -9,7 +9,6 @@ then killed. If even that does not end them, their job or controller is killed.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -30,7 +29,7 @@ from hpc_train.launch.state.run_facts import RunFacts, gather_facts
 from hpc_train.launch.state.run_lookup import RunPoint, find_points, points_of_sweep
 from hpc_train.launch.state.state_names import RunStatus, State, from_slurm_state
 from hpc_train.launch.sweep import sweep_directory
-from hpc_train.regular_files import read_text
+from hpc_train.regular_files import read_json
 from hpc_train.runtime.processes import is_process_alive
 from hpc_train.training.run_records import append_event
 
@@ -253,7 +252,7 @@ def wait_and_kill(points: Sequence[RunPoint], shared: frozenset[Path], ask: RunC
 def read_cancel_seconds(point: RunPoint) -> int:
     """Return launch.cancel_seconds of a run as it was frozen."""
     try:
-        launch = json.loads(read_text(point.run / "job.json"))["config"]["launch"]
+        launch = read_json(point.run / "job.json")["config"]["launch"]
         return int(launch.get("cancel_seconds") or launch["signal_seconds"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return _DEFAULT_SECONDS

@@ -6,7 +6,6 @@ when its ranks did not end well (`python -m`), to record the failure and to expl
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.launch.state.attempts import read_attempt, read_rank_entries, read_tail_text
-from hpc_train.regular_files import read_text
+from hpc_train.regular_files import read_json
 from hpc_train.resilience.incident import read_hang
 from hpc_train.training.run_records import RankFailure, append_event, read_first_failure
 
@@ -94,13 +93,20 @@ def explain_failure(logs: Path) -> str | None:
     return error.brief(logs / f"task-{error.task}.log") if error else None
 
 
+def _read_exit_codes(logs: Path) -> list[tuple[int, int]]:
+    """Return (task, exit code) in order of their ends; [] if the file is missing or damaged."""
+    try:
+        return [(int(task), int(code)) for task, code in read_json(logs / EXIT_CODES)]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
 def _left_no_report(logs: Path, task: int | str) -> bool:
     return not (logs / f"task-{task}.failure.json").exists()
 
 
 def _find_in_exit_codes(logs: Path, failure: RankFailure | None) -> FirstError | None:
-    text = read_tail_text(logs / EXIT_CODES)
-    exits: list[tuple[int, int]] = json.loads(text) if text else []
+    exits = _read_exit_codes(logs)
     silent = [(task, code) for task, code in exits if code not in (0, EXIT_REQUEUE) and _left_no_report(logs, task)]
     dead = next((item for item in silent if item[1] > 0 or -item[1] in _DEADLY_SIGNALS), None)
     if dead is None and (failure is not None or not silent):
@@ -183,7 +189,7 @@ def _name_ranks(tasks: Sequence[int], entries: dict[int, dict[str, object]], hos
 
 def _format_time_limit(logs: Path) -> str:
     try:
-        seconds = json.loads(read_text(logs.parents[1] / "job.json"))["config"]["launch"]["timeout_seconds"]
+        seconds = read_json(logs.parents[1] / "job.json")["config"]["launch"]["timeout_seconds"]
         return f" after launch.timeout_seconds={int(seconds)}"
     except (OSError, ValueError, KeyError, TypeError):
         return ""

@@ -26,13 +26,12 @@ from hpc_train.errors import UserError
 from hpc_train.launch.job_spec import JobSpec, make_spec
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.placement.node_locations import read_switch_file
-from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
+from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular, write_private_file
 from hpc_train.traffic.stages import is_schedule_file
 from hpc_train.training.run_directory import (
     RunDirectory,
     locate_run_directory,
     prepare_run_directory,
-    write_private_file,
 )
 from hpc_train.training.run_records import read_metrics
 
@@ -189,7 +188,7 @@ def check_files(config: RunConfig, folder: RunDirectory) -> None:
     Data is not looked for where the batch script has set-up lines: they may be what brings it to the node.
     """
     if isinstance(config.data, TokenDataConfig) and not config.launch.setup:
-        _check_text(config.data)
+        _check_text(config.data, config.model.vocab_size if isinstance(config.model, TransformerConfig) else None)
     check_cluster_files(config)
     offload = config.parallel.offload.dir
     if config.launch.kind == "local" and offload is not None and not Path(offload).is_dir():
@@ -210,11 +209,20 @@ def check_cluster_files(config: RunConfig) -> None:
         read_calibration(Path(config.cluster.calibration).expanduser())
 
 
-def _check_text(data: TokenDataConfig) -> None:
+def _check_text(data: TokenDataConfig, of_model: int | None) -> None:
+    """Raise UserError for text or a token store that a rank could not read. of_model: the model's vocabulary."""
     if data.path is not None:
         if not Path(data.path).expanduser().is_file():
             raise UserError(
                 f"data.path={data.path}: no such file; make it with `hpc-train data build {data.path} TEXT`"
+            )
+        from hpc_train.data.token_store import TokenStore  # h5py, which only runs with a store of their own need here
+
+        tokens = TokenStore.open(data.path).vocab_size
+        if of_model is not None and of_model < tokens:
+            raise UserError(
+                f"model.vocab_size={of_model}: smaller than the {tokens} of data.path={data.path}; "
+                f"use model.vocab_size={tokens}"
             )
         return
     if not data.sources:

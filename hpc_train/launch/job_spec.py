@@ -18,9 +18,9 @@ from hpc_train import __version__
 from hpc_train.config.compose import config_from_dict, config_to_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.regular_files import MAX_TEXT_BYTES, open_regular
+from hpc_train.regular_files import MAX_TEXT_BYTES, open_regular, write_private_file
 from hpc_train.traffic.stages import is_schedule_file
-from hpc_train.training.run_directory import RunDirectory, locate_run_directory, write_private_file
+from hpc_train.training.run_directory import RunDirectory, locate_run_directory
 
 if TYPE_CHECKING:
     from hpc_train.launch.snapshot.code_snapshot import Snapshot

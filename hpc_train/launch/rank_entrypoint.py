@@ -11,10 +11,12 @@ from hpc_train.runtime import processes
 # Whoever imports this module has handlers already.
 _stop_request = processes.install_stop_handlers() if __name__ == "__main__" else processes.StopRequest()
 
+import errno  # noqa: E402
+import io  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import NoReturn  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
 
 
 def import_training() -> None:
@@ -108,6 +110,25 @@ def _redirect_output(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    sys.stdout, sys.stderr = _open_lossy(1), _open_lossy(2)
+
+
+class _LossyFile(io.FileIO):
+    """A log that leaves out what there is no room for, so that a full disk does not end the training."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            return len(data)
+
+
+def _open_lossy(descriptor: int) -> io.TextIOWrapper:
+    # Like Python's own streams under `-u`, which keep nothing back.
+    file = io.BufferedWriter(_LossyFile(descriptor, "w", closefd=False), buffer_size=1)
+    return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def _stop_with_parent() -> None:

@@ -7,7 +7,6 @@ collective, answers too; one that is stopped, or whose node is gone, does not.
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.launch.state.attempts import read_rank_entries
-from hpc_train.regular_files import read_text
+from hpc_train.regular_files import read_json
 
 STACK_SIGNAL = signal.SIGUSR1
 _HEADER = b"Stack (most recent call first):"
@@ -104,7 +103,7 @@ def _join_names(names: list[str]) -> str:
 def _expected_tasks(logs: Path) -> list[int]:
     """Return the tasks the run was frozen for or, if that cannot be read, those that have a log."""
     try:
-        return list(range(int(json.loads(read_text(logs.parents[1] / "job.json"))["ranks"])))
+        return list(range(int(read_json(logs.parents[1] / "job.json")["ranks"])))
     except (OSError, ValueError, KeyError, TypeError):
         matches = (re.fullmatch(r"task-(\d+)\.log", path.name) for path in logs.glob("task-*.log"))
         return sorted(int(match[1]) for match in matches if match)

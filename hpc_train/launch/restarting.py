@@ -206,7 +206,8 @@ def main(run: str, attempt: str, code: str, lost: str = "") -> int:
     config, folder = spec.run_config(), spec.folder()
     allocation = read_allocation(config, os.environ, lost, spec.ranks // config.cluster.ranks_per_node)
     decision = decide_after_failure(config, folder, int(attempt), int(code), 0, allocation)
-    (folder.logs(int(attempt)) / DECISION).write_text(decision.why + "\n")
+    with suppress(OSError):  # a full disk: the exit code and the log say it, too
+        (folder.logs(int(attempt)) / DECISION).write_text(decision.why + "\n")
     print(f"hpc-train: {decision.why}", flush=True)
     return _EXIT_CODES[decision.action] if config.resilience.act else EXIT_FAILED
 

@@ -33,7 +33,7 @@ from hpc_train.launch.sweep.local_sweep import run_points
 from hpc_train.launch.sweep.submit_sweep import describe_array
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory, read_chosen_points
 from hpc_train.launch.train import run_local_ranks
-from hpc_train.regular_files import read_text
+from hpc_train.regular_files import read_json
 from hpc_train.runtime.processes import StopRequest
 
 RETRY, CACHED, FORCE, READ_ONLY = "retry", "cached", "force", "read-only"
@@ -208,7 +208,7 @@ def load_snapshot(spec: JobSpec) -> Snapshot | None:
         return None
     path = Path(spec.code)
     try:
-        parts = json.loads(read_text(path / PATHS_FILE))
+        parts = read_json(path / PATHS_FILE)
     except (OSError, ValueError):
         raise UserError(f"{path}: the snapshot of the code is not there (any more); submit the run again") from None
     roots = [Path(row["root"]) for row in spec.sources]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.regular_files import parse_json_object
 from hpc_train.resilience.deadlines import limits_from_settings
 from hpc_train.resilience.heartbeat import Phase, remove_entries
 from hpc_train.resilience.notices import NoticeWatch
@@ -55,7 +56,7 @@ def encode_report(report: Report) -> str:
 def decode_report(line: str) -> Report | None:
     """Return the report on a line; None for any other line."""
     try:
-        value: dict[str, Any] = json.loads(line)
+        value = parse_json_object(line)
         host = str(value["host"])
         views = [
             RankView(int(task), Phase(phase), int(step), float(silent), float(deadline), str(state), host)

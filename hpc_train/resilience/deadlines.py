@@ -7,14 +7,13 @@ would otherwise have the deadline of a first step, which may compile for minutes
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_train.regular_files import read_json
+from hpc_train.regular_files import read_json, write_private_file
 from hpc_train.resilience.heartbeat import Phase
 
 LEARNED = "deadlines.json"
@@ -109,10 +108,9 @@ def merge_learned(parts: Iterable[Mapping[Phase, float]]) -> dict[Phase, float]:
 
 def write_learned(run: Path, learned: Mapping[Phase, float]) -> None:
     """Leave what was learned to the next attempt. Without a place on the disk it learns anew."""
-    beside = run / f".{LEARNED}.{os.getpid()}"
     with suppress(OSError):
-        beside.write_text(json.dumps({phase.name: round(seconds, 3) for phase, seconds in learned.items()}) + "\n")
-        beside.replace(run / LEARNED)
+        values = {phase.name: round(seconds, 3) for phase, seconds in learned.items()}
+        write_private_file(run / LEARNED, json.dumps(values) + "\n")
 
 
 def read_learned(run: Path) -> dict[Phase, float]:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hpc_train.regular_files import read_text
+from hpc_train.regular_files import parse_json_object, read_text
 
 NODES = "nodes.jsonl"
 """File in a run directory, to which strikes are appended."""
@@ -60,7 +60,7 @@ def read_strikes(run: Path) -> list[Strike]:
 
 def _parse_strike(line: str) -> Strike | None:
     try:
-        value = json.loads(line)
+        value = parse_json_object(line)
         return Strike(
             str(value["host"]),
             int(value["weight"]),
@@ -68,7 +68,7 @@ def _parse_strike(line: str) -> Strike | None:
             int(value["attempt"]),
             float(value["time"]),
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hpc_train.regular_files import parse_json_object
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 
 ACTIVITIES = {
@@ -114,8 +115,8 @@ def parse_ledger(text: str) -> list[LedgerLine]:
     names = {part.name for part in fields(LedgerLine)}
     lines = []
     for row in text.splitlines():
-        with suppress(ValueError, TypeError, AttributeError, RecursionError):
-            values: dict[str, Any] = json.loads(row)
+        values = parse_json_object(row)
+        with suppress(ValueError, TypeError, AttributeError):
             line = LedgerLine(**{name: value for name, value in values.items() if name in names})
             if _is_sound(line):
                 lines.append(line)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections import deque
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from typing import Any
 
 from hpc_train.config.resilience import NumbersConfig
 from hpc_train.errors import UserError
-from hpc_train.regular_files import read_json
+from hpc_train.regular_files import read_json, write_private_file
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,7 @@ class SkipList:
 
     def write(self, path: Path) -> None:
         """Write the list to a file, in one rename."""
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(self.state(), indent=1) + "\n")
-        beside.replace(path)
+        write_private_file(path, json.dumps(self.state(), indent=1) + "\n")
 
 
 def read_skip_list(path: Path) -> SkipList:

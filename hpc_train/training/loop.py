@@ -314,7 +314,10 @@ class TrainingRun:
     def write_skip_list(self) -> None:
         """Write skipped.json from rank 0."""
         if self.world.rank == 0:
-            self.guard.skipped.write(self.directory.skipped)
+            try:
+                self.guard.skipped.write(self.directory.skipped)
+            except OSError as error:  # every checkpoint holds the list, too
+                log.warning("%s: %s; it lacks the latest skipped steps", self.directory.skipped, error.strerror)
 
     def close(self) -> None:
         """Close the loaders and the files of metrics and events."""
@@ -395,7 +398,7 @@ def train_step(run: TrainingRun) -> StepResult:
     finite = math.isfinite(run.last_loss) and (scaled or math.isfinite(norm))
     _track_lost_steps(run, finite)
     if run.rollback.count_step(run.step, finite) and run.world.rank == 0:
-        run.rollback.write(run.directory.path / ROLLBACKS)
+        run.rollback.write(run.directory.path / ROLLBACKS)  # if it cannot be, a rollback goes further back
     _measure_noise(run, sums, norm)
     record = {
         "step": run.step,

@@ -13,10 +13,11 @@ from pathlib import Path
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import IncompleteRun
 from hpc_train.interfaces import Task, World
+from hpc_train.regular_files import write_private_file
 from hpc_train.resilience.exclusion import read_strikes
 from hpc_train.resilience.preflight import FILE, Preflight, check_nodes
 from hpc_train.runtime.consensus import Consensus
-from hpc_train.training.run_directory import RunDirectory, write_private_file
+from hpc_train.training.run_directory import RunDirectory
 from hpc_train.training.run_records import append_event
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hpc_train.checkpoint import list_committed_steps, mark_bad
+from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.rank_consensus import run_on_rank_0
 from hpc_train.errors import IncompleteRun
 from hpc_train.regular_files import read_json
@@ -57,14 +58,20 @@ def _prepare_rollback(run: TrainingRun, why: str) -> bool:
         if count == run.config.resilience.numbers.rollback_after:
             log.warning("%s, as after %d returns to step %d: not again", why, state.times, state.good)
         return False
-    marked = mark_newer_bad(run.directory.checkpoints, state.good, why)
+    try:
+        marked = mark_newer_bad(run.directory.checkpoints, state.good, why)
+    except (CheckpointError, OSError) as error:
+        log.warning("%s, but the run does not return to step %d: %s", why, state.good, error)
+        return False
     if marked is None:
         return False
     batch = run.config.train.global_batch
     first = run.consumed_samples - count * batch
     state.entries.append(SkippedSteps(run.step - count + 1, run.step, first, count * batch, why))
     state.times += 1
-    state.write(run.directory.path / ROLLBACKS)
+    if not state.write(run.directory.path / ROLLBACKS):  # the next attempt would meet the same samples again
+        state.entries.pop()
+        return False
     run.reporter.event("rollback", step=run.step, to=state.good, marked=marked, why=why)
     return True
 

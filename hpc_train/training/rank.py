@@ -36,6 +36,7 @@ from hpc_train.parallel.apply import Report, build, splits_parameters
 from hpc_train.parallel.materialise import is_on_meta
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.parallel.user_model import check_sizes
+from hpc_train.regular_files import write_private_file
 from hpc_train.resilience.chaos import FaultInjector
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import GOODPUT, LedgerFile
@@ -47,7 +48,7 @@ from hpc_train.training.loop import TrainingRun, describe_code_change, evaluate_
 from hpc_train.training.optimizer import make_optimizer, require_determinism
 from hpc_train.training.reporter import Reporter
 from hpc_train.training.rollback import ROLLBACKS, read_rollbacks
-from hpc_train.training.run_directory import RunDirectory, write_private_file
+from hpc_train.training.run_directory import RunDirectory
 from hpc_train.training.warning_files import recording_warnings
 
 if TYPE_CHECKING:
@@ -217,7 +218,11 @@ def assemble_run(
             run.rollback.add_checkpoint(run.saved_at)
     if run.directory.skipped.exists():
         run.write_skip_list()  # without the steps after the checkpoint, which are about to be done again
-    run.reporter = Reporter.start(config, directory, attempt, steps, run.step, world.rank)
+
+    def start_reporter() -> None:
+        run.reporter = Reporter.start(config, directory, attempt, steps, run.step, world.rank)
+
+    _USER_ERRORS.run_on_rank_0(world, start_reporter)  # the reporter of every other rank is silent
     if resumed is not None and (other := describe_code_change(resumed.origin, run.saver.origin)) is not None:
         run.reporter.say(other)
     if resumed is not None and resumed.weights_only:

@@ -5,13 +5,16 @@ A terminal shows a progress bar, a log plain lines.
 
 from __future__ import annotations
 
+import errno
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
 from hpc_train.training.run_directory import RunDirectory
-from hpc_train.training.run_records import MetricsFile, append_event
+from hpc_train.training.run_records import LineFile, MetricsFile, format_event
 
 if TYPE_CHECKING:
     from hpc_train.training.tensorboard_writer import TensorBoardWriter
@@ -100,6 +103,14 @@ class LiveProgress:
         self._bar.stop()
 
 
+def _open_events(path: Path) -> LineFile:
+    try:
+        return LineFile(path)
+    except OSError as error:
+        why = "it is no regular file" if error.errno == errno.ENXIO else error.strerror
+        raise UserError(f"{path}: {why}; move it away, or give another run_dir") from error
+
+
 @dataclass
 class Reporter:
     """Writes metrics, events and progress of a run. On ranks other than 0 every method does nothing."""
@@ -107,6 +118,7 @@ class Reporter:
     directory: RunDirectory
     attempt: int
     metrics: MetricsFile | None = None
+    events: LineFile | None = None
     board: TensorBoardWriter | None = None
     bar: Progress | None = None
     warned: bool = False
@@ -124,7 +136,8 @@ class Reporter:
 
             board = TensorBoardWriter(directory.path / "tensorboard", resumed_at)
         bar = make_progress(steps, config.train.log_every)
-        return cls(directory, attempt, MetricsFile(directory.metrics, resumed_at), board, bar)
+        metrics = MetricsFile(directory.metrics, resumed_at)
+        return cls(directory, attempt, metrics, _open_events(directory.events), board, bar)
 
     def step(self, record: dict[str, Any]) -> None:
         """Report one step. TensorBoard and the optional fields leave out numbers that are None."""
@@ -157,8 +170,8 @@ class Reporter:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line to events.jsonl."""
-        if self.metrics is not None:
-            append_event(self.directory.events, kind, self.attempt, **fields)
+        if self.events is not None:
+            self.events.append(format_event(kind, self.attempt, **fields))
 
     def say(self, text: str, last: bool = False) -> None:
         """Print a line for people to this rank's log, and record it as an event for commands that follow the run.
@@ -185,6 +198,8 @@ class Reporter:
         """Flush and close all outputs."""
         if self.metrics is not None:
             self.metrics.close()
+        if self.events is not None:
+            self.events.close()
         if self.bar is not None:
             self.bar.close()
         if self.board is not None:

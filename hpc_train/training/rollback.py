@@ -12,7 +12,7 @@ A run that is given the final skipped.json from its beginning computes the same,
 from __future__ import annotations
 
 import json
-import os
+import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from hpc_train.checkpoint import mark_bad
 from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.checkpoint.storage.step_directory import find_steps
 from hpc_train.errors import IncompleteRun
-from hpc_train.regular_files import read_json
+from hpc_train.regular_files import read_json, write_private_file
 from hpc_train.training.anomalies import SkippedSteps
+
+log = logging.getLogger(__name__)
 
 ROLLBACKS = "rollbacks.json"
 """File in a run directory: the good step, how often the run went back, and the samples to skip."""
@@ -65,12 +67,16 @@ class RollbackState:
         self.good, self.times = max(proved), 0
         return True
 
-    def write(self, path: Path) -> None:
-        """Write what later attempts need, in one rename."""
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+    def write(self, path: Path) -> bool:
+        """Write what later attempts need, in one rename; returns whether that was possible, and warns if not."""
         entries = [asdict(entry) for entry in self.entries]
-        beside.write_text(json.dumps({"good": self.good, "times": self.times, "entries": entries}, indent=1) + "\n")
-        beside.replace(path)
+        state = {"good": self.good, "times": self.times, "entries": entries}
+        try:
+            write_private_file(path, json.dumps(state, indent=1) + "\n")
+        except OSError as error:
+            log.warning("%s: %s; what a rollback needs is not written", path, error.strerror)
+            return False
+        return True
 
     def restore(self, value: dict[str, Any] | None) -> None:
         """Continue from what `read_rollbacks` returned."""

@@ -16,6 +16,7 @@ from hpc_train.config.compose import config_to_dict, config_to_yaml
 from hpc_train.config.run import RunConfig
 from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
+from hpc_train.regular_files import write_private_file
 
 _MAY_DIFFER = re.compile(
     r"run_dir$|(cluster|parallel|launch|container|resilience|checkpoint|plan)\.|train\.(steps|epochs|micro_batch"
@@ -174,15 +175,6 @@ def _make_checkpoint_directory(directory: RunDirectory, config: RunConfig) -> No
         raise UserError(
             f"checkpoint.dir={directory.checkpoints}: {error.strerror}; choose a directory that can be written"
         ) from error
-
-
-def write_private_file(path: Path, text: str) -> None:
-    """Replace a file atomically by one that only its owner may read."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    beside.replace(path)
 
 
 def make_attempt(directory: RunDirectory) -> int:

@@ -6,35 +6,77 @@ Imports neither torch nor omegaconf, because commands that look at runs import i
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 import traceback
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import IncompleteRun, UserError
-from hpc_train.regular_files import read_json, read_text
+from hpc_train.regular_files import parse_json_object, read_json, read_text, write_private_file
 from hpc_train.user_frames import LOST_PEER, describe_error, every_frame, format_frame, root_cause, user_frames
+
+log = logging.getLogger(__name__)
+
+
+class LineFile:
+    """Appends lines to a file of a run. A full disk does not end the run: lines wait in memory until there is room."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the file cannot be opened."""
+        self._path = path
+        # Without O_NONBLOCK a named pipe in its place would wait for a reader.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
+        self._descriptor = os.open(path, flags, 0o600)
+        self._waiting = bytearray()
+        self._warned = False
+
+    def append(self, line: str) -> None:
+        """Append a line, which ends with a line feed, after those that wait; one write, if none does."""
+        self._waiting += line.encode()
+        try:
+            while self._waiting:
+                # What was written of a line, before the disk was full, is continued later.
+                del self._waiting[: os.write(self._descriptor, self._waiting)]
+            if self._warned:
+                self._warned = False
+                log.warning("%s: what waited is written now", self._path)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                log.warning("%s: %s; its lines wait in memory until they can be written", self._path, error.strerror)
+
+    def close(self) -> None:
+        """Try once more to write what waits; lines that are lost for good are counted in a warning."""
+        self.append("")
+        os.close(self._descriptor)
+        if self._waiting:
+            log.warning("%s: its last %d lines could not be written", self._path, self._waiting.count(b"\n"))
 
 
 class MetricsFile:
     """Writes metrics.jsonl: each step once, also after a resume."""
 
     def __init__(self, path: Path, resumed_at: int) -> None:
-        """Drop the lines of steps after `resumed_at`, which are about to be done again, and a torn last line."""
-        kept = []
-        if path.exists():
-            kept = [line for line in read_text(path).splitlines() if _parse_step(line) <= resumed_at]
-            beside = path.with_name(f".{path.name}.{os.getpid()}")
-            beside.write_text("".join(f"{line}\n" for line in kept))
-            beside.replace(path)
+        """Drop the lines of steps after `resumed_at`, which are about to be done again, and a torn last line.
+
+        Raises UserError if the file cannot be read or written.
+        """
         self._path = path
-        self._file = path.open("a", buffering=1)
+        try:
+            if path.exists():
+                _write_metrics(path, [record for record in read_metrics(path) if record["step"] <= resumed_at])
+            self._file = LineFile(path)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; make room, or give another run_dir") from error
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line. Values are JSON scalars; NaN and infinity are written as null."""
-        self._file.write(_format_line(record))
+        self._file.append(_format_line(record))
 
     def amend(self, step: int, **fields: Any) -> None:
         """Add fields to the last line if it is the one of this step."""
@@ -42,42 +84,54 @@ class MetricsFile:
         if not records or records[-1]["step"] != step:
             return
         records[-1].update(fields)
+        try:
+            _write_metrics(self._path, records)
+        except OSError as error:
+            log.warning("%s: %s; it lacks %s of step %d", self._path, error.strerror, ", ".join(fields), step)
+            return
         self._file.close()
-        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        beside.write_text("".join(_format_line(record) for record in records))
-        beside.replace(self._path)
-        self._file = self._path.open("a", buffering=1)
+        self._file = LineFile(self._path)
 
     def close(self) -> None:
         self._file.close()
+
+
+def _write_metrics(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    write_private_file(path, "".join(map(_format_line, records)))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics file; lines that were not written to their end are left out."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in read_text(path).splitlines() if _parse_step(line) < _AFTER_ALL_STEPS]
+    return [record for line in _read_lines(path) if _is_step(record := parse_json_object(line))]
+
+
+def format_event(kind: str, attempt: int, **fields: Any) -> str:
+    """Return the line of events.jsonl for an event, such as start, resume, checkpoint or signal, as of now."""
+    return json.dumps({"event": kind, "time": time.time(), "attempt": attempt, **fields}) + "\n"
 
 
 def append_event(path: Path, kind: str, attempt: int, **fields: Any) -> None:
-    """Append one event, such as start, resume, checkpoint or signal, in one write: lines of two writers never mix."""
-    line = json.dumps({"event": kind, "time": time.time(), "attempt": attempt, **fields}) + "\n"
-    # Without O_NONBLOCK a named pipe in its place would wait for a reader.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
+    """Append one event in one write, so that lines of two writers never mix; if that fails, it is a warning."""
     try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
+        file = LineFile(path)
+    except OSError as error:
+        log.warning("%s: %s; the event %s is not recorded", path, error.strerror, kind)
+        return
+    file.append(format_event(kind, attempt, **fields))
+    file.close()
 
 
-_AFTER_ALL_STEPS = 1 << 62
-
-
-def _parse_step(line: str) -> int:
+def _read_lines(path: Path) -> list[str]:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return _AFTER_ALL_STEPS
+        return read_text(path, errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; move it away, and the run writes a new one") from error
+
+
+def _is_step(record: dict[str, Any]) -> bool:
+    return type(record.get("step")) is int
 
 
 def _format_line(record: dict[str, Any]) -> str:
@@ -136,7 +190,8 @@ def record_failure(folder: Path, task: int, host: str, error: BaseException) -> 
         traceback="".join(traceback.format_exception(error)),
         summary=summarise_exception(error),
     )
-    (folder / f"task-{task}.failure.json").write_text(json.dumps(asdict(failure)))
+    with suppress(OSError):  # a full disk: the rank's exit code has to do
+        (folder / f"task-{task}.failure.json").write_text(json.dumps(asdict(failure)))
     return failure
 
 
@@ -149,6 +204,6 @@ def read_first_failure(folder: Path) -> RankFailure | None:
     for path in folder.glob("task-*.failure.json"):
         try:
             failures.append(RankFailure(**read_json(path)))
-        except ValueError:  # a rank that was killed while it wrote
+        except (OSError, ValueError, TypeError):  # a rank that was killed while it wrote, or a full disk
             continue
     return min(failures, key=lambda failure: failure.at, default=None)

@@ -6,9 +6,12 @@ step of a small model.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,9 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
+from hpc_train.errors import UserError
+
+_log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 10.0
 
 
@@ -23,10 +29,17 @@ class TensorBoardWriter:
     """Writes scalars by step to a new event file."""
 
     def __init__(self, folder: Path, resumed_at: int) -> None:
-        """Start a file; TensorBoard hides what an earlier attempt wrote for steps after `resumed_at`."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Start a file; TensorBoard hides what an earlier attempt wrote for steps after `resumed_at`.
+
+        Raises UserError if it cannot be made.
+        """
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # sorted by age
-        self._file = (folder / name).open("wb")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / name).open("wb")
+        except OSError as error:
+            raise UserError(f"{folder}: {error.strerror}; move it away, or set train.tensorboard=false") from error
+        self._failed = False
         self._records = RecordWriter(self._file)
         self._flushed = time.monotonic()
         self._add(0, file_version="brain.Event:2")
@@ -38,12 +51,26 @@ class TensorBoardWriter:
         values = [Summary.Value(tag=key, simple_value=value) for key, value in scalars.items()]
         self._add(record["step"], summary=Summary(value=values))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            self._file.flush()
+            with self._ending_on_errors():
+                self._file.flush()
             self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Flush and close the file."""
-        self._file.close()
+        with self._ending_on_errors():
+            self._file.close()
 
     def _add(self, step: int, **content: Any) -> None:
-        self._records.write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
+        if not self._failed:
+            with self._ending_on_errors():
+                self._records.write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
+
+    @contextmanager
+    def _ending_on_errors(self) -> Iterator[None]:
+        """End the file, and not the run, at the first error: after a torn record nothing can be read."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                _log.warning("%s: %s; TensorBoard sees no later steps of this attempt", self._file.name, error.strerror)
+            self._failed = True

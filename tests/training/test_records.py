@@ -2,11 +2,16 @@
 
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
 
-from hpc_train.training.run_records import MetricsFile, append_event, read_metrics
+from hpc_train.config.compose import compose
+from hpc_train.errors import UserError
+from hpc_train.training.reporter import Reporter
+from hpc_train.training.run_directory import RunDirectory
+from hpc_train.training.run_records import LineFile, MetricsFile, append_event, read_metrics
 
 
 def _write(path: Path, steps: range, resumed_at: int = 0) -> None:
@@ -23,7 +28,7 @@ def test_a_resume_drops_the_steps_that_are_done_again(tmp_path: Path) -> None:
     assert [record["step"] for record in read_metrics(path)] == list(range(1, 10))
 
 
-@pytest.mark.parametrize("torn", ['{"step": 4, "lo', '{"st', '{"step": 4', "\0\0\0\0", "3", "null", ""])
+@pytest.mark.parametrize("torn", ['{"step": 4, "lo', '{"st', '{"step": 4', "\0\0\0\0", "3", "null", "", "[" * 100_000])
 def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, range(1, 4))
@@ -32,6 +37,45 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
     _write(path, range(4, 6), resumed_at=3)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+def test_a_line_of_no_text_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'\xff\xfe\n{"step": 1}\n')
+    _write(path, range(2, 3), resumed_at=1)
+    assert [record["step"] for record in read_metrics(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "tensorboard"])
+def test_what_is_no_file_in_their_place_is_one_line(tmp_path: Path, name: str) -> None:
+    directory = RunDirectory(tmp_path, tmp_path / "checkpoints")
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=rf"{name}: .*; move it away"):
+        Reporter.start(compose([]), directory, 0, steps=1, resumed_at=0, rank=0)
+
+
+def test_lines_wait_while_there_is_no_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pipe = tmp_path / "pipe"  # one that is full refuses writes as a full disk does, and can be emptied again
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    file = LineFile(pipe)
+    lines = [f"{number} {'x' * 100}\n" for number in range(1500)]
+    for line in lines[:1000]:
+        file.append(line)
+    assert "wait in memory" in caplog.text
+    received = os.read(reader, 1 << 20)
+    assert len(received) < sum(map(len, lines[:1000]))
+    for line in lines[1000:1010]:
+        file.append(line)
+    received += os.read(reader, 1 << 20)
+    for line in lines[1010:]:
+        file.append(line)
+        received += os.read(reader, 1 << 20)
+    file.close()
+    assert received.decode() == "".join(lines)
+    assert "what waited is written now" in caplog.text
+    assert "could not be written" not in caplog.text
+    os.close(reader)
 
 
 def test_starting_over_empties_the_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ What a sub-command does is imported when it runs: ls, inspect, prune and mark wo
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -46,6 +47,7 @@ def _add_command(
 
 def _run_guarded(run: CommandFunction, arguments: argparse.Namespace) -> int:
     """Run a sub-command; a damaged checkpoint or a failing disk becomes one line and exit code 1."""
+    _import_numpy()
     from hpc_train.checkpoint.errors import CheckpointError, format_error
     from hpc_train.terminal import escape_controls
 
@@ -58,6 +60,17 @@ def _run_guarded(run: CommandFunction, arguments: argparse.Namespace) -> int:
             traceback.print_exc()
         print(f"hpc-train: {escape_controls(format_error(error))}", file=sys.stderr)
         return 1
+
+
+def _import_numpy() -> None:
+    """Import NumPy without OpenBLAS's threads: one for each core, and they spin; nothing here multiplies matrices."""
+    chosen = "OPENBLAS_NUM_THREADS" in os.environ
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    try:
+        import numpy as np  # noqa: F401
+    finally:
+        if not chosen:
+            del os.environ["OPENBLAS_NUM_THREADS"]
 
 
 def _add_ls(commands: CommandGroup) -> None:

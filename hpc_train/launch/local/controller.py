@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from submitit.local.local import Controller
@@ -58,7 +59,8 @@ class RankController(Controller):
                 self._watcher.close()
             if self._notices:
                 self._notices.close()
-        (self._logs / EXIT_CODES).write_text(json.dumps(self._exits))
+        with suppress(OSError):  # a full disk: the exit code has to do
+            (self._logs / EXIT_CODES).write_text(json.dumps(self._exits))
         if self._hung:
             return EXIT_FAILED
         return _shell_exit_code(next((code for _, code in self._exits if code != 0), 0))

@@ -6,7 +6,6 @@ passes the first Ctrl-C or stop signal on, and kills them at the second Ctrl-C.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
@@ -26,6 +25,7 @@ from hpc_train.launch.local.node_sharing import SHARE_VARIABLE
 from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
 from hpc_train.launch.rank_entrypoint import main as run_task
 from hpc_train.launch.state.attempts import open_if_regular, write_attempt_marker
+from hpc_train.regular_files import parse_json_object
 from hpc_train.runtime.processes import StopRequest, block_stop_signals
 from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE
 from hpc_train.terminal import one_line
@@ -132,7 +132,8 @@ class JsonTail:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                yield json.loads(line)
+                if record := parse_json_object(line):
+                    yield record
 
 
 class WarningPrinter(logging.Handler):

@@ -11,12 +11,14 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from hpc_train import regular_files
 from hpc_train.errors import EXIT_DONE
+from hpc_train.regular_files import write_private_file
 from hpc_train.runtime.processes import identify_machine, read_start_time
 
 ATTEMPT_MARKER, RESULT_MARKER = "attempt.json", "result.json"
@@ -103,8 +105,6 @@ def _read_marker(path: Path, kind: type[T]) -> T | None:
 
 def write_attempt_marker(logs: Path, launcher: str, process: int, job_id: str | None = None) -> None:
     """Record that the attempt with this log directory runs in `process` of this machine."""
-    from hpc_train.training.run_directory import write_private_file  # which brings half a second of imports
-
     begun = AttemptStart(
         socket.gethostname(),
         time.time(),
@@ -119,12 +119,10 @@ def write_attempt_marker(logs: Path, launcher: str, process: int, job_id: str | 
 
 def write_result_marker(logs: Path, exit_code: int, why: str = "") -> None:
     """Record how the attempt ended, unless that has been recorded before."""
-    from hpc_train.training.run_directory import write_private_file
-
     if not (logs / RESULT_MARKER).exists():
-        write_private_file(
-            logs / RESULT_MARKER, json.dumps(asdict(AttemptResult(exit_code, "", why, "", time.time()))) + "\n"
-        )
+        text = json.dumps(asdict(AttemptResult(exit_code, "", why, "", time.time()))) + "\n"
+        with suppress(OSError):  # a full disk: the exit code says the same to whoever started the run
+            write_private_file(logs / RESULT_MARKER, text)
 
 
 def cancel_marker_path(run: Path, job_id: str) -> Path:

@@ -6,7 +6,6 @@ The file is read from its end, so that a run of a million steps is as fast to re
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 from hpc_train.launch.state.attempts import open_if_regular
 from hpc_train.launch.state.run_facts import RunFacts
 from hpc_train.launch.state.state_names import RunStatus, State
+from hpc_train.regular_files import parse_json_object
 from hpc_train.training.warning_files import read_warnings
 from hpc_train.units import format_age
 
@@ -143,8 +143,5 @@ def _lines_from_end(path: Path) -> Iterator[dict[str, Any]]:
 
 def _record(line: bytes) -> dict[str, Any]:
     """Parse one line; {} for a line that a crash has torn off."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) and "step" in record else {}
+    record = parse_json_object(line)
+    return record if "step" in record else {}

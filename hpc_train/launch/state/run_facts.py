@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from hpc_train.launch.slurm.slurm_cli import JobRecord, RunClient, poll_jobs
 from hpc_train.launch.state.attempts import Attempt, read_attempts, read_tail_text
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.state.state_names import State, parse_ending
+from hpc_train.regular_files import parse_json_object
 from hpc_train.runtime.processes import is_process_alive
 
 _LOG_TAIL_BYTES = 1 << 16
@@ -125,11 +125,8 @@ def read_events(run: Path) -> list[dict[str, Any]]:
     """Read the whole lines of events.jsonl."""
     events = []
     for line in read_tail_text(run / "events.jsonl").splitlines():
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(event, dict) and {"event", "time", "attempt"} <= event.keys() and _is_number(event["time"]):
+        event = parse_json_object(line)
+        if {"event", "time", "attempt"} <= event.keys() and _is_number(event["time"]):
             events.append(event)
     return events
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory, read_chosen_points
-from hpc_train.training.run_directory import prepare_run_directory, write_private_file
+from hpc_train.regular_files import write_private_file
+from hpc_train.training.run_directory import prepare_run_directory
 
 
 def begin_points(folder: SweepDirectory, ids: Sequence[str]) -> list[FrozenPoint]:

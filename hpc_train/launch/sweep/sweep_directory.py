@@ -18,7 +18,7 @@ from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.launch.job_spec import JobSpec, parse_spec, read_own_file
-from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
+from hpc_train.regular_files import MAX_TEXT_BYTES, parse_json_object, read_regular
 
 POINTS_FILE = "points.jsonl"
 
@@ -123,11 +123,9 @@ def _parse_point(line: str, folder: SweepDirectory) -> FrozenPoint:
 
 
 def _parse_record(line: str, folder: SweepDirectory) -> dict[str, Any]:
-    try:
-        values: dict[str, Any] = json.loads(line)
-        values["id"]
-    except (ValueError, TypeError, KeyError):
-        raise _damaged_error(folder) from None
+    values = parse_json_object(line)
+    if "id" not in values:
+        raise _damaged_error(folder)
     return values
 
 
@@ -155,11 +153,8 @@ def read_ledger(path: Path) -> list[LedgerEvent]:
     """Read all whole lines of a ledger, in order."""
     events = []
     for line in read_regular(path, MAX_TEXT_BYTES, follow=True).split(b"\n") if path.exists() else ():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and {"event", "time"} <= event.keys():
+        event = parse_json_object(line)
+        if {"event", "time"} <= event.keys():
             events.append(event)
     return events
 

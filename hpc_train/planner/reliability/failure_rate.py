@@ -6,7 +6,6 @@ names: output of sacct, or events.jsonl of runs.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from bisect import bisect_left
@@ -19,7 +18,7 @@ from typing import Any
 from scipy.special import betainc, gammaincinv
 
 from hpc_train.errors import UserError
-from hpc_train.regular_files import read_text
+from hpc_train.regular_files import parse_json_object, read_text
 
 
 @dataclass(frozen=True)
@@ -336,7 +335,7 @@ def _parse_events(text: str, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            event = json.loads(line)
+            event = parse_json_object(line)
             float(event["time"]), str(event["event"]), int(event["attempt"])
         except (ValueError, KeyError, TypeError):
             if number == len(lines):
