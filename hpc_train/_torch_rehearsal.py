@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 
 class MemorylessMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -58,6 +59,9 @@ class MemorylessMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         fake = any(isinstance(tensor, FakeTensor) for tensor in given)
         if func in _ASKING and (fake or any(tensor.is_meta for tensor in given)):
             return _value(given[0].dtype) if func is torch.ops.aten._local_scalar_dense.default else True
+        if not fake and _makes_large(given):
+            (args, kwargs), fake = self._forget_values((args, kwargs)), True
+            given = list(tensors_in((*args, *kwargs.values())))
         if fake or _needs_memory(given, args, kwargs):
             out = self._shaped(func, types, args, kwargs)
         else:
@@ -71,6 +75,10 @@ class MemorylessMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if not isinstance(out, Tensor) or isinstance(out, DTensor) or not out.is_floating_point() or out.is_meta:
             return out
         return out if any(out is tensor for tensor in given) else self.from_tensor(out)
+
+    def _forget_values(self, arguments: Any) -> Any:
+        """Return an operator's arguments with tensors without memory in place of real ones."""
+        return tree_map_only(Tensor, self.from_tensor, arguments)
 
     def _shaped(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         self._again += 1
@@ -108,6 +116,16 @@ _ASKING = (
 )
 _MOST = 1 << 22
 """Elements of a new tensor of integers that stays real."""
+
+
+def _makes_large(given: Sequence[Tensor]) -> bool:
+    """Whether an operator on small tensors with values, such as hashes of positions, makes one too large to compute."""
+    if len(given) < 2 or any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in given):
+        return False
+    try:
+        return math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in given))) > _MOST
+    except RuntimeError:  # no operator of equal elements, such as a product of matrices
+        return False
 
 
 def _value(dtype: torch.dtype) -> bool | int | float:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_train._torch_rehearsal import tensors_in, watch_storage_sizes
+from hpc_train._torch_rehearsal import MemorylessMode, tensors_in, watch_storage_sizes
 from hpc_train.config.compose import compose
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
@@ -126,6 +127,20 @@ def test_the_counted_memory_is_that_of_a_real_step(overrides: tuple[str, ...]) -
     assert rehearsed.micro_batches == 2
     for part in ("parameters", "optimizer", "gradients", "activations", "gathered", "peak"):
         assert getattr(rehearsed.ranks[0].counted, part) == getattr(real[0], part), part
+
+
+def test_masks_of_positions_are_not_computed() -> None:
+    """Positions keep their values, because meshes and counts depend on integers; what is made of them need not."""
+    sizes = []
+    with MemorylessMode(lambda out, given: sizes.append(sum(tensor.nbytes for tensor in tensors_in(out)))):
+        positions = torch.arange(1 << 12)
+        mask = (positions.unsqueeze(1) ^ positions) < 7
+        few = positions[:8].unsqueeze(1) ^ positions[:8]
+    assert few.sum() == sum(i ^ j for i in range(8) for j in range(8))
+    assert not isinstance(positions, FakeTensor)
+    assert isinstance(mask, FakeTensor)
+    assert mask.shape == (1 << 12, 1 << 12)
+    assert [size for size in sizes if size > 1 << 20] == [8 << 24, 1 << 24]
 
 
 def test_16384_ranks() -> None:
