@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from itertools import groupby
@@ -14,16 +15,19 @@ from pathlib import Path
 
 from hpc_train.cli.main import make_parser
 from hpc_train.config.reference import KeyReference, default_option, list_keys, options_of
+from hpc_train.parallel.rules.support_table import format_support_table
 
 REFERENCE = Path(__file__).parent / "reference"
 _COLUMNS = "90"
 
 
 def main(folder: Path = REFERENCE) -> None:
-    """Write one page for the configuration and one for the commands."""
+    """Write one page for the configuration, one for the commands, and the table of one on parallelism."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("configuration.md", configuration_page()), ("commands.md", commands_page())):
         (folder / name).write_text(text, encoding="utf-8")
+    if folder == REFERENCE:
+        _replace_table(folder.parent / "parallelism.md", format_support_table())
 
 
 def configuration_page() -> str:
@@ -45,6 +49,11 @@ def configuration_page() -> str:
         lines += ["| key | type | default | range | meaning |", "| --- | --- | --- | --- | --- |"]
         lines += [_row(item) for item in keys]
     return "\n".join(lines) + "\n"
+
+
+def _replace_table(page: Path, table: str) -> None:
+    """Put this table in place of the page's first one."""
+    page.write_text(re.sub(r"(^\|.*\n)+", lambda _: table, page.read_text(), count=1, flags=re.MULTILINE))
 
 
 def _row(item: KeyReference) -> str:

@@ -123,7 +123,8 @@ def _makes_large(given: Sequence[Tensor]) -> bool:
     if len(given) < 2 or any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in given):
         return False
     try:
-        return math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in given))) > _MOST
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in given))  # type: ignore[no-untyped-call]
+        return bool(math.prod(shape) > _MOST)
     except RuntimeError:  # no operator of equal elements, such as a product of matrices
         return False
 

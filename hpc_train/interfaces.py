@@ -126,13 +126,6 @@ class Engine(Protocol):
         """List everything to save: parameters, buffers and optimizer state, in the same order on every call."""
 
 
-class Handle(Protocol):
-    """A save under way."""
-
-    def wait(self) -> None:
-        """Return when the checkpoint is committed; raise what made it fail."""
-
-
 @dataclass(frozen=True)
 class Task:
     """A process of a job, before its process group exists."""

@@ -121,11 +121,6 @@ def parse_json_object(line: str | bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def check_regular(path: Path, follow: bool = True) -> None:
-    """Check a file before a library opens it by itself. Raises as `open_regular`."""
-    os.close(open_regular(path, follow=follow))
-
-
 def is_plain_directory(path: Path) -> bool:
     """Return whether the path is a directory, and not a link to one. Raises OSError if that cannot be determined."""
     return stat.S_ISDIR(os.lstat(path).st_mode)

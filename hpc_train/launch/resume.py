@@ -37,7 +37,6 @@ from hpc_train.regular_files import read_json
 from hpc_train.runtime.processes import StopRequest
 
 RETRY, CACHED, FORCE, READ_ONLY = "retry", "cached", "force", "read-only"
-MODES = (RETRY, CACHED, FORCE, READ_ONLY)
 
 
 @dataclass(frozen=True)

@@ -184,11 +184,6 @@ def compare_with_mpi(task: Task, rank_and_size: tuple[int, int] | None) -> str |
     )
 
 
-def find_mpi_problem(task: Task, env: Mapping[str, str]) -> str | None:
-    """Return one line if this process cannot use MPI as its launcher counts ranks. Initialises MPI."""
-    return find_missing_mpi(task.launcher, env) or compare_with_mpi(task, read_mpi_rank_and_size())
-
-
 def compare_with_slurm(task: Task, env: Mapping[str, str]) -> str | None:
     """Return one line if this process's Slurm step counts ranks differently than its innermost launcher does.
 

@@ -136,12 +136,6 @@ def order_rows(order: Order) -> list[list[str]]:
     return [[str(step) for step in row] for row in order.rows]
 
 
-def write_order(order: Order, path: Path) -> None:
-    """Write the order to a file that `read`, and torch's own reader, read. Raises OSError."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(order_rows(order))
-
-
 def read_order(path: Path) -> Order:
     """The order in a file, each stage on the rank that has its first action.
 

@@ -21,7 +21,6 @@ from hpc_train.checkpoint.storage.lustre import (
     choose_shard_layout,
     describe_stripes,
     format_setstripe_arguments,
-    get_lov_attribute,
     list_step_layouts,
     pack_lov,
     set_lov_attribute,
@@ -164,7 +163,7 @@ def test_the_attribute_goes_through_the_kernel(tmp_path: Path) -> None:
     """Under another name, since no kernel takes this one but on Lustre; there it says so."""
     layout = (StripeComponent(count=4, size=16 * MIB, pool="flash"),)
     set_lov_attribute(tmp_path, layout, "user.lov")
-    assert get_lov_attribute(tmp_path, "user.lov").layout == layout
+    assert unpack_lov(os.getxattr(tmp_path, "user.lov")).layout == layout
     assert os.listxattr(tmp_path) == ["user.lov"]
     with pytest.raises(OSError, match="not supported"):
         set_lov_attribute(tmp_path, layout)

@@ -11,7 +11,7 @@ import pytest
 from sweeps import make
 
 from hpc_train.errors import UserError
-from hpc_train.launch.resume import MODES, find_candidates
+from hpc_train.launch.resume import CACHED, FORCE, READ_ONLY, RETRY, find_candidates
 from hpc_train.launch.slurm.slurm_cli import Answer
 from hpc_train.launch.state.job_state import decide_state
 from hpc_train.launch.state.run_facts import gather_facts
@@ -92,7 +92,7 @@ def test_every_point_is_listed_and_has_its_own_state(tmp_path: Path) -> None:
     expected = ["DONE", "FAILED", "RUNNING", "REQUEUED", "PENDING", "CANCELLED"]
     assert list(states(folder, *lines).values()) == expected
     assert list(states(folder, *lines)) == ids
-    again = {mode: chosen(folder, mode, *lines) for mode in MODES}
+    again = {mode: chosen(folder, mode, *lines) for mode in (RETRY, CACHED, FORCE, READ_ONLY)}
     assert again == {
         "retry": [ids[1], ids[5]],
         "read-only": [ids[1], ids[5]],

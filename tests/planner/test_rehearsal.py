@@ -125,8 +125,11 @@ def test_the_counted_memory_is_that_of_a_real_step(overrides: tuple[str, ...]) -
     real = run_ranks(real_step, 2, config, parallel=config.parallel, timeout=300)
     rehearsed = rehearse_run(config, 2, "all")
     assert rehearsed.micro_batches == 2
-    for part in ("parameters", "optimizer", "gradients", "activations", "gathered", "peak"):
-        assert getattr(rehearsed.ranks[0].counted, part) == getattr(real[0], part), part
+    counted = rehearsed.ranks[0].counted
+    for part in ("parameters", "optimizer", "gradients"):
+        assert getattr(counted, part) == getattr(real[0], part), part
+    for part in ("activations", "gathered", "peak"):  # a collective's thread lets go of its buffers a moment later
+        assert getattr(counted, part) == pytest.approx(getattr(real[0], part), rel=0.005), part
 
 
 def test_masks_of_positions_are_not_computed() -> None:

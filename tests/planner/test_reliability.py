@@ -101,4 +101,3 @@ def test_the_product_of_bands_is_wider_than_each_and_not_as_wide_as_both(one: Pe
 
 def test_a_band_goes_through_a_falling_function_in_order() -> None:
     assert Percentiles(1, 2, 4).through(lambda it: 1 / it) == Percentiles(0.25, 0.5, 1)
-    assert Percentiles.exactly(3).through(lambda it: it + 1) == Percentiles(4, 4, 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from planner_runs import run
 
 from hpc_train.planner.constants import Constants, default_constants
 from hpc_train.planner.model.from_config import jobs_from_config
-from hpc_train.planner.model.jobs import RECOMPUTE, Jobs, as_column, replace_columns, take_rows
+from hpc_train.planner.model.jobs import RECOMPUTE, Jobs, as_column, job_columns, replace_columns
 from hpc_train.planner.model.layer import wave_quantization
 from hpc_train.planner.model.network import all_gather_seconds, all_reduce_seconds, exposed_seconds, make_rank_group
 from hpc_train.planner.model.step_time import Estimate, StepTime, estimate_jobs
@@ -43,7 +43,8 @@ def test_many_jobs_are_estimated_as_each_by_itself() -> None:
     many = job(tp=[1, 2, 4, 8], micro_batch=[1, 2, 1, 4], dp_replicate=[64, 32, 16, 8])
     together = estimate_jobs(many, CONSTANTS)
     for row in range(many.n):
-        alone = estimate_jobs(take_rows(many, np.array([row])), CONSTANTS)
+        columns = {name: column[[row]] for name, column in job_columns(many).items() if column.ndim}
+        alone = estimate_jobs(replace(many, **columns), CONSTANTS)
         assert alone.time.step[0] == together.time.step[row]
         assert alone.memory.total[0] == together.memory.total[row]
         assert alone.memory.fits[0] == together.memory.fits[row]

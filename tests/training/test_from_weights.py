@@ -14,7 +14,8 @@ from training_runs import metrics, run, small
 from transformers import LlamaForCausalLM
 
 from hpc_train.checkpoint import list_committed_steps
-from hpc_train.checkpoint.storage.step_directory import is_weights_only
+from hpc_train.checkpoint.format.manifest import read_manifest
+from hpc_train.checkpoint.storage.step_directory import holds_weights_only, locate_step
 from hpc_train.cli.main import main
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE
@@ -69,8 +70,9 @@ def test_weights_are_saved_beside_the_checkpoints_and_stay(store: Path, tmp_path
     checkpoints = tmp_path / "checkpoints"
     assert list_committed_steps(checkpoints) == [6]
     assert list_committed_steps(checkpoints / "weights") == [2, 4, 6]
-    assert [is_weights_only(checkpoints / "weights", step) for step in (2, 4, 6)] == [True] * 3
-    assert not is_weights_only(checkpoints, 6)
+    for step in (2, 4, 6):
+        assert holds_weights_only(read_manifest(locate_step(checkpoints / "weights", step), step).extra)
+    assert not holds_weights_only(read_manifest(locate_step(checkpoints, 6), 6).extra)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert sorted(event["step"] for event in events if event["event"] == "weights") == [2, 4, 6]
 

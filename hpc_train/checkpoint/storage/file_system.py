@@ -108,17 +108,6 @@ def make_directory(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def checksum_file(path: Path) -> tuple[int, str]:
-    """Return (bytes, `xxh3_128:<hex>`) of a whole file."""
-    state, size = xxhash.xxh3_128(), 0
-    block = bytearray(_BLOCK)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            state.update(memoryview(block)[:count])
-            size += count
-    return size, f"{CHECKSUM_ALGORITHM}:{state.hexdigest()}"
-
-
 def checksum_bytes(*parts: bytes) -> str:
     """Return the checksum, `xxh3_128:<hex>`, of bytes in memory."""
     state = xxhash.xxh3_128()

@@ -27,8 +27,6 @@ from hpc_train.units import format_exact_bytes
 MIB = 1 << 20
 STRIPE_UNIT = 64 << 10
 """Stripe sizes are multiples of it."""
-MAX_STRIPE_BYTES = (1 << 32) - STRIPE_UNIT
-"""Maximum bytes of a stripe."""
 ALL_OSTS = -1
 """Stripe count that means all OSTs."""
 MAX_STRIPES = 8
@@ -394,11 +392,6 @@ def set_lov_attribute(path: Path, layout: StripeLayout, name: str = LOV_ATTRIBUT
     For directories only: the kernel silently ignores it on a file that has a layout.
     """
     os.setxattr(path, name, pack_lov(layout))
-
-
-def get_lov_attribute(path: Path, name: str = LOV_ATTRIBUTE) -> FileStriping:
-    """Read the striping of a file or directory. Raises OSError, and ValueError for one that only `lfs` can read."""
-    return unpack_lov(os.getxattr(path, name))
 
 
 def pack_lov(layout: StripeLayout) -> bytes:

@@ -196,12 +196,6 @@ def holds_weights_only(extra: dict[str, Any]) -> bool:
     return bool(extra.get(_WEIGHTS_ONLY_KEY, False))
 
 
-def is_weights_only(directory: Path, step: int) -> bool:
-    """Return whether a committed step has no optimizer state; False if its manifest is damaged."""
-    manifest = try_read_manifest(locate_step(directory, step), step)
-    return manifest is not None and holds_weights_only(manifest.extra)
-
-
 BAD_MARK_FILE = "bad"
 """File in the directory of a step marked bad; its text is the reason."""
 _MAX_REASON_BYTES = 64 << 10

@@ -128,7 +128,7 @@ def read_topology_yaml(text: str, name: str) -> Cluster:
     several times, for different partitions: putting all of them into one Cluster would put nodes on switches that were
     never together. `read_named_topologies` returns each.
     """
-    return next(iter(_read_default_first(text, name).values()))
+    return next(iter(read_named_topologies(text, name).values()))
 
 
 def read_named_topologies(text: str, name: str) -> dict[str, Cluster]:
@@ -138,10 +138,6 @@ def read_named_topologies(text: str, name: str) -> dict[str, Cluster]:
     switch a torus, its nodes by coordinate, x fastest). Raises UserError `FILE:LINE: ...` for everything that Slurm
     refuses too, and for a node in two blocks, rings or toruses.
     """
-    return _read_default_first(text, name)
-
-
-def _read_default_first(text: str, name: str) -> dict[str, Cluster]:
     clusters: dict[str, Cluster] = {}
     default: str | None = None
     root = parse_yaml(text, name)

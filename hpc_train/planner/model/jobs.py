@@ -220,11 +220,6 @@ def recomputed_share(layers: float, stages: int, every: int) -> float:
     return math.ceil(held / every) / held
 
 
-def take_rows(jobs: Jobs, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Jobs:
-    """Some of the rows, in a given order; columns that all share stay as they are."""
-    return replace(jobs, **{name: it[rows] for name, it in job_columns(jobs).items() if it.ndim})
-
-
 def job_columns(jobs: Jobs) -> dict[str, Column]:
     """Name -> column."""
     return {it.name: getattr(jobs, it.name) for it in fields(jobs)}

@@ -14,9 +14,6 @@ from hpc_train.planner.model.memory import Memory, estimate_memory
 from hpc_train.planner.model.network import all_reduce_seconds, all_to_all_seconds, make_rank_group, send_seconds
 from hpc_train.planner.model.pipeline import LayerSplit, bubble_seconds, split_layers
 
-_UPDATE_BYTES = 8.0
-"""AdamW moves a parameter's state twice, and its gradient thrice (norm, clip, update): state x 2 + this x gradient."""
-
 
 @dataclass(frozen=True)
 class StepTime:

@@ -161,9 +161,6 @@ def _given(text: str, degrees: Degrees) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-_Change = Callable[[ParallelConfig], tuple[ParallelConfig, str] | None]
-
-
 def replace_unavailable(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """A configuration with the same layout, and a line for each thing of the real one that is not rehearsed."""
     parallel, said = config.parallel, []

@@ -29,11 +29,6 @@ class Percentiles:
     p50: float
     p90: float
 
-    @staticmethod
-    def exactly(value: float) -> Percentiles:
-        """Return the percentiles of a number without uncertainty."""
-        return Percentiles(value, value, value)
-
     def through(self, function: Callable[[float], float]) -> Percentiles:
         """Return the percentiles of a monotone function of the number, rising or falling."""
         low, middle, high = function(self.p10), function(self.p50), function(self.p90)
