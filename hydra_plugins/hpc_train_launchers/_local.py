@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from submitit.local.local import LocalJob
 
 from hpc_train.errors import UserError
-from hpc_train.launch.callables.local_executor import LocalCallExecutor, LocalJobs, max_parallel_jobs, visible_devices
+from hpc_train.launch.callables.local_executor import LocalCallExecutor, LocalJobs, count_fitting_jobs, visible_devices
 from hpc_train.launch.callables.waiting import StartedJob
 from hydra_plugins.hpc_train_launchers._config import HpcLocalConf
 from hydra_plugins.hpc_train_launchers._point import RunPoint
@@ -87,11 +87,10 @@ def _parallel_points(settings: HpcLocalConf) -> int:
     for name in ("ranks", "parallel_points", "gpus_per_point", "threads", "max_attempts", "time_minutes"):
         if (value := getattr(settings, name)) is not None and value < 1:
             raise UserError(f"hydra.launcher.{name}={value}: must be >= 1")
+    try:
+        fitting = count_fitting_jobs(settings.ranks, settings.gpus_per_point, visible_devices())
+    except UserError as error:
+        raise UserError(f"hydra.launcher.gpus_per_point={settings.gpus_per_point}: {error}") from None
     if settings.gpus_per_point is None:
-        return settings.parallel_points or max_parallel_jobs(settings.ranks)
-    fitting = len(visible_devices()) // settings.gpus_per_point
-    if not fitting:
-        raise UserError(
-            f"hydra.launcher.gpus_per_point={settings.gpus_per_point}: {len(visible_devices())} GPUs are visible here"
-        )
+        return settings.parallel_points or fitting
     return min(fitting, settings.parallel_points or fitting)

@@ -13,6 +13,7 @@ from submitit.core.utils import DelayedSubmission
 
 from hpc_train.errors import UserError
 from hpc_train.launch.callables.calls import load_pickle
+from hpc_train.launch.callables.local_executor import LocalCallExecutor
 from hpc_train.launch.callables.slurm_executor import SlurmCallExecutor
 from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, StopSignalHandler
 
@@ -91,3 +92,16 @@ def test_a_short_job_that_is_preempted_is_not_taken_for_one_out_of_time(
     delayed = DelayedSubmission(double, 1)
     delayed.set_timeout(5, 3)  # minutes: submitit takes everything up to ten for a time-out
     assert StopSignalHandler(submitit.JobEnvironment(), delayed)._is_out_of_time() is out_of_time
+
+
+def test_no_job_here_is_without_the_gpus_that_it_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen cores and two GPUs are enough for two jobs of one GPU, and for none of three."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    executor = LocalCallExecutor(tmp_path / "calls")
+    executor.update_parameters(gpus_per_node=1)
+    jobs = [executor.submit(os.getenv, "CUDA_VISIBLE_DEVICES") for _ in range(4)]
+    assert [job.result() in ("0", "1") for job in jobs] == [True] * 4
+    executor.update_parameters(gpus_per_node=3)
+    with pytest.raises(UserError, match="a job asks for 3 GPUs, and 2 are visible here"):
+        executor.submit(os.getpid)

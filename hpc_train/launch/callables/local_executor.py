@@ -21,6 +21,7 @@ from typing import IO, Any
 from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.local import LocalExecutor, LocalJob
 
+from hpc_train.errors import UserError
 from hpc_train.launch.callables.calls import (
     ELEMENT_VARIABLE,
     SHARED_CALL_VARIABLE,
@@ -52,9 +53,16 @@ class JobPool:
                 self.running.append(job)
 
 
-def max_parallel_jobs(ranks: int) -> int:
-    """Return how many jobs of `ranks` ranks this process's cores are enough for."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+def count_fitting_jobs(ranks: int, gpus: int | None, devices: Sequence[str]) -> int:
+    """Return how many jobs fit beside one another: of the GPUs, if they ask for some, else of this process's cores.
+
+    ranks, gpus: of one job; gpus None: every job sees all. devices: the GPUs. Raises UserError if not one job fits.
+    """
+    if gpus is None:
+        return max(1, len(os.sched_getaffinity(0)) // ranks)
+    if gpus > len(devices):
+        raise UserError(f"a job asks for {gpus} GPUs, and {len(devices)} are visible here; ask for fewer, or for none")
+    return len(devices) // gpus
 
 
 class LocalCallExecutor(LocalExecutor):
@@ -69,7 +77,7 @@ class LocalCallExecutor(LocalExecutor):
         at_once: int | None = None,
         max_attempts: int = 100,
     ) -> None:
-        """at_once: jobs that run at the same time; None: as many as there are cores for their ranks."""
+        """at_once: jobs that run at the same time, if they fit beside one another; None: as many as fit."""
         super().__init__(folder, max_num_timeout, max_pickle_size_gb, python)
         self._at_once, self._max_attempts = at_once, max_attempts
         self._pool = JobPool(at_once or 1)
@@ -88,6 +96,10 @@ class LocalCallExecutor(LocalExecutor):
     def ranks(self) -> int:
         """Number of processes of a job."""
         return int(self.parameters.get("tasks_per_node", 1))
+
+    @property
+    def _devices(self) -> list[str]:
+        return [str(gpu) for gpu in self.parameters.get("visible_gpus", ())] or visible_devices()
 
     def submit_elements(self, call: Callable[[], Any], count: int) -> list[LocalJob[Any]]:
         """Queue `count` jobs that share one pickle of `call`; in each, calls.array_element() tells its index."""
@@ -115,17 +127,23 @@ class LocalCallExecutor(LocalExecutor):
         return pickle_value(delayed)
 
     def _queue(self, job_id: str, environment: Mapping[str, str]) -> LocalJob[Any]:
-        self._pool.at_once = self._at_once or max_parallel_jobs(self.ranks)
+        self._pool.at_once = self._count_parallel_jobs()
         process = JobProcesses(self._program(environment), job_id, self._pool.advance)
         self._pool.waiting.append(process)
         self._pool.advance()
         tasks = list(range(self.ranks))
         return LocalJob(self.folder, job_id, tasks, process)  # type: ignore[arg-type]
 
+    def _count_parallel_jobs(self) -> int:
+        gpus = self.parameters.get("gpus_per_node")
+        fitting = count_fitting_jobs(self.ranks, gpus, self._devices)
+        if gpus is None:  # cores can be shared
+            return self._at_once or fitting
+        return min(self._at_once or fitting, fitting)
+
     def _program(self, environment: Mapping[str, str]) -> JobProgram:
         get = self.parameters.get
         seconds, notice = 60.0 * get("timeout_min", 2.0), get("signal_delay_s", 30)
-        visible = [str(gpu) for gpu in get("visible_gpus", ())]
         own = {
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_NTASKS": str(self.ranks),
@@ -144,7 +162,7 @@ class LocalCallExecutor(LocalExecutor):
             notice,
             self._max_attempts,
             get("stderr_to_stdout", False),
-            visible or visible_devices(),
+            self._devices,
             get("gpus_per_node"),
         )
 
