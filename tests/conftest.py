@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,15 +64,9 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Name the test that leaves a thread, a process, a file in the checkout or an environment variable behind.
-
-    With HPC_TRAIN_STRICT_LEFTOVERS in the environment it fails; otherwise it is a warning in the summary.
-    """
+    """Fail a test that leaves a thread, a process, a file in the checkout or an environment variable behind."""
     before = leftovers.record_surroundings()
     yield
     may_fork = request.node.get_closest_marker("forks_beside_threads") is not None
     if found := leftovers.list_leftovers(before, may_fork):
-        text = f"{request.node.nodeid} left behind: {'; '.join(found)}"
-        if "HPC_TRAIN_STRICT_LEFTOVERS" in os.environ:
-            pytest.fail(text, pytrace=False)
-        warnings.warn(text, stacklevel=1)
+        pytest.fail(f"{request.node.nodeid} left behind: {'; '.join(found)}", pytrace=False)

@@ -30,6 +30,7 @@ ALLOWED_PROCESSES = {
 ALLOWED_VARIABLES = {
     "PYTEST_CURRENT_TEST": "pytest's own; it names the phase of the test",
     "CUBLAS_WORKSPACE_CONFIG": "set by a deterministic run, as torch demands it before the first product on a GPU",
+    "GLOO_ENABLE_STORE_V2_API": "set for good where a process opens the store of its job",
     "TORCHINDUCTOR_CACHE_DIR": "set by torch when it first compiles",
     "TRITON_CACHE_DIR": "set by torch when it first compiles",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,9 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel and the source distribution, built as a release is."""
-    out = tmp_path_factory.mktemp("dist")
+    out, source = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("source") / "project"
+    # A copy, because setuptools puts its intermediate files beside what it packs.
+    left_out = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", "runs", ".*_cache")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
     built = subprocess.run(
-        [sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "build", "--outdir", str(out), str(source)], capture_output=True, text=True, check=False
     )
     assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
     return out
