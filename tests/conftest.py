@@ -67,13 +67,14 @@ def pytest_sessionfinish() -> None:
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Name the test that leaves a thread, a process, a file in the checkout or an environment variable behind.
 
-    With HPC_TRAIN_STRICT_LEFTOVERS in the environment it fails; otherwise it is a warning in the summary.
+    That test fails. With HPC_TRAIN_LEFTOVERS=warn in the environment there is only a warning in the summary, for a
+    checkout that somebody edits during the tests.
     """
     before = leftovers.record_surroundings()
     yield
     may_fork = request.node.get_closest_marker("forks_beside_threads") is not None
     if found := leftovers.list_leftovers(before, may_fork):
         text = f"{request.node.nodeid} left behind: {'; '.join(found)}"
-        if "HPC_TRAIN_STRICT_LEFTOVERS" in os.environ:
+        if os.environ.get("HPC_TRAIN_LEFTOVERS") != "warn":
             pytest.fail(text, pytrace=False)
         warnings.warn(text, stacklevel=1)
