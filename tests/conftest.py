@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,9 +65,16 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a thread, a process, a file in the checkout or an environment variable behind."""
+    """Name the test that leaves a thread, a process, a file in the checkout or an environment variable behind.
+
+    That test fails. With HPC_TRAIN_LEFTOVERS=warn in the environment there is only a warning in the summary, for a
+    checkout that somebody edits during the tests.
+    """
     before = leftovers.record_surroundings()
     yield
     may_fork = request.node.get_closest_marker("forks_beside_threads") is not None
     if found := leftovers.list_leftovers(before, may_fork):
-        pytest.fail(f"{request.node.nodeid} left behind: {'; '.join(found)}", pytrace=False)
+        text = f"{request.node.nodeid} left behind: {'; '.join(found)}"
+        if os.environ.get("HPC_TRAIN_LEFTOVERS") != "warn":
+            pytest.fail(text, pytrace=False)
+        warnings.warn(text, stacklevel=1)

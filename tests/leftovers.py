@@ -30,7 +30,8 @@ ALLOWED_PROCESSES = {
 ALLOWED_VARIABLES = {
     "PYTEST_CURRENT_TEST": "pytest's own; it names the phase of the test",
     "CUBLAS_WORKSPACE_CONFIG": "set by a deterministic run, as torch demands it before the first product on a GPU",
-    "GLOO_ENABLE_STORE_V2_API": "set for good where a process opens the store of its job",
+    "KMP_DUPLICATE_LIB_OK": "set by scikit-learn when it is imported",
+    "KMP_INIT_AT_FORK": "set by scikit-learn when it is imported",
     "TORCHINDUCTOR_CACHE_DIR": "set by torch when it first compiles",
     "TRITON_CACHE_DIR": "set by torch when it first compiles",
 }

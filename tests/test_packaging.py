@@ -20,13 +20,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel and the source distribution, built as a release is."""
-    out, source = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("source") / "project"
-    # A copy, because setuptools puts its intermediate files beside what it packs.
-    left_out = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", "runs", ".*_cache")
-    shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
+    """The wheel and the source distribution, built as a release is.
+
+    From a copy, because setuptools writes its egg-info beside the sources.
+    """
+    out, clone = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("clone") / "hpc_train"
+    shutil.copytree(
+        ROOT, clone, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+    )
     built = subprocess.run(
-        [sys.executable, "-m", "build", "--outdir", str(out), str(source)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "build", "--outdir", str(out), str(clone)], capture_output=True, text=True, check=False
     )
     assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
     return out

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpc_train.config.model import TransformerConfig
+from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
 from hpc_train.interfaces import IGNORED_TARGET
 from hpc_train.models.dropout import Dropout, DropoutSite, attend_with_dropout, list_positions
+from hpc_train.models.initial_values import Normal, gpt2_init_rule
 
 
 class LinearGroup(nn.Module):
@@ -212,3 +214,30 @@ def cross_entropy_sum(logits: Tensor, target: Tensor) -> Tensor:
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide.flatten(0, -2), target.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+
+
+class BlockModel(nn.Module):
+    """A model of blocks, or the stage that holds some of them: what its families share of interfaces.Model.
+
+    Its constructor takes a config and the names of the stage's blocks.
+    """
+
+    config: TransformerConfig | VisionTransformerConfig
+    layers: nn.ModuleDict
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """The blocks by module name, in order."""
+        return {f"layers.{key}": block for key, block in self.layers.items()}
+
+    def stage(self, names: list[str]) -> Self:
+        """The part that holds the blocks `names`, on the meta device, in this model's dtype."""
+        with torch.device("meta"):
+            return type(self)(self.config, names).to(next(self.parameters()).dtype)
+
+    def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
+        """Cross entropy in nats, summed. out: logits (..., classes); target: (...), int64."""
+        return cross_entropy_sum(out, target)
+
+    def init_rule(self, name: str) -> Normal:
+        """GPT-2's."""
+        return gpt2_init_rule(name, self.config.init_std, self.config.layers)

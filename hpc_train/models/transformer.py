@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from hpc_train.config.model import TransformerConfig
 from hpc_train.models import shape
 from hpc_train.models.dropout import Dropout
-from hpc_train.models.initial_values import Normal, gpt2_init_rule
 from hpc_train.models.layers import (
     Attention,
     Block,
-    cross_entropy_sum,
+    BlockModel,
     find_stage_ends,
     list_block_names,
     make_feed_forward,
@@ -48,7 +47,7 @@ class TiedHead(nn.Module):
         return F.linear(x, weight)
 
 
-class Transformer(nn.Module):
+class Transformer(BlockModel):
     """The whole model, or the stage that holds the blocks `names`.
 
     The stage with the first block holds the embedding, the one with the last block the final norm and the head, and,
@@ -56,6 +55,7 @@ class Transformer(nn.Module):
     Raises UserError for a shape that does not fit together.
     """
 
+    config: TransformerConfig
     plan: dict[str, str]
 
     def __init__(self, config: TransformerConfig, names: list[str] | None = None) -> None:
@@ -104,23 +104,6 @@ class Transformer(nn.Module):
         x = self.norm(x)
         logits: Tensor = self.head(x, self.embed.weight) if self.config.tied_embeddings else self.head(x)
         return logits
-
-    def blocks(self) -> dict[str, nn.Module]:
-        """The blocks by module name, in order."""
-        return {f"layers.{key}": block for key, block in self.layers.items()}
-
-    def stage(self, names: list[str]) -> Transformer:
-        """The part that holds the blocks `names`, on the meta device, in this model's dtype."""
-        with torch.device("meta"):
-            return Transformer(self.config, names).to(next(self.parameters()).dtype)
-
-    def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
-        """Cross entropy in nats, summed. out: logits (B, T, vocab); target: (B, T), int64."""
-        return cross_entropy_sum(out, target)
-
-    def init_rule(self, name: str) -> Normal:
-        """GPT-2's."""
-        return gpt2_init_rule(name, self.config.init_std, self.config.layers)
 
 
 def _make_norm(config: TransformerConfig) -> nn.Module:

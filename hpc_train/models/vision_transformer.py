@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from hpc_train.config.model import VisionTransformerConfig
 from hpc_train.models import shape
 from hpc_train.models.dropout import Dropout
-from hpc_train.models.initial_values import Normal, gpt2_init_rule
 from hpc_train.models.layers import (
     Attention,
     Block,
-    cross_entropy_sum,
+    BlockModel,
     find_stage_ends,
     list_block_names,
     make_feed_forward,
@@ -31,13 +30,14 @@ TENSOR_PLAN = {
 """No seq: with its class token, a sequence of patches does not divide."""
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(BlockModel):
     """The whole model, or the stage that holds the blocks `names`.
 
     The stage with the first block holds the patch projection, the class token and the positions, the one with the last
     block the final norm and the head. Raises UserError for a shape that does not fit together.
     """
 
+    config: VisionTransformerConfig
     plan: dict[str, str]
 
     def __init__(self, config: VisionTransformerConfig, names: list[str] | None = None) -> None:
@@ -74,23 +74,6 @@ class VisionTransformer(nn.Module):
         x = torch.cat((self.class_token.expand(len(images), -1, -1), patches), dim=1) + self.positions
         embedded: Tensor = self.dropout(x)
         return embedded
-
-    def blocks(self) -> dict[str, nn.Module]:
-        """The blocks by module name, in order."""
-        return {f"layers.{key}": block for key, block in self.layers.items()}
-
-    def stage(self, names: list[str]) -> VisionTransformer:
-        """The part that holds the blocks `names`, on the meta device, in this model's dtype."""
-        with torch.device("meta"):
-            return VisionTransformer(self.config, names).to(next(self.parameters()).dtype)
-
-    def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
-        """Cross entropy in nats, summed. out: logits (B, classes); target: (B,), int64."""
-        return cross_entropy_sum(out, target)
-
-    def init_rule(self, name: str) -> Normal:
-        """GPT-2's, as in the transformer."""
-        return gpt2_init_rule(name, self.config.init_std, self.config.layers)
 
 
 def _make_block(config: VisionTransformerConfig) -> Block:

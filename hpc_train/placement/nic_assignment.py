@@ -26,8 +26,6 @@ class NicAssignment:
 
     nic_of: dict[str, str]
     """GPU id -> NIC id; empty where no NIC is fit."""
-    distance: dict[str, int]
-    """GPU id -> steps of the order NV, C2C, PIX, PXB, PHB, NODE, SYS between it and its NIC."""
     dropped: dict[str, str]
     """NIC id -> why it is not used."""
 
@@ -43,13 +41,11 @@ def assign_nics(node: Node, links: Sequence[Link]) -> NicAssignment:
     """Assign one NIC to every GPU of a node. Ties go by NUMA node, then PCI domain, then the order of both lists."""
     nics, dropped = select_usable_nics(node.nics)
     if not nics or not node.gpus:
-        return NicAssignment({}, {}, dropped)
+        return NicAssignment({}, dropped)
     far = _measure_distances(node, nics, links)
     chosen = _solve_assignment(far, _rank_ties(node.gpus, nics))
-    pairs = [
-        (gpu, nics[column], far[row, column]) for row, (gpu, column) in enumerate(zip(node.gpus, chosen, strict=True))
-    ]
-    return NicAssignment({g.id: n.id for g, n, _ in pairs}, {g.id: int(away) for g, _, away in pairs}, dropped)
+    nic_of = {gpu.id: nics[column].id for gpu, column in zip(node.gpus, chosen, strict=True)}
+    return NicAssignment(nic_of, dropped)
 
 
 def select_usable_nics(nics: Sequence[Nic]) -> tuple[list[Nic], dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 import subprocess
@@ -12,7 +13,6 @@ from stand_in_servers import Servers, put_on_path
 
 from hpc_train.checkpoint.storage.lustre import (
     ALL_OSTS,
-    ALREADY_STRIPED,
     MIB,
     LfsError,
     PlacedComponent,
@@ -91,7 +91,7 @@ def test_a_file_that_exists_keeps_its_layout_be_it_empty(servers: Servers, folde
     (folder / "touched").touch()
     with pytest.raises(LfsError, match=f"exit 17: setstripe error for '{folder}/touched': stripe already set") as error:
         set_stripe_layout(folder / "touched", WIDE)
-    assert error.value.code == ALREADY_STRIPED
+    assert error.value.code == errno.EEXIST
     set_stripe_layout(folder, WIDE)
     set_stripe_layout(folder, PROGRESSIVE)
     assert get_stripe_layout(folder).layout == PROGRESSIVE, "that of a directory is replaced"

@@ -122,7 +122,8 @@ def test_ranks_that_mpi_did_not_start_are_refused_in_one_line(
     """`--mpi=none` leaves a process alone with its MPI library, which aborts it or says that it is 0 of 1."""
     train_here = [sys.executable, "-m", "hpc_train", "train", f"run_dir={tmp_path / 'run'}", f"data.path={store}"]
     words = ["srun", "-N2", "--mpi=none", *train_here, "parallel.reduce_with=mpi", "train.steps=1"]
-    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    # In a folder of its own: a rank that is killed while it waits for the others leaves the file by which they meet.
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     lines = [line for line in done.stderr.splitlines() if line.startswith("hpc-train:")]
     assert lines == ["hpc-train: parallel.reduce_with=mpi: srun gave these processes no MPI; use srun --mpi=pmix"]
     assert "Traceback" not in done.stderr

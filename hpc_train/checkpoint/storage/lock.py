@@ -36,9 +36,8 @@ LOCK_FILE = "lock"
 HEARTBEAT_SECONDS = 10.0
 """Seconds between heartbeats; an owner that misses six is dead."""
 _BEATS_TO_WATCH = 6
+_SECONDS_FOR_LAST_HEARTBEAT = 2.0
 _TRIES = 20
-_JOIN_SECONDS = 2.0
-"""How long a release waits for the last heartbeat to be written."""
 _MOST_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -85,7 +84,7 @@ class Lock:
     owner: LockOwner
     beat: float
     _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
+    _heartbeats: threading.Thread | None = None
 
     def check(self) -> None:
         """Raise CheckpointError if another process has taken the lock; this process must then stop writing."""
@@ -100,18 +99,19 @@ class Lock:
     def release(self) -> None:
         """Release the lock, if it is still ours."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(_JOIN_SECONDS)  # not for ever: the file system may hang
         with suppress(OSError):
             found = _read_lock(self.path)
             if found is not None and found.owner == self.owner:
                 _remove(self.path, found, self.owner)  # not a plain unlink: the lock may have a new owner by now
+        if self._heartbeats is not None:
+            # A process that forks next must not copy a running thread. A server that hangs may hold the last heartbeat.
+            self._heartbeats.join(_SECONDS_FOR_LAST_HEARTBEAT)
 
     def start_beating(self) -> None:
         """Start the heartbeats, which last until `release` or the end of the process."""
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-        self._thread = threading.Thread(target=self._beat, args=(descriptor,), name="checkpoint-lock", daemon=True)
-        self._thread.start()
+        self._heartbeats = threading.Thread(target=self._beat, args=(descriptor,), name="checkpoint-lock", daemon=True)
+        self._heartbeats.start()
 
     def _beat(self, descriptor: int) -> None:
         """Write heartbeats into the open file, even if it was renamed; a lock that replaced it is not touched."""

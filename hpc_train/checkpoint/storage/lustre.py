@@ -25,8 +25,6 @@ from hpc_train.config.train import LustreConfig
 from hpc_train.units import format_exact_bytes
 
 MIB = 1 << 20
-STRIPE_UNIT = 64 << 10
-"""Stripe sizes are multiples of it."""
 ALL_OSTS = -1
 """Stripe count that means all OSTs."""
 MAX_STRIPES = 8
@@ -46,7 +44,7 @@ class StripeComponent:
     count: int = 1
     """Number of OSTs; ALL_OSTS for all; 0 on the metadata server."""
     size: int | None = None
-    """Bytes of a stripe, a multiple of STRIPE_UNIT; None: the default of the file system."""
+    """Bytes of a stripe, a multiple of 64 KiB; None: the default of the file system."""
     pool: str | None = None
     on_mdt: bool = False
     """Data on the metadata server (DoM, Lustre 2.11): a small file is read with its inode, in one request."""
@@ -257,8 +255,6 @@ def _number(text: str) -> int:
 
 LFS_TIMEOUT = 20.0
 """Seconds until `lfs` is taken to hang, as it does while a server is away."""
-ALREADY_STRIPED = 17
-"""EEXIST: the file already has a layout, which cannot be changed."""
 LOV_ROOTS = (Path("/sys/fs/lustre/lov"), Path("/proc/fs/lustre/lov"))
 """Where the kernel's client shows its connections, in newer and older releases."""
 _OST_LINE = re.compile(r"\[OST:\d+\]")
@@ -317,7 +313,7 @@ def run_lfs(arguments: list[str], seconds: float = LFS_TIMEOUT) -> LfsAnswer:
 def set_stripe_layout(path: Path, layout: StripeLayout, seconds: float = LFS_TIMEOUT) -> str:
     """Set the layout of a new file, or of new files of a directory; returns a warning or an empty string.
 
-    Raises LfsError, with code ALREADY_STRIPED for a file that has a layout, even an empty file.
+    Raises LfsError, with code 17 (EEXIST) for a file that has a layout, even an empty file.
     """
     return run_lfs(["setstripe", *format_setstripe_arguments(layout), str(path.absolute())], seconds).warning
 
@@ -377,10 +373,9 @@ def _one_line(text: str) -> str:
 
 
 LOV_ATTRIBUTE = "lustre.lov"
-_V1, _V3, _COMPOSITE = 0x0BD10BD0, 0x0BD30BD0, 0x0BD60BD0
+_V1, _V3 = 0x0BD10BD0, 0x0BD30BD0
 _HEADER = struct.Struct("<II16sIHH")
 _POOL = struct.Struct("<16s")
-_OBJECT = struct.Struct("<16sII")
 _RAID0 = 1
 _ANY = 0xFFFF
 _LONGEST_POOL = 15
@@ -407,24 +402,3 @@ def pack_lov(layout: StripeLayout) -> bytes:
     if len(pool) > _LONGEST_POOL:
         raise ValueError(f"pool {component.pool!r}: the name is longer than {_LONGEST_POOL} bytes")
     return head + _POOL.pack(pool)
-
-
-def unpack_lov(data: bytes) -> FileStriping:
-    """Decode the attribute of a plain layout. Raises ValueError for anything else."""
-    if len(data) < _HEADER.size:
-        raise ValueError(f"{len(data)} bytes are no layout")
-    magic, pattern, _, size, count, first = _HEADER.unpack_from(data)
-    if magic == _COMPOSITE:
-        raise ValueError("a layout of several components is read by lfs only")
-    if magic not in (_V1, _V3) or pattern != _RAID0:
-        raise ValueError(f"magic 0x{magic:08X}, pattern {pattern}: no layout that is known here")
-    at = _HEADER.size
-    pool = None
-    if magic == _V3:
-        if len(data) < at + _POOL.size:
-            raise ValueError("a layout that ends in the name of its pool")
-        pool = _POOL.unpack_from(data, at)[0].partition(b"\0")[0].decode(errors="replace") or None
-        at += _POOL.size
-    osts = tuple(index for _, _, index in _OBJECT.iter_unpack(data[at : at + (len(data) - at) // 24 * 24]))
-    component = StripeComponent(count=ALL_OSTS if count == _ANY else count, size=size or None, pool=pool)
-    return FileStriping((PlacedComponent(component, osts, None if first == _ANY else first),))
