@@ -7,6 +7,7 @@ collective, answers too; one that is stopped, or whose node is gone, does not.
 from __future__ import annotations
 
 import faulthandler
+import linecache
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hpc_train.launch.state.attempts import read_rank_entries
 from hpc_train.regular_files import read_json
@@ -22,6 +24,8 @@ from hpc_train.regular_files import read_json
 STACK_SIGNAL = signal.SIGUSR1
 _HEADER = b"Stack (most recent call first):"
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+_WAITS = re.compile(r"\b(?:wait|join|result|acquire|recv|barrier|all_reduce|all_gather\w*|reduce_scatter\w*)\(")
+"""Calls that return when another rank, or a thread that waits for one, has done its part."""
 _TAIL_BYTES = 1 << 16
 _POLL_SECONDS = 0.1
 _MAX_PLACES = 3
@@ -43,6 +47,8 @@ class RankStack:
     place: str | None
     """Function and line the rank is in; None if it did not answer."""
     task: int = -1
+    waits: bool = False
+    """Whether it most likely waits there for another rank."""
 
 
 def collect_stacks(
@@ -56,7 +62,7 @@ def collect_stacks(
     sizes = {task: _file_size(_log_path(logs, task)) for task in tasks}
     request()
     deadline = time.monotonic() + seconds
-    places: dict[int, str | None] = {}
+    places: dict[int, _Frame | None] = {}
     while True:
         for task in tasks:
             if places.get(task) is None:
@@ -65,13 +71,17 @@ def collect_stacks(
             break
         time.sleep(_POLL_SECONDS)
     names = _rank_names(logs)
-    return [RankStack(names.get(task, f"task {task}"), places[task], task) for task in tasks]
+    return [_make_stack(names.get(task, f"task {task}"), task, places[task]) for task in tasks]
+
+
+def _make_stack(name: str, task: int, frame: _Frame | None) -> RankStack:
+    return RankStack(name, None, task) if frame is None else RankStack(name, frame.place, task, frame.waits)
 
 
 def find_odd_task(stacks: Sequence[RankStack]) -> int | None:
     """Return the one task that did not answer, or is in code of its own while all others wait; None if none is."""
     silent = [stack.task for stack in stacks if stack.place is None]
-    busy = [stack.task for stack in stacks if stack.place is not None and not _is_waiting(stack.place)]
+    busy = [stack.task for stack in stacks if stack.place is not None and not stack.waits]
     odd = silent or busy
     return odd[0] if len(odd) == 1 and len(stacks) > 1 else None
 
@@ -85,14 +95,27 @@ def describe_stacks(stacks: Iterable[RankStack]) -> str:
     groups: dict[str, list[str]] = {}
     for stack in stacks:
         groups.setdefault(str(stack.place), []).append(stack.name)
-    shown = sorted(groups.items(), key=lambda pair: (_is_waiting(pair[0]), len(pair[1])))
+    waiting = {stack.place for stack in stacks if stack.waits}
+    shown = sorted(groups.items(), key=lambda pair: (pair[0] in waiting, len(pair[1])))
     more = f"; and {len(shown) - _MAX_PLACES} more places" if len(shown) > _MAX_PLACES else ""
     return "; ".join(f"{_join_names(names)} was in {place}" for place, names in shown[:_MAX_PLACES]) + more
 
 
-def _is_waiting(place: str) -> bool:
-    """Whether a rank at this place is most likely waiting for another one."""
-    return "torch/" in place
+class _Frame(NamedTuple):
+    """The innermost function of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.function} ({'/'.join(Path(self.file).parts[-3:])}:{self.line})"
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in torch's own code, or at a line that waits for a collective, a thread or a result."""
+        return "/torch/" in self.file or _WAITS.search(linecache.getline(self.file, self.line)) is not None
 
 
 def _join_names(names: list[str]) -> str:
@@ -129,7 +152,7 @@ def _file_size(path: Path) -> int:
         return 0
 
 
-def _innermost_frame(path: Path, since: int) -> str | None:
+def _innermost_frame(path: Path, since: int) -> _Frame | None:
     """Return the innermost function of the stack written after byte `since`; None if there is none (yet)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -145,5 +168,4 @@ def _innermost_frame(path: Path, since: int) -> str | None:
     frame = _FRAME.search(text[header:].decode(errors="replace")) if header >= 0 else None
     if frame is None:
         return None
-    file = "/".join(Path(frame["file"]).parts[-3:])
-    return f"{frame['function']} ({file}:{frame['line']})"
+    return _Frame(frame["file"], int(frame["line"]), frame["function"])

@@ -18,6 +18,7 @@ from drawn import draw
 from slurm_client import SlurmCluster
 from training_client import assert_same_result, kinds, lines, submit, tasks_of, wait_until
 
+from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.resilience.heartbeat import find_folder
 
 FAULTY = Path(__file__).parents[1] / "launch"
@@ -163,8 +164,7 @@ def assert_culprit(fault: str, run: Path, began: float) -> None:
 
 def host_of_task_1(run: Path) -> str:
     newest = max(attempts(run), key=lambda logs: int(logs.name))
-    nodes: list[str] = json.loads((newest / "attempt.json").read_text())["nodes"]
-    return nodes[1]
+    return expand_hostlist(json.loads((newest / "attempt.json").read_text())["nodes"])[1]
 
 
 def attempts(run: Path) -> list[Path]:
