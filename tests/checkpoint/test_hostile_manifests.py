@@ -12,12 +12,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_commands import Terminal
 from checkpoint_helpers import alone, blank, holds, same_pieces, save_alone, sharded, whole
 
 from hpc_train.checkpoint import CheckpointError, load_step, resume_from_checkpoint, save_step, verify_step
+from hpc_train.checkpoint.format.block_digests import PART_DTYPE, check_parts
 from hpc_train.checkpoint.format.hdf5_parser import ParsedDataset
 from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.checkpoint.format.shard_consistency import ExpectedDataset, _check_place
@@ -312,3 +314,31 @@ def test_every_byte_of_a_tensor_is_asked_for_once(directory: Path, run: int) -> 
         strips = make_strips([(0, 4096, 1, run, run, 0, 0, run)] if run else [])
         with nullcontext() if run == 32 else pytest.raises(CheckpointError, match="is not what the tensors need"):
             check_reads(strips, source, targets)
+
+
+def part(begin: int, size: int, at: int, stored: int) -> tuple[int, ...]:
+    return begin, size, at, stored, 0 if stored == size else size, 4
+
+
+PARTS = [part(0, 4096, 0, 1000), part(4096, 100, 1000, 100), part(8192, 4096, 1100, 900)]
+"""Two streams, and between them bytes that are stored as they are."""
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        (1, None),
+        (1, part(4095, 101, 1000, 101)),  # begins within the one before
+        (1, part(4096, 5000, 1000, 100)),  # ends within the one after
+        (1, part(4096, 100, 999, 100)),  # shares a byte of the file with the one before
+        (2, part(8192, 4096, 1100, 901)),  # ends after the file
+        (2, part(8192, 4097, 1100, 900)),  # ends after the image
+        (0, part(0, 0, 0, 0)),
+        (0, (0, 4096, 0, 1000, 4095, 4)),  # inflates to less than it has
+        (0, (0, 4096, 0, 1000, 4096, 0)),
+    ],
+)
+def test_parts_of_a_compressed_file_share_nothing(row: int, wrong: tuple[int, ...] | None) -> None:
+    parts = np.array([wrong if wrong and at == row else it for at, it in enumerate(PARTS)], dtype=PART_DTYPE)
+    with nullcontext() if wrong is None else pytest.raises(CheckpointError, match="does not lie where there is room"):
+        check_parts(parts, 2000, 8192 + 4096)

@@ -14,6 +14,7 @@ from hpc_train.config.model import TransformerConfig
 from hpc_train.models.shape import count_parameters
 from hpc_train.traffic.axes import ddp_buckets, fsdp_groups
 from hpc_train.traffic.weights import Splitting, held_elements, list_weights, partial_gradient_sizes
+from hpc_train.units import MIB
 
 SHIPPED = [name for name in option_files("model") if name != "custom"]
 
@@ -65,6 +66,12 @@ def test_buckets_hold_everything_and_close_when_they_are_full(sizes: list[float]
     assert sum(found) == pytest.approx(sum(sizes))
     least = 2**20 if limit is None else limit * 2**20
     assert all(size >= least for size in found[:-1])
+
+
+def test_a_gradient_that_just_fills_a_bucket_closes_it() -> None:
+    """As torch does (compute_bucket_assignment_by_size closes a bucket of the limit's size)."""
+    assert ddp_buckets([MIB, 25 * MIB, 25 * MIB, MIB], None) == [MIB, 25 * MIB, 25 * MIB, MIB]
+    assert ddp_buckets([MIB, MIB, MIB], 2) == [2 * MIB, MIB]
 
 
 def test_groups_are_whole_blocks_within_a_bucket() -> None:
