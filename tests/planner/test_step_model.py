@@ -10,7 +10,7 @@ from planner_runs import run
 
 from hpc_train.planner.constants import Constants, default_constants
 from hpc_train.planner.model.from_config import jobs_from_config
-from hpc_train.planner.model.jobs import RECOMPUTE, Jobs, as_column, job_columns, replace_columns
+from hpc_train.planner.model.jobs import RECOMPUTE, Jobs, as_column, job_columns, recomputed_share, replace_columns
 from hpc_train.planner.model.layer import wave_quantization
 from hpc_train.planner.model.network import all_gather_seconds, all_reduce_seconds, exposed_seconds, make_rank_group
 from hpc_train.planner.model.step_time import Estimate, StepTime, estimate_jobs
@@ -130,3 +130,12 @@ def test_more_micro_batches_shrink_the_bubbles_share() -> None:
     share = [float(it.bubble / it.step) for it in times]
     assert share == sorted(share, reverse=True)
     assert share[0] > 0.3 > 0.1 > share[2]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "every", "share"),
+    [(5, 1, 1, 1), (5, 1, 2, 3 / 5), (6, 1, 2, 1 / 2), (7, 2, 3, 2 / 4), (3, 1, 9, 1 / 3)],
+)
+def test_the_first_of_every_so_many_layers_is_recomputed(layers: int, stages: int, every: int, share: float) -> None:
+    """As parallel.recompute.every has it: of 5 layers with every=2 the first, the third and the fifth."""
+    assert recomputed_share(layers, stages, every) == share
