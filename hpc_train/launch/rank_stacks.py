@@ -22,10 +22,13 @@ from hpc_train.launch.state.attempts import read_rank_entries
 from hpc_train.regular_files import read_json
 
 STACK_SIGNAL = signal.SIGUSR1
-_HEADER = b"Stack (most recent call first):"
+_THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.*:$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
-_WAITS = re.compile(r"\b(?:wait|join|result|acquire|recv|barrier|all_reduce|all_gather\w*|reduce_scatter\w*)\(")
+_WAITS = re.compile(
+    r"\b(?:wait|join|result|acquire|get|recv|select|accept|barrier|all_reduce|all_gather\w*|reduce_scatter\w*)\("
+)
 """Calls that return when another rank, or a thread that waits for one, has done its part."""
+_WAITING_CODE = re.compile(r"/torch/|/python3[^/]*/(?:threading|queue|selectors|socket)\.py$|/python3[^/]*/concurrent/")
 _TAIL_BYTES = 1 << 16
 _POLL_SECONDS = 0.1
 _MAX_PLACES = 3
@@ -34,8 +37,8 @@ _MAX_RANKS = 8
 
 
 def answer_stack_requests() -> None:
-    """Write this process's stack into its log (stderr) at every SIGUSR1 from now on."""
-    faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=False)
+    """Write the stacks of this process's threads into its log (stderr) at every SIGUSR1 from now on."""
+    faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True)
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,10 @@ class _Frame(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether it is in torch's own code, or at a line that waits for a collective, a thread or a result."""
-        return "/torch/" in self.file or _WAITS.search(linecache.getline(self.file, self.line)) is not None
+        """Whether it is in code of torch or of Python that waits, or at a line that calls what waits."""
+        if _WAITING_CODE.search(self.file):
+            return True
+        return _WAITS.search(linecache.getline(self.file, self.line)) is not None
 
 
 def _join_names(names: list[str]) -> str:
@@ -153,7 +158,11 @@ def _file_size(path: Path) -> int:
 
 
 def _innermost_frame(path: Path, since: int) -> _Frame | None:
-    """Return the innermost function of the stack written after byte `since`; None if there is none (yet)."""
+    """Return where a rank is, from the stacks written after byte `since`; None if they are not there (yet).
+
+    That is the innermost function of its main thread or, if that waits, of a thread that does not, such as one that
+    saves.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -164,8 +173,21 @@ def _innermost_frame(path: Path, since: int) -> _Frame | None:
         return None
     finally:
         os.close(descriptor)
-    header = text.rfind(_HEADER)
-    frame = _FRAME.search(text[header:].decode(errors="replace")) if header >= 0 else None
-    if frame is None:
-        return None
-    return _Frame(frame["file"], int(frame["line"]), frame["function"])
+    frames = _parse_frames(text.decode(errors="replace"))
+    main = frames.pop("Current thread", None)
+    if main is None or not main.waits:
+        return main
+    return next((frame for frame in frames.values() if not frame.waits), main)
+
+
+def _parse_frames(text: str) -> dict[str, _Frame]:
+    """Return the innermost function of each thread, by the words before its stack; the current one comes last."""
+    found: dict[str, _Frame] = {}
+    headers = list(_THREAD.finditer(text))
+    for number, header in enumerate(headers):
+        end = headers[number + 1].start() if number + 1 < len(headers) else len(text)
+        frame = _FRAME.search(text, header.end(), end)
+        if frame is not None:
+            name = header[1] if header[1] == "Current thread" else header[0]
+            found[name] = _Frame(frame["file"], int(frame["line"]), frame["function"])
+    return found

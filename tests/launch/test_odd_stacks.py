@@ -37,8 +37,27 @@ def test_a_line_that_waits_for_another_rank(tmp_path: Path, line: str, waits: bo
     """The innermost frame in Python is the caller's where torch waits in C++."""
     program, log = tmp_path / "engine.py", tmp_path / "task-0.log"
     program.write_text(f"\n\n    {line}\n")
-    log.write_text(f'Stack (most recent call first):\n  File "{program}", line 3 in evaluate\n')
+    log.write_text(f'Current thread 0x1 (most recent call first):\n  File "{program}", line 3 in evaluate\n')
     frame = _innermost_frame(log, 0)
     assert frame is not None
     assert frame.waits == waits
     assert frame.place == f"evaluate ({'/'.join(program.parts[-3:])}:3)"
+
+
+def test_a_thread_that_does_not_wait_is_where_the_rank_is(tmp_path: Path) -> None:
+    """Of a rank whose main thread waits for the thread that saves."""
+    log, own = tmp_path / "task-0.log", tmp_path / "own.py"
+    own.write_text("loop(1)\n")
+    idle = 'Thread 0x2 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 320 in wait\n'
+    saving = f'Thread 0x3 (most recent call first):\n  File "{own}", line 1 in write_shard\n'
+    main = 'Current thread 0x1 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 9 in join\n'
+    log.write_text("a line of the log\n" + idle + saving)
+    assert _innermost_frame(log, 0) is None, "not all of it is written yet"
+    log.write_text("a line of the log\n" + idle + saving + main)
+    frame = _innermost_frame(log, 0)
+    assert frame is not None
+    assert frame.function == "write_shard"
+    log.write_text(idle + main)
+    frame = _innermost_frame(log, 0)
+    assert frame is not None
+    assert (frame.function, frame.waits) == ("join", True)
