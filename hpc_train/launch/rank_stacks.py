@@ -25,10 +25,12 @@ STACK_SIGNAL = signal.SIGUSR1
 _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.*:$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 _WAITS = re.compile(
-    r"\b(?:wait|join|result|acquire|get|recv|select|accept|barrier|all_reduce|all_gather\w*|reduce_scatter\w*)\("
+    r"\b(?:wait|join|result|acquire|get|recv|select|poll|accept|barrier|all_reduce|all_gather\w*|reduce_scatter\w*)\("
 )
 """Calls that return when another rank, or a thread that waits for one, has done its part."""
-_WAITING_CODE = re.compile(r"/torch/|/python3[^/]*/(?:threading|queue|selectors|socket)\.py$|/python3[^/]*/concurrent/")
+_WAITING_CODE = re.compile(
+    r"/torch/|/hpc_train/runtime/store/|/python3[^/]*/(?:threading|queue|selectors|socket)\.py$|/python3[^/]*/concurrent/"
+)
 _TAIL_BYTES = 1 << 16
 _POLL_SECONDS = 0.1
 _MAX_PLACES = 3
