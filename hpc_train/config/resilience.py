@@ -73,6 +73,9 @@ class ResilienceConfig:
     act: bool = True
     """Start ranks again in the same allocation after a fault that may not come again; false: only say what would be
     done."""
+    grace_seconds: float | None = setting(default=None, gt=0)
+    """Seconds that a machine has left after a notice that it is about to be taken away (AWS 120, Google Cloud 30). A
+    save that took longer the last time, and so would not fit in what is left, is not begun. None: not known."""
     restarts: int = setting(default=3, ge=0, le=1000)
     """Starts in the same allocation in a row without a newer checkpoint; after that the run fails."""
     node_silent_seconds: float = setting(default=10.0, ge=2)

@@ -19,7 +19,7 @@ from typing import Any
 from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_REQUEUE, EXIT_USER_ERROR
-from hpc_train.launch.failures import FirstError, find_first_error
+from hpc_train.launch.failures import EXIT_CODES, FirstError, find_first_error
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.state.run_facts import read_events
 from hpc_train.resilience.exclusion import (
@@ -105,6 +105,17 @@ def decide_after_failure(
     if allocation.nodes:
         _write_nodes(logs, allocation, excluded)
     return decision
+
+
+def decide_on_this_machine(config: RunConfig, folder: RunDirectory, attempt: int, code: int, first: int) -> Decision:
+    """Decide what follows an attempt of the local pool that failed; act on nothing where resilience.act=false.
+
+    first: the first attempt that the same command has started.
+    """
+    if not (folder.logs(attempt) / EXIT_CODES).exists():
+        return Decision(Action.END, "the process that held the ranks was killed, and they may still be saving")
+    decision = decide_after_failure(config, folder, attempt, code, first)
+    return decision if config.resilience.act else Decision(Action.END, "")
 
 
 def _record_decision(config: RunConfig, folder: RunDirectory, attempt: int, fault: Fault, decision: Decision) -> None:

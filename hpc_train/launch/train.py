@@ -71,7 +71,7 @@ def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: S
 
     After a fault that may not come again the ranks are started again, as an attempt of their own.
     """
-    from hpc_train.launch.failures import EXIT_CODES, explain_failure
+    from hpc_train.launch.failures import explain_failure
     from hpc_train.launch.local.rank_pool import (
         EXIT_KILLED,
         WarningPrinter,
@@ -79,7 +79,7 @@ def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: S
         start_ranks,
         threads_per_rank,
     )
-    from hpc_train.launch.restarting import decide_after_failure
+    from hpc_train.launch.restarting import decide_on_this_machine
     from hpc_train.launch.state.attempts import write_result_marker
     from hpc_train.resilience.restart import Action
 
@@ -103,10 +103,8 @@ def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: S
             return code
         why = explain_failure(folder.logs(attempt)) or f"the ranks left no reason; see {folder.logs(attempt)}"
         print(f"hpc-train: {for_stream(why, sys.stderr)}", file=sys.stderr)
-        if not (folder.logs(attempt) / EXIT_CODES).exists():
-            return code  # the controller was killed: its ranks may still be saving
-        decision = decide_after_failure(config, folder, attempt, code, first)
-        if stop.requested or not config.resilience.act or decision.action is Action.END:
+        decision = decide_on_this_machine(config, folder, attempt, code, first)
+        if stop.requested or decision.action is Action.END:
             return code
         print(f"hpc-train: {decision.why}", file=sys.stderr, flush=True)
         if not decision.goes_on:

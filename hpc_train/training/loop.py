@@ -23,6 +23,7 @@ import torch
 
 from hpc_train.checkpoint import CheckpointError, Saver, SaveResult, prune_steps
 from hpc_train.checkpoint.provenance import Origin, encode_provenance, hash_file, hash_text, identify_code
+from hpc_train.checkpoint.rank_consensus import run_on_rank_0
 from hpc_train.checkpoint.save.file_writer import LocalStage
 from hpc_train.checkpoint.save.incremental import IncrementalWriter
 from hpc_train.checkpoint.save.shared_file import WriterSharing
@@ -48,6 +49,7 @@ from hpc_train.training.replica_check import ReplicaCheck
 from hpc_train.training.reporter import Reporter
 from hpc_train.training.rollback import ROLLBACKS, RollbackState
 from hpc_train.training.run_directory import RunDirectory
+from hpc_train.training.run_records import find_event_time
 
 
 def find_peak_flops(config: RunConfig, device_name: str | None) -> float | None:
@@ -231,6 +233,10 @@ class TrainingRun:
     """No update since the last save was made from a loss or a gradient with NaN or infinity."""
     lost_since: int | None = None
     """First of the latest steps that all had NaN or infinity in loss or gradient; None if the last step had none."""
+    save_seconds: float | None = None
+    """Seconds that the last whole checkpoint of this process took, from its beginning to its commit."""
+    unsaved: str = ""
+    """Why a stop does not save, if so; the same on all ranks."""
     save_failures: dict[bool, SaveFailure] = field(default_factory=dict)
     """Last save, if it failed; keyed by whether it is of the weights alone."""
     validated_at: int | None = None
@@ -351,7 +357,10 @@ def _run_steps(run: TrainingRun) -> int:
         report_step(run, step, validation)
         check_numbers(run, lambda: _report_saves(run, run.wait_for_saves()))
         stopping = step.stop or run.owes_validation
-        saved = _save_if_due(run, stopping)
+        if stopping:
+            _report_saves(run, run.take_ended_saves())  # how long a save takes is known from the last one
+            run.unsaved = run_on_rank_0(run.world, lambda: explain_too_late(run))
+        saved = not run.unsaved and _save_if_due(run, stopping)
         if run.ledger is not None:
             run.ledger.write(run.heartbeat, run.step, due=saved)
         _report_saves(run, run.take_ended_saves())
@@ -503,6 +512,20 @@ def evaluate_owed(run: TrainingRun) -> None:
         run.reporter.validated(run.step, loss)
 
 
+def explain_too_late(run: TrainingRun) -> str:
+    """Return why a save would not end before the machine is taken away; empty if it would, or nobody knows."""
+    grace, needed = run.config.resilience.grace_seconds, run.save_seconds
+    if grace is None or needed is None:
+        return ""
+    noticed = find_event_time(run.directory.events, "notice", run.reporter.attempt)
+    if noticed is None:
+        return ""
+    left = grace - (time.time() - noticed)
+    if needed <= left:
+        return ""
+    return f"the last save took {needed:.0f} s, and {max(left, 0):.0f} s are left of resilience.grace_seconds={grace:g}"
+
+
 def _save_if_due(run: TrainingRun, stopping: bool) -> bool:
     """Begin the saves that are due after this step; returns whether there are any."""
     every, weights_every = run.config.checkpoint.every, run.config.checkpoint.weights_every
@@ -555,7 +578,8 @@ def _report_saves(run: TrainingRun, ended: Iterable[SaveResult]) -> None:
             run.reporter.event("checkpoint_failed", step=saved.step, why=str(error))
             log.error("%s", error)
             continue
-        run.saved_at = run.saved_at if weights_only else saved.step
+        if not weights_only:
+            run.saved_at, run.save_seconds = saved.step, saved.seconds
         kind = "weights" if weights_only else "checkpoint"
         times = {} if saved.times is None else encode_provenance(replace(saved.times, stall=saved.stall))
         fields = {"seconds": saved.seconds, "stall": saved.stall, "bytes": saved.bytes, "shared": saved.shared}
@@ -570,6 +594,11 @@ def _stop(run: TrainingRun) -> int:
     if run.saved_at == run.step:
         run.reporter.mark_requeue()
         run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.directory.path} to continue")
+        return EXIT_REQUEUE
+    if run.unsaved:
+        run.reporter.mark_requeue()
+        place = "the beginning" if run.saved_at is None else f"step {run.saved_at}"
+        run.reporter.say(f"stopped at step {run.step}, NOT saved: {run.unsaved}; the run goes on from {place}")
         return EXIT_REQUEUE
     run.reporter.say(
         f"stopped at step {run.step}, NOT saved (checkpoint.every={run.config.checkpoint.every})", last=True

@@ -142,6 +142,17 @@ def _null_if_not_finite(value: Any) -> Any:
     return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
 
 
+def find_event_time(path: Path, kind: str, attempt: int) -> float | None:
+    """Return time.time() of the first event of this kind in an attempt; None without one, or without the file."""
+    try:
+        lines = read_text(path, errors="replace").splitlines()
+    except OSError:
+        return None
+    events = (parse_json_object(line) for line in lines)
+    times = [event.get("time") for event in events if (event.get("event"), event.get("attempt")) == (kind, attempt)]
+    return next((float(at) for at in times if isinstance(at, (int, float))), None)
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """The error that ended one rank."""

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from checkpoint_commands import Terminal
 from checkpoint_helpers import alone, blank, holds, same_pieces, save_alone, sharded, whole
 
 from hpc_train.checkpoint import CheckpointError, load_step, resume_from_checkpoint, save_step, verify_step
+from hpc_train.checkpoint.format.hdf5_parser import ParsedDataset
+from hpc_train.checkpoint.format.manifest import read_manifest
+from hpc_train.checkpoint.format.shard_consistency import ExpectedDataset, _check_place
+from hpc_train.checkpoint.load.load_step import check_reads
+from hpc_train.checkpoint.load.read_schedule import LoadDestinations, make_strips
+from hpc_train.checkpoint.load.verified_reader import ShardReader
 from hpc_train.checkpoint.storage.file_system import checksum_bytes
 from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
@@ -285,3 +292,23 @@ def test_all_ranks_refuse_it(tmp_path: Path) -> None:
         one, other = run_ranks(refused_by_all, 2, tmp_path)
         assert one == other
         assert "step 2" in one
+
+
+@pytest.mark.parametrize("place_in_file", [4096, 4104, 4112])
+def test_a_dataset_lies_where_the_manifest_says(place_in_file: int) -> None:
+    """The last of three checks that find this: the others are the seal of the layout and the digests."""
+    expected = ExpectedDataset("a", "float32", (2,), (0,), (2,), 4104)
+    found = ParsedDataset("a", "float32", 4, (2,), (0,), (2,), place_in_file)
+    with nullcontext() if place_in_file == 4104 else pytest.raises(CheckpointError, match="its dataset is at byte"):
+        _check_place(expected, found, None)
+
+
+@pytest.mark.parametrize("run", [0, 24, 32, 40])
+def test_every_byte_of_a_tensor_is_asked_for_once(directory: Path, run: int) -> None:
+    """Reads that a plan with a mistake, or a manifest past all other checks, might make of a tensor of 32 bytes."""
+    targets = LoadDestinations(whole({"x": torch.zeros(4, dtype=torch.float64)}))
+    manifest = read_manifest(directory / "step-1", 1)
+    with ShardReader(directory / "step-1", manifest) as source:
+        strips = make_strips([(0, 4096, 1, run, run, 0, 0, run)] if run else [])
+        with nullcontext() if run == 32 else pytest.raises(CheckpointError, match="is not what the tensors need"):
+            check_reads(strips, source, targets)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hpc_train.checkpoint.save import save_step
 from hpc_train.errors import UserError
 from hpc_train.models.registry import register
+from hpc_train.training import rank
 
 _moments: Counter[str] = Counter()
 
@@ -90,7 +91,15 @@ class Faulty(nn.Module):
         return logits
 
 
+_resume = rank.resume_from_checkpoint
 _write_shard = save_step.write_shard
+
+
+def _resume_with_faults(*arguments: Any) -> Any:
+    resumed = _resume(*arguments)
+    if resumed is not None:
+        reach("load")
+    return resumed
 
 
 def _write_shard_with_faults(*arguments: Any) -> Any:
@@ -99,3 +108,4 @@ def _write_shard_with_faults(*arguments: Any) -> Any:
 
 
 save_step.write_shard = _write_shard_with_faults
+rank.resume_from_checkpoint = _resume_with_faults

@@ -72,6 +72,31 @@ def test_a_hang_does_not_look_healthy(tmp_path: Path) -> None:
     assert add_progress(RUNNING, requeued).reason == "", "the attempt began a moment ago"
 
 
+@pytest.mark.parametrize(
+    ("begun", "resilience", "why"),
+    [
+        (AttemptStart("here", 0, launcher="local", process=7), {"watch": True}, ""),
+        (AttemptStart("here", 0, job_id="12"), {"watch": True}, ""),
+        (AttemptStart("here", 0, job_id="12"), {"watch": False}, "not watched: resilience.watch=false"),
+        (AttemptStart("here", 0, job_id="12"), None, "not watched: frozen by an earlier release"),
+        (
+            AttemptStart("here", 0, job_id="12", process=7),
+            {"watch": True},
+            "not watched: the ranks were started by srun",
+        ),
+        (AttemptStart("here", 0, launcher="torchrun", process=7), {"watch": True}, "not watched: the ranks were"),
+    ],
+)
+def test_a_run_that_nobody_watches_says_so(tmp_path: Path, begun: AttemptStart, resilience: object, why: str) -> None:
+    facts = replace(facts_of(tmp_path), attempts=(Attempt(0, begun),))
+    (tmp_path / "metrics.jsonl").write_text(line(3))
+    config = {} if resilience is None else {"resilience": resilience}
+    (tmp_path / "job.json").write_text(json.dumps({"config": config}))
+    reason = add_progress(RUNNING, facts).reason
+    assert reason.startswith(why)
+    assert bool(reason) == bool(why)
+
+
 def huge(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)  # a terabyte without a line end

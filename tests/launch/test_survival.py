@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from drawn import draw
-from jobs import LONG, Workshop, assert_same_run, parameters, processes, wait_for
+from jobs import LONG, Workshop, assert_same_run, parameters, processes, saved_steps, wait_for
 
 from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_REQUEUE
@@ -115,6 +115,22 @@ def test_a_notice_of_the_machine_saves_and_stops(workshop: Workshop) -> None:
     (notice,) = events(workshop, "notice")
     assert notice["why"].endswith(" is about to be taken away: instance i-1 ends at 12:00")
     assert re.search(r"stopped at step [78], saved", ended.out)
+
+
+def test_a_save_for_which_no_time_is_left_is_not_begun(workshop: Workshop, uninterrupted: Any) -> None:
+    file = workshop.folder / "notice"
+    words = (*LONG, f"resilience.notice.file={file}", "resilience.grace_seconds=0.001")
+    job = workshop.start("run", *words, faults="0:train:7:listen")
+    workshop.wait_for_fault("0:train:7:listen", job)
+    file.write_text("instance i-1 ends at once\n")
+    ended = job.ended()
+    assert ended.code == EXIT_REQUEUE, ended
+    assert re.search(r"stopped at step [78], NOT saved: the last save took \d+ s, and 0 s are left of", ended.out)
+    assert ended.out.rstrip().splitlines()[-1].endswith("the run goes on from step 4")
+    assert saved_steps(workshop.folder / "run") == [4]
+    file.unlink()
+    assert workshop.train("run", *words).code == 0
+    assert_same_run(workshop.folder / "run", uninterrupted)
 
 
 def test_a_parameter_that_is_nan_sends_the_run_back_to_a_good_checkpoint(workshop: Workshop) -> None:

@@ -95,6 +95,18 @@ def _check_results(sweep: Path, names: list[str], capsys: pytest.CaptureFixture[
     assert single["value"] == found[1]["value"]
 
 
+def test_a_point_whose_rank_is_killed_goes_on(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*ONE, "train.steps=6", "checkpoint.every=2", "train.seed=0,1", "launch.parallel_points=1")
+    ended = workshop.train("sweep", "-m", *words, faults="0:train:10:kill")
+    assert ended.code == 0, ended.err
+    first, second = rows(capsys, workshop.folder / "sweep").values()
+    assert [first["state"], second["state"]] == ["DONE", "DONE"]
+    assert (first["attempt"], second["attempt"]) == (1, 0)
+    why, decision = (line for line in ended.err.splitlines() if "warning" not in line)
+    assert "was killed by SIGKILL" in why
+    assert f"{first['point']}: starting again from step " in decision
+
+
 def test_ctrl_c_saves_all_that_run_and_begins_nothing_more(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from hpc_train.launch.state.attempts import open_if_regular
 from hpc_train.launch.state.run_facts import RunFacts
 from hpc_train.launch.state.state_names import RunStatus, State
-from hpc_train.regular_files import parse_json_object
+from hpc_train.regular_files import parse_json_object, read_json
 from hpc_train.training.warning_files import read_warnings
 from hpc_train.units import format_age
 
@@ -37,6 +37,8 @@ def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
     status = replace(status, faults=facts.faults, skipped_steps=facts.skipped_steps)
     if status.state is not State.RUNNING:
         return status
+    unwatched = explain_unwatched(facts)
+    status = replace(status, reason=": ".join(filter(None, (status.reason, unwatched))))
     age = _seconds_since_step(path, facts)
     if age is None:
         return status
@@ -44,6 +46,23 @@ def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
     text = f"no step for {format_age(age)}"
     reason = ": ".join(filter(None, (status.reason, text))) if quiet else status.reason
     return replace(status, seconds_since_step=round(age, 1), reason=reason)
+
+
+def explain_unwatched(facts: RunFacts) -> str:
+    """Return why nobody would notice that the ranks of a run hang; empty if somebody watches them."""
+    if facts.newest is None or facts.newest.begun is None:
+        return ""
+    begun = facts.newest.begun
+    if begun.launcher != "local" and begun.process:
+        by = {"slurm": "srun", "mpi": "mpirun"}.get(begun.launcher, begun.launcher)
+        return f"not watched: the ranks were started by {by} itself"
+    try:
+        watch = read_json(facts.point.run / "job.json")["config"]["resilience"]["watch"]
+    except (OSError, ValueError):
+        return ""  # what is wrong with the file is said elsewhere
+    except (KeyError, TypeError):
+        return "not watched: frozen by an earlier release"
+    return "" if watch else "not watched: resilience.watch=false"
 
 
 def _warnings(facts: RunFacts) -> tuple[str, ...]:

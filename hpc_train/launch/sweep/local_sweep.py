@@ -20,6 +20,7 @@ from hpc_train.launch.failures import explain_failure
 from hpc_train.launch.freeze import describe_finished_run
 from hpc_train.launch.local.node_sharing import SHARE_VARIABLE, format_share, gpu_share_environment
 from hpc_train.launch.local.rank_pool import EXIT_KILLED, count_gpus, local_rank_count, start_ranks
+from hpc_train.launch.restarting import decide_on_this_machine
 from hpc_train.launch.state.attempts import write_result_marker
 from hpc_train.launch.submit import submission_transaction
 from hpc_train.launch.sweep import sweep_directory
@@ -28,6 +29,7 @@ from hpc_train.launch.sweep.points import PointFreezer, freeze_points, print_pla
 from hpc_train.launch.sweep.submit_sweep import compose_first, new_sweep_directory, write_sweep_directory
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
 from hpc_train.parallel.rules.parameter_server import needs_mpi
+from hpc_train.resilience.restart import Action
 from hpc_train.runtime.identity import identify_process
 from hpc_train.runtime.processes import StopRequest, identify_machine, read_start_time
 from hpc_train.terminal import one_line
@@ -160,6 +162,8 @@ class _PointPool:
     stop: StopRequest
     running: dict[int, _RunningPoint] = field(default_factory=dict)
     """Slot to the point that runs there."""
+    first: dict[str, int] = field(default_factory=dict)
+    """Id of a point -> its first attempt of this command."""
     done: int = 0
     failed: list[str] = field(default_factory=list)
 
@@ -204,6 +208,7 @@ class _PointPool:
             self._tell_done(point)
             return
         attempt = make_attempt(run)
+        self.first.setdefault(point.id, attempt)
         job = start_ranks(
             run, attempt, point.spec.ranks, self.share.threads_per_rank(point), self.share.environment(slot, point)
         )
@@ -218,9 +223,22 @@ class _PointPool:
         if code == EXIT_DONE:
             self._tell_done(running.point)
         elif code != EXIT_REQUEUE:
-            self.failed.append(running.point.id)
             why = (explain_failure(logs) or f"the ranks left no reason; see {logs}").strip().splitlines()
             _print_message(f"{running.point.id}: {why[0]}")
+            if not self._begins_again(running, code):
+                self.failed.append(running.point.id)
+
+    def _begins_again(self, running: _RunningPoint, code: int) -> bool:
+        """Put a point back to the front of the row if its fault may not come again."""
+        if self.stop.requested:
+            return False
+        config, first = running.point.spec.run_config(), self.first[running.point.id]
+        decision = decide_on_this_machine(config, running.run, running.attempt, code, first)
+        if decision.action is not Action.END:
+            _print_message(f"{running.point.id}: {decision.why}")
+        if decision.goes_on:
+            self.waiting.appendleft(running.point)
+        return decision.goes_on
 
     def _tell_done(self, point: FrozenPoint) -> None:
         self.done += 1
