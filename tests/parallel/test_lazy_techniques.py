@@ -15,6 +15,7 @@ ALWAYS = {
     "apply",
     "dropout",  # looks for dropout layers in every model
     "engines.plain_engine",
+    "engines.updating_engine",
     "loss",
     "materialise",
     "mesh_axes",

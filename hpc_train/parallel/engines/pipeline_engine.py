@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.config.run import RunConfig
-from hpc_train.interfaces import IGNORED_TARGET, MicroBatch, StepBatch, Sums, TensorShard, World
+from hpc_train.interfaces import IGNORED_TARGET, MicroBatch, StepBatch, Sums, World
 from hpc_train.parallel.data_parallel.fully_shard import free_gathered_parameters
+from hpc_train.parallel.engines.updating_engine import UpdatingEngine
 from hpc_train.parallel.loss import StepTotals, compute_first_loss_sum, compute_loss_sum, start_loss_sum
 from hpc_train.parallel.mesh_axes import get_axis_degree, get_axis_index, select_own_tokens
 from hpc_train.parallel.optimizer_step import OptimizerUpdates, get_local
@@ -55,12 +56,14 @@ class StepLoss:
             return loss * self._get_scale()
 
 
-class PipelineEngine:
+class PipelineEngine(UpdatingEngine):
     """interfaces.Engine for a model in stages, whose parameters fully_shard holds.
 
     The schedule runs a step's micro-batches. torch adds up their gradients on each rank and reduces them over the data
     axes once; then the gradients of tied parameters are added up over their copies.
     """
+
+    _updates: OptimizerUpdates
 
     def __init__(
         self,
@@ -114,22 +117,6 @@ class PipelineEngine:
         if (reduction := start_loss_sum(self._loss.sum, self._world)) is not None:
             reduction.wait()
         return Sums(self._loss.sum, *totals.wait())
-
-    def clip(self, max_norm: float | None) -> Tensor:
-        """Clip the gradient and return its norm before that."""
-        return self._updates.clip(max_norm)
-
-    def update(self, lr: float) -> bool:
-        """Step the optimizer and clear the gradients; False if the step was skipped."""
-        return self._updates.update(lr)
-
-    def skip_update(self) -> None:
-        """Clear the gradients; parameters and optimizer state stay as they are."""
-        self._updates.clear_gradients()
-
-    def shards(self) -> Iterator[TensorShard]:
-        """List what this rank saves and loads."""
-        return self._updates.shards()
 
     def _prepare(self, batch: StepBatch, training: bool) -> tuple[Schedule, list[Tensor], Tensor | None]:
         """Return the schedule for this batch, the inputs of the first stage, and the targets of the last."""

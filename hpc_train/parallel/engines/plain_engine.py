@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.config.run import RunConfig
-from hpc_train.interfaces import GradientSample, MicroBatch, StepBatch, Sums, TensorShard, World
+from hpc_train.interfaces import GradientSample, MicroBatch, StepBatch, Sums, World
 from hpc_train.parallel.dropout import StepMasks
+from hpc_train.parallel.engines.updating_engine import UpdatingEngine
 from hpc_train.parallel.loss import (
     StepTotals,
     Totals,
@@ -76,7 +77,7 @@ class UnwrappedModel:
         raise NotImplementedError
 
 
-class PlainEngine:
+class PlainEngine(UpdatingEngine):
     """interfaces.Engine for data parallelism.
 
     A step, in order of time: start the reduction of the token count; forward; wait for the count, so that the loss is
@@ -132,22 +133,6 @@ class PlainEngine:
         if (reduction := start_loss_sum(local, self._world)) is not None:
             reduction.wait()
         return Sums(local, *totals.wait())
-
-    def clip(self, max_norm: float | None) -> Tensor:
-        """Clip the gradient and return its norm before that."""
-        return self._updates.clip(max_norm)
-
-    def update(self, lr: float) -> bool:
-        """Step the optimizer and clear the gradients; False if the step was skipped."""
-        return self._updates.update(lr)
-
-    def skip_update(self) -> None:
-        """Clear the gradients; parameters and optimizer state stay as they are."""
-        self._updates.clear_gradients()
-
-    def shards(self) -> Iterator[TensorShard]:
-        """List what this rank saves and loads."""
-        return self._updates.shards()
 
     def _warm_up(self, micro: MicroBatch) -> None:
         """Run the backwards that are thrown away, once, so that a resumed run rounds as one that never stopped."""

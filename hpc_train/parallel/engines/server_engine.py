@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, StepBatch, Sums, TensorShard, World
 from hpc_train.parallel.engines.plain_engine import PlainEngine, UnwrappedModel
+from hpc_train.parallel.engines.updating_engine import UpdatingEngine
 from hpc_train.parallel.optimizer_step import GradientUpdate, OptimizerFactory, OptimizerUpdates
 from hpc_train.parallel.parameter_server.mpi_ranks import MpiRanks, connect_ranks
 
@@ -35,8 +36,10 @@ class AsynchronousUpdate(ServerUpdate, Protocol):
     def begin(self, stop: bool) -> bool: ...
 
 
-class ServerEngine:
+class ServerEngine(UpdatingEngine):
     """interfaces.Engine over parameters that live on servers, updated by all workers together."""
+
+    _updates: ServerUpdate
 
     def __init__(self, model: nn.Module, updates: ServerUpdate, config: RunConfig, world: World) -> None:
         self.parts = [model]
@@ -54,18 +57,6 @@ class ServerEngine:
         """Wait for all workers, then evaluate the servers' parameters. A collective."""
         self._updates.refresh()
         return self._engine.evaluate(batch)
-
-    def clip(self, max_norm: float | None) -> Tensor:
-        """Clip the gradient (asynchronous: this worker's own) and return its norm before that."""
-        return self._updates.clip(max_norm)
-
-    def update(self, lr: float) -> bool:
-        """Send the gradient to the servers, and clear it."""
-        return self._updates.update(lr)
-
-    def skip_update(self) -> None:
-        """Clear the gradients; parameters and optimizer state stay as they are."""
-        self._updates.clear_gradients()
 
     def shards(self) -> Iterator[TensorShard]:
         """List what this rank saves and loads; a load writes into the servers' memory."""
