@@ -4,6 +4,7 @@
 #   make test        linters, types and all tests; as root on Debian on a real Slurm of its own
 #   make test-quick  what one process can show, in a few minutes: no Slurm, and ranks only as a smoke test
 #   make test-long   whole matrices and long fuzzing runs, of which make test draws a part (about an hour)
+#   make mutations   seed faults into copies of the project, one at a time, and see which test notices (about an hour)
 #   make campaign    break a run on Slurm at random moments for an hour, and compare what comes out (CAMPAIGN="--minutes 10")
 #   make docs        the pages of docs/ as HTML and man pages, in build/docs
 #   make lint        linters and types only
@@ -46,7 +47,7 @@ QUICK := $(addprefix tests/,cluster data models placement schedules traffic \
 	test_messages.py test_terminal.py test_testing.py)
 
 .NOTPARALLEL:
-.PHONY: train test test-quick test-long campaign test-packages lint slurm-up slurm-down docs wheel clean
+.PHONY: train test test-quick test-long mutations campaign test-packages lint slurm-up slurm-down docs wheel clean
 
 train: $(VENV)/train.stamp
 	$(BIN)/hpc-train train
@@ -76,6 +77,9 @@ test-long: test-packages $(VENV)/test.stamp
 
 test-packages:
 	@if $(ON_DEBIAN); then slurm/dev-cluster install $(TEST_PACKAGES); fi
+
+mutations: test-packages $(VENV)/test.stamp
+	$(BIN)/python tests/mutations/run_mutations.py
 
 campaign: test-packages $(VENV)/test.stamp
 	@$(WITH_CLUSTER); $(BIN)/python tests/slurm/campaign.py $(CAMPAIGN)

@@ -91,7 +91,7 @@ FAULTS = (
         "checkpoint/format/manifest.py",
         'if end < 0 or data[end:] != f\',"checksum":"{checksum_bytes(data[:end] + b"}")}"}}\\n\'.encode():',
         "if end < 0:",
-        ("checkpoint/test_hostile_manifests.py",),
+        ("checkpoint/test_sequence.py",),
     ),
     Fault(
         "the table of digests is not compared with the manifest",
@@ -482,7 +482,7 @@ FAULTS = (
         "launch/local/node_sharing.py",
         "first = index % (len(visible) // ranks) * ranks",
         "first = index % (len(visible) // ranks)",
-        ("launch/test_sweep_here.py",),
+        ("launch/test_sweep_arrays.py",),
     ),
     Fault(
         "a damaged entry of the ledger ends a sweep",

@@ -1,7 +1,7 @@
 """Every fault in every phase of a run, on a real Slurm: noticed in time, the right rank named, the same numbers.
 
 Half a minute a cell, because a hang is noticed after ten seconds and each start of the ranks imports torch. `make test`
-draws each fault and each phase; with HPC_TRAIN_FAULT_TABLE=FILE every cell adds a line of its times to that file.
+draws three; with HPC_TRAIN_FAULT_TABLE=FILE every cell adds a line of its times to that file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ PHASES = {
 COMES_AGAIN = ("raise", "exit")
 """What would come again, so that nothing starts again unless a checkpoint was saved since the start."""
 WITHOUT_A_SAVE = ("start", "first step", "load after a restart", "load after a requeue")
-DRAWN = ("kill in start", "gil in evaluation", "stop in save", "loop in load after a restart", "node in step")
+DRAWN = ("gil in evaluation", "loop in save", "raise in load after a restart")
+"""The others that `make test` runs are in test_faults_of_jobs.py."""
 NOTICES = ("hang", "lost_node", "restart", "requeue", "failure", "checkpoint_failed")
 
 
