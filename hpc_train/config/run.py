@@ -72,14 +72,15 @@ class PlanConfig:
     failures_per_1000_node_days: float | None = setting(default=None, gt=0)
     """Of nodes, as the site counts them; None: from failure_logs, or else from what other sites have published."""
     failure_logs: list[str] = setting(default=[])
-    """Files with this site's own history: `sacct --parsable2` with its header, or events.jsonl of earlier runs."""
+    """This site's own history: `sacct --parsable2` with its header, directories of earlier runs, or events.jsonl."""
     planned_interruptions_per_day: float = setting(default=0.0, ge=0)
     """Of the job, announced, so that it saves before: maintenance, a time limit."""
     detection_minutes: float = setting(default=5.0, ge=0)
     """From a failure to the end of the job's other ranks; a crash takes seconds, a hang launch.timeout_seconds."""
-    restart_minutes: float = setting(default=5.0, ge=0)
-    """From there to the first new step: nodes, the start of all ranks, reading the checkpoint. MegaScale (Jiang et al.
-    2024, arXiv:2402.15627, section 6.3) finds and tests in less than ten minutes, which the two defaults add up to."""
+    restart_minutes: float | None = setting(default=None, ge=0)
+    """From there to the first new step: nodes, the start of all ranks, reading the checkpoint. None: as the runs of
+    failure_logs have taken (median), else 5; MegaScale (Jiang et al. 2024, arXiv:2402.15627, section 6.3) finds and
+    tests in less than ten minutes, which the two add up to."""
     spare_nodes: int = setting(default=0, ge=0)
     """Kept idle beside those of the job, and paid for."""
     repair_hours: float | None = setting(default=None, gt=0)

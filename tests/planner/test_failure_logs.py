@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_train.config.run import PlanConfig
 from hpc_train.errors import UserError
 from hpc_train.planner.reliability.failure_rate import FailureLog, read_events, read_log, read_logs, read_sacct
+from hpc_train.planner.reliability.projection import choose_failure_rate
 from hpc_train.training.run_records import append_event
 
 SACCT = """\
@@ -107,6 +109,26 @@ def test_attempts_of_a_run_become_failures_and_node_days() -> None:
 def test_the_last_attempt_is_no_failure_before_it_says_so() -> None:
     running = event("start", 0, 0, world=8) + "\n" + event("checkpoint", DAY, 0) + "\n"
     assert read_events(running, "x", 8) == FailureLog(1.0, 0, 0, 0, 1)
+
+
+def test_restarts_of_a_run_tell_how_long_one_takes(tmp_path: Path) -> None:
+    """Those in the same job: how long a requeue waits is for the queue to say."""
+    lines = [
+        event("start", 0, 0, world=8),
+        event("restart", 100, 0, action="restarted"),
+        event("resume", 107, 1, world=8),
+        event("restart", 200, 1, action="requeued"),
+        event("resume", 900, 2, world=8),
+        event("restart", 1000, 2, action="restarted"),
+        event("resume", 1009, 3, world=8),
+        event("end", 2000, 3),
+    ]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert read_log(tmp_path, 8).restarts == (7.0, 9.0)
+    rate = choose_failure_rate(PlanConfig(failure_logs=[str(tmp_path), str(tmp_path / "events.jsonl")]), 8)
+    assert rate.restart_seconds == 8.0
+    assert rate.source.endswith("4 restarts took 8 s (median)")
+    assert choose_failure_rate(PlanConfig(), 8).restart_seconds is None
 
 
 def test_a_torn_last_line_is_left_out_and_another_one_is_refused() -> None:

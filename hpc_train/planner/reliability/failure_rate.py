@@ -173,6 +173,8 @@ _STATES = (
 _ELAPSED = re.compile(r"(?:(?:(?P<days>\d+)-)?(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)(?:\.\d+)?")
 _LOST_NODE = "does not answer"
 """Part of the reason that the batch script records for a requeue after a node failure (launch/slurm/batch.sh)."""
+_RESTARTED = "restarted"
+"""Action of a `restart` event after which the ranks start again in the same job."""
 _ENDINGS = ("end", "signal", "requeue", "failure")
 """Kinds of events that say how an attempt ended."""
 
@@ -189,6 +191,8 @@ class FailureLog:
     preempted: int
     runs: int
     """Slurm jobs, or attempts of our runs."""
+    restarts: tuple[float, ...] = ()
+    """Seconds from each decision to start ranks again, in the same job, to their first step."""
 
     @property
     def history(self) -> FailureHistory:
@@ -207,6 +211,7 @@ class FailureLog:
             self.unexplained + other.unexplained,
             self.preempted + other.preempted,
             self.runs + other.runs,
+            self.restarts + other.restarts,
         )
 
 
@@ -224,7 +229,8 @@ def read_logs(paths: Sequence[str], ranks_per_node: int = 1) -> FailureLog:
 
 
 def read_log(path: Path, ranks_per_node: int = 1) -> FailureLog:
-    """Read one log file: events.jsonl if it begins with a brace, else output of sacct."""
+    """Read one log file: events.jsonl if it begins with a brace, else output of sacct. A run directory: its events."""
+    path = path / "events.jsonl" if path.is_dir() else path
     try:
         text = read_text(path)
     except OSError as error:
@@ -317,12 +323,19 @@ def read_events(text: str, name: str, ranks_per_node: int = 1) -> FailureLog:
     unexplained, and so is an attempt without an end event that was followed by another attempt.
     """
     attempts: dict[int, _Attempt] = {}
+    restarts: list[float] = []
+    decided: float | None = None
     for number, event in _parse_events(text, name):
         attempts.setdefault(int(event["attempt"]), _Attempt()).add(event, f"{name}:{number}")
+        if event["event"] == "restart":
+            decided = float(event["time"]) if event.get("action") == _RESTARTED else None
+        elif event["event"] in ("start", "resume") and decided is not None:
+            restarts.append(float(event["time"]) - decided)
+            decided = None
     newest = max(attempts, default=0)
     begun = {number: attempt for number, attempt in attempts.items() if attempt.begun is not None}
     logs = (attempt.log(ranks_per_node, number < newest) for number, attempt in begun.items())
-    return sum(logs, FailureLog(0.0, 0, 0, 0, 0))
+    return sum(logs, FailureLog(0.0, 0, 0, 0, 0, tuple(restarts)))
 
 
 def _parse_events(text: str, name: str) -> Iterator[tuple[int, dict[str, Any]]]:

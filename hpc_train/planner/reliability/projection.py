@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 
 from hpc_train.config.run import PlanConfig, RunConfig
 from hpc_train.planner.reliability.failure_rate import (
@@ -103,6 +104,8 @@ def _times_price(amount: float | None, price: float | None) -> float | None:
     return None if amount is None or price is None else amount * price
 
 
+_RESTART_SECONDS = 300.0
+"""Of a restart, where no log tells; see plan.restart_minutes."""
 _SMALL_NODES = 128
 """Up to this many nodes, jobs were interrupted more by other causes than by node failures (arXiv:2410.21680)."""
 _ENDLESS = 1e12
@@ -129,6 +132,8 @@ class AssumedFailureRate:
     rate: FailureRate
     source: str
     """Where the rate comes from, in one line."""
+    restart_seconds: float | None = None
+    """Median of the restarts that the same logs have; None if they have none."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,9 @@ def choose_failure_rate(plan: PlanConfig, ranks_per_node: int) -> AssumedFailure
     log = read_logs(plan.failure_logs, ranks_per_node)
     counts = f"plan.failure_logs: {log.by_node} node failures in {log.node_days:.0f} node-days of {log.runs} jobs"
     unexplained = f"; {log.unexplained} jobs failed for unknown reasons, not counted" if log.unexplained else ""
-    return AssumedFailureRate(prior.after(log.history), counts + unexplained)
+    restart = median(log.restarts) if log.restarts else None
+    measured = f"; {len(log.restarts)} restarts took {restart:.0f} s (median)" if restart is not None else ""
+    return AssumedFailureRate(prior.after(log.history), counts + unexplained + measured, restart)
 
 
 def planned_steps(config: RunConfig, tokens_per_step: float) -> int | None:
@@ -206,7 +213,7 @@ def project_run(config: RunConfig, job: ProjectedJob, rate: AssumedFailureRate |
     plan = config.plan
     rate = rate or choose_failure_rate(plan, config.cluster.ranks_per_node)
     saving = estimate_saving(config, job.parameters, job.ranks)
-    projector = _Projector(config, job, saving, rate.rate, planned_steps(config, job.tokens_per_step))
+    projector = _Projector(config, job, saving, rate, planned_steps(config, job.tokens_per_step))
     demand = projector.project(spot=False)
     spot = projector.project(spot=True) if plan.spot_price_per_gpu_hour is not None else None
     costs = [market.money.p50 for market in (demand, spot) if market is not None and market.money is not None]
@@ -245,8 +252,12 @@ class _Projector:
     config: RunConfig
     job: ProjectedJob
     saving: SaveCost
-    rate: FailureRate
+    assumed: AssumedFailureRate
     steps: int | None
+
+    @property
+    def rate(self) -> FailureRate:
+        return self.assumed.rate
 
     def project(self, spot: bool) -> Market:
         rate = self.rate.percentiles
@@ -276,7 +287,9 @@ class _Projector:
 
     @property
     def _restart(self) -> float:
-        return self.config.plan.restart_minutes * 60
+        if self.config.plan.restart_minutes is not None:
+            return self.config.plan.restart_minutes * 60
+        return self.assumed.restart_seconds or _RESTART_SECONDS
 
     @property
     def _interval(self) -> float:
