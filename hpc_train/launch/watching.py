@@ -67,18 +67,21 @@ class HangResponse:
         self._next = time.monotonic() + LOOK_SECONDS
         return self.respond(self._watch.look())
 
-    def respond(self, views: Sequence[RankView]) -> bool:
-        """Find out whether these ranks hang; if so, write it down. Returns whether they are to be ended."""
+    def respond(self, views: Sequence[RankView], machines: Mapping[str, Any] | None = None) -> bool:
+        """Find out whether these ranks hang; if so, write it down. Returns whether they are to be ended.
+
+        machines: what their nodes say of themselves, by host; None: this machine is asked.
+        """
         hang = find_hang(views)
         if hang is None:
             self._reported = False
             return False
         if not self._reported:
             self._reported = True
-            self._report(hang, views)
+            self._report(hang, views, machines)
         return self._settings.act
 
-    def _report(self, hang: Hang, views: Sequence[RankView]) -> None:
+    def _report(self, hang: Hang, views: Sequence[RankView], machines: Mapping[str, Any] | None) -> None:
         unable = {view.task for view in views if view.state in (STOPPED, WAITS_FOR_DISK, GONE)}
         answers = collect_stacks(self._logs, self._request_stacks, _STACK_SECONDS, unable)
         stacks = describe_stacks(answers)
@@ -89,7 +92,7 @@ class HangResponse:
         incident = Incident(
             "hang", text, culprit.task if culprit else None, culprit.host if culprit else "", views, stacks
         )
-        folder = write_incident(self._logs, incident)
+        folder = write_incident(self._logs, incident, machines)
         if self._settings.act:
             mark_hang(self._logs, incident)
         run, attempt = self._logs.parents[1], int(self._logs.name)

@@ -21,6 +21,7 @@ from typing import Any
 from hpc_train.regular_files import parse_json_object
 from hpc_train.resilience.deadlines import limits_from_settings
 from hpc_train.resilience.heartbeat import Phase, remove_entries
+from hpc_train.resilience.incident import read_machine
 from hpc_train.resilience.notices import NoticeWatch
 from hpc_train.resilience.watch import LOOK_SECONDS, NodeWatch, RankView
 
@@ -40,6 +41,8 @@ class Report:
     """Why notices cannot be seen."""
     learned: dict[Phase, float] = field(default_factory=dict)
     """Deadlines.learned."""
+    machine: dict[str, Any] = field(default_factory=dict)
+    """incident.read_machine; {} while no rank is late."""
 
 
 def encode_report(report: Report) -> str:
@@ -50,6 +53,7 @@ def encode_report(report: Report) -> str:
     ]
     learned = {phase.name: round(seconds, 3) for phase, seconds in report.learned.items()}
     fields = {"host": report.host, "ranks": rows, "notice": report.notice, "blind": report.blind, "learned": learned}
+    fields["machine"] = report.machine
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -63,7 +67,7 @@ def decode_report(line: str) -> Report | None:
             for task, phase, step, silent, deadline, state in value["ranks"]
         ]
         learned = {Phase[name]: float(seconds) for name, seconds in value["learned"].items()}
-        return Report(host, views, str(value["notice"]), str(value["blind"]), learned)
+        return Report(host, views, str(value["notice"]), str(value["blind"]), learned, dict(value["machine"]))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -83,7 +87,8 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
         before, overdue = overdue, any(view.overdue for view in views)
         if time.monotonic() >= due or overdue > before:  # what is new and bad is reported at once
             due = time.monotonic() + REPORT_SECONDS
-            report = Report(host, views, notice, notices.failure or "", watch.deadlines.learned())
+            machine = read_machine() if overdue else {}
+            report = Report(host, views, notice, notices.failure or "", watch.deadlines.learned(), machine)
             os.write(1, encode_report(report).encode() + b"\n")
         readable, _, _ = select.select([0], [], [], LOOK_SECONDS)
         if readable and not os.read(0, 4096):

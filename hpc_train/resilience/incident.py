@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,9 +50,15 @@ class Incident:
     time: float = field(default_factory=time.time)
 
 
-def write_incident(logs: Path, incident: Incident) -> Path:
+def read_machine() -> dict[str, Any]:
+    """Return what this node's kernel log and InfiniBand ports say about broken hardware."""
+    return {"kernel": read_kernel_lines(), "ports": read_port_errors()}
+
+
+def write_incident(logs: Path, incident: Incident, machines: Mapping[str, Any] | None = None) -> Path:
     """Write an incident into a new folder of the attempt's log directory; returns the folder.
 
+    machines: what `read_machine` returned on each node, by host; None: this node is asked.
     A disk that is full must not keep anybody from acting: what cannot be written is left out.
     """
     number = 0
@@ -60,7 +67,7 @@ def write_incident(logs: Path, incident: Incident) -> Path:
     with suppress(OSError):
         folder.mkdir(mode=0o700)
         _write(folder / "report.json", {**asdict(incident), "views": [asdict(view) for view in incident.views]})
-        _write(folder / "machine.json", {"kernel": read_kernel_lines(), "ports": read_port_errors()})
+        _write(folder / "machine.json", machines or {socket.gethostname(): read_machine()})
     return folder
 
 

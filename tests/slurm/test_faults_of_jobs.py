@@ -89,6 +89,8 @@ def test_a_stopped_rank_is_named_with_its_node_and_the_job_goes_on(
     assert "stopped by a signal" in hang["why"]
     report = json.loads((run / "logs" / "0" / hang["folder"] / "report.json").read_text())
     assert report["host"] == hosts[1]
+    machines = json.loads((run / "logs" / "0" / hang["folder"] / "machine.json").read_text())
+    assert set(machines[hosts[1]]) == {"kernel", "ports"}
     assert [event["cause"] for event in lines(run / "events.jsonl") if event["event"] == "restart"] == ["a hang"]
 
 

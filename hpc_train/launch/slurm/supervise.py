@@ -90,6 +90,10 @@ class AgentReports:
         """Return what is seen of all ranks."""
         return [view for node in self.nodes.values() for view in node.report.views]
 
+    def machines(self) -> dict[str, Any]:
+        """Return what nodes with late ranks say of their kernel logs and ports, by host."""
+        return {host: node.report.machine for host, node in self.nodes.items() if node.report.machine}
+
     def find_notice(self) -> Report | None:
         """Return the report of a node that is about to be taken away; None if there is none."""
         return next((node.report for node in self.nodes.values() if node.report.notice), None)
@@ -162,7 +166,7 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
                 stopping = True
                 report_notice(logs, notice.host, notice.notice)
                 signal_ranks(job, signal.SIGUSR2)  # all ranks save the same step, and the job is requeued
-            if response.respond(reports.views()):
+            if response.respond(reports.views(), reports.machines()):
                 signal_ranks(job, signal.SIGKILL)
                 return
     finally:
@@ -174,7 +178,7 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
 def report_lost_node(logs: Path, host: str, reports: AgentReports, settings: WatchSettings) -> None:
     """Write down that a node has fallen silent."""
     text = f"node {host} has not been heard of for {reports.nodes[host].silent:.0f} s"
-    write_incident(logs, Incident("lost node", text, None, host, reports.views()))
+    write_incident(logs, Incident("lost node", text, None, host, reports.views()), reports.machines())
     if settings.act:
         (logs / LOST_NODE).write_text(host + "\n")
     action = "ended" if settings.act else "left alone: resilience.act=false"
