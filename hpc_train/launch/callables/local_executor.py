@@ -187,8 +187,8 @@ class LocalJobs:
     jobs: Mapping[str, LocalJob[Any]]
     grace: float = 0.0
 
-    def ended(self, jobs: Collection[str], hurry: bool) -> Mapping[str, str]:
-        """Return how the jobs ended that have; every end is known at once, so that `hurry` changes nothing."""
+    def find_ends(self, jobs: Collection[str], urgent: bool) -> Mapping[str, str]:
+        """Return how the jobs ended that have; every end is known at once, so that `urgent` changes nothing."""
         codes = {job: self.jobs[job]._process.poll() for job in jobs}  # type: ignore[union-attr]
         return {job: _describe_code(code) for job, code in codes.items() if code is not None}
 
@@ -216,7 +216,7 @@ class JobProgram:
     seconds: float = 0.0
     """Time limit; 0: none."""
     notice: float = 0.0
-    """Seconds before it at which the ranks are told to stop; never, if that is before they start."""
+    """Seconds before it at which the ranks are asked to stop; never, if that is before they start."""
     max_attempts: int = 1
     one_log: bool = False
     devices: Sequence[str] = ()
@@ -247,7 +247,7 @@ class JobProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._code: int | None = None
         self._failed: int | None = None
-        self._cancelled = self._told_to_stop = False
+        self._cancelled = self._asked_to_stop = False
         self._over_at = self._kill_at = _NEVER
 
     @property
@@ -262,7 +262,7 @@ class JobProcesses:
 
     def start(self, slot: int) -> None:
         """Start the ranks. slot: number of their share of the machine's devices."""
-        self.slot, self._told_to_stop, self._failed = slot, False, None
+        self.slot, self._asked_to_stop, self._failed = slot, False, None
         self._over_at = time.monotonic() + self._program.seconds if self._program.seconds else _NEVER
         with block_stop_signals():
             self._processes = [self._start(rank) for rank in range(self._program.ranks)]
@@ -299,10 +299,10 @@ class JobProcesses:
             if None in codes:
                 self._watch_clock()
             else:
-                self._ended()
+                self._finish_run()
         return self._code
 
-    def _ended(self) -> None:
+    def _finish_run(self) -> None:
         marker = JobPaths(self._program.folder, self._job_id).folder / requeue_marker_name(self._job_id)
         again = marker.exists() and not self._cancelled
         marker.unlink(missing_ok=True)
@@ -316,15 +316,15 @@ class JobProcesses:
     def _watch_clock(self) -> None:
         now = time.monotonic()
         due = self._over_at - self._program.notice
-        if now > due and not self._told_to_stop and self._program.notice < self._program.seconds:
-            self._told_to_stop = True
-            self._pass_on(signal.SIGUSR2)
+        if now > due and not self._asked_to_stop and self._program.notice < self._program.seconds:
+            self._asked_to_stop = True
+            self._signal_ranks(signal.SIGUSR2)
         if now > self._over_at:
             self._over_at, self._kill_at, self._cancelled = _NEVER, now + _GRACE_SECONDS, True
-            self._pass_on(signal.SIGTERM)
+            self._signal_ranks(signal.SIGTERM)
         if now > self._kill_at:
             self._kill_at = _NEVER
-            self._pass_on(signal.SIGKILL)
+            self._signal_ranks(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the ranks.
@@ -336,9 +336,9 @@ class JobProcesses:
             self._code = -number
         if self._cancelled:
             self._kill_at = min(self._kill_at, time.monotonic() + _GRACE_SECONDS)
-        self._pass_on(number)
+        self._signal_ranks(number)
 
-    def _pass_on(self, number: int) -> None:
+    def _signal_ranks(self, number: int) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)

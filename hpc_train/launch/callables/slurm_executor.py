@@ -105,7 +105,7 @@ class SlurmCallExecutor(SlurmExecutor):
         self._environment = dict(client_environment() if environment is None else environment)
         self._max_attempts = max_attempts
         self._throttling = 0.0
-        self._taken = _Submitted()
+        self._submitted = _Submitted()
         if any(tag in str(self.folder) for tag in _PATH_TAGS):
             raise UserError(f"{self.folder}: all jobs share this folder; leave out {', '.join(_PATH_TAGS)}")
 
@@ -126,7 +126,7 @@ class SlurmCallExecutor(SlurmExecutor):
         data = self._pickled(DelayedSubmission(call))
         with self._all_or_nothing():
             base = self._submit_array(count)
-            self._keep(data, JobPaths(self.folder, base))
+            self._write_call(data, JobPaths(self.folder, base))
         return [f"{base}_{index}" for index in range(count)]
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
@@ -134,7 +134,7 @@ class SlurmCallExecutor(SlurmExecutor):
         with self._all_or_nothing():
             if len(calls) == 1:
                 job = self._submit_command(self._submitit_command_str)
-                self._keep(calls[0], job.paths)
+                self._write_call(calls[0], job.paths)
                 return [job]
             parts = split_evenly(len(calls), max(1, max_array_size(run_client)))
             return [job for part in parts for job in self._as_array([calls[index] for index in part])]
@@ -143,7 +143,7 @@ class SlurmCallExecutor(SlurmExecutor):
         base, tasks = self._submit_array(len(calls)), list(range(self._num_tasks()))
         jobs: list[Job[Any]] = [self.job_class(self.folder, f"{base}_{index}", tasks) for index in range(len(calls))]
         for job, data in zip(jobs, calls, strict=True):
-            self._keep(data, job.paths)
+            self._write_call(data, job.paths)
         return jobs
 
     def _submit_array(self, count: int) -> str:
@@ -162,25 +162,25 @@ class SlurmCallExecutor(SlurmExecutor):
             )
         return data
 
-    def _keep(self, data: bytes, paths: JobPaths) -> None:
-        self._taken.files.append(paths.submitted_pickle)
+    def _write_call(self, data: bytes, paths: JobPaths) -> None:
+        self._submitted.files.append(paths.submitted_pickle)
         write_private(data, paths.submitted_pickle)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         make_private_folder(self.folder)
-        self._taken = _Submitted()
+        self._submitted = _Submitted()
         try:
             with delay_signals():
                 yield
         except BaseException:
-            self._taken.undo()
+            self._submitted.undo()
             raise
 
     def _submit_command(self, command: str) -> Job[Any]:
         """Hand the script to sbatch, in the environment that the job gets. Raises UserError with its reason."""
         path = self.folder / f"script-{uuid.uuid4().hex}.sh"
-        self._taken.files.append(path)
+        self._submitted.files.append(path)
         write_private(self._make_submission_file_text(command, "").encode(), path)
         try:
             output = utils.CommandFunction(self._make_submission_command(path), verbose=False, env=self._environment)()
@@ -189,8 +189,8 @@ class SlurmCallExecutor(SlurmExecutor):
         job = self.job_class(
             self.folder, self._get_job_id_from_submission_command(output), list(range(self._num_tasks()))
         )
-        self._taken.jobs.append(job.job_id)
-        self._taken.files.append(path.rename(JobPaths(self.folder, job.job_id).submission_file))
+        self._submitted.jobs.append(job.job_id)
+        self._submitted.files.append(path.rename(JobPaths(self.folder, job.job_id).submission_file))
         return job
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:

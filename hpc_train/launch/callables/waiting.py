@@ -54,8 +54,8 @@ class JobSource(Protocol):
     def grace(self) -> float:
         """Seconds between the end of a job and the moment when its files must be visible here."""
 
-    def ended(self, jobs: Collection[str], hurry: bool) -> Mapping[str, str]:
-        """Return how each job ended that has, "" for well. hurry: somebody waits for just that."""
+    def find_ends(self, jobs: Collection[str], urgent: bool) -> Mapping[str, str]:
+        """Return how each job ended that has, "" for well. urgent: somebody waits for these ends now."""
 
 
 @dataclass
@@ -68,14 +68,14 @@ class SlurmJobs:
     _asked: float = 0.0
     _due: float = 0.0
     _last: dict[str, str] = field(default_factory=dict)
-    _told: str = ""
+    _warned_of: str = ""
 
     def __post_init__(self) -> None:
         self._due = time.monotonic() + self._backoff.seconds(changed=False)
 
-    def ended(self, jobs: Collection[str], hurry: bool) -> Mapping[str, str]:
+    def find_ends(self, jobs: Collection[str], urgent: bool) -> Mapping[str, str]:
         """Return the ends as of the last poll, which may be a minute old."""
-        if hurry:
+        if urgent:
             self._due = min(self._due, self._asked + 1.0)
         if time.monotonic() >= self._due:
             polled = poll_jobs(jobs, self.ask)
@@ -89,9 +89,9 @@ class SlurmJobs:
     def _tell(self, polled: PollResult) -> None:
         states = Counter(_format_state(record) for record in polled.records.values())
         text = polled.slurm_error or ", ".join(f"{count} {state}" for state, count in states.most_common())
-        if text and text != self._told:
+        if text and text != self._warned_of:
             log.info(text + _advice(polled.records.values()))
-            self._told = text
+            self._warned_of = text
 
 
 def _advice(records: Collection[JobRecord]) -> str:
@@ -135,8 +135,8 @@ def wait_for_jobs(
     pause = _SHORTEST
     while unended:
         results = _list_results(folder)
-        hurry = any(job.ranks > 1 and 0 in results.get(job.job_id, ()) for job in unended.values())
-        reported_ends = source.ended(list(unended), hurry)
+        urgent = any(job.ranks > 1 and 0 in results.get(job.job_id, ()) for job in unended.values())
+        reported_ends = source.find_ends(list(unended), urgent)
         before = len(unended)
         for job in list(unended.values()):
             if job.job_id in reported_ends:

@@ -179,7 +179,7 @@ class _PointPool:
                 running.show_warnings()
                 if ended:
                     del self.running[slot]
-                    self._ended(running)
+                    self._finish_point(running)
             time.sleep(_POLL_SECONDS)
 
     def kill(self) -> None:
@@ -205,7 +205,7 @@ class _PointPool:
         make_run_directory(self.folder, point)
         run = point.spec.folder()
         if describe_finished_run(point.spec.run_config(), run):
-            self._tell_done(point)
+            self._count_done(point)
             return
         attempt = make_attempt(run)
         self.first.setdefault(point.id, attempt)
@@ -215,13 +215,13 @@ class _PointPool:
         assert job._process is not None
         self.running[slot] = _RunningPoint(point, run, attempt, job._process, NewWarnings(run.logs(attempt)))
 
-    def _ended(self, running: _RunningPoint) -> None:
+    def _finish_point(self, running: _RunningPoint) -> None:
         code = running.process.returncode
         code = 128 - code if code < 0 else code
         logs = running.run.logs(running.attempt)
         write_result_marker(logs, code)  # where the controller was killed it could not
         if code == EXIT_DONE:
-            self._tell_done(running.point)
+            self._count_done(running.point)
         elif code != EXIT_REQUEUE:
             why = (explain_failure(logs) or f"the ranks left no reason; see {logs}").strip().splitlines()
             _print_message(f"{running.point.id}: {why[0]}")
@@ -240,7 +240,7 @@ class _PointPool:
             self.waiting.appendleft(running.point)
         return decision.goes_on
 
-    def _tell_done(self, point: FrozenPoint) -> None:
+    def _count_done(self, point: FrozenPoint) -> None:
         self.done += 1
         print(f"{point.id}: done ({self.done})", flush=True)
 
