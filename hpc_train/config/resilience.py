@@ -33,7 +33,9 @@ class NumbersConfig:
     this is only said. precision=fp16 skips such updates in any case, and lowers its loss scale."""
     rollback_after: int = setting(default=3, ge=0, le=1000)
     """After so many skipped updates in a row, for NaN or infinity, the run goes back to its newest good checkpoint and
-    leaves out the samples of those steps; 0: never. A run without a good checkpoint goes on as it is."""
+    leaves out the samples of those steps; 0: never."""
+    give_up_after: int = setting(default=100, ge=0)
+    """After so many of them in a row a run that cannot go back, for want of a good checkpoint, ends; 0: never."""
     good_after: int = setting(default=20, ge=1, le=100000)
     """A checkpoint is good when so many steps in a row after it had finite numbers."""
     compare_every: int = setting(default=100, ge=0)

@@ -38,9 +38,18 @@ def check_numbers(run: TrainingRun, finish_saves: Callable[[], None]) -> None:
 
 
 def _go_back_if_lost(run: TrainingRun, finish_saves: Callable[[], None]) -> None:
-    """Raise WentBack on all ranks after too many steps in a row without finite numbers; see training.rollback."""
+    """Raise WentBack on all ranks after too many steps in a row without finite numbers; see training.rollback.
+
+    Raises LostNumbers where going back has not been possible for much longer.
+    """
     numbers, state = run.config.resilience.numbers, run.rollback
     count = run.guard.nonfinite_in_a_row
+    if numbers.give_up_after and count >= numbers.give_up_after:
+        finish_saves()
+        raise LostNumbers(
+            f"gave up at step {run.step}: the loss or the gradient of {count} steps in a row was not finite, "
+            "and there is no good checkpoint to go back to (resilience.numbers.give_up_after)"
+        )
     able = run.config.checkpoint.every > 0 and run.config.resilience.restarts > 0 and state.good is not None
     if not able or not numbers.rollback_after or count < numbers.rollback_after:
         return
@@ -74,6 +83,10 @@ def _prepare_rollback(run: TrainingRun, why: str) -> bool:
         return False
     run.reporter.event("rollback", step=run.step, to=state.good, marked=marked, why=why)
     return True
+
+
+class LostNumbers(IncompleteRun):
+    """Raised on all ranks when a run has no finite numbers any more, and nothing to go back to."""
 
 
 class RanksDisagree(IncompleteRun):

@@ -47,6 +47,15 @@ def test_a_last_checkpoint_that_was_not_saved(workshop: Workshop, capsys: pytest
     assert state(run, capsys)["state"] == "DONE"
 
 
+def test_a_run_without_finite_numbers_and_nothing_to_go_back_to(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (*FAULTY, "train.steps=1000", "checkpoint.every=2", "resilience.numbers.give_up_after=5")
+    ended = workshop.train("run", *words, faults="0:train:3:poison")
+    why = "gave up at step 7: the loss or the gradient of 5 steps in a row was not finite"
+    assert_failed(ended, workshop.folder / "run", why, capsys)
+
+
 def test_points_of_a_sweep_whose_loss_is_not_finite_in_the_end(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
