@@ -142,4 +142,6 @@ def _compare_replicas_if_due(run: TrainingRun) -> None:
         text = f"copies of parameters are not equal any more, as they were after step {run.equal_at}: those of {which}"
         _raise_or_warn(run, RanksDisagree(text, run.equal_at, odd if sure else ()))
     else:
-        run.equal_at, run.equal_checkpoint = run.step, run.saved_at
+        run.equal_at = run.step
+        if run.lost_since is None:  # equal copies of NaN are nothing to go back to
+            run.equal_checkpoint = run.saved_at

@@ -129,7 +129,7 @@ def test_checkpoints_with_nan_do_not_fill_the_disk_and_the_good_ones_stay(store:
             next(iter(it.engine.shards())).local.fill_(math.nan)
         return run_training(it)
 
-    lost = ("checkpoint.every=1", "checkpoint.keep=3", "train.steps=9")
+    lost = ("checkpoint.every=1", "checkpoint.keep=3", "checkpoint.background=false", "train.steps=9")
     assert with_run(small(store, tmp_path / "run", *lost), poison) == [0, 0]
     assert list_committed_steps(tmp_path / "run/checkpoints") == [1, 2, 9]
     assert with_run(small(store, tmp_path / "other", *lost), poison) == [0, 0]
