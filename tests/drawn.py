@@ -15,6 +15,11 @@ def draw(names: Iterable[str], drawn: Iterable[str]) -> list[Any]:
     return [pytest.param(name, id=name, marks=() if name in drawn else pytest.mark.long) for name in names]
 
 
+def runs_long_tests(session: pytest.Session) -> bool:
+    """Return whether this session runs long tests: then a fixture of many cases prepares all of them."""
+    return any(item.get_closest_marker("long") for item in session.items)
+
+
 def draw_every(names: Iterable[str], period: int) -> list[Any]:
     """Draw the first of each `period` names: for lists in which neighbours are alike."""
     listed = list(names)

@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from drawn import draw
 from hypothesis import given
 from hypothesis import strategies as st
 from matrix import LENGTH, STEPS, Case, fresh, global_batch, share, steps, truth
@@ -139,7 +140,14 @@ def _train(world: World, case: Case) -> tuple[Outcome, float, float]:
     return outcome, float(evaluated.loss) / evaluated.tokens, outcome.losses[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+DRAWN = (
+    "ring-2", "ring-2-unbalanced", "ulysses-4-few-kv-heads", "ulysses-2-zero3-2", "ring-2-tp-2",
+    "ring-2-recomputed",
+)  # fmt: skip
+"""Each method and option once, and what changes together with each other axis; test_matrix.py has pipelines."""
+
+
+@pytest.mark.parametrize("name", draw(CASES, DRAWN))
 def test_training_equals_one_process(name: str) -> None:
     case = CASES[name]
     wanted = _truth(case.kind)

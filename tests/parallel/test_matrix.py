@@ -101,8 +101,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
 
 
 DRAWN = (
-    "ddp-3-short", "hsdp-2x2", "tp-4-kv-2-tied", "zero3-2-tp-2", "tp-2-vit", "pp-2-1f1b-tied", "pp-2-zbv",
-    "cp-2-unbalanced", "cp-4-ring-zero3", "offload-empty-shards", "pp-2-zero3-2", "pp-2-cp-2-tp-2-recompute",
+    "ddp-3-short", "hsdp-2x2", "tp-4-kv-2-tied", "pp-2-zbv", "cp-2-unbalanced", "offload-empty-shards",
+    "pp-2-zero3-2", "pp-2-cp-2-tp-2-recompute",
 )  # fmt: skip
 """One or two of each kind. Each technique alone has a test file of its own beside this one."""
 

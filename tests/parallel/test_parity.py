@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
+from drawn import runs_long_tests
 from outcome import Outcome, assert_close, engine_steps, reference, whole
 from plain_setup import ACCUMULATIONS, KINDS, LAYOUTS, engine_of, model
 
@@ -23,19 +25,39 @@ CASES = [*product(("untied", "tied", "gpt2"), ACCUMULATIONS), *product(("half_fr
 Case = tuple[str, str]
 
 
-def _every_case(world: World, config: RunConfig) -> dict[Case, Outcome]:
+def _draw_cases(layout: str) -> list[Case]:
+    """Each kind of model once; the accumulations take turns, so that each kind meets each of them in some layout."""
+    turn = list(LAYOUTS).index(layout)
+    taken = ((kind, ACCUMULATIONS[(turn + at) % 3]) for at, kind in enumerate(("untied", "tied", "gpt2")))
+    return [*taken, ("half_frozen", "short_last"), ("bare", "short_last")]
+
+
+DRAWN = {layout: _draw_cases(layout) for layout in LAYOUTS}
+
+
+def _train_cases(world: World, config: RunConfig, cases: list[Case]) -> dict[Case, Outcome]:
     return {
         (kind, accumulation): engine_steps(engine_of(kind, config, world), world, config, kind, accumulation, STEPS)
-        for kind, accumulation in CASES
+        for kind, accumulation in cases
     }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def trained(request: pytest.FixtureRequest) -> list[dict[Case, Outcome]]:
+@cache
+def _train(layout: str, long: bool) -> list[dict[Case, Outcome]]:
     """What each rank of one layout saw, by case; one start of the ranks serves all cases."""
-    layout = LAYOUTS[request.param]
-    config = layout.config(*OPTIM)
-    return run_ranks(_every_case, layout.ranks, config, parallel=config.parallel)
+    config = LAYOUTS[layout].config(*OPTIM)
+    cases = CASES if long else DRAWN[layout]
+    return run_ranks(_train_cases, LAYOUTS[layout].ranks, config, cases, parallel=config.parallel)
+
+
+def _list_cases() -> list[Any]:
+    return [
+        pytest.param(
+            layout, case, id="-".join((layout, *case)), marks=() if case in DRAWN[layout] else pytest.mark.long
+        )
+        for layout in LAYOUTS
+        for case in CASES
+    ]
 
 
 @cache
@@ -43,8 +65,9 @@ def _truth(kind: str) -> Outcome:
     return reference(kind, LAYOUTS["ddp-1"].config(*OPTIM), STEPS)
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_every_layout_gives_the_numbers_of_one_process(trained: list[dict[Case, Outcome]], case: Case) -> None:
+@pytest.mark.parametrize(("layout", "case"), _list_cases())
+def test_every_layout_gives_the_numbers_of_one_process(layout: str, case: Case, request: pytest.FixtureRequest) -> None:
+    trained = _train(layout, runs_long_tests(request.session))
     ranks, truth = [outcomes[case] for outcomes in trained], _truth(case[0])
     for rank in ranks:
         np.testing.assert_allclose(rank.losses, truth.losses, rtol=TOLERANCE)
@@ -59,7 +82,9 @@ def test_the_steps_that_are_compared_are_clipped(kind: str) -> None:
     assert min(_truth(kind).norms) > 2 * 0.05
 
 
-def test_a_frozen_parameter_and_a_buffer_stay_as_they_were(trained: list[dict[Case, Outcome]]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_frozen_parameter_and_a_buffer_stay_as_they_were(layout: str, request: pytest.FixtureRequest) -> None:
+    trained = _train(layout, runs_long_tests(request.session))
     ranks, start = [outcomes["bare", "short_last"] for outcomes in trained], model("bare").double().state_dict()
     state = whole([rank.state for rank in ranks])
     for name in ("frozen.weight", "frozen.bias", "scale"):

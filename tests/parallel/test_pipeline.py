@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining  # imported once here and not by every forked rank
+from drawn import runs_long_tests
 from matrix import LENGTH, SEQUENCES, STEPS, VOCABULARY, Case, fresh, global_batch, model, resume, share, steps, truth
 from outcome import Outcome, assert_close, whole
 from recorder import REDUCE, SCATTER, Recorder
@@ -78,7 +80,21 @@ def _starts(csv: Path) -> dict[str, dict[str, Case]]:
     }
 
 
-NAMES = [(start, name) for start, cases in _starts(Path("x.csv")).items() for name in cases]
+DRAWN = {
+    "pp2": (*SCHEDULES, "csv", "uneven", "four-virtual", "empty-micro-batches"),
+    "pp4": ("interleaved_1f1b", "zbv"),
+    "pp2-sharded": ("1f1b", "zbv", "kept, split", "zero2, split", "zero1, split"),
+    "pp2-copied": ("zbv",),
+}
+"""Every schedule once, every kind of stages, and every strategy with a split backward and without."""
+
+
+def _list_names() -> list[Any]:
+    return [
+        pytest.param(start, name, marks=() if name in DRAWN[start] else pytest.mark.long)
+        for start, cases in _starts(Path("x.csv")).items()
+        for name in cases
+    ]
 
 
 @dataclass
@@ -124,10 +140,11 @@ def csv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(csv: Path) -> dict[str, list[dict[str, Seen]]]:
+def seen(csv: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Seen]]]:
     """What each rank saw, by start; a start serves all of its cases."""
-    found = {}
-    for start, cases in _starts(csv).items():
+    found, long = {}, runs_long_tests(request.session)
+    for start, every in _starts(csv).items():
+        cases = {name: case for name, case in every.items() if long or name in DRAWN[start]}
         first = next(iter(cases.values()))
         found[start] = run_ranks(_see, first.ranks, cases, parallel=first.config().parallel)
     return found
@@ -145,7 +162,7 @@ def _untrained_loss(kind: str) -> float:
     return nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORED_TARGET).item()
 
 
-@pytest.mark.parametrize(("start", "name"), NAMES)
+@pytest.mark.parametrize(("start", "name"), _list_names())
 def test_every_schedule_gives_the_numbers_of_one_process(
     seen: dict[str, list[dict[str, Seen]]], csv: Path, start: str, name: str
 ) -> None:

@@ -47,10 +47,15 @@ CASES = [("untied", "one"), ("tied", "two"), ("gpt2", "short_last"), ("half_froz
 Case = tuple[str, str]
 
 
-def _every_case(world: World, config: RunConfig) -> dict[Case, Outcome]:
+def _choose_cases(layout: str) -> list[Case]:
+    """Two of the four, in turns."""
+    return CASES[::2] if list(LAYOUTS).index(layout) % 2 else CASES[1::2]
+
+
+def _train_cases(world: World, config: RunConfig, cases: list[Case]) -> dict[Case, Outcome]:
     return {
         (kind, accumulation): engine_steps(engine_of(kind, config, world), world, config, kind, accumulation, STEPS)
-        for kind, accumulation in CASES
+        for kind, accumulation in cases
     }
 
 
@@ -62,8 +67,9 @@ def _truth(kind: str) -> Outcome:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_stage_gives_the_numbers_of_one_process(name: str) -> None:
     config = LAYOUTS[name].config(*OPTIM)
-    trained = run_ranks(_every_case, LAYOUTS[name].ranks, config, parallel=config.parallel)
-    for case in CASES:
+    cases = _choose_cases(name)
+    trained = run_ranks(_train_cases, LAYOUTS[name].ranks, config, cases, parallel=config.parallel)
+    for case in cases:
         ranks, truth = [outcomes[case] for outcomes in trained], _truth(case[0])
         for rank in ranks:
             np.testing.assert_allclose(rank.losses, truth.losses, rtol=TOLERANCE)
