@@ -107,7 +107,7 @@ def test_a_run_that_says_all_itself_is_left_alone(tmp_path: Path) -> None:
 
 def test_submit_asks_for_the_nodes_that_were_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "--dry-run", "--json", *NODE, "parallel=auto", "model=llama_70b", "train.global_batch=128"]
-    store = ["data=text", "data.path=/data/corpus.h5", "plan.nodes=[8]"]
+    store = ["data=text", "data.path=/data/corpus.h5", "plan.nodes=[8]", "parallel.cp=1"]
     assert main([*words, *store]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["ranks"] == 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 import pytest
@@ -155,6 +156,7 @@ def _compare(layout: str) -> dict[int, tuple[float, float]]:
     return _compare_run(_overrides(layout))
 
 
+@cache
 def _compare_run(overrides: tuple[str, ...]) -> dict[int, tuple[float, float]]:
     """Return (planned bytes, counted bytes) of the first and the last rank of the pipeline."""
     found = rehearse_run(run(*overrides), 8, "0,4" if "parallel.pp=2" in overrides else "0", 1)

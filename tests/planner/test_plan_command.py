@@ -169,7 +169,7 @@ def test_nothing_that_fits_is_an_answer_too(capsys: pytest.CaptureFixture[str]) 
     told = plan(capsys, *NODE, "model=gpt3_1t")
     assert (told["best"], told["candidates"]) == (None, [])
     assert told["searched"] > 1000
-    assert main(["plan", *NODE, "model=gpt3_1t"]) == 0
+    assert main(["plan", *NODE, *FLAT, "model=gpt3_1t"]) == 0
     assert "Nothing fits" in capsys.readouterr().out
 
 
@@ -183,7 +183,7 @@ def test_no_layout_at_all_says_what_degrees_must_do(capsys: pytest.CaptureFixtur
 
 
 def test_the_table_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    given = (*RUN, "cluster.nodes=2", "plan.tokens=1e10", "plan.price_per_gpu_hour=2")
+    given = (*RUN, "cluster.nodes=2", "parallel.cp=1", "plan.tokens=1e10", "plan.price_per_gpu_hour=2")
     words = ("optimizer", "p10 - p90", "MFU", "tokens/s", "goodput", "days", "GPU-hours", "cost", "baselines")
     more = ("HFU", "fragmentation", "context", "optimal checkpoint.every", "Pareto front")
     for options, expected in (((), words), (("--all",), (*words, *more))):

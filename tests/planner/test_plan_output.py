@@ -133,14 +133,23 @@ def test_plain_data_parallelism_is_taken_where_others_are_as_quick() -> None:
 
 @pytest.mark.parametrize("objective", ["time", "cost"])
 def test_the_best_does_not_depend_on_how_many_are_told(objective: str) -> None:
+    flat = (*TWO, "parallel.cp=1", "parallel.pp=1")
     bests = [
-        plan_overrides(TWO, options=PlanOptions(top=top, by=objective, baselines=False)).candidates[0].settings
+        plan_overrides(flat, options=PlanOptions(top=top, by=objective, baselines=False)).candidates[0].settings
         for top in (1, 40)
     ]
     assert bests[0] == bests[1]
 
 
-@pytest.mark.parametrize("given", [README, TWO, (*TWO, "parallel.tp=4"), (*TWO, "train.global_batch=24")], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        README,
+        TWO,
+        *(pytest.param((*TWO, it), marks=pytest.mark.long) for it in ("parallel.tp=4", "train.global_batch=24")),
+    ],
+    ids=str,
+)
 def test_familiar_layouts_always_have_a_row(given: tuple[str, ...]) -> None:
     found = asked(*given)
     names = [it.name for it in found.baselines]
@@ -221,7 +230,7 @@ def test_the_front_begins_with_what_is_recommended() -> None:
 
 def test_days_are_told_only_where_somebody_said_how_long_the_run_is() -> None:
     for more, said in (((), False), (("train.steps=5000",), True), (("plan.tokens=1e10",), True)):
-        found = asked(*ONE, *more)
+        found = asked(*ONE, "parallel=fsdp", *more)
         assert found.best is not None
         assert found.best.projection is not None
         assert (found.best.projection.demand.days is not None) is said

@@ -6,7 +6,9 @@ Takes over a minute: every layout of up to 2,240 GPUs is searched, twice for eac
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from statistics import median
+from typing import Any
 
 import pytest
 from planner_runs import asked
@@ -41,8 +43,14 @@ def degrees(it: Candidate) -> Degrees:
     return resolve_degrees(it.config.parallel, it.ranks)
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("model", ["llama_1b", "gpt3_1_3b"])
+def _draw_pairs(*models: str) -> list[Any]:
+    """Every cluster with every model; each cluster and each model once in `make test`."""
+    pairs = list(product(CLUSTERS, models))
+    once = list(zip(CLUSTERS, models, strict=True))
+    return [pytest.param(*pair, marks=() if pair in once else pytest.mark.long) for pair in pairs]
+
+
+@pytest.mark.parametrize(("cluster", "model"), _draw_pairs("llama_1b", "gpt3_1_3b"))
 def test_a_model_that_fits_on_one_gpu_needs_data_parallelism_only(cluster: str, model: str) -> None:
     """Below 7B. Sharding the update may still gain a little; splitting the model does not."""
     chosen = on(cluster, model, 1, 64)
@@ -55,8 +63,7 @@ def test_a_model_that_fits_on_one_gpu_needs_data_parallelism_only(cluster: str, 
     assert plain.step.p50 < 1.15 * chosen.step.p50
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("model", ["llama_7b", "llama_8b"])
+@pytest.mark.parametrize(("cluster", "model"), _draw_pairs("llama_7b", "llama_8b"))
 def test_a_model_that_barely_fits_is_sharded_or_recomputed(cluster: str, model: str) -> None:
     """7B: the optimizer's state alone is most of a GPU."""
     plain = on(cluster, model, 1, 64, "parallel=ddp", "train.micro_batch=1")
@@ -67,10 +74,10 @@ def test_a_model_that_barely_fits_is_sharded_or_recomputed(cluster: str, model: 
     assert degrees(chosen).pp == 1
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize(("model", "nodes", "batch"), [("llama_13b", 1, 64), ("llama_70b", 8, 512)])
-def test_7b_to_70b_is_tensor_parallel_inside_a_node(cluster: str, model: str, nodes: int, batch: int) -> None:
+@pytest.mark.parametrize(("cluster", "model"), _draw_pairs("llama_13b", "llama_70b"))
+def test_7b_to_70b_is_tensor_parallel_inside_a_node(cluster: str, model: str) -> None:
     """With what Megatron-LM does of it: whole weights on each rank, optimizer state sharded or not, 1F1B."""
+    nodes, batch = {"llama_13b": (1, 64), "llama_70b": (8, 512)}[model]
     for strategy in ("ddp", "zero1"):
         more = (f"parallel.strategy={strategy}", "parallel.cp=1", "parallel.pipeline.schedule=1f1b")
         chosen = on(cluster, model, nodes, batch, *more)
