@@ -73,11 +73,20 @@ def topology(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"cluster.topology={path}"
 
 
+@pytest.fixture(scope="module")
+def plain(slurm_cluster: SlurmCluster, store: Path, topology: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in the launcher's order, whose numbers the others must give."""
+    run = tmp_path_factory.mktemp("plain") / "run"
+    found = train(slurm_cluster, run, store, *PAIRS, topology, "launch.placement=launcher")
+    assert hosts(found) == ["node1", "node2", "node3", "node4"]
+    return run
+
+
 @pytest.mark.timeout(600)
-def test_groups_are_put_under_one_leaf(slurm_cluster: SlurmCluster, store: Path, topology: str, tmp_path: Path) -> None:
-    plain, placed = tmp_path / "plain", tmp_path / "placed"
-    before = train(slurm_cluster, plain, store, *PAIRS, topology, "launch.placement=launcher")
-    assert hosts(before) == ["node1", "node2", "node3", "node4"]
+def test_groups_are_put_under_one_leaf(
+    slurm_cluster: SlurmCluster, store: Path, topology: str, plain: Path, tmp_path: Path
+) -> None:
+    placed = tmp_path / "placed"
     after = train(slurm_cluster, placed, store, *PAIRS, topology, "launch.placement=strict")
     assert {frozenset(hosts(after)[:2]), frozenset(hosts(after)[2:])} == {
         frozenset({"node1", "node3"}),
@@ -105,10 +114,11 @@ def test_slurms_own_order_is_kept_where_it_is_the_best(
 
 
 @pytest.mark.timeout(600)
-def test_mpi_follows_the_placement(slurm_cluster: SlurmCluster, store: Path, topology: str, tmp_path: Path) -> None:
+def test_mpi_follows_the_placement(
+    slurm_cluster: SlurmCluster, store: Path, topology: str, plain: Path, tmp_path: Path
+) -> None:
     """The MPI library numbers its processes as Slurm does, gradients are reduced over our ranks."""
-    plain, placed = tmp_path / "plain", tmp_path / "placed"
-    train(slurm_cluster, plain, store, "launch.placement=launcher")
+    placed = tmp_path / "placed"
     mpi = ("parallel.reduce_with=mpi", "launch.placement=strict")
     found = train(slurm_cluster, placed, store, topology, *mpi)
     assert hosts(found) != ["node1", "node2", "node3", "node4"]
