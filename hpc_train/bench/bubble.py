@@ -14,6 +14,7 @@ from pathlib import Path
 from hpc_train.bench.local_ranks import run_local_ranks
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
+from hpc_train.runtime.processes import pause_gc
 from hpc_train.schedules import order as table
 from hpc_train.schedules.generate import generate_order
 from hpc_train.schedules.order import Order
@@ -86,7 +87,8 @@ def bubble_command(options: BubbleOptions, as_json: bool) -> int:
         return run_local_ranks(_rank_arguments(options, as_json), options.ranks, threads=1)
     _check_ranks(me, options)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed, and gloo needs no GPU
-    from hpc_train.bench.bubble_rank import measure_schedules, set_realtime_priority
+    with pause_gc(freeze=True):
+        from hpc_train.bench.bubble_rank import measure_schedules, set_realtime_priority
 
     first = set_realtime_priority()
     try:

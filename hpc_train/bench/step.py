@@ -15,6 +15,7 @@ from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
+from hpc_train.runtime.processes import pause_gc
 
 _UNTIMED_OVERRIDES = ("train.eval_every=0", "checkpoint.resume=never")
 """Switch off evaluation and checkpoints, which are not part of a step."""
@@ -61,10 +62,11 @@ def _start_ranks(config: RunConfig, command: list[str]) -> int:
 def _measure_step(
     config: RunConfig, me: ProcessIdentity, rounds: int, steps: int, as_json: bool, startup: StartupTimer
 ) -> int:
-    import torch  # noqa: F401  its import is timed as a part of the start-up
+    with pause_gc(freeze=True):  # as in the ranks of a training
+        import torch  # noqa: F401  its import is timed as a part of the start-up
 
-    startup.mark("import torch")
-    from hpc_train.bench.step_rank import measure_step
+        startup.mark("import torch")
+        from hpc_train.bench.step_rank import measure_step
 
     startup.mark("import the rest")
     result = measure_step(config, rounds, steps, startup)
@@ -76,7 +78,8 @@ def _measure_step(
 
 
 def _measure_peers(overrides: list[str], me: ProcessIdentity, rounds: int, steps: int, as_json: bool) -> int:
-    from hpc_train.bench.step_peers import measure_peers
+    with pause_gc(freeze=True):
+        from hpc_train.bench.step_peers import measure_peers
 
     result = measure_peers(overrides, rounds, steps)
     if me.process == 0:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from hpc_train.config.compose import compose
 from hpc_train.doctor.findings import Finding, findings_exit_code, findings_json, format_findings
-from hpc_train.doctor.machine import check_machine
 from hpc_train.runtime.identity import identify_process
+from hpc_train.runtime.processes import pause_gc
 
 
 def doctor_command(overrides: Sequence[str], config_dir: str | None, as_text: bool) -> int:
@@ -20,6 +20,8 @@ def doctor_command(overrides: Sequence[str], config_dir: str | None, as_text: bo
     """
     config = compose(overrides, config_dir)
     me = identify_process(os.environ)
+    with pause_gc(freeze=True):  # it imports torch
+        from hpc_train.doctor.machine import check_machine
     if me is None or me.processes == 1:
         findings = check_machine(config, os.environ, socket.gethostname(), nodes=1, local=1)
         print_findings(findings, as_text)

@@ -19,6 +19,7 @@ from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
+from hpc_train.runtime.processes import pause_gc
 
 EXIT_WRONG_DATA = 1
 """Exit code if a rank received wrong values."""
@@ -55,7 +56,8 @@ def _start_ranks(config: RunConfig, command: list[str]) -> int:
 
 
 def _measure_as_rank(config: RunConfig, options: CollectivesOptions, me: ProcessIdentity) -> int:
-    from hpc_train.bench.collectives.measure import measure_collectives
+    with pause_gc(freeze=True):
+        from hpc_train.bench.collectives.measure import measure_collectives
 
     result = measure_collectives(config, options)
     return report_result(result, options) if me.process == 0 else result_exit_code(result)

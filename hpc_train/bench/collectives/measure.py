@@ -15,7 +15,6 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from hpc_train.bench.collectives.backends import Backend, MpiBackend, TorchBackend, started_by_mpi
 from hpc_train.bench.collectives.benchmark import CollectivesResult, LevelFit, Measurement
@@ -234,6 +233,8 @@ def fit_latency_bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> Lat
     """
     if len(set(sizes)) < 2:
         return None
+    from scipy.optimize import nnls  # half a second, which only rank 0 spends, after the measurement
+
     n, t = np.array(sizes, dtype=np.float64), np.array(seconds, dtype=np.float64)
     scale = n.max()
     (latency, slope), _ = nnls(np.stack([1 / t, n / scale / t], axis=1), np.ones(len(n)))
