@@ -76,8 +76,8 @@ LAYOUTS = {
 
 
 DRAWN = (
-    "ddp", "zero1-groups", "zero2-accumulated", "zero3-gpt2-short-last", "hsdp", "tp-more-ranks-than-kv-heads",
-    "tp-asynchronous-recomputed", "cp-ring-bf16", "cp-ulysses", "pp-gpt2-tied", "pp-interleaved", "pp-zero3-zbv",
+    "ddp", "zero1-groups", "zero2-accumulated", "zero3-gpt2-short-last", "hsdp",
+    "tp-asynchronous-recomputed", "cp-ring-bf16", "cp-ulysses", "pp-gpt2-tied", "pp-interleaved",
     "pp-zero3-dualpipev", "3d",
 )  # fmt: skip
 """One or two of each kind."""
