@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 
-def draw(names: Iterable[str], drawn: Iterable[str]) -> list[Any]:
+def draw(names: Iterable[Any], drawn: Iterable[Any]) -> list[Any]:
     """Return parameters for pytest of which all but `drawn` are long tests."""
     names, drawn = list(names), set(drawn)
     assert drawn <= set(names), drawn - set(names)
-    return [pytest.param(name, id=name, marks=() if name in drawn else pytest.mark.long) for name in names]
+    return [pytest.param(name, id=str(name), marks=() if name in drawn else pytest.mark.long) for name in names]
 
 
 def runs_long_tests(session: pytest.Session) -> bool:
@@ -20,7 +20,7 @@ def runs_long_tests(session: pytest.Session) -> bool:
     return any(item.get_closest_marker("long") for item in session.items)
 
 
-def draw_every(names: Iterable[str], period: int) -> list[Any]:
+def draw_every(names: Iterable[Any], period: int) -> list[Any]:
     """Draw the first of each `period` names: for lists in which neighbours are alike."""
     listed = list(names)
     return draw(listed, listed[::period])

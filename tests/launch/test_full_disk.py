@@ -15,7 +15,11 @@ LIMIT = 16_000
 
 def test_training_goes_on_without_room_for_its_records(workshop: Workshop) -> None:
     done = workshop.train(
-        "run", "train.steps=80", "checkpoint.every=0", command=("prlimit", f"--fsize={LIMIT}", *COMMAND)
+        "run",
+        "train.steps=80",
+        "checkpoint.every=0",
+        "launch.ranks=1",
+        command=("prlimit", f"--fsize={LIMIT}", *COMMAND),
     )
     assert done.code == 0, done.err
     steps = [record["step"] for record in read_metrics(workshop.folder / "run/metrics.jsonl")]
@@ -35,11 +39,11 @@ def test_what_cannot_be_begun_is_one_line(workshop: Workshop) -> None:
 def test_a_run_with_damaged_records_goes_on(workshop: Workshop) -> None:
     damage = b"\xff\xfe\n" + b"[" * 100_000 + b'\n{"step": 1'
     run = workshop.folder / "run"
-    assert workshop.train("run", "train.steps=1").code == 0
+    assert workshop.train("run", "train.steps=1", "launch.ranks=1").code == 0
     for name in ("metrics.jsonl", "events.jsonl", "goodput.jsonl", "deadlines.json"):
         with (run / name).open("ab") as file:
             file.write(damage)
-    again = workshop.train("run", "train.steps=2")
+    again = workshop.train("run", "train.steps=2", "launch.ranks=1")
     assert again.code == 0, again.err
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [1, 2]
     command = [COMMAND[0], "status", str(run), "--json"]

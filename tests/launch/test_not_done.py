@@ -17,7 +17,8 @@ from hpc_train.launch.job_spec import read_spec
 
 LIMITED = ("bash", "-c", 'ulimit -f 48; exec "$@"', "limited", *COMMAND)
 """Limits files to 48 KiB, like a full disk: the shards of a checkpoint are larger."""
-NAN = (*FAULTY, "optim.lr=1e20", "optim.max_norm=null", "train.steps=6")
+ALONE = (*FAULTY, "launch.ranks=1", "train.micro_batch=4")
+NAN = (*ALONE, "optim.lr=1e20", "optim.max_norm=null", "train.steps=6")
 
 
 def state(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def assert_failed(ended: Ended, run: Path, why: str, capsys: pytest.CaptureFixtu
 
 
 def test_a_last_checkpoint_that_was_not_saved(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
-    saving = (*FAULTY, "train.steps=4", "checkpoint.every=2")
+    saving = (*ALONE, "train.steps=4", "checkpoint.every=2")
     run = workshop.folder / "run"
     assert_failed(workshop.train("run", *saving, command=LIMITED), run, "step 4, the last, was not saved", capsys)
     assert workshop.train("run", *saving).code == EXIT_DONE  # the limit is gone now
@@ -50,7 +51,7 @@ def test_a_last_checkpoint_that_was_not_saved(workshop: Workshop, capsys: pytest
 def test_a_run_without_finite_numbers_and_nothing_to_go_back_to(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = (*FAULTY, "train.steps=1000", "checkpoint.every=2", "resilience.numbers.give_up_after=5")
+    words = (*ALONE, "train.steps=1000", "checkpoint.every=2", "resilience.numbers.give_up_after=5")
     ended = workshop.train("run", *words, faults="0:train:3:poison")
     why = "gave up at step 7: the loss or the gradient of 5 steps in a row was not finite"
     assert_failed(ended, workshop.folder / "run", why, capsys)
@@ -60,7 +61,7 @@ def test_points_of_a_sweep_whose_loss_is_not_finite_in_the_end(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = workshop.folder / "sweep"
-    words = (*FAULTY, "optim.max_norm=null", "train.steps=6", "checkpoint.every=3", "optim.lr=1e-3,1e20")
+    words = (*ALONE, "optim.max_norm=null", "train.steps=6", "checkpoint.every=3", "optim.lr=1e-3,1e20")
     ended = workshop.start("sweep", *words, command=(*COMMAND, "-m")).ended()
     assert ended.code == EXIT_FAILED, ended.err
     assert "1 of 2 points failed" in ended.err

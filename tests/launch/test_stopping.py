@@ -1,6 +1,6 @@
 """A signal at any moment, to any process of a job, ends it with everything saved; the same command goes on.
 
-Takes about a minute: a run is stopped at eleven moments one after another, and each time two ranks import torch.
+Takes about a minute: a run is stopped at several moments one after another, and each time two ranks import torch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def stopped(workshop: Workshop, job: Job, step: int) -> None:
     (workshop.folder / "go").unlink(missing_ok=True)
 
 
-def test_a_run_stopped_at_every_kind_of_moment_ends_as_one_that_was_never_stopped(
-    workshop: Workshop, uninterrupted: Path
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "every"])
+def test_a_run_stopped_at_many_moments_ends_as_one_that_was_never_stopped(
+    workshop: Workshop, uninterrupted: Path, every: bool
 ) -> None:
     def begin(fault: str = "", *more: str, wait: bool = True) -> Job:
         job = workshop.start("run", *LONG, *more, faults=fault)
@@ -39,42 +40,45 @@ def test_a_run_stopped_at_every_kind_of_moment_ends_as_one_that_was_never_stoppe
             workshop.wait_for_fault(fault, job)
         return job
 
-    # Before there are ranks: the launcher is told as soon as the process that will start them appears.
-    job = begin("0:build:1:listen", wait=False)
-    job.controller()
-    job.popen.send_signal(TERM)
-    stopped(workshop, job, step=1)
+    if every:
+        # Before there are ranks: the launcher is told as soon as the process that will start them appears.
+        job = begin("0:build:1:listen", wait=False)
+        job.controller()
+        job.popen.send_signal(TERM)
+        stopped(workshop, job, step=1)
 
     # During import torch: one rank alone is told, as soon as its process appears.
     job = begin()
     job.task(1).send(TERM)
-    stopped(workshop, job, step=2)
+    stopped(workshop, job, step=1 + every)
 
-    # During a step, while the rank that is told waits for another one.
-    job = begin("0:train:2:hold")
-    job.task(1).send(USR2)
-    workshop.go()
-    stopped(workshop, job, step=5)
+    if every:
+        # During a step, while the rank that is told waits for another one.
+        job = begin("0:train:2:hold")
+        job.task(1).send(USR2)
+        workshop.go()
+        stopped(workshop, job, step=5)
 
-    # During the evaluation after step 6, and when it is made up for.
-    for fault in ("1:eval:1:hold", "0:eval:1:hold"):
+    # During an evaluation, and when it is made up for.
+    for fault in ("1:eval:1:hold", "0:eval:1:hold") if every else ("1:eval:1:hold",):
         job = begin(fault)
         job.task(0).send(USR2)
         workshop.go()
-        stopped(workshop, job, step=6)
+        stopped(workshop, job, step=6 if every else 3)
 
-    # While the checkpoint of step 8 is being written.
+    # While a checkpoint is being written, of step 8 or 4.
     job = begin("1:save:1:listen", "checkpoint.background=false")
     job.controller().send(TERM)
-    stopped(workshop, job, step=9)
+    stopped(workshop, job, step=9 if every else 5)
 
-    # Ctrl-C in the terminal reaches the launcher alone.
-    job = begin("0:train:1:listen")
-    job.popen.send_signal(INT)
-    stopped(workshop, job, step=11)
+    if every:
+        # Ctrl-C in the terminal reaches the launcher alone.
+        job = begin("0:train:1:listen")
+        job.popen.send_signal(INT)
+        stopped(workshop, job, step=11)
 
     # In the last step what is left is to evaluate.
-    job = begin("1:train:1:hold")
+    job = begin("1:train:1:hold" if every else "1:train:7:hold")
     job.task(1).send(TERM)
     workshop.go()
     stopped(workshop, job, step=12)

@@ -9,7 +9,7 @@ from jobs import FAULTY, Workshop, processes, saved_steps, wait_for
 
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR
 
-SHORT = (*FAULTY, "train.steps=4", "checkpoint.every=2")
+SHORT = (*FAULTY, "launch.ranks=1", "train.micro_batch=4", "train.steps=4", "checkpoint.every=2")
 
 
 def refused(code: int, err: str, where: Path) -> None:

@@ -50,15 +50,19 @@ def _steps(world: World, config: RunConfig) -> tuple[Outcome, int, int]:
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [pytest.param("zero3-2", (), marks=pytest.mark.long), ("ddp-2", (FULL,))],
-    ids=["zero3", "ddp-recompute"],
+    [
+        pytest.param("zero3-2", (), marks=pytest.mark.long),
+        pytest.param("ddp-2", (FULL,), marks=pytest.mark.long),
+        ("ddp-1", (FULL,)),
+    ],
+    ids=["zero3", "ddp-recompute", "one-recompute"],
 )
 def test_compiled_blocks_give_the_numbers_of_one_process(
     layout: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no worker processes under a rank
     config = LAYOUTS[layout].config(COMPILE, *OPTIM, *more)
-    ranks = run_ranks(_steps, 2, config, parallel=config.parallel, timeout=400)
+    ranks = run_ranks(_steps, LAYOUTS[layout].ranks, config, parallel=config.parallel, timeout=400)
     truth = reference("untied", LAYOUTS["ddp-1"].config(*OPTIM), STEPS)
     for outcome, graphs, breaks in ranks:
         np.testing.assert_allclose(outcome.losses, truth.losses, rtol=1e-10)

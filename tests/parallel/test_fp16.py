@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drawn import draw
 from outcome import Outcome, assert_close, engine_steps, reference, whole
 from plain_setup import LAYOUTS, engine_of, global_batch, share
 
@@ -65,7 +66,7 @@ def _train(world: World, config: RunConfig, scale: float, steps: int) -> Trainin
 OVERFLOW = 2.0**40
 
 
-@pytest.fixture(scope="module", params=LAYOUTS_HERE)
+@pytest.fixture(scope="module", params=draw(LAYOUTS_HERE, ("ddp-2", "zero3-2")))
 def trained(request: pytest.FixtureRequest) -> list[Training]:
     """Each rank's training from a scale at which the gradient overflows."""
     layout = LAYOUTS[request.param]

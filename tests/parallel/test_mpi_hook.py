@@ -24,7 +24,7 @@ MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "mpi_yiel
 Found = dict[tuple[str, str], tuple[Outcome, int]]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank saw."""
     folder, ranks = tmp_path_factory.mktemp("mpi"), request.param

@@ -88,6 +88,7 @@ def _assert_outcome(ranks: list[Outcome], wanted: Outcome) -> None:
     assert_close(whole([rank.state for rank in ranks]), whole([wanted.state]), TOLERANCE)
 
 
+@pytest.mark.long  # test_matrix.py does it with tied embeddings
 def test_state_moves_into_another_layout(tmp_path: Path) -> None:
     start = LAYOUTS["tp4"][0]
     run_ranks(train_and_save, start.ranks, start, tmp_path, parallel=start.config().parallel)

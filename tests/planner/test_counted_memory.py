@@ -214,11 +214,10 @@ def test_memory_does_not_grow_with_the_micro_batches_of_a_step() -> None:
     """What a stage receives, and its gradient, is there while it is used."""
     config = run(*_overrides("zero3, 1f1b"))
     degrees = resolve_degrees(config.parallel, 8)
-    for rank in (0, 4):
-        few, many = (rehearse_rank(config, degrees, rank, count).counted.peak for count in (4, 8))
-        assert few is not None
-        assert many is not None
-        assert 0 <= many - few <= 1 << 18
+    few, many = (rehearse_rank(config, degrees, 4, count).counted.peak for count in (4, 8))
+    assert few is not None
+    assert many is not None
+    assert 0 <= many - few <= 1 << 18
 
 
 @pytest.mark.parametrize("layout", draw_every(LAYOUTS, 3))
