@@ -13,6 +13,7 @@
 #   hpc_watch          command that watches the ranks; empty: nobody does
 #   hpc_restart        command that decides what follows a fault; empty: the ranks are not started again
 #   hpc_nodes, hpc_ranks, hpc_spares   nodes and ranks of the run, and nodes that the job has beside them
+#   hpc_elastic        true: the ranks may start again on fewer nodes
 #   hpc_begin_points   (arrays) command that writes job.json of points
 #   hpc_points_per_job, hpc_ranks_per_node   (arrays whose elements have several points) of the job as a whole
 # shellcheck disable=SC2154
@@ -62,15 +63,22 @@ export_attempt() {
   export HPC_TRAIN_ATTEMPT="$attempt" HPC_TRAIN_RENDEZVOUS="$logs" HPC_TRAIN_NODES="$step_nodes"
 }
 
-# choose_nodes FILE: where the ranks start; sets `step_nodes`, and `step`, srun's options for that. A job with spares has
-# more nodes than the ranks need: FILE names those to take, else they are the first ones.
+# A node that dies does not end the job.
+outlives_nodes() {
+  [ "${hpc_spares:-0}" -gt 0 ] || [ "${hpc_elastic:-false}" = true ]
+}
+
+# choose_nodes FILE: where the ranks start; sets `step_nodes`, and `step`, srun's options for that. A job that outlives
+# its nodes may have more or fewer of them than the run: FILE names those to take, else they are the first ones.
 choose_nodes() {
+  local count
   step_nodes="$SLURM_JOB_NODELIST" step=()
-  [ "${hpc_spares:-0}" -gt 0 ] || return 0
+  outlives_nodes || return 0
   step_nodes="$(cat "$1" 2>/dev/null)"
   [ -n "$step_nodes" ] ||
     step_nodes="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$hpc_nodes" | paste -sd ,)"
-  step=("--nodes=$hpc_nodes" "--ntasks=$hpc_ranks" "--nodelist=$step_nodes")
+  count="$(tr ',' '\n' <<<"$step_nodes" | wc -l)"
+  step=("--nodes=$count" "--ntasks=$((hpc_ranks * count / hpc_nodes))" "--nodelist=$step_nodes")
 }
 
 begin_run() {
@@ -191,7 +199,15 @@ wait_for() {
 find_lost_nodes() {
   { cat "$logs/lost-node" 2>/dev/null
     sinfo -h -N -n "$1" -o '%N %T' | awk '$2 ~ /[*]|^down|^fail/ { print $1 }'
+    ! outlives_nodes || list_taken_nodes "$1"
   } | sort -u | paste -sd ' '
+}
+
+# list_taken_nodes NODES: those that Slurm has taken from the job. They may be up again by now.
+list_taken_nodes() {
+  local left
+  left="$(squeue -h -j "$job" -o %N)"
+  [ -z "$left" ] || comm -23 <(scontrol show hostnames "$1" | sort) <(scontrol show hostnames "$left" | sort)
 }
 
 # settle_attempt CODE: find out how an attempt ended and write it down; sets `code`, and `requeue` for the job's end.
@@ -224,7 +240,7 @@ settle_attempt() {
 # decide_after_fault LOST: start again in this job, go back to the queue without the nodes that are to blame, or end.
 decide_after_fault() {
   local lost="$1" reason
-  [ "$hpc_spares" -eq 0 ] || lost="$(find_lost_nodes "$SLURM_JOB_NODELIST")"
+  ! outlives_nodes || lost="$(find_lost_nodes "$SLURM_JOB_NODELIST")"
   "${hpc_restart[@]}" "$run" "$attempt" "$code" "$lost"
   case $? in
     0) next=restart ;;

@@ -16,6 +16,7 @@ from pathlib import Path
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.elastic import check_elastic
 from hpc_train.launch.slurm.containers import Container
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.training.run_directory import RunDirectory
@@ -60,6 +61,7 @@ def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> 
     """
     cluster, launch = config.cluster, config.launch
     _check_spares(config)
+    check_elastic(config, nodes)
     _check_module_names(cluster)
     report = shlex.join(python_command(config, False, "-m", "hpc_train.launch.failures"))
     return [
@@ -70,6 +72,7 @@ def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> 
         f"hpc_module_purge={str(cluster.module_purge).lower()}",
         f"hpc_watch=({_watch_command(config)}) hpc_restart=({_restart_command(config)})",
         f"hpc_nodes={nodes} hpc_ranks={nodes * cluster.ranks_per_node} hpc_spares={launch.spares}",
+        f"hpc_elastic={str(bool(config.resilience.elastic.min_nodes)).lower()}",
         f"hpc_exclude={shlex.quote(launch.exclude or '')}",
     ]
 

@@ -177,7 +177,7 @@ def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_n
     }
     again = "requeue" if launch.max_attempts > 1 else "no-requeue"
     extra = {again: True, "output": _file_pattern(folder.path / "logs") + "/job-%j.log", **_extra_options(launch)}
-    if launch.spares:
+    if launch.spares or config.resilience.elastic.min_nodes:
         extra["no-kill"] = True  # a node that dies must not end the job
     if launch.reservation:
         extra["reservation"] = launch.reservation
