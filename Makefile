@@ -81,6 +81,7 @@ test-packages:
 mutations: test-packages $(VENV)/test.stamp
 	$(BIN)/python tests/mutations/run_mutations.py
 
+campaign: SLURM_SHAPE := --nodes 5 --cpus-per-node 8 --switches 2
 campaign: test-packages $(VENV)/test.stamp
 	@$(WITH_CLUSTER); $(BIN)/python tests/slurm/campaign.py $(CAMPAIGN)
 

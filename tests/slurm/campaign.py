@@ -141,13 +141,14 @@ def describe(name: str, values: list[float]) -> str:
     return f"{name}: median {statistics.median(values):.1f} s, p95 {high:.1f} s (of {len(values)})"
 
 
-def settings(store: Path, steps: int) -> list[str]:
-    """Return the overrides of the campaign's run: two nodes, two ranks each."""
+def settings(store: Path, steps: int, nodes: int) -> list[str]:
+    """Return the overrides of the campaign's run: so many nodes with one rank each."""
     model = ["model=custom", "model.module=campaign_model", "model.name=campaign", "train.sequence_length=16"]
-    batch = ["train.global_batch=8", "train.micro_batch=2", f"train.steps={steps}", "checkpoint.every=20"]
+    batch = [f"train.global_batch={2 * nodes}", "train.micro_batch=2", f"train.steps={steps}", "checkpoint.every=20"]
     rest = ["train.eval_every=0", "train.tensorboard=false", "train.noise_scale.every=0", "checkpoint.keep=5"]
     passed = "launch.export=[CAMPAIGN_FOLDER,STEP_SECONDS]"
-    return [*model, *batch, *rest, "data=text", f"data.path={store}", passed, "launch.time_minutes=180"]
+    shape = [f"cluster.nodes={nodes}", "cluster.node.ranks=1"]
+    return [*model, *batch, *rest, *shape, "data=text", f"data.path={store}", passed, "launch.time_minutes=180"]
 
 
 def main(arguments: list[str]) -> int:
@@ -156,6 +157,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=60, help="how long the run takes without faults")
     parser.add_argument("--mttf", type=float, default=120, help="mean seconds between faults")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--nodes", type=int, default=4, help="of the run; the cluster needs one more")
     parser.add_argument("--folder", type=Path, help="where the run and its reference are kept; default: a new one")
     given = parser.parse_args(arguments)
     folder = given.folder or Path(tempfile.mkdtemp(prefix="campaign-", dir="/var/tmp"))
@@ -167,9 +169,9 @@ def main(arguments: list[str]) -> int:
     os.environ["SLURM_CONF"] = str(conf)
     here = Path(__file__).resolve().parent
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH", "")]))
-    steps = round(given.minutes * 60 / (2 * STEP_SECONDS))
+    steps = round(given.minutes * 60 / STEP_SECONDS)
     run = folder / "run"
-    words = settings(folder / "text.h5", steps)
+    words = settings(folder / "text.h5", steps, given.nodes)
     began = time.time()
     env = {"CAMPAIGN_FOLDER": str(folder / "orders"), "STEP_SECONDS": str(STEP_SECONDS)}
     job = submit(run, *words, "launch.spares=1", **env)
