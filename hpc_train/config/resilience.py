@@ -31,6 +31,9 @@ class NumbersConfig:
     skip_nonfinite: bool = True
     """Make no update, on any rank, where the loss or the gradient norm is NaN or infinite. With resilience.act=false
     this is only said. precision=fp16 skips such updates in any case, and lowers its loss scale."""
+    replay: bool = True
+    """Compute such a step again, and one whose loss is a spike, before anything else is done about it. If its numbers
+    are good then, a device was at fault for a moment, and the run goes on with them. Not with precision=fp16."""
     rollback_after: int = setting(default=3, ge=0, le=1000)
     """After so many skipped updates in a row, for NaN or infinity, the run goes back to its newest good checkpoint and
     leaves out the samples of those steps; 0: never."""

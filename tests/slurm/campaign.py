@@ -30,7 +30,7 @@ from hpc_train.data.build import build_store
 from hpc_train.launch.state.run_ledger import account_run_directory
 
 KINDS = {"kill": 0.4, "stop": 0.2, "gil": 0.1, "node": 0.1, "raise": 0.1, "nan": 0.1}
-NOTICED = ("hang", "lost_node", "restart", "requeue", "failure", "skipped")
+NOTICED = ("hang", "lost_node", "restart", "requeue", "failure", "skipped", "transient")
 STEP_SECONDS = 0.1
 OFF_SECONDS = 25.0
 """How long a node without power stays off."""
