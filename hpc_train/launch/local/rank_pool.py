@@ -21,7 +21,7 @@ from typing import Any, cast
 from submitit.local.local import LocalExecutor, LocalJob
 
 from hpc_train.config.run import RunConfig
-from hpc_train.launch.local.node_sharing import SHARE_VARIABLE
+from hpc_train.launch.local.node_sharing import SHARE_VARIABLE, visible_gpus
 from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
 from hpc_train.launch.rank_entrypoint import main as run_task
 from hpc_train.launch.state.attempts import open_if_regular, write_attempt_marker
@@ -93,21 +93,12 @@ def local_rank_count(config: RunConfig) -> int:
     """Return launch.ranks, else the number of GPUs here, else 2."""
     if config.launch.ranks is not None:
         return config.launch.ranks
-    return count_gpus() or 2
+    return len(visible_gpus()) or 2
 
 
 def threads_per_rank(config: RunConfig, ranks: int) -> int:
     """Return launch.threads, else this process's CPUs shared out evenly."""
     return config.launch.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
-
-
-def count_gpus() -> int:
-    """Count the GPUs of this machine, as torch does."""
-    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
-        return 0
-    import torch  # only where there may be a GPU: it takes a second
-
-    return torch.cuda.device_count()
 
 
 EXIT_KILLED = 128 + signal.SIGINT
