@@ -8,7 +8,6 @@ runs.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.command_output import Report
 from hpc_train.launch.freeze import check_cluster_files, check_run, decide_auto_layout, freeze_run
 from hpc_train.launch.slurm import slurm_cli
 from hpc_train.launch.slurm.request import JobRequest, check_partition, make_request, node_count
@@ -55,35 +54,29 @@ class Submission:
     """The batch script, only of a dry run."""
 
 
-def submit_command(
-    overrides: Sequence[str], config_dir: str | None, dry_run: bool, as_json: bool, after: Sequence[str] = ()
-) -> int:
-    """Submit one run, or print what would be submitted; returns the exit code. What sbatch refuses leaves nothing.
-
-    after: runs that must have ended well before this one starts.
-    """
-    submission = submit_run(compose(overrides, config_dir), after=after, dry_run=dry_run)
-    _print_submission(submission, as_json)
-    return 0
-
-
 def submit_run(
-    config: RunConfig, *, after: Sequence[str] = (), dry_run: bool = False, ask: RunClient = run_client
+    config: RunConfig,
+    report: Report,
+    *,
+    after: Sequence[str] = (),
+    dry_run: bool = False,
+    ask: RunClient = run_client,
 ) -> Submission:
     """Freeze one run and hand it to sbatch; returns at once. What sbatch refuses leaves nothing.
 
-    after: runs (directories or job ids) that must have ended well before this one starts. dry_run: only check, and
-    return the batch script. Raises UserError for whatever is wrong with the run or refused by Slurm.
+    report: gets remarks. after: runs (directories or job ids) that must have ended well before this one starts.
+    dry_run: only check, and return the batch script. Raises UserError for whatever is wrong with the run or refused by
+    Slurm.
     """
     if config.launch.kind != "slurm":
         raise UserError(
             f"launch={config.launch.kind}: `hpc-train submit` sends to Slurm; use `hpc-train train` to run here"
         )
     nodes = config.cluster.nodes
-    config, why = decide_auto_layout(config, nodes * config.cluster.ranks_per_node if nodes else None)
+    config, why = decide_auto_layout(config, nodes * config.cluster.ranks_per_node if nodes else None, report)
     ranks = node_count(config) * config.cluster.ranks_per_node
     folder = locate_run_directory(config)
-    code = snapshot_code(config, folder.path)
+    code = snapshot_code(config, folder.path, report)
     request = make_request(config, folder, code).after(jobs_to_wait_for(after, ask))
     if dry_run:
         check_run(config, ranks)
@@ -93,7 +86,7 @@ def submit_run(
     with delay_signals(), submission_transaction(folder.path):
         refuse_unfinished_job(folder.path, ask)
         with code.kept_for(folder.path) if code else nullcontext():
-            freeze_run(config, ranks, folder, why, code)
+            freeze_run(config, ranks, report, folder, why, code)
             jobs = submit_job(folder, request)
             record_submission(folder, request, jobs)
     if code:
@@ -102,24 +95,11 @@ def submit_run(
 
 
 def record_submission(folder: RunDirectory, request: JobRequest, jobs: Sequence[str]) -> None:
-    """The submission as an event of the run."""
+    """Append the submission to the events of the run."""
     chain = {"job_ids": jobs} if len(jobs) > 1 else {}
     if request.code:
         append_event(folder.events, "snapshot", -1, hash=request.code.hash, sources=request.code.sources)
     append_event(folder.events, "submit", -1, job_id=jobs[0], nodes=request.nodes, ranks=request.ranks, **chain)
-
-
-def _print_submission(submission: Submission, as_json: bool) -> None:
-    run, ranks, jobs = submission.run_dir, submission.ranks, submission.jobs
-    if submission.script:
-        shown = {"run_dir": str(run), "ranks": ranks, "script": submission.script}
-        print(json.dumps(shown) if as_json else submission.script)
-    elif as_json:
-        chain = {"job_ids": list(jobs)} if len(jobs) > 1 else {}
-        print(json.dumps({"job_id": jobs[0], "run_dir": str(run), "ranks": ranks, **chain}))
-    else:
-        what = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {', '.join(jobs)}, one after the other"
-        print(f"{what}: nodes {submission.nodes} x ranks {submission.ranks_per_node}, run directory {run}")
 
 
 SUBMISSION_LOCK = ".lock"

@@ -52,7 +52,7 @@ def test_arrays_are_cut_and_keep_all_that_a_single_job_has(stub: Stub, tmp_path:
     for script in (tmp_path / "calls").glob("*_submission.sh"):
         text = script.read_text()
         assert "hpc_train.launch.callables.worker" in text, "our own worker"
-        assert "-lt 7 ]" in text, "our own settings"
+        assert "hpc_max_attempts=7 " in text, "our own settings"
         assert "--partition=batch" in text
     assert load_pickle(jobs[2].paths.submitted_pickle).args == (3,)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "calls").iterdir()} == {0o600}

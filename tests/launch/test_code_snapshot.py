@@ -50,7 +50,7 @@ def take(tmp_path: Path) -> Take:
     """A snapshot for a run in runs/."""
 
     def taken(*overrides: str) -> Snapshot:
-        made = snapshot_code(compose(default_to_slurm([*CUSTOM, *overrides])), tmp_path / "runs/run")
+        made = snapshot_code(compose(default_to_slurm([*CUSTOM, *overrides])), tmp_path / "runs/run", print)
         assert made is not None
         return made
 
@@ -146,7 +146,7 @@ def test_links_inside_stay_links_and_none_leads_out(
     (repository / "leaks").symlink_to("../elsewhere")
     taken = take()
     assert theirs(taken) == {"my_models.py", "helper.py", "pkg/a.py", "inside", "pkg/b.py"}
-    assert "not in it, as they lead out of" in capsys.readouterr().err
+    assert "not in it, as they lead out of" in capsys.readouterr().out
     taken.keep()
     tree = Path(taken.python_path[-1])
     assert str((tree / "inside").readlink()) == "pkg"
@@ -265,7 +265,7 @@ def test_folders_on_the_path_are_frozen_and_not_looked_into_again(
 
 
 def test_a_run_without_a_component_of_the_user_freezes_hpc_train_alone(project: Path, tmp_path: Path) -> None:
-    taken = snapshot_code(compose(default_to_slurm([])), tmp_path / "runs/run")
+    taken = snapshot_code(compose(default_to_slurm([])), tmp_path / "runs/run", print)
     assert taken is not None
     assert [row["root"] for row in taken.sources] == [str(code_sources.PACKAGE_FOLDER)]
     paths = {entry.path for entry in taken.entries}
@@ -296,9 +296,11 @@ def test_an_installed_wheel_is_not_copied(tmp_path: Path) -> None:
         assert done.stdout.strip() == expected
 
 
-def test_off_is_loud(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert snapshot_code(compose(default_to_slurm([*CUSTOM, "launch.snapshot=off"])), tmp_path / "run") is None
-    assert "launch.snapshot=off: what you edit from now on changes the job that waits" in capsys.readouterr().err
+def test_off_is_loud(project: Path, tmp_path: Path) -> None:
+    remarks: list[str] = []
+    config = compose(default_to_slurm([*CUSTOM, "launch.snapshot=off"]))
+    assert snapshot_code(config, tmp_path / "run", remarks.append) is None
+    assert remarks == ["launch.snapshot=off: what you edit from now on changes the job that waits"]
 
 
 def test_a_store_whose_name_python_cannot_search_is_refused(project: Path, take: Take, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Place:
             default_to_slurm([f"run_dir={self.folder}/project/runs/a", "data.path=/data/text.h5", *overrides])
         )
         folder = locate_run_directory(config)
-        return render_script(folder, make_request(config, folder, snapshot_code(config, folder.path)))
+        return render_script(folder, make_request(config, folder, snapshot_code(config, folder.path, print)))
 
     def run(self, *overrides: str, **env: str) -> subprocess.CompletedProcess[str]:
         """The batch script, run by bash."""

@@ -36,10 +36,10 @@ def spec(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> JobSpe
     run = tmp_path / "runs/run"
     custom = ["model=custom", "model.module=my_models", "model.name=mine", f"data.path={store}", f"run_dir={run}"]
     config = compose(default_to_slurm(custom))
-    code = snapshot_code(config, run)
+    code = snapshot_code(config, run, print)
     assert code is not None
     code.keep()
-    return freeze_run(config, 1, code=code)
+    return freeze_run(config, 1, print, code=code)
 
 
 def test_the_spec_says_which_code_it_is(spec: JobSpec, tmp_path: Path) -> None:

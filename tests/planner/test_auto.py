@@ -87,7 +87,7 @@ def test_the_run_directory_holds_the_decision_and_its_reasons(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = run(*HERE, "parallel=auto", f"run_dir={tmp_path / 'run'}")
-    spec = freeze_run(config, 2)
+    spec = freeze_run(config, 2, print)
     assert spec.run_config().parallel.auto is False
     assert spec.degrees == {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp": 1}
     folder = locate_run_directory(config)
@@ -100,8 +100,8 @@ def test_the_run_directory_holds_the_decision_and_its_reasons(
 
 def test_a_run_that_says_all_itself_is_left_alone(tmp_path: Path) -> None:
     config = run(*HERE, f"run_dir={tmp_path / 'run'}")
-    assert decide_auto_layout(config, 2) == (config, None)
-    freeze_run(config, 2)
+    assert decide_auto_layout(config, 2, print) == (config, None)
+    freeze_run(config, 2, print)
     assert not locate_run_directory(config).plan.exists()
 
 

@@ -21,6 +21,7 @@ from typing import Any, cast
 from submitit.local.local import LocalExecutor, LocalJob
 
 from hpc_train.config.run import RunConfig
+from hpc_train.launch.command_output import CommandOutput
 from hpc_train.launch.local.node_sharing import SHARE_VARIABLE, visible_gpus
 from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
 from hpc_train.launch.rank_entrypoint import main as run_task
@@ -128,21 +129,22 @@ class JsonTail:
 
 
 class WarningPrinter(logging.Handler):
-    """Prints warnings to stderr, each text once: those of the ranks, and those of this process itself."""
+    """Prints warnings, each text once: those of the ranks, and those of this process itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: CommandOutput) -> None:
         super().__init__(logging.WARNING)
+        self._output = output
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning of this process."""
-        self.print("error" if record.levelno >= logging.ERROR else "warning", describe_record(record))
+        self.print_once("error" if record.levelno >= logging.ERROR else "warning", describe_record(record))
 
-    def print(self, level: str, text: str) -> None:
+    def print_once(self, level: str, text: str) -> None:
         """Print one line, unless the same text was printed before."""
         if text not in self._shown:
             self._shown.add(text)
-            print(f"hpc-train: {level}: {one_line(text)}", file=sys.stderr, flush=True)
+            self._output.report(f"{level}: {one_line(text)}")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -159,10 +161,15 @@ class ProgressFollower:
     """Shows one attempt of a run as its files grow: rank 0's output, all ranks' warnings, and the progress."""
 
     def __init__(
-        self, folder: RunDirectory, attempt: int, log_every: int, printer: WarningPrinter | None = None
+        self,
+        folder: RunDirectory,
+        attempt: int,
+        log_every: int,
+        output: CommandOutput,
+        printer: WarningPrinter | None = None,
     ) -> None:
-        self._attempt, self._every = attempt, log_every
-        self._warnings, self._printer = NewWarnings(folder.logs(attempt)), printer or WarningPrinter()
+        self._attempt, self._every, self._output = attempt, log_every, output
+        self._warnings, self._printer = NewWarnings(folder.logs(attempt)), printer or WarningPrinter(output)
         self._events, self._metrics = JsonTail(folder.events), JsonTail(folder.metrics)
         self._bar: Progress | None = None
         self._from = 0
@@ -173,7 +180,7 @@ class ProgressFollower:
             if event["attempt"] == self._attempt:
                 self._show_event(event)
         for warning in self._warnings.read():
-            self._printer.print(warning.level, warning.text)
+            self._printer.print_once(warning.level, warning.text)
         self._show_steps()
 
     def close(self) -> None:
@@ -192,7 +199,7 @@ class ProgressFollower:
         if event["event"] == "note":
             if event.get("last"):
                 self.close()
-            print(event["text"], flush=True)
+            self._output.print_result(event["text"])
         elif event["event"] in ("start", "resume"):
             # Only now are the lines of steps that are done again gone from metrics.jsonl.
             self._from = event["step"]
@@ -205,16 +212,17 @@ def follow_ranks(
     attempt: int,
     log_every: int,
     stop: StopRequest,
+    output: CommandOutput,
     printer: WarningPrinter | None = None,
 ) -> int:
     """Show the progress of a local job until it ends, and return its exit code.
 
     The first Ctrl-C and the first stop signal are passed on to the ranks. A second Ctrl-C kills them.
     """
-    process, follower = job._process, ProgressFollower(folder, attempt, log_every, printer)
+    process, follower = job._process, ProgressFollower(folder, attempt, log_every, output, printer)
     assert process is not None
     try:
-        _follow_until_end(process, follower, stop)
+        _follow_until_end(process, follower, stop, output)
     except KeyboardInterrupt:
         os.killpg(process.pid, signal.SIGKILL)  # the controller began a session of its own
         process.wait()
@@ -225,13 +233,15 @@ def follow_ranks(
     return 128 - code if code < 0 else code
 
 
-def _follow_until_end(process: subprocess.Popen[bytes], follower: ProgressFollower, stop: StopRequest) -> None:
+def _follow_until_end(
+    process: subprocess.Popen[bytes], follower: ProgressFollower, stop: StopRequest, output: CommandOutput
+) -> None:
     forwarded = False
     while process.poll() is None:
         follower.show()
         if stop.requested and not forwarded:
             forwarded = True
-            print(f"{stop.signal_name}: asking the ranks to save and stop", file=sys.stderr, flush=True)
+            output.print_message(f"{stop.signal_name}: asking the ranks to save and stop")
             process.send_signal(signal.SIGUSR2)
         time.sleep(_POLL_SECONDS)
     follower.show()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +13,8 @@ from dataclasses import dataclass
 from hpc_train import __version__
 from hpc_train.config.compose_sweep import Composer
 from hpc_train.config.run import RunConfig
-from hpc_train.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from hpc_train.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UserError
+from hpc_train.launch.command_output import CommandOutput
 from hpc_train.launch.failures import explain_failure
 from hpc_train.launch.freeze import describe_finished_run
 from hpc_train.launch.local.node_sharing import SHARE_VARIABLE, format_share, gpu_share_environment, visible_gpus
@@ -25,7 +25,7 @@ from hpc_train.launch.state.attempts import write_result_marker
 from hpc_train.launch.submit import submission_transaction
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.launch.sweep.point_entrypoint import make_run_directory
-from hpc_train.launch.sweep.points import PointFreezer, freeze_points, print_plans, read_grid
+from hpc_train.launch.sweep.points import PointFreezer, freeze_points, read_grid, report_plans
 from hpc_train.launch.sweep.submit_sweep import compose_first, new_sweep_directory, write_sweep_directory
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
 from hpc_train.parallel.rules.parameter_server import needs_mpi
@@ -37,7 +37,7 @@ from hpc_train.training.run_directory import RunDirectory, make_attempt
 from hpc_train.training.warning_files import NewWarnings
 
 
-def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequest) -> int:
+def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequest, output: CommandOutput) -> int:
     """Run all points of a sweep here; returns the exit code, 0 only if all are done."""
     if identify_process(os.environ) is not None:
         raise UserError("train -m: starts ranks of its own; call it without srun, torchrun or mpirun around it")
@@ -51,13 +51,13 @@ def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequ
     folder = new_sweep_directory(first)
     freezer = PointFreezer(folder, local_rank_count, _ranks_of_point)
     frozen = freeze_points(grid, composer, freezer)
-    print_plans(freezer, frozen)
+    report_plans(freezer, frozen, output.report)
     command = {"overrides": list(overrides), "swept": list(grid.keys)}
     with submission_transaction(folder.path):
         write_sweep_directory(folder, frozen.points)
         sweep_directory.append_event(folder.ledger, "sweep", points=len(frozen.points), version=__version__, **command)
-    print(f"{len(frozen.points)} points, sweep directory {folder.path}", flush=True)
-    return run_points(folder, frozen.points, stop)
+    output.print_result(f"{len(frozen.points)} points, sweep directory {folder.path}")
+    return run_points(folder, frozen.points, stop, output)
 
 
 def _ranks_of_point(config: RunConfig) -> int:
@@ -106,7 +106,7 @@ def _launch_setting(point: FrozenPoint, name: str) -> int | None:
     return value
 
 
-def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: StopRequest) -> int:
+def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: StopRequest, output: CommandOutput) -> int:
     """Run these points, and return the exit code: 0 if all are done, 75 if they were stopped and have saved.
 
     The first Ctrl-C, and the first stop signal, are passed on to all that run, and no other one begins. A second Ctrl-C
@@ -115,23 +115,19 @@ def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: Stop
     process = os.getpid()
     identity = {"process": process, "started": read_start_time(process) or "", "machine": identify_machine()}
     sweep_directory.append_event(folder.ledger, "local", points=[point.id for point in points], **identity)
-    runner = _PointRunner(folder, plan_slots(points), stop)
+    runner = _PointRunner(folder, plan_slots(points), stop, output)
     try:
         runner.run(points)
     except KeyboardInterrupt:
         runner.kill()
-        _print_message("killed; what was not saved is lost")
+        output.report("killed; what was not saved is lost")
         return EXIT_KILLED
-    return _print_outcome(runner, len(points))
-
-
-def _print_outcome(runner: _PointRunner, count: int) -> int:
-    again = f"`hpc-train resume {runner.folder.path}`"
+    count, again = len(points), f"`hpc-train resume {one_line(str(folder.path))}`"
     if runner.failed:
-        _print_message(f"{len(runner.failed)} of {count} points failed; {again} runs them again")
-        return 1
+        output.report(f"{len(runner.failed)} of {count} points failed; {again} runs them again")
+        return EXIT_FAILED
     if runner.done < count:
-        _print_message(f"stopped: {runner.done} of {count} points are done; {again} goes on")
+        output.report(f"stopped: {runner.done} of {count} points are done; {again} goes on")
         return EXIT_REQUEUE
     return EXIT_DONE
 
@@ -149,11 +145,6 @@ class _RunningPoint:
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
-    def show_warnings(self) -> None:
-        """Print what its ranks have warned of since the last call."""
-        for warning in self.warnings.read():
-            _print_message(f"{self.point.id}: {warning}")
-
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # every controller began a session of its own
@@ -164,11 +155,10 @@ class _RunningPoint:
 class _PointRunner:
     """Runs points through the pool, and counts how they end."""
 
-    def __init__(self, folder: SweepDirectory, share: MachineShare, stop: StopRequest) -> None:
-        self.folder = folder
+    def __init__(self, folder: SweepDirectory, share: MachineShare, stop: StopRequest, output: CommandOutput) -> None:
         self.done = 0
         self.failed: list[str] = []
-        self._share, self._stop = share, stop
+        self._folder, self._share, self._stop, self._output = folder, share, stop, output
         self._pool: ProcessPool[FrozenPoint, _RunningPoint] = ProcessPool(share.slots, self._start_point)
         self._first_attempts: dict[str, int] = {}
 
@@ -183,7 +173,8 @@ class _PointRunner:
             pool.start_waiting()
             ended = pool.remove_ended()
             for running in [*pool.running.values(), *ended]:  # what an ended one has warned of last is there by now
-                running.show_warnings()
+                for warning in running.warnings.read():
+                    self._report(running.point, str(warning))
             for running in ended:
                 self._finish_point(running)
             time.sleep(_POLL_SECONDS)
@@ -197,7 +188,7 @@ class _PointRunner:
         self._pool.waiting.clear()
         running = list(self._pool.running.values())
         if running:
-            _print_message(f"{self._stop.signal_name}: asking {len(running)} points to save and stop")
+            self._output.report(f"{self._stop.signal_name}: asking {len(running)} points to save and stop")
         for point in running:
             point.process.send_signal(signal.SIGUSR2)
 
@@ -205,7 +196,7 @@ class _PointRunner:
         """Start the ranks of a point; None if it is done already, or if the sweep is to stop."""
         if self._stop.requested:
             return None
-        make_run_directory(self.folder, point)
+        make_run_directory(self._folder, point)
         run = point.spec.folder()
         if describe_finished_run(point.spec.run_config(), run):
             self._count_done(point)
@@ -226,7 +217,7 @@ class _PointRunner:
             self._count_done(running.point)
         elif code != EXIT_REQUEUE:
             why = (explain_failure(logs) or f"the ranks left no reason; see {logs}").strip().splitlines()
-            _print_message(f"{running.point.id}: {why[0]}")
+            self._report(running.point, why[0])
             if not self._start_again(running, code):
                 self.failed.append(running.point.id)
 
@@ -237,15 +228,14 @@ class _PointRunner:
         config, first = running.point.spec.run_config(), self._first_attempts[running.point.id]
         decision = decide_on_this_machine(config, running.run, running.attempt, code, first)
         if decision.action is not Action.END:
-            _print_message(f"{running.point.id}: {decision.why}")
+            self._report(running.point, decision.why)
         if decision.goes_on:
             self._pool.waiting.appendleft(running.point)
         return decision.goes_on
 
     def _count_done(self, point: FrozenPoint) -> None:
         self.done += 1
-        print(f"{point.id}: done ({self.done})", flush=True)
+        self._output.print_result(f"{point.id}: done ({self.done})")
 
-
-def _print_message(line: str) -> None:
-    print(f"hpc-train: {one_line(line)}", file=sys.stderr, flush=True)
+    def _report(self, point: FrozenPoint, text: str) -> None:
+        self._output.report(f"{point.id}: {one_line(text)}")

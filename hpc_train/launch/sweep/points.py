@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +28,7 @@ from hpc_train.config.compose_sweep import Composer
 from hpc_train.config.groups import GROUPS
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.command_output import Report
 from hpc_train.launch.freeze import check_files, check_run, find_token_store, read_schedule_file
 from hpc_train.launch.job_spec import make_spec
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
@@ -300,14 +300,14 @@ def _check_checkpoint_directories(sweep: FrozenSweep) -> None:
         places[chosen] = point.id
 
 
-def print_plans(freezer: PointFreezer, sweep: FrozenSweep) -> None:
-    """Print what parallel=auto has decided, a line for each decision, and which combinations are one run."""
+def report_plans(freezer: PointFreezer, sweep: FrozenSweep, report: Report) -> None:
+    """Report what parallel=auto has decided, a line for each decision, and which combinations are one run."""
     for line, count in freezer.plans.items():
-        print(f"hpc-train: {line}" + (f" ({count} points)" if count > 1 else ""), file=sys.stderr)
+        report(line + (f" ({count} points)" if count > 1 else ""))
     if sweep.same:
         one, other = sweep.same[0]
         more = f" and {len(sweep.same) - 1} more" if len(sweep.same) > 1 else ""
-        print(f"hpc-train: {one} is the same run as {other}{more}: each is run once", file=sys.stderr)
+        report(f"{one} is the same run as {other}{more}: each is run once")
 
 
 _NOT_HASHED = frozenset({"run_dir", "schema_version", "data.cache", "data.source", "model.source", "cluster.source"})
