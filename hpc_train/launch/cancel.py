@@ -1,10 +1,10 @@
 """Cancel runs: what waits never starts, what runs saves and ends, and nothing is requeued.
 
-scancel by itself gives the ranks KillWait (30 s by default) to save. Here they are told as before a time limit
-and have launch.cancel_seconds; the batch script finds the cancel marker and ends the job instead of requeueing
-it. A rank that hangs never reaches the end of its step, where stop requests are checked, and its peers wait for
-it: after the time limit the ranks are asked for their stacks, so that those that do not answer can be named, and
-then killed. If even that does not end them, their job or controller is killed.
+scancel by itself gives the ranks KillWait (30 s by default) to save. Here they get the signal that also comes
+before a time limit, and have launch.cancel_seconds; the batch script finds the cancel marker and ends the job
+instead of requeueing it. A rank that hangs never reaches the end of its step, where stop requests are checked, and
+its peers wait for it: after launch.cancel_seconds the ranks are asked for their stacks, so that those that do not
+answer can be named, and then killed. If even that does not end them, their job or controller is killed.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def count_states(runs: Sequence[CancelCandidate]) -> str:
 def _cancel_jobs(
     runs: Sequence[CancelCandidate], now: bool, ask: RunClient, output: CommandOutput
 ) -> tuple[list[RunPoint], frozenset[Path]]:
-    """Cancel jobs; those that wait first, so that none of them starts in the place of one that ends.
+    """Cancel jobs: first those that wait, so that none of them starts on the nodes of one that ends.
 
     Returns the points that waited, which may have begun at the same moment, and the runs whose jobs go on for others.
     """
@@ -126,7 +126,7 @@ def _cancel_jobs(
     else:
         cancel_jobs(["--state=PENDING"], [job for job in waiting if "_" not in job], ask)
         # With a filter, one element that waits stands for all of its array that do (Slurm 22.05). One that begins at
-        # this moment is told by SIGTERM, and has KillWait to save.
+        # this moment gets SIGTERM, and has KillWait to save.
         cancel_jobs([], [job for job in waiting if "_" in job], ask)
         cancel_jobs(["--signal=USR2"], running + steps, ask)
     for line in _describe_cancelled(waiting, [*running, *steps], now):
@@ -222,21 +222,23 @@ def wait_and_kill(points: Sequence[RunPoint], shared: frozenset[Path], ask: RunC
     stops waiting; the points stay asked to end.
     """
     started, limits = time.monotonic(), {point.run: read_cancel_seconds(point) for point in points}
-    backoff, ended = Backoff(0.2, 4.0), set[Path]()
+    backoff, killed = Backoff(0.2, 4.0), set[Path]()
     try:
         output.report(
             f"waiting up to {max(limits.values())} s for the end (Ctrl-C stops waiting; the run still saves and ends)"
         )
-        while still := [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]:
+        while unfinished := [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]:
             waited = time.monotonic() - started
-            late = [facts for facts in still if waited >= limits[facts.point.run] and facts.point.run not in ended]
-            for facts in late:
-                ended.add(facts.point.run)
+            overdue = [
+                facts for facts in unfinished if waited >= limits[facts.point.run] and facts.point.run not in killed
+            ]
+            for facts in overdue:
+                killed.add(facts.point.run)
                 _kill_hanging_ranks(facts, facts.point.run in shared, limits[facts.point.run], ask, output)
-            if all(facts.point.run in ended for facts in still):
-                return _kill_jobs_and_controllers(still, shared, ask, output)
-            next_end = min(limits[facts.point.run] for facts in still if facts.point.run not in ended)
-            time.sleep(min(backoff.seconds(False), max(0.0, started + next_end - time.monotonic())))
+            if all(facts.point.run in killed for facts in unfinished):
+                return _kill_jobs_and_controllers(unfinished, shared, ask, output)
+            next_limit = min(limits[facts.point.run] for facts in unfinished if facts.point.run not in killed)
+            time.sleep(min(backoff.seconds(False), max(0.0, started + next_limit - time.monotonic())))
     except KeyboardInterrupt:
         output.report("no longer waiting; the run still saves and ends. If a rank hangs: `hpc-train cancel --now`")
         return _EXIT_INTERRUPTED
@@ -327,15 +329,15 @@ def _child_processes(parent: int) -> list[int]:
 
 
 def _kill_jobs_and_controllers(
-    still: Sequence[RunFacts], shared: frozenset[Path], ask: RunClient, output: CommandOutput
+    unfinished: Sequence[RunFacts], shared: frozenset[Path], ask: RunClient, output: CommandOutput
 ) -> int:
     """Wait briefly for batch scripts and controllers, then end them too; returns the exit code."""
-    points = [run.point for run in still]
-    deadline = time.monotonic() + max(_GRACE_SECONDS[bool(run.jobs)] for run in still)
-    while still and time.monotonic() < deadline:
-        time.sleep(0.2 if not any(run.jobs for run in still) else 1.0)
-        still = [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]
-    for facts in still:
+    points = [run.point for run in unfinished]
+    deadline = time.monotonic() + max(_GRACE_SECONDS[bool(run.jobs)] for run in unfinished)
+    while unfinished and time.monotonic() < deadline:
+        time.sleep(0.2 if not any(run.jobs for run in unfinished) else 1.0)
+        unfinished = [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]
+    for facts in unfinished:
         if facts.jobs:
             _kill_job(facts, facts.point.run in shared, ask, output)
         else:

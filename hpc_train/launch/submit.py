@@ -85,7 +85,7 @@ def submit_run(
     check_partition(config, request, ask)
     with delay_signals(), submission_transaction(folder.path):
         refuse_unfinished_job(folder.path, ask)
-        with code.kept_for(folder.path) if code else nullcontext():
+        with code.stored_for(folder.path) if code else nullcontext():
             freeze_run(config, ranks, report, folder, why, code)
             jobs = submit_job(folder, request)
             record_submission(folder, request, jobs)
@@ -108,10 +108,11 @@ _FROZEN_FILES = frozenset({"job.json", "config.yaml", "plan.json", "schedule.csv
 
 @contextmanager
 def submission_transaction(path: Path) -> Iterator[None]:
-    """Make this run or sweep directory, or go on with one that there is; nobody else submits from it meanwhile.
+    """Make a run or sweep directory, or take an existing one, and lock it for one submission.
 
-    What is raised inside takes back all that is new: it, those above it that were made for it, or what was added to it
-    and changed in what it was frozen with. Raises UserError for whatever the system refuses, such as a full disk.
+    An exception inside takes back all that is new: the directory and the parents that were made for it, or the entries
+    that were added to it and the changes of its frozen files. Raises UserError for whatever the system refuses, such as
+    a full disk.
     """
     check_owner(path)
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -154,7 +155,7 @@ def _remove_entry(entry: Path) -> None:
 
 @contextmanager
 def lock_submissions(path: Path) -> Iterator[None]:
-    """Raises UserError while another command submits from this directory.
+    """Lock this directory against other submissions. Raises UserError while another command submits from it.
 
     On file systems without locks nobody is refused.
     """
@@ -175,7 +176,7 @@ def lock_submissions(path: Path) -> Iterator[None]:
 
 
 def _take_lock(descriptor: int, lock: Path) -> bool:
-    """Whether the lock is ours, and still the file that others find."""
+    """Take the lock; return whether it is ours, and still the file that others find."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.fstat(descriptor).st_ino == lock.stat().st_ino
@@ -186,7 +187,7 @@ def _take_lock(descriptor: int, lock: Path) -> bool:
 
 
 def refuse_unfinished_job(run: Path, ask: RunClient) -> None:
-    """Raise UserError if a job of this run directory still waits or runs: it would read what is frozen there anew."""
+    """Raise UserError if a job of this run directory waits or runs: it would read what a new submission freezes."""
     if not is_run_directory(run):
         return
     facts = gather_facts([RunPoint(run.name, run)], ask)[0]
@@ -201,7 +202,7 @@ def refuse_unfinished_job(run: Path, ask: RunClient) -> None:
 
 
 def jobs_to_wait_for(runs: Sequence[str], ask: RunClient) -> list[str]:
-    """Job ids of these runs (run directories, sweep directories, job ids); those that are done need no waiting.
+    """Return the job ids of these runs (run directories, sweep directories, job ids), except those that are done.
 
     Raises UserError for a run that has ended badly: what waits for it would never start.
     """
@@ -212,10 +213,10 @@ def jobs_to_wait_for(runs: Sequence[str], ask: RunClient) -> list[str]:
 
 def _wait_for_job(job_id: str, ask: RunClient) -> list[str]:
     """Return this job, whoever submitted it, unless it is done. Raises UserError if it has failed."""
-    said = ask(slurm_cli.scontrol_command(job_id))
-    records = slurm_cli.parse_scontrol(said.out)
-    if said.code or not records:
-        raise UserError(f"--after {job_id}: {said.reason}; give a run directory, or a job that Slurm knows")
+    answer = ask(slurm_cli.scontrol_command(job_id))
+    records = slurm_cli.parse_scontrol(answer.out)
+    if answer.code or not records:
+        raise UserError(f"--after {job_id}: {answer.reason}; give a run directory, or a job that Slurm knows")
     states = {from_slurm_state(record.state) for record in records}
     if bad := next((state for state in states if state.ended and state is not State.DONE), None):
         raise UserError(f"--after {job_id}: it is {bad}; submit it again first")
@@ -242,11 +243,13 @@ def _wait_for_runs(name: str, ask: RunClient) -> list[str]:
 
 
 def _merge_elements(jobs: Sequence[str], points: Sequence[RunPoint]) -> list[str]:
-    """Whole arrays in place of the elements of a sweep; but elements, where another one of theirs has failed and was
-    submitted again, so that the array will never have ended well.
+    """Replace the elements of a sweep by their whole arrays.
+
+    Elements stay where another one of their array has failed and was submitted again: that array will never have ended
+    well.
     """
     sweeps = {point.sweep.path: point.sweep for point in points if point.sweep}
-    left = {
+    superseded = {
         array
         for sweep in sweeps.values()
         for array in sweep_directory.superseded_arrays(sweep_directory.read_ledger(sweep.ledger))
@@ -254,4 +257,4 @@ def _merge_elements(jobs: Sequence[str], points: Sequence[RunPoint]) -> list[str
     if not sweeps:
         return list(jobs)
     arrays = [(job.partition("_")[0], job) for job in jobs]
-    return list(dict.fromkeys(job if array in left else array for array, job in arrays))
+    return list(dict.fromkeys(job if array in superseded else array for array, job in arrays))

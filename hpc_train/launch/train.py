@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopRequest, output: CommandOutput) -> int:
     """Train on this machine, or as one rank of the job that this process belongs to; returns the exit code."""
-    me = identify_process(os.environ)
+    identity = identify_process(os.environ)
     config = compose(overrides, config_dir)
-    if me is not None:
-        return _train_as_rank(config, me, stop, output)
+    if identity is not None:
+        return _train_as_rank(config, identity, stop, output)
     if config.launch.kind != "local":
         raise UserError(f"launch={config.launch.kind}: `hpc-train train` runs here; use `hpc-train submit` for Slurm")
     folder, ranks = freeze_local_run(config, output.report)
@@ -109,9 +109,10 @@ def run_local_ranks(
 
 
 def _refuse_second_run(folder: RunDirectory) -> None:
-    """Before anything in the run directory is changed. The ranks see to it for certain, also across machines.
+    """Raise UserError if another run goes on in this directory, before anything in it is changed.
 
-    A job of Slurm that still waits there would run what is frozen now.
+    The checkpoint lock of the ranks decides for certain, also across machines. A Slurm job that waits there would run
+    what is frozen now.
     """
     if (folder.checkpoints / "lock").exists():  # rare; and this import takes a second
         from hpc_train.checkpoint.storage.lock import refuse_if_locked
@@ -124,7 +125,7 @@ def _refuse_second_run(folder: RunDirectory) -> None:
         refuse_unfinished_job(folder.path, run_client)
 
 
-def _train_as_rank(config: RunConfig, me: ProcessIdentity, stop: StopRequest, output: CommandOutput) -> int:
+def _train_as_rank(config: RunConfig, identity: ProcessIdentity, stop: StopRequest, output: CommandOutput) -> int:
     """Train as one rank of srun, torchrun or mpirun: process 0 decides the run directory, the others get it from it."""
     import logging
 
@@ -137,7 +138,7 @@ def _train_as_rank(config: RunConfig, me: ProcessIdentity, stop: StopRequest, ou
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank
 
-    logging.basicConfig(level=logging.INFO if me.process == 0 else logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.INFO if identity.process == 0 else logging.WARNING, format="%(message)s")
     for handler in logging.getLogger().handlers:  # all ranks print here: what one has reported is enough
         handler.addFilter(lambda record: not getattr(record, "repeated", False))
     os.umask(0o077)
@@ -150,18 +151,18 @@ def _train_as_rank(config: RunConfig, me: ProcessIdentity, stop: StopRequest, ou
         if answer.spec is None:
             return EXIT_DONE
         logs = answer.spec.folder().logs(answer.attempt)
-        if me.process == 0:
-            write_attempt_marker(logs, me.launcher, os.getpid(), current_job_id(os.environ))
+        if identity.process == 0:
+            write_attempt_marker(logs, identity.launcher, os.getpid(), current_job_id(os.environ))
         code = run_rank(answer.spec.run_config(), task, answer.spec.folder(), answer.attempt, stop)
-        if me.process == 0:
+        if identity.process == 0:
             write_result_marker(logs, code)
         return code
     except BaseException as error:
         # Libraries' exit handlers (MPI_Finalize is one) would wait for peers that may never come.
-        exit_now(_report_failure(error, me, logs, output))
+        exit_now(_report_failure(error, identity, logs, output))
 
 
-def _report_failure(error: BaseException, me: ProcessIdentity, logs: Path | None, output: CommandOutput) -> int:
+def _report_failure(error: BaseException, identity: ProcessIdentity, logs: Path | None, output: CommandOutput) -> int:
     """Say why this rank ends, once for all ranks; returns its exit code.
 
     The whole traceback is in the log of the rank.
@@ -175,7 +176,7 @@ def _report_failure(error: BaseException, me: ProcessIdentity, logs: Path | None
         output.print_message(_format_early_error(error))
         return code
     first = _is_first_report(logs)
-    text = _record_rank_failure(error, me, logs)
+    text = _record_rank_failure(error, identity, logs)
     write_result_marker(logs, code)
     if first:
         output.report(text)
@@ -200,29 +201,29 @@ def _is_first_report(logs: Path) -> bool:
     return True
 
 
-def _record_rank_failure(error: BaseException, me: ProcessIdentity, logs: Path) -> str:
+def _record_rank_failure(error: BaseException, identity: ProcessIdentity, logs: Path) -> str:
     """Record the failure, and its traceback in the rank's log; returns what to print."""
     from hpc_train.launch.failures import FirstError
     from hpc_train.training.run_records import record_failure
 
-    failure = record_failure(logs, me.process, me.host, error)
+    failure = record_failure(logs, identity.process, identity.host, error)
     if failure.user_error:
         return failure.message
-    log = logs / f"task-{me.process}.log"
+    log = logs / f"task-{identity.process}.log"
     log.touch(0o600)
     with log.open("a") as file:
         file.write(failure.traceback)
-    found = FirstError(me.process, failure.text(), me.host, failure.traceback, tuple(failure.summary))
+    found = FirstError(identity.process, failure.text(), identity.host, failure.traceback, tuple(failure.summary))
     return found.brief(log)
 
 
 class _ReportedByRank0(Exception):
-    """Process 0 tells the user what is wrong."""
+    """Raised on the other processes where process 0 reports the error."""
 
 
 @dataclass(frozen=True)
 class SharedSpec:
-    """What process 0 tells the others: what to run, or that there is nothing to do."""
+    """The message of process 0 to the others: what to run, or that there is nothing to do."""
 
     spec: JobSpec | None
     attempt: int = 0

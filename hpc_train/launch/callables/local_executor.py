@@ -87,32 +87,32 @@ class LocalCallExecutor(LocalExecutor):
 
     def submit_elements(self, call: Callable[[], Any], count: int) -> list[LocalJob[Any]]:
         """Queue `count` jobs that share one pickle of `call`; in each, calls.array_element() tells its index."""
-        data = self._pickled(DelayedSubmission(call))
+        data = self._pickle_call(DelayedSubmission(call))
         base = _new_job_id()
         shared = JobPaths(self.folder, base).submitted_pickle
         write_private(data, shared)
         return [
-            self._queue(f"{base}{index:06d}", {ELEMENT_VARIABLE: str(index), SHARED_CALL_VARIABLE: str(shared)})
+            self._queue_job(f"{base}{index:06d}", {ELEMENT_VARIABLE: str(index), SHARED_CALL_VARIABLE: str(shared)})
             for index in range(count)
         ]
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Any]:
         jobs = []
-        for data in [self._pickled(delayed) for delayed in delayed_submissions]:
+        for data in [self._pickle_call(delayed) for delayed in delayed_submissions]:
             job_id = f"{_new_job_id()}000000"
             paths = JobPaths(self.folder, job_id)
             make_private_folder(paths.folder)
             write_private(data, paths.submitted_pickle)
-            jobs.append(self._queue(job_id, {}))
+            jobs.append(self._queue_job(job_id, {}))
         return jobs
 
-    def _pickled(self, delayed: DelayedSubmission) -> bytes:
+    def _pickle_call(self, delayed: DelayedSubmission) -> bytes:
         delayed.set_timeout(self.parameters.get("timeout_min", 5), self.max_num_timeout)
         return pickle_value(delayed)
 
-    def _queue(self, job_id: str, environment: Mapping[str, str]) -> LocalJob[Any]:
+    def _queue_job(self, job_id: str, environment: Mapping[str, str]) -> LocalJob[Any]:
         self._pool.slots = self._count_parallel_jobs()
-        process = JobProcesses(self._program(environment), job_id, self._advance_pool)
+        process = JobProcesses(self._make_program(environment), job_id, self._advance_pool)
         self._pool.waiting.append(process)
         self._advance_pool()
         tasks = list(range(self.ranks))
@@ -130,7 +130,7 @@ class LocalCallExecutor(LocalExecutor):
             return self._at_once or fitting
         return min(self._at_once or fitting, fitting)
 
-    def _program(self, environment: Mapping[str, str]) -> JobProgram:
+    def _make_program(self, environment: Mapping[str, str]) -> JobProgram:
         get = self.parameters.get
         seconds, notice = 60.0 * get("timeout_min", 2.0), get("signal_delay_s", 30)
         own = {
@@ -235,7 +235,7 @@ class JobProcesses:
         self._code: int | None = None
         self._failed: int | None = None
         self._cancelled = self._asked_to_stop = False
-        self._over_at = self._kill_at = _NEVER
+        self._deadline = self._kill_at = _NEVER
 
     @property
     def pid(self) -> int:
@@ -250,7 +250,7 @@ class JobProcesses:
     def start(self, slot: int) -> None:
         """Start the ranks. slot: number of their share of the machine's devices."""
         self._slot, self._asked_to_stop, self._failed = slot, False, None
-        self._over_at = time.monotonic() + self._program.seconds if self._program.seconds else _NEVER
+        self._deadline = time.monotonic() + self._program.seconds if self._program.seconds else _NEVER
         with block_stop_signals():
             self._processes = [self._start(rank) for rank in range(self._program.ranks)]
 
@@ -306,12 +306,12 @@ class JobProcesses:
 
     def _watch_clock(self) -> None:
         now = time.monotonic()
-        due = self._over_at - self._program.notice
+        due = self._deadline - self._program.notice
         if now > due and not self._asked_to_stop and self._program.notice < self._program.seconds:
             self._asked_to_stop = True
             self._signal_ranks(signal.SIGUSR2)
-        if now > self._over_at:
-            self._over_at, self._kill_at, self._cancelled = _NEVER, now + _GRACE_SECONDS, True
+        if now > self._deadline:
+            self._deadline, self._kill_at, self._cancelled = _NEVER, now + _GRACE_SECONDS, True
             self._signal_ranks(signal.SIGTERM)
         if now > self._kill_at:
             self._kill_at = _NEVER

@@ -121,14 +121,14 @@ class SlurmCallExecutor(SlurmExecutor):
 
         The call learns from calls.array_element() which one it is. Raises UserError with sbatch's reason.
         """
-        data = self._pickled(DelayedSubmission(call))
+        data = self._pickle_call(DelayedSubmission(call))
         with self._all_or_nothing():
             base = self._submit_array(count)
             self._write_call(data, JobPaths(self.folder, base))
         return [f"{base}_{index}" for index in range(count)]
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
-        calls = [self._pickled(delayed, len(delayed_submissions)) for delayed in delayed_submissions]
+        calls = [self._pickle_call(delayed, len(delayed_submissions)) for delayed in delayed_submissions]
         with self._all_or_nothing():
             if len(calls) == 1:
                 job = self._submit_command(self._submitit_command_str)
@@ -149,7 +149,7 @@ class SlurmCallExecutor(SlurmExecutor):
         array.parameters = {**self.parameters, "map_count": count}
         return str(array._submit_command(self._submitit_command_str).job_id)
 
-    def _pickled(self, delayed: DelayedSubmission, count: int = 1) -> bytes:
+    def _pickle_call(self, delayed: DelayedSubmission, count: int = 1) -> bytes:
         """Pickle a call before anything is submitted. Raises UserError for calls that are too large for files."""
         delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
         data = pickle_value(delayed)

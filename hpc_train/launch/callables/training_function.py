@@ -42,7 +42,7 @@ def train(config: DictConfig) -> float:
     before = {number: signal.getsignal(number) for number in (*processes.STOP_SIGNALS, signal.SIGINT)}
     try:
         # From now on the training loop acts on stop signals: it saves before it stops.
-        code = _train(container, processes.install_stop_handlers())
+        code = _train_ranks(container, processes.install_stop_handlers())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -61,7 +61,7 @@ def _resolve(config: DictConfig) -> dict[str, Any]:
     return container
 
 
-def _train(container: dict[str, Any], request: processes.StopRequest) -> int:
+def _train_ranks(container: dict[str, Any], request: processes.StopRequest) -> int:
     from hpc_train.launch.train import share_spec
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank

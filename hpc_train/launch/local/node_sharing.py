@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_train.placement.cpu_binding import format_cpus, parse_cpus, read_processors, split_cpus
 
 SHARE_VARIABLE = "HPC_TRAIN_SHARE"
-"""index/number/processors: this is the index-th of so many points, beside one another on these processors."""
+"""Environment variable `index/count/processors`: which of `count` points on these processors a rank belongs to."""
 _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 _GPU_NAME = re.compile(r"\d+|(GPU|MIG)-.+")

@@ -172,7 +172,7 @@ class ProgressFollower:
         self._warnings, self._printer = NewWarnings(folder.logs(attempt)), printer or WarningPrinter(output)
         self._events, self._metrics = JsonTail(folder.events), JsonTail(folder.metrics)
         self._bar: Progress | None = None
-        self._from = 0
+        self._first_step = 0
 
     def show(self) -> None:
         """Show everything that is new since the last call."""
@@ -191,7 +191,7 @@ class ProgressFollower:
 
     def _show_steps(self) -> None:
         for record in self._metrics.records() if self._bar is not None else ():
-            if record["step"] > self._from and self._bar is not None:
+            if record["step"] > self._first_step and self._bar is not None:
                 self._bar.show(record)
 
     def _show_event(self, event: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ class ProgressFollower:
             self._output.print_result(event["text"])
         elif event["event"] in ("start", "resume"):
             # Only now are the lines of steps that are done again gone from metrics.jsonl.
-            self._from = event["step"]
+            self._first_step = event["step"]
             self._bar = make_progress(event["steps"], self._every)
 
 

@@ -51,7 +51,7 @@ class SourceTree:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run's code at its submission. Making this object writes nothing; `keep` does."""
+    """The code of a run at its submission. Making this object writes nothing; `store` does."""
 
     hash: str
     path: Path
@@ -64,17 +64,17 @@ class Snapshot:
     """Folders that Python searched and that are in the snapshot now."""
     entries: tuple[SnapshotEntry, ...] = field(repr=False, default=())
 
-    def keep(self) -> int:
-        """Store the snapshot, unless it is stored; return what `discard` takes. Raises UserError if that fails."""
+    def store(self) -> int:
+        """Write the snapshot, unless it is there; return what `discard` takes. Raises UserError if that fails."""
         return files.store_snapshot(self.path, self.entries)
 
     @contextmanager
-    def kept_for(self, run: Path) -> Iterator[None]:
-        """Store the snapshot for a run or sweep directory; an exception inside takes back what was stored."""
+    def stored_for(self, run: Path) -> Iterator[None]:
+        """Store the snapshot for a run or sweep directory; an exception inside removes it again."""
         stored = 0
         try:
             add_reference(self.path, run)
-            stored = self.keep()
+            stored = self.store()
             yield
         except BaseException:
             self.discard(stored)
@@ -82,7 +82,7 @@ class Snapshot:
             raise
 
     def discard(self, stored: int) -> None:
-        """Take back what `keep` did: what was there before stays, and so does what another submission relies on."""
+        """Undo `store`: a snapshot that was there before stays, and so does one that another submission relies on."""
         files.discard_snapshot(self.path, stored)
 
     def without_sources(self, python_path: str) -> str:
@@ -188,7 +188,7 @@ def _make_tree(
 
 def _paths_of_git(root: Path) -> list[str]:
     """List all tracked files, whatever they are; of the other files, those that look like code."""
-    elsewhere = files.inside_of_no_project(root)
+    elsewhere = files.make_exclusion_check(root)
     return [
         file.path
         for file in code_sources.list_files(root)
@@ -344,7 +344,7 @@ def _is_needed(path: Path) -> bool:
 
 
 def _run_refers_to(run: Path, path: Path) -> bool:
-    """Whether what lies in a run directory names the snapshot. Nothing is said where its file system is not seen."""
+    """Whether a run directory refers to the snapshot; True also where its file system is not visible from here."""
     if not run.is_dir():
         return not run.parent.is_dir()
     if (run / POINTS_FILE).exists():

@@ -142,7 +142,7 @@ def _submit_arrays(
     command: dict[str, list[str]],
 ) -> list[str]:
     source = {"snapshot": code.hash, "sources": code.sources} if code else {}
-    with delay_signals(), submission_transaction(folder.path), code.kept_for(folder.path) if code else nullcontext():
+    with delay_signals(), submission_transaction(folder.path), code.stored_for(folder.path) if code else nullcontext():
         write_sweep_directory(folder, points)
         jobs = send_arrays(folder, arrays, run_client)
         sweep_directory.append_event(
