@@ -69,8 +69,8 @@ def act(action: str, model: Faulty | None) -> None:
         eaten = [bytearray(b"x") * (1 << 26) for _ in range(1 << 10)]
         assert not eaten, "nothing bounds the memory of this process"
     go = Path(os.environ["FAULT_FOLDER"]) / "go"
-    told = sys.modules["__main__"]
-    while not (told._stop_request.requested if action == "listen" else go.exists()):  # type: ignore[attr-defined]
+    entrypoint = sys.modules["__main__"]
+    while not (entrypoint._stop_request.requested if action == "listen" else go.exists()):  # type: ignore[attr-defined]
         time.sleep(0.01)
 
 

@@ -1,13 +1,12 @@
 # shellcheck shell=bash
-# The shell around the ranks of a batch job: markers, modules, signals, and what happens at the end.
+# The shell around the ranks of a run's batch job: markers, modules, signals, and what happens at the end.
 #
-# sbatch copies one file, so this text stands whole in every submitted script, between the settings of the job and the
-# calls of these functions (batch_script.py, sweep/arrays.py). The settings, all quoted:
+# sbatch copies one file, so this text stands whole in every submitted script, behind that of job.sh, between the settings
+# of the job and the calls of these functions (batch_script.py, sweep/arrays.py). The settings beside those of job.sh, all
+# quoted:
 #   run                where the run directory is; of an array: sweep, and points, a line of ids for each element
-#   hpc_max_attempts   runs of the job, counting those after a requeue
 #   hpc_chain          jobs that follow each other; only the last one's end is the end of the run
 #   hpc_report         command that says why the ranks failed
-#   hpc_threads        CPU threads of a rank; empty: its CPUs
 #   hpc_python_path    where the code of the job is; empty: where it is installed
 #   hpc_modules, hpc_module_path, hpc_module_purge
 #   hpc_watch          command that watches the ranks; empty: nobody does
@@ -18,19 +17,8 @@
 #   hpc_points_per_job, hpc_ranks_per_node   (arrays whose elements have several points) of the job as a whole
 # shellcheck disable=SC2154
 
-exit_requeue=75 exit_no_requeue=93
-# A task that a stop signal (USR2, TERM) ended before its handler was installed; Slurm's own rules do not requeue it.
-stopped_early_usr2=140 stopped_early_term=143
-
-job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
-job="${job:-$SLURM_JOB_ID}"
-# What result.json says of an attempt: `doing` names a step that ends the script where it fails.
-doing="" why="" next="" state="" stopped=""
-
-refuse() {
-  echo "$1"
-  exit "$exit_no_requeue"
-}
+# What result.json says of an attempt.
+why="" next="" state="" stopped=""
 
 # write_marker NAME TEXT: readers see the whole file or none.
 write_marker() {
@@ -85,18 +73,12 @@ begin_run() {
   choose_nodes /dev/null
   make_attempt
   trap 'write_result $?' EXIT
-  # The ranks save and stop at these signals; this shell has to outlive them to requeue the job.
-  trap : TERM USR2
+  outlive_stop_signals
   mark_started
   export_attempt
 }
 
-# --- threads, modules, code
-
-# Ranks that all take every core of a node slow each other down by an order of magnitude.
-set_threads() {
-  export OMP_NUM_THREADS="${hpc_threads:-${SLURM_CPUS_PER_TASK:-1}}"
-}
+# --- modules, code
 
 # The code of the job comes before all that modules and the user's set-up have added.
 prepend_python_path() {
@@ -194,11 +176,10 @@ wait_for() {
   return "$code"
 }
 
-# find_lost_nodes NODES: those that do not answer, separated by spaces. Slurm itself requeues a job whose node dies, but
-# only after SlurmdTimeout (300 s by default); the ranks on the other nodes fail long before that.
+# find_lost_nodes NODES: those that do not answer, separated by spaces.
 find_lost_nodes() {
   { cat "$logs/lost-node" 2>/dev/null
-    sinfo -h -N -n "$1" -o '%N %T' | awk '$2 ~ /[*]|^down|^fail/ { print $1 }'
+    list_down_nodes "$1"
     ! outlives_nodes || list_taken_nodes "$1"
   } | sort -u | paste -sd ' '
 }
@@ -216,14 +197,13 @@ settle_attempt() {
   code="$1" requeue=""
   # srun returns 0, too, when it gave up waiting for a step that was ended from outside.
   [ "$code" -ne 0 ] || [ -e "$logs/done" ] || { code=1 why="the ranks were ended before they were done"; }
-  if [ -e "$logs/requeue" ] || [ "$code" -eq "$stopped_early_usr2" ] || [ "$code" -eq "$stopped_early_term" ]; then
+  if [ -e "$logs/requeue" ] || stopped_early "$code"; then
     why="the ranks stopped on purpose" stopped=1
   elif [ "$code" -ne 0 ]; then
     lost="$(find_lost_nodes "$step_nodes")"
     [ -z "$lost" ] || { why="a node of the job does not answer" stopped=1; }
   fi
-  # A job that was cancelled, or is requeued by Slurm, gets the same signals: it is no longer RUNNING.
-  [ "$code" -eq 0 ] || state="$(squeue -h -j "$job" -o '%T %r' | head -n 1 | tr -cd 'A-Za-z_ ')"
+  [ "$code" -eq 0 ] || state="$(read_job_state)"
   if [ "$code" -ne 0 ] && [ -e "$run/logs/cancel-$job" ]; then
     why="stopped by hpc-train cancel" next=cancel
   elif [ "$code" -ne 0 ] && [ "${state%% *}" = RUNNING ]; then
@@ -258,7 +238,7 @@ decide_after_fault() {
 continue_after_stop() {
   if [ "$hpc_chain" -gt 1 ]; then
     next=chain
-  elif [ "$((${SLURM_RESTART_COUNT:-0} + 1))" -lt "$hpc_max_attempts" ]; then
+  elif may_run_again; then
     requeue="$why" next=requeue
   else
     why="launch.max_attempts=$hpc_max_attempts"
@@ -362,8 +342,7 @@ begin_points() {
     open+=("$point") begun+=("$run") attempts+=("$attempt")
   done
   trap 'code=$?; for_each_attempt write_result "$code"' EXIT
-  # The ranks save and stop at these signals; this shell has to outlive them to requeue the job.
-  trap : TERM USR2
+  outlive_stop_signals
   [ "${#open[@]}" -gt 0 ] || finish_points
 }
 
@@ -379,7 +358,7 @@ run_points() {
 
 # run_point INDEX: one point, in a shell of its own. start_ranks, in the script, calls run_ranks.
 run_point() (
-  trap : TERM USR2
+  outlive_stop_signals
   point="${open[$1]}" run="${begun[$1]}" attempt="${attempts[$1]}"
   logs="$run/logs/$attempt"
   trap 'write_result $?' EXIT

@@ -56,8 +56,8 @@ class AgentReports:
 
     process: subprocess.Popen[bytes]
     nodes: dict[str, _Node] = field(default_factory=dict)
-    _rest: bytes = b""
-    _last: float = field(default_factory=time.monotonic)
+    _unparsed: bytes = b""
+    _last_read: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         assert self.process.stdout is not None
@@ -66,7 +66,7 @@ class AgentReports:
         self._selector.register(self.process.stdout, selectors.EVENT_READ)
 
     def read(self, seconds: float) -> None:
-        """Read for this long; add the time to the silence of every node that says nothing."""
+        """Read reports for this many seconds, and count how long each node has been silent."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if self._selector.select(left):
@@ -74,24 +74,24 @@ class AgentReports:
                 if not data:  # all agents are gone
                     time.sleep(left)
                     break
-                self._take(data)
+                self._parse_reports(data)
         now = time.monotonic()
         for node in self.nodes.values():
-            node.silent += min(now - self._last, 2 * seconds)
-        self._last = now
+            node.silent += min(now - self._last_read, 2 * seconds)
+        self._last_read = now
 
-    def _take(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+    def _parse_reports(self, data: bytes) -> None:
+        *lines, self._unparsed = (self._unparsed + data).split(b"\n")
         for line in lines:
             report = decode_report(line.decode(errors="replace"))
             if report is not None:
                 self.nodes[report.host] = _Node(report, -_TICK_SECONDS)
 
-    def views(self) -> list[RankView]:
-        """Return what is seen of all ranks."""
+    def list_views(self) -> list[RankView]:
+        """Return the newest views of all ranks."""
         return [view for node in self.nodes.values() for view in node.report.views]
 
-    def machines(self) -> dict[str, Any]:
+    def list_machines(self) -> dict[str, Any]:
         """Return what nodes with late ranks say of their kernel logs and ports, by host."""
         return {host: node.report.machine for host, node in self.nodes.items() if node.report.machine}
 
@@ -145,7 +145,7 @@ def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]
 
 
 def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mapping[str, Any]) -> None:
-    """Watch until the ranks' srun is gone. resilience: that part of the run's configuration."""
+    """Watch the ranks until their srun has ended. resilience: that part of the run's configuration."""
     job = current_job_id(os.environ)
     assert job is not None
     silent, stopping, lost = float(resilience["node_silent_seconds"]), False, None
@@ -173,7 +173,7 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
                 report_growth(logs, len(nodes), growth.wanted, settings)
                 if settings.act:
                     signal_ranks(job, signal.SIGUSR2)
-            if response.respond(reports.views(), reports.machines()):
+            if response.respond(reports.list_views(), reports.list_machines()):
                 signal_ranks(job, signal.SIGKILL)
                 return
     finally:
@@ -227,7 +227,7 @@ def report_growth(logs: Path, nodes: int, wanted: int, settings: WatchSettings) 
 def report_lost_node(logs: Path, host: str, reports: AgentReports, settings: WatchSettings) -> None:
     """Write down that a node has fallen silent."""
     text = f"node {host} has not been heard of for {reports.nodes[host].silent:.0f} s"
-    write_incident(logs, Incident("lost node", text, None, host, reports.views()), reports.machines())
+    write_incident(logs, Incident("lost node", text, None, host, reports.list_views()), reports.list_machines())
     if settings.act:
         (logs / LOST_NODE).write_text(host + "\n")
     action = "ended" if settings.act else "left alone: resilience.act=false"
