@@ -188,7 +188,7 @@ def test_it_is_stored_once_read_only_for_its_owner(repository: Path, take: Take,
 
 def test_two_submissions_at_once_store_one(repository: Path, take: Take) -> None:
     taken = take()
-    workers = [get_context("fork").Process(target=taken.keep) for _ in range(4)]
+    workers = [get_context("fork").Process(target=taken.store) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
