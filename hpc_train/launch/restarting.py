@@ -2,7 +2,8 @@
 
 A batch script runs this module (`python -m hpc_train.launch.restarting RUN ATTEMPT CODE LOST`). Its exit code says what
 to do: 0 start the ranks again in this job, 75 requeue it, 93 give up, 1 end as the ranks did. Files in the attempt's
-log directory say the rest: DECISION why, NEXT_NODES where to start again, EXCLUDE which nodes a requeue leaves out.
+log directory say the rest: DECISION why, NEXT_NODES where to start again, EXCLUDE which nodes a requeue
+leaves out, and REQUEUE_NODES how many it asks for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_REQUEUE, EXIT_US
 from hpc_train.launch.elastic import find_smaller_size
 from hpc_train.launch.failures import EXIT_CODES, FirstError, find_first_error
 from hpc_train.launch.job_spec import read_spec
-from hpc_train.launch.slurm.waiting_time import estimate_wait
+from hpc_train.launch.slurm.waiting_time import estimate_wait, fit_requeue
 from hpc_train.launch.state.run_facts import read_events
 from hpc_train.resilience.exclusion import (
     EXCLUDE,
@@ -40,7 +41,7 @@ from hpc_train.training.run_records import append_event, read_first_failure
 
 RESTARTED = Action.RESTART.value
 """In a `restart` event: the ranks were started again in the same allocation."""
-DECISION, NEXT_NODES = "decision", "next-nodes"
+DECISION, NEXT_NODES, REQUEUE_NODES = "decision", "next-nodes", "requeue-nodes"
 _EXIT_CODES = {
     Action.RESTART: 0,
     Action.REQUEUE: EXIT_REQUEUE,
@@ -75,6 +76,8 @@ class NodeChoice:
     start: Sequence[str]
     """() where there are too few."""
     exclude: Sequence[str] = ()
+    requeue_nodes: int = 0
+    """How many nodes a requeue asks for; 0: as many as before."""
 
 
 def decide_after_failure(
@@ -113,9 +116,22 @@ def decide_after_failure(
     history = read_history(events, attempt, first_attempt, saved)
     decision = decide_after_fault(fault, history, saved, policy)
     _record_decision(config, folder, attempt, fault, decision)
+    if choice is not None and decision.action is Action.REQUEUE and config.resilience.act:
+        choice = fit_choice(config, folder, allocation.wanted, choice)
     if choice is not None:
         _write_nodes(logs, choice)
     return decision
+
+
+def fit_choice(config: RunConfig, folder: RunDirectory, wanted: int, choice: NodeChoice) -> NodeChoice:
+    """Return what a requeue can ask Slurm for, and say in the log what it does without."""
+    nodes, exclude = fit_requeue(config, folder, wanted, choice.exclude)
+    spares = nodes - wanted
+    if spares < config.launch.spares:
+        print(f"hpc-train: asks for {spares} of {config.launch.spares} spare nodes: Slurm has no others", flush=True)
+    for host in choice.exclude[len(exclude) :]:
+        print(f"hpc-train: {host} is not left out: Slurm has too few other nodes", flush=True)
+    return replace(choice, exclude=exclude, requeue_nodes=nodes if config.launch.spares else 0)
 
 
 def choose_nodes(config: RunConfig, folder: RunDirectory, allocation: Allocation) -> NodeChoice:
@@ -164,6 +180,8 @@ def _write_nodes(logs: Path, choice: NodeChoice) -> None:
     with suppress(OSError):
         (logs / NEXT_NODES).write_text(",".join(choice.start) + "\n")
         (logs / EXCLUDE).write_text(",".join(choice.exclude) + "\n")
+        if choice.requeue_nodes:
+            (logs / REQUEUE_NODES).write_text(f"{choice.requeue_nodes}\n")
 
 
 def record_strikes(run: Path, attempt: int, fault: Fault, allocation: Allocation) -> None:

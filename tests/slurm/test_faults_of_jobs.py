@@ -143,6 +143,23 @@ def test_a_lost_node_is_left_out_when_the_job_comes_back(
     assert [(strike["host"], strike["weight"]) for strike in lines(run / "nodes.jsonl")] == [(hosts[1], 2)]
 
 
+def test_a_lost_node_is_taken_again_where_slurm_has_no_other(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    nodes = sorted(set(slurm_cluster.command("sinfo", "-hN", "-o", "%N").split()))
+    job = start(run, settings, f"launch.exclude='{','.join(nodes[2:])}'", faults="0:train:33:hold")
+    wait_until("the hold", lambda: (tmp_path / "0:train:33:hold").exists())
+    hosts = hosts_of(run)
+    with slurm_cluster.powered_off(hosts[1]):
+        wait_until("the requeue", lambda: "requeue" in kinds(run), timeout=60)
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=120)
+    assert_same_result(run, undisturbed, STEPS)
+    assert set(hosts_of(run).values()) == set(nodes[:2])
+    output = "".join(path.read_text() for path in (run / "logs").glob("job-*.log"))
+    assert f"hpc-train: {hosts[1]} is not left out: Slurm has too few other nodes" in output
+
+
 def test_a_spare_node_takes_over_in_the_same_job(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:

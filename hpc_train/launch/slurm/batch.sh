@@ -43,8 +43,15 @@ make_attempt() {
   logs="$run/logs/$attempt"
 }
 
+# A job that came back may have fewer spare nodes than it was submitted with.
+count_spares() {
+  local spares=$((${SLURM_JOB_NUM_NODES:-0} - ${hpc_nodes:-0}))
+  [ "${hpc_spares:-0}" -gt 0 ] && [ "$spares" -gt 0 ] || spares=0
+  echo "$spares"
+}
+
 mark_started() {
-  write_marker attempt.json "{\"job_id\": \"$job\", \"host\": \"$(hostname)\", \"nodes\": \"$step_nodes\", \"spares\": ${hpc_spares:-0}, \"time\": $(date +%s)}"
+  write_marker attempt.json "{\"job_id\": \"$job\", \"host\": \"$(hostname)\", \"nodes\": \"$step_nodes\", \"spares\": $(count_spares), \"time\": $(date +%s)}"
 }
 
 export_attempt() {
@@ -258,20 +265,24 @@ restart_ranks() {
   start_ranks
 }
 
-# Back to the queue, without the nodes that a decision has named. Slurm ends the job step of this script by SIGTERM, which
-# a command that it starts must not die of; it takes another list of nodes as soon as the job no longer runs.
+# Back to the queue, without the nodes that a decision has named, and with as many spare ones as it says. Slurm ends the
+# job step of this script by SIGTERM, which a command that it starts must not die of; it takes another list of nodes as
+# soon as the job no longer runs.
 requeue_job() {
-  local exclude
+  local exclude count changes
   exclude="$(cat "$logs/exclude" 2>/dev/null)"
   exclude="${hpc_exclude:+$hpc_exclude,}$exclude"
+  changes=("ExcNodeList=${exclude%,}")
+  count="$(cat "$logs/requeue-nodes" 2>/dev/null)"
+  [ -z "$count" ] || changes+=("NumNodes=$count" "NumTasks=$((hpc_ranks * count / hpc_nodes))")
   trap '' TERM USR2
   scontrol requeue "$job"
   [ -s "$logs/exclude" ] || return 0
   for _ in {1..50}; do
-    scontrol update jobid="$job" ExcNodeList="${exclude%,}" 2>/dev/null && return
+    scontrol update jobid="$job" "${changes[@]}" 2>/dev/null && return
     sleep 0.1
   done
-  echo "hpc-train: $exclude could not be left out"
+  echo "hpc-train: the job could not be changed: ${changes[*]}"
 }
 
 # finish_run CODE: the end of a script that has one run.
