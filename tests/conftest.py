@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import false_alarms
 import leftovers
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -78,3 +79,14 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         if os.environ.get("HPC_TRAIN_LEFTOVERS") != "warn":
             pytest.fail(text, pytrace=False)
         warnings.warn(text, stacklevel=1)
+
+
+@pytest.fixture(autouse=True)
+def _no_false_alarm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in whose runs a hang or a slow node was noticed, unless its own faults caused that."""
+    yield
+    folder = request.node.funcargs.get("tmp_path")
+    if folder is None or request.node.get_closest_marker("hangs") is not None:
+        return
+    if found := false_alarms.list_false_alarms(folder):
+        pytest.fail("false alarms: " + "; ".join(found), pytrace=False)
