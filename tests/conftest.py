@@ -31,6 +31,8 @@ os.register_at_fork(before=leftovers.note_fork)
 
 SLURM = "tests/slurm/"
 ROOMS = ("planner", "hydra_launchers", "checkpoint", "bench", "parallel", "launch", "runtime", "training")
+OWN_CLUSTER = "tests/slurm/test_campaign.py"
+"""It waits for minutes, and need not wait for the other tests of Slurm."""
 FIRST = (SLURM, *(f"tests/{room}/" for room in ROOMS))
 """Slurm's are the longest row and mostly wait. Beside them run rooms of one process a test; those whose ranks want all
 cores come when that row has ended."""
@@ -40,7 +42,8 @@ class FileByFile(LoadScopeScheduling):  # type: ignore[misc]
     """A worker takes a file at a time; the tests that share the one Slurm cluster are taken together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return SLURM if nodeid.startswith(SLURM) else nodeid.split("::", 1)[0]
+        shared = nodeid.startswith(SLURM) and not nodeid.startswith(OWN_CLUSTER)
+        return SLURM if shared else nodeid.split("::", 1)[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileByFile:

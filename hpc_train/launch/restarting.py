@@ -63,6 +63,7 @@ class Allocation:
     wanted: int = 1
     """How many the ranks need."""
     can_requeue: bool = False
+    """Or, in a chain, whether another job may go on."""
 
     def usable(self, excluded: Iterable[str]) -> list[str]:
         """Return the nodes that the ranks may start on."""
@@ -112,6 +113,7 @@ def decide_after_failure(
         choice is None or bool(choice.start),
         f"{len(choice.start)} of {allocation.wanted} nodes" if choice and fewer else "",
         allocation.can_requeue,
+        "in the next job of the chain" if config.launch.chain > 1 else "by a requeue",
     )
     history = read_history(events, attempt, first_attempt, saved)
     decision = decide_after_fault(fault, history, saved, policy)
@@ -258,7 +260,7 @@ def read_allocation(config: RunConfig, env: Mapping[str, str], lost: str, wanted
     nodes = tuple(expand_hostlist(env["SLURM_JOB_NODELIST"]))
     last = int(env.get("SLURM_RESTART_COUNT", "0")) + 1 >= config.launch.max_attempts
     names = (_full_name(host, nodes) for host in lost.split())
-    return Allocation(nodes, tuple(name for name in names if name), wanted, not last and config.launch.chain == 1)
+    return Allocation(nodes, tuple(name for name in names if name), wanted, not last or config.launch.chain > 1)
 
 
 def main(run: str, attempt: str, code: str, lost: str = "") -> int:

@@ -258,31 +258,47 @@ restart_ranks() {
   doing="" why="" next="" state="" stopped=""
   choose_nodes "$logs/next-nodes"
   # As far as Slurm knows, the step before has its CPUs and memory until a node that does not answer is given up.
-  [ "${#step[@]}" -eq 0 ] || step+=(--overlap --mem=0)
+  step+=(--overlap --mem=0)
   make_attempt
   mark_started
   export_attempt
   start_ranks
 }
 
-# Back to the queue, without the nodes that a decision has named, and with as many spare ones as it says. Slurm ends the
-# job step of this script by SIGTERM, which a command that it starts must not die of; it takes another list of nodes as
-# soon as the job no longer runs.
-requeue_job() {
-  local exclude count changes
-  exclude="$(cat "$logs/exclude" 2>/dev/null)"
-  exclude="${hpc_exclude:+$hpc_exclude,}$exclude"
-  changes=("ExcNodeList=${exclude%,}")
+# list_changes: what a decision wants changed of the jobs that go on with the run, in `changes`: nodes to leave out, and how
+# many to ask for.
+list_changes() {
+  local exclude count
+  changes=()
+  [ -s "$logs/exclude" ] || return 0
+  exclude="${hpc_exclude:+$hpc_exclude,}$(cat "$logs/exclude")"
+  changes+=("ExcNodeList=${exclude%,}")
   count="$(cat "$logs/requeue-nodes" 2>/dev/null)"
   [ -z "$count" ] || changes+=("NumNodes=$count" "NumTasks=$((hpc_ranks * count / hpc_nodes))")
+}
+
+# Back to the queue, with what a decision wants changed. Slurm ends the job step of this script by SIGTERM, which a command
+# that it starts must not die of; it takes another list of nodes as soon as the job no longer runs.
+requeue_job() {
+  list_changes
   trap '' TERM USR2
   scontrol requeue "$job"
-  [ -s "$logs/exclude" ] || return 0
+  [ "${#changes[@]}" -gt 0 ] || return 0
   for _ in {1..50}; do
     scontrol update jobid="$job" "${changes[@]}" 2>/dev/null && return
     sleep 0.1
   done
   echo "hpc-train: the job could not be changed: ${changes[*]}"
+}
+
+# The jobs that wait to go on with the run leave out what this one would.
+change_chain() {
+  local waiting
+  list_changes
+  [ "${#changes[@]}" -gt 0 ] || return 0
+  for waiting in $(squeue -h -t PENDING -u "$(id -un)" -n "$SLURM_JOB_NAME" -o %i); do
+    scontrol update jobid="$waiting" "${changes[@]}" || echo "hpc-train: job $waiting could not be changed: ${changes[*]}"
+  done
 }
 
 # finish_run CODE: the end of a script that has one run.
@@ -292,6 +308,7 @@ finish_run() {
     restart_ranks
     settle_attempt $?
   done
+  [ "$next" != chain ] || change_chain
   # The jobs that wait to go on with a run that is over, however it ended, have nothing to do.
   if [ "$hpc_chain" -gt 1 ] && [ "$next" != chain ]; then
     scancel --quiet --state=PENDING --user="$(id -un)" --jobname="$SLURM_JOB_NAME"

@@ -25,7 +25,7 @@ from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
 from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
 from hpc_train.regular_files import read_json
-from hpc_train.resilience.agent import Report, decode_report
+from hpc_train.resilience.agent import KILL, Report, decode_report
 from hpc_train.resilience.deadlines import merge_learned, read_learned, write_learned
 from hpc_train.resilience.exclusion import EXCLUDE, choose_excluded, read_strikes
 from hpc_train.resilience.incident import Incident, write_incident
@@ -39,6 +39,8 @@ LOST_NODE = "lost-node"
 _TICK_SECONDS = 0.5
 _SIGNAL_SECONDS = 1.0
 """How long to wait for scancel: it acts at once, but then waits for all nodes of the job, also for lost ones."""
+_SRUN_SECONDS = 6.0
+"""How long srun has to end after its ranks were killed."""
 _END_SECONDS = 5.0
 """How long agents have to end once their input has."""
 
@@ -104,6 +106,11 @@ class AgentReports:
         silent = [host for host, node in self.nodes.items() if node.silent > seconds]
         return silent[0] if silent and len(silent) < max(2, len(self.nodes)) else None
 
+    def send(self, order: bytes) -> None:
+        """Write to the standard input of all agents; nothing happens if they are gone."""
+        with suppress(OSError):
+            os.write(self.process.stdin.fileno(), order)  # type: ignore[union-attr]
+
     def close(self, seconds: float = _END_SECONDS) -> None:
         """Let the agents end; those that have not done so after `seconds` are killed."""
         self._selector.close()
@@ -161,8 +168,7 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
             if lost and is_running(ranks):
                 report_lost_node(logs, lost, reports, settings)
                 if settings.act:
-                    signal_ranks(job, signal.SIGKILL)
-                    os.kill(ranks, signal.SIGKILL)  # srun would wait for the node as long as Slurm does
+                    end_ranks(job, ranks, reports, 0.0)  # srun would wait for the node as long as Slurm does
                 return
             if not stopping and (notice := reports.find_notice()):
                 stopping = True
@@ -174,7 +180,7 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
                 if settings.act:
                     signal_ranks(job, signal.SIGUSR2)
             if response.respond(reports.list_views(), reports.list_machines()):
-                signal_ranks(job, signal.SIGKILL)
+                end_ranks(job, ranks, reports)
                 return
     finally:
         growth.close()
@@ -245,6 +251,22 @@ def signal_ranks(job: str, number: signal.Signals) -> None:
         process = subprocess.Popen(["scancel", f"--signal={number.name.removeprefix('SIG')}", newest])
         with suppress(subprocess.TimeoutExpired):
             process.wait(_SIGNAL_SECONDS)
+
+
+def end_ranks(job: str, srun: int, reports: AgentReports, seconds: float = _SRUN_SECONDS) -> None:
+    """Kill the ranks of a job, and their srun if it has not ended `seconds` later.
+
+    The agents kill them, too: a node whose slurmstepd was killed does not get Slurm's signal, and srun then waits for
+    that node. srun: its process id.
+    """
+    reports.send(KILL)
+    signal_ranks(job, signal.SIGKILL)
+    end = time.monotonic() + seconds
+    while is_running(srun) and time.monotonic() < end:
+        time.sleep(0.1)
+    if is_running(srun):
+        with suppress(ProcessLookupError):
+            os.kill(srun, signal.SIGKILL)
 
 
 def list_steps(job: str) -> list[tuple[str, str]]:
