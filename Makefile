@@ -23,7 +23,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := 'torch<2.14'
 SLURM_SHAPE := --nodes 4 --cpus-per-node 8 --switches 2
 TEST_PACKAGES := hdf5-tools lmod openmpi-bin libopenmpi3 python3-h5py-mpi python3-mpi4py shellcheck
-SHELL_FILES := .ci/run hpc_train/launch/slurm/batch.sh $(addprefix slurm/,health-check prolog epilog job-script) $(wildcard slurm/devcluster/hooks/*)
+SHELL_FILES := .ci/run $(wildcard hpc_train/launch/slurm/*.sh) $(addprefix slurm/,health-check prolog epilog job-script) $(wildcard slurm/devcluster/hooks/*)
 
 # A cluster of the tests' own, so that one in use for development is left alone.
 TEST_CLUSTER := HPC_TRAIN_DEV_CLUSTER=/var/lib/hpc_train-test-cluster
@@ -81,6 +81,7 @@ test-packages:
 mutations: test-packages $(VENV)/test.stamp
 	$(BIN)/python tests/mutations/run_mutations.py
 
+campaign: SLURM_SHAPE := --nodes 5 --cpus-per-node 8 --switches 2
 campaign: test-packages $(VENV)/test.stamp
 	@$(WITH_CLUSTER); $(BIN)/python tests/slurm/campaign.py $(CAMPAIGN)
 

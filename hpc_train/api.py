@@ -98,14 +98,15 @@ def train(config: RunConfig) -> Run:
     A run directory that holds this run already is continued from its newest whole checkpoint. Progress is printed.
     Raises UserError for what is wrong with the configuration, and RunFailed with the first error of the ranks.
     """
+    from hpc_train.cli.output import TERMINAL
     from hpc_train.launch.failures import explain_failure
     from hpc_train.launch.train import freeze_local_run, run_local_ranks
     from hpc_train.runtime.processes import StopRequest
 
     if config.launch.kind != "local":
         raise UserError(f"launch={config.launch.kind}: train() runs on this machine; use submit() for Slurm")
-    folder, ranks = freeze_local_run(config)
-    code = run_local_ranks(config, folder, ranks, StopRequest())
+    folder, ranks = freeze_local_run(config, TERMINAL.report)
+    code = run_local_ranks(config, folder, ranks, StopRequest(), TERMINAL)
     run = Run(folder.path)
     if code not in (EXIT_DONE, EXIT_REQUEUE):
         attempt = run.status().attempt
@@ -120,10 +121,11 @@ def submit(config: RunConfig, *, after: Sequence[Run | str | Path] = ()) -> Run:
     after: runs, run directories or job ids that must have ended well before this one starts. Raises UserError for
     whatever is wrong with the run or refused by Slurm; then nothing is left behind.
     """
+    from hpc_train.cli.output import TERMINAL
     from hpc_train.launch.submit import submit_run
 
     names = [str(run.path if isinstance(run, Run) else run) for run in after]
-    return Run(submit_run(config, after=names).run_dir)
+    return Run(submit_run(config, TERMINAL.report, after=names).run_dir)
 
 
 def plan(config: RunConfig) -> Plan:

@@ -78,6 +78,8 @@ class Sums:
     """At least one rank was asked to stop."""
     agree: bool = True
     """All ranks had the same StepBatch.norm."""
+    own: Tensor | None = None
+    """This rank's part of `loss`, a scalar; None if the engine does not say."""
     sample: GradientSample | None = None
     """Set if StepBatch.measure asked for a sample and the engine can see one."""
 

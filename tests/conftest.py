@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import false_alarms
 import leftovers
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -30,6 +31,8 @@ os.register_at_fork(before=leftovers.note_fork)
 
 SLURM = "tests/slurm/"
 ROOMS = ("planner", "hydra_launchers", "checkpoint", "bench", "parallel", "launch", "runtime", "training")
+OWN_CLUSTER = "tests/slurm/test_campaign.py"
+"""It waits for minutes, and need not wait for the other tests of Slurm."""
 FIRST = (SLURM, *(f"tests/{room}/" for room in ROOMS))
 """Slurm's are the longest row and mostly wait. Beside them run rooms of one process a test; those whose ranks want all
 cores come when that row has ended."""
@@ -39,7 +42,8 @@ class FileByFile(LoadScopeScheduling):  # type: ignore[misc]
     """A worker takes a file at a time; the tests that share the one Slurm cluster are taken together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return SLURM if nodeid.startswith(SLURM) else nodeid.split("::", 1)[0]
+        shared = nodeid.startswith(SLURM) and not nodeid.startswith(OWN_CLUSTER)
+        return SLURM if shared else nodeid.split("::", 1)[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileByFile:
@@ -78,3 +82,14 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         if os.environ.get("HPC_TRAIN_LEFTOVERS") != "warn":
             pytest.fail(text, pytrace=False)
         warnings.warn(text, stacklevel=1)
+
+
+@pytest.fixture(autouse=True)
+def _no_false_alarm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in whose runs a hang or a slow node was noticed, unless its own faults caused that."""
+    yield
+    folder = request.node.funcargs.get("tmp_path")
+    if folder is None or request.node.get_closest_marker("hangs") is not None:
+        return
+    if found := false_alarms.list_false_alarms(folder):
+        pytest.fail("false alarms: " + "; ".join(found), pytrace=False)

@@ -46,7 +46,8 @@ def test_wheel_has_every_module_and_conf_file(dist: Path) -> None:
     conf = {f"hpc_train/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     assert modules - packed == set()
     assert conf - packed == set()
-    assert {"hpc_train/py.typed", "hpc_train/launch/slurm/batch.sh"} <= packed
+    shell = {f"hpc_train/launch/slurm/{name}.sh" for name in ("job", "batch", "callables")}
+    assert {"hpc_train/py.typed", *shell} <= packed
 
 
 def test_source_distribution_builds_the_same_wheel(dist: Path) -> None:

@@ -99,6 +99,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     # Before the slow imports, so that a SIGTERM that arrives during them is not lost.
     request = processes.install_stop_handlers()
+    from hpc_train.cli.output import TERMINAL
     from hpc_train.launch.train import train_here
 
     if arguments.cfg:
@@ -106,8 +107,8 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.multirun:
         from hpc_train.launch.sweep.local_sweep import train_sweep
 
-        return train_sweep(arguments.overrides, arguments.config_dir, request)
-    return train_here(arguments.overrides, arguments.config_dir, request)
+        return train_sweep(arguments.overrides, arguments.config_dir, request, TERMINAL)
+    return train_here(arguments.overrides, arguments.config_dir, request, TERMINAL)
 
 
 def add_submit(command: argparse.ArgumentParser) -> None:
@@ -129,17 +130,15 @@ def add_submit(command: argparse.ArgumentParser) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from hpc_train.launch.submit import default_to_slurm, submit_command
+    from hpc_train.cli.submit import submit_command, submit_sweep_command
+    from hpc_train.launch.submit import default_to_slurm
 
     a = arguments
     a.overrides = default_to_slurm(a.overrides)
     if a.cfg:
         return print_config(a)
-    if a.multirun:
-        from hpc_train.cli.submit_sweep import submit_sweep_command
-
-        return submit_sweep_command(a.overrides, a.config_dir, a.dry_run, a.json, a.after)
-    return submit_command(a.overrides, a.config_dir, a.dry_run, a.json, a.after)
+    submit = submit_sweep_command if a.multirun else submit_command
+    return submit(a.overrides, a.config_dir, a.dry_run, a.json, a.after)
 
 
 def add_status(command: argparse.ArgumentParser) -> None:
@@ -212,7 +211,7 @@ def add_cancel(command: argparse.ArgumentParser) -> None:
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
-    from hpc_train.launch.cancel import cancel_command
+    from hpc_train.cli.cancel import cancel_command
 
     return cancel_command(arguments.target, arguments.yes, arguments.now, not arguments.no_wait)
 
@@ -260,7 +259,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     # Before the slow imports, so that a SIGTERM that arrives during them is not lost.
     request = processes.install_stop_handlers()
-    from hpc_train.launch.resume import resume_command
+    from hpc_train.cli.resume import resume_command
 
     return resume_command(arguments.target, arguments.mode, arguments.json, request)
 

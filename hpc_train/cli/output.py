@@ -10,25 +10,31 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
-from rich.text import Text
+from hpc_train.launch.command_output import CommandOutput
+from hpc_train.terminal import for_stream, one_line
 
-from hpc_train.terminal import one_line
+if TYPE_CHECKING:  # rich takes 60 ms, and commands that start ranks print no tables
+    from rich.console import Console, RenderableType
+    from rich.text import Text
 
 OnBytes = Callable[[int], object]
 """Takes the number of bytes (or items) done since the last call; may be called from any thread."""
+
+
+def print_line(text: str) -> None:
+    """Print one line to stdout, at once."""
+    print(text, flush=True)
+
+
+def print_message(text: str) -> None:
+    """Print a message to stderr, at once; on a terminal without what would control it."""
+    print(for_stream(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+TERMINAL = CommandOutput(print_line, print_message)
+"""The output of a command that launches something."""
 
 
 def print_json(value: Any) -> None:
@@ -38,6 +44,8 @@ def print_json(value: Any) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[str] = ()) -> None:
     """Print a table; off a terminal, rows are never wrapped. numbers: columns that are aligned to the right."""
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
@@ -48,6 +56,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], number
 
 def print_fields(facts: Sequence[tuple[str, object]]) -> None:
     """Print one line for each (name, value), with the values aligned."""
+    from rich.text import Text
+
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         make_console().print(Text(f"{name:<{width}}  "), _cell(value), sep="", soft_wrap=True)
@@ -55,6 +65,8 @@ def print_fields(facts: Sequence[tuple[str, object]]) -> None:
 
 def make_console() -> Console:
     """Return a console for the current stdout, which never wraps lines off a terminal."""
+    from rich.console import Console
+
     wide = None if sys.stdout.isatty() else 10_000
     return Console(file=sys.stdout, width=wide, highlight=False, markup=False)
 
@@ -68,14 +80,21 @@ def progress_bar(title: str, total: int, quiet: bool = False, of_bytes: bool = T
     if quiet or not sys.stderr.isatty():
         yield lambda done: None
         return
-    done = (DownloadColumn(True), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
-    columns = (TextColumn("{task.description}"), BarColumn(30), *done, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    from rich import progress
+    from rich.console import Console
+
+    bytes_done = (progress.DownloadColumn(True), progress.TransferSpeedColumn())
+    done = bytes_done if of_bytes else (progress.MofNCompleteColumn(),)
+    title_column = progress.TextColumn("{task.description}")
+    columns = (title_column, progress.BarColumn(30), *done, progress.TimeRemainingColumn())
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.advance(task, done)
 
 
 def _cell(value: object) -> Text:
+    from rich.text import Text
+
     return Text(one_line(str(value)))
 
 
@@ -85,6 +104,8 @@ PIPE_WIDTH = 160
 
 def print_rich(*parts: RenderableType) -> None:
     """Print rich renderables, as wide as the terminal, or PIPE_WIDTH columns elsewhere."""
+    from rich.console import Console
+
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
     console = Console(width=width, highlight=False)
     for part in parts:

@@ -7,7 +7,7 @@ of every axis for a given world size: the one place where -1 is filled in.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from hpc_train.config.schema import schema, setting
 from hpc_train.errors import UserError
@@ -248,6 +248,21 @@ def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
     elif world % fixed:
         raise UserError(f"parallel: {equation} = {world} has no solution: {world} ranks do not divide by {fixed}")
     return Degrees(**{axis: world // fixed if value == -1 else value for axis, value in degrees.items()})
+
+
+def reduce_replicas(config: ParallelConfig, ranks: int, world: int) -> ParallelConfig:
+    """Return the configuration of a run of `ranks` ranks for a smaller world: fewer data-parallel shares, else equal.
+
+    Copies of the model (dp_replicate) go first; a run that has only one copy is sharded over fewer ranks. Raises
+    UserError where the world is no multiple of what has to stay.
+    """
+    full = resolve_degrees(config, ranks)
+    axis = "dp_replicate" if full.dp_replicate > 1 else "dp_shard"
+    degrees = asdict(full)
+    stay = math.prod(size for name, size in degrees.items() if name != axis)
+    if world % stay:
+        raise UserError(f"parallel: {world} ranks are no multiple of {stay}, which all but {axis} of {full} take")
+    return replace(config, **{**degrees, axis: world // stay})
 
 
 def smallest_world(config: ParallelConfig) -> int:

@@ -31,6 +31,9 @@ class NumbersConfig:
     skip_nonfinite: bool = True
     """Make no update, on any rank, where the loss or the gradient norm is NaN or infinite. With resilience.act=false
     this is only said. precision=fp16 skips such updates in any case, and lowers its loss scale."""
+    replay: bool = True
+    """Compute such a step again, and one whose loss is a spike, before anything else is done about it. If its numbers
+    are good then, a device was at fault for a moment, and the run goes on with them. Not with precision=fp16."""
     rollback_after: int = setting(default=3, ge=0, le=1000)
     """After so many skipped updates in a row, for NaN or infinity, the run goes back to its newest good checkpoint and
     leaves out the samples of those steps; 0: never."""
@@ -66,6 +69,20 @@ class NoticeConfig:
 
 
 @schema
+class ElasticConfig:
+    """Go on with fewer nodes after a loss, and so with fewer data-parallel replicas, at the same global batch."""
+
+    min_nodes: int = setting(default=0, ge=0)
+    """slurm: where a node is lost, no spare is left and Slurm has no other, the ranks start again on the largest number
+    of nodes that they can share train.global_batch on, and no fewer than this; 0: never."""
+    queue_seconds: float = setting(default=300.0, ge=0)
+    """The job is requeued for its full number of nodes instead if Slurm expects them within so many seconds."""
+    grow_seconds: float = setting(default=300.0, ge=0)
+    """How often a job with fewer nodes asks Slurm for the missing ones. When they are free all ranks save, and the job
+    is requeued for its full number; 0: never."""
+
+
+@schema
 class ResilienceConfig:
     """Watch the ranks, say what is wrong with them, and go on without a person. Every part has a switch."""
 
@@ -85,6 +102,7 @@ class ResilienceConfig:
     hang: HangConfig = setting(default=HangConfig)
     numbers: NumbersConfig = setting(default=NumbersConfig)
     notice: NoticeConfig = setting(default=NoticeConfig)
+    elastic: ElasticConfig = setting(default=ElasticConfig)
     chaos: bool = False
     """Let `hpc-train chaos` break this run on purpose, for drills. Ranks then look for orders once a step."""
     preflight: str = setting(default="off", choices=("off", "quick", "full"))

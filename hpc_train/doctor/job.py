@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -17,12 +18,19 @@ from hpc_train.config.run import RunConfig
 from hpc_train.doctor.agreement import RankReport, RankSpeed, check_agreement, make_report
 from hpc_train.doctor.findings import Finding, fail_check, findings_exit_code
 from hpc_train.doctor.machine import check_machine
-from hpc_train.doctor.speeds import check_reductions, check_speeds, measure_reductions, measure_speed
+from hpc_train.doctor.speeds import (
+    check_reductions,
+    check_slow_nodes,
+    check_speeds,
+    measure_reductions,
+    measure_speed,
+)
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Task
 from hpc_train.messages import Codec, all_gather_values
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.placement.communication_environment import apply_settings, choose_socket_settings
+from hpc_train.resilience.preflight import SIZES, run_preflight
 from hpc_train.runtime.identity import ProcessIdentity, find_own_address
 from hpc_train.runtime.start import join, leave_process_group
 
@@ -80,6 +88,10 @@ def _check_together(config: RunConfig, task: Task, mine: RankReport) -> tuple[li
         leave_process_group()
         _init_process_group(task, "cpu:gloo,cuda:nccl")
     findings += check_speeds(reports, gather_from_all(measure_speed(device)))
+    if task.nodes > 1:
+        kind = config.resilience.preflight if config.resilience.preflight != "off" else "quick"
+        place = _Place(task.process, task.local, task.node, device)
+        findings.append(check_slow_nodes(run_preflight(place, task.host, SIZES[kind, device.type])))
     degrees, wrong = _resolve_degrees(config, task.processes)
     findings += wrong
     mesh = init_device_mesh(device.type, degrees.sizes, mesh_dim_names=AXES)
@@ -87,6 +99,16 @@ def _check_together(config: RunConfig, task: Task, mine: RankReport) -> tuple[li
     findings += check_reductions(measure_reductions(config, degrees, hosts, mesh, device))
     code = max(gather_from_all(findings_exit_code(findings)))
     return (findings if task.process == 0 else None), code
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where this rank is, for the pre-flight (a RankPlace)."""
+
+    rank: int
+    local_rank: int
+    node: int
+    device: torch.device
 
 
 def gather_from_all(mine: T) -> list[T]:

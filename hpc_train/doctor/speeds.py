@@ -19,6 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.messages import all_gather_values
 from hpc_train.placement.cost import estimate_cost
 from hpc_train.placement.fabric_from_config import build_fabric
+from hpc_train.resilience.preflight import Preflight
 from hpc_train.timing import time_calls
 from hpc_train.traffic.axes import Flow
 from hpc_train.traffic.rank_groups import WORLD_AXIS, bus_factor, groups_of_rank
@@ -142,6 +143,19 @@ def check_outliers(name: str, names: Sequence[str], seconds: Sequence[float], fi
             name, text, "leave these nodes out (launch.exclude); clocks, heat or a failing memory module?"
         )
     return warn_check(name, text, "every step waits for the slowest: is anything else running there?")
+
+
+def check_slow_nodes(result: Preflight) -> Finding:
+    """Report the nodes that the pre-flight of a run would name (resilience.preflight)."""
+    product, exchange = (
+        median(values) for values in zip(*((n.product, n.exchange) for n in result.nodes), strict=True)
+    )
+    usual = f"matrix product {1e3 * product:.3g} ms, exchange with another node {1e3 * exchange:.3g} ms"
+    if not result.slow:
+        return pass_check("nodes", f"none of {len(result.nodes)} stands out: {usual}")
+    odd = [node.describe() + ("" if node.blamed else ", or its partner is slow") for node in result.slow]
+    advice = "leave it out (launch.exclude); with launch.spares, resilience.preflight=quick does that by itself"
+    return warn_check("nodes", f"{join_first(odd)} ({usual} on most)", advice)
 
 
 def check_reductions(measured: Sequence[AxisReduction]) -> Iterator[Finding]:

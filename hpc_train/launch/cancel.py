@@ -1,17 +1,16 @@
 """Cancel runs: what waits never starts, what runs saves and ends, and nothing is requeued.
 
-scancel by itself gives the ranks KillWait (30 s by default) to save. Here they are told as before a time limit
-and have launch.cancel_seconds; the batch script finds the cancel marker and ends the job instead of requeueing
-it. A rank that hangs never reaches the end of its step, where stop requests are checked, and its peers wait for
-it: after the time limit the ranks are asked for their stacks, so that those that do not answer can be named, and
-then killed. If even that does not end them, their job or controller is killed.
+scancel by itself gives the ranks KillWait (30 s by default) to save. Here they get the signal that also comes
+before a time limit, and have launch.cancel_seconds; the batch script finds the cancel marker and ends the job
+instead of requeueing it. A rank that hangs never reaches the end of its step, where stop requests are checked, and
+its peers wait for it: after launch.cancel_seconds the ranks are asked for their stacks, so that those that do not
+answer can be named, and then killed. If even that does not end them, their job or controller is killed.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_train.errors import UserError
+from hpc_train.launch.command_output import CommandOutput
 from hpc_train.launch.rank_stacks import STACK_SIGNAL, collect_stacks, describe_stacks
 from hpc_train.launch.slurm.slurm_cli import Backoff, RunClient, run_client
 from hpc_train.launch.state.attempts import AttemptStart, cancel_marker_path
@@ -38,8 +38,8 @@ _MAX_NAMED = 4
 
 
 @dataclass(frozen=True)
-class _OpenRun:
-    """A run that has not ended."""
+class CancelCandidate:
+    """A run, and the state that it is in."""
 
     facts: RunFacts
     status: RunStatus
@@ -54,66 +54,61 @@ class _OpenRun:
         return jobs_in_state(self.facts, running)
 
 
-def cancel_command(target: str, yes: bool, now: bool, wait: bool = True) -> int:
-    """Cancel a run, a point or all of a sweep, or a job, and return the exit code. On a terminal it asks first.
+def find_runs(target: str) -> list[CancelCandidate]:
+    """Find the runs of a run directory, a sweep directory or a job, with their states."""
+    return _find_states(find_points(target, run_client))
+
+
+def cancel_runs(runs: Sequence[CancelCandidate], now: bool, wait: bool, output: CommandOutput) -> int:
+    """Cancel runs that have not ended, and return the exit code.
 
     now: without a save. wait: until everything has ended; what has not after launch.cancel_seconds is killed, and the
     ranks that did not answer are named. Raises UserError, one line, for a run that cannot be reached from here.
     """
-    points = find_points(target, run_client)
-    runs = _find_open_runs(points)
-    open_runs = [run for run in runs if not run.status.state.ended]
-    if not open_runs:
-        print(f"nothing to cancel: {_count_states(runs)}")
-        return 0
-    if not yes and sys.stdin.isatty() and not _ask_user(open_runs):
-        print("left as it is")
-        return 1
     shared = frozenset[Path]()
-    if jobs := [run for run in open_runs if run.facts.jobs]:
-        late, shared = _cancel_jobs(jobs, now, run_client)
-        if begun := [run for run in _find_open_runs(late) if run.jobs(running=True)]:
-            _cancel_jobs(begun, now, run_client)
-    _cancel_without_slurm([run for run in open_runs if not run.facts.jobs], now)
+    if jobs := [run for run in runs if run.facts.jobs]:
+        waiting, shared = _cancel_jobs(jobs, now, run_client, output)
+        if begun := [run for run in _find_states(waiting) if run.jobs(running=True)]:
+            _cancel_jobs(begun, now, run_client, output)
+    _cancel_without_slurm([run for run in runs if not run.facts.jobs], now, output)
     if now or not wait:
         return 0
-    return wait_and_kill([run.facts.point for run in open_runs], shared, run_client)
+    return wait_and_kill([run.facts.point for run in runs], shared, run_client, output)
 
 
-def _find_open_runs(points: Sequence[RunPoint]) -> list[_OpenRun]:
-    return [_OpenRun(facts, decide_state(facts)) for facts in gather_facts(points, run_client)]
+def _find_states(points: Sequence[RunPoint]) -> list[CancelCandidate]:
+    return [CancelCandidate(facts, decide_state(facts)) for facts in gather_facts(points, run_client)]
 
 
-def _cancel_without_slurm(runs: Sequence[_OpenRun], now: bool) -> None:
+def _cancel_without_slurm(runs: Sequence[CancelCandidate], now: bool, output: CommandOutput) -> None:
     """Cancel runs without Slurm. The process that runs a sweep passes a stop on to its running points."""
     pools = {run.facts.point.placed.process for run in runs if run.waits_here and run.facts.point.placed}
     if not pools:
         for run in runs:
-            _cancel_local(run, now)
+            _cancel_local(run, now, output)
         return
     if not any(run.facts.newest for run in runs) and len(runs) == 1:
         raise UserError(f"{runs[0].status.point}: waits for its turn in a sweep on this machine; cancel the sweep")
     for process in pools:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGTERM)
-        print(f"process {process}: asked to save and end what runs, and to begin nothing more")
+        output.print_result(f"process {process}: asked to save and end what runs, and to begin nothing more")
     for run in runs:
         if now and not run.waits_here:
-            _cancel_local(run, now)
+            _cancel_local(run, now, output)
 
 
-def _count_states(runs: Sequence[_OpenRun]) -> str:
+def count_states(runs: Sequence[CancelCandidate]) -> str:
+    """Describe the states of runs: one by one, or counted where there are many."""
     if len(runs) < _MAX_NAMED:
         return ", ".join(f"{run.status.point} is {run.status.state}" for run in runs)
     return ", ".join(f"{count} are {state}" for state, count in Counter(run.status.state for run in runs).most_common())
 
 
-def _ask_user(still: Sequence[_OpenRun]) -> bool:
-    return input(f"{_count_states(still)}: cancel? [y/N] ").strip().lower() in ("y", "yes")
-
-
-def _cancel_jobs(runs: Sequence[_OpenRun], now: bool, ask: RunClient) -> tuple[list[RunPoint], frozenset[Path]]:
-    """Cancel jobs; those that wait first, so that none of them starts in the place of one that ends.
+def _cancel_jobs(
+    runs: Sequence[CancelCandidate], now: bool, ask: RunClient, output: CommandOutput
+) -> tuple[list[RunPoint], frozenset[Path]]:
+    """Cancel jobs: first those that wait, so that none of them starts on the nodes of one that ends.
 
     Returns the points that waited, which may have begun at the same moment, and the runs whose jobs go on for others.
     """
@@ -131,27 +126,25 @@ def _cancel_jobs(runs: Sequence[_OpenRun], now: bool, ask: RunClient) -> tuple[l
     else:
         cancel_jobs(["--state=PENDING"], [job for job in waiting if "_" not in job], ask)
         # With a filter, one element that waits stands for all of its array that do (Slurm 22.05). One that begins at
-        # this moment is told by SIGTERM, and has KillWait to save.
+        # this moment gets SIGTERM, and has KillWait to save.
         cancel_jobs([], [job for job in waiting if "_" in job], ask)
         cancel_jobs(["--signal=USR2"], running + steps, ask)
-    _print_cancelled(waiting, [*running, *steps], now)
+    for line in _describe_cancelled(waiting, [*running, *steps], now):
+        output.print_result(line)
     for run in shared:
-        print(f"{run.status.point}: {'will not begin' if run.status.state.waiting else 'asked to save and end'}")
+        what = "will not begin" if run.status.state.waiting else "asked to save and end"
+        output.print_result(f"{run.status.point}: {what}")
     waited = [run.facts.point for run in alone if run.status.state.waiting]
     return waited, frozenset(run.facts.point.run for run in shared)
 
 
-def _print_cancelled(waiting: Sequence[str], running: Sequence[str], now: bool) -> None:
-    if len(waiting) < _MAX_NAMED:
-        for job in waiting:
-            print(f"job {job}: cancelled")
-    else:
-        print(f"{len(waiting)} jobs that waited: cancelled")
-    for job in running:
-        print(f"job {job}: {'cancelled' if now else 'asked to save and end'}")
+def _describe_cancelled(waiting: Sequence[str], running: Sequence[str], now: bool) -> list[str]:
+    many = [f"{len(waiting)} jobs that waited: cancelled"]
+    waited = [f"job {job}: cancelled" for job in waiting] if len(waiting) < _MAX_NAMED else many
+    return [*waited, *(f"job {job}: {'cancelled' if now else 'asked to save and end'}" for job in running)]
 
 
-def _runs_with_shared_jobs(runs: Sequence[_OpenRun], ask: RunClient) -> list[_OpenRun]:
+def _runs_with_shared_jobs(runs: Sequence[CancelCandidate], ask: RunClient) -> list[CancelCandidate]:
     """Return the points whose job also has other points that are to go on."""
     packed = [run for run in runs if run.facts.point.packed]
     if not packed:
@@ -169,7 +162,7 @@ def _runs_with_shared_jobs(runs: Sequence[_OpenRun], ask: RunClient) -> list[_Op
     return [run for run in packed if going_on & set(run.facts.jobs)]
 
 
-def _mark_cancelled(runs: Sequence[_OpenRun], shared: Sequence[_OpenRun], now: bool) -> None:
+def _mark_cancelled(runs: Sequence[CancelCandidate], shared: Sequence[CancelCandidate], now: bool) -> None:
     """Leave the cancel marker for the batch script, which then does not requeue, and an event for `status`.
 
     What has not begun has no run directory: the sweep's ledger gets its event.
@@ -192,7 +185,7 @@ def _mark_cancelled(runs: Sequence[_OpenRun], shared: Sequence[_OpenRun], now: b
         sweep_directory.append_event(path, "cancel", points=points)
 
 
-def _cancel_local(run: _OpenRun, now: bool) -> None:
+def _cancel_local(run: CancelCandidate, now: bool, output: CommandOutput) -> None:
     """Signal the controller of the local pool, which passes it on; under other launchers, one rank is enough."""
     newest = run.facts.newest
     begun = newest.begun if newest else None
@@ -207,7 +200,8 @@ def _cancel_local(run: _OpenRun, now: bool) -> None:
             os.killpg(begun.process, signal.SIGKILL)  # the pool began a session of its own
         else:
             os.kill(begun.process, signal.SIGKILL)
-    print(f"{run.status.point}: {'killed' if now else 'asked to save and end'} (process {begun.process})")
+    what = "killed" if now else "asked to save and end"
+    output.print_result(f"{run.status.point}: {what} (process {begun.process})")
 
 
 _DEFAULT_SECONDS = 120
@@ -221,30 +215,32 @@ _ALREADY_ENDED = ("already completing", "already completed", "Invalid job id", "
 _EXIT_INTERRUPTED = 130
 
 
-def wait_and_kill(points: Sequence[RunPoint], shared: frozenset[Path], ask: RunClient) -> int:
+def wait_and_kill(points: Sequence[RunPoint], shared: frozenset[Path], ask: RunClient, output: CommandOutput) -> int:
     """Wait for these points, which were asked to save and end; kill those that do not end in time.
 
     shared: runs whose job goes on for other points, so only their own job step is ended. Returns the exit code. Ctrl-C
     stops waiting; the points stay asked to end.
     """
     started, limits = time.monotonic(), {point.run: read_cancel_seconds(point) for point in points}
-    backoff, ended = Backoff(0.2, 4.0), set[Path]()
+    backoff, killed = Backoff(0.2, 4.0), set[Path]()
     try:
-        _print_progress(
+        output.report(
             f"waiting up to {max(limits.values())} s for the end (Ctrl-C stops waiting; the run still saves and ends)"
         )
-        while still := [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]:
+        while unfinished := [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]:
             waited = time.monotonic() - started
-            late = [facts for facts in still if waited >= limits[facts.point.run] and facts.point.run not in ended]
-            for facts in late:
-                ended.add(facts.point.run)
-                _kill_hanging_ranks(facts, facts.point.run in shared, limits[facts.point.run], ask)
-            if all(facts.point.run in ended for facts in still):
-                return _kill_jobs_and_controllers(still, shared, ask)
-            next_end = min(limits[facts.point.run] for facts in still if facts.point.run not in ended)
-            time.sleep(min(backoff.seconds(False), max(0.0, started + next_end - time.monotonic())))
+            overdue = [
+                facts for facts in unfinished if waited >= limits[facts.point.run] and facts.point.run not in killed
+            ]
+            for facts in overdue:
+                killed.add(facts.point.run)
+                _kill_hanging_ranks(facts, facts.point.run in shared, limits[facts.point.run], ask, output)
+            if all(facts.point.run in killed for facts in unfinished):
+                return _kill_jobs_and_controllers(unfinished, shared, ask, output)
+            next_limit = min(limits[facts.point.run] for facts in unfinished if facts.point.run not in killed)
+            time.sleep(min(backoff.seconds(False), max(0.0, started + next_limit - time.monotonic())))
     except KeyboardInterrupt:
-        _print_progress("no longer waiting; the run still saves and ends. If a rank hangs: `hpc-train cancel --now`")
+        output.report("no longer waiting; the run still saves and ends. If a rank hangs: `hpc-train cancel --now`")
         return _EXIT_INTERRUPTED
     return 0
 
@@ -282,13 +278,13 @@ def cancel_jobs(options: Sequence[str], jobs: Sequence[str], ask: RunClient) -> 
             raise UserError(f"scancel: {answer.reason}")
 
 
-def _kill_hanging_ranks(facts: RunFacts, shared: bool, waited: int, ask: RunClient) -> None:
+def _kill_hanging_ranks(facts: RunFacts, shared: bool, waited: int, ask: RunClient, output: CommandOutput) -> None:
     """Name the ranks that hang, then kill all ranks."""
     if facts.slurm_error is not None:
         raise UserError(f"{facts.point.name}: {facts.slurm_error}; it is asked to save and end; try again")
     newest = facts.newest
     if newest is None or newest.begun is None:
-        return  # waiting for its turn in a local sweep: see _end_for_good
+        return  # waiting for its turn in a local sweep: _kill_jobs_and_controllers ends the process of the sweep
     if facts.jobs:
         ids = find_job_steps(facts, ask) if shared else jobs_in_state(facts, running=True)
         send: Callable[[signal.Signals], None] = partial(_signal_jobs, ids, ask)
@@ -300,7 +296,7 @@ def _kill_hanging_ranks(facts: RunFacts, shared: bool, waited: int, ask: RunClie
     why = f"it did not end within {waited} s and was ended: {describe_stacks(stacks) or 'no rank left a log'}"
     job = {"job_id": facts.jobs[-1]} if facts.jobs else {}
     append_event(facts.point.run / "events.jsonl", "cancel", newest.number, now=True, why=why, **job)
-    print(f"{facts.point.name}: {why}", flush=True)
+    output.print_result(f"{facts.point.name}: {why}")
     send(signal.SIGKILL)
 
 
@@ -332,28 +328,30 @@ def _child_processes(parent: int) -> list[int]:
     return children
 
 
-def _kill_jobs_and_controllers(still: Sequence[RunFacts], shared: frozenset[Path], ask: RunClient) -> int:
+def _kill_jobs_and_controllers(
+    unfinished: Sequence[RunFacts], shared: frozenset[Path], ask: RunClient, output: CommandOutput
+) -> int:
     """Wait briefly for batch scripts and controllers, then end them too; returns the exit code."""
-    points = [run.point for run in still]
-    deadline = time.monotonic() + max(_GRACE_SECONDS[bool(run.jobs)] for run in still)
-    while still and time.monotonic() < deadline:
-        time.sleep(0.2 if not any(run.jobs for run in still) else 1.0)
-        still = [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]
-    for facts in still:
+    points = [run.point for run in unfinished]
+    deadline = time.monotonic() + max(_GRACE_SECONDS[bool(run.jobs)] for run in unfinished)
+    while unfinished and time.monotonic() < deadline:
+        time.sleep(0.2 if not any(run.jobs for run in unfinished) else 1.0)
+        unfinished = [facts for facts in gather_facts(points, ask) if not decide_state(facts).state.ended]
+    for facts in unfinished:
         if facts.jobs:
-            _kill_job(facts, facts.point.run in shared, ask)
+            _kill_job(facts, facts.point.run in shared, ask, output)
         else:
             _kill_local_processes(facts)
     return 0
 
 
-def _kill_job(facts: RunFacts, shared: bool, ask: RunClient) -> None:
+def _kill_job(facts: RunFacts, shared: bool, ask: RunClient, output: CommandOutput) -> None:
     """End the whole job: its batch script may be gone, or hang on a file system."""
     if not shared:
         for job in facts.jobs:
             cancel_marker_path(facts.point.run, job).touch(0o600)
         cancel_jobs([], list(facts.jobs), ask)
-        print(f"job {facts.jobs[-1]}: cancelled; Slurm ends it when its nodes answer", flush=True)
+        output.print_result(f"job {facts.jobs[-1]}: cancelled; Slurm ends it when its nodes answer")
 
 
 def _kill_local_processes(facts: RunFacts) -> None:
@@ -368,7 +366,3 @@ def _kill_local_processes(facts: RunFacts) -> None:
     elif pool is not None and is_process_alive(pool.process, pool.started, pool.machine):
         with suppress(ProcessLookupError):
             os.kill(pool.process, signal.SIGKILL)
-
-
-def _print_progress(line: str) -> None:
-    print(f"hpc-train: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Find the task of an attempt that failed first, and how: by its own report, else by what those who watched it saw.
+"""Find the task of an attempt that failed first, and how: by its own report, else by its exit code or srun's messages.
 
 A rank that gave up waiting is a consequence; the rank it waited for is the cause. A batch script runs this module
 when its ranks did not end well (`python -m`), to record the failure and to explain it in the job's log.
@@ -27,7 +27,7 @@ _OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of
 """Slurm says this of all tasks of a node that end at that moment, so that it does not tell which one it was."""
 _DEADLY_WORDS = ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Out Of Memory")
 _DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
-"""A task that one of these ended, or that left by os._exit, is why its peers fail, never the other way round."""
+"""A task that one of these signals ended, or that left by os._exit, is why its peers fail, not the other way round."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class FirstError:
     traceback: str = ""
     """The traceback of the task; "" where it left none, or the user's input is wrong."""
     summary: tuple[str, ...] = ()
-    """See training.failure.Failure."""
-    besides: str = ""
+    """See training.run_records.RankFailure."""
+    srun_note: str = ""
     """srun's messages about the step that the task was in."""
 
     @property
     def line(self) -> str:
         """Return the error as one line; of a traceback the exception."""
         text = ": ".join([self.text.splitlines()[0].rstrip(":"), *_exception_line(self.traceback)])
-        return f"{text} ({self.besides})" if self.besides else text
+        return f"{text} ({self.srun_note})" if self.srun_note else text
 
     def brief(self, log: Path) -> str:
         """Format for a terminal: who and what, the user's own lines, and where to find the whole traceback."""
@@ -80,9 +80,9 @@ def find_first_error(logs: Path) -> FirstError | None:
         dead = _find_in_srun_errors(logs)
     if dead is not None or failure is None:
         return dead
-    besides = "Out Of Memory" if _OUT_OF_MEMORY.search(_read_srun_errors(logs)) else ""
+    srun_note = "Out Of Memory" if _OUT_OF_MEMORY.search(_read_srun_errors(logs)) else ""
     trace = "" if failure.user_error else failure.traceback
-    return FirstError(failure.task, failure.text().strip(), failure.host, trace, tuple(failure.summary), besides)
+    return FirstError(failure.task, failure.text().strip(), failure.host, trace, tuple(failure.summary), srun_note)
 
 
 def explain_failure(logs: Path) -> str | None:
@@ -101,13 +101,13 @@ def _read_exit_codes(logs: Path) -> list[tuple[int, int]]:
         return []
 
 
-def _left_no_report(logs: Path, task: int | str) -> bool:
+def _has_no_report(logs: Path, task: int | str) -> bool:
     return not (logs / f"task-{task}.failure.json").exists()
 
 
 def _find_in_exit_codes(logs: Path, failure: RankFailure | None) -> FirstError | None:
     exits = _read_exit_codes(logs)
-    silent = [(task, code) for task, code in exits if code not in (0, EXIT_REQUEUE) and _left_no_report(logs, task)]
+    silent = [(task, code) for task, code in exits if code not in (0, EXIT_REQUEUE) and _has_no_report(logs, task)]
     dead = next((item for item in silent if item[1] > 0 or -item[1] in _DEADLY_SIGNALS), None)
     if dead is None and (failure is not None or not silent):
         return None
@@ -121,7 +121,7 @@ def _find_in_srun_errors(logs: Path) -> FirstError | None:
     text = _read_srun_errors(logs)
     for line in _SRUN_LINE.finditer(text):
         task = re.split("[,-]", line["tasks"])[0]
-        if line["how"].startswith(_DEADLY_WORDS) and _left_no_report(logs, task):
+        if line["how"].startswith(_DEADLY_WORDS) and _has_no_report(logs, task):
             how = f"task {line['tasks']} on {line['host']} was ended from outside: {line['how']}"
             return FirstError(int(task), how, line["host"])
     memory = _OUT_OF_MEMORY.search(text)
@@ -138,7 +138,7 @@ def _find_out_of_memory(logs: Path, host: str) -> FirstError | None:
     entries = read_rank_entries(logs)
     elsewhere = {int(entry["process"]) for entry in entries if str(entry.get("host")).partition(".")[0] != short}
     with_log = {int(path.stem.removeprefix("task-")) for path in logs.glob("task-*.log")} - elsewhere
-    silent = sorted(task for task in with_log if _left_no_report(logs, task))
+    silent = sorted(task for task in with_log if _has_no_report(logs, task))
     if not silent:
         return None
     return FirstError(silent[0], f"task {silent[0]} on {host} was ended from outside: Out Of Memory", host)

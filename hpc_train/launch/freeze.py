@@ -7,7 +7,6 @@ rank starts.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from hpc_train.config.model import (
 from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.command_output import Report
 from hpc_train.launch.job_spec import JobSpec, make_spec
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.placement.node_locations import read_switch_file
@@ -42,15 +42,17 @@ if TYPE_CHECKING:
 def freeze_run(
     config: RunConfig,
     ranks: int,
+    report: Report,
     folder: RunDirectory | None = None,
     why: str | None = None,
     code: Snapshot | None = None,
 ) -> JobSpec:
     """Check the run and write its directory with its job spec: from here on, nothing of conf/ is read again.
 
-    why: the explanation of decide_auto_layout, where it was called before. code: the snapshot that the job runs.
+    report: gets the decision of parallel=auto. why: the explanation of decide_auto_layout, where it was called before.
+    code: the snapshot that the job runs.
     """
-    config, plan_text = decide_auto_layout(config, ranks)
+    config, plan_text = decide_auto_layout(config, ranks, report)
     why = why or plan_text
     degrees = check_run(config, ranks)
     folder = folder or locate_run_directory(config)
@@ -76,19 +78,19 @@ def check_run(config: RunConfig, ranks: int) -> Degrees:
     return degrees
 
 
-def decide_auto_layout(config: RunConfig, ranks: int | None) -> tuple[RunConfig, str | None]:
+def decide_auto_layout(config: RunConfig, ranks: int | None, report: Report) -> tuple[RunConfig, str | None]:
     """Decide parallel=auto: return the run with its degrees, and why these, at length.
 
     Any other run is returned as it is.
 
-    ranks: of the job; None where the planner may choose the number of nodes.
+    ranks: of the job; None where the planner may choose the number of nodes. report: gets the decision in one line.
     """
     if not config.parallel.auto:
         return config, None
     from hpc_train.planner.auto import choose_parallel
 
     decision = choose_parallel(config, ranks)
-    print(f"hpc-train: {decision.line}", file=sys.stderr)
+    report(decision.line)
     return decision.config, decision.text
 
 

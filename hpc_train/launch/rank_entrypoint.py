@@ -55,6 +55,7 @@ def _run_rank(run_dir: Path, process: int) -> int:
     import logging
     from datetime import timedelta
 
+    from hpc_train.launch.elastic import shrink_config
     from hpc_train.launch.job_spec import read_spec
     from hpc_train.launch.local.node_sharing import bind_to_share
     from hpc_train.launch.slurm.slurm_cli import current_job_id
@@ -82,6 +83,7 @@ def _run_rank(run_dir: Path, process: int) -> int:
     launch = config.launch
     timeout, meeting = timedelta(seconds=launch.timeout_seconds), timedelta(seconds=launch.rendezvous_seconds)
     task = join(interface=config.cluster.fabric.interface, timeout=timeout, meeting=meeting)
+    config = shrink_config(config, spec.ranks, task.processes)
     return run_rank(config, task, spec.folder(), attempt, _stop_request, heartbeat)
 
 

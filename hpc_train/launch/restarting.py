@@ -2,7 +2,8 @@
 
 A batch script runs this module (`python -m hpc_train.launch.restarting RUN ATTEMPT CODE LOST`). Its exit code says what
 to do: 0 start the ranks again in this job, 75 requeue it, 93 give up, 1 end as the ranks did. Files in the attempt's
-log directory say the rest: DECISION why, NEXT_NODES where to start again, EXCLUDE which nodes a requeue leaves out.
+log directory say the rest: DECISION why, NEXT_NODES where to start again, EXCLUDE which nodes a requeue
+leaves out, and REQUEUE_NODES how many it asks for.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_REQUEUE, EXIT_USER_ERROR
+from hpc_train.launch.elastic import find_smaller_size
 from hpc_train.launch.failures import EXIT_CODES, FirstError, find_first_error
 from hpc_train.launch.job_spec import read_spec
+from hpc_train.launch.slurm.waiting_time import estimate_wait, fit_requeue
 from hpc_train.launch.state.run_facts import read_events
 from hpc_train.resilience.exclusion import (
+    EXCLUDE,
     HARDWARE,
     SOFTWARE,
     Strike,
@@ -37,7 +41,7 @@ from hpc_train.training.run_records import append_event, read_first_failure
 
 RESTARTED = Action.RESTART.value
 """In a `restart` event: the ranks were started again in the same allocation."""
-DECISION, NEXT_NODES, EXCLUDE = "decision", "next-nodes", "exclude"
+DECISION, NEXT_NODES, REQUEUE_NODES = "decision", "next-nodes", "requeue-nodes"
 _EXIT_CODES = {
     Action.RESTART: 0,
     Action.REQUEUE: EXIT_REQUEUE,
@@ -59,10 +63,22 @@ class Allocation:
     wanted: int = 1
     """How many the ranks need."""
     can_requeue: bool = False
+    """Or, in a chain, whether another job may go on."""
 
     def usable(self, excluded: Iterable[str]) -> list[str]:
         """Return the nodes that the ranks may start on."""
         return [node for node in self.nodes if node not in {*self.lost, *excluded}]
+
+
+@dataclass(frozen=True)
+class NodeChoice:
+    """Where the ranks start again in this job, and which nodes a requeue leaves out."""
+
+    start: Sequence[str]
+    """() where there are too few."""
+    exclude: Sequence[str] = ()
+    requeue_nodes: int = 0
+    """How many nodes a requeue asks for; 0: as many as before."""
 
 
 def decide_after_failure(
@@ -89,22 +105,57 @@ def decide_after_failure(
     elif fault.cause is Cause.USER and "slow_node" in own:
         fault = Fault(Cause.SLOW_NODE, str(own["slow_node"]["hosts"][0]), str(own["slow_node"]["why"]))
     record_strikes(folder.path, attempt, fault, allocation)
-    excluded = choose_excluded(read_strikes(folder.path), allocation.wanted) if allocation.nodes else []
+    choice = choose_nodes(config, folder, allocation) if allocation.nodes else None
+    fewer = choice is not None and 0 < len(choice.start) < allocation.wanted
     policy = Policy(
         config.resilience.restarts,
         config.checkpoint.every > 0,
-        not allocation.nodes or len(allocation.usable(excluded)) >= allocation.wanted,
+        choice is None or bool(choice.start),
+        f"{len(choice.start)} of {allocation.wanted} nodes" if choice and fewer else "",
         allocation.can_requeue,
+        "in the next job of the chain" if config.launch.chain > 1 else "by a requeue",
     )
-    if not policy.enough_nodes and not policy.can_requeue:  # better on a doubtful node than not at all
-        excluded = []
-        policy = Policy(policy.restarts, policy.saves, len(allocation.usable(())) >= allocation.wanted, False)
     history = read_history(events, attempt, first_attempt, saved)
     decision = decide_after_fault(fault, history, saved, policy)
     _record_decision(config, folder, attempt, fault, decision)
-    if allocation.nodes:
-        _write_nodes(logs, allocation, excluded)
+    if choice is not None and decision.action is Action.REQUEUE and config.resilience.act:
+        choice = fit_choice(config, folder, allocation.wanted, choice)
+    if choice is not None:
+        _write_nodes(logs, choice)
     return decision
+
+
+def fit_choice(config: RunConfig, folder: RunDirectory, wanted: int, choice: NodeChoice) -> NodeChoice:
+    """Return what a requeue can ask Slurm for, and say in the log what it does without."""
+    nodes, exclude = fit_requeue(config, folder, wanted, choice.exclude)
+    spares = nodes - wanted
+    if spares < config.launch.spares:
+        print(f"hpc-train: asks for {spares} of {config.launch.spares} spare nodes: Slurm has no others", flush=True)
+    for host in choice.exclude[len(exclude) :]:
+        print(f"hpc-train: {host} is not left out: Slurm has too few other nodes", flush=True)
+    return replace(choice, exclude=exclude, requeue_nodes=nodes if config.launch.spares else 0)
+
+
+def choose_nodes(config: RunConfig, folder: RunDirectory, allocation: Allocation) -> NodeChoice:
+    """Choose the nodes for the next attempt in this job, and those that a requeue leaves out."""
+    wanted = allocation.wanted
+    excluded = choose_excluded(read_strikes(folder.path), wanted)
+    usable = allocation.usable(excluded)
+    if len(usable) >= wanted:
+        return NodeChoice(usable[:wanted], excluded)
+    size = find_smaller_size(config, wanted, len(usable))
+    if size and not (allocation.can_requeue and _has_nodes_soon(config, folder, allocation, excluded)):
+        return NodeChoice(usable[:size], excluded)
+    if not allocation.can_requeue and len(allocation.usable(())) >= wanted:  # better on a doubtful node than not at all
+        return NodeChoice(allocation.usable(())[:wanted])
+    return NodeChoice((), excluded)
+
+
+def _has_nodes_soon(config: RunConfig, folder: RunDirectory, allocation: Allocation, excluded: list[str]) -> bool:
+    """Return whether Slurm expects to have other nodes for those that the job lacks within elastic.queue_seconds."""
+    missing = allocation.wanted - len(allocation.usable(excluded))
+    seconds = estimate_wait(config, folder, missing, {*allocation.nodes, *excluded})
+    return seconds is not None and seconds <= config.resilience.elastic.queue_seconds
 
 
 def decide_on_this_machine(config: RunConfig, folder: RunDirectory, attempt: int, code: int, first: int) -> Decision:
@@ -127,11 +178,12 @@ def _record_decision(config: RunConfig, folder: RunDirectory, attempt: int, faul
         append_event(folder.events, "gave_up", attempt, action=acted, **what)
 
 
-def _write_nodes(logs: Path, allocation: Allocation, excluded: Sequence[str]) -> None:
-    """Write where the ranks start again in this job, and which nodes a requeue leaves out."""
+def _write_nodes(logs: Path, choice: NodeChoice) -> None:
     with suppress(OSError):
-        (logs / NEXT_NODES).write_text(",".join(allocation.usable(excluded)[: allocation.wanted]) + "\n")
-        (logs / EXCLUDE).write_text(",".join(excluded) + "\n")
+        (logs / NEXT_NODES).write_text(",".join(choice.start) + "\n")
+        (logs / EXCLUDE).write_text(",".join(choice.exclude) + "\n")
+        if choice.requeue_nodes:
+            (logs / REQUEUE_NODES).write_text(f"{choice.requeue_nodes}\n")
 
 
 def record_strikes(run: Path, attempt: int, fault: Fault, allocation: Allocation) -> None:
@@ -208,7 +260,7 @@ def read_allocation(config: RunConfig, env: Mapping[str, str], lost: str, wanted
     nodes = tuple(expand_hostlist(env["SLURM_JOB_NODELIST"]))
     last = int(env.get("SLURM_RESTART_COUNT", "0")) + 1 >= config.launch.max_attempts
     names = (_full_name(host, nodes) for host in lost.split())
-    return Allocation(nodes, tuple(name for name in names if name), wanted, not last and config.launch.chain == 1)
+    return Allocation(nodes, tuple(name for name in names if name), wanted, not last or config.launch.chain > 1)
 
 
 def main(run: str, attempt: str, code: str, lost: str = "") -> int:

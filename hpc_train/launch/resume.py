@@ -6,17 +6,16 @@ a folder of its own first, so that it starts at its first step.
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import EXIT_DONE, UserError
+from hpc_train.launch.command_output import CommandOutput
 from hpc_train.launch.job_spec import JobSpec, read_spec
 from hpc_train.launch.slurm.request import check_partition, make_request
 from hpc_train.launch.slurm.sbatch import submit_job
@@ -55,35 +54,63 @@ class ResumeCandidate:
         return {"point": self.status.point, "state": str(self.status.state), "again": self.again}
 
 
-def resume_command(target: str, mode: str, as_json: bool, stop: StopRequest) -> int:
+@dataclass(frozen=True)
+class Resubmission:
+    """Runs that Slurm has accepted once more."""
+
+    points: tuple[str, ...]
+    jobs: tuple[str, ...]
+    lines: tuple[str, ...]
+    """What to tell the user of them."""
+
+
+def read_candidates(target: str, mode: str) -> list[ResumeCandidate]:
+    """Return what `mode` would do with a run, a sweep, or a job; nothing is changed."""
+    return find_candidates(find_points(target, run_client), mode)
+
+
+def resume_runs(
+    target: str,
+    mode: str,
+    stop: StopRequest,
+    output: CommandOutput,
+    on_submission: Callable[[Resubmission], None],
+) -> int:
     """Run again what `mode` says of a run, a sweep, or a job; returns the exit code.
 
     cached: only what has never begun. retry: that, and all that has ended and is not done. force: all that has ended,
-    anew from its first step. read-only: says what retry would do. What runs or waits is left alone in every mode.
-    Raises UserError, one line, where Slurm or a frozen spec does not let it.
+    anew from its first step. What runs or waits is left alone in every mode. on_submission: gets what Slurm has
+    accepted, one call for a run or a sweep. Raises UserError, one line, where Slurm or a frozen spec does not let it.
     """
     points = find_points(target, run_client)
-    if mode == READ_ONLY:
-        return _print_candidates(find_candidates(points, mode), as_json)
     with ExitStack() as stack:
         for place in dict.fromkeys(point.sweep.path if point.sweep else point.run for point in points):
             stack.enter_context(lock_submissions(place))
-        return _resume(find_candidates(points, mode), mode, as_json, stop)
+        return _resume(find_candidates(points, mode), mode, _Resumer(stop, output, on_submission))
 
 
-def _resume(candidates: Sequence[ResumeCandidate], mode: str, as_json: bool, stop: StopRequest) -> int:
+@dataclass(frozen=True)
+class _Resumer:
+    """What all runs of one command are resumed with."""
+
+    stop: StopRequest
+    output: CommandOutput
+    on_submission: Callable[[Resubmission], None]
+
+
+def _resume(candidates: Sequence[ResumeCandidate], mode: str, how: _Resumer) -> int:
     chosen = [candidate for candidate in candidates if candidate.again]
     if not chosen:
         states = Counter(candidate.status.state for candidate in candidates)
         counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
-        print(json.dumps({"points": [], "jobs": []}) if as_json else f"nothing to resume: {counts}")
+        how.on_submission(Resubmission((), (), (f"nothing to resume: {counts}",)))
         return EXIT_DONE
     code = EXIT_DONE
     for folder, ids in _group_by_sweep(chosen).items():
-        code = code or _resume_sweep(folder, ids, mode, as_json, stop)
+        code = code or _resume_sweep(folder, ids, mode, how)
     for candidate in chosen:
         if candidate.point.sweep is None:
-            code = code or _resume_run(candidate, mode, as_json, stop)
+            code = code or _resume_run(candidate, mode, how)
     return code
 
 
@@ -107,17 +134,6 @@ def _runs_again(facts: RunFacts, status: RunStatus, mode: str) -> bool:
     return missing or (status.state.ended and status.state is not State.DONE)
 
 
-def _print_candidates(candidates: Sequence[ResumeCandidate], as_json: bool) -> int:
-    if as_json:
-        print(json.dumps([candidate.row() for candidate in candidates]))
-        return EXIT_DONE
-    for candidate in candidates:
-        verdict = "would run again" if candidate.again else "left alone"
-        print(f"{candidate.status.point}: {candidate.status.state}, {verdict}")
-    print(f"{sum(candidate.again for candidate in candidates)} of {len(candidates)} would run again")
-    return EXIT_DONE
-
-
 def _group_by_sweep(chosen: Sequence[ResumeCandidate]) -> dict[SweepDirectory, list[str]]:
     groups: dict[SweepDirectory, list[str]] = {}
     for candidate in chosen:
@@ -126,7 +142,7 @@ def _group_by_sweep(chosen: Sequence[ResumeCandidate]) -> dict[SweepDirectory, l
     return groups
 
 
-def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, as_json: bool, stop: StopRequest) -> int:
+def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, how: _Resumer) -> int:
     points = read_chosen_points(folder, ids)
     if mode == FORCE:
         for point in points:
@@ -134,7 +150,7 @@ def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, as_json
     if points[0].spec.config["launch"]["kind"] == "local":
         _set_points_aside(folder, points, mode)
         sweep_directory.append_event(folder.ledger, "resume", mode=mode, points=list(ids))
-        return run_points(folder, points, stop)
+        return run_points(folder, points, how.stop, how.output)
     arrays = make_arrays(
         points,
         folder,
@@ -149,11 +165,8 @@ def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, as_json
     submit_sweep.record_arrays(folder, arrays, jobs)
     if mode == FORCE or len(jobs) > 1:
         submit_sweep.release_jobs(jobs, run_client)
-    if as_json:
-        print(json.dumps({"points": list(ids), "jobs": jobs}))
-        return EXIT_DONE
-    for array, job in zip(arrays, jobs, strict=True):
-        print(f"job {job}: {describe_array(array)}")
+    lines = (f"job {job}: {describe_array(array)}" for array, job in zip(arrays, jobs, strict=True))
+    how.on_submission(Resubmission(tuple(ids), tuple(jobs), tuple(lines)))
     return EXIT_DONE
 
 
@@ -163,12 +176,12 @@ def _set_points_aside(folder: SweepDirectory, points: Sequence[FrozenPoint], mod
             set_results_aside(folder.run(point.id))
 
 
-def _resume_run(candidate: ResumeCandidate, mode: str, as_json: bool, stop: StopRequest) -> int:
+def _resume_run(candidate: ResumeCandidate, mode: str, how: _Resumer) -> int:
     spec = read_spec(candidate.point.run / "job.json")
     if mode == FORCE:
         check_can_restart(spec)
     if spec.config["launch"]["kind"] == "local":
-        return _resume_local(candidate, spec, mode, stop)
+        return _resume_local(candidate, spec, mode, how)
     folder, config = spec.folder(), spec.run_config()
     request = make_request(config, folder, load_snapshot(spec))
     check_partition(config, request, run_client)
@@ -179,19 +192,19 @@ def _resume_run(candidate: ResumeCandidate, mode: str, as_json: bool, stop: Stop
         record_submission(folder, request, jobs)
         if mode == FORCE:
             submit_sweep.release_jobs(jobs, run_client)
-    print(json.dumps({"points": [candidate.status.point], "jobs": jobs}) if as_json else f"job {', '.join(jobs)}")
+    how.on_submission(Resubmission((candidate.status.point,), tuple(jobs), (f"job {', '.join(jobs)}",)))
     return EXIT_DONE
 
 
-def _resume_local(candidate: ResumeCandidate, spec: JobSpec, mode: str, stop: StopRequest) -> int:
+def _resume_local(candidate: ResumeCandidate, spec: JobSpec, mode: str, how: _Resumer) -> int:
     newest = candidate.facts.newest
     launcher = newest.begun.launcher if newest and newest.begun else "local"
     if launcher != "local":
         raise UserError(f"{candidate.point.run}: was started by {launcher}; start it in the same way, and it goes on")
     if mode == FORCE:
         set_results_aside(candidate.point.run)
-    print(f"hpc-train: {candidate.point.run} goes on here", file=sys.stderr)
-    return run_local_ranks(spec.run_config(), spec.folder(), spec.ranks, stop)
+    how.output.report(f"{candidate.point.run} goes on here")
+    return run_local_ranks(spec.run_config(), spec.folder(), spec.ranks, how.stop, how.output)
 
 
 EARLIER_RESULTS = "before"

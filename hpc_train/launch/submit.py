@@ -8,7 +8,6 @@ runs.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.command_output import Report
 from hpc_train.launch.freeze import check_cluster_files, check_run, decide_auto_layout, freeze_run
 from hpc_train.launch.slurm import slurm_cli
 from hpc_train.launch.slurm.request import JobRequest, check_partition, make_request, node_count
@@ -55,35 +54,29 @@ class Submission:
     """The batch script, only of a dry run."""
 
 
-def submit_command(
-    overrides: Sequence[str], config_dir: str | None, dry_run: bool, as_json: bool, after: Sequence[str] = ()
-) -> int:
-    """Submit one run, or print what would be submitted; returns the exit code. What sbatch refuses leaves nothing.
-
-    after: runs that must have ended well before this one starts.
-    """
-    submission = submit_run(compose(overrides, config_dir), after=after, dry_run=dry_run)
-    _print_submission(submission, as_json)
-    return 0
-
-
 def submit_run(
-    config: RunConfig, *, after: Sequence[str] = (), dry_run: bool = False, ask: RunClient = run_client
+    config: RunConfig,
+    report: Report,
+    *,
+    after: Sequence[str] = (),
+    dry_run: bool = False,
+    ask: RunClient = run_client,
 ) -> Submission:
     """Freeze one run and hand it to sbatch; returns at once. What sbatch refuses leaves nothing.
 
-    after: runs (directories or job ids) that must have ended well before this one starts. dry_run: only check, and
-    return the batch script. Raises UserError for whatever is wrong with the run or refused by Slurm.
+    report: gets remarks. after: runs (directories or job ids) that must have ended well before this one starts.
+    dry_run: only check, and return the batch script. Raises UserError for whatever is wrong with the run or refused by
+    Slurm.
     """
     if config.launch.kind != "slurm":
         raise UserError(
             f"launch={config.launch.kind}: `hpc-train submit` sends to Slurm; use `hpc-train train` to run here"
         )
     nodes = config.cluster.nodes
-    config, why = decide_auto_layout(config, nodes * config.cluster.ranks_per_node if nodes else None)
+    config, why = decide_auto_layout(config, nodes * config.cluster.ranks_per_node if nodes else None, report)
     ranks = node_count(config) * config.cluster.ranks_per_node
     folder = locate_run_directory(config)
-    code = snapshot_code(config, folder.path)
+    code = snapshot_code(config, folder.path, report)
     request = make_request(config, folder, code).after(jobs_to_wait_for(after, ask))
     if dry_run:
         check_run(config, ranks)
@@ -92,8 +85,8 @@ def submit_run(
     check_partition(config, request, ask)
     with delay_signals(), submission_transaction(folder.path):
         refuse_unfinished_job(folder.path, ask)
-        with code.kept_for(folder.path) if code else nullcontext():
-            freeze_run(config, ranks, folder, why, code)
+        with code.stored_for(folder.path) if code else nullcontext():
+            freeze_run(config, ranks, report, folder, why, code)
             jobs = submit_job(folder, request)
             record_submission(folder, request, jobs)
     if code:
@@ -102,24 +95,11 @@ def submit_run(
 
 
 def record_submission(folder: RunDirectory, request: JobRequest, jobs: Sequence[str]) -> None:
-    """The submission as an event of the run."""
+    """Append the submission to the events of the run."""
     chain = {"job_ids": jobs} if len(jobs) > 1 else {}
     if request.code:
         append_event(folder.events, "snapshot", -1, hash=request.code.hash, sources=request.code.sources)
     append_event(folder.events, "submit", -1, job_id=jobs[0], nodes=request.nodes, ranks=request.ranks, **chain)
-
-
-def _print_submission(submission: Submission, as_json: bool) -> None:
-    run, ranks, jobs = submission.run_dir, submission.ranks, submission.jobs
-    if submission.script:
-        shown = {"run_dir": str(run), "ranks": ranks, "script": submission.script}
-        print(json.dumps(shown) if as_json else submission.script)
-    elif as_json:
-        chain = {"job_ids": list(jobs)} if len(jobs) > 1 else {}
-        print(json.dumps({"job_id": jobs[0], "run_dir": str(run), "ranks": ranks, **chain}))
-    else:
-        what = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {', '.join(jobs)}, one after the other"
-        print(f"{what}: nodes {submission.nodes} x ranks {submission.ranks_per_node}, run directory {run}")
 
 
 SUBMISSION_LOCK = ".lock"
@@ -128,10 +108,11 @@ _FROZEN_FILES = frozenset({"job.json", "config.yaml", "plan.json", "schedule.csv
 
 @contextmanager
 def submission_transaction(path: Path) -> Iterator[None]:
-    """Make this run or sweep directory, or go on with one that there is; nobody else submits from it meanwhile.
+    """Make a run or sweep directory, or take an existing one, and lock it for one submission.
 
-    What is raised inside takes back all that is new: it, those above it that were made for it, or what was added to it
-    and changed in what it was frozen with. Raises UserError for whatever the system refuses, such as a full disk.
+    An exception inside takes back all that is new: the directory and the parents that were made for it, or the entries
+    that were added to it and the changes of its frozen files. Raises UserError for whatever the system refuses, such as
+    a full disk.
     """
     check_owner(path)
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -174,7 +155,7 @@ def _remove_entry(entry: Path) -> None:
 
 @contextmanager
 def lock_submissions(path: Path) -> Iterator[None]:
-    """Raises UserError while another command submits from this directory.
+    """Lock this directory against other submissions. Raises UserError while another command submits from it.
 
     On file systems without locks nobody is refused.
     """
@@ -195,7 +176,7 @@ def lock_submissions(path: Path) -> Iterator[None]:
 
 
 def _take_lock(descriptor: int, lock: Path) -> bool:
-    """Whether the lock is ours, and still the file that others find."""
+    """Take the lock; return whether it is ours, and still the file that others find."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.fstat(descriptor).st_ino == lock.stat().st_ino
@@ -206,7 +187,7 @@ def _take_lock(descriptor: int, lock: Path) -> bool:
 
 
 def refuse_unfinished_job(run: Path, ask: RunClient) -> None:
-    """Raise UserError if a job of this run directory still waits or runs: it would read what is frozen there anew."""
+    """Raise UserError if a job of this run directory waits or runs: it would read what a new submission freezes."""
     if not is_run_directory(run):
         return
     facts = gather_facts([RunPoint(run.name, run)], ask)[0]
@@ -221,7 +202,7 @@ def refuse_unfinished_job(run: Path, ask: RunClient) -> None:
 
 
 def jobs_to_wait_for(runs: Sequence[str], ask: RunClient) -> list[str]:
-    """Job ids of these runs (run directories, sweep directories, job ids); those that are done need no waiting.
+    """Return the job ids of these runs (run directories, sweep directories, job ids), except those that are done.
 
     Raises UserError for a run that has ended badly: what waits for it would never start.
     """
@@ -232,10 +213,10 @@ def jobs_to_wait_for(runs: Sequence[str], ask: RunClient) -> list[str]:
 
 def _wait_for_job(job_id: str, ask: RunClient) -> list[str]:
     """Return this job, whoever submitted it, unless it is done. Raises UserError if it has failed."""
-    said = ask(slurm_cli.scontrol_command(job_id))
-    records = slurm_cli.parse_scontrol(said.out)
-    if said.code or not records:
-        raise UserError(f"--after {job_id}: {said.reason}; give a run directory, or a job that Slurm knows")
+    answer = ask(slurm_cli.scontrol_command(job_id))
+    records = slurm_cli.parse_scontrol(answer.out)
+    if answer.code or not records:
+        raise UserError(f"--after {job_id}: {answer.reason}; give a run directory, or a job that Slurm knows")
     states = {from_slurm_state(record.state) for record in records}
     if bad := next((state for state in states if state.ended and state is not State.DONE), None):
         raise UserError(f"--after {job_id}: it is {bad}; submit it again first")
@@ -262,11 +243,13 @@ def _wait_for_runs(name: str, ask: RunClient) -> list[str]:
 
 
 def _merge_elements(jobs: Sequence[str], points: Sequence[RunPoint]) -> list[str]:
-    """Whole arrays in place of the elements of a sweep; but elements, where another one of theirs has failed and was
-    submitted again, so that the array will never have ended well.
+    """Replace the elements of a sweep by their whole arrays.
+
+    Elements stay where another one of their array has failed and was submitted again: that array will never have ended
+    well.
     """
     sweeps = {point.sweep.path: point.sweep for point in points if point.sweep}
-    left = {
+    superseded = {
         array
         for sweep in sweeps.values()
         for array in sweep_directory.superseded_arrays(sweep_directory.read_ledger(sweep.ledger))
@@ -274,4 +257,4 @@ def _merge_elements(jobs: Sequence[str], points: Sequence[RunPoint]) -> list[str
     if not sweeps:
         return list(jobs)
     arrays = [(job.partition("_")[0], job) for job in jobs]
-    return list(dict.fromkeys(job if array in left else array for array, job in arrays))
+    return list(dict.fromkeys(job if array in superseded else array for array, job in arrays))

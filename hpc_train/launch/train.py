@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,35 +20,31 @@ from hpc_train.errors import (
     IncompleteRun,
     UserError,
 )
+from hpc_train.launch.command_output import CommandOutput, Report
 from hpc_train.launch.freeze import describe_finished_run, freeze_run
 from hpc_train.launch.job_spec import JobSpec
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
 from hpc_train.runtime.processes import StopRequest
-from hpc_train.terminal import for_stream
 from hpc_train.training.run_directory import RunDirectory, check_owner, locate_run_directory, make_attempt
 
 if TYPE_CHECKING:
     from hpc_train.interfaces import Task
 
 
-def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopRequest) -> int:
+def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopRequest, output: CommandOutput) -> int:
     """Train on this machine, or as one rank of the job that this process belongs to; returns the exit code."""
-    me = identify_process(os.environ)
+    identity = identify_process(os.environ)
     config = compose(overrides, config_dir)
-    if me is not None:
-        return _as_rank(config, me, stop)
+    if identity is not None:
+        return _train_as_rank(config, identity, stop, output)
     if config.launch.kind != "local":
         raise UserError(f"launch={config.launch.kind}: `hpc-train train` runs here; use `hpc-train submit` for Slurm")
-    return _as_launcher(config, stop)
+    folder, ranks = freeze_local_run(config, output.report)
+    return run_local_ranks(config, folder, ranks, stop, output)
 
 
-def _as_launcher(config: RunConfig, stop: StopRequest) -> int:
-    folder, ranks = freeze_local_run(config)
-    return run_local_ranks(config, folder, ranks, stop)
-
-
-def freeze_local_run(config: RunConfig) -> tuple[RunDirectory, int]:
+def freeze_local_run(config: RunConfig, report: Report) -> tuple[RunDirectory, int]:
     """Freeze a run of this machine's own ranks in its run directory; returns the directory and the number of ranks.
 
     Raises UserError for what is wrong with the run, or if another one is going on in the directory.
@@ -62,11 +57,13 @@ def freeze_local_run(config: RunConfig) -> tuple[RunDirectory, int]:
     folder = locate_run_directory(config)
     check_owner(folder.path)
     _refuse_second_run(folder)
-    freeze_run(config, ranks, folder)
+    freeze_run(config, ranks, report, folder)
     return folder, ranks
 
 
-def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: StopRequest) -> int:
+def run_local_ranks(
+    config: RunConfig, folder: RunDirectory, ranks: int, stop: StopRequest, output: CommandOutput
+) -> int:
     """Run what is frozen in this folder by ranks of this machine, unless it is done; returns the exit code.
 
     After a fault that may not come again the ranks are started again, as an attempt of their own.
@@ -83,38 +80,39 @@ def run_local_ranks(config: RunConfig, folder: RunDirectory, ranks: int, stop: S
     from hpc_train.launch.state.attempts import write_result_marker
     from hpc_train.resilience.restart import Action
 
-    printer = WarningPrinter()
+    printer = WarningPrinter(output)
     with printer.listening():
         done = describe_finished_run(config, folder)
     if done:
-        print(done)
+        output.print_result(done)
         return EXIT_DONE
     first = None
     while True:
         attempt = make_attempt(folder)
         first = attempt if first is None else first
         job = start_ranks(folder, attempt, ranks, threads_per_rank(config, ranks))
-        code = follow_ranks(job, folder, attempt, config.train.log_every, stop, printer)
+        code = follow_ranks(job, folder, attempt, config.train.log_every, stop, output, printer)
         write_result_marker(folder.logs(attempt), code)  # where the controller was killed it could not
         if code in (EXIT_DONE, EXIT_REQUEUE):
             return code
         if code == EXIT_KILLED:
-            print("hpc-train: killed; what was not saved is lost", file=sys.stderr)
+            output.report("killed; what was not saved is lost")
             return code
         why = explain_failure(folder.logs(attempt)) or f"the ranks left no reason; see {folder.logs(attempt)}"
-        print(f"hpc-train: {for_stream(why, sys.stderr)}", file=sys.stderr)
+        output.report(why)
         decision = decide_on_this_machine(config, folder, attempt, code, first)
         if stop.requested or decision.action is Action.END:
             return code
-        print(f"hpc-train: {decision.why}", file=sys.stderr, flush=True)
+        output.report(decision.why)
         if not decision.goes_on:
             return EXIT_NO_REQUEUE
 
 
 def _refuse_second_run(folder: RunDirectory) -> None:
-    """Before anything in the run directory is changed. The ranks see to it for certain, also across machines.
+    """Raise UserError if another run goes on in this directory, before anything in it is changed.
 
-    A job of Slurm that still waits there would run what is frozen now.
+    The checkpoint lock of the ranks decides for certain, also across machines. A Slurm job that waits there would run
+    what is frozen now.
     """
     if (folder.checkpoints / "lock").exists():  # rare; and this import takes a second
         from hpc_train.checkpoint.storage.lock import refuse_if_locked
@@ -127,8 +125,8 @@ def _refuse_second_run(folder: RunDirectory) -> None:
         refuse_unfinished_job(folder.path, run_client)
 
 
-def _as_rank(config: RunConfig, me: ProcessIdentity, stop: StopRequest) -> int:
-    """One rank of srun, torchrun or mpirun. Process 0 decides the run directory, the others take it from the store."""
+def _train_as_rank(config: RunConfig, identity: ProcessIdentity, stop: StopRequest, output: CommandOutput) -> int:
+    """Train as one rank of srun, torchrun or mpirun: process 0 decides the run directory, the others get it from it."""
     import logging
 
     from hpc_train.launch.rank_entrypoint import exit_now, import_training
@@ -140,7 +138,7 @@ def _as_rank(config: RunConfig, me: ProcessIdentity, stop: StopRequest) -> int:
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank
 
-    logging.basicConfig(level=logging.INFO if me.process == 0 else logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.INFO if identity.process == 0 else logging.WARNING, format="%(message)s")
     for handler in logging.getLogger().handlers:  # all ranks print here: what one has reported is enough
         handler.addFilter(lambda record: not getattr(record, "repeated", False))
     os.umask(0o077)
@@ -149,22 +147,22 @@ def _as_rank(config: RunConfig, me: ProcessIdentity, stop: StopRequest) -> int:
         timeout = timedelta(seconds=config.launch.timeout_seconds)
         meeting = timedelta(seconds=config.launch.rendezvous_seconds)
         task = join(interface=config.cluster.fabric.interface, timeout=timeout, meeting=meeting)
-        answer = share_spec(config, task)
+        answer = share_spec(config, task, output)
         if answer.spec is None:
             return EXIT_DONE
         logs = answer.spec.folder().logs(answer.attempt)
-        if me.process == 0:
-            write_attempt_marker(logs, me.launcher, os.getpid(), current_job_id(os.environ))
+        if identity.process == 0:
+            write_attempt_marker(logs, identity.launcher, os.getpid(), current_job_id(os.environ))
         code = run_rank(answer.spec.run_config(), task, answer.spec.folder(), answer.attempt, stop)
-        if me.process == 0:
+        if identity.process == 0:
             write_result_marker(logs, code)
         return code
     except BaseException as error:
         # Libraries' exit handlers (MPI_Finalize is one) would wait for peers that may never come.
-        exit_now(_report_failure(error, me, logs))
+        exit_now(_report_failure(error, identity, logs, output))
 
 
-def _report_failure(error: BaseException, me: ProcessIdentity, logs: Path | None) -> int:
+def _report_failure(error: BaseException, identity: ProcessIdentity, logs: Path | None, output: CommandOutput) -> int:
     """Say why this rank ends, once for all ranks; returns its exit code.
 
     The whole traceback is in the log of the rank.
@@ -175,13 +173,13 @@ def _report_failure(error: BaseException, me: ProcessIdentity, logs: Path | None
         return EXIT_USER_ERROR
     code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
     if logs is None:
-        print(_format_early_error(error), file=sys.stderr)
+        output.print_message(_format_early_error(error))
         return code
     first = _is_first_report(logs)
-    text = _record_rank_failure(error, me, logs)
+    text = _record_rank_failure(error, identity, logs)
     write_result_marker(logs, code)
     if first:
-        print(f"hpc-train: {text}", file=sys.stderr)
+        output.report(text)
     return code
 
 
@@ -203,35 +201,35 @@ def _is_first_report(logs: Path) -> bool:
     return True
 
 
-def _record_rank_failure(error: BaseException, me: ProcessIdentity, logs: Path) -> str:
+def _record_rank_failure(error: BaseException, identity: ProcessIdentity, logs: Path) -> str:
     """Record the failure, and its traceback in the rank's log; returns what to print."""
     from hpc_train.launch.failures import FirstError
     from hpc_train.training.run_records import record_failure
 
-    failure = record_failure(logs, me.process, me.host, error)
+    failure = record_failure(logs, identity.process, identity.host, error)
     if failure.user_error:
         return failure.message
-    log = logs / f"task-{me.process}.log"
+    log = logs / f"task-{identity.process}.log"
     log.touch(0o600)
     with log.open("a") as file:
         file.write(failure.traceback)
-    found = FirstError(me.process, failure.text(), me.host, failure.traceback, tuple(failure.summary))
+    found = FirstError(identity.process, failure.text(), identity.host, failure.traceback, tuple(failure.summary))
     return found.brief(log)
 
 
 class _ReportedByRank0(Exception):
-    """Process 0 tells the user what is wrong."""
+    """Raised on the other processes where process 0 reports the error."""
 
 
 @dataclass(frozen=True)
 class SharedSpec:
-    """What process 0 tells the others: what to run, or that there is nothing to do."""
+    """The message of process 0 to the others: what to run, or that there is nothing to do."""
 
     spec: JobSpec | None
     attempt: int = 0
 
 
-def share_spec(config: RunConfig, task: Task) -> SharedSpec:
+def share_spec(config: RunConfig, task: Task, output: CommandOutput) -> SharedSpec:
     """Freeze the run on process 0; every process gets its spec and attempt.
 
     Raises UserError on process 0 if it cannot be frozen, and _ReportedByRank0 on the others. A collective.
@@ -239,7 +237,7 @@ def share_spec(config: RunConfig, task: Task) -> SharedSpec:
     from hpc_train.runtime.consensus import decide_on_process_0, leave_together
 
     try:
-        message = decide_on_process_0(task, "spec", lambda: _freeze_on_rank_0(config, task.processes))
+        message = decide_on_process_0(task, "spec", lambda: _freeze_on_rank_0(config, task.processes, output))
     except UserError:
         if task.process == 0:
             raise
@@ -250,9 +248,9 @@ def share_spec(config: RunConfig, task: Task) -> SharedSpec:
     return SharedSpec(JobSpec(**message["spec"]), message["attempt"])
 
 
-def _freeze_on_rank_0(config: RunConfig, processes: int) -> dict[str, Any]:
-    spec = freeze_run(config, processes)
+def _freeze_on_rank_0(config: RunConfig, processes: int, output: CommandOutput) -> dict[str, Any]:
+    spec = freeze_run(config, processes, output.report)
     if done := describe_finished_run(config, spec.folder()):
-        print(done)
+        output.print_result(done)
         return {}
     return {"spec": asdict(spec), "attempt": make_attempt(spec.folder())}

@@ -1,8 +1,9 @@
 """The agent of one node: watches its ranks and reports what it sees, a line of JSON each second on stdout.
 
 `python -m hpc_train.resilience.agent LOGS SETTINGS`, started by the supervisor as a job step of its own on every
-node. It opens no port and reads nothing from shared storage. It ends when its standard input does: then the supervisor
-is gone or has no more need of it. Standard library only.
+node. It opens no port and reads nothing from shared storage. A line `kill` on its standard input has it kill the ranks
+of its node. It ends when its standard input does: then the supervisor is gone or has no more need of it. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from typing import Any
 
 from hpc_train.regular_files import parse_json_object
 from hpc_train.resilience.deadlines import limits_from_settings
-from hpc_train.resilience.heartbeat import Phase, remove_entries
+from hpc_train.resilience.heartbeat import Phase, kill_ranks, remove_entries
 from hpc_train.resilience.incident import read_machine
 from hpc_train.resilience.notices import NoticeWatch
 from hpc_train.resilience.watch import LOOK_SECONDS, NodeWatch, RankView
 
 REPORT_SECONDS = 1.0
 """Between two lines."""
+KILL = b"kill\n"
+"""What the supervisor writes to have the ranks killed."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,12 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
             report = Report(host, views, notice, notices.failure or "", watch.deadlines.learned(), machine)
             os.write(1, encode_report(report).encode() + b"\n")
         readable, _, _ = select.select([0], [], [], LOOK_SECONDS)
-        if readable and not os.read(0, 4096):
+        if not readable:
+            continue
+        order = os.read(0, 4096)
+        if KILL in order:
+            kill_ranks(logs)
+        if not order:
             notices.close()
             remove_entries(logs)
             return

@@ -20,6 +20,8 @@ from hpc_train.regular_files import parse_json_object, read_text
 
 NODES = "nodes.jsonl"
 """File in a run directory, to which strikes are appended."""
+EXCLUDE = "exclude"
+"""File in an attempt's log directory: the nodes that a requeue leaves out. The batch script reads it."""
 HARDWARE, SOFTWARE = 2, 1
 """Weight of a strike: what only the node can have done, and what the program may have done."""
 SCORE_TO_EXCLUDE = 2

@@ -13,6 +13,7 @@ import hashlib
 import mmap
 import os
 import shutil
+import signal
 import stat
 import struct
 import time
@@ -172,6 +173,19 @@ def _read_entries(folder: Path, tasks: list[int]) -> Iterator[Beat]:
                 os.close(descriptor)
             if version == _VERSION:
                 yield Beat(task, process, Phase(phase), step, counter)
+
+
+def kill_ranks(logs: Path) -> list[int]:
+    """Send SIGKILL to the ranks of this node, and return their tasks. Only a process that has its entry mapped is one."""
+    killed = []
+    for beat in read_beats(logs):
+        entry = f"{find_folder(logs).name}/{beat.task}"
+        with suppress(OSError):
+            maps = Path(f"/proc/{beat.process}/maps").read_text(errors="replace")
+            if any(line.removesuffix(" (deleted)").endswith(entry) for line in maps.splitlines()):
+                os.kill(beat.process, signal.SIGKILL)
+                killed.append(beat.task)
+    return killed
 
 
 def remove_entries(logs: Path) -> None:

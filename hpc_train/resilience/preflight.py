@@ -19,12 +19,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from hpc_train.interfaces import World
 from hpc_train.messages import Codec, all_gather_values
 from hpc_train.regular_files import read_json
 from hpc_train.timing import time_calls
@@ -58,6 +57,22 @@ SIZES = {
     ("full", "cuda"): ProbeSizes(16384, 1 << 29, 1 << 31, 15, 0.5),
 }
 """By resilience.preflight and the kind of device. On an H100, "quick" takes well below a second."""
+
+
+class RankPlace(Protocol):
+    """Where a rank is; a World says it."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def node(self) -> int:
+        """Index among the nodes of the job."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True)
@@ -106,15 +121,15 @@ class Preflight:
         return {"nodes": [asdict(node) for node in self.nodes], "slow": [asdict(node) for node in self.slow]}
 
 
-def run_preflight(world: World, host: str, sizes: ProbeSizes, earlier: Sequence[NodeFigures] = ()) -> Preflight:
+def run_preflight(place: RankPlace, host: str, sizes: ProbeSizes, earlier: Sequence[NodeFigures] = ()) -> Preflight:
     """Measure all nodes of the job, again if one stands out, and return those that stood out both times.
 
     host: name of this rank's node. earlier: figures of an earlier attempt of the run, of any nodes. A collective.
     """
-    nodes = measure_nodes(world, host, sizes)
+    nodes = measure_nodes(place, host, sizes)
     slow = find_slow_nodes(nodes, earlier)
     if slow:
-        nodes = measure_nodes(world, host, sizes)
+        nodes = measure_nodes(place, host, sizes)
         before = {(node.host, node.what) for node in slow}
         slow = [node for node in find_slow_nodes(nodes, earlier) if (node.host, node.what) in before]
     return Preflight(nodes, slow)
@@ -124,15 +139,15 @@ FILE = "preflight.json"
 """File in an attempt's log directory."""
 
 
-def check_nodes(kind: str, world: World, host: str, logs: Path) -> Preflight:
+def check_nodes(kind: str, place: RankPlace, host: str, logs: Path) -> Preflight:
     """Measure the job's nodes before its first step; the caller writes the result to FILE. A collective.
 
     kind: resilience.preflight, "quick" or "full". logs: log directory of the attempt; figures of earlier attempts of
     the run beside it are compared with.
     """
-    sizes = SIZES[kind, world.device.type]
-    earlier = _gather(read_earlier_figures(logs) if world.rank == 0 else [])[0]
-    return run_preflight(world, host, sizes, earlier)
+    sizes = SIZES[kind, place.device.type]
+    earlier = _gather(read_earlier_figures(logs) if place.rank == 0 else [])[0]
+    return run_preflight(place, host, sizes, earlier)
 
 
 def read_earlier_figures(logs: Path) -> list[NodeFigures]:
@@ -149,9 +164,9 @@ def read_earlier_figures(logs: Path) -> list[NodeFigures]:
 # --- measure
 
 
-def measure_nodes(world: World, host: str, sizes: ProbeSizes) -> list[NodeFigures]:
+def measure_nodes(place: RankPlace, host: str, sizes: ProbeSizes) -> list[NodeFigures]:
     """Measure every node once. A collective."""
-    ranks: list[_RankFigures] = _gather(_RankFigures(world.node, world.local_rank, host, *_measure_alone(world, sizes)))
+    ranks: list[_RankFigures] = _gather(_RankFigures(place.node, place.local_rank, host, *_measure_alone(place, sizes)))
     members: dict[int, list[int]] = {}
     for rank, of_rank in sorted(enumerate(ranks), key=lambda pair: (pair[1].node, pair[1].local)):
         members.setdefault(of_rank.node, []).append(rank)
@@ -159,9 +174,9 @@ def measure_nodes(world: World, host: str, sizes: ProbeSizes) -> list[NodeFigure
     exchange, partners = dict.fromkeys(nodes, 0.0), dict[int, set[int]]()
     if len(nodes) > 1:
         first = pair_neighbours(nodes)
-        exchange = _exchange_in_pairs(world, first, members, sizes)
+        exchange = _exchange_in_pairs(place, first, members, sizes)
         second = pair_slow_with_fast(exchange, first)
-        again = _exchange_in_pairs(world, second, members, sizes)
+        again = _exchange_in_pairs(place, second, members, sizes)
         exchange = {node: min(exchange[node], again[node]) for node in nodes}
         for one, other in [*first, *second]:
             partners.setdefault(one, set()).add(other)
@@ -192,17 +207,17 @@ def _gather(value: Any) -> list[Any]:
     return all_gather_values(value, codec=Codec((_RankFigures, NodeFigures)))
 
 
-def _measure_alone(world: World, sizes: ProbeSizes) -> tuple[float, float]:
+def _measure_alone(place: RankPlace, sizes: ProbeSizes) -> tuple[float, float]:
     """Return mean seconds of a matrix product and of a copy, while all ranks do the same."""
-    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    a, b = (torch.ones(sizes.matrix, sizes.matrix, dtype=dtype, device=world.device) for _ in range(2))
+    dtype = torch.bfloat16 if place.device.type == "cuda" else torch.float32
+    a, b = (torch.ones(sizes.matrix, sizes.matrix, dtype=dtype, device=place.device) for _ in range(2))
     dist.barrier()
-    product = _mean_seconds(lambda: torch.mm(a, b), sizes, world.device)
+    product = _mean_seconds(lambda: torch.mm(a, b), sizes, place.device)
     if not sizes.copied:
         return product, 0.0
-    source = torch.ones(sizes.copied, dtype=torch.uint8, device=world.device)
+    source = torch.ones(sizes.copied, dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
-    return product, _mean_seconds(lambda: target.copy_(source), sizes, world.device)
+    return product, _mean_seconds(lambda: target.copy_(source), sizes, place.device)
 
 
 def _mean_seconds(work: Callable[[], object], sizes: ProbeSizes, device: torch.device) -> float:
@@ -255,24 +270,24 @@ def pair_slow_with_fast(seconds: dict[int, float], before: Pairs) -> Pairs:
 
 
 def _exchange_in_pairs(
-    world: World, pairs: Pairs, members: dict[int, list[int]], sizes: ProbeSizes
+    place: RankPlace, pairs: Pairs, members: dict[int, list[int]], sizes: ProbeSizes
 ) -> dict[int, float]:
     """Exchange data within every pair at the same time; returns seconds a repetition, by node.
 
     Rank i of a node exchanges with rank i of the other. A node in two pairs has its second exchange afterwards; the
     better one counts.
     """
-    sent = torch.zeros(sizes.exchanged, dtype=torch.uint8, device=world.device)
+    sent = torch.zeros(sizes.exchanged, dtype=torch.uint8, device=place.device)
     received = torch.empty_like(sent)
     best: dict[int, float] = {}
     for disjoint in _split_into_disjoint(pairs):
-        partner = _find_partner(world, disjoint, members)
+        partner = _find_partner(place, disjoint, members)
         dist.barrier()
         seconds = 0.0
         if partner is not None:
-            seconds = _median_seconds(partial(_exchange, sent, received, partner), sizes.repeats, world.device)
+            seconds = _median_seconds(partial(_exchange, sent, received, partner), sizes.repeats, place.device)
         slowest: dict[int, float] = {}
-        for node, took in _gather((world.node, seconds)):
+        for node, took in _gather((place.node, seconds)):
             slowest[node] = max(slowest.get(node, 0.0), took)
         for pair in disjoint:
             took = max(slowest[node] for node in pair)
@@ -286,13 +301,13 @@ def _split_into_disjoint(pairs: Pairs) -> list[Pairs]:
     return [pairs] if len(nodes) == len(set(nodes)) else [pairs[:-1], pairs[-1:]]
 
 
-def _find_partner(world: World, pairs: Pairs, members: dict[int, list[int]]) -> int | None:
+def _find_partner(place: RankPlace, pairs: Pairs, members: dict[int, list[int]]) -> int | None:
     """Return the rank to exchange data with; None for a rank without one, as where nodes have unequal numbers."""
-    pair = next((pair for pair in pairs if world.node in pair), None)
+    pair = next((pair for pair in pairs if place.node in pair), None)
     if pair is None:
         return None
-    other = members[pair[1] if pair[0] == world.node else pair[0]]
-    index = members[world.node].index(world.rank)
+    other = members[pair[1] if pair[0] == place.node else pair[0]]
+    index = members[place.node].index(place.rank)
     return other[index] if index < len(other) else None
 
 

@@ -94,8 +94,12 @@ class Policy:
     """Whether it makes checkpoints at all."""
     enough_nodes: bool = True
     """Whether the allocation has enough nodes that are neither lost nor to be left out."""
+    fewer_nodes: str = ""
+    """How many these are, such as "2 of 3 nodes", where it goes on with fewer than it was submitted for."""
     can_requeue: bool = False
-    """Whether the job may go back to the queue."""
+    """Whether the job may go back to the queue, or another one of its chain may go on."""
+    by: str = "by a requeue"
+    """How the run gets other nodes."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ def decide_after_fault(fault: Fault, history: History, saved: int | None, policy
     place = f"from step {saved}" if saved is not None else "from the beginning"
     count = f"restart {used + 1} of {policy.restarts} without a newer save"
     if policy.enough_nodes:
-        return Decision(Action.RESTART, f"starting again {place} ({count})")
+        fewer = f" on {policy.fewer_nodes}" if policy.fewer_nodes else ""
+        return Decision(Action.RESTART, f"starting again {place}{fewer} ({count})")
     if policy.can_requeue:
-        return Decision(Action.REQUEUE, f"going on {place} on other nodes, by a requeue ({count})")
+        return Decision(Action.REQUEUE, f"going on {place} on other nodes, {policy.by} ({count})")
     return Decision(Action.END, "too few nodes are left, and the job may not be requeued (launch.max_attempts)")

@@ -121,12 +121,17 @@ class UpdateGuard:
         """Skip the updates of the samples of these steps, too."""
         self._given.entries.extend(entries)
 
+    def wants_replay(self, loss: float, norm: float, first_sample: int) -> bool:
+        """Return whether a step is to be computed again before it is judged; the same on all ranks."""
+        wanted = self._config.replay and self._act and self._able
+        return wanted and self.find_anomaly(loss, norm, first_sample)[0] in ("nonfinite", "spike")
+
     def judge(self, loss: float, norm: float, first_sample: int) -> tuple[str | None, str | None, bool]:
         """Judge one step by its mean loss and gradient norm, the same on all ranks.
 
         Returns the kind of anomaly (None: none), the reason in words, and whether to skip the update.
         """
-        kind, reason = self._find_anomaly(loss, norm, first_sample)
+        kind, reason = self.find_anomaly(loss, norm, first_sample)
         wanted = kind == "listed" or (kind == "nonfinite" and self._config.skip_nonfinite)
         wanted |= kind == "spike" and self._config.spikes == "skip"
         skip = wanted and self._able and (self._act or kind == "listed")
@@ -135,7 +140,8 @@ class UpdateGuard:
         self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if kind == "nonfinite" and skip else 0
         return kind, reason, skip
 
-    def _find_anomaly(self, loss: float, norm: float, first_sample: int) -> tuple[str | None, str | None]:
+    def find_anomaly(self, loss: float, norm: float, first_sample: int) -> tuple[str | None, str | None]:
+        """Return the kind of anomaly of a step and the reason in words; (None, None) if it has none."""
         if self._given.covers(first_sample):
             return "listed", "its samples are in resilience.numbers.skip_list"
         if not math.isfinite(loss):

@@ -45,6 +45,7 @@ from hpc_train.runtime.processes import StopRequest
 from hpc_train.training.anomalies import UpdateGuard
 from hpc_train.training.number_checks import RanksDisagree, check_last_norm, check_numbers, distrust_steps
 from hpc_train.training.optimizer import compute_learning_rate, scale_peak_rate, seed_step
+from hpc_train.training.replay import replay_step
 from hpc_train.training.replica_check import ReplicaCheck
 from hpc_train.training.reporter import Reporter
 from hpc_train.training.rollback import ROLLBACKS, RollbackState
@@ -385,20 +386,17 @@ def train_step(run: TrainingRun) -> StepResult:
     run.heartbeat.enter(Phase.STEP if run.steps_here >= _FIRST_STEPS else Phase.FIRST_STEP, run.step)
     if run.injector is not None:
         run.injector.before_step(run.step, run.engine.parts)
-    # Ranks that share samples must draw the same dropout; pipeline stages and data-parallel shares different ones.
-    seed_step(config.train.seed, run.step, run.world.dp_index + run.world.dp_size * get_axis_index(run.world, "pp"))
-    sums = run.engine.forward_backward(batch)
-    check_last_norm(run, sums.agree)
-    if run.injector is not None:
-        run.injector.after_backward(run.engine.parts)
-    waited = run.wait_until_copied()  # a save may still be copying what `clip` and `update` change
-    norm = run.engine.clip(config.optim.max_norm)
+    sums, norm, waited = _compute_gradient(run, batch)
     lr = compute_learning_rate(config.optim.schedule, run.peak_lr, run.step, run.steps)
     # Waits for the device. The optimizer's work on it is part of the next step's time.
     run.last_loss = float(sums.loss) / max(sums.tokens, 1)
+    replayed = run.guard.wants_replay(run.last_loss, float(norm), run.consumed_samples)
+    if replayed:
+        sums, norm = replay_step(run, sums, float(norm), lambda: _compute_gradient(run, batch)[:2])
+        run.last_loss = float(sums.loss) / max(sums.tokens, 1)
     # With parameter servers every worker has a norm of its own.
     run.last_norm = float(norm) if config.parallel.server.mode == "none" else 0.0
-    updated = _update_unless_skipped(run, run.last_loss, float(norm), lr)
+    updated = _update_unless_skipped(run, run.last_loss, float(norm), lr, replayed)
     run.steps_here += 1
     seconds = time.perf_counter() - started - waited
     run.finite &= not updated or (math.isfinite(run.last_loss) and math.isfinite(norm))
@@ -425,13 +423,28 @@ def train_step(run: TrainingRun) -> StepResult:
     return StepResult(record, sums.stop)
 
 
-def _update_unless_skipped(run: TrainingRun, loss: float, norm: float, lr: float) -> bool:
+def _compute_gradient(run: TrainingRun, batch: StepBatch) -> tuple[Sums, torch.Tensor, float]:
+    """Compute and clip the gradient of a step; returns its sums, its norm, and the seconds waited for a save."""
+    # Ranks that share samples must draw the same dropout; pipeline stages and data-parallel shares different ones.
+    share = run.world.dp_index + run.world.dp_size * get_axis_index(run.world, "pp")
+    seed_step(run.config.train.seed, run.step, share)
+    sums = run.engine.forward_backward(batch)
+    check_last_norm(run, sums.agree)
+    if run.injector is not None:
+        run.injector.after_backward(run.engine.parts)
+    waited = run.wait_until_copied()  # a save may still be copying what `clip` and `update` change
+    return sums, run.engine.clip(run.config.optim.max_norm), waited
+
+
+def _update_unless_skipped(run: TrainingRun, loss: float, norm: float, lr: float, replayed: bool) -> bool:
     """Update the parameters, unless the step's numbers are wrong; returns whether they were updated.
 
-    Counts the step either way, and records what was skipped.
+    Counts the step either way, and records what was skipped. replayed: these numbers are the second ones.
     """
     first_sample = run.consumed_samples
     kind, reason, skip = run.guard.judge(loss, norm, first_sample)
+    if kind is not None and replayed:
+        reason = f"{reason}, also when computed again"
     if skip:
         run.engine.skip_update()
     updated = not skip and run.engine.update(lr)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from submitit.local.local import LocalJob
 
 from hpc_train.errors import UserError
-from hpc_train.launch.callables.local_executor import LocalCallExecutor, LocalJobs, count_fitting_jobs, visible_devices
+from hpc_train.launch.callables.local_executor import LocalCallExecutor, LocalJobs, count_fitting_jobs
 from hpc_train.launch.callables.waiting import StartedJob
 from hydra_plugins.hpc_train_launchers._config import HpcLocalConf
 from hydra_plugins.hpc_train_launchers._point import RunPoint
@@ -88,7 +88,7 @@ def _parallel_points(settings: HpcLocalConf) -> int:
         if (value := getattr(settings, name)) is not None and value < 1:
             raise UserError(f"hydra.launcher.{name}={value}: must be >= 1")
     try:
-        fitting = count_fitting_jobs(settings.ranks, settings.gpus_per_point, visible_devices())
+        fitting = count_fitting_jobs(settings.ranks, settings.gpus_per_point)
     except UserError as error:
         raise UserError(f"hydra.launcher.gpus_per_point={settings.gpus_per_point}: {error}") from None
     if settings.gpus_per_point is None:

@@ -88,20 +88,21 @@ def test_a_process_id_that_is_another_process_now(tmp_path: Path) -> None:
 
 
 def test_a_requeued_job_takes_over_its_own_lock(tmp_path: Path) -> None:
-    elsewhere(tmp_path, job="77", attempt=1)
+    elsewhere(tmp_path, job="77", restarts=1)
     started = time.monotonic()
     take_lock(tmp_path, {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"}, beat=1000).release()
+    elsewhere(tmp_path, job="77", attempt=1)
+    take_lock(tmp_path, {"SLURM_JOB_ID": "77", "HPC_TRAIN_ATTEMPT": "2"}, beat=1000).release()
     assert time.monotonic() - started < 500, "without looking for a heartbeat"
 
 
 @pytest.mark.parametrize("job", ["77", "78", None])
 def test_a_job_elsewhere_is_alive_while_its_heart_beats(tmp_path: Path, job: str | None) -> None:
     """Also another step of the same attempt of the same job."""
-    lock = elsewhere(tmp_path, job=job, attempt=1)
+    lock = elsewhere(tmp_path, job=job, restarts=1, attempt=3)
     lock.start_beating()
-    assert "on node7 is writing checkpoints there" in refusal(
-        tmp_path, {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
-    )
+    env = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1", "HPC_TRAIN_ATTEMPT": "3"}
+    assert "on node7 is writing checkpoints there" in refusal(tmp_path, env)
     lock.release()
     assert is_free(tmp_path)
 
@@ -350,5 +351,5 @@ def test_all_ranks_of_the_second_job_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_owner_is_told_in_words() -> None:
-    owner = LockOwner("node7", "boot", 12, "99", "77", 2, "ab")
-    assert str(owner) == "Slurm job 77 (attempt 2), process 12 on node7"
+    owner = LockOwner("node7", "boot", 12, "99", "77", 2, 5, "ab")
+    assert str(owner) == "Slurm job 77, process 12 on node7"

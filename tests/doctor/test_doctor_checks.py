@@ -26,6 +26,8 @@ from hpc_train.doctor.findings import (
     warn_check,
 )
 from hpc_train.doctor.machine import GpuClock
+from hpc_train.doctor.speeds import check_slow_nodes
+from hpc_train.resilience.preflight import NodeFigures, Preflight, SlowNode
 
 
 def _is(found: Finding, status: Status, *words: str) -> None:
@@ -351,3 +353,21 @@ def test_what_this_machine_says_of_itself() -> None:
     assert {"python", "torch", "hdf5", "gpus", "slurm", "/dev/shm", "memlock", "nofile", "run_dir"} <= {
         it.name for it in found
     }
+
+
+def test_slow_nodes_of_a_job_are_named_with_what_to_do() -> None:
+    nodes = [NodeFigures(f"n{index}", 2e-3, exchange=5e-3) for index in range(3)]
+    found = check_slow_nodes(Preflight(nodes))
+    assert (found.status, found.text) == (
+        "ok",
+        "none of 3 stands out: matrix product 2 ms, exchange with another node 5 ms",
+    )
+    slow = [
+        SlowNode("n1", "matrix product", 6e-3, 2e-3),
+        SlowNode("n2", "exchange with other nodes", 1e-2, 5e-3, blamed=False),
+    ]
+    found = check_slow_nodes(Preflight(nodes, slow))
+    assert found.status == "warn"
+    assert "n1: matrix product takes 6 ms, 3.0 x the usual 2 ms" in found.text
+    assert "n2: exchange with other nodes takes 10 ms, 2.0 x the usual 5 ms, or its partner is slow" in found.text
+    assert "launch.exclude" in found.advice

@@ -175,9 +175,9 @@ class Sweeping:
             assert hydra is not None
             config = hydra.compose_config("config", [*base, f"place={self.place}"], run_mode=RunMode.MULTIRUN)
             context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks())
-            it = Plugins.instance().instantiate_launcher(context, task, config)
+            launcher = Plugins.instance().instantiate_launcher(context, task, config)
             shared = [f"place={self.place}"]
-            return list(it.launch([[*shared, *point] for point in points], initial_job_idx=first))
+            return list(launcher.launch([[*shared, *point] for point in points], initial_job_idx=first))
 
 
 @contextmanager

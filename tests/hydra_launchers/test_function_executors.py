@@ -28,10 +28,10 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
     def write(name: str, script: str) -> Path:
-        said = folder / f"{name}.said"
-        (folder / name).write_text(f'#!/bin/bash\necho "$@" >>{said}\n{script}\n')
+        calls = folder / f"{name}.said"
+        (folder / name).write_text(f'#!/bin/bash\necho "$@" >>{calls}\n{script}\n')
         (folder / name).chmod(stat.S_IRWXU)
-        return said
+        return calls
 
     write("srun", "")
     write("scontrol", 'echo "MaxArraySize = 2"')
@@ -43,16 +43,16 @@ def double(x: int) -> int:
 
 
 def test_arrays_are_cut_and_keep_all_that_a_single_job_has(stub: Stub, tmp_path: Path) -> None:
-    said = stub("sbatch", f'echo "Submitted batch job $(($(wc -l <{tmp_path}/stubs/sbatch.said) + 40))"')
+    calls = stub("sbatch", f'echo "Submitted batch job $(($(wc -l <{tmp_path}/stubs/sbatch.said) + 40))"')
     executor = SlurmCallExecutor(tmp_path / "calls", max_attempts=7)
     executor.update_parameters(partition="batch", array_parallelism=1)
     jobs = executor.map_array(double, [1, 2, 3])
     assert [job.job_id for job in jobs] == ["41_0", "42_0", "42_1"]
-    assert len(said.read_text().splitlines()) == 2
+    assert len(calls.read_text().splitlines()) == 2
     for script in (tmp_path / "calls").glob("*_submission.sh"):
         text = script.read_text()
         assert "hpc_train.launch.callables.worker" in text, "our own worker"
-        assert "-lt 7 ]" in text, "our own settings"
+        assert "hpc_max_attempts=7 " in text, "our own settings"
         assert "--partition=batch" in text
     assert load_pickle(jobs[2].paths.submitted_pickle).args == (3,)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "calls").iterdir()} == {0o600}

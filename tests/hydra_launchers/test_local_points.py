@@ -25,9 +25,9 @@ def sweeping(tmp_path: Path) -> Sweeping:
 
 def test_a_point_that_fails_hides_no_other(sweeping: Sweeping) -> None:
     returns = sweeping.launch(
-        "hpc_local", ["parallel_points=3"], *([f"do={it}"] for it in ("raise", "value", "exit", "kill", "thread"))
+        "hpc_local", ["parallel_points=3"], *([f"do={word}"] for word in ("raise", "value", "exit", "kill", "thread"))
     )
-    assert [it.status is JobStatus.COMPLETED for it in returns] == [False, True, False, False, False]
+    assert [returned.status is JobStatus.COMPLETED for returned in returns] == [False, True, False, False, False]
     raised, squared, left, killed, lock = map(value, returns)
     assert squared == 1.0
     assert "sweeping.Picky: 3 and 4" in str(raised) + "".join(getattr(raised, "__notes__", ()))
@@ -45,7 +45,7 @@ def test_a_point_that_fails_hides_no_other(sweeping: Sweeping) -> None:
 def test_files_are_few_and_their_owners_alone(sweeping: Sweeping) -> None:
     before = os.umask(0o002)  # as on machines where groups share everything
     try:
-        sweeping.launch("hpc_local", ["parallel_points=2"], *([f"x={it}"] for it in range(4)))
+        sweeping.launch("hpc_local", ["parallel_points=2"], *([f"x={number}"] for number in range(4)))
     finally:
         os.umask(before)
     files = list(sweeping.folder.iterdir())
@@ -57,12 +57,12 @@ def test_files_are_few_and_their_owners_alone(sweeping: Sweeping) -> None:
 def test_yaml_that_is_edited_after_submission_changes_nothing(sweeping: Sweeping) -> None:
     returns = sweeping.launch("hpc_local", ["parallel_points=1"], ["do=edit"], ["do=value"])
     assert "999" in (sweeping.place / "conf/config.yaml").read_text()
-    assert [value(it) for it in returns] == [1.0, 1.0]
+    assert [value(returned) for returned in returns] == [1.0, 1.0]
 
 
 def test_no_more_points_run_at_once_than_were_allowed(sweeping: Sweeping) -> None:
-    returns = sweeping.launch("hpc_local", ["parallel_points=2"], *(["do=count", f"x={it}"] for it in range(5)))
-    counts = [value(it) for it in returns]
+    returns = sweeping.launch("hpc_local", ["parallel_points=2"], *(["do=count", f"x={number}"] for number in range(5)))
+    counts = [value(returned) for returned in returns]
     assert counts[:2] == [2, 2]
     assert max(counts) == 2
 
@@ -72,7 +72,7 @@ def test_points_that_run_at_once_have_gpus_of_their_own(sweeping: Sweeping, monk
     monkeypatch.setenv("NAMED_IN_THE_CONFIGURATION", "here")
     settings = ["gpus_per_point=1", "parallel_points=2", "threads=1"]
     returns = sweeping.launch("hpc_local", settings, *(["do=seen"] for _ in range(2)))
-    seen = [value(it)["env"]["CUDA_VISIBLE_DEVICES"] for it in returns]
+    seen = [value(returned)["env"]["CUDA_VISIBLE_DEVICES"] for returned in returns]
     assert sorted(seen) == ["4", "5"]
     assert value(returns[0])["variable"] == "here"
 
@@ -103,7 +103,7 @@ def test_ctrl_c_ends_every_point_and_starts_no_other(sweeping: Sweeping) -> None
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.DEVNULL)
-    numbers = [int(wait_for(sweeping.place / f"holds-{it}")) for it in range(2)]
+    numbers = [int(wait_for(sweeping.place / f"holds-{number}")) for number in range(2)]
     process.send_signal(signal.SIGINT)
     assert process.wait(60) != 0
     assert not [number for number in numbers if Path(f"/proc/{number}").exists()]
@@ -126,5 +126,5 @@ def test_an_application_that_only_has_the_plugin_installed_imports_nothing_heavy
         "import json, sys; from hydra.core.plugins import Plugins; Plugins.instance(); "
         f"print(json.dumps([name for name in {heavy} if name in sys.modules]))"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert json.loads(said.stdout) == []
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []

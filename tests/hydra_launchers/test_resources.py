@@ -36,8 +36,8 @@ def shape(settings: HpcSlurmConf, point: DictConfig | None = None) -> PointResou
 
 
 def test_settings_are_those_of_conf_launch() -> None:
-    known = {item.name for kind in (HpcLocalConf, HpcSlurmConf) for item in fields(kind)}
-    missing = {item.name for item in fields(LaunchConfig)} - known - NOT_FOR_ANY_APPLICATION
+    names = {item.name for kind in (HpcLocalConf, HpcSlurmConf) for item in fields(kind)}
+    missing = {item.name for item in fields(LaunchConfig)} - names - NOT_FOR_ANY_APPLICATION
     assert {name for name in missing if name.split("_")[0] not in ELSEWHERE} == set()
     for item in fields(LaunchConfig):
         default = getattr(HpcSlurmConf(name="hpc_train"), item.name, None)
@@ -83,10 +83,10 @@ def test_a_cluster_and_a_parallel_of_somebody_else_mean_nothing_to_us() -> None:
     ],
 )
 def test_what_makes_no_sense_is_one_line(settings: dict[str, Any], point: dict[str, Any], message: str) -> None:
-    it = OmegaConf.merge(ours(), point) if point else OmegaConf.create({"x": 1})
-    assert isinstance(it, DictConfig)
+    config = OmegaConf.merge(ours(), point) if point else OmegaConf.create({"x": 1})
+    assert isinstance(config, DictConfig)
     with pytest.raises(UserError, match=message) as refused:
-        shape(HpcSlurmConf(name="app", **settings), it)
+        shape(HpcSlurmConf(name="app", **settings), config)
     assert str(refused.value).isprintable()
 
 

@@ -39,7 +39,7 @@ def test_two_ranks_train_a_point_and_its_loss_comes_back(tmp_path: Path) -> None
     logs = {path.name: path.read_text() for path in (tmp_path / "sweep/.submitit").glob("*_log.out")}
     assert done.returncode == 0, done.stdout + done.stderr + "".join(logs.values())
     steps = read_metrics(tmp_path / "sweep/0/run/metrics.jsonl")
-    assert [it["step"] for it in steps] == [1, 2]
+    assert [step["step"] for step in steps] == [1, 2]
     assert len(logs) == 2
     for log in logs.values():
         assert f"loss {steps[-1]['loss']!r}" in log

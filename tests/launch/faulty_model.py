@@ -2,7 +2,8 @@
 
 FAULTS="1:train:3:raise 0:save:1:hold": rank 1 raises in its third forward of training, and rank 0 holds in its first
 checkpoint until the file `go` appears (listen: until it has been asked to stop; eat: takes memory without end; poison:
-one of its weights is NaN from now on). Every fault happens once in the life of FAULT_FOLDER, where a file with its name
+one of its weights is NaN from now on; nap2.5: sleeps that many seconds; pause2.5: is stopped by SIGSTOP for that long).
+Every fault happens once in the life of FAULT_FOLDER, where a file with its name
 says that it did.
 """
 
@@ -12,6 +13,7 @@ import ctypes
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -58,6 +60,13 @@ def act(action: str, model: Faulty | None) -> None:
         return
     if action == "gil":
         ctypes.PyDLL(None).sleep(10_000)  # of a PyDLL: without giving up the lock of the interpreter
+    if action.startswith("nap"):
+        time.sleep(float(action.removeprefix("nap")))
+        return
+    if action.startswith("pause"):
+        seconds = float(action.removeprefix("pause"))
+        subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep {seconds}; kill -CONT {os.getpid()}"]).wait()
+        return
     if action == "loop":
         while True:
             pass
@@ -69,8 +78,8 @@ def act(action: str, model: Faulty | None) -> None:
         eaten = [bytearray(b"x") * (1 << 26) for _ in range(1 << 10)]
         assert not eaten, "nothing bounds the memory of this process"
     go = Path(os.environ["FAULT_FOLDER"]) / "go"
-    told = sys.modules["__main__"]
-    while not (told._stop_request.requested if action == "listen" else go.exists()):  # type: ignore[attr-defined]
+    entrypoint = sys.modules["__main__"]
+    while not (entrypoint._stop_request.requested if action == "listen" else go.exists()):  # type: ignore[attr-defined]
         time.sleep(0.01)
 
 

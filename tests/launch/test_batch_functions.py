@@ -7,9 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from submitit.core.utils import JobPaths
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_REQUEUE
+from hpc_train.launch.callables.calls import ELEMENT_VARIABLE, SHARED_CALL_VARIABLE
+from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, requeue_marker_name
 from hpc_train.launch.failures import SRUN_ERRORS
 from hpc_train.launch.local.node_sharing import SHARE_VARIABLE
 from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
@@ -42,6 +45,17 @@ def test_variables_and_the_cancel_marker_have_the_names_that_python_reads() -> N
     for variable in (SHARE_VARIABLE, ATTEMPT_VARIABLE, RENDEZVOUS_VARIABLE):
         assert f"{variable}=" in shell_functions()
     assert str(cancel_marker_path(Path("$run"), "$job")) in shell_functions()
+
+
+def test_variables_and_files_of_callables_have_the_names_that_python_reads() -> None:
+    functions = shell_functions("callables")
+    for variable in (ELEMENT_VARIABLE, SIGNAL_SECONDS_VARIABLE, SHARED_CALL_VARIABLE):
+        assert f"{variable}=" in functions
+    assert f'"$calls/{requeue_marker_name("${job}")}"' in functions
+    result = JobPaths("calls", "${job}").result_pickle.name
+    assert result.replace("_0_", '_"*"_') in functions
+    submitted = JobPaths("calls", "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}").submitted_pickle.name
+    assert f'"$calls/{submitted}"' in functions
 
 
 def test_the_functions_stand_whole_in_the_script_that_is_submitted(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(
     workshop.wait_for_fault("1:train:3:listen", job)
     job.task(1).send(signal.SIGSTOP)
     assert main(["cancel", "--yes", str(job.run_dir)]) == 0
-    said = capsys.readouterr().out
-    assert "rank 1 (task 1 on " in said
-    assert "did not answer" in said
-    assert "rank 0" not in said
+    output = capsys.readouterr().out
+    assert "rank 1 (task 1 on " in output
+    assert "did not answer" in output
+    assert "rank 0" not in output
     job.ended()
     assert processes(job.run_dir) == []
     (row,) = status(job.run_dir, capsys)
@@ -60,10 +60,10 @@ def test_a_rank_in_an_endless_loop_is_named_by_the_line_it_is_in(
     spec = job.run_dir / "job.json"
     spec.write_text(spec.read_text().replace('"cancel_seconds": 60', '"cancel_seconds": 1'))
     assert main(["cancel", "--yes", str(job.run_dir)]) == 0
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert "was ended: rank 0 (task 0 on " in said
-    assert "faulty_model.py:" in said
-    assert said.index("rank 0") < said.index("rank 1"), "the odd one first, then those that wait for it"
+    output = capsys.readouterr().out.splitlines()[-1]
+    assert "was ended: rank 0 (task 0 on " in output
+    assert "faulty_model.py:" in output
+    assert output.index("rank 0") < output.index("rank 1"), "the odd one first, then those that wait for it"
     job.ended()
     assert processes(job.run_dir) == []
 

@@ -50,7 +50,7 @@ def take(tmp_path: Path) -> Take:
     """A snapshot for a run in runs/."""
 
     def taken(*overrides: str) -> Snapshot:
-        made = snapshot_code(compose(default_to_slurm([*CUSTOM, *overrides])), tmp_path / "runs/run")
+        made = snapshot_code(compose(default_to_slurm([*CUSTOM, *overrides])), tmp_path / "runs/run", print)
         assert made is not None
         return made
 
@@ -103,7 +103,7 @@ def test_a_repository_gives_what_is_tracked_and_what_is_new_but_not_ignored(repo
     taken = take()
     expected = {"my_models.py", "helper.py", ".gitignore", "data/tracked.csv", "new.py", "pkg/deep/new.yaml"}
     assert theirs(taken) == expected
-    taken.keep()
+    taken.store()
     tree = taken.path / str(len(taken.sources) - 1)
     assert (tree / "helper.py").read_text() == "VERSION = 2\n"
     assert taken.python_path == (str(taken.path / "0"), str(tree))
@@ -146,8 +146,8 @@ def test_links_inside_stay_links_and_none_leads_out(
     (repository / "leaks").symlink_to("../elsewhere")
     taken = take()
     assert theirs(taken) == {"my_models.py", "helper.py", "pkg/a.py", "inside", "pkg/b.py"}
-    assert "not in it, as they lead out of" in capsys.readouterr().err
-    taken.keep()
+    assert "not in it, as they lead out of" in capsys.readouterr().out
+    taken.store()
     tree = Path(taken.python_path[-1])
     assert str((tree / "inside").readlink()) == "pkg"
     assert (tree / "inside/b.py").resolve() == tree / "pkg/a.py"
@@ -172,11 +172,11 @@ def test_it_is_stored_once_read_only_for_its_owner(repository: Path, take: Take,
     write(repository, "tool.sh").chmod(0o755)
     taken, before = take(), os.umask(umask & 0o077)
     try:
-        assert taken.keep() > 0
+        assert taken.store() > 0
     finally:
         os.umask(before)
     inodes = {path: path.stat().st_ino for path in stored(taken)}
-    assert take().keep() == 0
+    assert take().store() == 0
     assert {path: path.stat().st_ino for path in stored(taken)} == inodes
     modes = {stat.S_IMODE(path.stat().st_mode) for path in stored(taken) if path.is_file() and path.suffix != ".sh"}
     assert modes == {0o400}
@@ -188,7 +188,7 @@ def test_it_is_stored_once_read_only_for_its_owner(repository: Path, take: Take,
 
 def test_two_submissions_at_once_store_one(repository: Path, take: Take) -> None:
     taken = take()
-    workers = [get_context("fork").Process(target=taken.keep) for _ in range(4)]
+    workers = [get_context("fork").Process(target=taken.store) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -200,22 +200,22 @@ def test_two_submissions_at_once_store_one(repository: Path, take: Take) -> None
 
 def test_what_was_changed_in_the_store_is_stored_again(repository: Path, take: Take) -> None:
     taken = take()
-    taken.keep()
+    taken.store()
     changed = Path(taken.python_path[-1]) / "helper.py"
     changed.chmod(0o600)
     changed.write_text("VERSION = 'of somebody else'\n")
-    assert take().keep() > 0
+    assert take().store() > 0
     assert changed.read_text() == "VERSION = 1\n"
 
 
 def test_a_refused_submission_takes_back_what_it_stored_and_no_more(repository: Path, take: Take) -> None:
     taken = take()
-    kept = taken.keep()
-    taken.discard(kept)
+    written = taken.store()
+    taken.discard(written)
     assert not taken.path.parent.exists()
-    kept = taken.keep()
-    assert take().keep() == 0, "another one relies on it"
-    taken.discard(kept)
+    written = taken.store()
+    assert take().store() == 0, "another one relies on it"
+    taken.discard(written)
     assert snapshot_files.hash_folder(taken.path) == taken.hash
 
 
@@ -224,7 +224,7 @@ def test_a_store_that_others_can_write_to_is_refused(repository: Path, take: Tak
     taken.path.parent.mkdir(parents=True)
     taken.path.parent.chmod(0o777)
     with pytest.raises(UserError, match=r"is no folder of yours alone \(owner \d+, mode 777\)"):
-        taken.keep()
+        taken.store()
 
 
 def test_too_much_code_names_its_largest_files(repository: Path, take: Take) -> None:
@@ -265,7 +265,7 @@ def test_folders_on_the_path_are_frozen_and_not_looked_into_again(
 
 
 def test_a_run_without_a_component_of_the_user_freezes_hpc_train_alone(project: Path, tmp_path: Path) -> None:
-    taken = snapshot_code(compose(default_to_slurm([])), tmp_path / "runs/run")
+    taken = snapshot_code(compose(default_to_slurm([])), tmp_path / "runs/run", print)
     assert taken is not None
     assert [row["root"] for row in taken.sources] == [str(code_sources.PACKAGE_FOLDER)]
     paths = {entry.path for entry in taken.entries}
@@ -281,12 +281,12 @@ def test_an_installed_wheel_is_not_copied(tmp_path: Path) -> None:
     write(tmp_path, "hpc_train/__init__.py", (code_sources.PACKAGE_FOLDER / "__init__.py").read_text())
     for name in ("launch", "config", "models", "errors.py", "compat.py", "parallel", "training", "api.py"):
         (tmp_path / "hpc_train" / name).symlink_to(code_sources.PACKAGE_FOLDER / name)
-    told = "from hpc_train.launch.snapshot import code_sources as sources; print(sources.own_checkout())"
+    program = "from hpc_train.launch.snapshot import code_sources as sources; print(sources.own_checkout())"
     for expected, made in ((str(tmp_path / "hpc_train"), None), ("None", "hpc_train-0.1.0.dist-info/RECORD")):
         if made:
             write(tmp_path, made)
         done = subprocess.run(
-            [sys.executable, "-c", told],
+            [sys.executable, "-c", program],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(tmp_path)},
             capture_output=True,
@@ -296,9 +296,11 @@ def test_an_installed_wheel_is_not_copied(tmp_path: Path) -> None:
         assert done.stdout.strip() == expected
 
 
-def test_off_is_loud(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert snapshot_code(compose(default_to_slurm([*CUSTOM, "launch.snapshot=off"])), tmp_path / "run") is None
-    assert "launch.snapshot=off: what you edit from now on changes the job that waits" in capsys.readouterr().err
+def test_off_is_loud(project: Path, tmp_path: Path) -> None:
+    remarks: list[str] = []
+    config = compose(default_to_slurm([*CUSTOM, "launch.snapshot=off"]))
+    assert snapshot_code(config, tmp_path / "run", remarks.append) is None
+    assert remarks == ["launch.snapshot=off: what you edit from now on changes the job that waits"]
 
 
 def test_a_store_whose_name_python_cannot_search_is_refused(project: Path, take: Take, tmp_path: Path) -> None:
@@ -309,5 +311,5 @@ def test_a_store_whose_name_python_cannot_search_is_refused(project: Path, take:
 
 def test_paths_are_those_of_the_snapshot(repository: Path, take: Take) -> None:
     taken = take()
-    taken.keep()
+    taken.store()
     assert json.loads((taken.path / "paths.json").read_text()) == ["0", "1"]

@@ -46,18 +46,18 @@ class Place:
             default_to_slurm([f"run_dir={self.folder}/project/runs/a", "data.path=/data/text.h5", *overrides])
         )
         folder = locate_run_directory(config)
-        return render_script(folder, make_request(config, folder, snapshot_code(config, folder.path)))
+        return render_script(folder, make_request(config, folder, snapshot_code(config, folder.path, print)))
 
     def run(self, *overrides: str, **env: str) -> subprocess.CompletedProcess[str]:
         """The batch script, run by bash."""
         script = self.script(*overrides)
         (self.folder / "project/runs/a/logs").mkdir(parents=True)
-        said = self.folder / "said"
-        said.mkdir()
+        words = self.folder / "said"
+        words.mkdir()
         for name in ("scontrol", "scancel", "squeue", "sinfo"):
             self.stub(name, "#!/bin/sh\n")
         self.stub("srun", SRUN)
-        path = {"PATH": f"{self.folder}/stubs:/usr/bin:/bin", "SAID": str(said)}
+        path = {"PATH": f"{self.folder}/stubs:/usr/bin:/bin", "SAID": str(words)}
         job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
         return subprocess.run(
             ["bash"], input=script, env=path | job | env, cwd=self.folder, capture_output=True, text=True, check=False
@@ -234,8 +234,8 @@ def test_a_file_that_may_not_be_read_is_said_before_submission(place: Place) -> 
     """As an unprivileged user, if we are not one."""
     secret = place.folder / "secret.sif"
     secret.touch(0o000)
-    told = "import os, sys; os.getuid() or os.setuid(65534); sys.exit(os.access(sys.argv[1], os.R_OK))"
-    assert subprocess.run(["python3", "-c", told, str(secret)], check=False).returncode == 0
+    program = "import os, sys; os.getuid() or os.setuid(65534); sys.exit(os.access(sys.argv[1], os.R_OK))"
+    assert subprocess.run(["python3", "-c", program, str(secret)], check=False).returncode == 0
     if os.geteuid():
         with pytest.raises(UserError, match="you may not read it"):
             place.script("container=apptainer", f"container.image={secret}")

@@ -50,14 +50,14 @@ def test_runs_that_wait_or_run_are_waited_for_and_done_ones_are_not(tmp_path: Pa
 def test_whom_nobody_can_wait_for(tmp_path: Path) -> None:
     slurm = Slurm(job1="FAILED", job2="RUNNING", job3="PENDING")
     failed, chain = submitted(tmp_path / "failed", "1"), submitted(tmp_path / "chain", "2", "3")
-    for run, said in (
+    for run, message in (
         (failed, "failed is FAILED"),
         (chain, "a chain of jobs"),
         ("1", "--after 1: it is FAILED"),
         ("9", "--after 9: Invalid job id specified"),
         ("nowhere", "no such run directory"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             jobs_to_wait_for([run], slurm)
 
 

@@ -28,7 +28,7 @@ def fail(logs: Path, task: int, error: Exception) -> None:
         record_failure(logs, task, "node1", raised)
 
 
-def told(logs: Path) -> str:
+def explain(logs: Path) -> str:
     error = find_first_error(logs)
     assert error is not None
     return error.line
@@ -37,21 +37,21 @@ def told(logs: Path) -> str:
 def test_it_is_the_task_that_left_no_word(logs: Path) -> None:
     fail(logs, 0, PEER)
     fail(logs, 2, PEER)
-    assert told(logs) == "task 1 on node1 was ended from outside: Out Of Memory"
+    assert explain(logs) == "task 1 on node1 was ended from outside: Out Of Memory"
 
 
 def test_on_the_node_of_which_it_is_said(logs: Path) -> None:
     fail(logs, 0, PEER)
     hosts = ("node1.cluster", "node2.cluster", "node1.cluster")
-    ranks = ", ".join(f'{{"rank": {2 - task}, "process": {task}, "host": "{it}"}}' for task, it in enumerate(hosts))
+    ranks = ", ".join(f'{{"rank": {2 - task}, "process": {task}, "host": "{host}"}}' for task, host in enumerate(hosts))
     (logs / "rankmap.json").write_text(f'{{"ranks": [{ranks}]}}')
-    assert told(logs) == "task 2 on node1 was ended from outside: Out Of Memory"
+    assert explain(logs) == "task 2 on node1 was ended from outside: Out Of Memory"
 
 
 def test_where_only_a_child_of_a_task_was_ended_the_task_speaks_and_the_memory_is_named(logs: Path) -> None:
     for task in range(3):
         fail(logs, task, RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."))
-    assert told(logs) == (
+    assert explain(logs) == (
         "task 0 on node1 failed first: RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "
         "(Out Of Memory)"
     )
@@ -60,4 +60,4 @@ def test_where_only_a_child_of_a_task_was_ended_the_task_speaks_and_the_memory_i
 def test_of_an_exception_with_more_below_its_line_is_told(logs: Path) -> None:
     (logs / "srun.err").unlink()
     fail(logs, 0, PEER)
-    assert told(logs) == "task 0 on node1 failed first: RuntimeError: Connection closed by peer [127.0.0.1]:15596"
+    assert explain(logs) == "task 0 on node1 failed first: RuntimeError: Connection closed by peer [127.0.0.1]:15596"

@@ -36,10 +36,10 @@ def spec(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> JobSpe
     run = tmp_path / "runs/run"
     custom = ["model=custom", "model.module=my_models", "model.name=mine", f"data.path={store}", f"run_dir={run}"]
     config = compose(default_to_slurm(custom))
-    code = snapshot_code(config, run)
+    code = snapshot_code(config, run, print)
     assert code is not None
-    code.keep()
-    return freeze_run(config, 1, code=code)
+    code.store()
+    return freeze_run(config, 1, print, code=code)
 
 
 def test_the_spec_says_which_code_it_is(spec: JobSpec, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_nothing_is_imported_from_where_the_code_was(spec: JobSpec, tmp_path: Pa
     (project / "late.py").write_text("")
     (project / "my_models.py").write_text("raise SystemExit('edited')")
     (elsewhere / "other.py").write_text("")
-    told = f"""
+    program = f"""
 import sys
 from pathlib import Path
 from hpc_train.errors import UserError
@@ -113,7 +113,7 @@ except UserError as error:
 """
     path = os.pathsep.join(os.path.normpath(f"{spec.code}/{tree}") for tree in (0, 1))
     env = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-P", "-c", told], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", program], env=env, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     where, refused = done.stdout.splitlines()
     assert where == f"{spec.code}/1/my_models.py"

@@ -101,7 +101,7 @@ def run_it(container: dict[str, Any], place: Path, frozen: bool) -> str | None:
     try:
         config = config_from_dict(container)
         folder = locate_run_directory(config)
-        snapped = snapshot_code(config, folder.path) if frozen else None
+        snapped = snapshot_code(config, folder.path, print) if frozen else None
         script = render_script(folder, make_request(config, folder, snapped))
     except UserError as refused:
         return str(refused)

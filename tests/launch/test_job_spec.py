@@ -16,7 +16,7 @@ from hpc_train.launch.job_spec import read_spec
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    freeze_run(compose([f"run_dir={tmp_path / 'run'}", "optim.lr=0.25", "launch.ranks=2"]), ranks=2)
+    freeze_run(compose([f"run_dir={tmp_path / 'run'}", "optim.lr=0.25", "launch.ranks=2"]), ranks=2, report=print)
     return tmp_path / "run/job.json"
 
 

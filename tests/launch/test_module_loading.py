@@ -109,8 +109,10 @@ def test_a_folder_or_an_installation_that_is_missing_is_said(site: Path, tmp_pat
 
 def test_what_the_submitting_shell_had_loaded_stays_or_is_purged(site: Path, tmp_path: Path) -> None:
     shell = f". {LMOD}; module use '{site}'; module load own/2.0; env -0"
-    told = subprocess.run(["bash", "-c", shell], env={"PATH": "/usr/bin:/bin"}, capture_output=True, check=True).stdout
-    loaded = dict(item.split("=", 1) for item in told.decode().split("\0") if "=" in item)
+    output = subprocess.run(
+        ["bash", "-c", shell], env={"PATH": "/usr/bin:/bin"}, capture_output=True, check=True
+    ).stdout
+    loaded = dict(item.split("=", 1) for item in output.decode().split("\0") if "=" in item)
     loaded = {name: value for name, value in loaded.items() if name not in ("PATH", "_", "SHLVL", "PWD")}
     for purge, expected in ((False, ["2.0", "three"]), (True, ["three"])):
         place = tmp_path / str(purge)

@@ -71,9 +71,9 @@ def test_points_of_a_sweep_whose_loss_is_not_finite_in_the_end(
     runs = {rate: sweep / "points" / row["point"] for rate, row in rows.items()}
     assert "at the last step (6)" in state(runs[1e20], capsys)["reason"]
     specs = {rate: read_spec(run / "job.json") for rate, run in runs.items()}
-    said = {rate: describe_finished_run(spec.run_config(), spec.folder()) for rate, spec in specs.items()}
-    assert str(said[1e-3]).startswith("already done")
-    assert said[1e20] is None, "a checkpoint with NaN in it is no run that is done"
+    described = {rate: describe_finished_run(spec.run_config(), spec.folder()) for rate, spec in specs.items()}
+    assert str(described[1e-3]).startswith("already done")
+    assert described[1e20] is None, "a checkpoint with NaN in it is no run that is done"
 
 
 def test_by_other_launchers_too(workshop: Workshop) -> None:

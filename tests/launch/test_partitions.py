@@ -45,7 +45,7 @@ def test_sinfo_as_recorded() -> None:
         PartitionNodes("batch", True, True, day, 4, 8, 8192, 0),
         PartitionNodes("urgent", False, True, day, 4, 8, 8192, 0),
     ]
-    assert [it.gpus for it in parse_sinfo(SITE)] == [0, 0, 4, 8, 4, 2]
+    assert [kind.gpus for kind in parse_sinfo(SITE)] == [0, 0, 4, 8, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_fits(overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["launch.partition=nowhere"], "launch.partition=nowhere: invalid partition; this cluster has standard, debug"),
         (
@@ -95,10 +95,10 @@ def test_what_fits(overrides: list[str]) -> None:
         (["launch.partition=old"], "launch.partition=old: it is down; it fits in partition standard"),
     ],
 )
-def test_what_does_not_fit_and_what_would(overrides: list[str], said: str) -> None:
+def test_what_does_not_fit_and_what_would(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as refused:
         check(Answer(0, SITE), *overrides)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

@@ -21,8 +21,8 @@ def status(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main(["status", "--json", str(run)]) == 0
     row: dict[str, Any]
     (row,) = json.loads(capsys.readouterr().out)
-    known = ["point", "job_id", "attempt", "state", "reason", "nodes", "exit_code"]
-    assert list(row) == [*known, "step", "steps", "loss", "seconds_since_step", "warnings", "faults", "skipped_steps"]
+    fields = ["point", "job_id", "attempt", "state", "reason", "nodes", "exit_code"]
+    assert list(row) == [*fields, "step", "steps", "loss", "seconds_since_step", "warnings", "faults", "skipped_steps"]
     assert (row["point"], row["job_id"], len(row["nodes"])) == (run.name, None, 1)
     return row
 
@@ -60,7 +60,7 @@ def test_a_run_that_is_done(uninterrupted: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["logs", "RUN", "--rank", "7"], "--rank 7: attempt 0 has ranks 0 to 1"),
         (["logs", "RUN", "--attempt", "3"], "--attempt 3: there is 0"),
@@ -71,7 +71,7 @@ def test_a_run_that_is_done(uninterrupted: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_wrong_words_are_one_line(
-    words: list[str], said: str, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         code = main([word.replace("RUN", str(uninterrupted)) for word in words])
@@ -79,7 +79,7 @@ def test_wrong_words_are_one_line(
         code = int(str(stopped.code))
     error = capsys.readouterr().err
     assert code == EXIT_USER_ERROR
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
@@ -137,16 +137,16 @@ def test_the_first_error_is_found_in_the_attempt_that_has_one_and_no_secret_anyw
     row = status(run, capsys)
     assert (row["state"], row["exit_code"]) == ("FAILED", 1)
     assert row["reason"].endswith("failed first: RuntimeError: a fault of the user's model")
-    said = logs(capsys, str(run), "--first-error")
-    first, *rest = said.splitlines()
+    shown = logs(capsys, str(run), "--first-error")
+    first, *rest = shown.splitlines()
     assert first.startswith("attempt 0, rank 1 (task 1) on ")
     assert first.endswith("logs/0/task-1.log")
     assert rest[-1] == "RuntimeError: a fault of the user's model"
-    assert said.count("Traceback") == 1
+    assert shown.count("Traceback") == 1
     again = workshop.train("run", *overrides, **secrets)
     assert again.code == 0
     assert status(run, capsys)["attempt"] == 1
-    assert logs(capsys, str(run), "--first-error") == said
+    assert logs(capsys, str(run), "--first-error") == shown
     assert canary not in ended.out + ended.err + again.out + again.err
     files = [path for path in run.rglob("*") if path.is_file()]
     assert any("tfevents" in path.name for path in files)

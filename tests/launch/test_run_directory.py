@@ -52,11 +52,11 @@ def test_every_step_is_recorded_once_with_validation_where_it_is_due(uninterrupt
 
 
 def test_events_tell_the_attempt_and_the_time(uninterrupted: Path) -> None:
-    told = [event for event in events(uninterrupted) if event["event"] != "note"]
-    assert [event["event"] for event in told] == ["start", "checkpoint", "checkpoint", "checkpoint", "end"]
-    assert [event["step"] for event in told] == [0, 4, 8, 12, 12]
-    assert {event["attempt"] for event in told} == {0}
-    times = [event["time"] for event in told]
+    records = [event for event in events(uninterrupted) if event["event"] != "note"]
+    assert [event["event"] for event in records] == ["start", "checkpoint", "checkpoint", "checkpoint", "end"]
+    assert [event["step"] for event in records] == [0, 4, 8, 12, 12]
+    assert {event["attempt"] for event in records} == {0}
+    times = [event["time"] for event in records]
     assert times == sorted(times)
     assert abs(times[-1] - time.time()) < 86400
 

@@ -183,6 +183,6 @@ def test_slurm_is_asked_rarer_and_rarer_until_something_changes() -> None:
 
 
 def test_clients_do_not_inherit_a_job_or_a_taste() -> None:
-    kept = {"SLURM_CONF": "/etc/x", "PATH": "/bin", "MYSLURM": "1"}
+    passed_on = {"SLURM_CONF": "/etc/x", "PATH": "/bin", "MYSLURM": "1"}
     dropped = {"SLURM_JOB_ID": "1", "SQUEUE_FORMAT": "%i", "SACCT_FORMAT": "x", "SBATCH_ACCOUNT": "a", "PMI_RANK": "0"}
-    assert client_environment(kept | dropped) == kept
+    assert client_environment(passed_on | dropped) == passed_on

@@ -36,8 +36,8 @@ class Run:
     def attempt(self, number: int, job: str | None, result: dict[str, Any] | None = None, **begun: Any) -> Run:
         logs = self.path / "logs" / str(number)
         logs.mkdir()
-        told = {"job_id": job, "host": "node1", "nodes": "node[1-2]", "time": 20.0 + number, **begun}
-        (logs / "attempt.json").write_text(json.dumps(told))
+        marker = {"job_id": job, "host": "node1", "nodes": "node[1-2]", "time": 20.0 + number, **begun}
+        (logs / "attempt.json").write_text(json.dumps(marker))
         if result is not None:
             (logs / "result.json").write_text(json.dumps(result))
         return self
@@ -74,8 +74,8 @@ REQUEUE = {"exit_code": 75, "then": "requeue", "why": "the ranks stopped on purp
 
 
 def test_a_job_that_waits(run: Run) -> None:
-    told = state(run.submitted("12"), "12|12|PENDING||Priority")
-    assert told.row() == {
+    status = state(run.submitted("12"), "12|12|PENDING||Priority")
+    assert status.row() == {
         "point": "run",
         "job_id": "12",
         "attempt": None,
@@ -94,8 +94,8 @@ def test_a_job_that_waits(run: Run) -> None:
 
 
 def test_a_job_that_waits_for_its_second_attempt(run: Run) -> None:
-    told = state(run.submitted("12").attempt(0, "12", REQUEUE), "12|12|PENDING||BeginTime")
-    assert (told.state, told.attempt, told.reason, told.nodes) == ("REQUEUED", 0, "BeginTime", ())
+    status = state(run.submitted("12").attempt(0, "12", REQUEUE), "12|12|PENDING||BeginTime")
+    assert (status.state, status.attempt, status.reason, status.nodes) == ("REQUEUED", 0, "BeginTime", ())
 
 
 def test_a_job_whose_node_died_before_it_could_say_anything_is_requeued_all_the_same(run: Run) -> None:
@@ -103,8 +103,8 @@ def test_a_job_whose_node_died_before_it_could_say_anything_is_requeued_all_the_
 
 
 def test_a_job_that_runs(run: Run) -> None:
-    told = state(run.submitted("12").attempt(0, "12"), "12|12|RUNNING|node[1-2]|None")
-    assert (told.state, told.attempt, told.nodes, told.exit_code) == ("RUNNING", 0, ("node1", "node2"), None)
+    status = state(run.submitted("12").attempt(0, "12"), "12|12|RUNNING|node[1-2]|None")
+    assert (status.state, status.attempt, status.nodes, status.exit_code) == ("RUNNING", 0, ("node1", "node2"), None)
 
 
 def test_a_second_attempt_runs_whatever_the_first_one_said(run: Run) -> None:
@@ -115,15 +115,15 @@ def test_a_second_attempt_runs_whatever_the_first_one_said(run: Run) -> None:
 def test_one_that_is_done_asks_nobody(run: Run) -> None:
     run.submitted("12").attempt(0, "12", DONE)
     slurm = Slurm(up=False)
-    told = decide_state(gather_facts(find_points(str(run.path), slurm), slurm)[0])
-    assert (told.state, told.exit_code, told.nodes, slurm.asked) == ("DONE", 0, ("node1", "node2"), 0)
+    status = decide_state(gather_facts(find_points(str(run.path), slurm), slurm)[0])
+    assert (status.state, status.exit_code, status.nodes, slurm.asked) == ("DONE", 0, ("node1", "node2"), 0)
 
 
 def test_one_that_raised_is_failed_and_says_why(run: Run) -> None:
     run.submitted("12").attempt(0, "12", FAILED).event("failure", 0, why="task 1 failed first: ValueError: x")
     for lines in ([], ["12|12|FAILED|node1|NonZeroExitCode"]):
-        told = state(run, *lines)
-        assert (told.state, told.exit_code, told.reason) == ("FAILED", 1, "task 1 failed first: ValueError: x")
+        status = state(run, *lines)
+        assert (status.state, status.exit_code, status.reason) == ("FAILED", 1, "task 1 failed first: ValueError: x")
 
 
 @pytest.mark.parametrize("word", ["TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "CANCELLED"])
@@ -146,8 +146,8 @@ def test_how_slurm_ended_it_is_its_state_with_and_without_a_result(run: Run, wor
     ],
 )
 def test_what_the_batch_script_saw_outlives_slurms_memory(run: Run, slurm: str, word: str) -> None:
-    told = state(run.submitted("12").attempt(0, "12", {"exit_code": 143, "slurm": slurm}))
-    assert (told.state, told.exit_code) == (word, 143)
+    status = state(run.submitted("12").attempt(0, "12", {"exit_code": 143, "slurm": slurm}))
+    assert (status.state, status.exit_code) == (word, 143)
 
 
 @pytest.mark.parametrize(
@@ -165,44 +165,44 @@ def test_what_slurm_is_ending_may_be_about_to_run_again(run: Run, slurm: str, wo
 )
 def test_whoever_tells_of_the_time_limit_the_reason_is_the_same(run: Run, line: str) -> None:
     run.submitted("12").attempt(0, "12", {"exit_code": 75, "why": "asked to", "slurm": "COMPLETING TimeLimit"})
-    told = state(run, line)
-    assert (told.state, told.reason) == ("TIMEOUT", "TimeLimit: asked to")
+    status = state(run, line)
+    assert (status.state, status.reason) == ("TIMEOUT", "TimeLimit: asked to")
 
 
 def test_one_that_was_killed_without_accounting_is_failed_as_soon_as_slurm_forgets_it(run: Run) -> None:
-    told = state(run.submitted("12").attempt(0, "12"))
-    assert (told.state, told.exit_code) == ("FAILED", None)
-    assert told.reason == "Slurm does not know the job any more, and it left no result: it was killed"
+    status = state(run.submitted("12").attempt(0, "12"))
+    assert (status.state, status.exit_code) == ("FAILED", None)
+    assert status.reason == "Slurm does not know the job any more, and it left no result: it was killed"
 
 
 def test_a_time_limit_stays_one_where_slurm_has_forgotten_the_job_and_accounting_does_not_answer(run: Run) -> None:
     run.submitted("12").attempt(0, "12")
-    said = "slurmstepd-n1: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-22T21:33:41 DUE TO TIME LIMIT ***"
-    (run.path / "logs/job-12.log").write_text(said)
-    told = state(run)
-    assert (told.state, told.reason) == ("TIMEOUT", "TimeLimit")
+    line = "slurmstepd-n1: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-22T21:33:41 DUE TO TIME LIMIT ***"
+    (run.path / "logs/job-12.log").write_text(line)
+    status = state(run)
+    assert (status.state, status.reason) == ("TIMEOUT", "TimeLimit")
 
 
 def test_one_that_never_started(run: Run) -> None:
-    told = state(run.submitted("12"))
-    assert told.state == "FAILED"
-    assert told.reason.endswith("it never started")
+    status = state(run.submitted("12"))
+    assert status.state == "FAILED"
+    assert status.reason.endswith("it never started")
 
 
 def test_one_that_was_to_be_requeued_and_vanished(run: Run) -> None:
-    told = state(run.submitted("12").attempt(0, "12", REQUEUE))
-    assert (told.state, told.exit_code) == ("FAILED", 75)
+    status = state(run.submitted("12").attempt(0, "12", REQUEUE))
+    assert (status.state, status.exit_code) == ("FAILED", 75)
 
 
 def test_nothing_is_said_of_a_slurm_that_does_not_answer(run: Run) -> None:
-    told = state(run.submitted("12").attempt(0, "12"), up=False)
-    assert told.state == "UNKNOWN"
-    assert told.reason == "Slurm does not answer: Unable to contact slurm controller"
+    status = state(run.submitted("12").attempt(0, "12"), up=False)
+    assert status.state == "UNKNOWN"
+    assert status.reason == "Slurm does not answer: Unable to contact slurm controller"
 
 
 def test_a_word_of_a_newer_slurm_is_shown_and_not_guessed(run: Run) -> None:
-    told = state(run.submitted("12"), "12|12|QUANTUM|node1|None")
-    assert (told.state, told.reason) == ("UNKNOWN", "Slurm calls it QUANTUM")
+    status = state(run.submitted("12"), "12|12|QUANTUM|node1|None")
+    assert (status.state, status.reason) == ("UNKNOWN", "Slurm calls it QUANTUM")
 
 
 def test_one_that_hpc_train_cancelled(run: Run) -> None:
@@ -214,8 +214,8 @@ def test_one_that_hpc_train_cancelled(run: Run) -> None:
 
 def test_an_old_submission_does_not_speak_for_a_new_one(run: Run) -> None:
     run.submitted("12").attempt(0, "12", FAILED).event("submit", -1, 30.0, job_id="13")
-    told = state(run, "13|13|PENDING||Resources")
-    assert (told.job_id, told.state, told.attempt) == ("13", "PENDING", None)
+    status = state(run, "13|13|PENDING||Resources")
+    assert (status.job_id, status.state, status.attempt) == ("13", "PENDING", None)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_an_old_submission_does_not_speak_for_a_new_one(run: Run) -> None:
 )
 def test_of_a_chain_the_job_that_matters_counts(run: Run, lines: list[str], job: str, word: str) -> None:
     run.submitted("12", "13").attempt(0, "12", {**REQUEUE, "then": "chain"})
-    told = state(run, *lines)
-    assert (told.job_id, told.state) == (job, word)
+    status = state(run, *lines)
+    assert (status.job_id, status.state) == (job, word)
 
 
 @pytest.mark.parametrize("torn", ["", "{", '{"exit_code": ', "[1]", "null", '"x"'])

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sweeps import freeze, make
 
-from hpc_train.launch.local.node_sharing import gpu_share_environment
+from hpc_train.launch.local.node_sharing import gpu_share_environment, visible_gpus
 from hpc_train.launch.slurm.slurm_cli import DEFAULT_ARRAY_SIZE, Answer, max_array_size, split_evenly
 from hpc_train.launch.sweep import submit_sweep
 from hpc_train.launch.sweep.arrays import JobArray, make_arrays, share_throttle
@@ -48,7 +48,7 @@ def test_a_long_list_is_cut_into_as_few_parts_as_can_be(count: int, most: int) -
 
 
 @pytest.mark.parametrize(
-    ("said", "most"),
+    ("answer", "most"),
     [
         (Answer(0, "MaxArraySize            = 10001\nSchedulerParameters = bf_interval=1"), 10001),
         (Answer(0, "MaxArraySize            = 10001\nSchedulerParameters = a=1,max_array_tasks=500,b"), 500),
@@ -57,8 +57,8 @@ def test_a_long_list_is_cut_into_as_few_parts_as_can_be(count: int, most: int) -
         (Answer(127, err="scontrol is not on the PATH"), DEFAULT_ARRAY_SIZE),
     ],
 )
-def test_the_largest_array_is_what_the_controller_says(said: Answer, most: int) -> None:
-    assert max_array_size(lambda _: said) == most
+def test_the_largest_array_is_what_the_controller_says(answer: Answer, most: int) -> None:
+    assert max_array_size(lambda _: answer) == most
 
 
 @given(st.one_of(st.none(), st.integers(1, 40)), st.lists(st.integers(1, 30), min_size=1, max_size=12))
@@ -90,8 +90,8 @@ def arrays(path: Path, *words: str, most: int = 1001) -> list[JobArray]:
 
 
 def options(array: JobArray) -> dict[str, Any]:
-    known = ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "mem", "time")
-    found = {name: array.request.parameters[name] for name in known if name in array.request.parameters}
+    names = ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "mem", "time")
+    found = {name: array.request.parameters[name] for name in names if name in array.request.parameters}
     return {**found, "array": array.request.parameters["additional_parameters"]["array"]}
 
 
@@ -102,17 +102,17 @@ def test_every_shape_is_one_array_in_the_order_of_the_points(tmp_path: Path) -> 
     assert [len(points) for points in (*one.elements, *two.elements)] == [1] * 6
     assert (one.ranks, two.ranks) == (2, 4)
     three = arrays(tmp_path, "launch.time_minutes=10,20,10", "train.seed=1,2", "optim.lr=1,2")
-    assert [(options(it)["time"], len(it.points)) for it in three] == [(10, 4), (20, 4)]
+    assert [(options(array)["time"], len(array.points)) for array in three] == [(10, 4), (20, 4)]
 
 
 def test_split_and_throttled(tmp_path: Path) -> None:
     found = arrays(tmp_path, "train.seed=range(7)", "launch.parallel_points=5", most=3)
-    assert [options(it)["array"] for it in found] == ["0-1%2", "0-1%1", "0-2%2"]
-    assert [it.behind for it in found] == [None] * 3
+    assert [options(array)["array"] for array in found] == ["0-1%2", "0-1%1", "0-2%2"]
+    assert [array.behind for array in found] == [None] * 3
     found = arrays(tmp_path, "train.seed=range(7)", "launch.parallel_points=2", most=3)
-    assert [options(it)["array"] for it in found] == ["0-1%1", "0-1%1", "0-2%1"]
-    assert [it.behind for it in found] == [None, None, 0]
-    assert len({point for it in found for point in it.points}) == 7
+    assert [options(array)["array"] for array in found] == ["0-1%1", "0-1%1", "0-2%1"]
+    assert [array.behind for array in found] == [None, None, 0]
+    assert len({point for array in found for point in array.points}) == 7
 
 
 def test_a_pack_is_so_many_times_one_point_and_no_more(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ class Job:
         assert done.stderr == ""
         return done.returncode
 
-    def said(self, command: str) -> list[str]:
+    def client_calls(self, command: str) -> list[str]:
         lines = (self.place / "stubs/said").read_text().splitlines()
         return sorted(line for line in lines if line.split()[0] == command)
 
@@ -180,57 +180,57 @@ def job(path: Path, *words: str) -> tuple[Job, list[str]]:
 
 
 def test_an_element_is_its_point(tmp_path: Path) -> None:
-    it, (first, second) = job(tmp_path, "train.seed=0,1")
-    assert it.run() == 0
-    assert it.result(first, 0) == (0, "")
-    assert not it.folder.run(second).exists()
-    assert json.loads((it.folder.run(first) / "job.json").read_text())["config"]["train"]["seed"] == 0
-    assert json.loads((it.folder.run(first) / "logs/0/attempt.json").read_text())["job_id"] == "7_0"
-    it = replace(it, folder=SweepDirectory(tmp_path / "not there"))
-    script = submit_sweep.render_array_script(it.folder, it.array).replace("a sweep'", "nowhere'")
+    batch_job, (first, second) = job(tmp_path, "train.seed=0,1")
+    assert batch_job.run() == 0
+    assert batch_job.result(first, 0) == (0, "")
+    assert not batch_job.folder.run(second).exists()
+    assert json.loads((batch_job.folder.run(first) / "job.json").read_text())["config"]["train"]["seed"] == 0
+    assert json.loads((batch_job.folder.run(first) / "logs/0/attempt.json").read_text())["job_id"] == "7_0"
+    batch_job = replace(batch_job, folder=SweepDirectory(tmp_path / "not there"))
+    script = submit_sweep.render_array_script(batch_job.folder, batch_job.array).replace("a sweep'", "nowhere'")
     nowhere = subprocess.run(["bash"], input=script, text=True, capture_output=True, check=False)
     assert nowhere.returncode != 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["it's a sweep", "stubs"]
 
 
 def test_points_of_one_job_have_steps_shares_and_ends_of_their_own(tmp_path: Path) -> None:
-    it, ids = job(tmp_path, "train.seed=range(3)", "launch.points_per_job=3")
-    assert it.run(**{ids[1]: "fail"}) == 3
-    assert [it.result(point, 0) for point in ids] == [(0, ""), (3, ""), (0, "")]
-    steps = it.said("srun")
+    batch_job, ids = job(tmp_path, "train.seed=range(3)", "launch.points_per_job=3")
+    assert batch_job.run(**{ids[1]: "fail"}) == 3
+    assert [batch_job.result(point, 0) for point in ids] == [(0, ""), (3, ""), (0, "")]
+    steps = batch_job.client_calls("srun")
     assert [f"--job-name={point} " in step for step, point in zip(steps, sorted(ids), strict=True)] == [True] * 3
     assert all("--exact --nodes=1 --ntasks=2 --ntasks-per-node=2 " in step and "--mem=300M" in step for step in steps)
     assert all("--cpus-per-task=1 " in step for step in steps)
-    shares = [(it.folder.run(point) / "logs/0/share").read_text().split("/") for point in ids]
+    shares = [(batch_job.folder.run(point) / "logs/0/share").read_text().split("/") for point in ids]
     assert [share[:2] for share in shares] == [["0", "3"], ["1", "3"], ["2", "3"]]
     assert len({share[2] for share in shares}) == 1
-    assert it.said("scontrol") == []
-    events = (it.folder.run(ids[1]) / "events.jsonl").read_text()
+    assert batch_job.client_calls("scontrol") == []
+    events = (batch_job.folder.run(ids[1]) / "events.jsonl").read_text()
     assert json.loads(events)["event"] == "failure"
 
 
 def test_a_job_that_has_to_go_on_is_requeued_once_and_runs_what_is_not_over(tmp_path: Path) -> None:
-    it, ids = job(tmp_path, "train.seed=range(4)", "launch.points_per_job=4")
-    assert it.run(**{ids[0]: "requeue", ids[1]: "fail", ids[2]: "requeue"}) == 75
-    assert it.said("scontrol") == ["scontrol requeue 7_0"]
-    assert [it.result(point, 0)[1] for point in ids] == ["requeue", "", "requeue", ""]
-    (it.folder.run(ids[2]) / "logs/0/result.json").unlink()  # as where its node was lost
-    assert it.run(restart=1) == 3, "one of them has failed, in the attempt before"
-    assert len(it.said("srun")) == 2
-    assert [it.attempts(point) for point in ids] == [["0", "1"], ["0"], ["0", "1"], ["0"]]
-    assert [it.result(point, 1) for point in (ids[0], ids[2])] == [(0, ""), (0, "")]
-    assert it.said("scontrol") == []
-    assert it.run(restart=2) == 3, "nothing is left to run"
-    assert it.said("srun") == []
+    batch_job, ids = job(tmp_path, "train.seed=range(4)", "launch.points_per_job=4")
+    assert batch_job.run(**{ids[0]: "requeue", ids[1]: "fail", ids[2]: "requeue"}) == 75
+    assert batch_job.client_calls("scontrol") == ["scontrol requeue 7_0"]
+    assert [batch_job.result(point, 0)[1] for point in ids] == ["requeue", "", "requeue", ""]
+    (batch_job.folder.run(ids[2]) / "logs/0/result.json").unlink()  # as where its node was lost
+    assert batch_job.run(restart=1) == 3, "one of them has failed, in the attempt before"
+    assert len(batch_job.client_calls("srun")) == 2
+    assert [batch_job.attempts(point) for point in ids] == [["0", "1"], ["0"], ["0", "1"], ["0"]]
+    assert [batch_job.result(point, 1) for point in (ids[0], ids[2])] == [(0, ""), (0, "")]
+    assert batch_job.client_calls("scontrol") == []
+    assert batch_job.run(restart=2) == 3, "nothing is left to run"
+    assert batch_job.client_calls("srun") == []
 
 
 def test_what_fails_before_the_ranks_is_the_end_of_all_points(tmp_path: Path) -> None:
-    it, ids = job(tmp_path, "train.seed=0,1", "launch.points_per_job=2", "launch.setup=['exit 5']")
-    assert it.run() == 5
-    results = [json.loads((it.folder.run(point) / "logs/0/result.json").read_text()) for point in ids]
-    assert [(it["exit_code"], it["why"]) for it in results] == [(5, "launch.setup failed")] * 2
-    assert it.said("srun") == []
-    it.folder.points.chmod(0o606)
+    batch_job, ids = job(tmp_path, "train.seed=0,1", "launch.points_per_job=2", "launch.setup=['exit 5']")
+    assert batch_job.run() == 5
+    results = [json.loads((batch_job.folder.run(point) / "logs/0/result.json").read_text()) for point in ids]
+    assert [(result["exit_code"], result["why"]) for result in results] == [(5, "launch.setup failed")] * 2
+    assert batch_job.client_calls("srun") == []
+    batch_job.folder.points.chmod(0o606)
     other, ids = job(tmp_path / "other", "train.seed=0,1", "launch.points_per_job=2")
     other.folder.points.chmod(0o606)
     assert other.run() == 2
@@ -239,19 +239,29 @@ def test_what_fails_before_the_ranks_is_the_end_of_all_points(tmp_path: Path) ->
 
 
 def test_a_point_that_is_cancelled_before_its_job_begins_does_not_run_with_its_neighbours(tmp_path: Path) -> None:
-    it, ids = job(tmp_path, "train.seed=0,1", "launch.points_per_job=2")
-    (it.folder.run(ids[0]) / "logs").mkdir(parents=True)
-    (it.folder.run(ids[0]) / "logs/cancel-7_0").touch()
-    assert it.run() == 75
-    assert [it.result(point, 0) for point in ids] == [(75, "cancel"), (0, "")]
-    assert it.said("scancel") == []
+    batch_job, ids = job(tmp_path, "train.seed=0,1", "launch.points_per_job=2")
+    (batch_job.folder.run(ids[0]) / "logs").mkdir(parents=True)
+    (batch_job.folder.run(ids[0]) / "logs/cancel-7_0").touch()
+    assert batch_job.run() == 75
+    assert [batch_job.result(point, 0) for point in ids] == [(75, "cancel"), (0, "")]
+    assert batch_job.client_calls("scancel") == []
 
 
 def test_points_here_have_gpus_of_their_own_as_far_as_there_are_any() -> None:
-    assert [gpu_share_environment(index, 2, {}, 4) for index in range(3)] == [
+    assert [gpu_share_environment(slot, 2, "0123", {}) for slot in range(3)] == [
         {"CUDA_VISIBLE_DEVICES": gpus} for gpus in ("0,1", "2,3", "0,1")
     ]
-    assert gpu_share_environment(1, 1, {"CUDA_VISIBLE_DEVICES": "5,GPU-7"}, 2) == {"CUDA_VISIBLE_DEVICES": "GPU-7"}
-    assert gpu_share_environment(1, 1, {"ROCR_VISIBLE_DEVICES": "2,3"}, 2) == {"ROCR_VISIBLE_DEVICES": "3"}
-    assert gpu_share_environment(0, 1, {}, 0) == {}
-    assert gpu_share_environment(0, 4, {}, 2) == {}
+    env = {"ROCR_VISIBLE_DEVICES": "2,3"}
+    assert gpu_share_environment(1, 1, visible_gpus(env), env) == {"ROCR_VISIBLE_DEVICES": "3"}
+    assert gpu_share_environment(0, 1, (), {}) == {}
+    assert gpu_share_environment(0, 4, "01", {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "gpus"),
+    [("5,GPU-7,MIG-a/1/0", ["5", "GPU-7", "MIG-a/1/0"]), ("", []), ("-1", []), ("NoDevFiles", []), ("1,-1,2", ["1"])],
+)
+def test_the_gpus_that_a_variable_names_are_those_before_the_first_entry_that_names_none(
+    chosen: str, gpus: list[str]
+) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": chosen}) == gpus

@@ -22,13 +22,13 @@ from hpc_train.placement.cpu_binding import parse_cpus
 ONE = (*FAULTY, "launch.ranks=1", "checkpoint.every=50000")
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+def run_and_read(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     assert main(list(words)) == code, capsys.readouterr().err
     return capsys.readouterr().out
 
 
 def rows(capsys: pytest.CaptureFixture[str], sweep: Path) -> dict[str, dict[str, Any]]:
-    return {row["point"]: row for row in json.loads(said(capsys, "status", "--json", str(sweep)))}
+    return {row["point"]: row for row in json.loads(run_and_read(capsys, "status", "--json", str(sweep)))}
 
 
 def command(workshop: Workshop, *words: str) -> subprocess.CompletedProcess[str]:
@@ -51,15 +51,15 @@ def test_a_point_that_raises_is_told_and_runs_again(workshop: Workshop, capsys: 
         f"hpc-train: 1 of 2 points failed; `hpc-train resume {sweep}` runs them again",
     ]
     assert [row["state"] for row in rows(capsys, sweep).values()] == ["FAILED", "DONE"]
-    errors = said(capsys, "logs", "--first-error", str(sweep))
+    errors = run_and_read(capsys, "logs", "--first-error", str(sweep))
     assert errors.startswith(f"{failed}: FAILED: task 0 on ")
     assert errors.count("\n") == 1
-    assert said(capsys, "resume", "--mode", "cached", str(sweep)) == "nothing to resume: 1 FAILED, 1 DONE\n"
+    assert run_and_read(capsys, "resume", "--mode", "cached", str(sweep)) == "nothing to resume: 1 FAILED, 1 DONE\n"
 
     again = command(workshop, "resume", str(sweep))
     assert (again.returncode, again.stdout) == (0, f"{failed}: done (1)\n"), again.stderr
     assert {name: row["attempt"] for name, row in rows(capsys, sweep).items()} == {failed: 1, other: 0}
-    assert said(capsys, "resume", str(sweep)) == "nothing to resume: 2 DONE\n"
+    assert run_and_read(capsys, "resume", str(sweep)) == "nothing to resume: 2 DONE\n"
     _check_results(sweep, [failed, other], capsys)
 
     point = sweep / "points" / other
@@ -72,26 +72,26 @@ def test_a_point_that_raises_is_told_and_runs_again(workshop: Workshop, capsys: 
 
 
 def _check_results(sweep: Path, names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(said(capsys, "results", "--json", "--best", str(sweep)))
+    found = json.loads(run_and_read(capsys, "results", "--json", "--best", str(sweep)))
     assert [row["point"] for row in found] == names
     assert [row["overrides"] for row in found] == [{"train.seed": seed} for seed in (0, 1)]
     for row in found:
         losses = [line[1] for line in numbers(sweep / "points" / row["point"])]
         assert (row["metric"], row["value"], row["best"], row["final"]["step"]) == ("loss", losses[-1], min(losses), 3)
-    table = list(csv.DictReader(io.StringIO(said(capsys, "results", "--csv", "-", str(sweep)))))
+    table = list(csv.DictReader(io.StringIO(run_and_read(capsys, "results", "--csv", "-", str(sweep)))))
     assert [(row["point"], row["train.seed"], float(row["loss"])) for row in table] == [
         (row["point"], str(row["overrides"]["train.seed"]), row["value"]) for row in found
     ]
-    shown = said(capsys, "results", str(sweep)).splitlines()
+    shown = run_and_read(capsys, "results", str(sweep)).splitlines()
     assert shown[0].split() == ["point", "state", "train.seed", "step", "loss", "tokens_per_second"]
     assert len(shown) == 3
     for name in ("plot.png", "plot.svg"):
-        assert said(capsys, "results", "--plot", str(sweep / name), str(sweep)) == ""
+        assert run_and_read(capsys, "results", "--plot", str(sweep / name), str(sweep)) == ""
     assert (sweep / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "train.seed" in (sweep / "plot.svg").read_text()
     assert main(["results", "--metric", "beauty", str(sweep)]) == EXIT_USER_ERROR
     assert "--metric beauty: no point has it; there are data_seconds" in capsys.readouterr().err
-    (single,) = json.loads(said(capsys, "results", "--json", str(sweep / "points" / names[1])))
+    (single,) = json.loads(run_and_read(capsys, "results", "--json", str(sweep / "points" / names[1])))
     assert single["value"] == found[1]["value"]
 
 
@@ -135,8 +135,8 @@ def test_ctrl_c_saves_all_that_run_and_begins_nothing_more(
     assert [len(saved_steps(sweep / "points" / name)) for name in (one, other)] == [1, 1]
     assert not (sweep / "points" / last).exists()
     assert {row["state"] for row in rows(capsys, sweep).values()} == {"CANCELLED"}
-    again = json.loads(said(capsys, "resume", "--json", "--mode", "read-only", str(sweep)))
-    assert [it["again"] for it in again] == [True] * 3
+    again = json.loads(run_and_read(capsys, "resume", "--json", "--mode", "read-only", str(sweep)))
+    assert [row["again"] for row in again] == [True] * 3
 
 
 def test_a_sweep_here_is_cancelled_from_elsewhere(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ def test_a_sweep_here_is_cancelled_from_elsewhere(workshop: Workshop, capsys: py
     one, other = rows(capsys, sweep)
     assert main(["cancel", "--yes", str(sweep / "points" / other)]) == EXIT_USER_ERROR
     assert "waits for its turn in a sweep on this machine; cancel the sweep" in capsys.readouterr().err
-    assert "begin nothing more" in said(capsys, "cancel", "--yes", str(sweep))
+    assert "begin nothing more" in run_and_read(capsys, "cancel", "--yes", str(sweep))
     assert job.ended().code == EXIT_REQUEUE
     assert len(saved_steps(sweep / "points" / one)) == 1
     assert {row["state"] for row in rows(capsys, sweep).values()} == {"CANCELLED"}
@@ -166,4 +166,4 @@ def test_a_run_that_lacks_steps_goes_on_as_it_was_frozen(
     assert (again.returncode, again.stderr) == (0, f"hpc-train: {run} goes on here\n")
     assert [line[0] for line in numbers(run)] == [1, 2, 3, 4]
     assert "resumed at step" in again.stdout
-    assert said(capsys, "resume", str(run)) == "nothing to resume: 1 DONE\n"
+    assert run_and_read(capsys, "resume", str(run)) == "nothing to resume: 1 DONE\n"

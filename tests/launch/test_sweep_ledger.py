@@ -51,7 +51,8 @@ class Slurm:
 def states(folder: SweepDirectory, *lines: str) -> dict[str, str]:
     slurm = Slurm(*lines)
     found = {
-        it.point: str(it.state) for it in map(decide_state, gather_facts(find_points(str(folder.path), slurm), slurm))
+        status.point: str(status.state)
+        for status in map(decide_state, gather_facts(find_points(str(folder.path), slurm), slurm))
     }
     assert slurm.asked <= 1, "one poll for all"
     return found
@@ -74,12 +75,16 @@ def chosen(folder: SweepDirectory, mode: str, *lines: str) -> list[str]:
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
         patch.setattr("hpc_train.launch.resume.run_client", slurm)
-        return [it.status.point for it in find_candidates(find_points(str(folder.path), slurm), mode) if it.again]
+        return [
+            candidate.status.point
+            for candidate in find_candidates(find_points(str(folder.path), slurm), mode)
+            if candidate.again
+        ]
 
 
 def test_every_point_is_listed_and_has_its_own_state(tmp_path: Path) -> None:
     folder, ids = make(tmp_path / "s", "train.seed=range(6)")
-    submitted(folder, "12", *([it] for it in ids))
+    submitted(folder, "12", *([name] for name in ids))
     attempt(folder, ids[0], 0, "12_0", exit_code=0)
     attempt(folder, ids[1], 0, "12_1", exit_code=1, why="launch.setup failed")
     attempt(folder, ids[2], 0, "12_2")
@@ -107,7 +112,7 @@ def test_every_point_is_listed_and_has_its_own_state(tmp_path: Path) -> None:
 
 def test_what_comes_after_a_sweep_waits_for_arrays_and_where_one_of_them_failed_for_elements(tmp_path: Path) -> None:
     folder, ids = make(tmp_path / "s", "train.seed=range(3)")
-    submitted(folder, "12", *([it] for it in ids))
+    submitted(folder, "12", *([name] for name in ids))
     lines = [f"12_{index}|2{index}|RUNNING|n1|None" for index in range(3)]
     assert jobs_to_wait_for([str(folder.path)], Slurm(*lines)) == ["12"]
     attempt(folder, ids[0], 0, "12_0", exit_code=0)
@@ -146,9 +151,9 @@ def test_a_point_is_found_by_its_path_before_it_begins_and_a_job_by_its_points(t
 
     (point,) = find_points(str(folder.run(ids[1])), asked)
     assert (point.name, point.placed and point.placed.job, point.run.exists()) == (ids[1], "12_0", False)
-    assert [it.name for it in find_points("12", asked)] == ids
-    assert [it.name for it in find_points("12_0", asked)] == ids[:2]
-    assert [it.name for it in find_points("12_1", asked)] == ids[2:]
+    assert [point.name for point in find_points("12", asked)] == ids
+    assert [point.name for point in find_points("12_0", asked)] == ids[:2]
+    assert [point.name for point in find_points("12_1", asked)] == ids[2:]
     with pytest.raises(UserError, match="the sweep has no such point"):
         find_points(str(folder.run("x")), asked)
     folder.points.write_text("{")

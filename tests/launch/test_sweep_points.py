@@ -14,7 +14,7 @@ from hpc_train.config.compose import compose, config_to_dict, list_options
 from hpc_train.config.compose_sweep import Composer
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.launch.job_spec import read_spec
-from hpc_train.launch.sweep.point_entrypoint import begin_points
+from hpc_train.launch.sweep.point_entrypoint import make_run_directories
 from hpc_train.launch.sweep.points import config_digest, make_point_id, read_grid
 from hpc_train.launch.sweep.sweep_directory import read_points
 
@@ -54,7 +54,7 @@ def test_glob_finds_the_options_that_a_user_can_choose(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("optim.lr=interval(0,1)", "an interval has no points of its own; use range"),
         ("optim.lr=glob(a*)", "glob finds options of a group"),
@@ -71,10 +71,10 @@ def test_glob_finds_the_options_that_a_user_can_choose(tmp_path: Path) -> None:
         ("optim.lr=(1,2", "cannot be read"),
     ],
 )
-def test_what_is_no_sweep_is_one_line(word: str, said: str) -> None:
+def test_what_is_no_sweep_is_one_line(word: str, message: str) -> None:
     with pytest.raises(UserError) as wrong:
         read_grid([word])
-    assert said in str(wrong.value)
+    assert message in str(wrong.value)
     assert len(str(wrong.value).splitlines()) == 1
 
 
@@ -136,15 +136,15 @@ def test_points_that_are_one_run_are_run_once_and_it_is_said(
 ) -> None:
     words = ["submit", "-m", "--dry-run", "--json", f"run_dir={tmp_path}/s", "cluster.node.ranks=2"]
     assert main([*words, "data=digits", "model=vit_tiny", "train.seed=1,2,1"]) == 0
-    said = capsys.readouterr()
-    (array,) = json.loads(said.out)["arrays"]
+    output = capsys.readouterr()
+    (array,) = json.loads(output.out)["arrays"]
     assert len(array["points"]) == 2
-    assert said.err == f"hpc-train: train.seed=1 is the same run as {array['points'][0]}: each is run once\n"
+    assert output.err == f"hpc-train: train.seed=1 is the same run as {array['points'][0]}: each is run once\n"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["optim.lr=1,-1"], "point optim.lr=-1: optim.lr=-1.0: must be > 0"),
         (["parallel.tp=1,3", "cluster.nodes=1"], "point parallel.tp=3: parallel: "),
@@ -158,11 +158,11 @@ def test_points_that_are_one_run_are_run_once_and_it_is_said(
     ],
 )
 def test_one_bad_point_and_nothing_is_submitted(
-    words: Sequence[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: Sequence[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["submit", "-m", f"run_dir={tmp_path}/s", "cluster.node.ranks=2", *words]) == EXIT_USER_ERROR
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -179,7 +179,7 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path: Path, capsys: 
 def test_a_point_begins_with_what_was_frozen_and_from_a_list_of_its_owner(tmp_path: Path) -> None:
     frozen_sweep, _ = make(tmp_path / "sweep", "train.seed=0,1")
     first, second = read_points(frozen_sweep)
-    begin_points(frozen_sweep, [second.id])
+    make_run_directories(frozen_sweep, [second.id])
     run = frozen_sweep.run(second.id)
     assert read_spec(run / "job.json") == second.spec
     assert second.spec.run_dir == str(run)
@@ -187,11 +187,11 @@ def test_a_point_begins_with_what_was_frozen_and_from_a_list_of_its_owner(tmp_pa
     assert (run.stat().st_mode & 0o777, (run / "job.json").stat().st_mode & 0o777) == (0o700, 0o600)
     assert not frozen_sweep.run(first.id).exists()
     with pytest.raises(UserError, match="has no point x"):
-        begin_points(frozen_sweep, ["x"])
+        make_run_directories(frozen_sweep, ["x"])
     frozen_sweep.points.chmod(0o602)
     with pytest.raises(UserError, match=r"points.jsonl: is not yours alone"):
-        begin_points(frozen_sweep, [first.id])
+        make_run_directories(frozen_sweep, [first.id])
     frozen_sweep.points.chmod(0o600)
     frozen_sweep.points.write_text(frozen_sweep.points.read_text().replace('"spec"', '"spek"'))
     with pytest.raises(UserError, match=r"points.jsonl: is damaged; submit the sweep again"):
-        begin_points(frozen_sweep, [first.id])
+        make_run_directories(frozen_sweep, [first.id])

@@ -51,8 +51,8 @@ def results(*rows: tuple[dict[str, Any], float | None]) -> SweepResults:
     return SweepResults(made, "loss")
 
 
-def drawn(it: SweepResults, path: Path) -> str:
-    plot_sweep(it, path / "x.svg")
+def drawn(results: SweepResults, path: Path) -> str:
+    plot_sweep(results, path / "x.svg")
     return (path / "x.svg").read_text()
 
 
@@ -108,8 +108,8 @@ def test_one_run_is_drawn_over_its_steps(tmp_path: Path) -> None:
 
 
 def test_the_winner_is_the_lowest_loss_or_the_highest_speed() -> None:
-    it = results(({"a": 1}, 3.0), ({"a": 2}, 2.0), ({"a": 3}, None))
-    assert it.winner is it.rows[1]
+    found = results(({"a": 1}, 3.0), ({"a": 2}, 2.0), ({"a": 3}, None))
+    assert found.winner is found.rows[1]
     assert results(({"a": 1}, None)).winner is None
     fast = [PointResult(str(speed), "DONE", {}, {"tokens_per_second": speed}) for speed in (1.0, 9.0, 4.0)]
     assert SweepResults(fast, "tokens_per_second").winner is fast[1]

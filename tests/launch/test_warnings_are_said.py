@@ -12,7 +12,7 @@ from jobs import COMMAND, FAULTY, Ended, Workshop
 SAID = "hpc-train: warning: "
 
 
-def said(ended: Ended) -> list[str]:
+def list_warnings(ended: Ended) -> list[str]:
     """The warnings on stderr; each is one line, and none is among the progress on stdout."""
     assert SAID not in ended.out
     return [line.removeprefix(SAID) for line in ended.err.splitlines() if line.startswith(SAID)]
@@ -39,7 +39,7 @@ def test_a_damaged_step_that_is_skipped_is_said_once(workshop: Workshop) -> None
 
     again = workshop.train("run", *settings)
     assert again.code == 0, again
-    (line,) = [line for line in said(again) if "is damaged: " in line]
+    (line,) = [line for line in list_warnings(again) if "is damaged: " in line]
     assert line.startswith("checkpoint step 4 in ")
     assert line.endswith("; it is skipped")
     assert "resumed at step 2 of 4" in again.out
@@ -53,7 +53,7 @@ def test_what_all_ranks_warn_of_is_said_once_and_what_one_rank_does_too(workshop
     settings = (*FAULTY, "train.steps=2", "checkpoint.every=1", "checkpoint.stage_dir=/dev/shm")
     ended = workshop.train("run", *settings, faults="1:train:2:warn")
     assert ended.code == 0, ended
-    assert sorted(line for line in said(ended) if "waited" not in line) == [
+    assert sorted(line for line in list_warnings(ended) if "waited" not in line) == [
         "checkpoint.stage_dir=/dev/shm is not used: it is in memory, where a copy gains nothing; give a directory on "
         "a disk of the node",
         "rank 1 has seen something",
@@ -67,7 +67,7 @@ def test_a_torch_newer_than_the_tested_ones_is_said_once_and_trains(workshop: Wo
     model = ("model=custom", "model.module=newer_torch_model", "model.name=newer_torch")
     ended = workshop.train("run", *model, "train.steps=2", "checkpoint.every=0")
     assert ended.code == 0, ended
-    (line,) = said(ended)
+    (line,) = list_warnings(ended)
     assert line.startswith("torch 99.1.0 is newer than ")
 
 
@@ -76,5 +76,5 @@ def test_a_block_that_falls_back_from_compilation_is_said_once(workshop: Worksho
     model = ("model=custom", "model.module=breaking_model", "model.name=breaking")
     ended = workshop.train("run", *model, "parallel.compile=true", "train.steps=2", "checkpoint.every=0")
     assert ended.code == 0, ended
-    (line,) = said(ended)
+    (line,) = list_warnings(ended)
     assert line.startswith("parallel.compile=true: a part of Block runs uncompiled: ")

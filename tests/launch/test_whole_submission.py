@@ -135,8 +135,10 @@ def stored(tmp_path: Path) -> Stored:
         path = tmp_path / "code" / hash_entries(entries)
         code_snapshot.add_reference(path, run)
         line = {"event": "use", "time": time.time() - age, "code": path.name, "run": str(run)}
-        kept = (path.parent / code_snapshot.REFERENCES_FILE).read_text().splitlines()[:-1]
-        (path.parent / code_snapshot.REFERENCES_FILE).write_text("".join(f"{it}\n" for it in [*kept, json.dumps(line)]))
+        lines = (path.parent / code_snapshot.REFERENCES_FILE).read_text().splitlines()[:-1]
+        (path.parent / code_snapshot.REFERENCES_FILE).write_text(
+            "".join(f"{text}\n" for text in [*lines, json.dumps(line)])
+        )
         snapshot_files.store_snapshot(path, entries)
         return path
 

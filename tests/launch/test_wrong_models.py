@@ -46,24 +46,24 @@ def _config(kind: str, *more: str) -> RunConfig:
 
 def _lines(world: World, configs: dict[str, RunConfig]) -> dict[str, str]:
     tokens = torch.randint(10, 256, (2, 16), generator=torch.Generator().manual_seed(0))
-    said = {}
+    messages = {}
     for kind, config in configs.items():
         try:
             engine = make_engine(config, world, make_model(config))
             engine.forward_backward(StepBatch([MicroBatch(tokens, tokens)]))
         except UserError as error:
-            said[kind] = str(error)
-    return said
+            messages[kind] = str(error)
+    return messages
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_each_mistake_is_one_line_with_its_place(layout: str) -> None:
     assert SAYS.keys() == {*wrong_models.KINDS, "raising", "directly"}
     configs = {kind: _config(kind, f"parallel={layout}") for kind in SAYS}
-    for said in run_ranks(_lines, 2, configs, parallel=configs["two"].parallel):
+    for messages in run_ranks(_lines, 2, configs, parallel=configs["two"].parallel):
         for kind, pattern in SAYS.items():
-            assert re.match(pattern, said[kind]), said[kind]
-            assert said[kind].isprintable()
+            assert re.match(pattern, messages[kind]), messages[kind]
+            assert messages[kind].isprintable()
 
 
 def test_the_command_says_it_once_and_ends_with_2(workshop: Workshop) -> None:

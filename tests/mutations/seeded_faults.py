@@ -480,8 +480,8 @@ FAULTS = (
     Fault(
         "points side by side share their first GPU only",
         "launch/local/node_sharing.py",
-        "first = index % (len(visible) // ranks) * ranks",
-        "first = index % (len(visible) // ranks)",
+        "first = slot % (len(gpus) // count) * count",
+        "first = slot % (len(gpus) // count)",
         ("launch/test_sweep_arrays.py",),
     ),
     Fault(

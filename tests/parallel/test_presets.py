@@ -41,7 +41,7 @@ def _losses(world: World, presets: list[str]) -> dict[str, list[float]]:
     """Of two steps on the same batch, of each preset."""
     found: dict[str, list[float]] = {}
     for preset in presets:
-        config, _ = decide_auto_layout(_config(preset), world.size)
+        config, _ = decide_auto_layout(_config(preset), world.size, print)
         there = make_another_mesh(world, check_support(config, world.size))
         engine = make_engine(config, there, make_model(config))
         tokens = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))

@@ -112,6 +112,38 @@ def test_a_supervisor_that_dies_ends_nothing(
     assert "restart" not in kinds(run)
 
 
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_rank_that_hangs_without_its_slurmstepd_is_ended(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start(run, settings, "resilience.hang.first_step_seconds=12", faults="1:train:33:hold")
+    wait_until("the hold", lambda: (tmp_path / "1:train:33:hold").exists())
+    rank = pid_of_task(run, 1)
+    os.kill(parent_of(rank), signal.SIGKILL)
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=120)
+    assert not Path(f"/proc/{rank}").exists()
+    assert_same_result(run, undisturbed, STEPS)
+    assert [event["cause"] for event in lines(run / "events.jsonl") if event["event"] == "restart"] == ["a hang"]
+
+
+@pytest.mark.long
+def test_a_job_that_loses_the_slurmstepd_of_its_script_goes_on(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start(run, settings, faults="1:train:33:hold")
+    wait_until("the hold", lambda: (tmp_path / "1:train:33:hold").exists())
+    (script,) = processes_with("slurm_script", f"job{int(job):05}")
+    os.kill(parent_of(script), signal.SIGKILL)
+    (tmp_path / "go").touch()
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    assert_same_result(run, undisturbed, STEPS)
+
+
 def test_a_stop_saves_and_requeues_beside_the_supervisor(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -141,6 +173,39 @@ def test_a_lost_node_is_left_out_when_the_job_comes_back(
     (again,) = (event for event in lines(run / "events.jsonl") if event["event"] == "restart")
     assert (again["cause"], again["host"], again["action"]) == ("a lost node", hosts[1], "requeued")
     assert [(strike["host"], strike["weight"]) for strike in lines(run / "nodes.jsonl")] == [(hosts[1], 2)]
+
+
+def test_the_next_job_of_a_chain_leaves_a_lost_node_out(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    start(run, settings, "launch.chain=2", faults="0:train:33:hold")
+    wait_until("the hold", lambda: (tmp_path / "0:train:33:hold").exists())
+    hosts = hosts_of(run)
+    with slurm_cluster.powered_off(hosts[1]):
+        wait_until("the next job", lambda: kinds(run).count("resume") == 1, timeout=90)
+    wait_until("the end", lambda: not slurm_cluster.squeue("-o", "%A"))
+    assert_same_result(run, undisturbed, STEPS)
+    assert hosts[1] not in hosts_of(run).values()
+    (again,) = (event for event in lines(run / "events.jsonl") if event["event"] == "restart")
+    assert again["why"].startswith("going on from step 20 on other nodes, in the next job of the chain")
+
+
+def test_a_lost_node_is_taken_again_where_slurm_has_no_other(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    nodes = sorted(set(slurm_cluster.command("sinfo", "-hN", "-o", "%N").split()))
+    job = start(run, settings, f"launch.exclude='{','.join(nodes[2:])}'", faults="0:train:33:hold")
+    wait_until("the hold", lambda: (tmp_path / "0:train:33:hold").exists())
+    hosts = hosts_of(run)
+    with slurm_cluster.powered_off(hosts[1]):
+        wait_until("the requeue", lambda: "requeue" in kinds(run), timeout=60)
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=120)
+    assert_same_result(run, undisturbed, STEPS)
+    assert set(hosts_of(run).values()) == set(nodes[:2])
+    output = "".join(path.read_text() for path in (run / "logs").glob("job-*.log"))
+    assert f"hpc-train: {hosts[1]} is not left out: Slurm has too few other nodes" in output
 
 
 def test_a_spare_node_takes_over_in_the_same_job(

@@ -48,6 +48,7 @@ def folder(tmp_path: Path) -> RunDirectory:
     return made
 
 
+@pytest.mark.hangs
 def test_a_spare_takes_over_once(folder: RunDirectory) -> None:
     attempt = make_attempt(folder)
     said = run_ranks(check_nodes, 4, folder, attempt, 1)

@@ -16,7 +16,8 @@ from training_runs import metrics, small
 from hpc_train.config.resilience import NumbersConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, UserError
-from hpc_train.interfaces import World
+from hpc_train.interfaces import StepBatch, Sums, World
+from hpc_train.resilience.exclusion import read_strikes
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.anomalies import SkipList, UpdateGuard, read_skip_list
@@ -43,19 +44,24 @@ class Outcome:
     state: dict[str, npt.NDArray[Any]]
 
 
-def train(config: RunConfig, poison: int | None = None) -> list[Outcome]:
-    """Train on two ranks; poison: the step whose activations are NaN on the last rank."""
+def train(config: RunConfig, poison: int | None = None, times: int = 9) -> list[Outcome]:
+    """Train on two ranks; poison: the step whose activations are NaN on the last rank, the first `times` times."""
     folder = locate_run_directory(config)
     prepare_run_directory(folder, config)
-    return run_ranks(_rank, 2, config, folder, make_attempt(folder), poison, parallel=config.parallel)
+    return run_ranks(_rank, 2, config, folder, make_attempt(folder), poison, times, parallel=config.parallel)
 
 
-def _rank(world: World, config: RunConfig, folder: RunDirectory, attempt: int, poison: int | None) -> Outcome:
+def _rank(
+    world: World, config: RunConfig, folder: RunDirectory, attempt: int, poison: int | None, times: int
+) -> Outcome:
     require_determinism()
     engine = make_engine(config, world, make_model(config))
     run = assemble_run(config, world, folder, attempt, StopRequest(), open_data(config, world), engine)
     if poison is not None and world.rank == world.size - 1:
-        _poison(run, poison)
+        _poison(run, poison, times)
+    if world.rank == 0:
+        ranks = [{"rank": rank, "host": f"node{rank}"} for rank in range(world.size)]
+        folder.rank_map.write_text(json.dumps({"ranks": ranks}))
     try:
         code = run_training(run)
         state = {shard.name: shard.local.detach().cpu().numpy().copy() for shard in engine.shards()}
@@ -64,11 +70,19 @@ def _rank(world: World, config: RunConfig, folder: RunDirectory, attempt: int, p
         run.close()
 
 
-def _poison(run: TrainingRun, step: int) -> None:
-    """Make what the innermost modules of this rank return NaN during one step."""
+def _poison(run: TrainingRun, step: int, times: int) -> None:
+    """Make what the innermost modules of this rank return NaN in one step, the first times that it is computed."""
+    computed, forward_backward = 0, run.engine.forward_backward
+
+    def count(batch: StepBatch) -> Sums:
+        nonlocal computed
+        computed += run.step + 1 == step
+        return forward_backward(batch)
+
+    run.engine.forward_backward = count  # type: ignore[method-assign]
 
     def spoil(_module: nn.Module, _inputs: object, output: object) -> object:
-        if run.step + 1 == step and isinstance(output, Tensor) and output.requires_grad:
+        if run.step + 1 == step and computed <= times and isinstance(output, Tensor) and output.requires_grad:
             return output * float("nan")
         return output
 
@@ -100,6 +114,35 @@ def test_a_run_with_the_same_skip_list_is_bit_identical(store: Path, tmp_path: P
     clean = small(store, tmp_path / "clean", *LAYOUTS[layout], f"resilience.numbers.skip_list={listed}")
     assert_equal(recovered, train(clean))
     assert [loss for (loss,) in metrics(clean, "loss")][POISONED_STEP - 1] is not None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_that_is_good_the_second_time_is_as_if_nothing_had_been(
+    store: Path, tmp_path: Path, layout: str
+) -> None:
+    hit = small(store, tmp_path / "hit", *LAYOUTS[layout])
+    assert_equal(train(small(store, tmp_path / "clean", *LAYOUTS[layout])), train(hit, POISONED_STEP, times=1))
+    assert events(hit, "skipped") == []
+    (event,) = events(hit, "transient")
+    # With tensor parallelism both ranks have the whole loss; of stages, only the last has one.
+    at_fault = {"tp": [0, 1], "pp": []}.get(layout, [1])
+    assert (event["step"], event["ranks"]) == (POISONED_STEP, at_fault)
+    assert event["why"].startswith("the loss is nan, but 5.")
+    strikes = read_strikes(locate_run_directory(hit).path)
+    assert [(strike.host, strike.weight) for strike in strikes] == ([("node1", 1)] if at_fault == [1] else [])
+
+
+def test_a_step_that_is_bad_again_says_so(store: Path, tmp_path: Path) -> None:
+    config = small(store, tmp_path, "parallel.strategy=ddp")
+    train(config, POISONED_STEP, times=2)
+    assert [event["why"] for event in events(config, "skipped")] == ["the loss is nan, also when computed again"]
+    assert events(config, "transient") == []
+
+
+def test_a_step_is_not_computed_again_where_that_is_off(store: Path, tmp_path: Path) -> None:
+    config = small(store, tmp_path, "parallel.strategy=ddp", "resilience.numbers.replay=false")
+    train(config, POISONED_STEP, times=1)
+    assert [event["why"] for event in events(config, "skipped")] == ["the loss is nan"]
 
 
 def test_the_list_goes_on_after_a_resume(store: Path, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Lock a checkpoint directory, so that one job at a time writes in it; take over the lock of a dead job.
 
 No clocks are compared: those of nodes and file servers differ and can go back. Whether an owner on this machine is
-alive is asked of the kernel; whether an earlier attempt of the same Slurm job is over follows from its restart count;
-any other owner is judged by its heartbeat, a number in the file that it increases every few seconds and a newcomer
-watches for a while. A new owner renames the temporary directories of former owners, so that none can commit any more.
-Readers take no lock.
+alive is asked of the kernel; that an earlier attempt of the same Slurm job is over follows from the count of its
+restarts or attempts; any other owner is judged by its heartbeat, a number in the file that it increases every few
+seconds and a newcomer watches for a while. A new owner renames the temporary directories of former owners, so that none
+can commit any more. Readers take no lock.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ class LockOwner:
     """Start of the process in ticks since the boot, because process ids are reused."""
     job: str | None
     """Slurm job id."""
-    attempt: int
+    restarts: int
     """How often Slurm has restarted the job."""
+    attempt: int
+    """Of the run, as its batch script counts them; -1 outside of one. A script begins one after the other has ended."""
     token: str
 
     def __str__(self) -> str:
-        job = f"Slurm job {self.job} (attempt {self.attempt}), " if self.job else ""
+        job = f"Slurm job {self.job}, " if self.job else ""
         return f"{job}process {self.process} on {self.host}"
 
 
@@ -174,7 +176,7 @@ def refuse_if_locked(directory: Path, env: Mapping[str, str] = os.environ) -> No
 
 def describe_this_process(env: Mapping[str, str] = os.environ) -> LockOwner:
     """Return the identity of this process for a lock."""
-    restarts = env.get("SLURM_RESTART_COUNT", "0")
+    restarts, attempt = env.get("SLURM_RESTART_COUNT", "0"), env.get("HPC_TRAIN_ATTEMPT", "")
     return LockOwner(
         socket.gethostname(),
         identify_machine(),
@@ -182,6 +184,7 @@ def describe_this_process(env: Mapping[str, str] = os.environ) -> LockOwner:
         read_start_time(os.getpid()) or "",
         env.get("SLURM_JOB_ID"),
         int(restarts) if restarts.isdecimal() else 0,
+        int(attempt) if attempt.isdecimal() else -1,
         secrets.token_hex(8),
     )
 
@@ -298,8 +301,9 @@ def _is_dead(found: _Found, me: LockOwner) -> bool | None:
         return None
     if owner.machine == me.machine and owner.host == me.host:
         return read_start_time(owner.process) != owner.started
-    if owner.job is not None and owner.job == me.job and owner.attempt < me.attempt:
-        return True
+    if owner.job is not None and owner.job == me.job:
+        earlier = owner.restarts < me.restarts or -1 < owner.attempt < me.attempt
+        return True if earlier else None
     return None
 
 

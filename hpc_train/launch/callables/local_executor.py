@@ -12,9 +12,8 @@ import shlex
 import signal
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,38 +30,23 @@ from hpc_train.launch.callables.calls import (
     write_private,
 )
 from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, requeue_marker_name
+from hpc_train.launch.local.node_sharing import gpu_share_environment, visible_gpus
+from hpc_train.launch.local.process_pool import ProcessPool
 from hpc_train.runtime.processes import block_stop_signals
 
 
-@dataclass
-class JobPool:
-    """Jobs of this process, of which at most `at_once` run; each running one has a slot of its own."""
-
-    at_once: int
-    running: list[JobProcesses] = field(default_factory=list)
-    waiting: deque[JobProcesses] = field(default_factory=deque)
-
-    def advance(self) -> None:
-        """Take out the jobs that have ended, and start those that wait. Polling any job calls this."""
-        for job in [job for job in self.running if job.poll_processes() is not None]:
-            self.running.remove(job)
-        while self.waiting and len(self.running) < self.at_once:
-            job = self.waiting.popleft()
-            if job.poll_processes() is None:
-                job.start(min(set(range(self.at_once)) - {running.slot for running in self.running}))
-                self.running.append(job)
-
-
-def count_fitting_jobs(ranks: int, gpus: int | None, devices: Sequence[str]) -> int:
+def count_fitting_jobs(ranks: int, gpus: int | None, visible: Sequence[str] = ()) -> int:
     """Return how many jobs fit beside one another: of the GPUs, if they ask for some, else of this process's cores.
 
-    ranks, gpus: of one job; gpus None: every job sees all. devices: the GPUs. Raises UserError if not one job fits.
+    ranks, gpus: of one job; gpus None: every job sees all. visible: the GPUs that are shared out; (): those that this
+    process sees. Raises UserError if not one job fits.
     """
     if gpus is None:
         return max(1, len(os.sched_getaffinity(0)) // ranks)
-    if gpus > len(devices):
-        raise UserError(f"a job asks for {gpus} GPUs, and {len(devices)} are visible here; ask for fewer, or for none")
-    return len(devices) // gpus
+    visible = visible or visible_gpus()
+    if gpus > len(visible):
+        raise UserError(f"a job asks for {gpus} GPUs, and {len(visible)} are visible here; ask for fewer, or for none")
+    return len(visible) // gpus
 
 
 class LocalCallExecutor(LocalExecutor):
@@ -80,7 +64,7 @@ class LocalCallExecutor(LocalExecutor):
         """at_once: jobs that run at the same time, if they fit beside one another; None: as many as fit."""
         super().__init__(folder, max_num_timeout, max_pickle_size_gb, python)
         self._at_once, self._max_attempts = at_once, max_attempts
-        self._pool = JobPool(at_once or 1)
+        self._pool = ProcessPool(at_once or 1, _start_unless_cancelled)
         self._throttling = 0.0
 
     @classmethod
@@ -98,50 +82,55 @@ class LocalCallExecutor(LocalExecutor):
         return int(self.parameters.get("tasks_per_node", 1))
 
     @property
-    def _devices(self) -> list[str]:
-        return [str(gpu) for gpu in self.parameters.get("visible_gpus", ())] or visible_devices()
+    def _chosen_gpus(self) -> list[str]:
+        return [str(gpu) for gpu in self.parameters.get("visible_gpus", ())]
 
     def submit_elements(self, call: Callable[[], Any], count: int) -> list[LocalJob[Any]]:
         """Queue `count` jobs that share one pickle of `call`; in each, calls.array_element() tells its index."""
-        data = self._pickled(DelayedSubmission(call))
+        data = self._pickle_call(DelayedSubmission(call))
         base = _new_job_id()
         shared = JobPaths(self.folder, base).submitted_pickle
         write_private(data, shared)
         return [
-            self._queue(f"{base}{index:06d}", {ELEMENT_VARIABLE: str(index), SHARED_CALL_VARIABLE: str(shared)})
+            self._queue_job(f"{base}{index:06d}", {ELEMENT_VARIABLE: str(index), SHARED_CALL_VARIABLE: str(shared)})
             for index in range(count)
         ]
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Any]:
         jobs = []
-        for data in [self._pickled(delayed) for delayed in delayed_submissions]:
+        for data in [self._pickle_call(delayed) for delayed in delayed_submissions]:
             job_id = f"{_new_job_id()}000000"
             paths = JobPaths(self.folder, job_id)
             make_private_folder(paths.folder)
             write_private(data, paths.submitted_pickle)
-            jobs.append(self._queue(job_id, {}))
+            jobs.append(self._queue_job(job_id, {}))
         return jobs
 
-    def _pickled(self, delayed: DelayedSubmission) -> bytes:
+    def _pickle_call(self, delayed: DelayedSubmission) -> bytes:
         delayed.set_timeout(self.parameters.get("timeout_min", 5), self.max_num_timeout)
         return pickle_value(delayed)
 
-    def _queue(self, job_id: str, environment: Mapping[str, str]) -> LocalJob[Any]:
-        self._pool.at_once = self._count_parallel_jobs()
-        process = JobProcesses(self._program(environment), job_id, self._pool.advance)
+    def _queue_job(self, job_id: str, environment: Mapping[str, str]) -> LocalJob[Any]:
+        self._pool.slots = self._count_parallel_jobs()
+        process = JobProcesses(self._make_program(environment), job_id, self._advance_pool)
         self._pool.waiting.append(process)
-        self._pool.advance()
+        self._advance_pool()
         tasks = list(range(self.ranks))
         return LocalJob(self.folder, job_id, tasks, process)  # type: ignore[arg-type]
 
+    def _advance_pool(self) -> None:
+        """Start the jobs that wait, in the place of those that have ended. Polling any job calls this."""
+        self._pool.remove_ended()
+        self._pool.start_waiting()
+
     def _count_parallel_jobs(self) -> int:
         gpus = self.parameters.get("gpus_per_node")
-        fitting = count_fitting_jobs(self.ranks, gpus, self._devices)
+        fitting = count_fitting_jobs(self.ranks, gpus, self._chosen_gpus)
         if gpus is None:  # cores can be shared
             return self._at_once or fitting
         return min(self._at_once or fitting, fitting)
 
-    def _program(self, environment: Mapping[str, str]) -> JobProgram:
+    def _make_program(self, environment: Mapping[str, str]) -> JobProgram:
         get = self.parameters.get
         seconds, notice = 60.0 * get("timeout_min", 2.0), get("signal_delay_s", 30)
         own = {
@@ -162,17 +151,9 @@ class LocalCallExecutor(LocalExecutor):
             notice,
             self._max_attempts,
             get("stderr_to_stdout", False),
-            self._devices,
+            self._chosen_gpus,
             get("gpus_per_node"),
         )
-
-
-def visible_devices() -> list[str]:
-    """Return the CUDA devices of this process, as CUDA_VISIBLE_DEVICES names them."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [name for name in chosen.split(",") if name]
-    return [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 def _new_job_id() -> str:
@@ -219,9 +200,9 @@ class JobProgram:
     """Seconds before it at which the ranks are asked to stop; never, if that is before they start."""
     max_attempts: int = 1
     one_log: bool = False
-    devices: Sequence[str] = ()
-    """CUDA devices that are shared out over the slots."""
-    devices_a_job: int | None = None
+    gpus: Sequence[str] = ()
+    """The GPUs that are shared out over the slots; (): those that this process sees."""
+    gpus_per_job: int | None = None
     """None: every job sees what this process sees."""
 
     def words(self) -> list[str]:
@@ -229,12 +210,18 @@ class JobProgram:
             return shlex.split(self.command)
         return ["bash", "-c", "\n".join(["set -e", *self.setup, "set +e", f"exec {self.command}"])]
 
-    def visible(self, slot: int) -> dict[str, str]:
-        """Return the environment variable with the devices of the job in this slot."""
-        if self.devices_a_job is None:
+    def gpu_environment(self, slot: int) -> dict[str, str]:
+        """Return the environment variable with the GPUs of the job in this slot."""
+        if self.gpus_per_job is None:
             return {}
-        first = slot * self.devices_a_job
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[first : first + self.devices_a_job])}
+        return gpu_share_environment(slot, self.gpus_per_job, self.gpus or visible_gpus(), os.environ)
+
+
+def _start_unless_cancelled(job: JobProcesses, slot: int) -> JobProcesses | None:
+    if job.has_ended():
+        return None
+    job.start(slot)
+    return job
 
 
 class JobProcesses:
@@ -242,13 +229,13 @@ class JobProcesses:
 
     def __init__(self, program: JobProgram, job_id: str, advance_pool: Callable[[], None]) -> None:
         self._program, self._job_id, self._advance_pool = program, job_id, advance_pool
-        self.slot = -1
+        self._slot = -1
         self._attempt = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._code: int | None = None
         self._failed: int | None = None
         self._cancelled = self._asked_to_stop = False
-        self._over_at = self._kill_at = _NEVER
+        self._deadline = self._kill_at = _NEVER
 
     @property
     def pid(self) -> int:
@@ -262,8 +249,8 @@ class JobProcesses:
 
     def start(self, slot: int) -> None:
         """Start the ranks. slot: number of their share of the machine's devices."""
-        self.slot, self._asked_to_stop, self._failed = slot, False, None
-        self._over_at = time.monotonic() + self._program.seconds if self._program.seconds else _NEVER
+        self._slot, self._asked_to_stop, self._failed = slot, False, None
+        self._deadline = time.monotonic() + self._program.seconds if self._program.seconds else _NEVER
         with block_stop_signals():
             self._processes = [self._start(rank) for rank in range(self._program.ranks)]
 
@@ -279,7 +266,7 @@ class JobProcesses:
                 program.words(),
                 env={
                     **program.environment,
-                    **program.visible(self.slot),
+                    **program.gpu_environment(self._slot),
                     **{f"SUBMITIT_LOCAL_{k}": v for k, v in variables.items()},
                 },
                 stdin=subprocess.DEVNULL,
@@ -287,6 +274,10 @@ class JobProcesses:
                 stderr=err,
                 start_new_session=True,  # Ctrl-C is for whoever waits for the job
             )
+
+    def has_ended(self) -> bool:
+        """Whether all ranks have ended, and no further run of this job follows."""
+        return self.poll_processes() is not None
 
     def poll_processes(self) -> int | None:
         """Return the exit code, or None; nothing is started but a further run of this job."""
@@ -309,18 +300,18 @@ class JobProcesses:
         self._attempt += 1
         if again and self._attempt < self._program.max_attempts:
             self._kill_at = _NEVER
-            self.start(self.slot)
+            self.start(self._slot)
         else:
             self._code = self._failed or 0
 
     def _watch_clock(self) -> None:
         now = time.monotonic()
-        due = self._over_at - self._program.notice
+        due = self._deadline - self._program.notice
         if now > due and not self._asked_to_stop and self._program.notice < self._program.seconds:
             self._asked_to_stop = True
             self._signal_ranks(signal.SIGUSR2)
-        if now > self._over_at:
-            self._over_at, self._kill_at, self._cancelled = _NEVER, now + _GRACE_SECONDS, True
+        if now > self._deadline:
+            self._deadline, self._kill_at, self._cancelled = _NEVER, now + _GRACE_SECONDS, True
             self._signal_ranks(signal.SIGTERM)
         if now > self._kill_at:
             self._kill_at = _NEVER

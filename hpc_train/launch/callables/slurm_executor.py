@@ -20,16 +20,14 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob, _make_sbatch_string
 
-from hpc_train.errors import EXIT_NO_REQUEUE, UserError
+from hpc_train.errors import UserError
 from hpc_train.launch.callables.calls import (
-    ELEMENT_VARIABLE,
-    SHARED_CALL_VARIABLE,
     make_private_folder,
     pickle_value,
     worker_command,
     write_private,
 )
-from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, requeue_marker_name
+from hpc_train.launch.slurm.batch_script import END_TOGETHER, checked_lines, shell_functions
 from hpc_train.launch.slurm.sbatch import explain_refusal
 from hpc_train.launch.slurm.slurm_cli import (
     client_environment,
@@ -123,14 +121,14 @@ class SlurmCallExecutor(SlurmExecutor):
 
         The call learns from calls.array_element() which one it is. Raises UserError with sbatch's reason.
         """
-        data = self._pickled(DelayedSubmission(call))
+        data = self._pickle_call(DelayedSubmission(call))
         with self._all_or_nothing():
             base = self._submit_array(count)
             self._write_call(data, JobPaths(self.folder, base))
         return [f"{base}_{index}" for index in range(count)]
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
-        calls = [self._pickled(delayed, len(delayed_submissions)) for delayed in delayed_submissions]
+        calls = [self._pickle_call(delayed, len(delayed_submissions)) for delayed in delayed_submissions]
         with self._all_or_nothing():
             if len(calls) == 1:
                 job = self._submit_command(self._submitit_command_str)
@@ -151,7 +149,7 @@ class SlurmCallExecutor(SlurmExecutor):
         array.parameters = {**self.parameters, "map_count": count}
         return str(array._submit_command(self._submitit_command_str).job_id)
 
-    def _pickled(self, delayed: DelayedSubmission, count: int = 1) -> bytes:
+    def _pickle_call(self, delayed: DelayedSubmission, count: int = 1) -> bytes:
         """Pickle a call before anything is submitted. Raises UserError for calls that are too large for files."""
         delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
         data = pickle_value(delayed)
@@ -200,11 +198,12 @@ class SlurmCallExecutor(SlurmExecutor):
         """
         given = {"setup": None, "teardown": None, "srun_args": None, **self.parameters}
         _refuse_control_characters(given)
+        signal_seconds, cpus = given.get("signal_delay_s", 90), given.get("cpus_per_task")
         parameters = {
             **given,
-            "setup": call_lines_before(self.folder, given["setup"] or (), given.get("signal_delay_s", 90)),
-            "teardown": [(lines := call_lines_after(self._max_attempts))[0], *(given["teardown"] or ()), *lines[1:]],
-            "srun_args": [*call_srun_options(given.get("cpus_per_task")), *(given["srun_args"] or ())],
+            "setup": render_setup(self.folder, given["setup"] or (), signal_seconds, self._max_attempts),
+            "teardown": render_teardown(given["teardown"] or ()),
+            "srun_args": [*END_TOGETHER, *([f"--cpus-per-task={cpus}"] if cpus else []), *(given["srun_args"] or ())],
         }
         folder = str(self.folder).replace("%", "%%")  # Slurm's file patterns
         return str(_make_sbatch_string(command=command, folder=folder, **parameters))
@@ -217,57 +216,18 @@ def _refuse_control_characters(parameters: Mapping[str, Any]) -> None:
             raise UserError(f"{name}: {value!r} has a control character; leave it out")
 
 
-_STOPPED_EARLY = (128 + 12, 128 + 15)
-"""srun's exit code where a stop signal came before there was a handler for it."""
-
-
-def call_lines_before(folder: Path, setup: Sequence[str], signal_seconds: int) -> list[str]:
-    """Return the shell lines before the ranks: what the worker has to know, and the user's own set-up."""
-    user = ["doing=setup", "set -e", *setup, "set +e", 'doing=""'] if setup else []
+def render_setup(folder: Path, setup: Sequence[str], signal_seconds: int, max_attempts: int) -> list[str]:
+    """Return the shell lines before the ranks: the settings, the functions of callables.sh, and the user's set-up."""
+    user = [*checked_lines("setup", setup), 'doing=""'] if setup else []
     return [
         f"calls={shlex.quote(str(folder))}",
-        'job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"',
-        'job="${job:-$SLURM_JOB_ID}"',
-        f'[ -d "$calls" ] || {{ echo "hpc_train: $calls is not visible on $(hostname)"; exit {EXIT_NO_REQUEUE}; }}',
-        'doing=""',
-        """trap '[ -z "$doing" ] || echo "hpc_train: $doing failed"' EXIT""",
-        "# The ranks act on these signals; this shell has to outlive them to requeue the job.",
-        "trap : TERM USR2",
-        '[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || echo "hpc_train: run $((SLURM_RESTART_COUNT + 1)) of job $job"',
-        f'export {ELEMENT_VARIABLE}="${{SLURM_ARRAY_TASK_ID:-0}}" {SIGNAL_SECONDS_VARIABLE}={signal_seconds}',
-        f'export {SHARED_CALL_VARIABLE}="$calls/${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}_submitted.pkl"',
-        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"',
+        f'hpc_max_attempts={max_attempts} hpc_signal_seconds={signal_seconds} hpc_threads="$OMP_NUM_THREADS"',
+        shell_functions("callables"),
+        "begin_calls",
         *user,
     ]
 
 
-def call_srun_options(cpus: int | None) -> list[str]:
-    """Return srun's options: a rank that fails ends the others."""
-    return ["--kill-on-bad-exit=1", "--wait=60", *([f"--cpus-per-task={cpus}"] if cpus else [])]
-
-
-def call_lines_after(max_attempts: int) -> list[str]:
-    """Return the shell lines after the ranks: requeue if they stopped on purpose or lost a node; their exit code."""
-    early = " || ".join(f'[ "$code" -eq {code} ]' for code in _STOPPED_EARLY)
-    marker = f'"$calls/{requeue_marker_name("${job}")}"'
-    left = 'ls "$calls/${job}_"*"_result.pkl" >/dev/null 2>&1'
-    return [
-        "code=$?",
-        'again=""',
-        "# srun says 0, too, when it gave up waiting for a step that was ended from outside.",
-        f'[ "$code" -ne 0 ] || {left} || code=1',
-        f"if [ -e {marker} ] || {{ {{ {early}; }} && ! {left}; }}; then",
-        f'  rm -f {marker}; again="the ranks stopped on purpose"',
-        f'elif [ "$code" -ne 0 ] && ! {left} &&',
-        """  sinfo -h -N -n "$SLURM_JOB_NODELIST" -o %T | grep -Eq '[*]|^down|^fail'; then""",
-        '  again="a node of the job does not answer"',
-        "fi",
-        "# A job that was cancelled, or is requeued by Slurm, gets the same signals: it is no longer RUNNING.",
-        """[ -z "$again" ] || state="$(squeue -h -j "$job" -o %T | head -n 1)\"""",
-        'if [ -n "$again" ] && [ "$state" = RUNNING ]; then',
-        f'  if [ "$((${{SLURM_RESTART_COUNT:-0}} + 1))" -lt {max_attempts} ]; then',
-        '    echo "hpc_train: requeued: $again"; scontrol requeue "$job"',
-        f'  else echo "hpc_train: not run again: {max_attempts} runs were allowed"; fi',
-        "fi",
-        'exit "$code"',
-    ]
+def render_teardown(teardown: Sequence[str]) -> list[str]:
+    """Return the shell lines after the ranks, with the user's among them."""
+    return ["code=$?", *teardown, 'finish_calls "$code"']

@@ -44,32 +44,32 @@ class StopSignalHandler:
 
     def __init__(self, env: JobEnvironment, delayed: DelayedSubmission) -> None:
         self._env, self._delayed = env, delayed
-        self._start, self._acting = time.monotonic(), False
+        self._start, self._ignores_signals = time.monotonic(), False
 
     def install(self, early: StopRequest) -> None:
         """Handle the signals from now on, and one that came `early` at once. Ctrl-C is Python's own again."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+            signal.signal(number, self._handle_signal)
         if early.signal_name in (name := {number.name: number for number in STOP_SIGNALS}):
-            self._handle(name[early.signal_name or ""], None)
+            self._handle_signal(name[early.signal_name or ""], None)
 
-    def too_late(self) -> None:
-        """Ignore signals from now on: the call is over."""
-        self._acting = True
+    def ignore_signals(self) -> None:
+        """Ignore stop signals from now on: the call is over."""
+        self._ignores_signals = True
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self._acting:
+    def _handle_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._ignores_signals:
             return
         print(f"hpc_train: {signal.Signals(number).name}", flush=True)
         if self._env.global_rank == 0:
-            self._acting = True
-            self._stop()
+            self._ignores_signals = True
+            self._save_and_leave()
         elif number == signal.SIGTERM:  # rank 0 has it, too, or has ended
             raise SystemExit(128 + number)
 
-    def _stop(self) -> None:
-        """Leave by SystemExit with the code of a requeue, or by UncompletedJobError."""
+    def _save_and_leave(self) -> None:
+        """Save the next call and leave by SystemExit with the code of a requeue; else raise UncompletedJobError."""
         timed_out = self._is_out_of_time()
         timeouts_left = self._delayed._timeout_countdown - timed_out
         if timeouts_left < 0:

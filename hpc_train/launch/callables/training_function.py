@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hpc_train.config.compose import config_from_dict, explain_error, register
 from hpc_train.config.secret_variables import refuse_secret_variables
 from hpc_train.errors import EXIT_DONE, UserError
+from hpc_train.launch.command_output import CommandOutput
 from hpc_train.runtime import processes
 
 __all__ = ["register", "train"]
@@ -39,9 +41,8 @@ def train(config: DictConfig) -> float:
     logging.getLogger("hpc_train").setLevel(logging.INFO)
     before = {number: signal.getsignal(number) for number in (*processes.STOP_SIGNALS, signal.SIGINT)}
     try:
-        code = _train(
-            container, processes.install_stop_handlers()
-        )  # the loop sees to signals now: it saves before it stops
+        # From now on the training loop acts on stop signals: it saves before it stops.
+        code = _train_ranks(container, processes.install_stop_handlers())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -60,7 +61,7 @@ def _resolve(config: DictConfig) -> dict[str, Any]:
     return container
 
 
-def _train(container: dict[str, Any], request: processes.StopRequest) -> int:
+def _train_ranks(container: dict[str, Any], request: processes.StopRequest) -> int:
     from hpc_train.launch.train import share_spec
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank
@@ -69,7 +70,7 @@ def _train(container: dict[str, Any], request: processes.StopRequest) -> int:
     timeout = timedelta(seconds=config.launch.timeout_seconds)
     meeting = timedelta(seconds=config.launch.rendezvous_seconds)
     task = join(os.environ, config.cluster.fabric.interface, timeout, meeting)
-    answer = share_spec(config, task)
+    answer = share_spec(config, task, CommandOutput(print, lambda text: print(text, file=sys.stderr)))
     if answer.spec is None:
         return EXIT_DONE
     return run_rank(answer.spec.run_config(), task, answer.spec.folder(), answer.attempt, request)

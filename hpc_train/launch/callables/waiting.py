@@ -17,10 +17,10 @@ from hpc_train.launch.slurm.slurm_cli import Backoff, JobRecord, PollResult, Run
 from hpc_train.launch.state.attempts import read_tail_text
 from hpc_train.launch.state.state_names import State, from_slurm_state
 
-_RESULT = "_result.pkl"
-_SHORTEST, _LONGEST = 0.05, 1.0
-"""Seconds between two looks into the folder."""
-_MOST_LOG_BYTES = 1 << 20
+_RESULT_SUFFIX = "_result.pkl"
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
+"""Seconds between two listings of the folder."""
+_MAX_LOG_BYTES = 1 << 20
 _LOG_LINES = 10
 """Part of the log that is shown of a job which left nothing else."""
 _HELD_REASON = "JobHeld"
@@ -65,37 +65,37 @@ class SlurmJobs:
     ask: RunClient
     grace: float = 5.0
     _backoff: Backoff = field(default_factory=Backoff)
-    _asked: float = 0.0
-    _due: float = 0.0
-    _last: dict[str, str] = field(default_factory=dict)
-    _warned_of: str = ""
+    _last_poll: float = 0.0
+    _next_poll: float = 0.0
+    _last_ends: dict[str, str] = field(default_factory=dict)
+    _last_logged: str = ""
 
     def __post_init__(self) -> None:
-        self._due = time.monotonic() + self._backoff.seconds(changed=False)
+        self._next_poll = time.monotonic() + self._backoff.seconds(changed=False)
 
     def find_ends(self, jobs: Collection[str], urgent: bool) -> Mapping[str, str]:
         """Return the ends as of the last poll, which may be a minute old."""
         if urgent:
-            self._due = min(self._due, self._asked + 1.0)
-        if time.monotonic() >= self._due:
+            self._next_poll = min(self._next_poll, self._last_poll + 1.0)
+        if time.monotonic() >= self._next_poll:
             polled = poll_jobs(jobs, self.ask)
             ends = {job: why for job in jobs if (why := _describe_end(job, polled)) is not None}
-            self._asked = time.monotonic()
-            self._due = self._asked + self._backoff.seconds(changed=ends != self._last)
-            self._last = ends
-            self._tell(polled)
-        return self._last
+            self._last_poll = time.monotonic()
+            self._next_poll = self._last_poll + self._backoff.seconds(changed=ends != self._last_ends)
+            self._last_ends = ends
+            self._log_states(polled)
+        return self._last_ends
 
-    def _tell(self, polled: PollResult) -> None:
+    def _log_states(self, polled: PollResult) -> None:
         states = Counter(_format_state(record) for record in polled.records.values())
         text = polled.slurm_error or ", ".join(f"{count} {state}" for state, count in states.most_common())
-        if text and text != self._warned_of:
-            log.info(text + _advice(polled.records.values()))
-            self._warned_of = text
+        if text and text != self._last_logged:
+            log.info(text + _advise_on_held_jobs(polled.records.values()))
+            self._last_logged = text
 
 
-def _advice(records: Collection[JobRecord]) -> str:
-    """Say what lets jobs start that are held."""
+def _advise_on_held_jobs(records: Collection[JobRecord]) -> str:
+    """Return what to do about held jobs, as the end of a message."""
     held = sorted(
         {
             record.job_id.partition("_")[0]
@@ -132,7 +132,7 @@ def wait_for_jobs(
     """Wait for all jobs, and return the end of each by its id. fails: whether a call's own result is a failure."""
     unended, ends = {job.job_id: job for job in started}, {}
     noticed: dict[str, float] = {}
-    pause = _SHORTEST
+    pause = _MIN_PAUSE_SECONDS
     while unended:
         results = _list_results(folder)
         urgent = any(job.ranks > 1 and 0 in results.get(job.job_id, ()) for job in unended.values())
@@ -148,7 +148,7 @@ def wait_for_jobs(
             if end is not None:
                 ends[job.job_id] = end if end.how is None else _explain_with_log(job, folder, end.how)
                 del unended[job.job_id]
-        pause = _SHORTEST if len(unended) < before else min(_LONGEST, pause * 1.3)
+        pause = _MIN_PAUSE_SECONDS if len(unended) < before else min(_MAX_PAUSE_SECONDS, pause * 1.3)
         if unended:
             time.sleep(pause)
     return ends
@@ -159,8 +159,8 @@ def _list_results(folder: Path) -> dict[str, dict[int, Path]]:
     results: dict[str, dict[int, Path]] = {}
     for path in folder.iterdir():
         name = path.name
-        if name.endswith(_RESULT) and not name.startswith("."):
-            job, _, rank = name.removesuffix(_RESULT).rpartition("_")
+        if name.endswith(_RESULT_SUFFIX) and not name.startswith("."):
+            job, _, rank = name.removesuffix(_RESULT_SUFFIX).rpartition("_")
             results.setdefault(job, {})[int(rank)] = path
     return results
 
@@ -172,7 +172,7 @@ def _job_end(
     files_are_here: bool,
     fails: Callable[[Any], bool],
 ) -> JobEnd | None:
-    """Return the end of one job, if it is known by now. reported_end: how it ended by its source; None: it has not.
+    """Return the end of one job, or None. reported_end: how it ended according to its source; None: it has not.
 
     Of a job of several ranks the first result does not tell how the others end.
     """
@@ -193,7 +193,7 @@ def _read_result(path: Path) -> JobEnd:
 def _explain_with_log(job: StartedJob, folder: Path, how: str) -> JobEnd:
     """Describe the end of a job that left no result by the last lines of its log."""
     path = folder / f"{job.job_id}_0_log.out"
-    text = read_tail_text(path, _MOST_LOG_BYTES)
+    text = read_tail_text(path, _MAX_LOG_BYTES)
     lines = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
     log_end = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
     if _OUT_OF_MEMORY.search(log_end):

@@ -19,9 +19,7 @@ import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-from hpc_train.errors import EXIT_REQUEUE, UserError  # noqa: E402
-
-EXIT_FAILED = 1
+from hpc_train.errors import EXIT_FAILED, EXIT_REQUEUE, UserError  # noqa: E402
 
 
 def main(folder: str) -> int:
@@ -43,7 +41,7 @@ def main(folder: str) -> int:
         stopper = StopSignalHandler(env, delayed)
         stopper.install(_early_stop)
         result = delayed.result()
-        stopper.too_late()
+        stopper.ignore_signals()
         failed = calls.is_failure(delayed.function, result)
         if failed or calls.keeps_result(delayed.function, rank, result):
             save_pickle(("success", result), paths.result_pickle)
@@ -80,7 +78,7 @@ def _end_with_parent() -> None:
 
 
 def exit_now(code: int) -> Any:
-    """Exit as the function's own libraries are used to, unless the process is told to end at once."""
+    """Exit with the exit handlers that the function's own libraries have installed."""
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)

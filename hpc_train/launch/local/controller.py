@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.05
 
 
 class RankController(Controller):
-    """Starts the tasks, forwards stop signals to them, and lets no task outlive the failure of another."""
+    """Starts the tasks, forwards stop signals to them, and ends all of them when one fails."""
 
     def __init__(self, folder: Path, logs: Path, launcher: int) -> None:
         """Install the stop handlers.
@@ -52,7 +52,7 @@ class RankController(Controller):
         try:
             self.start_tasks()  # with the signals still blocked, for them and for us
             unblock_stop_signals()
-            self._watch()
+            self._wait_for_tasks()
         finally:
             self.kill_tasks()
             if self._watcher:
@@ -65,11 +65,11 @@ class RankController(Controller):
             return EXIT_FAILED
         return _shell_exit_code(next((code for _, code in self._exits if code != 0), 0))
 
-    def _watch(self) -> None:
+    def _wait_for_tasks(self) -> None:
         """Return when every task has ended, or a moment after the first that failed, or when they hang."""
         deadline = None
         while True:
-            self._notice_exits()
+            self._collect_exits()
             if len(self._exits) == len(self.tasks):
                 return
             # Ranks agree on a stop, so after one that ended with it the others are about to.
@@ -81,13 +81,13 @@ class RankController(Controller):
             if os.getppid() != self._parent:  # whoever asked for this job is gone: save and stop
                 self._parent = os.getppid()
                 self._forward_signal(signal.SIGTERM)
-            self._heed_notice()
+            self._handle_notice()
             if deadline is None and self._watcher and self._watcher.must_end():
                 self._hung = True
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _heed_notice(self) -> None:
+    def _handle_notice(self) -> None:
         """Ask the ranks to save and stop if this machine is about to be taken away."""
         if self._notices is None or not (notice := self._notices.poll()):
             return
@@ -99,7 +99,7 @@ class RankController(Controller):
     def _request_stacks(self) -> None:
         self._forward_signal(STACK_SIGNAL)
 
-    def _notice_exits(self) -> None:
+    def _collect_exits(self) -> None:
         exited = {task for task, _ in self._exits}
         for index, task in enumerate(self.tasks):
             code = task.poll()

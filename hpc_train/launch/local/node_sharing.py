@@ -1,15 +1,21 @@
-"""Share a node between points that run side by side, and whose ranks nobody else has bound."""
+"""Share a node between jobs that run side by side: its GPUs by their slot, and CPUs that nobody else has bound."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
 
 from hpc_train.placement.cpu_binding import format_cpus, parse_cpus, read_processors, split_cpus
 
 SHARE_VARIABLE = "HPC_TRAIN_SHARE"
-"""index/number/processors: this is the index-th of so many points, beside one another on these processors."""
+"""Environment variable `index/count/processors`: which of `count` points on these processors a rank belongs to."""
 _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
+_GPU_NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 
 
 def format_share(index: int, count: int) -> str:
@@ -34,14 +40,36 @@ def bind_to_share(env: Mapping[str, str] = os.environ) -> frozenset[int]:
     return cpus
 
 
-def gpu_share_environment(index: int, ranks: int, env: Mapping[str, str], gpus: int) -> dict[str, str]:
-    """Return the variable that shows each rank of the index-th point its own one of this machine's `gpus`.
+def visible_gpus(env: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES names them.
 
-    Where more points run than there are GPUs for, some share theirs; {} where one alone has too few of them.
+    Where the user or a scheduler has set such a variable it counts, up to the first entry that names no GPU, as for the
+    driver. Without one these are all GPUs that torch sees.
     """
-    name = next((name for name in _GPU_VARIABLES if name in env), _GPU_VARIABLES[0])
-    visible = env[name].split(",") if env.get(name) else [str(number) for number in range(gpus)]
-    if not gpus or ranks > len(visible):
+    if (chosen := env.get(_gpu_variable(env))) is not None:
+        return list(takewhile(_GPU_NAME.fullmatch, chosen.split(",")))
+    return [str(index) for index in range(_count_gpus_of_torch())]
+
+
+@cache
+def _count_gpus_of_torch() -> int:
+    if not any(Path(device).exists() for device in _GPU_DRIVERS):
+        return 0
+    import torch  # only where there may be a GPU: it takes a second
+
+    return torch.cuda.device_count()
+
+
+def gpu_share_environment(slot: int, count: int, gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that shows the job in this slot its own `count` of the GPUs.
+
+    Where more jobs run than there are GPUs for, some share theirs; {} where one alone has too few of them.
+    """
+    if not gpus or count > len(gpus):
         return {}
-    first = index % (len(visible) // ranks) * ranks
-    return {name: ",".join(visible[first : first + ranks])}
+    first = slot % (len(gpus) // count) * count
+    return {_gpu_variable(env): ",".join(gpus[first : first + count])}
+
+
+def _gpu_variable(env: Mapping[str, str]) -> str:
+    return next((name for name in _GPU_VARIABLES if name in env), _GPU_VARIABLES[0])

@@ -21,7 +21,8 @@ from typing import Any, cast
 from submitit.local.local import LocalExecutor, LocalJob
 
 from hpc_train.config.run import RunConfig
-from hpc_train.launch.local.node_sharing import SHARE_VARIABLE
+from hpc_train.launch.command_output import CommandOutput
+from hpc_train.launch.local.node_sharing import SHARE_VARIABLE, visible_gpus
 from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
 from hpc_train.launch.rank_entrypoint import main as run_task
 from hpc_train.launch.state.attempts import open_if_regular, write_attempt_marker
@@ -93,21 +94,12 @@ def local_rank_count(config: RunConfig) -> int:
     """Return launch.ranks, else the number of GPUs here, else 2."""
     if config.launch.ranks is not None:
         return config.launch.ranks
-    return count_gpus() or 2
+    return len(visible_gpus()) or 2
 
 
 def threads_per_rank(config: RunConfig, ranks: int) -> int:
     """Return launch.threads, else this process's CPUs shared out evenly."""
     return config.launch.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
-
-
-def count_gpus() -> int:
-    """Count the GPUs of this machine, as torch does."""
-    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
-        return 0
-    import torch  # only where there may be a GPU: it takes a second
-
-    return torch.cuda.device_count()
 
 
 EXIT_KILLED = 128 + signal.SIGINT
@@ -137,21 +129,22 @@ class JsonTail:
 
 
 class WarningPrinter(logging.Handler):
-    """Prints warnings to stderr, each text once: those of the ranks, and those of this process itself."""
+    """Prints warnings, each text once: those of the ranks, and those of this process itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: CommandOutput) -> None:
         super().__init__(logging.WARNING)
+        self._output = output
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning of this process."""
-        self.print("error" if record.levelno >= logging.ERROR else "warning", describe_record(record))
+        self.print_once("error" if record.levelno >= logging.ERROR else "warning", describe_record(record))
 
-    def print(self, level: str, text: str) -> None:
+    def print_once(self, level: str, text: str) -> None:
         """Print one line, unless the same text was printed before."""
         if text not in self._shown:
             self._shown.add(text)
-            print(f"hpc-train: {level}: {one_line(text)}", file=sys.stderr, flush=True)
+            self._output.report(f"{level}: {one_line(text)}")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -168,13 +161,18 @@ class ProgressFollower:
     """Shows one attempt of a run as its files grow: rank 0's output, all ranks' warnings, and the progress."""
 
     def __init__(
-        self, folder: RunDirectory, attempt: int, log_every: int, printer: WarningPrinter | None = None
+        self,
+        folder: RunDirectory,
+        attempt: int,
+        log_every: int,
+        output: CommandOutput,
+        printer: WarningPrinter | None = None,
     ) -> None:
-        self._attempt, self._every = attempt, log_every
-        self._warnings, self._printer = NewWarnings(folder.logs(attempt)), printer or WarningPrinter()
+        self._attempt, self._every, self._output = attempt, log_every, output
+        self._warnings, self._printer = NewWarnings(folder.logs(attempt)), printer or WarningPrinter(output)
         self._events, self._metrics = JsonTail(folder.events), JsonTail(folder.metrics)
         self._bar: Progress | None = None
-        self._from = 0
+        self._first_step = 0
 
     def show(self) -> None:
         """Show everything that is new since the last call."""
@@ -182,7 +180,7 @@ class ProgressFollower:
             if event["attempt"] == self._attempt:
                 self._show_event(event)
         for warning in self._warnings.read():
-            self._printer.print(warning.level, warning.text)
+            self._printer.print_once(warning.level, warning.text)
         self._show_steps()
 
     def close(self) -> None:
@@ -193,7 +191,7 @@ class ProgressFollower:
 
     def _show_steps(self) -> None:
         for record in self._metrics.records() if self._bar is not None else ():
-            if record["step"] > self._from and self._bar is not None:
+            if record["step"] > self._first_step and self._bar is not None:
                 self._bar.show(record)
 
     def _show_event(self, event: dict[str, Any]) -> None:
@@ -201,10 +199,10 @@ class ProgressFollower:
         if event["event"] == "note":
             if event.get("last"):
                 self.close()
-            print(event["text"], flush=True)
+            self._output.print_result(event["text"])
         elif event["event"] in ("start", "resume"):
             # Only now are the lines of steps that are done again gone from metrics.jsonl.
-            self._from = event["step"]
+            self._first_step = event["step"]
             self._bar = make_progress(event["steps"], self._every)
 
 
@@ -214,16 +212,17 @@ def follow_ranks(
     attempt: int,
     log_every: int,
     stop: StopRequest,
+    output: CommandOutput,
     printer: WarningPrinter | None = None,
 ) -> int:
     """Show the progress of a local job until it ends, and return its exit code.
 
     The first Ctrl-C and the first stop signal are passed on to the ranks. A second Ctrl-C kills them.
     """
-    process, follower = job._process, ProgressFollower(folder, attempt, log_every, printer)
+    process, follower = job._process, ProgressFollower(folder, attempt, log_every, output, printer)
     assert process is not None
     try:
-        _follow_until_end(process, follower, stop)
+        _follow_until_end(process, follower, stop, output)
     except KeyboardInterrupt:
         os.killpg(process.pid, signal.SIGKILL)  # the controller began a session of its own
         process.wait()
@@ -234,13 +233,15 @@ def follow_ranks(
     return 128 - code if code < 0 else code
 
 
-def _follow_until_end(process: subprocess.Popen[bytes], follower: ProgressFollower, stop: StopRequest) -> None:
+def _follow_until_end(
+    process: subprocess.Popen[bytes], follower: ProgressFollower, stop: StopRequest, output: CommandOutput
+) -> None:
     forwarded = False
     while process.poll() is None:
         follower.show()
         if stop.requested and not forwarded:
             forwarded = True
-            print(f"{stop.signal_name}: asking the ranks to save and stop", file=sys.stderr, flush=True)
+            output.print_message(f"{stop.signal_name}: asking the ranks to save and stop")
             process.send_signal(signal.SIGUSR2)
         time.sleep(_POLL_SECONDS)
     follower.show()

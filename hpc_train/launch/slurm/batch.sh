@@ -1,35 +1,24 @@
 # shellcheck shell=bash
-# The shell around the ranks of a batch job: markers, modules, signals, and what happens at the end.
+# The shell around the ranks of a run's batch job: markers, modules, signals, and what happens at the end.
 #
-# sbatch copies one file, so this text stands whole in every submitted script, between the settings of the job and the
-# calls of these functions (batch_script.py, sweep/arrays.py). The settings, all quoted:
+# sbatch copies one file, so this text stands whole in every submitted script, behind that of job.sh, between the settings
+# of the job and the calls of these functions (batch_script.py, sweep/arrays.py). The settings beside those of job.sh, all
+# quoted:
 #   run                where the run directory is; of an array: sweep, and points, a line of ids for each element
-#   hpc_max_attempts   runs of the job, counting those after a requeue
 #   hpc_chain          jobs that follow each other; only the last one's end is the end of the run
 #   hpc_report         command that says why the ranks failed
-#   hpc_threads        CPU threads of a rank; empty: its CPUs
 #   hpc_python_path    where the code of the job is; empty: where it is installed
 #   hpc_modules, hpc_module_path, hpc_module_purge
 #   hpc_watch          command that watches the ranks; empty: nobody does
 #   hpc_restart        command that decides what follows a fault; empty: the ranks are not started again
 #   hpc_nodes, hpc_ranks, hpc_spares   nodes and ranks of the run, and nodes that the job has beside them
+#   hpc_elastic        true: the ranks may start again on fewer nodes
 #   hpc_begin_points   (arrays) command that writes job.json of points
 #   hpc_points_per_job, hpc_ranks_per_node   (arrays whose elements have several points) of the job as a whole
 # shellcheck disable=SC2154
 
-exit_requeue=75 exit_no_requeue=93
-# A task that a stop signal (USR2, TERM) ended before its handler was installed; Slurm's own rules do not requeue it.
-stopped_early_usr2=140 stopped_early_term=143
-
-job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
-job="${job:-$SLURM_JOB_ID}"
-# What result.json says of an attempt: `doing` names a step that ends the script where it fails.
-doing="" why="" next="" state="" stopped=""
-
-refuse() {
-  echo "$1"
-  exit "$exit_no_requeue"
-}
+# What result.json says of an attempt.
+why="" next="" state="" stopped=""
 
 # write_marker NAME TEXT: readers see the whole file or none.
 write_marker() {
@@ -54,41 +43,49 @@ make_attempt() {
   logs="$run/logs/$attempt"
 }
 
+# A job that came back may have fewer spare nodes than it was submitted with.
+count_spares() {
+  local spares=$((${SLURM_JOB_NUM_NODES:-0} - ${hpc_nodes:-0}))
+  [ "${hpc_spares:-0}" -gt 0 ] && [ "$spares" -gt 0 ] || spares=0
+  echo "$spares"
+}
+
 mark_started() {
-  write_marker attempt.json "{\"job_id\": \"$job\", \"host\": \"$(hostname)\", \"nodes\": \"$step_nodes\", \"spares\": ${hpc_spares:-0}, \"time\": $(date +%s)}"
+  write_marker attempt.json "{\"job_id\": \"$job\", \"host\": \"$(hostname)\", \"nodes\": \"$step_nodes\", \"spares\": $(count_spares), \"time\": $(date +%s)}"
 }
 
 export_attempt() {
   export HPC_TRAIN_ATTEMPT="$attempt" HPC_TRAIN_RENDEZVOUS="$logs" HPC_TRAIN_NODES="$step_nodes"
 }
 
-# choose_nodes FILE: where the ranks start; sets `step_nodes`, and `step`, srun's options for that. A job with spares has
-# more nodes than the ranks need: FILE names those to take, else they are the first ones.
+# A node that dies does not end the job.
+outlives_nodes() {
+  [ "${hpc_spares:-0}" -gt 0 ] || [ "${hpc_elastic:-false}" = true ]
+}
+
+# choose_nodes FILE: where the ranks start; sets `step_nodes`, and `step`, srun's options for that. A job that outlives
+# its nodes may have more or fewer of them than the run: FILE names those to take, else they are the first ones.
 choose_nodes() {
+  local count
   step_nodes="$SLURM_JOB_NODELIST" step=()
-  [ "${hpc_spares:-0}" -gt 0 ] || return 0
+  outlives_nodes || return 0
   step_nodes="$(cat "$1" 2>/dev/null)"
   [ -n "$step_nodes" ] ||
     step_nodes="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$hpc_nodes" | paste -sd ,)"
-  step=("--nodes=$hpc_nodes" "--ntasks=$hpc_ranks" "--nodelist=$step_nodes")
+  count="$(tr ',' '\n' <<<"$step_nodes" | wc -l)"
+  step=("--nodes=$count" "--ntasks=$((hpc_ranks * count / hpc_nodes))" "--nodelist=$step_nodes")
 }
 
 begin_run() {
   choose_nodes /dev/null
   make_attempt
   trap 'write_result $?' EXIT
-  # The ranks save and stop at these signals; this shell has to outlive them to requeue the job.
-  trap : TERM USR2
+  outlive_stop_signals
   mark_started
   export_attempt
 }
 
-# --- threads, modules, code
-
-# Ranks that all take every core of a node slow each other down by an order of magnitude.
-set_threads() {
-  export OMP_NUM_THREADS="${hpc_threads:-${SLURM_CPUS_PER_TASK:-1}}"
-}
+# --- modules, code
 
 # The code of the job comes before all that modules and the user's set-up have added.
 prepend_python_path() {
@@ -186,12 +183,19 @@ wait_for() {
   return "$code"
 }
 
-# find_lost_nodes NODES: those that do not answer, separated by spaces. Slurm itself requeues a job whose node dies, but
-# only after SlurmdTimeout (300 s by default); the ranks on the other nodes fail long before that.
+# find_lost_nodes NODES: those that do not answer, separated by spaces.
 find_lost_nodes() {
   { cat "$logs/lost-node" 2>/dev/null
-    sinfo -h -N -n "$1" -o '%N %T' | awk '$2 ~ /[*]|^down|^fail/ { print $1 }'
+    list_down_nodes "$1"
+    ! outlives_nodes || list_taken_nodes "$1"
   } | sort -u | paste -sd ' '
+}
+
+# list_taken_nodes NODES: those that Slurm has taken from the job. They may be up again by now.
+list_taken_nodes() {
+  local left
+  left="$(squeue -h -j "$job" -o %N)"
+  [ -z "$left" ] || comm -23 <(scontrol show hostnames "$1" | sort) <(scontrol show hostnames "$left" | sort)
 }
 
 # settle_attempt CODE: find out how an attempt ended and write it down; sets `code`, and `requeue` for the job's end.
@@ -200,14 +204,13 @@ settle_attempt() {
   code="$1" requeue=""
   # srun returns 0, too, when it gave up waiting for a step that was ended from outside.
   [ "$code" -ne 0 ] || [ -e "$logs/done" ] || { code=1 why="the ranks were ended before they were done"; }
-  if [ -e "$logs/requeue" ] || [ "$code" -eq "$stopped_early_usr2" ] || [ "$code" -eq "$stopped_early_term" ]; then
+  if [ -e "$logs/requeue" ] || stopped_early "$code"; then
     why="the ranks stopped on purpose" stopped=1
   elif [ "$code" -ne 0 ]; then
     lost="$(find_lost_nodes "$step_nodes")"
     [ -z "$lost" ] || { why="a node of the job does not answer" stopped=1; }
   fi
-  # A job that was cancelled, or is requeued by Slurm, gets the same signals: it is no longer RUNNING.
-  [ "$code" -eq 0 ] || state="$(squeue -h -j "$job" -o '%T %r' | head -n 1 | tr -cd 'A-Za-z_ ')"
+  [ "$code" -eq 0 ] || state="$(read_job_state)"
   if [ "$code" -ne 0 ] && [ -e "$run/logs/cancel-$job" ]; then
     why="stopped by hpc-train cancel" next=cancel
   elif [ "$code" -ne 0 ] && [ "${state%% *}" = RUNNING ]; then
@@ -224,7 +227,7 @@ settle_attempt() {
 # decide_after_fault LOST: start again in this job, go back to the queue without the nodes that are to blame, or end.
 decide_after_fault() {
   local lost="$1" reason
-  [ "$hpc_spares" -eq 0 ] || lost="$(find_lost_nodes "$SLURM_JOB_NODELIST")"
+  ! outlives_nodes || lost="$(find_lost_nodes "$SLURM_JOB_NODELIST")"
   "${hpc_restart[@]}" "$run" "$attempt" "$code" "$lost"
   case $? in
     0) next=restart ;;
@@ -242,7 +245,7 @@ decide_after_fault() {
 continue_after_stop() {
   if [ "$hpc_chain" -gt 1 ]; then
     next=chain
-  elif [ "$((${SLURM_RESTART_COUNT:-0} + 1))" -lt "$hpc_max_attempts" ]; then
+  elif may_run_again; then
     requeue="$why" next=requeue
   else
     why="launch.max_attempts=$hpc_max_attempts"
@@ -255,27 +258,47 @@ restart_ranks() {
   doing="" why="" next="" state="" stopped=""
   choose_nodes "$logs/next-nodes"
   # As far as Slurm knows, the step before has its CPUs and memory until a node that does not answer is given up.
-  [ "${#step[@]}" -eq 0 ] || step+=(--overlap --mem=0)
+  step+=(--overlap --mem=0)
   make_attempt
   mark_started
   export_attempt
   start_ranks
 }
 
-# Back to the queue, without the nodes that a decision has named. Slurm ends the job step of this script by SIGTERM, which
-# a command that it starts must not die of; it takes another list of nodes as soon as the job no longer runs.
+# list_changes: what a decision wants changed of the jobs that go on with the run, in `changes`: nodes to leave out, and how
+# many to ask for.
+list_changes() {
+  local exclude count
+  changes=()
+  [ -s "$logs/exclude" ] || return 0
+  exclude="${hpc_exclude:+$hpc_exclude,}$(cat "$logs/exclude")"
+  changes+=("ExcNodeList=${exclude%,}")
+  count="$(cat "$logs/requeue-nodes" 2>/dev/null)"
+  [ -z "$count" ] || changes+=("NumNodes=$count" "NumTasks=$((hpc_ranks * count / hpc_nodes))")
+}
+
+# Back to the queue, with what a decision wants changed. Slurm ends the job step of this script by SIGTERM, which a command
+# that it starts must not die of; it takes another list of nodes as soon as the job no longer runs.
 requeue_job() {
-  local exclude
-  exclude="$(cat "$logs/exclude" 2>/dev/null)"
-  exclude="${hpc_exclude:+$hpc_exclude,}$exclude"
+  list_changes
   trap '' TERM USR2
   scontrol requeue "$job"
-  [ -s "$logs/exclude" ] || return 0
+  [ "${#changes[@]}" -gt 0 ] || return 0
   for _ in {1..50}; do
-    scontrol update jobid="$job" ExcNodeList="${exclude%,}" 2>/dev/null && return
+    scontrol update jobid="$job" "${changes[@]}" 2>/dev/null && return
     sleep 0.1
   done
-  echo "hpc-train: $exclude could not be left out"
+  echo "hpc-train: the job could not be changed: ${changes[*]}"
+}
+
+# The jobs that wait to go on with the run leave out what this one would.
+change_chain() {
+  local waiting
+  list_changes
+  [ "${#changes[@]}" -gt 0 ] || return 0
+  for waiting in $(squeue -h -t PENDING -u "$(id -un)" -n "$SLURM_JOB_NAME" -o %i); do
+    scontrol update jobid="$waiting" "${changes[@]}" || echo "hpc-train: job $waiting could not be changed: ${changes[*]}"
+  done
 }
 
 # finish_run CODE: the end of a script that has one run.
@@ -285,6 +308,7 @@ finish_run() {
     restart_ranks
     settle_attempt $?
   done
+  [ "$next" != chain ] || change_chain
   # The jobs that wait to go on with a run that is over, however it ended, have nothing to do.
   if [ "$hpc_chain" -gt 1 ] && [ "$next" != chain ]; then
     scancel --quiet --state=PENDING --user="$(id -un)" --jobname="$SLURM_JOB_NAME"
@@ -346,8 +370,7 @@ begin_points() {
     open+=("$point") begun+=("$run") attempts+=("$attempt")
   done
   trap 'code=$?; for_each_attempt write_result "$code"' EXIT
-  # The ranks save and stop at these signals; this shell has to outlive them to requeue the job.
-  trap : TERM USR2
+  outlive_stop_signals
   [ "${#open[@]}" -gt 0 ] || finish_points
 }
 
@@ -363,7 +386,7 @@ run_points() {
 
 # run_point INDEX: one point, in a shell of its own. start_ranks, in the script, calls run_ranks.
 run_point() (
-  trap : TERM USR2
+  outlive_stop_signals
   point="${open[$1]}" run="${begun[$1]}" attempt="${attempts[$1]}"
   logs="$run/logs/$attempt"
   trap 'write_result $?' EXIT

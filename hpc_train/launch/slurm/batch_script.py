@@ -1,4 +1,4 @@
-"""Write the batch script of a job: its settings, the shell functions of batch.sh, and calls of them.
+"""Write the batch script of a run: its settings, the shell functions of job.sh and batch.sh, and calls of them.
 
 sbatch copies one file, so the functions stand whole in every script: what was submitted is what runs. Every value
 is quoted, or is a number.
@@ -12,10 +12,12 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.elastic import check_elastic
 from hpc_train.launch.slurm.containers import Container
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.training.run_directory import RunDirectory
@@ -24,9 +26,19 @@ _MODULE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/@=~-]*")
 
 
 @cache
-def shell_functions() -> str:
-    """Return the text of batch.sh."""
-    return Path(__file__).with_name("batch.sh").read_text().rstrip("\n")
+def shell_functions(kind: Literal["batch", "callables"] = "batch") -> str:
+    """Return the text of job.sh and, of the scripts of this kind, batch.sh or callables.sh."""
+    files = [Path(__file__).with_name(name) for name in ("job.sh", f"{kind}.sh")]
+    return "\n\n".join(file.read_text().rstrip("\n") for file in files)
+
+
+END_TOGETHER = ("--kill-on-bad-exit=1", "--wait=60")
+"""srun's options by which a rank that fails ends the others."""
+
+
+def checked_lines(name: str, lines: Sequence[str]) -> list[str]:
+    """Return shell lines of the user's, the first of which that fails ends the script and is reported by this name."""
+    return [f"doing={name}", "set -e", *lines, "set +e"] if lines else []
 
 
 def cpus_per_rank(config: RunConfig) -> int | None:
@@ -54,12 +66,13 @@ def lines_before_ranks(
 
 
 def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> list[str]:
-    """Return the assignments that batch.sh reads. nodes: of the run, without spares.
+    """Return the assignments that batch.sh and job.sh read. nodes: of the run, without spares.
 
     Raises UserError for what is no name of a module.
     """
     cluster, launch = config.cluster, config.launch
     _check_spares(config)
+    check_elastic(config, nodes)
     _check_module_names(cluster)
     report = shlex.join(python_command(config, False, "-m", "hpc_train.launch.failures"))
     return [
@@ -70,6 +83,7 @@ def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> 
         f"hpc_module_purge={str(cluster.module_purge).lower()}",
         f"hpc_watch=({_watch_command(config)}) hpc_restart=({_restart_command(config)})",
         f"hpc_nodes={nodes} hpc_ranks={nodes * cluster.ranks_per_node} hpc_spares={launch.spares}",
+        f"hpc_elastic={str(bool(config.resilience.elastic.min_nodes)).lower()}",
         f"hpc_exclude={shlex.quote(launch.exclude or '')}",
     ]
 
@@ -89,7 +103,7 @@ def _restart_command(config: RunConfig) -> str:
 def setup_lines(config: RunConfig) -> list[str]:
     """Return the lines that set threads, load modules, run the user's own lines, and say where the code is."""
     # The user's lines stand outside of any function: what they declare is there for the ranks' command.
-    user = ["doing=launch.setup", "set -e", *config.launch.setup, "set +e"] if config.launch.setup else []
+    user = checked_lines("launch.setup", config.launch.setup)
     return ["set_threads", "load_modules", *user, "prepend_python_path"]
 
 
@@ -103,7 +117,7 @@ def srun_line(
     share: srun's options for a step that has only a part of the job.
     """
     cpus = cpus_per_rank(config)
-    options = ["--unbuffered", "--kill-on-bad-exit=1", "--wait=60", *share]
+    options = ["--unbuffered", *END_TOGETHER, *share]
     options += [f"--cpus-per-task={cpus}"] if cpus else []
     options += ["--mpi=pmix"] if needs_mpi(config) else []
     options += container.srun

@@ -1,4 +1,4 @@
-"""container: how the ranks get into an image. What they read is bound read-only, and only what is named is bound.
+"""Start the ranks in a container image. What they read is bound read-only, and only what is named is bound.
 
 Apptainer: https://apptainer.org/docs/user/latest/bind_paths_and_mounts.html (`source:destination:options`, with commas
 between several and no way to quote). Pyxis: https://github.com/NVIDIA/pyxis (--container-mounts is split likewise).
@@ -19,11 +19,11 @@ from hpc_train.errors import EXIT_NO_REQUEUE, UserError
 from hpc_train.training.run_directory import RunDirectory
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_WINNING = "NCCL|RCCL|GLOO|UCX|FI|MPICH|OMP|MKL|KMP|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|HPC_TRAIN"
+_OVERRIDING_PREFIXES = "NCCL|RCCL|GLOO|UCX|FI|MPICH|OMP|MKL|KMP|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|HPC_TRAIN"
 """Prefixes of variables whose value outside wins over the image's."""
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
 _SCHEMES = {"apptainer": ("docker", "oras", "library", "shub"), "pyxis": ("docker", "dockerd", "podman")}
-_GPU = {"nvidia": ["--nv"], "amd": ["--rocm"], "none": []}
+_GPU_OPTIONS = {"nvidia": ["--nv"], "amd": ["--rocm"], "none": []}
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,25 @@ def make_container(config: RunConfig, folder: RunDirectory, code: Path | None) -
     settings = config.container
     if settings.kind == "none":
         return Container()
-    image = _image(settings.kind, settings.image)
+    image = _locate_image(settings.kind, settings.image)
     binds = make_binds(config, folder, code)
     for name in settings.env:
         if not _VARIABLE_NAME.fullmatch(name):
             raise UserError(f"container.env: {name!r} is not the name of a variable; give names, not values")
-    return _apptainer(config, image, binds) if settings.kind == "apptainer" else _pyxis(config, image, binds)
+    return (
+        _make_apptainer_container(config, image, binds)
+        if settings.kind == "apptainer"
+        else _make_pyxis_container(config, image, binds)
+    )
 
 
 def make_binds(config: RunConfig, folder: RunDirectory, code: Path | None) -> list[Bind]:
     """Return the paths that the ranks need, outer ones first; of two with the same destination the last one counts."""
-    binds = [_same(path) for path in _readable_paths(config, code)]
-    binds += [_parse("container.read", text, False) for text in config.container.read]
+    binds = [_bind_to_same_path(path) for path in _readable_paths(config, code)]
+    binds += [_parse_bind("container.read", text, False) for text in config.container.read]
     # The run directory comes from the script, where each element of an array has its own.
-    binds += [_same(path, True) for path in _writable_paths(config, folder)]
-    binds += [_parse("container.write", text, True) for text in config.container.write]
+    binds += [_bind_to_same_path(path, True) for path in _writable_paths(config, folder)]
+    binds += [_parse_bind("container.write", text, True) for text in config.container.write]
     chosen = {bind.destination: bind for bind in binds}
     return sorted(chosen.values(), key=lambda bind: len(Path(bind.destination).parts))
 
@@ -98,12 +102,12 @@ def _writable_paths(config: RunConfig, folder: RunDirectory) -> list[Path]:
     return paths + [Path(name) for name in (config.checkpoint.stage_dir,) if name]
 
 
-def _same(path: Path, writable: bool = False) -> Bind:
+def _bind_to_same_path(path: Path, writable: bool = False) -> Bind:
     place = str(path.expanduser().absolute())
     return _check_path("container", Bind(place, place, writable))
 
 
-def _parse(setting: str, text: str, writable: bool) -> Bind:
+def _parse_bind(setting: str, text: str, writable: bool) -> Bind:
     parts = text.split(":")
     if len(parts) > 2 or not all(part.startswith(("/", "~")) for part in parts):
         raise UserError(f"{setting}: {text!r} is not an absolute path, or two with a colon between them")
@@ -118,7 +122,7 @@ def _check_path(setting: str, bind: Bind) -> Bind:
     return bind
 
 
-def _image(kind: str, image: str | None) -> str:
+def _locate_image(kind: str, image: str | None) -> str:
     if image is None:
         raise UserError(
             f"container.image: is not set; container={kind} needs a file, or an address such as docker://..."
@@ -129,7 +133,7 @@ def _image(kind: str, image: str | None) -> str:
         if address[1] not in _SCHEMES[kind]:
             schemes = ", ".join(f"{name}://" for name in _SCHEMES[kind])
             raise UserError(f"container.image={image}: {kind} does not take {address[1]}://; use a file, or {schemes}")
-        return _for_enroot(address[1], address[2]) if kind == "pyxis" else image
+        return _format_enroot_address(address[1], address[2]) if kind == "pyxis" else image
     path = Path(image).expanduser().absolute()
     if not path.exists():
         raise UserError(f"container.image={path}: No such file; give a file that the nodes see, or docker://...")
@@ -138,7 +142,7 @@ def _image(kind: str, image: str | None) -> str:
     return str(path)
 
 
-def _for_enroot(scheme: str, name: str) -> str:
+def _format_enroot_address(scheme: str, name: str) -> str:
     """Write the address of an image for Enroot, which separates a registry from the name by # in place of a slash."""
     host, slash, rest = name.partition("/")
     if scheme == "docker" and slash and "#" not in name and (set(".:") & set(host) or host == "localhost"):
@@ -146,7 +150,7 @@ def _for_enroot(scheme: str, name: str) -> str:
     return f"{scheme}://{name}"
 
 
-def _mount(bind: Bind) -> str:
+def _format_mount(bind: Bind) -> str:
     """Write a bind for Pyxis, which hands it to Enroot as a line of an fstab."""
     if set(" \\") & set(bind.source + bind.destination):
         raise UserError(
@@ -155,39 +159,39 @@ def _mount(bind: Bind) -> str:
     return f"{bind.source}:{bind.destination}" + ("" if bind.writable else ":ro")
 
 
-def _winning(config: RunConfig) -> str:
-    """Return a shell command that lists the variables whose value outside overrides the image's."""
+def _overriding_variables_command(config: RunConfig) -> str:
+    """Return a shell command that lists the variables whose value outside of the image overrides the one inside."""
     names = "".join(f"|{name}" for name in ("PYTHONPATH", "PYTHONUNBUFFERED", *config.container.env))
-    return f"compgen -e | grep -E '^(({_WINNING})_.*{names})$'"
+    return f"compgen -e | grep -E '^(({_OVERRIDING_PREFIXES})_.*{names})$'"
 
 
-def _apptainer(config: RunConfig, image: str, binds: Sequence[Bind]) -> Container:
+def _make_apptainer_container(config: RunConfig, image: str, binds: Sequence[Bind]) -> Container:
     command = config.container.command
-    words = [command, "exec", "--no-home", "--no-mount", "cwd", *_GPU[_vendor(config)]]
+    words = [command, "exec", "--no-home", "--no-mount", "cwd", *_GPU_OPTIONS[_find_gpu_vendor(config)]]
     words += [word for bind in binds for word in ("--bind", str(bind))]
-    words += ["--pwd", _workdir(binds), image]
+    words += ["--pwd", _choose_workdir(binds), image]
     why = f"container: {command} is not on the PATH of"
     before = [
         f'command -v {command} >/dev/null || {{ why="{why} $(hostname)"; echo "$why"; exit {EXIT_NO_REQUEUE}; }}',
-        f"for name in $({_winning(config)}); do",
+        f"for name in $({_overriding_variables_command(config)}); do",
         '  export "APPTAINERENV_$name=${!name}" "SINGULARITYENV_$name=${!name}"',
         "done",
     ]
     return Container(tuple(before), (), (shlex.join(words),))
 
 
-def _pyxis(config: RunConfig, image: str, binds: Sequence[Bind]) -> Container:
+def _make_pyxis_container(config: RunConfig, image: str, binds: Sequence[Bind]) -> Container:
     options = [
         f"--container-image={image}",
-        f"--container-mounts={','.join(map(_mount, binds))}",
-        f"--container-workdir={_workdir(binds)}",
+        f"--container-mounts={','.join(map(_format_mount, binds))}",
+        f"--container-workdir={_choose_workdir(binds)}",
         "--no-container-mount-home",
     ]
-    env = f'--container-env="$({_winning(config)} | paste -sd, -)"'
+    env = f'--container-env="$({_overriding_variables_command(config)} | paste -sd, -)"'
     return Container((), (*(shlex.quote(option) for option in options), env), ())
 
 
-def _workdir(binds: Sequence[Bind]) -> str:
+def _choose_workdir(binds: Sequence[Bind]) -> str:
     """Return the current folder if it is bound; else the run directory, which always is."""
     cwd = str(Path.cwd())
     if any(bind.source == bind.destination and Path(cwd).is_relative_to(bind.source) for bind in binds):
@@ -195,7 +199,7 @@ def _workdir(binds: Sequence[Bind]) -> str:
     return next(bind.destination for bind in binds if bind.writable)
 
 
-def _vendor(config: RunConfig) -> str:
+def _find_gpu_vendor(config: RunConfig) -> str:
     settings, name = config.container, config.cluster.gpu.name or ""
     if settings.gpu != "auto":
         return settings.gpu

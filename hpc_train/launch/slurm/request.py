@@ -177,7 +177,7 @@ def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_n
     }
     again = "requeue" if launch.max_attempts > 1 else "no-requeue"
     extra = {again: True, "output": _file_pattern(folder.path / "logs") + "/job-%j.log", **_extra_options(launch)}
-    if launch.spares:
+    if launch.spares or config.resilience.elastic.min_nodes:
         extra["no-kill"] = True  # a node that dies must not end the job
     if launch.reservation:
         extra["reservation"] = launch.reservation
@@ -283,7 +283,7 @@ def _check_hardware(
     config: RunConfig, request: JobRequest, chosen: Sequence[PartitionNodes], everything: Iterable[PartitionNodes]
 ) -> None:
     name = "/".join(dict.fromkeys(kind.partition for kind in chosen))
-    others = _elsewhere(config, request, everything, chosen)
+    others = _describe_other_partitions(config, request, everything, chosen)
     if not any(kind.up for kind in chosen):
         raise UserError(f"launch.partition={name}: it is down{others}")
     asked = config.launch.time_minutes
@@ -293,12 +293,16 @@ def _check_hardware(
             f"launch.time_minutes={asked}: partition {name} allows {longest}; use launch.time_minutes={longest}, a run "
             f"that is not done by then saves and is requeued (or goes on in the next job of launch.chain=N){others}"
         )
-    fitting = [kind for kind in chosen if _fits(config, kind)]
+    fitting = [kind for kind in chosen if _fits_on(config, kind)]
     if not fitting:
-        raise UserError(f"{_missing(config, chosen)}{others}")
-    nodes = sum(kind.nodes for kind in fitting) if len({kind.partition for kind in fitting}) == 1 else _largest(fitting)
+        raise UserError(f"{_describe_lack(config, chosen)}{others}")
+    nodes = (
+        sum(kind.nodes for kind in fitting)
+        if len({kind.partition for kind in fitting}) == 1
+        else _largest_partition_size(fitting)
+    )
     if nodes < request.nodes:
-        raise UserError(_too_many(request, name, nodes) + others)
+        raise UserError(_describe_too_few_nodes(request, name, nodes) + others)
     if nodes < request.nodes + request.spares:
         raise UserError(
             f"launch.spares={request.spares}: partition {name} has {nodes} suitable nodes, and the ranks need "
@@ -306,12 +310,12 @@ def _check_hardware(
         )
 
 
-def _largest(fitting: Sequence[PartitionNodes]) -> int:
+def _largest_partition_size(fitting: Sequence[PartitionNodes]) -> int:
     names = {kind.partition for kind in fitting}
     return max(sum(kind.nodes for kind in fitting if kind.partition == name) for name in names)
 
 
-def _too_many(request: JobRequest, name: str, nodes: int) -> str:
+def _describe_too_few_nodes(request: JobRequest, name: str, nodes: int) -> str:
     per_node = request.ranks_per_node
     return (
         f"cluster.nodes={request.nodes}: partition {name} has {nodes} suitable nodes, for at most "
@@ -320,21 +324,21 @@ def _too_many(request: JobRequest, name: str, nodes: int) -> str:
     )
 
 
-def _needs(config: RunConfig) -> tuple[int, int, int]:
+def _needs_per_node(config: RunConfig) -> tuple[int, int, int]:
     """Return the CPUs, the MiB and the GPUs that the run takes on each node."""
     gpus = config.cluster.node.gpus if config.cluster.slurm.gpu_request != "none" else 0
     memory = round((config.launch.memory_gib or 0) * 1024)
     return (cpus_per_rank(config) or 1) * config.cluster.ranks_per_node, memory, gpus
 
 
-def _fits(config: RunConfig, kind: PartitionNodes) -> bool:
-    cpus, memory, gpus = _needs(config)
+def _fits_on(config: RunConfig, kind: PartitionNodes) -> bool:
+    cpus, memory, gpus = _needs_per_node(config)
     return kind.cpus >= cpus and kind.memory_mib >= memory and kind.gpus >= gpus
 
 
-def _missing(config: RunConfig, chosen: Sequence[PartitionNodes]) -> str:
+def _describe_lack(config: RunConfig, chosen: Sequence[PartitionNodes]) -> str:
     """Describe what no node of the partition has enough of."""
-    cpus, memory, gpus = _needs(config)
+    cpus, memory, gpus = _needs_per_node(config)
     name = "/".join(dict.fromkeys(kind.partition for kind in chosen))
     most_cpus, most_memory = max(kind.cpus for kind in chosen), max(kind.memory_mib for kind in chosen)
     most_gpus = max(kind.gpus for kind in chosen)
@@ -354,7 +358,7 @@ def _missing(config: RunConfig, chosen: Sequence[PartitionNodes]) -> str:
     return f"no node of partition {name} has {cpus} CPUs, {memory} MiB and {gpus} GPUs together"
 
 
-def _elsewhere(
+def _describe_other_partitions(
     config: RunConfig, request: JobRequest, everything: Iterable[PartitionNodes], chosen: Sequence[PartitionNodes]
 ) -> str:
     """Name the other partitions in which this request fits."""
@@ -362,7 +366,7 @@ def _elsewhere(
     fitting: dict[str, int] = {}
     for kind in everything:
         long_enough = kind.minutes is None or kind.minutes >= config.launch.time_minutes
-        if kind.partition not in tried and kind.up and long_enough and _fits(config, kind):
+        if kind.partition not in tried and kind.up and long_enough and _fits_on(config, kind):
             fitting[kind.partition] = fitting.get(kind.partition, 0) + kind.nodes
     names = [name for name, nodes in fitting.items() if nodes >= request.nodes + request.spares]
     return f"; it fits in partition {', '.join(names)}" if names else ""

@@ -1,8 +1,8 @@
 """Slurm's command-line clients: run them, parse what they print, and ask about many jobs at once.
 
-Commands are argument lists with a time limit; one that is missing or does not answer is an answer, too. squeue
-tells every job that slurmctld remembers in one call; scontrol and sacct are asked only for what that leaves open,
-and less and less often while nothing changes. Where accounting is missing, nothing here needs it.
+Commands are argument lists with a time limit; a missing or silent command gives an Answer, too, with a reason.
+squeue lists every job that slurmctld remembers in one call; scontrol and sacct are asked only for what that leaves
+open, and less and less often while nothing changes. Where accounting is missing, nothing here needs it.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ def delay_signals() -> Iterator[None]:
 
     A terminal's Ctrl-C ends sbatch itself, too, which then has submitted nothing.
     """
-    came: list[int] = []
+    received: list[int] = []
     try:
-        with handle_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda number, _: came.append(number)):
+        with handle_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda number, _: received.append(number)):
             yield
     finally:
-        for number in came[:1]:
+        for number in received[:1]:
             signal.raise_signal(number)
 
 

@@ -25,8 +25,9 @@ from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
 from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
 from hpc_train.regular_files import read_json
-from hpc_train.resilience.agent import Report, decode_report
+from hpc_train.resilience.agent import KILL, Report, decode_report
 from hpc_train.resilience.deadlines import merge_learned, read_learned, write_learned
+from hpc_train.resilience.exclusion import EXCLUDE, choose_excluded, read_strikes
 from hpc_train.resilience.incident import Incident, write_incident
 from hpc_train.resilience.watch import GONE, RankView, read_process_state
 from hpc_train.training.run_records import append_event
@@ -36,8 +37,10 @@ AGENTS = "agents"
 LOST_NODE = "lost-node"
 """File in an attempt's log directory: the name of a node that fell silent. The batch script reads it."""
 _TICK_SECONDS = 0.5
-_UNREACHABLE_SECONDS = 1.0
-"""How long to wait for a command of Slurm that has to reach a lost node; on the others it acts at once."""
+_SIGNAL_SECONDS = 1.0
+"""How long to wait for scancel: it acts at once, but then waits for all nodes of the job, also for lost ones."""
+_SRUN_SECONDS = 6.0
+"""How long srun has to end after its ranks were killed."""
 _END_SECONDS = 5.0
 """How long agents have to end once their input has."""
 
@@ -55,8 +58,8 @@ class AgentReports:
 
     process: subprocess.Popen[bytes]
     nodes: dict[str, _Node] = field(default_factory=dict)
-    _rest: bytes = b""
-    _last: float = field(default_factory=time.monotonic)
+    _unparsed: bytes = b""
+    _last_read: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         assert self.process.stdout is not None
@@ -65,7 +68,7 @@ class AgentReports:
         self._selector.register(self.process.stdout, selectors.EVENT_READ)
 
     def read(self, seconds: float) -> None:
-        """Read for this long; add the time to the silence of every node that says nothing."""
+        """Read reports for this many seconds, and count how long each node has been silent."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if self._selector.select(left):
@@ -73,24 +76,24 @@ class AgentReports:
                 if not data:  # all agents are gone
                     time.sleep(left)
                     break
-                self._take(data)
+                self._parse_reports(data)
         now = time.monotonic()
         for node in self.nodes.values():
-            node.silent += min(now - self._last, 2 * seconds)
-        self._last = now
+            node.silent += min(now - self._last_read, 2 * seconds)
+        self._last_read = now
 
-    def _take(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+    def _parse_reports(self, data: bytes) -> None:
+        *lines, self._unparsed = (self._unparsed + data).split(b"\n")
         for line in lines:
             report = decode_report(line.decode(errors="replace"))
             if report is not None:
                 self.nodes[report.host] = _Node(report, -_TICK_SECONDS)
 
-    def views(self) -> list[RankView]:
-        """Return what is seen of all ranks."""
+    def list_views(self) -> list[RankView]:
+        """Return the newest views of all ranks."""
         return [view for node in self.nodes.values() for view in node.report.views]
 
-    def machines(self) -> dict[str, Any]:
+    def list_machines(self) -> dict[str, Any]:
         """Return what nodes with late ranks say of their kernel logs and ports, by host."""
         return {host: node.report.machine for host, node in self.nodes.items() if node.report.machine}
 
@@ -102,6 +105,11 @@ class AgentReports:
         """Return a node that has said nothing for so long, while another still reports; None if there is none."""
         silent = [host for host, node in self.nodes.items() if node.silent > seconds]
         return silent[0] if silent and len(silent) < max(2, len(self.nodes)) else None
+
+    def send(self, order: bytes) -> None:
+        """Write to the standard input of all agents; nothing happens if they are gone."""
+        with suppress(OSError):
+            os.write(self.process.stdin.fileno(), order)  # type: ignore[union-attr]
 
     def close(self, seconds: float = _END_SECONDS) -> None:
         """Let the agents end; those that have not done so after `seconds` are killed."""
@@ -144,13 +152,14 @@ def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]
 
 
 def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mapping[str, Any]) -> None:
-    """Watch until the ranks' srun is gone. resilience: that part of the run's configuration."""
+    """Watch the ranks until their srun has ended. resilience: that part of the run's configuration."""
     job = current_job_id(os.environ)
     assert job is not None
     silent, stopping, lost = float(resilience["node_silent_seconds"]), False, None
     nodes, run = expand_hostlist(os.environ["HPC_TRAIN_NODES"]), logs.parents[1]
     learned = {phase.name: seconds for phase, seconds in read_learned(run).items()}
     reports = AgentReports(start_agents(logs, {**resilience, "learned": learned}, nodes))
+    growth = GrowthCheck(run, nodes, float(resilience["elastic"]["grow_seconds"]))
     response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1))
     try:
         while is_running(ranks):
@@ -159,42 +168,105 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
             if lost and is_running(ranks):
                 report_lost_node(logs, lost, reports, settings)
                 if settings.act:
-                    signal_ranks(job, signal.SIGKILL, _UNREACHABLE_SECONDS)
-                    os.kill(ranks, signal.SIGKILL)  # srun would wait for the node as long as Slurm does
+                    end_ranks(job, ranks, reports, 0.0)  # srun would wait for the node as long as Slurm does
                 return
             if not stopping and (notice := reports.find_notice()):
                 stopping = True
                 report_notice(logs, notice.host, notice.notice)
                 signal_ranks(job, signal.SIGUSR2)  # all ranks save the same step, and the job is requeued
-            if response.respond(reports.views(), reports.machines()):
-                signal_ranks(job, signal.SIGKILL)
+            if not stopping and growth.finds_nodes():
+                stopping = True
+                report_growth(logs, len(nodes), growth.wanted, settings)
+                if settings.act:
+                    signal_ranks(job, signal.SIGUSR2)
+            if response.respond(reports.list_views(), reports.list_machines()):
+                end_ranks(job, ranks, reports)
                 return
     finally:
+        growth.close()
         if reports.nodes:
             write_learned(run, merge_learned(node.report.learned for node in reports.nodes.values()))
-        reports.close(_UNREACHABLE_SECONDS if lost else _END_SECONDS)
+        reports.close(_SIGNAL_SECONDS if lost else _END_SECONDS)
+
+
+class GrowthCheck:
+    """Asks Slurm from time to time for the nodes that a run lacks which goes on with fewer (resilience.elastic)."""
+
+    def __init__(self, run: Path, nodes: Sequence[str], seconds: float) -> None:
+        """nodes: those that the ranks are on. seconds: between two questions; 0: nothing is asked."""
+        spec = read_json(run / "job.json")
+        cluster = spec["config"]["cluster"]["node"]
+        self.wanted = int(spec["ranks"]) // int(cluster["ranks"] or max(int(cluster["gpus"]), 1))
+        self._words = [sys.executable, "-P", "-m", "hpc_train.launch.slurm.waiting_time", str(run), ",".join(nodes)]
+        self._seconds = seconds if len(nodes) < self.wanted else 0.0
+        self._next = time.monotonic() + self._seconds
+        self._question: subprocess.Popen[bytes] | None = None
+
+    def finds_nodes(self) -> bool:
+        """Return whether Slurm has the missing nodes; never waits for the answer."""
+        if self._question is not None:
+            code = self._question.poll()
+            if code is not None:
+                self._question, self._next = None, time.monotonic() + self._seconds
+            return code == 0
+        if self._seconds and time.monotonic() > self._next:
+            self._question = subprocess.Popen(self._words, stdin=subprocess.DEVNULL)
+        return False
+
+    def close(self) -> None:
+        """End a question that was not answered."""
+        if self._question is not None:
+            self._question.kill()
+            self._question.wait()
+
+
+def report_growth(logs: Path, nodes: int, wanted: int, settings: WatchSettings) -> None:
+    """Write down that the job is about to be requeued for all of its nodes, and which it keeps away from."""
+    run = logs.parents[1]
+    text = f"the run has {nodes} of its {wanted} nodes, and the others are free now"
+    action = "asked to save and stop" if settings.act else "left alone: resilience.act=false"
+    with suppress(OSError):
+        (logs / EXCLUDE).write_text(",".join(choose_excluded(read_strikes(run), wanted)) + "\n")
+    append_event(run / "events.jsonl", "grow", int(logs.name), why=text, action=action)
 
 
 def report_lost_node(logs: Path, host: str, reports: AgentReports, settings: WatchSettings) -> None:
     """Write down that a node has fallen silent."""
     text = f"node {host} has not been heard of for {reports.nodes[host].silent:.0f} s"
-    write_incident(logs, Incident("lost node", text, None, host, reports.views()), reports.machines())
+    write_incident(logs, Incident("lost node", text, None, host, reports.list_views()), reports.list_machines())
     if settings.act:
         (logs / LOST_NODE).write_text(host + "\n")
     action = "ended" if settings.act else "left alone: resilience.act=false"
     append_event(logs.parents[1] / "events.jsonl", "lost_node", int(logs.name), why=text, action=action)
 
 
-def signal_ranks(job: str, number: signal.Signals, seconds: float = 60.0) -> None:
-    """Signal the ranks of a job: all its steps but the agents'. SIGKILL to the job as a whole would cancel it.
+def signal_ranks(job: str, number: signal.Signals) -> None:
+    """Signal the ranks of a job: its newest step but the agents'. SIGKILL to the job as a whole would cancel it.
 
-    seconds: how long to wait for scancel, which waits for every node of a step: a lost one does not answer.
+    An older step is one of an earlier attempt, which Slurm has not given up yet because a node of it was lost.
     """
     steps = [step for step, name in list_steps(job) if name not in (AGENTS, "batch", "extern")]
     if steps:
-        process = subprocess.Popen(["scancel", f"--signal={number.name.removeprefix('SIG')}", *steps])
+        newest = max(steps, key=lambda step: int(step.rpartition(".")[2]))
+        process = subprocess.Popen(["scancel", f"--signal={number.name.removeprefix('SIG')}", newest])
         with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
+            process.wait(_SIGNAL_SECONDS)
+
+
+def end_ranks(job: str, srun: int, reports: AgentReports, seconds: float = _SRUN_SECONDS) -> None:
+    """Kill the ranks of a job, and their srun if it has not ended `seconds` later.
+
+    The agents kill them, too: a node whose slurmstepd was killed does not get Slurm's signal, and srun then waits for
+    that node. srun: its process id.
+    """
+    reports.send(KILL)
+    signal_ranks(job, signal.SIGKILL)
+    end = time.monotonic() + seconds
+    while is_running(srun) and time.monotonic() < end:
+        time.sleep(0.1)
+    if is_running(srun):
+        with suppress(ProcessLookupError):
+            os.kill(srun, signal.SIGKILL)
 
 
 def list_steps(job: str) -> list[tuple[str, str]]:

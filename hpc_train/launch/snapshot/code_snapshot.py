@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 from hpc_train.config.launch import LaunchConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.command_output import Report
 from hpc_train.launch.snapshot import code_sources
 from hpc_train.launch.snapshot import snapshot_files as files
 from hpc_train.launch.snapshot.snapshot_files import SnapshotEntry
@@ -51,7 +51,7 @@ class SourceTree:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run's code at its submission. Making this object writes nothing; `keep` does."""
+    """The code of a run at its submission. Making this object writes nothing; `store` does."""
 
     hash: str
     path: Path
@@ -64,17 +64,17 @@ class Snapshot:
     """Folders that Python searched and that are in the snapshot now."""
     entries: tuple[SnapshotEntry, ...] = field(repr=False, default=())
 
-    def keep(self) -> int:
-        """Store the snapshot, unless it is stored; return what `discard` takes. Raises UserError if that fails."""
+    def store(self) -> int:
+        """Write the snapshot, unless it is there; return what `discard` takes. Raises UserError if that fails."""
         return files.store_snapshot(self.path, self.entries)
 
     @contextmanager
-    def kept_for(self, run: Path) -> Iterator[None]:
-        """Store the snapshot for a run or sweep directory; an exception inside takes back what was stored."""
+    def stored_for(self, run: Path) -> Iterator[None]:
+        """Store the snapshot for a run or sweep directory; an exception inside removes it again."""
         stored = 0
         try:
             add_reference(self.path, run)
-            stored = self.keep()
+            stored = self.store()
             yield
         except BaseException:
             self.discard(stored)
@@ -82,7 +82,7 @@ class Snapshot:
             raise
 
     def discard(self, stored: int) -> None:
-        """Take back what `keep` did: what was there before stays, and so does what another submission relies on."""
+        """Undo `store`: a snapshot that was there before stays, and so does one that another submission relies on."""
         files.discard_snapshot(self.path, stored)
 
     def without_sources(self, python_path: str) -> str:
@@ -91,14 +91,15 @@ class Snapshot:
         return os.pathsep.join(folder for folder in folders if Path(folder).resolve() not in self.replaced)
 
 
-def snapshot_code(config: RunConfig, run: Path, *others: RunConfig) -> Snapshot | None:
+def snapshot_code(config: RunConfig, run: Path, report: Report, *others: RunConfig) -> Snapshot | None:
     """Read the code of this run, and of others that run with it; None where launch.snapshot=off.
 
-    run: the run or sweep directory; without launch.snapshot_dir the store lies beside it.
+    run: the run or sweep directory; without launch.snapshot_dir the store lies beside it. report: gets remarks about
+    what is left out.
     Raises UserError, one line, for code that cannot be read, is too much, or would be left out though it is needed.
     """
     if config.launch.snapshot == "off":
-        print("hpc-train: launch.snapshot=off: what you edit from now on changes the job that waits", file=sys.stderr)
+        report("launch.snapshot=off: what you edit from now on changes the job that waits")
         return None
     modules = code_sources.user_modules((config, *others))
     trees, python_path, folders = (
@@ -108,7 +109,7 @@ def snapshot_code(config: RunConfig, run: Path, *others: RunConfig) -> Snapshot 
     )
     if modules or config.launch.snapshot_include:
         folders += code_sources.import_folders(modules)
-        theirs = _user_trees(folders[1:], config.launch)
+        theirs = _user_trees(folders[1:], config.launch, report)
         python_path += _make_python_path(folders[1:], theirs, len(trees))
         trees += theirs
         _check_modules(modules, theirs)
@@ -152,7 +153,7 @@ def _paths_below(folder: Path, name: str) -> list[SnapshotEntry]:
     return [replace(entry, path=os.path.normpath(f"{name}/{entry.path}")) for entry in read if entry]
 
 
-def _user_trees(folders: Sequence[Path], launch: LaunchConfig) -> list[SourceTree]:
+def _user_trees(folders: Sequence[Path], launch: LaunchConfig, report: Report) -> list[SourceTree]:
     """Read the repositories of these folders, and the folders that are in none."""
     repositories = {folder: code_sources.find_repository(folder) for folder in folders}
     roots = dict.fromkeys(repository.root if repository else folder for folder, repository in repositories.items())
@@ -163,10 +164,12 @@ def _user_trees(folders: Sequence[Path], launch: LaunchConfig) -> list[SourceTre
     ]
     inner = [root for root in plain if any(root != other and root.is_relative_to(other) for other in plain)]
     of_root = {repository.root: repository for repository in repositories.values() if repository}
-    return [_make_tree(root, of_root.get(root), launch) for root in roots if root not in inner]
+    return [_make_tree(root, of_root.get(root), launch, report) for root in roots if root not in inner]
 
 
-def _make_tree(root: Path, repository: code_sources.Repository | None, launch: LaunchConfig) -> SourceTree:
+def _make_tree(
+    root: Path, repository: code_sources.Repository | None, launch: LaunchConfig, report: Report
+) -> SourceTree:
     paths = _paths_of_git(root) if repository else list(files.walk_tree(root, files.SCRIPT_SUFFIXES))
     paths = [path for path in paths if not files.matches_pattern(path, launch.snapshot_exclude)] + _included_paths(
         root, launch
@@ -175,11 +178,8 @@ def _make_tree(root: Path, repository: code_sources.Repository | None, launch: L
     _check_bytes({str(root / path): files.total_size(root, path) for path in paths}, launch.snapshot_max_mib)
     entries_by_path = {path: files.read_entry(root, path) for path in paths}
     if left_out := [path for path in paths if entries_by_path[path] is None and (root / path).is_symlink()]:
-        print(
-            f"hpc-train: launch.snapshot: not in it, as they lead out of {root}: {', '.join(left_out[:3])}"
-            f"{f' and {len(left_out) - 3} more links' if len(left_out) > 3 else ''}",
-            file=sys.stderr,
-        )
+        more = f" and {len(left_out) - 3} more links" if len(left_out) > 3 else ""
+        report(f"launch.snapshot: not in it, as they lead out of {root}: {', '.join(left_out[:3])}{more}")
     entries = tuple(entry for entry in entries_by_path.values() if entry)
     return SourceTree(
         root, entries, repository.commit if repository else None, repository.dirty if repository else None
@@ -188,7 +188,7 @@ def _make_tree(root: Path, repository: code_sources.Repository | None, launch: L
 
 def _paths_of_git(root: Path) -> list[str]:
     """List all tracked files, whatever they are; of the other files, those that look like code."""
-    elsewhere = files.inside_of_no_project(root)
+    elsewhere = files.make_exclusion_check(root)
     return [
         file.path
         for file in code_sources.list_files(root)
@@ -344,7 +344,7 @@ def _is_needed(path: Path) -> bool:
 
 
 def _run_refers_to(run: Path, path: Path) -> bool:
-    """Whether what lies in a run directory names the snapshot. Nothing is said where its file system is not seen."""
+    """Whether a run directory refers to the snapshot; True also where its file system is not visible from here."""
     if not run.is_dir():
         return not run.parent.is_dir()
     if (run / POINTS_FILE).exists():

@@ -77,11 +77,11 @@ def is_installed(path: Path) -> bool:
     """Whether a path is the interpreter's, or in one of its folders of installed packages."""
     if _INSTALLED_FOLDERS & set(path.parts):
         return True
-    return any(path.is_relative_to(folder) for folder in _prefixes())
+    return any(path.is_relative_to(folder) for folder in _python_prefixes())
 
 
 @cache
-def _prefixes() -> set[str]:
+def _python_prefixes() -> set[str]:
     return {sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")} - {"/"}
 
 
@@ -120,7 +120,7 @@ class Repository:
 
 
 @dataclass(frozen=True)
-class ListedFiles:
+class ListedFile:
     """A file, or a link, of a work tree."""
 
     path: str
@@ -142,17 +142,17 @@ def find_repository(folder: Path) -> Repository | None:
     return Repository(root, None if name == "(initial)" else name, any(not word.startswith(b"# ") for word in words))
 
 
-def list_files(root: Path, below: str = "") -> list[ListedFiles]:
+def list_files(root: Path, below: str = "") -> list[ListedFile]:
     """List the files that are tracked or not ignored, those of submodules and repositories inside, too."""
     output = _run_git(root, "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard") or b""
-    files: dict[str, ListedFiles] = {}
+    files: dict[str, ListedFile] = {}
     for word in filter(None, output.split(b"\0")):
         mark, path = word[:1], os.fsdecode(word[2:])
         inner = (root / path).is_dir() and not (root / path).is_symlink()
         if inner and (root / path / ".git").exists():
             files |= {file.path: file for file in list_files(root / path, f"{below}{path.rstrip('/')}/")}
         elif not inner:
-            files[below + path] = ListedFiles(below + path, mark != b"?")
+            files[below + path] = ListedFile(below + path, mark != b"?")
     return list(files.values())
 
 

@@ -16,9 +16,9 @@ from hpc_train.launch.snapshot import code_sources, snapshot_files
 
 
 def guard_imports(spec: JobSpec, first: bool) -> None:
-    """Check that this process runs the code of the spec, and see to it that no module comes from where it was.
+    """Check that this process runs the code of the spec, and refuse later imports from where that code was copied.
 
-    first: whether this is the process that reads all of the snapshot; the others look at paths alone.
+    first: whether this process hashes the whole snapshot; the others check paths only.
     Raises UserError if hpc_train is of another version or from elsewhere, or if the snapshot is not what it was.
     """
     if spec.hpc_train != hpc_train.__version__:
@@ -62,11 +62,11 @@ class SnapshotFinder(MetaPathFinder):
             find = getattr(finder, "find_spec", None)
             spec = None if finder is self or find is None else find(name, path, target)
             if spec is not None:
-                self._check(name, spec.origin if spec.has_location else None)
+                self._check_origin(name, spec.origin if spec.has_location else None)
                 return spec  # type: ignore[no-any-return]
         return None
 
-    def _check(self, name: str, origin: str | None) -> None:
+    def _check_origin(self, name: str, origin: str | None) -> None:
         if not origin or code_sources.is_installed(Path(origin)):
             return
         place = Path(origin).resolve()

@@ -24,7 +24,7 @@ CODE_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml", ".json", ".toml", ".t
 """Files that belong to a package."""
 SCRIPT_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml"})
 """Files that belong to a project without git."""
-_FOLDERS = frozenset(
+_EXCLUDED_NAMES = frozenset(
     {
         *(
             ".git",
@@ -50,13 +50,13 @@ _DATA_SUFFIXES = frozenset(
     }
 )
 """Suffixes of files that no work tree tracks and that are no code, either."""
-_PROJECT_MARKS = (
+_EXCLUDED_MARKERS = (
     ("pyvenv.cfg",),
     ("conda-meta",),
     ("job.json", "config.yaml", "logs"),
     ("points.jsonl", "ledger.jsonl"),
 )
-"""Files that mark a folder as a virtual environment, a run or a sweep."""
+"""Files by which a folder is known to be a virtual environment, a run or a sweep."""
 MAX_FILES = 50_000
 """More than that is no project."""
 
@@ -132,7 +132,7 @@ def walk_tree(root: Path, suffixes: frozenset[str] | None) -> Iterator[str]:
     for folder, names, files in os.walk(root):
         folder_path = os.path.relpath(folder, root)
         links = [name for name in names if (Path(folder) / name).is_symlink()]
-        names[:] = sorted(name for name in names if name not in links and not is_no_project(Path(folder) / name))
+        names[:] = sorted(name for name in names if name not in links and not is_excluded_folder(Path(folder) / name))
         seen += len(names) + len(files)
         if seen > MAX_FILES:
             raise UserError(
@@ -144,40 +144,41 @@ def walk_tree(root: Path, suffixes: frozenset[str] | None) -> Iterator[str]:
                 yield name if folder_path == "." else f"{folder_path}/{name}"
 
 
-def is_no_project(folder: Path) -> bool:
-    """Whether a folder holds no code of a project: caches, virtual environments, runs."""
-    if folder.name in _FOLDERS or folder.name.startswith(".hpc_train-code"):
+def is_excluded_folder(folder: Path) -> bool:
+    """Whether a folder is left out of snapshots: a cache, a virtual environment, a run or a sweep."""
+    if folder.name in _EXCLUDED_NAMES or folder.name.startswith(".hpc_train-code"):
         return True
-    return any(all((folder / name).exists() for name in names) for names in _PROJECT_MARKS)
+    return any(all((folder / name).exists() for name in names) for names in _EXCLUDED_MARKERS)
 
 
 def is_data(path: str) -> bool:
     return os.path.splitext(path)[1].lower() in _DATA_SUFFIXES  # noqa: PTH122
 
 
-def inside_of_no_project(root: Path) -> Callable[[str], bool]:
-    """Whether a path lies in such a folder of the tree; every folder is looked at once."""
+def make_exclusion_check(root: Path) -> Callable[[str], bool]:
+    """Return a function that tells whether a path of the tree lies in an excluded folder; it checks a folder once."""
     decided: dict[str, bool] = {"": False}
 
-    def look(folder: str) -> bool:
+    def is_excluded(folder: str) -> bool:
         if folder not in decided:
-            decided[folder] = look(os.path.dirname(folder)) or is_no_project(root / folder)  # noqa: PTH120
+            decided[folder] = is_excluded(os.path.dirname(folder)) or is_excluded_folder(root / folder)  # noqa: PTH120
         return decided[folder]
 
-    return lambda path: look(os.path.dirname(path))  # noqa: PTH120
+    return lambda path: is_excluded(os.path.dirname(path))  # noqa: PTH120
 
 
 def matches_pattern(path: str, patterns: Iterable[str]) -> bool:
-    """Whether a path, a folder of it, or its last name is meant by one of these patterns."""
+    """Whether one of these patterns matches a path, one of its folders, or its last name."""
     parts = Path(path).parts
     names = {*parts, *("/".join(parts[: count + 1]) for count in range(len(parts)))}
     return any(fnmatchcase(name, pattern.rstrip("/")) for pattern in patterns for name in names)
 
 
 def store_snapshot(path: Path, entries: Sequence[SnapshotEntry]) -> int:
-    """Store these entries under `path`, whose last part is their hash; returns when it was written, 0: long ago.
+    """Store these entries under `path`, whose last part is their hash, unless they are stored already.
 
-    Raises UserError if it cannot be, or if somebody else owns what lies there.
+    Returns the time of writing in nanoseconds, for discard_snapshot; 0 if nothing was written. Raises UserError if they
+    cannot be stored, or if somebody else owns what lies there.
     """
     try:
         make_store(path.parent)
@@ -233,7 +234,7 @@ def _write_entries(top: Path, entries: Sequence[SnapshotEntry]) -> None:
             (top / entry.path).symlink_to(os.fsdecode(entry.content))
         else:
             _write_file(f"{top}/{entry.path}", entry)
-    _make_caches(top, entries)
+    _make_cache_folders(top, entries)
     for folder in reversed([Path(), *folders]):
         (top / folder).chmod(0o500)
 
@@ -245,7 +246,7 @@ def _write_file(path: str, entry: SnapshotEntry) -> None:
         file.write(entry.content)
 
 
-def _make_caches(top: Path, entries: Iterable[SnapshotEntry]) -> None:
+def _make_cache_folders(top: Path, entries: Iterable[SnapshotEntry]) -> None:
     """Make the folders of compiled modules: without them every rank of every job compiles all modules again."""
     for folder in {os.path.dirname(entry.path) for entry in entries if entry.path.endswith(".py")}:  # noqa: PTH120
         (top / folder / CACHE_FOLDER).mkdir(0o700, exist_ok=True)
@@ -279,7 +280,7 @@ def check_private_folder(path: Path) -> None:
 
 
 def discard_snapshot(path: Path, written: int) -> None:
-    """Remove what `write` wrote at that time, unless another submission has asked for it since."""
+    """Remove a snapshot that was written at this time, unless another submission has asked for it since."""
     if written and path.stat().st_mtime_ns == written:
         remove_read_only(path)
         with suppress(OSError):  # others are in it
@@ -287,7 +288,7 @@ def discard_snapshot(path: Path, written: int) -> None:
 
 
 def remove_read_only(path: Path) -> None:
-    """Remove a folder whose folders are read-only."""
+    """Remove a folder whose subfolders are read-only."""
     for folder, _, _ in os.walk(path):
         Path(folder).chmod(0o700)
     shutil.rmtree(path)

@@ -46,7 +46,7 @@ def _decide_without_note(facts: RunFacts) -> RunStatus:
         return _status_of_result(facts, status, newest.result)  # whatever its neighbours make of their job
     if not facts.jobs or (_started_by_hand(newest) and (newest.result is not None or facts.alive is False)):
         return _status_without_slurm(facts, status)
-    return _with_slurm(facts, status)
+    return _status_with_slurm(facts, status)
 
 
 def _started_by_hand(newest: Attempt | None) -> TypeGuard[Attempt]:
@@ -54,7 +54,7 @@ def _started_by_hand(newest: Attempt | None) -> TypeGuard[Attempt]:
     return newest is not None and newest.begun is not None and newest.begun.launcher != "slurm"
 
 
-def _with_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
+def _status_with_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
     record = _relevant_record(facts)
     if record is None:
         return _status_without_record(facts, status)
@@ -207,9 +207,9 @@ def _status_without_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
     if facts.alive is False:
         return replace(status, state=State.FAILED, reason="the process that held the ranks was killed")
     host = newest.begun.host
-    if facts.seconds_since_sign is not None and facts.seconds_since_sign < _SIGN_OF_LIFE_SECONDS:
+    if facts.seconds_since_write is not None and facts.seconds_since_write < _SIGN_OF_LIFE_SECONDS:
         return replace(
-            status, state=State.RUNNING, reason=f"on {host}, a sign of life {facts.seconds_since_sign:.0f} s ago"
+            status, state=State.RUNNING, reason=f"on {host}, a sign of life {facts.seconds_since_write:.0f} s ago"
         )
     return replace(status, reason=f"runs or ran on {host}; ask there")
 

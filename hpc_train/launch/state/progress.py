@@ -32,7 +32,7 @@ def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
     path = facts.point.run / "metrics.jsonl"
     last = read_final_values(path)
     step = _int_or_none(last.get("step"))
-    loss, warnings = _float_or_none(last.get("loss")), _warnings(facts)
+    loss, warnings = _float_or_none(last.get("loss")), _list_warnings(facts)
     status = replace(status, step=step, steps=facts.steps, loss=loss, warnings=warnings)
     status = replace(status, faults=facts.faults, skipped_steps=facts.skipped_steps)
     if status.state is not State.RUNNING:
@@ -65,7 +65,7 @@ def explain_unwatched(facts: RunFacts) -> str:
     return "" if watch else "not watched: resilience.watch=false"
 
 
-def _warnings(facts: RunFacts) -> tuple[str, ...]:
+def _list_warnings(facts: RunFacts) -> tuple[str, ...]:
     if facts.newest is None:
         return ()
     return tuple(str(warning) for warning in read_warnings(facts.point.run / "logs" / str(facts.newest.number)))
@@ -103,7 +103,7 @@ _RARE_VALUES = ("validation_loss", "noise_scale")
 def read_final_values(path: Path) -> dict[str, Any]:
     """Return the last whole line, with the newest of the values that only some steps have; {} without any line."""
     values: dict[str, Any] = {}
-    for record in _lines_from_end(path):
+    for record in _read_steps_backwards(path):
         if not values:
             values = record
         values |= {name: record[name] for name in _RARE_VALUES if name in record and name not in values}
@@ -120,7 +120,7 @@ def find_best_value(path: Path, metric: str) -> float | None:
     values = []
     with opened as file:
         for line in file:
-            value = _record(line).get(metric)
+            value = _parse_step(line).get(metric)
             if isinstance(value, (int, float)):
                 values.append(float(value))
     choose = max if is_higher_better(metric) else min
@@ -133,7 +133,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     if opened is None:
         return []
     with opened as file:
-        return [record for line in file if (record := _record(line))]
+        return [record for line in file if (record := _parse_step(line))]
 
 
 def is_higher_better(metric: str) -> bool:
@@ -141,7 +141,7 @@ def is_higher_better(metric: str) -> bool:
     return metric.endswith("per_second") or metric == "mfu"
 
 
-def _lines_from_end(path: Path) -> Iterator[dict[str, Any]]:
+def _read_steps_backwards(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the whole lines of a file, the last one first."""
     opened = open_if_regular(path)
     if opened is None:
@@ -155,12 +155,12 @@ def _lines_from_end(path: Path) -> Iterator[dict[str, Any]]:
             file.seek(at)
             first, *lines = (file.read(step) + rest).split(b"\n")
             rest = first
-            yield from (record for line in reversed(lines) if (record := _record(line)))
-        if at == 0 and (record := _record(rest)):
+            yield from (record for line in reversed(lines) if (record := _parse_step(line)))
+        if at == 0 and (record := _parse_step(rest)):
             yield record
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def _parse_step(line: bytes) -> dict[str, Any]:
     """Parse one line; {} for a line that a crash has torn off."""
     record = parse_json_object(line)
     return record if "step" in record else {}

@@ -44,7 +44,7 @@ class RunFacts:
     alive: bool | None = None
     """Whether the process that holds the ranks (of a sweep's point that has not begun: the pool) lives; None if that
     cannot be seen from here."""
-    seconds_since_sign: float | None = None
+    seconds_since_write: float | None = None
     """Seconds since anything of the run was written; of runs on another machine."""
     records: tuple[JobRecord, ...] = ()
     """Slurm's records of `jobs`."""
@@ -102,7 +102,7 @@ def read_files(point: RunPoint) -> RunFacts:
         cancelled=_was_cancelled(facts.jobs, newest, events),
         cancel_note=_cancel_note(newest, events),
         alive=is_process_alive(begun.process, begun.started, begun.machine) if begun else None,
-        seconds_since_sign=_seconds_since_sign(point.run),
+        seconds_since_write=_seconds_since_write(point.run),
     )
 
 
@@ -115,7 +115,7 @@ def _failure_text(run: Path, newest: Attempt, events: Iterable[dict[str, Any]]) 
     return error.line if error else ""
 
 
-def _seconds_since_sign(run: Path) -> float | None:
+def _seconds_since_write(run: Path) -> float | None:
     """Return the seconds since a step was recorded or a heart beat, by the file server's clock, which may differ."""
     times = [path.stat().st_mtime for path in (run / "metrics.jsonl", run / "checkpoints/lock") if path.exists()]
     return max(0.0, time.time() - max(times)) if times else None

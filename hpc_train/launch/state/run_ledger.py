@@ -15,7 +15,7 @@ from hpc_train.launch.state.run_facts import read_events
 from hpc_train.resilience.ledger import GOODPUT, Ledger, LedgerLine, Period, account_run, parse_ledger
 
 _NOTICED = ("hang", "lost_node", "failure")
-"""Events that say when an attempt was seen to have gone wrong."""
+"""Events whose time is when a fault of an attempt was noticed."""
 
 
 def account_run_directory(run: Path) -> Ledger:
@@ -54,7 +54,7 @@ def _make_period(
         attempt.number,
         job,
         attempt.begun.time,
-        _end_of(attempt, following),
+        _end_time(attempt, following),
         nodes=_count_nodes(attempt.begun.nodes),
         spares=attempt.begun.spares,
         noticed=min(noticed, default=None),
@@ -63,7 +63,7 @@ def _make_period(
     )
 
 
-def _end_of(attempt: Attempt, following: Attempt | None) -> float:
+def _end_time(attempt: Attempt, following: Attempt | None) -> float:
     """Return when an attempt ended; one that left no result ended before the next one, or is going on."""
     if attempt.result is not None:
         return attempt.result.time

@@ -83,7 +83,8 @@ def make_arrays(
     elements = [_group_points(points, launch.points_per_job) for _, points in parts]
     limits = share_throttle(_max_running_jobs(launch.parallel_points, launch.points_per_job), list(map(len, elements)))
     return [
-        _make_array(shape, its, folder, limit) for (shape, _), its, limit in zip(parts, elements, limits, strict=True)
+        _make_array(shape, groups, folder, limit)
+        for (shape, _), groups, limit in zip(parts, elements, limits, strict=True)
     ]
 
 

@@ -5,27 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hpc_train import __version__
 from hpc_train.config.compose_sweep import Composer
 from hpc_train.config.run import RunConfig
-from hpc_train.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from hpc_train.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UserError
+from hpc_train.launch.command_output import CommandOutput
 from hpc_train.launch.failures import explain_failure
 from hpc_train.launch.freeze import describe_finished_run
-from hpc_train.launch.local.node_sharing import SHARE_VARIABLE, format_share, gpu_share_environment
-from hpc_train.launch.local.rank_pool import EXIT_KILLED, count_gpus, local_rank_count, start_ranks
+from hpc_train.launch.local.node_sharing import SHARE_VARIABLE, format_share, gpu_share_environment, visible_gpus
+from hpc_train.launch.local.process_pool import ProcessPool
+from hpc_train.launch.local.rank_pool import EXIT_KILLED, local_rank_count, start_ranks
 from hpc_train.launch.restarting import decide_on_this_machine
 from hpc_train.launch.state.attempts import write_result_marker
 from hpc_train.launch.submit import submission_transaction
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.launch.sweep.point_entrypoint import make_run_directory
-from hpc_train.launch.sweep.points import PointFreezer, freeze_points, print_plans, read_grid
+from hpc_train.launch.sweep.points import PointFreezer, freeze_points, read_grid, report_plans
 from hpc_train.launch.sweep.submit_sweep import compose_first, new_sweep_directory, write_sweep_directory
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
 from hpc_train.parallel.rules.parameter_server import needs_mpi
@@ -37,7 +37,7 @@ from hpc_train.training.run_directory import RunDirectory, make_attempt
 from hpc_train.training.warning_files import NewWarnings
 
 
-def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequest) -> int:
+def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequest, output: CommandOutput) -> int:
     """Run all points of a sweep here; returns the exit code, 0 only if all are done."""
     if identify_process(os.environ) is not None:
         raise UserError("train -m: starts ranks of its own; call it without srun, torchrun or mpirun around it")
@@ -51,13 +51,13 @@ def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequ
     folder = new_sweep_directory(first)
     freezer = PointFreezer(folder, local_rank_count, _ranks_of_point)
     frozen = freeze_points(grid, composer, freezer)
-    print_plans(freezer, frozen)
+    report_plans(freezer, frozen, output.report)
     command = {"overrides": list(overrides), "swept": list(grid.keys)}
     with submission_transaction(folder.path):
         write_sweep_directory(folder, frozen.points)
         sweep_directory.append_event(folder.ledger, "sweep", points=len(frozen.points), version=__version__, **command)
-    print(f"{len(frozen.points)} points, sweep directory {folder.path}", flush=True)
-    return run_points(folder, frozen.points, stop)
+    output.print_result(f"{len(frozen.points)} points, sweep directory {folder.path}")
+    return run_points(folder, frozen.points, stop, output)
 
 
 def _ranks_of_point(config: RunConfig) -> int:
@@ -76,7 +76,7 @@ class MachineShare:
     slots: int
     """Points at a time."""
     cores: int
-    gpus: int
+    gpus: Sequence[str]
 
     def threads_per_rank(self, point: FrozenPoint) -> int:
         """Return the CPU threads of one rank."""
@@ -88,16 +88,16 @@ class MachineShare:
             return {}
         return {
             SHARE_VARIABLE: format_share(slot, self.slots),
-            **gpu_share_environment(slot, point.spec.ranks, os.environ, self.gpus),
+            **gpu_share_environment(slot, point.spec.ranks, self.gpus, os.environ),
         }
 
 
 def plan_slots(points: Sequence[FrozenPoint]) -> MachineShare:
     """Share this machine out: launch.parallel_points slots, or as many as its cores or GPUs are enough for."""
-    cores, gpus = len(os.sched_getaffinity(0)), count_gpus()
+    cores, gpus = len(os.sched_getaffinity(0)), visible_gpus()
     ranks = max(point.spec.ranks for point in points)
     threads = max(_launch_setting(point, "threads") or 1 for point in points)
-    fitting = gpus // ranks if gpus else cores // (ranks * threads)
+    fitting = len(gpus) // ranks if gpus else cores // (ranks * threads)
     return MachineShare(min(_launch_setting(points[0], "parallel_points") or max(1, fitting), len(points)), cores, gpus)
 
 
@@ -106,7 +106,7 @@ def _launch_setting(point: FrozenPoint, name: str) -> int | None:
     return value
 
 
-def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: StopRequest) -> int:
+def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: StopRequest, output: CommandOutput) -> int:
     """Run these points, and return the exit code: 0 if all are done, 75 if they were stopped and have saved.
 
     The first Ctrl-C, and the first stop signal, are passed on to all that run, and no other one begins. A second Ctrl-C
@@ -115,30 +115,26 @@ def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: Stop
     process = os.getpid()
     identity = {"process": process, "started": read_start_time(process) or "", "machine": identify_machine()}
     sweep_directory.append_event(folder.ledger, "local", points=[point.id for point in points], **identity)
-    pool = _PointPool(folder, plan_slots(points), deque(points), stop)
+    runner = _PointRunner(folder, plan_slots(points), stop, output)
     try:
-        pool.run()
+        runner.run(points)
     except KeyboardInterrupt:
-        pool.kill()
-        _print_message("killed; what was not saved is lost")
+        runner.kill()
+        output.report("killed; what was not saved is lost")
         return EXIT_KILLED
-    return _print_outcome(pool, len(points))
-
-
-def _print_outcome(pool: _PointPool, count: int) -> int:
-    again = f"`hpc-train resume {pool.folder.path}`"
-    if pool.failed:
-        _print_message(f"{len(pool.failed)} of {count} points failed; {again} runs them again")
-        return 1
-    if pool.done < count:
-        _print_message(f"stopped: {pool.done} of {count} points are done; {again} goes on")
+    count, again = len(points), f"`hpc-train resume {one_line(str(folder.path))}`"
+    if runner.failed:
+        output.report(f"{len(runner.failed)} of {count} points failed; {again} runs them again")
+        return EXIT_FAILED
+    if runner.done < count:
+        output.report(f"stopped: {runner.done} of {count} points are done; {again} goes on")
         return EXIT_REQUEUE
     return EXIT_DONE
 
 
 @dataclass
 class _RunningPoint:
-    """A point under way."""
+    """The ranks of one attempt at a point."""
 
     point: FrozenPoint
     run: RunDirectory
@@ -146,74 +142,71 @@ class _RunningPoint:
     process: subprocess.Popen[bytes]
     warnings: NewWarnings
 
-    def show_warnings(self) -> None:
-        """Print what its ranks have warned of since the last call."""
-        for warning in self.warnings.read():
-            _print_message(f"{self.point.id}: {warning}")
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # every controller began a session of its own
+        self.process.wait()
+        write_result_marker(self.run.logs(self.attempt), EXIT_KILLED)
 
 
-@dataclass
-class _PointPool:
-    """The points and where they are at."""
+class _PointRunner:
+    """Runs points through the pool, and counts how they end."""
 
-    folder: SweepDirectory
-    share: MachineShare
-    waiting: deque[FrozenPoint]
-    stop: StopRequest
-    running: dict[int, _RunningPoint] = field(default_factory=dict)
-    """Slot to the point that runs there."""
-    first: dict[str, int] = field(default_factory=dict)
-    """Id of a point -> its first attempt of this command."""
-    done: int = 0
-    failed: list[str] = field(default_factory=list)
+    def __init__(self, folder: SweepDirectory, share: MachineShare, stop: StopRequest, output: CommandOutput) -> None:
+        self.done = 0
+        self.failed: list[str] = []
+        self._folder, self._share, self._stop, self._output = folder, share, stop, output
+        self._pool: ProcessPool[FrozenPoint, _RunningPoint] = ProcessPool(share.slots, self._start_point)
+        self._first_attempts: dict[str, int] = {}
 
-    def run(self) -> None:
-        asked = False
-        while self.running or self.waiting:
-            if self.stop.requested and not asked:
-                asked = True
+    def run(self, points: Sequence[FrozenPoint]) -> None:
+        """Run these points until all have ended; after a stop request, those that run by then."""
+        pool, asked_to_stop = self._pool, False
+        pool.waiting.extend(points)
+        while pool.running or pool.waiting:
+            if self._stop.requested and not asked_to_stop:
+                asked_to_stop = True
                 self._ask_to_stop()
-            self._start()
-            for slot, running in list(self.running.items()):
-                ended = running.process.poll() is not None  # before reading, so that its last words are read
-                running.show_warnings()
-                if ended:
-                    del self.running[slot]
-                    self._finish_point(running)
+            pool.start_waiting()
+            ended = pool.remove_ended()
+            for running in [*pool.running.values(), *ended]:  # what an ended one has warned of last is there by now
+                for warning in running.warnings.read():
+                    self._report(running.point, str(warning))
+            for running in ended:
+                self._finish_point(running)
             time.sleep(_POLL_SECONDS)
 
     def kill(self) -> None:
-        for running in self.running.values():
-            with suppress(ProcessLookupError):
-                os.killpg(running.process.pid, signal.SIGKILL)  # every controller began a session of its own
-            running.process.wait()
-            write_result_marker(running.run.logs(running.attempt), EXIT_KILLED)
+        """End the ranks of all points at once."""
+        for running in self._pool.running.values():
+            running.kill()
 
     def _ask_to_stop(self) -> None:
-        self.waiting.clear()
-        if self.running:
-            _print_message(f"{self.stop.signal_name}: asking {len(self.running)} points to save and stop")
-        for running in self.running.values():
-            running.process.send_signal(signal.SIGUSR2)
+        self._pool.waiting.clear()
+        running = list(self._pool.running.values())
+        if running:
+            self._output.report(f"{self._stop.signal_name}: asking {len(running)} points to save and stop")
+        for point in running:
+            point.process.send_signal(signal.SIGUSR2)
 
-    def _start(self) -> None:
-        for slot in range(self.share.slots):
-            while self.waiting and slot not in self.running and not self.stop.requested:
-                self._begin(slot, self.waiting.popleft())
-
-    def _begin(self, slot: int, point: FrozenPoint) -> None:
-        make_run_directory(self.folder, point)
+    def _start_point(self, point: FrozenPoint, slot: int) -> _RunningPoint | None:
+        """Start the ranks of a point; None if it is done already, or if the sweep is to stop."""
+        if self._stop.requested:
+            return None
+        make_run_directory(self._folder, point)
         run = point.spec.folder()
         if describe_finished_run(point.spec.run_config(), run):
             self._count_done(point)
-            return
+            return None
         attempt = make_attempt(run)
-        self.first.setdefault(point.id, attempt)
-        job = start_ranks(
-            run, attempt, point.spec.ranks, self.share.threads_per_rank(point), self.share.environment(slot, point)
-        )
+        self._first_attempts.setdefault(point.id, attempt)
+        threads, environment = self._share.threads_per_rank(point), self._share.environment(slot, point)
+        job = start_ranks(run, attempt, point.spec.ranks, threads, environment)
         assert job._process is not None
-        self.running[slot] = _RunningPoint(point, run, attempt, job._process, NewWarnings(run.logs(attempt)))
+        return _RunningPoint(point, run, attempt, job._process, NewWarnings(run.logs(attempt)))
 
     def _finish_point(self, running: _RunningPoint) -> None:
         code = running.process.returncode
@@ -224,26 +217,25 @@ class _PointPool:
             self._count_done(running.point)
         elif code != EXIT_REQUEUE:
             why = (explain_failure(logs) or f"the ranks left no reason; see {logs}").strip().splitlines()
-            _print_message(f"{running.point.id}: {why[0]}")
-            if not self._begins_again(running, code):
+            self._report(running.point, why[0])
+            if not self._start_again(running, code):
                 self.failed.append(running.point.id)
 
-    def _begins_again(self, running: _RunningPoint, code: int) -> bool:
-        """Put a point back to the front of the row if its fault may not come again."""
-        if self.stop.requested:
+    def _start_again(self, running: _RunningPoint, code: int) -> bool:
+        """Put a point in front of all that wait if its fault may not come again; return whether it does."""
+        if self._stop.requested:
             return False
-        config, first = running.point.spec.run_config(), self.first[running.point.id]
+        config, first = running.point.spec.run_config(), self._first_attempts[running.point.id]
         decision = decide_on_this_machine(config, running.run, running.attempt, code, first)
         if decision.action is not Action.END:
-            _print_message(f"{running.point.id}: {decision.why}")
+            self._report(running.point, decision.why)
         if decision.goes_on:
-            self.waiting.appendleft(running.point)
+            self._pool.waiting.appendleft(running.point)
         return decision.goes_on
 
     def _count_done(self, point: FrozenPoint) -> None:
         self.done += 1
-        print(f"{point.id}: done ({self.done})", flush=True)
+        self._output.print_result(f"{point.id}: done ({self.done})")
 
-
-def _print_message(line: str) -> None:
-    print(f"hpc-train: {one_line(line)}", file=sys.stderr, flush=True)
+    def _report(self, point: FrozenPoint, text: str) -> None:
+        self._output.report(f"{point.id}: {one_line(text)}")

@@ -1,4 +1,4 @@
-"""In the job, before the ranks: a point's run directory gets what a single run has in it at submission.
+"""Make the run directories of points, in their job before the ranks start: with the files of a single submission.
 
 `python -m hpc_train.launch.sweep.point_entrypoint SWEEP POINT...`
 """
@@ -15,8 +15,8 @@ from hpc_train.regular_files import write_private_file
 from hpc_train.training.run_directory import prepare_run_directory
 
 
-def begin_points(folder: SweepDirectory, ids: Sequence[str]) -> list[FrozenPoint]:
-    """Make the run directories of these points, or see to it that they are as they should be; returns the points.
+def make_run_directories(folder: SweepDirectory, ids: Sequence[str]) -> list[FrozenPoint]:
+    """Make the run directories of these points, unless they are there, and return the points.
 
     Raises UserError for a list of points that is damaged, or that somebody else could have written.
     """
@@ -39,7 +39,7 @@ def make_run_directory(folder: SweepDirectory, point: FrozenPoint) -> None:
 
 def main(words: Sequence[str]) -> int:
     try:
-        begin_points(SweepDirectory(Path(words[0])), words[1:])
+        make_run_directories(SweepDirectory(Path(words[0])), words[1:])
     except UserError as error:
         print(f"hpc-train: {error}", flush=True)
         return EXIT_USER_ERROR

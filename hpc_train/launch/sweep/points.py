@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +28,7 @@ from hpc_train.config.compose_sweep import Composer
 from hpc_train.config.groups import GROUPS
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.command_output import Report
 from hpc_train.launch.freeze import check_files, check_run, find_token_store, read_schedule_file
 from hpc_train.launch.job_spec import make_spec
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
@@ -178,8 +178,8 @@ class FrozenSweep:
     points: list[FrozenPoint] = field(default_factory=list)
     configs: dict[str, RunConfig] = field(default_factory=dict)
     """Point id to its typed config."""
-    same: list[tuple[str, str]] = field(default_factory=list)
-    """(what was left out, the point that is the same run)."""
+    duplicates: list[tuple[str, str]] = field(default_factory=list)
+    """(combination that was left out, id of the point that is the same run)."""
 
     def config_of(self, point: FrozenPoint) -> RunConfig:
         return self.configs[point.id]
@@ -190,7 +190,7 @@ class PointFreezer:
     """Freezes points; what several points agree in, such as their token store, is looked up once."""
 
     folder: SweepDirectory
-    ranks_before: RankCount
+    known_ranks: RankCount
     """The number of ranks, as far as it is known before parallel=auto is decided."""
     ranks: Callable[[RunConfig], int]
     build_stores: bool = True
@@ -204,33 +204,33 @@ class PointFreezer:
 
         Raises UserError for the first thing that is wrong with it.
         """
-        config, why = self._planned(config)
+        config, why = self._decide_layout(config)
         ranks = self.ranks(config)
         degrees = check_run(config, ranks)
-        run = self._folder(config, "x")
+        run = self._locate_run(config, "x")
         self._check_files(config, run)
-        store = self._store(config)
+        store = self._find_store(config)
         container = config_to_dict(config)
         if store is not None and container["data"]["path"] is None:
             container["data"]["path"] = store.name  # one that is built is named by what is in it
         own = config_digest(container)
         name = make_point_id(combination.swept, own)
-        spec = make_spec(config, self._folder(config, name), ranks, asdict(degrees), store)
+        spec = make_spec(config, self._locate_run(config, name), ranks, asdict(degrees), store)
         schedule = read_schedule_file(config)
         files = {"plan.json": why, "schedule.csv": schedule}
         written = {file: text for file, text in files.items() if text is not None}
         return FrozenPoint(name, combination.swept, spec, written), config, own
 
-    def _planned(self, config: RunConfig) -> tuple[RunConfig, str | None]:
+    def _decide_layout(self, config: RunConfig) -> tuple[RunConfig, str | None]:
         if not config.parallel.auto:
             return config, None
         from hpc_train.planner.auto import choose_parallel
 
-        decision = choose_parallel(config, self.ranks_before(config))
+        decision = choose_parallel(config, self.known_ranks(config))
         self.plans[decision.line] += 1
         return decision.config, decision.text
 
-    def _folder(self, config: RunConfig, name: str) -> RunDirectory:
+    def _locate_run(self, config: RunConfig, name: str) -> RunDirectory:
         path, chosen = self.folder.run(name), config.checkpoint.dir
         return RunDirectory(path, Path(chosen).expanduser().absolute() if chosen else path / "checkpoints")
 
@@ -243,7 +243,7 @@ class PointFreezer:
             check_files(config, run)
             self._checked.add(key)
 
-    def _store(self, config: RunConfig) -> Path | None:
+    def _find_store(self, config: RunConfig) -> Path | None:
         key = repr((config.data, bool(config.launch.setup)))
         if key not in self._stores:
             self._stores[key] = find_token_store(config, self.build_stores)
@@ -263,7 +263,7 @@ def freeze_points(grid: Grid, composer: Composer, freezer: PointFreezer) -> Froz
         except UserError as error:
             raise name_point(combination, error) from None
         if own in ids:
-            sweep.same.append((combination.name, ids[own]))
+            sweep.duplicates.append((combination.name, ids[own]))
             continue
         ids[own] = point.id
         sweep.points.append(point)
@@ -300,19 +300,19 @@ def _check_checkpoint_directories(sweep: FrozenSweep) -> None:
         places[chosen] = point.id
 
 
-def print_plans(freezer: PointFreezer, sweep: FrozenSweep) -> None:
-    """Print what parallel=auto has decided, a line for each decision, and which combinations are one run."""
+def report_plans(freezer: PointFreezer, sweep: FrozenSweep, report: Report) -> None:
+    """Report what parallel=auto has decided, a line for each decision, and which combinations are one run."""
     for line, count in freezer.plans.items():
-        print(f"hpc-train: {line}" + (f" ({count} points)" if count > 1 else ""), file=sys.stderr)
-    if sweep.same:
-        one, other = sweep.same[0]
-        more = f" and {len(sweep.same) - 1} more" if len(sweep.same) > 1 else ""
-        print(f"hpc-train: {one} is the same run as {other}{more}: each is run once", file=sys.stderr)
+        report(line + (f" ({count} points)" if count > 1 else ""))
+    if sweep.duplicates:
+        one, other = sweep.duplicates[0]
+        more = f" and {len(sweep.duplicates) - 1} more" if len(sweep.duplicates) > 1 else ""
+        report(f"{one} is the same run as {other}{more}: each is run once")
 
 
 _NOT_HASHED = frozenset({"run_dir", "schema_version", "data.cache", "data.source", "model.source", "cluster.source"})
-"""Where it lies, and what others say of its parts. All else that a sweep can be over belongs to it: of the settings
-that a continued run may change (training/folder.py) those that are swept are the very point of the sweep."""
+"""Settings without an effect on the numbers of a run. All others that can be swept are hashed: of the settings
+that a continued run may change (training/run_directory.py) those that are swept are the very point of the sweep."""
 _SWEEP_SETTINGS = frozenset({"launch.parallel_points", "launch.points_per_job", "launch.kind"})
 _MAX_WORDS_LENGTH = 40
 _DIGEST_DIGITS = 12

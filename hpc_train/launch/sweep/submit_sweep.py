@@ -17,6 +17,7 @@ from hpc_train import __version__
 from hpc_train.config.compose_sweep import Composer
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.command_output import Report
 from hpc_train.launch.slurm.request import check_partition, node_count
 from hpc_train.launch.slurm.sbatch import BatchExecutor, require_sbatch, submission_environment
 from hpc_train.launch.slurm.slurm_cli import RunClient, delay_signals, max_array_size, run_client
@@ -29,8 +30,8 @@ from hpc_train.launch.sweep.points import (
     PointFreezer,
     freeze_points,
     name_point,
-    print_plans,
     read_grid,
+    report_plans,
     set_code,
 )
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory, write_points
@@ -50,11 +51,17 @@ class SweepSubmission:
 
 
 def submit_sweep(
-    overrides: Sequence[str], config_dir: str | None, *, dry_run: bool = False, after: Sequence[str] = ()
+    overrides: Sequence[str],
+    config_dir: str | None,
+    report: Report,
+    *,
+    dry_run: bool = False,
+    after: Sequence[str] = (),
 ) -> SweepSubmission:
     """Submit all points of a sweep or, if anything at all is wrong, none.
 
-    dry_run: only check. after: runs that must have ended well before this sweep starts. Raises UserError.
+    report: gets remarks. dry_run: only check. after: runs that must have ended well before this sweep starts. Raises
+    UserError.
     """
     grid = read_grid(overrides, config_dir)
     composer = Composer(frozenset(grid.keys), config_dir)
@@ -64,14 +71,14 @@ def submit_sweep(
     freezer = PointFreezer(folder, _known_ranks, lambda config: node_count(config) * config.cluster.ranks_per_node)
     freezer.build_stores = not dry_run
     frozen = freeze_points(grid, composer, freezer)
-    code = snapshot_code(first, folder.path, *frozen.configs.values())
+    code = snapshot_code(first, folder.path, report, *frozen.configs.values())
     points = set_code(frozen.points, code)
     waits = jobs_to_wait_for(after, run_client)
     arrays = [
         array.after(waits)
         for array in make_arrays(points, folder, code, require_array_size(run_client), frozen.config_of)
     ]
-    print_plans(freezer, frozen)
+    report_plans(freezer, frozen, report)
     jobs: list[str] = []
     if not dry_run:
         check_arrays(arrays, run_client)
@@ -135,7 +142,7 @@ def _submit_arrays(
     command: dict[str, list[str]],
 ) -> list[str]:
     source = {"snapshot": code.hash, "sources": code.sources} if code else {}
-    with delay_signals(), submission_transaction(folder.path), code.kept_for(folder.path) if code else nullcontext():
+    with delay_signals(), submission_transaction(folder.path), code.stored_for(folder.path) if code else nullcontext():
         write_sweep_directory(folder, points)
         jobs = send_arrays(folder, arrays, run_client)
         sweep_directory.append_event(

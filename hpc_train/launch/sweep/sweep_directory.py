@@ -137,7 +137,7 @@ LedgerEvent = dict[str, Any]
 
 
 def append_event(path: Path, kind: str, **fields: Any) -> None:
-    """Add one event; it is on the disk when this returns. A line that a crash has torn off before it stays alone."""
+    """Append one event and sync it to the disk. A torn line that a crash has left before it stays a line of its own."""
     line = json.dumps({"event": kind, "time": time.time(), **fields}) + "\n"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -171,7 +171,7 @@ class PointPlacement:
     process: int = 0
     started: str = ""
     machine: str = ""
-    """Of the process that runs the sweep here: see state.attempts.AttemptStart."""
+    """With `process` and `started`, identifies the process that runs the sweep; see state.attempts.AttemptStart."""
 
 
 def latest_placements(events: list[LedgerEvent]) -> dict[str, PointPlacement]:

@@ -99,6 +99,7 @@ class PlainEngine(UpdatingEngine):
         self._warm_up(batch.micro[0])
         totals = StepTotals.start(batch, self._world)
         local = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        own = local
         scale, reduction, sample = 0.0, None, None
         found = Totals(0, False, True)
         measure = batch.measure and self._can_measure(batch)
@@ -114,13 +115,14 @@ class PlainEngine(UpdatingEngine):
                     scale = self._updates.loss_scale * self._count_averaged_ranks() / max(found.tokens, 1)
                 local += loss.detach()
                 if last:
+                    own = local.clone()
                     reduction = start_loss_sum(local, self._world)
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             if measure and index == 0:
                 sample = self._sample_gradient(batch)
         if reduction is not None:
             reduction.wait()
-        return Sums(local, *found, sample)
+        return Sums(local, *found, own, sample)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Sums:

@@ -1,0 +1,28 @@
+"""What launching tells the user while it works: lines for the caller to print, since nothing below cli/ prints.
+
+A function that only adds remarks takes `report`, one that also has results takes a CommandOutput. What runs inside of a
+job prints to the log of that job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Report: TypeAlias = Callable[[str], None]
+"""Takes a remark of one line."""
+
+
+@dataclass(frozen=True)
+class CommandOutput:
+    """Where the lines of a command go."""
+
+    print_result: Callable[[str], None]
+    """Prints what the user asked for, to stdout."""
+    print_message: Callable[[str], None]
+    """Prints what else the user should know, to stderr."""
+
+    def report(self, remark: str) -> None:
+        """Print a remark as a message of `hpc-train`."""
+        self.print_message(f"hpc-train: {remark}")

@@ -1,0 +1,51 @@
+# shellcheck shell=bash
+# The shell functions of every batch script, of runs (batch.sh) and of callables (callables.sh): which job this is, and
+# what is to become of it. The settings that they read:
+#   hpc_max_attempts   runs of the job, counting those after a requeue
+#   hpc_threads        CPU threads of a rank; empty: its CPUs
+# shellcheck disable=SC2034,SC2154
+
+exit_requeue=75 exit_no_requeue=93
+# A task that a stop signal (USR2, TERM) ended before its handler was installed; Slurm's own rules do not requeue it.
+stopped_early_usr2=140 stopped_early_term=143
+
+job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
+job="${job:-$SLURM_JOB_ID}"
+# Names a step that ends the script where it fails.
+doing=""
+
+refuse() {
+  echo "$1"
+  exit "$exit_no_requeue"
+}
+
+# Ranks that all take every core of a node slow each other down by an order of magnitude.
+set_threads() {
+  export OMP_NUM_THREADS="${hpc_threads:-${SLURM_CPUS_PER_TASK:-1}}"
+}
+
+# The ranks save and stop at these signals; this shell has to outlive them to requeue the job.
+outlive_stop_signals() {
+  trap : TERM USR2
+}
+
+# stopped_early CODE: whether a stop signal ended a task before its handler was installed.
+stopped_early() {
+  [ "$1" -eq "$stopped_early_usr2" ] || [ "$1" -eq "$stopped_early_term" ]
+}
+
+# list_down_nodes NODES: those that do not answer, a line each. Slurm itself requeues a job whose node dies, but only
+# after SlurmdTimeout (300 s by default); the ranks on the other nodes fail long before that.
+list_down_nodes() {
+  sinfo -h -N -n "$1" -o '%N %T' | awk '$2 ~ /[*]|^down|^fail/ { print $1 }'
+}
+
+# Print the state of this job, and Slurm's reason. A job that was cancelled, or is requeued by Slurm, gets the signals of
+# a stop, too: it is no longer RUNNING.
+read_job_state() {
+  squeue -h -j "$job" -o '%T %r' | head -n 1 | tr -cd 'A-Za-z_ '
+}
+
+may_run_again() {
+  [ "$((${SLURM_RESTART_COUNT:-0} + 1))" -lt "$hpc_max_attempts" ]
+}
