@@ -12,7 +12,7 @@ _ALARMS = ("hang", "slow_node")
 
 
 def list_false_alarms(folder: Path) -> list[str]:
-    """Return a line for each alarm in runs of a folder, at most three levels deep, beside which no fault was injected."""
+    """Return a line for each alarm in runs at most three levels below a folder, beside which no fault was injected."""
     found: list[str] = []
     for pattern in ("*", "*/*", "*/*/*"):
         for path in folder.glob(f"{pattern}/events.jsonl"):

@@ -176,7 +176,7 @@ def _read_entries(folder: Path, tasks: list[int]) -> Iterator[Beat]:
 
 
 def kill_ranks(logs: Path) -> list[int]:
-    """Send SIGKILL to the ranks of this node, and return their tasks. Only a process that has its entry mapped is one."""
+    """Send SIGKILL to the ranks of this node, which are the processes that map an entry; returns their tasks."""
     killed = []
     for beat in read_beats(logs):
         entry = f"{find_folder(logs).name}/{beat.task}"
