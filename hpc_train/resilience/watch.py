@@ -61,6 +61,8 @@ class RankView:
 class _Followed:
     beat: Beat
     silent: float = 0.0
+    stopped: float = 0.0
+    """Seconds for which it has been seen stopped, up to now."""
 
 
 class NodeWatch:
@@ -90,8 +92,9 @@ class NodeWatch:
             followed.beat, followed.silent = beat, 0.0
         state = read_process_state(beat.process)
         deadline = self.deadlines.seconds(beat.phase)
-        if state == STOPPED:
-            deadline = min(deadline, self._limits.step)
+        followed.stopped = followed.stopped + tick if state == STOPPED else 0.0
+        if state == STOPPED:  # counted from the stop on: before it, the rank may have been silent for as long as it may
+            deadline = min(deadline, followed.silent - followed.stopped + self._limits.step)
         return RankView(beat.task, beat.phase, beat.step, followed.silent, deadline, state, self._host)
 
 

@@ -151,6 +151,29 @@ def test_a_stopped_process_is_found_and_going_ones_are_not(logs: Path, ranks: li
     assert "stopped by a signal" in hang.describe()
 
 
+def test_the_time_before_a_stop_does_not_count_as_stopped(logs: Path) -> None:
+    start = "import sys, time; from pathlib import Path; from hpc_train.resilience.heartbeat import Heartbeat"
+    words = [
+        sys.executable,
+        "-c",
+        f"{start}; h = Heartbeat(Path(sys.argv[1])); print(flush=True); time.sleep(100)",
+        logs,
+    ]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        watch = NodeWatch(logs, HangLimits(step=1.5))
+        assert find_hang(look_for(watch, 3, until_hang=True)) is None, "a start may take longer than a step"
+        rank.send_signal(signal.SIGSTOP)
+        while watch.look()[0].state != STOPPED:
+            pass
+        assert find_hang(watch.look()) is None
+        hang = find_hang(look_for(watch, 60, until_hang=True))
+        rank.kill()
+    assert hang is not None
+    assert hang.culprits[0].silent > 4
+
+
 def test_a_dead_process_is_gone_and_never_hangs(logs: Path, ranks: list[subprocess.Popen[str]]) -> None:
     watch = NodeWatch(logs, LIMITS)
     look_for(watch, 1, until_hang=False)
