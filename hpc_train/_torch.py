@@ -377,7 +377,9 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 
 def _gathered_weights(group: Any) -> list[nn.Parameter]:
     """Return the weights a group's modules compute with, whether or not they are gathered right now."""
-    return [held._unsharded_param for held in group.fsdp_params if held._unsharded_param.requires_grad]
+    return [
+        fsdp_param._unsharded_param for fsdp_param in group.fsdp_params if fsdp_param._unsharded_param.requires_grad
+    ]
 
 
 def _gather(group: Any, wait: bool) -> None:
@@ -404,11 +406,11 @@ def move_shards(module: FSDPModule, move: Callable[[Tensor], Tensor]) -> None:
     fully_shard allocates its shards itself, and would copy an uneven one that it is given into such a filled-up one.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
-        for held in group.fsdp_params:
-            flat, shard = move(held._sharded_param_data), held.sharded_param
+        for fsdp_param in group.fsdp_params:
+            flat, shard = move(fsdp_param._sharded_param_data), fsdp_param.sharded_param
             assert isinstance(shard, DTensor)
-            held._sharded_param_data = flat
-            set_local(shard, flat.as_strided(held.sharded_size, held.contiguous_sharded_stride))
+            fsdp_param._sharded_param_data = flat
+            set_local(shard, flat.as_strided(fsdp_param.sharded_size, fsdp_param.contiguous_sharded_stride))
 
 
 def memory_number(tensor: Tensor) -> int:

@@ -208,16 +208,16 @@ def gathered_parameters(module: FSDPModule) -> Iterator[Tensor]:
     Private because fully_shard shows shards only once it has freed them.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
-        for held in group.fsdp_params:
-            yield from getattr(held, "all_gather_outputs", ())
-            yield from getattr(held, "_unsharded_inner_tensors", ())
+        for fsdp_param in group.fsdp_params:
+            yield from getattr(fsdp_param, "all_gather_outputs", ())
+            yield from getattr(fsdp_param, "_unsharded_inner_tensors", ())
 
 
 def unreduced_gradients(module: FSDPModule) -> Iterator[Tensor]:
     """Gradients that a module's own fully_shard groups have not reduced yet, which torch does not show."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
-        for held in group.fsdp_params:
-            whole = getattr(held, "_unsharded_param", None)
-            for gradient in (getattr(held, "unsharded_accumulated_grad", None), getattr(whole, "grad", None)):
+        for fsdp_param in group.fsdp_params:
+            unsharded = getattr(fsdp_param, "_unsharded_param", None)
+            for gradient in (getattr(fsdp_param, "unsharded_accumulated_grad", None), getattr(unsharded, "grad", None)):
                 if gradient is not None:
                     yield gradient._local_tensor if isinstance(gradient, DTensor) else gradient

@@ -125,8 +125,8 @@ def _make_layers(pair: LayerPair, asynchronous: bool) -> Tensor:
 
 
 def _without_peers(pair: LayerPair) -> Tensor:
-    whole = pair.x.repeat(1, pair.axis.size, 1)
-    return F.linear(F.linear(whole, pair.up), pair.down).chunk(pair.axis.size, 1)[0]
+    full = pair.x.repeat(1, pair.axis.size, 1)
+    return F.linear(F.linear(full, pair.up), pair.down).chunk(pair.axis.size, 1)[0]
 
 
 _CALIBRATION_STEPS = 9

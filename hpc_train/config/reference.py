@@ -55,22 +55,22 @@ def describe_key(key: str) -> list[KeyReference]:
     Raises UserError with the nearest names for an unknown key.
     """
     key = key.partition("=")[0].lstrip("+~").replace("/", ".")
-    known = list_keys()
-    found = [item for item in known if item.key == key] or [item for item in known if item.key.startswith(f"{key}.")]
+    keys = list_keys()
+    found = [item for item in keys if item.key == key] or [item for item in keys if item.key.startswith(f"{key}.")]
     if not found:
-        raise UserError(f"{key}: no such key; {_suggest_keys(key, known)}")
+        raise UserError(f"{key}: no such key; {_suggest_keys(key, keys)}")
     return found
 
 
-def _suggest_keys(key: str, known: list[KeyReference]) -> str:
+def _suggest_keys(key: str, keys: list[KeyReference]) -> str:
     """Suggest keys of the same last name, then similar ones; without any, the parts of the configuration."""
-    same_name = list(dict.fromkeys(item.key for item in known if item.key.rpartition(".")[2] == key.rpartition(".")[2]))
+    same_name = list(dict.fromkeys(item.key for item in keys if item.key.rpartition(".")[2] == key.rpartition(".")[2]))
     if len(same_name) == 1:
         return f"did you mean {same_name[0]!r}?"
-    names = same_name or list(dict.fromkeys(item.key for item in known))
+    names = same_name or list(dict.fromkeys(item.key for item in keys))
     if same_name or difflib.get_close_matches(key, names, n=1, cutoff=0.5):
         return suggest_names(key, names)
-    parts = dict.fromkeys(item.key.partition(".")[0] for item in known)
+    parts = dict.fromkeys(item.key.partition(".")[0] for item in keys)
     return f"`hpc-train explain PART` lists those of {', '.join(parts)}"
 
 

@@ -251,9 +251,9 @@ def _read_clock(nvml: Any, index: int) -> GpuClock:
 
 def check_clocks(found: Sequence[GpuClock]) -> Iterator[Finding]:
     """Check that no GPU is slowed down by heat or a failing power supply."""
-    held = [(clock, why) for clock in found for bit, why in SLOWDOWN_REASONS.items() if clock.reasons & bit]
-    if held:
-        odd = list(dict.fromkeys(f"GPU{clock.index} {why}, {clock.now} of {clock.most} MHz" for clock, why in held))
+    slowed = [(clock, why) for clock in found for bit, why in SLOWDOWN_REASONS.items() if clock.reasons & bit]
+    if slowed:
+        odd = list(dict.fromkeys(f"GPU{clock.index} {why}, {clock.now} of {clock.most} MHz" for clock, why in slowed))
         yield fail_check(
             "clocks", join_first(odd), "cooling or power of this node fails: drain it (nvidia-smi -q -d PERFORMANCE)"
         )

@@ -351,11 +351,11 @@ def _make_plain_tensors_of(
         setattr(module, name, real[id(tensor)])
 
 
-def _check_unheld(mode: DeferringMode, known: set[int]) -> None:
+def _check_unheld(mode: DeferringMode, recorded: set[int]) -> None:
     """Raise NotDeferrable if anything else holds a deferred tensor, and would find it without values."""
-    known = known | {id(tensor) for tensor in mode.record.alive.values()}
-    for held in gc.get_objects():
-        if issubclass(type(held), Tensor) and id(held) not in known and mode.is_deferred(held):
+    recorded = recorded | {id(tensor) for tensor in mode.record.alive.values()}
+    for item in gc.get_objects():
+        if issubclass(type(item), Tensor) and id(item) not in recorded and mode.is_deferred(item):
             raise NotDeferrableError("a tensor that the model does not hold itself")
 
 

@@ -76,9 +76,9 @@ def initialise_parameters(module: nn.Module, seed: int, region: Callable[[Tensor
         _check_materialised(module)
         return
     for name, parameter in module.named_parameters():
-        held = region(parameter)
-        held.local.copy_(
-            draw_values(module.init_rule(name), seed, name, held.shape, held.offset, tuple(held.local.shape))
+        part = region(parameter)
+        part.local.copy_(
+            draw_values(module.init_rule(name), seed, name, part.shape, part.offset, tuple(part.local.shape))
         )
 
 

@@ -53,9 +53,9 @@ def compute_inverse_frequencies(
 
 def _scale_llama3(frequencies: Tensor, factor: float) -> Tensor:
     """Divide low frequencies by `factor`, keep high ones, and pass linearly from one to the other between them."""
-    turns = LLAMA3_LENGTH * frequencies / (2 * math.pi)
-    kept = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
+    rotations = LLAMA3_LENGTH * frequencies / (2 * math.pi)
+    unscaled_share = ((rotations - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
+    return frequencies * (unscaled_share + (1 - unscaled_share) / factor)
 
 
 def make_rotary_table(config: TransformerConfig, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryTable:

@@ -31,10 +31,10 @@ def register(name: str) -> Callable[[F], F]:
     """
 
     def remember(factory: F) -> F:
-        known = _registered.get(name)
-        if known is not None and _name_factory(known) != _name_factory(factory):
+        earlier = _registered.get(name)
+        if earlier is not None and _name_factory(earlier) != _name_factory(factory):
             raise UserError(
-                f"register({name!r}): used twice, by {_name_factory(known)} and {_name_factory(factory)}; rename one"
+                f"register({name!r}): used twice, by {_name_factory(earlier)} and {_name_factory(factory)}; rename one"
             )
         _registered[name] = factory
         return factory

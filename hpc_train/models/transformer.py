@@ -61,15 +61,15 @@ class Transformer(BlockModel):
     def __init__(self, config: TransformerConfig, names: list[str] | None = None) -> None:
         super().__init__()
         shape.check_transformer(config)
-        held = list_block_names(config.layers) if names is None else names
+        block_names = list_block_names(config.layers) if names is None else names
         self.config = config
-        self.is_first, self.is_last = find_stage_ends(held, config.layers)
+        self.is_first, self.is_last = find_stage_ends(block_names, config.layers)
         if self.is_first or (self.is_last and config.tied_embeddings):
             self.embed = nn.Embedding(config.vocab_size, config.hidden)
         if self.is_first and config.positions == "learned":
             self.positions = nn.Embedding(config.max_positions, config.hidden)
         self.dropout = Dropout(config.dropout)
-        self.layers = make_stage_blocks(held, partial(_make_block, config))
+        self.layers = make_stage_blocks(block_names, partial(_make_block, config))
         if self.is_last:
             self.norm = _make_norm(config)
             tied, sizes = config.tied_embeddings, (config.hidden, config.vocab_size)

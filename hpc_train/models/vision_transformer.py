@@ -43,16 +43,16 @@ class VisionTransformer(BlockModel):
     def __init__(self, config: VisionTransformerConfig, names: list[str] | None = None) -> None:
         super().__init__()
         shape.check_vit(config)
-        held = list_block_names(config.layers) if names is None else names
+        block_names = list_block_names(config.layers) if names is None else names
         self.config = config
-        self.is_first, self.is_last = find_stage_ends(held, config.layers)
+        self.is_first, self.is_last = find_stage_ends(block_names, config.layers)
         if self.is_first:
             size = config.patch_size
             self.patches = nn.Conv2d(config.channels, config.hidden, kernel_size=size, stride=size)
             self.class_token = nn.Parameter(torch.zeros(1, 1, config.hidden))
             self.positions = nn.Parameter(torch.zeros(1, shape.count_vit_tokens(config), config.hidden))
         self.dropout = Dropout(config.dropout)
-        self.layers = make_stage_blocks(held, partial(_make_block, config))
+        self.layers = make_stage_blocks(block_names, partial(_make_block, config))
         if self.is_last:
             self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
             self.head = nn.Linear(config.hidden, config.classes)

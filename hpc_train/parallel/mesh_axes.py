@@ -102,8 +102,8 @@ def provide_positions(part: nn.Module, config: RunConfig, world: World) -> None:
         if len(args) > 1 or kwargs.get("positions") is not None:
             return None
         x: Tensor = args[0]
-        whole = getattr(part, "is_first", not x.is_floating_point())  # tp splits hidden states, and no tokens
-        length = x.shape[1] * (tp if splits and not whole else 1)
+        is_full = getattr(part, "is_first", not x.is_floating_point())  # tp splits hidden states, and no tokens
+        length = x.shape[1] * (tp if splits and not is_full else 1)
         positions = mine.positions(length * mine.ranks).to(x.device, non_blocking=True)
         return args, {**kwargs, "positions": positions}
 

@@ -245,17 +245,17 @@ def _choose_domains(
     topology: Cluster | None,
 ) -> tuple[dict[str, str], list[str]]:
     """Return (NVLink domain of each node, a note on it)."""
-    taken = blocks if _are_domains(cluster, blocks, topology) else {}
+    chosen = blocks if _are_domains(cluster, blocks, topology) else {}
     measured = {host.name: host.clique for host in hosts if host.clique is not None}
     if measured:
-        pairs = {(measured[name], block) for name, block in taken.items() if name in measured}
+        pairs = {(measured[name], block) for name, block in chosen.items() if name in measured}
         apart = len(pairs) != len({clique for clique, _ in pairs}) or len(pairs) != len({block for _, block in pairs})
         return measured, ["NVML reports other NVLink domains than Slurm's blocks; NVML's are used"] if apart else []
     if cliques:
         return dict(cliques), []
-    if taken:
+    if chosen:
         gpus = cluster.node.nvlink_domain_gpus
-        return dict(taken), [
+        return dict(chosen), [
             f"Slurm's blocks are taken to be NVLink domains, as cluster.node.nvlink_domain_gpus={gpus} says; if "
             "NVML reports others in the job, those are used"
         ]

@@ -141,9 +141,9 @@ def _flip_bit(tensor: torch.Tensor) -> None:
     """Flip the highest exponent bit of the first number, in place."""
     import torch
 
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bit = _FLIPPED_BIT + 8 * tensor.element_size() - 32
-    first = _local(tensor).view(-1)[:1].view(whole)
+    first = _local(tensor).view(-1)[:1].view(integer)
     first ^= 1 << bit
 
 

@@ -124,10 +124,10 @@ def parse_ledger(text: str) -> list[LedgerLine]:
 
 
 def _is_sound(line: LedgerLine) -> bool:
-    whole = (line.attempt, line.step, line.nodes)
+    counts = (line.attempt, line.step, line.nodes)
     numbers = (line.time, *line.seconds.values())
     return (
-        all(type(value) is int and value >= 0 for value in whole)
+        all(type(value) is int and value >= 0 for value in counts)
         and all(isinstance(value, (int, float)) and 0 <= value < 1e12 for value in numbers)
         and set(line.seconds) <= set(ACTIVITIES.values())
     )

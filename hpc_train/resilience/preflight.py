@@ -226,10 +226,10 @@ def _mean_seconds(work: Callable[[], object], sizes: ProbeSizes, device: torch.d
     The mean, and not the median: a rank that shares its core runs undisturbed for a slice of time, and then not at all.
     """
     work()
-    taken: list[float] = []
-    while len(taken) < sizes.repeats or sum(taken) < sizes.seconds:
-        taken.append(time_calls(work, 1, device))
-    return fmean(taken)
+    seconds: list[float] = []
+    while len(seconds) < sizes.repeats or sum(seconds) < sizes.seconds:
+        seconds.append(time_calls(work, 1, device))
+    return fmean(seconds)
 
 
 def _median_seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:

@@ -396,17 +396,17 @@ def arrange_ranks(
     settings = [VariableSetting(*setting) for setting in assignment.settings]
     # Before a library reads them: gloo, NCCL and OpenMP look at their variables once.
     sockets = choose_socket_settings(interface, task.nodes, config.cluster.fabric.interface is not None)
-    applied, kept = apply_settings([*sockets, *settings], env)
+    applied, left_alone = apply_settings([*sockets, *settings], env)
     if task.launcher != "single":
         export_environment(assignment, task, env)
     own = {**binding.as_json(), "gpu": gpu, "nic": node_infos[0].nic_of.get(gpu or "")}
-    lines = _report_lines(assignment, task, binding, applied if task.nodes > 1 else applied[len(sockets) :], kept)
+    lines = _report_lines(assignment, task, binding, applied if task.nodes > 1 else applied[len(sockets) :], left_alone)
     return RankMap(
         assignment.map_processes(),
         assignment.reason,
         assignment.warning,
         tuple(lines),
-        _describe_assignment(assignment, hashed, applied, kept),
+        _describe_assignment(assignment, hashed, applied, left_alone),
         own,
     )
 
@@ -463,7 +463,7 @@ def _report_lines(
     task: Task,
     binding: RankBinding,
     applied: Sequence[VariableSetting],
-    kept: Sequence[str],
+    left_alone: Sequence[str],
 ) -> list[str]:
     """Return the lines that rank 0 prints."""
     lines = []
@@ -471,12 +471,12 @@ def _report_lines(
         lines.append(f"{'warning: ' if assignment.warning else ''}placement: {assignment.reason}")
     lines.append(f"binding: {binding.describe()}")
     lines += [f"set {setting}" for setting in applied]
-    lines += [f"kept your {name}" for name in kept]
+    lines += [f"kept your {name}" for name in left_alone]
     return lines + [f"warning: {note}" for note in assignment.notes]
 
 
 def _describe_assignment(
-    assignment: RankAssignment, hashed: str, applied: Sequence[VariableSetting], kept: Sequence[str]
+    assignment: RankAssignment, hashed: str, applied: Sequence[VariableSetting], left_alone: Sequence[str]
 ) -> dict[str, Any]:
     """Return the part of rankmap.json that is the same for all ranks."""
     return {
@@ -487,6 +487,6 @@ def _describe_assignment(
         "environment": [
             {"name": setting.name, "value": setting.value, "reason": setting.reason} for setting in applied
         ],
-        "kept": list(kept),
+        "kept": list(left_alone),
         "notes": assignment.notes,
     }

@@ -236,8 +236,8 @@ def dualpipev_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]
 def _drain(row: _RowBuilder, rank: int, after: int) -> None:
     """The backwards that are left: the later half puts its weights off, and these fill the waits at the end."""
     backwards = [f"{local}" for _ in range(rank + 1) for local in "10"]
-    whole = 2 * ((rank + 1) // 2) + (rank % 2 == 0)
-    row.add(*[f"{'B' if index < whole else 'I'}{local}" for index, local in enumerate(backwards)])
+    whole_backwards = 2 * ((rank + 1) // 2) + (rank % 2 == 0)
+    row.add(*[f"{'B' if index < whole_backwards else 'I'}{local}" for index, local in enumerate(backwards)])
     for _ in range(after):
         row.add_owed_weights()
         row.add("I0")

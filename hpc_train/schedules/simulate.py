@@ -70,8 +70,8 @@ class Simulation:
     @property
     def bubble(self) -> tuple[float, ...]:
         """Share of the makespan that each rank does not compute."""
-        whole = self.makespan
-        return tuple(1 - busy / whole if whole else 0.0 for busy in self.busy)
+        total = self.makespan
+        return tuple(1 - busy / total if total else 0.0 for busy in self.busy)
 
     @property
     def mean_bubble(self) -> float:
@@ -129,8 +129,8 @@ class _Clock:
 
 def _live(row: tuple[OrderEntry, ...]) -> int:
     """Largest number of forwards without their W or B."""
-    held = peak = 0
+    live = peak = 0
     for kind in (action.kind for step in row for action in entry_actions(step)):
-        held += (kind is Kind.F) - (kind in (Kind.W, Kind.B))
-        peak = max(peak, held)
+        live += (kind is Kind.F) - (kind in (Kind.W, Kind.B))
+        peak = max(peak, live)
     return peak

@@ -59,12 +59,12 @@ def _check_options(options: CheckpointBenchOptions, plot: Path | None) -> None:
         for value in values:
             if value is not None and value < 1:
                 raise UserError(f"--{name} {value}: must be at least 1")
-    for name, given, known in (
+    for name, given, allowed in (
         ("operations", options.operations, OPERATIONS),
         ("sides", options.sides, SIDES),
     ):
-        if unknown := [choice for choice in given if choice not in known]:
-            raise UserError(f"--{name} {unknown[0]}: is none of {', '.join(known)}")
+        if unknown := [choice for choice in given if choice not in allowed]:
+            raise UserError(f"--{name} {unknown[0]}: is none of {', '.join(allowed)}")
     if set(options.operations) <= set(RESHARDINGS):
         if 1 in options.ranks:
             raise UserError(f"--ranks 1: has no other layout, for {options.operations[0]}; use 2 or more")

@@ -105,13 +105,13 @@ def _measure_layout(
         way.save(folders[side], shapes, saved, state)
     state.clear()
     targets = {name: torch.zeros_like(tensor) for name, tensor in _tensors(shapes, loaded, world.rank)}
-    taken: dict[str, list[OperationCost]] = {side: [] for side in ways}
+    costs: dict[str, list[OperationCost]] = {side: [] for side in ways}
     for number in range(rounds + 1):  # the first is not counted
         for side in random.Random(f"{number} {operation}").sample(sorted(ways), len(ways)):
             wait_for_all()
             if world.rank == 0:
                 drop_page_cache(folders[side])
-            taken[side].append(
+            costs[side].append(
                 time_operation(_time_load(ways[side], folders[side], shapes, loaded, targets, world.rank))
             )
             if number == 0:
@@ -119,7 +119,7 @@ def _measure_layout(
     wait_for_all()
     for folder in folders.values() if world.rank == 0 else ():
         shutil.rmtree(folder)
-    return {side: combine_ranks(found[1:]) for side, found in taken.items()}
+    return {side: combine_ranks(found[1:]) for side, found in costs.items()}
 
 
 def _time_load(
@@ -139,9 +139,9 @@ def _tensors(shapes: TensorShapes, layout: ReshardLayout, rank: int) -> Iterator
     """Yield the names and contiguous parts of a rank; the value of an element follows from its index."""
     for name, (shape, dtype) in shapes.items() if rank < layout.ranks else ():
         bits, mask = (torch.int16, 0x3FFF) if dtype is torch.bfloat16 else (torch.int32, 0x3FFFFFFF)
-        whole = torch.arange(prod(shape), dtype=torch.int32).bitwise_and_(mask).to(bits)
+        full = torch.arange(prod(shape), dtype=torch.int32).bitwise_and_(mask).to(bits)
         dim, begin, end = layout.part(rank, shape)
-        yield name, whole.view(dtype).reshape(shape).narrow(dim, begin, end - begin).contiguous()
+        yield name, full.view(dtype).reshape(shape).narrow(dim, begin, end - begin).contiguous()
 
 
 def _check_loaded(

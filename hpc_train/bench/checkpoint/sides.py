@@ -297,9 +297,9 @@ def time_operation(work: Callable[[], Any], then: Callable[[Any], object] = lamb
     wait_for_all()
     before, wall, cpu = count_bytes_read(), time.perf_counter(), time.process_time()
     result = work()
-    taken = time.perf_counter() - wall, time.process_time() - cpu, count_bytes_read() - before
+    cost = time.perf_counter() - wall, time.process_time() - cpu, count_bytes_read() - before
     then(result)
-    return taken
+    return cost
 
 
 def combine_ranks(mine: list[OperationCost]) -> Samples:

@@ -170,10 +170,10 @@ def cut_rows(tensors: Sequence[SavedTensor], files: int, dim: int) -> list[list[
     return rows
 
 
-def _cut_part(whole: Rectangle, dim: int, index: int, parts: int) -> Rectangle:
-    size = whole.shape[dim]
+def _cut_part(full: Rectangle, dim: int, index: int, parts: int) -> Rectangle:
+    size = full.shape[dim]
     begin, end = size * index // parts, size * (index + 1) // parts
-    offset, shape = list(whole.offset), list(whole.shape)
+    offset, shape = list(full.offset), list(full.shape)
     offset[dim], shape[dim] = begin, end - begin
     return Rectangle(tuple(offset), tuple(shape))
 
@@ -202,8 +202,8 @@ class BlockWriter:
         at = 0
         while at < len(data):
             block, inside = divmod(place + at, BLOCK_BYTES)
-            whole = (len(data) - at) // BLOCK_BYTES * BLOCK_BYTES
-            size = whole if whole and not inside else min(BLOCK_BYTES - inside, len(data) - at)
+            whole_blocks = (len(data) - at) // BLOCK_BYTES * BLOCK_BYTES
+            size = whole_blocks if whole_blocks and not inside else min(BLOCK_BYTES - inside, len(data) - at)
             if size >= BLOCK_BYTES:
                 self._store(block, data[at : at + size])
             else:

@@ -163,10 +163,10 @@ def digest_scattered_blocks(memory: Iterable[Any]) -> list[int]:
                 continue
             found.append(state.intdigest())
             state = None
-        whole = (end - at) // BLOCK_BYTES * BLOCK_BYTES
-        if whole:
-            found += digest_blocks(memoryview(data)[at : at + whole])
-            at += whole
+        whole_blocks = (end - at) // BLOCK_BYTES * BLOCK_BYTES
+        if whole_blocks:
+            found += digest_blocks(memoryview(data)[at : at + whole_blocks])
+            at += whole_blocks
         if at < end:
             state, missing = xxhash.xxh3_64(memoryview(data)[at:]), BLOCK_BYTES - (end - at)
     return found if state is None else [*found, state.intdigest()]
@@ -245,30 +245,34 @@ _WORTH, _RUNS = 7.6, 1.0
 _Bytes = NDArray[np.uint8]
 
 
-def deflate_chunk(data: memoryview, item: int, whole: int, level: int) -> bytes | None:
+def deflate_chunk(data: memoryview, item: int, chunk_bytes: int, level: int) -> bytes | None:
     """Compress a chunk of `whole` bytes, padded with zeros; None if it would get no smaller.
 
     item: bytes of an element. level: 1 to 9. A chunk that must be padded is compressed in any case.
     """
     elements = np.frombuffer(data, np.uint8).reshape(-1, item)
-    planes = np.zeros((item, whole // item), np.uint8) if len(data) < whole else np.empty(elements.T.shape, np.uint8)
+    planes = (
+        np.zeros((item, chunk_bytes // item), np.uint8)
+        if len(data) < chunk_bytes
+        else np.empty(elements.T.shape, np.uint8)
+    )
     np.copyto(planes[:, : len(elements)], elements.T)
     stream = zlib.compress(planes.data, level) if level > 1 else _deflate_by_planes(planes, len(elements))
-    return stream if len(stream) < len(data) or len(data) < whole else None
+    return stream if len(stream) < len(data) or len(data) < chunk_bytes else None
 
 
-def inflate_chunk(stream: memoryview, item: int, whole: int) -> _Bytes:
+def inflate_chunk(stream: memoryview, item: int, chunk_bytes: int) -> _Bytes:
     """Inflate a chunk to `whole` bytes. Raises CheckpointError if the stream is damaged or of another length."""
     inflating = zlib.decompressobj()
     try:
-        data = inflating.decompress(stream, whole + 1)  # a few bytes can inflate to a thousand times as many
+        data = inflating.decompress(stream, chunk_bytes + 1)  # a few bytes can inflate to a thousand times as many
     except zlib.error as error:
         raise CheckpointError(f"it cannot be inflated ({error})") from error
-    if len(data) <= whole and not inflating.eof:
+    if len(data) <= chunk_bytes and not inflating.eof:
         raise CheckpointError("it cannot be inflated (it does not end where it should)")
-    if len(data) != whole:
-        raise CheckpointError(f"it has {len(data)} bytes inflated, and should have {whole}")
-    elements = np.empty((whole // item, item), np.uint8)
+    if len(data) != chunk_bytes:
+        raise CheckpointError(f"it has {len(data)} bytes inflated, and should have {chunk_bytes}")
+    elements = np.empty((chunk_bytes // item, item), np.uint8)
     for at, plane in enumerate(np.frombuffer(data, np.uint8).reshape(item, -1)):
         elements[:, at] = plane  # several times as fast as one transposed copy
     return elements.reshape(-1)

@@ -272,12 +272,12 @@ def _dataset(file: _File, name: str, address: int) -> tuple[ParsedDataset, int, 
             attributes[attribute] = value
     if shape is None or layout is None or not {"torch_dtype", "offset", "global_shape"} <= attributes.keys():
         raise CheckpointError(f"its HDF5 structure does not describe {name[:100]!r} as ours do")
-    offset, whole = (attributes[name].numbers(len(shape), 8) for name in ("offset", "global_shape"))
+    offset, global_shape = (attributes[name].numbers(len(shape), 8) for name in ("offset", "global_shape"))
     of_layout, of_text = layout.position, attributes["torch_dtype"].position
     length, heap, index = (attributes["torch_dtype"].number(size) for size in (4, 8, 4))
     place, chunk, chunks = _layout(file, layout, shape, itemsize)
     dtype = file.text(heap, index, length)
-    return ParsedDataset(name, dtype, itemsize, shape, offset, whole, place, chunk, chunks), of_layout, of_text
+    return ParsedDataset(name, dtype, itemsize, shape, offset, global_shape, place, chunk, chunks), of_layout, of_text
 
 
 def _dataspace(content: _Cursor) -> tuple[int, ...]:

@@ -321,10 +321,10 @@ def _parse_file(row: Any, written_at: Any, inflated: Any) -> ShardFile:
     if type(digests) is not str or not _CHECKSUM.fullmatch(digests):
         raise ValueError("a table of digests without a checksum")
     since = None if written_at is None else _parse_number(written_at)
-    whole = None if inflated is None else _parse_number(inflated)
-    if whole is not None and whole > _parse_number(size) * _MAX_INFLATION + _MAX_INFLATION:
-        raise ValueError(f"a file of {size} bytes that would be {whole} bytes inflated")
-    return ShardFile(name, _parse_number(size), digests, since, whole)
+    inflated_bytes = None if inflated is None else _parse_number(inflated)
+    if inflated_bytes is not None and inflated_bytes > _parse_number(size) * _MAX_INFLATION + _MAX_INFLATION:
+        raise ValueError(f"a file of {size} bytes that would be {inflated_bytes} bytes inflated")
+    return ShardFile(name, _parse_number(size), digests, since, inflated_bytes)
 
 
 def _parse_checksum(value: Any) -> str | None:

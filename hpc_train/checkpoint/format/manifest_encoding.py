@@ -329,7 +329,7 @@ def _checked_volume(shape: tuple[int, ...], item: int) -> int:
 
 def _check_rectangles(step_layout: StepLayout, layout: SharedLayout) -> None:
     """Raise CheckpointError unless each rectangle is within its tensor, in every file."""
-    whole, dimensions = _padded([kind.shape for kind in step_layout.kinds])
+    global_shapes, dimensions = _padded([kind.shape for kind in step_layout.kinds])
     shape, of_cut = _padded([cut.shape for cut in layout.cuts])
     least, greatest = np.zeros_like(shape), np.zeros_like(shape)
     for at, cut in enumerate(layout.cuts):
@@ -340,7 +340,7 @@ def _check_rectangles(step_layout: StepLayout, layout: SharedLayout) -> None:
     for first in range(0, len(pairs), _PAIRS):
         kind, cut = pairs[first : first + _PAIRS].T
         fits = (dimensions[kind] == of_cut[cut]) & (least[cut] >= 0).all(axis=1)
-        fits &= (greatest[cut] <= whole[kind] - shape[cut]).all(axis=1)
+        fits &= (greatest[cut] <= global_shapes[kind] - shape[cut]).all(axis=1)
         if not fits.all():
             bad = int(fits.argmin())
             piece, tensor = layout.cuts[cut[bad]].shape, step_layout.kinds[kind[bad]].shape

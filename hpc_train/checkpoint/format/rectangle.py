@@ -75,17 +75,17 @@ def join_rectangles(first: Rectangle, second: Rectangle) -> Rectangle | None:
     return Rectangle(first.offset, shape) if alike and follows else None
 
 
-def forms_grid(whole: tuple[int, ...], offsets: NDArray[np.int64], shapes: NDArray[np.int64]) -> bool:
+def forms_grid(full_shape: tuple[int, ...], offsets: NDArray[np.int64], shapes: NDArray[np.int64]) -> bool:
     """Return whether the rectangles are the cells of a grid over the whole tensor, and so cover it exactly once.
 
     offsets, shapes: [rectangles, dimensions], none empty. Takes n log n without a Python loop; `explain_coverage`
     checks all other coverings.
     """
     if len(offsets) == 1:
-        return tuple(shapes[0].tolist()) == whole and not offsets.any()
+        return tuple(shapes[0].tolist()) == full_shape and not offsets.any()
     cell = np.zeros(len(offsets), dtype=np.int64)
     cells = 1
-    for dim, size in enumerate(whole):
+    for dim, size in enumerate(full_shape):
         begins, index = np.unique(offsets[:, dim], return_inverse=True)
         lengths = np.diff([*begins, size])
         if not len(begins) or begins[0] != 0 or (lengths[index] != shapes[:, dim]).any():
@@ -94,17 +94,17 @@ def forms_grid(whole: tuple[int, ...], offsets: NDArray[np.int64], shapes: NDArr
     return len(cell) == cells and (np.bincount(cell, minlength=cells) == 1).all().item()
 
 
-def explain_coverage(whole: Rectangle, parts: Sequence[Rectangle]) -> str | None:
-    """Explain, for an error message, why `parts` do not cover `whole` exactly once; None if they do."""
+def explain_coverage(full: Rectangle, parts: Sequence[Rectangle]) -> str | None:
+    """Explain, for an error message, why `parts` do not cover `full` exactly once; None if they do."""
     filled = [part for part in parts if part.volume]
-    outside = next((part for part in filled if not whole.contains(part)), None)
+    outside = next((part for part in filled if not full.contains(part)), None)
     if outside is not None:
         return f"a piece of shape {outside.shape} at {outside.offset} reaches outside of it"
     twice = _find_overlap(filled)
     if twice is not None:
         return f"the pieces at {twice[0].offset} and at {twice[1].offset} overlap"
-    missing = whole.volume - sum(part.volume for part in filled)
-    return f"{missing} of its {whole.volume} elements are in no piece" if missing else None
+    missing = full.volume - sum(part.volume for part in filled)
+    return f"{missing} of its {full.volume} elements are in no piece" if missing else None
 
 
 def _find_overlap(parts: list[Rectangle]) -> tuple[Rectangle, Rectangle] | None:

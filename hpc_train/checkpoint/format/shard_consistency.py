@@ -109,10 +109,10 @@ def _expected(step_layout: StepLayout, layout: SharedLayout, member: int) -> dic
     return found
 
 
-def _is_contiguous(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+def _is_contiguous(part: tuple[int, ...], full_shape: tuple[int, ...]) -> bool:
     """Return whether a rectangle of a row-major array is one contiguous run of its bytes."""
     dim = next((dim for dim, size in enumerate(part) if size > 1), len(part))
-    return part[dim + 1 :] == whole[dim + 1 :]
+    return part[dim + 1 :] == full_shape[dim + 1 :]
 
 
 def _compare(
@@ -151,15 +151,15 @@ def _check_place(row: ExpectedDataset, dataset: ParsedDataset, parts: PartTable 
             raise CheckpointError(f"tensor {row.tensor!r}: its dataset is at byte {dataset.place}, not {row.place}")
         return
     size = prod(row.shape) * dataset.itemsize
-    spans, stored, whole = [(0, size)], [(dataset.place, size, _MASKED)], 0
+    spans, stored, chunk_bytes = [(0, size)], [(dataset.place, size, _MASKED)], 0
     if dataset.chunk is not None:
         spans = list(iterate_chunk_spans(dataset.shape, dataset.itemsize, dataset.chunk, len(dataset.chunks)))
         stored = [(chunk.at, chunk.stored, chunk.mask) for chunk in dataset.chunks]
-        whole = prod(dataset.chunk) * dataset.itemsize
+        chunk_bytes = prod(dataset.chunk) * dataset.itemsize
     first = int(np.searchsorted(parts["begin"], row.place))
     found, forms = [], set()
     for begin, length, at, stored_bytes, inflated, item in parts[first : first + len(spans)].tolist():
         found.append(((begin - row.place, length), (at, stored_bytes, _UNMASKED if inflated else _MASKED)))
         forms |= {(inflated, item)} if inflated else set()
-    if found != list(zip(spans, stored, strict=True)) or forms - {(whole, dataset.itemsize)}:
+    if found != list(zip(spans, stored, strict=True)) or forms - {(chunk_bytes, dataset.itemsize)}:
         raise CheckpointError(f"tensor {row.tensor!r}: its chunks do not lie where the table of parts says")

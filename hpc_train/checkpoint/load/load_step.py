@@ -250,17 +250,17 @@ def _list_candidates(directory: Path) -> list[tuple[int, str | None]]:
 
     Each manifest is read once: one that becomes readable between two reads would count as the newest.
     """
-    whole: list[tuple[int, int, str | None]] = []
+    readable: list[tuple[int, int, str | None]] = []
     unreadable: list[tuple[int, str | None]] = []
     for step, path in find_steps(directory).items():
         try:
             manifest = read_manifest(path, step)
-            whole.append((manifest.sequence, step, explain_bad_step(path, manifest)))
+            readable.append((manifest.sequence, step, explain_bad_step(path, manifest)))
         except CheckpointError as error:
             unreadable.append((step, f"is damaged: {MANIFEST_FILE}: {error}"))
         except OSError as error:
             unreadable.append((step, f"cannot be read: {error.strerror}"))
-    return sorted(unreadable, reverse=True) + [(step, defect) for _, step, defect in sorted(whole, reverse=True)]
+    return sorted(unreadable, reverse=True) + [(step, defect) for _, step, defect in sorted(readable, reverse=True)]
 
 
 def _describe_bad(steps: list[tuple[int, str | None]]) -> str:

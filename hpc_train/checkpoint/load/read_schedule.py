@@ -212,13 +212,13 @@ def _clip_to_cell(strips: Strips, low: NDArray[np.int64]) -> list[Strips]:
         -((strips["begin"] - high) // strips["stride"]), 0, strips["count"]
     )  # the first that begins after it
     some = within > inside
-    whole = strips[some]
-    whole["begin"] += inside[some] * whole["stride"]
-    whole["at"] += inside[some] * whole["step"]
-    whole["count"] = (within - inside)[some]
+    clipped = strips[some]
+    clipped["begin"] += inside[some] * clipped["stride"]
+    clipped["at"] += inside[some] * clipped["step"]
+    clipped["count"] = (within - inside)[some]
     into = _clip_run(strips, inside - 1, low, high, (inside > 0))
     out = _clip_run(strips, beyond - 1, low, high, (beyond > inside) & (beyond > within))
-    return [whole, into, out]
+    return [clipped, into, out]
 
 
 def _clip_run(

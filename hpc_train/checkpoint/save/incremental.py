@@ -93,18 +93,18 @@ def merge_runs(runs: Sequence[RowRun]) -> list[tuple[RowRun, list[RowRun]]]:
     """
     found: list[tuple[RowRun, list[RowRun]]] = []
     for run in runs:
-        whole, parts = run, [run]
-        while found and (both := _merge_two(found[-1][0], whole)) is not None:
-            whole, parts = both, found.pop()[1] + parts
-        found.append((whole, parts))
+        merged, parts = run, [run]
+        while found and (both := _merge_two(found[-1][0], merged)) is not None:
+            merged, parts = both, found.pop()[1] + parts
+        found.append((merged, parts))
     return found
 
 
 def _merge_two(first: RowRun, second: RowRun) -> RowRun | None:
     if first.row != second.row or first.begin + first.size != second.begin:
         return None
-    whole = join_rectangles(first.rectangle, second.rectangle)
-    return None if whole is None else replace(first, rectangle=whole, size=first.size + second.size)
+    joined = join_rectangles(first.rectangle, second.rectangle)
+    return None if joined is None else replace(first, rectangle=joined, size=first.size + second.size)
 
 
 LINK_UNSUPPORTED = (errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
@@ -355,10 +355,10 @@ def _runs_in_parts(
     digests = {delta.run_key(delta.runs[index]): delta.digests[index] for index in group}
     numbers = count_earlier_occurrences(row.name for row in layout.rows)
     found = {}
-    for (whole, parts), place, number in zip(delta.merge_group(group), layout.places, numbers, strict=True):
+    for (merged, parts), place, number in zip(delta.merge_group(group), layout.places, numbers, strict=True):
         for run in parts:
             key = delta.run_key(run)
-            found[key] = StoredRun(digests[key], older, place + run.begin - whole.begin, number, whole.rectangle)
+            found[key] = StoredRun(digests[key], older, place + run.begin - merged.begin, number, merged.rectangle)
     return found
 
 

@@ -166,11 +166,11 @@ def _compress(batch: Sequence[tuple[_Dataset, _Part]], level: int) -> None:
     """
     for dataset, part in batch:
         item = dataset.row.dtype.itemsize
-        whole = prod(dataset.chunk or ()) * item
-        stream = deflate_chunk(part.data, item, whole, level)
+        chunk_bytes = prod(dataset.chunk or ()) * item
+        stream = deflate_chunk(part.data, item, chunk_bytes, level)
         if stream is None:
             continue
-        part.whole = whole
+        part.whole = chunk_bytes
         if len(stream) > len(part.data):
             part.data = memoryview(stream)
         else:

@@ -140,8 +140,8 @@ def _list_float_tensors(file_layout: FileLayout) -> list[tuple[torch.dtype, int,
 def _is_adjacent(memory: memoryview, span: FloatSpan, begin: int) -> bool:
     """Return whether only a little zero padding lies between a span and a tensor."""
     gap = begin - span.end
-    whole = (begin - span.begin) % span.dtype.itemsize == 0
-    return whole and 0 <= gap < _PADDING and memory[span.end : begin] == bytes(gap)
+    aligned = (begin - span.begin) % span.dtype.itemsize == 0
+    return aligned and 0 <= gap < _PADDING and memory[span.end : begin] == bytes(gap)
 
 
 def _is_span_finite(memory: memoryview, span: FloatSpan) -> bool:
@@ -249,9 +249,9 @@ class StagingLayout:
 
 def make_staging_layout(memory: memoryview, image: ShardImage, file_layout: FileLayout) -> StagingLayout:
     """Make the layout of an image, and write its HDF5 structure into the memory."""
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
     placed = sorted((place, index) for index, place in enumerate(file_layout.places) if file_layout.rows[index].bytes)
-    slots = [_make_slot(whole, file_layout, index, place) for place, index in placed]
+    slots = [_make_slot(buffer, file_layout, index, place) for place, index in placed]
     all_aligned = all(slot.target is not None for slot in slots)
     made = StagingLayout(memory, image, file_layout, slots, [place for place, _ in placed], [], all_aligned)
     made.write_structure()
@@ -259,7 +259,7 @@ def make_staging_layout(memory: memoryview, image: ShardImage, file_layout: File
     return made
 
 
-def copy_to_slots(slots: StagingLayout, numbers: Sequence[int], sources: Sequence[Tensor], whole: ByteArray) -> None:
+def copy_to_slots(slots: StagingLayout, numbers: Sequence[int], sources: Sequence[Tensor], buffer: ByteArray) -> None:
     """Copy whole tensors to the slots of these numbers. sources: a host tensor for every slot."""
     aligned = numbers if slots.all_aligned else [n for n in numbers if slots.slots[n].target is not None]
     if aligned:
@@ -268,13 +268,13 @@ def copy_to_slots(slots: StagingLayout, numbers: Sequence[int], sources: Sequenc
     for number in numbers if len(aligned) < len(numbers) else ():
         slot = slots.slots[number]
         if slot.target is None:
-            whole[slot.begin : slot.begin + slot.size] = view_bytes(sources[number])
+            buffer[slot.begin : slot.begin + slot.size] = view_bytes(sources[number])
 
 
-def copy_slot_part(slot: TensorSlot, source: ByteArray, whole: ByteArray, low: int, high: int) -> None:
+def copy_slot_part(slot: TensorSlot, source: ByteArray, buffer: ByteArray, low: int, high: int) -> None:
     """Copy the part of one tensor within bytes [low, high) of the image. source: bytes of the tensor."""
     start, stop = max(slot.begin, low), min(slot.begin + slot.size, high)
-    np.copyto(whole[start:stop], source[start - slot.begin : stop - slot.begin])
+    np.copyto(buffer[start:stop], source[start - slot.begin : stop - slot.begin])
 
 
 def split_copies(slots: StagingLayout, numbers: Iterable[int]) -> Iterator[CopyShare]:
@@ -302,11 +302,11 @@ def view_bytes(tensor: Tensor) -> ByteArray:
     return row
 
 
-def _make_slot(whole: Tensor, file_layout: FileLayout, index: int, place: int) -> TensorSlot:
+def _make_slot(buffer: Tensor, file_layout: FileLayout, index: int, place: int) -> TensorSlot:
     row = file_layout.rows[index]
     target = None
     if place % row.dtype.itemsize == 0:
-        target = whole[place : place + row.bytes].view(row.dtype).view(row.local_shape)
+        target = buffer[place : place + row.bytes].view(row.dtype).view(row.local_shape)
     return TensorSlot(index, place, row.bytes, target)
 
 
@@ -474,42 +474,42 @@ class _GpuCopies(NamedTuple):
 
 
 def _queue_gpu_copies(
-    whole: ByteArray, now: Sequence[_PlacedTensor], later: Sequence[_PlacedTensor]
+    buffer: ByteArray, now: Sequence[_PlacedTensor], later: Sequence[_PlacedTensor]
 ) -> _GpuCopies | None:
     """Queue copies from the GPU; None if there are none."""
     device = next((tensor.device for _, tensor, *_ in (*now, *later) if tensor.is_cuda), None)
     if device is None:
         return None
     with torch.cuda.device(device):
-        _queue_copies_from_gpu(whole, now)
+        _queue_copies_from_gpu(buffer, now)
         side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
-            _queue_copies_from_gpu(whole, later)
+            _queue_copies_from_gpu(buffer, later)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record()
             return _GpuCopies(device, event)
 
 
-def _queue_copies_from_gpu(whole: ByteArray, placed: Sequence[_PlacedTensor]) -> None:
+def _queue_copies_from_gpu(buffer: ByteArray, placed: Sequence[_PlacedTensor]) -> None:
     """Queue copies on the current stream, which also owns the memory of contiguous copies made here."""
     for _, tensor, slot, _ in placed:
         if tensor.is_cuda:
             source = tensor.contiguous().reshape(-1).view(torch.uint8)
-            torch.from_numpy(whole[slot.begin : slot.begin + slot.size]).copy_(source, non_blocking=True)
+            torch.from_numpy(buffer[slot.begin : slot.begin + slot.size]).copy_(source, non_blocking=True)
 
 
 def _copy_on_host(slots: StagingLayout, work: list[CopyShare], sources: Sequence[Tensor], threads: int) -> None:
     """Copy host tensors, in several threads."""
-    whole = slots.whole
+    buffer = slots.whole
     large = {number: view_bytes(sources[number]) for number in {share.numbers[0] for share in work if share.high}}
 
     def copy_share(share: CopyShare) -> None:
         numbers, low, high = share
         if high:
-            copy_slot_part(slots.slots[numbers[0]], large[numbers[0]], whole, low, high)
+            copy_slot_part(slots.slots[numbers[0]], large[numbers[0]], buffer, low, high)
         else:
-            copy_to_slots(slots, numbers, sources, whole)
+            copy_to_slots(slots, numbers, sources, buffer)
 
     if threads == 1 or len(work) == 1:
         for share in work:
@@ -519,9 +519,9 @@ def _copy_on_host(slots: StagingLayout, work: list[CopyShare], sources: Sequence
         list(pool.map(copy_share, work))
 
 
-def _copy_later(whole: ByteArray, placed: Sequence[_PlacedTensor]) -> None:
+def _copy_later(buffer: ByteArray, placed: Sequence[_PlacedTensor]) -> None:
     for _, tensor, slot, _ in placed:
-        copy_slot_part(slot, view_bytes(tensor), whole, slot.begin, slot.begin + slot.size)
+        copy_slot_part(slot, view_bytes(tensor), buffer, slot.begin, slot.begin + slot.size)
 
 
 def _place_tensor(slot: TensorSlot, shards: Sequence[TensorShard]) -> _PlacedTensor:

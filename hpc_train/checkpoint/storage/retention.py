@@ -63,8 +63,8 @@ def list_prunable_steps(directory: Path, keep: int, also: KeepRules = KeepRules(
     assert keep >= 1, keep
     steps = find_steps(directory)
     found = {step: _inspect_step(path, step) for step, path in steps.items()}
-    whole = [content for content in found.values() if isinstance(content, _WholeStep)]
-    in_order = sorted(whole, key=lambda content: content.manifest.sequence)
+    complete = [content for content in found.values() if isinstance(content, _WholeStep)]
+    in_order = sorted(complete, key=lambda content: content.manifest.sequence)
     good = [content.manifest for content in in_order if not content.bad]
     if len(good) < keep:
         not_finite = [content.manifest.step for content in in_order if not content.manifest.finite]

@@ -50,13 +50,13 @@ def prune_command(where: str, options: PruneOptions, json: bool) -> int:
     left = set() if options.dry_run else set(find_steps(directory))
     removed = [step for step in wanted if step not in left]
     gone = [path.name for path in dead if options.dry_run or not path.exists()]
-    kept = [step for step in steps if step not in removed]
+    remaining = [step for step in steps if step not in removed]
     if json:
-        print_json({"removed": removed, "kept": kept, "leftovers": gone, "dry_run": options.dry_run})
+        print_json({"removed": removed, "kept": remaining, "leftovers": gone, "dry_run": options.dry_run})
     else:
         verb = "would remove" if options.dry_run else "removed"
         print(f"{verb} {', '.join([*(f'step {step}' for step in removed), *gone]) or 'nothing'}")
-        print(f"kept {', '.join(f'step {step}' for step in kept) or 'nothing'}")
+        print(f"kept {', '.join(f'step {step}' for step in remaining) or 'nothing'}")
     return int(bool(set(wanted) - set(removed)))
 
 

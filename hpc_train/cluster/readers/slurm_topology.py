@@ -141,10 +141,10 @@ def _cover_blocks(
     The largest of those `inside` come first, then those that no line shows.
     """
     chosen = {block: block for block in blocks}
-    taken: set[str] = set()
+    covered: set[str] = set()
     for name in inside:
-        if taken.isdisjoint(made_of[name]):
-            taken |= made_of[name]
+        if covered.isdisjoint(made_of[name]):
+            covered |= made_of[name]
             chosen.update(dict.fromkeys(made_of[name], name))
     return tuple(dict.fromkeys(chosen.values()))
 

@@ -96,14 +96,14 @@ class SlurmJobs:
 
 def _advise_on_held_jobs(records: Collection[JobRecord]) -> str:
     """Return what to do about held jobs, as the end of a message."""
-    held = sorted(
+    held_jobs = sorted(
         {
             record.job_id.partition("_")[0]
             for record in records
             if from_slurm_state(record.state).waiting and _HELD_REASON in record.reason
         }
     )
-    return f"; `scontrol release {','.join(held)}` lets them start, Ctrl-C cancels them" if held else ""
+    return f"; `scontrol release {','.join(held_jobs)}` lets them start, Ctrl-C cancels them" if held_jobs else ""
 
 
 def _format_state(record: JobRecord) -> str:

@@ -62,12 +62,12 @@ class KeyValueRing:
 
     def rounds(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, its tensor) for every rank, this one first, while the next tensor is being received."""
-        held = own
+        current = own
         for step in range(self.size):
-            coming = self.pass_on(held) if step < self.size - 1 else None
-            yield (self.rank - step) % self.size, held
+            coming = self.pass_on(current) if step < self.size - 1 else None
+            yield (self.rank - step) % self.size, current
             if coming is not None:
-                held = coming.wait()
+                current = coming.wait()
 
 
 @dataclass(frozen=True)
@@ -234,9 +234,9 @@ def _differentiate(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     backward = _Backward(grad, q, out, lse, torch.zeros_like(q, dtype=get_accumulation_dtype(q.dtype)))
     own, coming = torch.zeros_like(kv, dtype=get_accumulation_dtype(kv.dtype)), None
-    for source, held in plan.ring.rounds(kv):
+    for source, current in plan.ring.rounds(kv):
         block = plan.block(source, q.shape[2])
-        found = None if block is None else backward.block(held, block)
+        found = None if block is None else backward.block(current, block)
         if source == plan.ring.rank:
             _add(own, found)
             continue

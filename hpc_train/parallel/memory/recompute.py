@@ -46,8 +46,8 @@ def recompute_activations(part: nn.Module, config: RunConfig) -> str:
         replace_forward(block, partial(wrap_recompute, keep=keep))
     if keep is not None:
         keep.check_after(chosen[-1])
-    kept = f" but {', '.join(recompute.keep)}" if keep is not None else ""
-    return f"recompute: everything{kept} in {len(chosen)} of {len(blocks)} blocks"
+    exceptions = f" but {', '.join(recompute.keep)}" if keep is not None else ""
+    return f"recompute: everything{exceptions} in {len(chosen)} of {len(blocks)} blocks"
 
 
 @dataclass

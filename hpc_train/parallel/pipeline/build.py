@@ -86,7 +86,7 @@ def name_stage_blocks(model: nn.Module, config: RunConfig, degrees: Degrees) -> 
     blocks, pipeline = list(model.blocks()), config.parallel.pipeline
     check_blocks(pipeline, len(blocks), degrees)
     count = len(stage_placement(pipeline, degrees.pp))
-    return [[blocks[index] for index in held] for held in split_blocks(_choose_block_costs(blocks, config), count)]
+    return [[blocks[index] for index in stage] for stage in split_blocks(_choose_block_costs(blocks, config), count)]
 
 
 def _choose_block_costs(blocks: list[str], config: RunConfig) -> BlockCosts:

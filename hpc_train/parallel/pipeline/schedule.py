@@ -132,9 +132,9 @@ class Stage(PipelineStage):
     ) -> tuple[tuple[Tensor | None, ...], PendingWeights | None]:
         """Run a backward; see torch. backward_type: full, input or weight; last_backward: the stage's last one."""
         if not isinstance(self.submod, FSDPModule):
-            whole: tuple[tuple[Tensor | None, ...], PendingWeights | None]
-            whole = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            return whole
+            result: tuple[tuple[Tensor | None, ...], PendingWeights | None]
+            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            return result
         set_gradient_sync(self.submod, self.parallel, self.group_size, last_backward)
         if backward_type == "weight":
             backward_of_weights(self.submod, bwd_kwargs["param_groups"], self.parallel.prefetch)
@@ -225,8 +225,11 @@ def make_forward_order(ranks: tuple[int, ...], micro_batches: int) -> Order:
     """
     pp = max(ranks) + 1
     groups = [range(first, min(first + pp, micro_batches)) for first in range(0, micro_batches, pp)]
-    held = [[stage for stage, rank in enumerate(ranks) if rank == wanted] for wanted in range(pp)]
-    rows = [[Action(stage, Kind.F, micro) for group in groups for stage in mine for micro in group] for mine in held]
+    stages_of_ranks = [[stage for stage, rank in enumerate(ranks) if rank == wanted] for wanted in range(pp)]
+    rows = [
+        [Action(stage, Kind.F, micro) for group in groups for stage in mine for micro in group]
+        for mine in stages_of_ranks
+    ]
     return Order(tuple(map(tuple, rows)), ranks)
 
 

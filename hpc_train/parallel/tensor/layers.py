@@ -148,8 +148,8 @@ def make_column_products(axis: TensorAxis, asynchronous: bool) -> ColumnProducts
         return lambda x, weights: gather_matmul(x, weights, ring)
 
     def gathered(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
-        whole = axis.enter(x)
-        return [F.linear(whole, weight) for weight in weights]
+        full = axis.enter(x)
+        return [F.linear(full, weight) for weight in weights]
 
     return gathered
 

@@ -349,10 +349,10 @@ def _make_shard_buffer(own: Tensor, ring: MatmulRing) -> Tensor:
     return shards
 
 
-def _split_positions(whole: Tensor, ring: MatmulRing) -> Tensor:
+def _split_positions(full: Tensor, ring: MatmulRing) -> Tensor:
     """Split (B, T, N) by positions into contiguous shards (size, B * T / size, N)."""
-    batch, positions, features = whole.shape
-    shards = whole.reshape(batch, ring.size, positions // ring.size, features)
+    batch, positions, features = full.shape
+    shards = full.reshape(batch, ring.size, positions // ring.size, features)
     return shards.transpose(0, 1).flatten(1, 2).contiguous()
 
 

@@ -113,15 +113,15 @@ def _zero_code(config: RunConfig, degrees: Degrees) -> int:
 
 def _formats(config: RunConfig, degrees: Degrees) -> dict[str, float]:
     """hpc_train keeps parameters, gradients and both moments in fp32 (fp64), and computes in 16-bit copies."""
-    kept = 8 if config.precision.name == "fp64" else 4
-    whole = not uses_fully_shard(config, degrees)
+    weight_bytes = 8 if config.precision.name == "fp64" else 4
+    is_unsharded = not uses_fully_shard(config, degrees)
     return {
         "activation_bytes": ELEMENT_BYTES[config.precision.name],
-        "weight_bytes": kept,
-        "gradient_bytes": kept,
-        "reduce_bytes": kept if whole else ELEMENT_BYTES[config.precision.reduce],
-        "optimizer_bytes": 2 * kept,
-        "logit_bytes": ELEMENT_BYTES[config.precision.name] + 2 * kept,
+        "weight_bytes": weight_bytes,
+        "gradient_bytes": weight_bytes,
+        "reduce_bytes": weight_bytes if is_unsharded else ELEMENT_BYTES[config.precision.reduce],
+        "optimizer_bytes": 2 * weight_bytes,
+        "logit_bytes": ELEMENT_BYTES[config.precision.name] + 2 * weight_bytes,
         "stack": STACKS.index("hpc_train"),
         "fused_attention": getattr(config.model, "dropout", 0.0) == 0,  # models.dropout computes scores and masks
         "fused_elementwise": config.parallel.compile,
@@ -141,21 +141,21 @@ class _Speeds:
 
 def _speeds(cluster: ClusterConfig, precision: str, measured: Measured | None) -> _Speeds:
     """What the data sheet says, and of it what products have been measured to reach, here or elsewhere."""
-    gpu, known = cluster.gpu, find_accelerator(cluster.gpu.name or "")
+    gpu, listed_gpu = cluster.gpu, find_accelerator(cluster.gpu.name or "")
     reached = measured.tflops.get(precision, 0.0) * 1e12 if measured else 0.0
     listed = gpu.peak_tflops.get(precision, 0.0) * 1e12
-    flops = listed or (known.flops.get(_BITS[precision], 0.0) if known else 0.0) or reached or _UNKNOWN_FLOPS
+    flops = listed or (listed_gpu.flops.get(_BITS[precision], 0.0) if listed_gpu else 0.0) or reached or _UNKNOWN_FLOPS
     memory = (gpu.memory_gib or _UNKNOWN_MEMORY) * GIB
-    listed_bandwidth = gpu.memory_bandwidth_gb_s * 1e9 or (known.bandwidth if known else _UNKNOWN_BANDWIDTH)
+    listed_bandwidth = gpu.memory_bandwidth_gb_s * 1e9 or (listed_gpu.bandwidth if listed_gpu else _UNKNOWN_BANDWIDTH)
     bandwidth = measured.memory_gb_s * 1e9 if measured else listed_bandwidth
-    return _Speeds(flops, memory, bandwidth, reached / flops or (known.ceiling if known else 0.8))
+    return _Speeds(flops, memory, bandwidth, reached / flops or (listed_gpu.ceiling if listed_gpu else 0.8))
 
 
 def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[str, float]:
     """The columns of a machine; ranks: of a node. Raises UserError for a calibration that cannot be read."""
     node, figures = cluster.node, collect_figures(cluster)
     leaf, group = switch_sizes(cluster, figures)
-    known = find_accelerator(cluster.gpu.name or "")
+    listed_gpu = find_accelerator(cluster.gpu.name or "")
     speeds = _speeds(cluster, precision, figures.measured.device if figures.measured else None)
     measured = figures.measured.get_level("node") if figures.measured else None
     uplink = measured.bandwidth if measured else figures.nic_uplink
@@ -165,8 +165,8 @@ def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[
         "peak_flops": speeds.flops,
         "peak_flops_attention": speeds.flops,
         "gemm_ceiling": speeds.ceiling,
-        "attention_ceiling": attention_peak(known, True) if known else 0.5,
-        "multiprocessors": known.multiprocessors if known else 0,
+        "attention_ceiling": attention_peak(listed_gpu, True) if listed_gpu else 0.5,
+        "multiprocessors": listed_gpu.multiprocessors if listed_gpu else 0,
         "memory_bytes": speeds.memory,
         "memory_bandwidth": speeds.bandwidth,
         "link_bandwidth": figures.inside_bandwidth,
@@ -182,15 +182,19 @@ def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[
 
 def list_assumptions(cluster: ClusterConfig, precision: str) -> tuple[str, ...]:
     """List each figure of the device that nobody has given, one line each."""
-    gpu, known, calibration = cluster.gpu, find_accelerator(cluster.gpu.name or ""), collect_figures(cluster).measured
+    gpu, listed_gpu, calibration = (
+        cluster.gpu,
+        find_accelerator(cluster.gpu.name or ""),
+        collect_figures(cluster).measured,
+    )
     measured = calibration.device if calibration else None
     missing = []
-    listed = gpu.peak_tflops.get(precision) or (known and _BITS[precision] in known.flops)
+    listed = gpu.peak_tflops.get(precision) or (listed_gpu and _BITS[precision] in listed_gpu.flops)
     if not listed and not (measured and precision in measured.tflops):
         assumed = f"{_UNKNOWN_FLOPS / 1e12:g} TFLOP/s assumed"
         missing.append(f"cluster.gpu.peak_tflops of {precision} is not known: {assumed}")
     if not gpu.memory_gib:
         missing.append(f"cluster.gpu.memory_gib is not known: {_UNKNOWN_MEMORY:g} GiB assumed")
-    if not gpu.memory_bandwidth_gb_s and not known and not measured:
+    if not gpu.memory_bandwidth_gb_s and not listed_gpu and not measured:
         missing.append(f"cluster.gpu.memory_bandwidth_gb_s is not known: {_UNKNOWN_BANDWIDTH / 1e9:g} GB/s assumed")
     return tuple(missing)

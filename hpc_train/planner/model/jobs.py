@@ -150,7 +150,7 @@ class Jobs:
     @property
     def n(self) -> int:
         """Rows after broadcasting."""
-        return int(np.prod(np.broadcast_shapes(*(getattr(self, it.name).shape for it in fields(self)))))
+        return int(np.prod(np.broadcast_shapes(*(getattr(self, field.name).shape for field in fields(self)))))
 
     @property
     def data_parallel(self) -> Column:
@@ -181,8 +181,8 @@ class Jobs:
     def rank_layer_parameters(self) -> Column:
         """Return the weights of one layer on a rank of tp; hpc_train splits keys and values if tp divides them."""
         keys = 2 * self.hidden * self.head_dim * self.kv_heads
-        whole = (self.stack == STACKS.index("hpc_train")) & (self.kv_heads % self.tp != 0)
-        return (self.layer_parameters - keys) / self.tp + keys / np.where(whole, 1.0, self.tp)
+        copies_keys = (self.stack == STACKS.index("hpc_train")) & (self.kv_heads % self.tp != 0)
+        return (self.layer_parameters - keys) / self.tp + keys / np.where(copies_keys, 1.0, self.tp)
 
     @property
     def rank_key_heads(self) -> Column:
@@ -216,10 +216,10 @@ def replace_columns(jobs: Jobs, **columns: object) -> Jobs:
 
 def recomputed_share(layers: float, stages: int, every: int) -> float:
     """Return the recomputed share of a stage's layers: of n layers the first and every so-many-th, ceil(n / every)."""
-    held = math.ceil(layers / stages)
-    return math.ceil(held / every) / held
+    per_stage = math.ceil(layers / stages)
+    return math.ceil(per_stage / every) / per_stage
 
 
 def job_columns(jobs: Jobs) -> dict[str, Column]:
     """Name -> column."""
-    return {it.name: getattr(jobs, it.name) for it in fields(jobs)}
+    return {field.name: getattr(jobs, field.name) for field in fields(jobs)}

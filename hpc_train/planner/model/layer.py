@@ -41,8 +41,8 @@ def linear_seconds(jobs: Jobs, constants: Constants, rows: Column, inputs: Colum
 def _whole_lines(width: Column) -> NDArray[np.bool_]:
     """Whether a width is a multiple of a line; rounding is faster than the remainder of a division."""
     lines = width / _LINE
-    whole: NDArray[np.bool_] = lines == np.floor(lines)
-    return whole
+    is_whole: NDArray[np.bool_] = lines == np.floor(lines)
+    return is_whole
 
 
 def _low_precision_share(jobs: Jobs, constants: Constants) -> Column:
@@ -188,12 +188,12 @@ def _attention(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column
 
 def _elementwise(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
     """Norms, residuals and activations, forward and backward: limited by memory."""
-    whole = (_NORM_PASSES + _RESIDUAL_PASSES) * jobs.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    unsplit = (_NORM_PASSES + _RESIDUAL_PASSES) * jobs.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     wide = np.where(jobs.gated > 0, _GATED_PASSES, _WIDE_PASSES) * jobs.feed_forward
     rotary = _ROTARY_PASSES * (jobs.heads + jobs.kv_heads) * jobs.head_dim * jobs.gated
     kernels = np.where(jobs.fused_elementwise > 0, constants.compiled, 1.0)
     eager = np.where(jobs.stack >= 2, constants.eager, 1.0)
-    elements = tokens * (whole + (wide + rotary) / jobs.tp) * kernels * np.where(kernels < 1, 1.0, eager)
+    elements = tokens * (unsplit + (wide + rotary) / jobs.tp) * kernels * np.where(kernels < 1, 1.0, eager)
     forward = elements * jobs.activation_bytes / (jobs.memory_bandwidth * constants.memory_efficiency)
     return forward, _BACKWARD_PASSES * forward
 
@@ -228,15 +228,15 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple
     layers, what attention and the activation function keep; dropout masks for GPTs.
     """
     everything, some, full = _activations(jobs)
-    kept = np.where(jobs.recompute == _FULL, full, np.where(jobs.recompute == _SELECTIVE, some, everything))
+    stored = np.where(jobs.recompute == _FULL, full, np.where(jobs.recompute == _SELECTIVE, some, everything))
     share = np.where(jobs.recompute > 0, jobs.recompute_share, 0.0)
-    kept = share * kept + (1 - share) * everything
+    stored = share * stored + (1 - share) * everything
     # Backward: the layer that is made again, gradients of its widest part, and what tp gathers of split positions.
     item = jobs.activation_bytes
     wide_gradient = item * (jobs.feed_forward * (1 + jobs.gated) / jobs.tp + 2 * jobs.hidden)
     gathered = 2 * item * jobs.hidden * (jobs.sequence_parallel > 0) * (jobs.tp > 1)
-    kept, alive = tokens * kept * constants.activations, tokens * (wide_gradient + gathered) * constants.activations
-    return kept, alive + recomputed_activations(jobs, constants, tokens)
+    stored, alive = tokens * stored * constants.activations, tokens * (wide_gradient + gathered) * constants.activations
+    return stored, alive + recomputed_activations(jobs, constants, tokens)
 
 
 def recomputed_activations(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
@@ -252,7 +252,7 @@ def _activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     found = _published_activations(jobs)
     ours = jobs.stack == _OURS
     if np.any(ours):
-        everything, some, full = (np.where(ours, *it) for it in zip(_own_activations(jobs), found, strict=True))
+        everything, some, full = (np.where(ours, *pair) for pair in zip(_own_activations(jobs), found, strict=True))
         return everything, some, full
     return found
 
@@ -359,14 +359,14 @@ def _published_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     masks = np.where((jobs.gated > 0) | (jobs.stack >= _FSDP), 0.0, 2.0)
     # Inputs of linear layers are kept as they are multiplied: in 8 bits by Megatron's fused layers.
     given = np.where((jobs.peak_flops > jobs.peak_flops_attention) & (jobs.stack == _MEGATRON), 1.0, item)
-    whole = (2 * item + 2 * given + masks) * jobs.hidden / width
+    unsplit = (2 * item + 2 * given + masks) * jobs.hidden / width
     heads = (2 * jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp * item
     eager = np.where(jobs.fused_elementwise > 0, 0.0, item)
     wide = np.where(jobs.gated > 0, 2 * item + eager + given, item + given) * jobs.feed_forward / jobs.tp
     scores = (2 * item + 1) * jobs.heads / jobs.tp * jobs.sequence * (jobs.fused_attention == 0)
     linear, core, plain = recompute_shares(jobs)
-    some = whole * np.where(plain > 0, 0.5, 1.0) + heads + wide * (1 - 0.5 * plain) + scores * (1 - core)
-    return whole + heads + wide + scores, some * (1 - 0.5 * linear), item * jobs.hidden / width
+    some = unsplit * np.where(plain > 0, 0.5, 1.0) + heads + wide * (1 - 0.5 * plain) + scores * (1 - core)
+    return unsplit + heads + wide + scores, some * (1 - 0.5 * linear), item * jobs.hidden / width
 
 
 def _own_activations(jobs: Jobs) -> tuple[Column, Column, Column]:

@@ -74,8 +74,8 @@ class PeakMemory:
 
     @cached_property
     def total(self) -> Column:
-        held = self.parameters + self.gradients + self.optimizer
-        return held + self.activations + self.logits + self.buffers
+        state = self.parameters + self.gradients + self.optimizer
+        return state + self.activations + self.logits + self.buffers
 
 
 def split_stages(jobs: Jobs) -> StageLayers:
@@ -83,20 +83,31 @@ def split_stages(jobs: Jobs) -> StageLayers:
     v = jobs.virtual_stages
     bent = (jobs.pp > 1) & np.isin(jobs.schedule, V_SHAPED)
     *ranks, last = rank_layers(jobs, bent)
-    held = _stack_stages(*ranks)
+    layers_of_stage = _stack_stages(*ranks)
     has_last = _stack_stages(np.where(bent, 1.0, jobs.pp == 1), 0.0, np.where(bent, 0.0, 1.0))
     has_first = _stack_stages(1.0, 0.0, jobs.pp == 1)
     others = np.maximum(v - has_last, 1)
     tables = np.where(jobs.pp == 1, 2.0 - jobs.tied, has_first + has_last)
-    return StageLayers((held - has_last * last) / others * (v > has_last), last + 0 * held, has_last, held, tables)
+    return StageLayers(
+        (layers_of_stage - has_last * last) / others * (v > has_last),
+        last + 0 * layers_of_stage,
+        has_last,
+        layers_of_stage,
+        tables,
+    )
 
 
 def estimate_peak(jobs: Jobs, constants: Constants) -> PeakMemory:
     """Return the largest peak over all moments."""
-    held = _PeakSearch(jobs, constants)
+    search = _PeakSearch(jobs, constants)
     worst: PeakMemory | None = None
     for moment in peak_moments(jobs):
-        for found in (held.in_block(moment), held.at_reduction(moment), held.at_loss(moment), held.at_end(moment)):
+        for found in (
+            search.in_block(moment),
+            search.at_reduction(moment),
+            search.at_loss(moment),
+            search.at_end(moment),
+        ):
             worst = found if worst is None else _elementwise_worse(worst, found)
     assert worst is not None
     return worst
@@ -168,8 +179,8 @@ class _PeakSearch:
         working = self._reduced + beside - self._freed - between * self.pending
         working = np.where(self.keeps_gradients, 0.0, working)
         ahead = np.clip(self._stage_layers - 1, 0, 1)
-        whole = self._whole(np.where(self._frees, ahead, self.stages.layers) * self.block)
-        return self._peak(moment, working, self._losses(moment), whole + self._head(moment))
+        gathered = self._whole(np.where(self._frees, ahead, self.stages.layers) * self.block)
+        return self._peak(moment, working, self._losses(moment), gathered + self._head(moment))
 
     @cached_property
     def _reduced(self) -> Column:
@@ -226,9 +237,9 @@ class _PeakSearch:
         added = np.minimum(moment.accumulated + moment.reduced, 1.0) * jobs.gradient_bytes / self.shards
         reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes + added, 0.0)
         reduced = reduced + jobs.activation_bytes
-        whole = self._whole(self.stages.layers * self.block * ((jobs.zero == 3) & (jobs.reshard == 0)))
+        gathered = self._whole(self.stages.layers * self.block * ((jobs.zero == 3) & (jobs.reshard == 0)))
         freed = (jobs.zero == 3) & (jobs.reshard > 0)
-        whole = np.where(freed, np.where(jobs.pp == 1, 0.0, rest * self.table) * jobs.activation_bytes, whole)
+        gathered = np.where(freed, np.where(jobs.pp == 1, 0.0, rest * self.table) * jobs.activation_bytes, gathered)
         losses = np.maximum(moment.losses - moment.loss, 0)
         has_last = np.minimum(moment.last, moment.loss)
         later = replace(
@@ -239,17 +250,17 @@ class _PeakSearch:
             kept_last=np.maximum(moment.kept_last - has_last, 0),
             reduced=np.minimum(moment.reduced + 1 / jobs.virtual_stages, 1 - moment.accumulated),
         )
-        return self._peak(later, np.zeros(()), losses * self._loss_kept, whole + tables * reduced)
+        return self._peak(later, np.zeros(()), losses * self._loss_kept, gathered + tables * reduced)
 
     def at_loss(self, moment: PipelineMoment) -> PeakMemory:
         """Peak when the backward of a loss begins: gradients of the logits twice, before conversion to their dtype."""
         jobs = self.jobs
         sharded = (jobs.zero == 3) & (jobs.reshard > 0)
-        whole = self._whole(np.where(sharded, 0.0, self.weights - self.ends))
+        gathered = self._whole(np.where(sharded, 0.0, self.weights - self.ends))
         split = (jobs.tp > 1) * jobs.activation_bytes
         twice = moment.loss * self.logits * np.where(split > 0, self.wide + split, 2 * self.wide)
-        kept = moment.losses * self._loss_kept + moment.loss * self._last_logits
-        return self._peak(moment, np.zeros(()), kept + twice, whole)
+        stored = moment.losses * self._loss_kept + moment.loss * self._last_logits
+        return self._peak(moment, np.zeros(()), stored + twice, gathered)
 
     @cached_property
     def _embedding(self) -> Column:
@@ -273,12 +284,12 @@ class _PeakSearch:
         """Bytes of the logits of the micro-batch that was last forward: torch's schedules of one stage keep them."""
         jobs = self.jobs
         single = (jobs.pp > 1) & np.isin(jobs.schedule, _SINGLE)
-        kept: Column = single * self.logits * jobs.activation_bytes
-        return kept
+        stored: Column = single * self.logits * jobs.activation_bytes
+        return stored
 
     def _peak(self, moment: PipelineMoment, working: Column, logits: Column, buffers: Column) -> PeakMemory:
         jobs, last = self.jobs, self.stages.last
-        kept = moment.stages * self.stages.stage * self.layer + moment.last * last * self.layer
+        stored = moment.stages * self.stages.stage * self.layer + moment.last * last * self.layer
         # A stage keeps its output for every micro-batch, and the gradients it receives and sends for one.
         ends = np.where(jobs.pp > 1, ((self.moved + 1.0) * moment.stages + 2) * self.hidden, 0.0)
         ends = ends + moment.last * self.last_norm
@@ -291,8 +302,8 @@ class _PeakSearch:
         gradients = self._gradients(moment)
         if self._sends_gradients is not None:
             gradients = np.where(self._sends_gradients, self._unsent_sums, gradients)
-        waiting = np.where(self.moved, kept, 0.0) if self._moves else np.zeros(())
-        activations = np.where(self.moved, rest, kept + rest) if self._moves else kept + rest
+        waiting = np.where(self.moved, stored, 0.0) if self._moves else np.zeros(())
+        activations = np.where(self.moved, rest, stored + rest) if self._moves else stored + rest
         return PeakMemory(
             self._parameters,
             gradients,
@@ -333,8 +344,10 @@ class _PeakSearch:
         """
         gradients = self.weights * self.jobs.gradient_bytes
         shards = gradients / self.shards
-        whole = np.where(self.keeps_gradients, gradients, shards)
-        found: Column = np.where(self.jobs.zero >= 1, moment.accumulated * whole + moment.reduced * shards, gradients)
+        unreduced = np.where(self.keeps_gradients, gradients, shards)
+        found: Column = np.where(
+            self.jobs.zero >= 1, moment.accumulated * unreduced + moment.reduced * shards, gradients
+        )
         return found
 
     @cached_property
@@ -477,14 +490,14 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
         chosen = (np.where(jobs.stack == _OURS, mine, other) for mine, other in zip(own, theirs, strict=True))
         parameters, gradients, optimizer, activations, logits, buffers = chosen
         host = np.where(jobs.stack == _OURS, host - waiting + ours.waiting, host)
-    held = parameters + gradients + optimizer + activations + logits + buffers
-    rows = np.broadcast_shapes(held.shape[1:], jobs.memory_bytes.shape)
-    if not any(it.ndim for it in job_columns(jobs).values()):
+    total = parameters + gradients + optimizer + activations + logits + buffers
+    rows = np.broadcast_shapes(total.shape[1:], jobs.memory_bytes.shape)
+    if not any(column.ndim for column in job_columns(jobs).values()):
         rows = ()
 
     def shaped(part: Column) -> Column:
-        whole = np.broadcast_to(part, held.shape)
-        return np.broadcast_to(whole if rows else whole[:, 0], (3, *rows))
+        spread = np.broadcast_to(part, total.shape)
+        return np.broadcast_to(spread if rows else spread[:, 0], (3, *rows))
 
     return Memory(
         parameters=shaped(parameters),
@@ -493,7 +506,7 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
         activations=shaped(activations),
         logits=shaped(logits),
         buffers=shaped(buffers),
-        fragmentation=shaped(constants.fragmentation * held),
+        fragmentation=shaped(constants.fragmentation * total),
         context=np.broadcast_to(np.float64(constants.context), (3, *rows)),
         capacity=np.broadcast_to(jobs.memory_bytes, rows),
         host=shaped(host).max(axis=0),
@@ -523,15 +536,15 @@ def _weights(jobs: Jobs) -> Column:
     """[3, n]: parameters of a rank before any sharding over data-parallel axes."""
     layers = split_layers(jobs)
     table, layer = jobs.vocab * jobs.hidden / jobs.tp, jobs.rank_layer_parameters
-    whole = layers.first * layer + (2 - jobs.tied) * table
+    all_layers = layers.first * layer + (2 - jobs.tied) * table
     stages = (layers.first * layer + table, layers.middle * layer, layers.last * layer + table)
-    return _stack_stages(*(np.where(jobs.pp == 1, whole, it) for it in stages))
+    return _stack_stages(*(np.where(jobs.pp == 1, all_layers, stage) for stage in stages))
 
 
 def _parameters(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Column]:
     """Kept between steps, and gathered or cast while they are used."""
     kept_whole = np.where(jobs.stack >= _FSDP, jobs.zero < 1, jobs.zero < 3)
-    kept = weights * jobs.weight_bytes / np.where(kept_whole, 1.0, shard)
+    stored = weights * jobs.weight_bytes / np.where(kept_whole, 1.0, shard)
     # Two layers of zero 3 are there at once, the next one being gathered, and one is in gradients; others of FSDP2
     # stay gathered in 16 bits for the whole step.
     table = jobs.vocab * jobs.hidden / jobs.tp
@@ -540,7 +553,7 @@ def _parameters(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Col
     some = np.minimum(some, weights * jobs.activation_bytes)
     cast = weights * np.where(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
     gathered = np.where(jobs.zero >= 3, np.where(jobs.reshard > 0, some, cast), cast)
-    return kept * (jobs.offload < 2), np.where(jobs.stack >= _FSDP, gathered, np.where(jobs.zero >= 3, some, 0.0))
+    return stored * (jobs.offload < 2), np.where(jobs.stack >= _FSDP, gathered, np.where(jobs.zero >= 3, some, 0.0))
 
 
 def _host(jobs: Jobs, weights: Column, optimizer: Column, shard: Column) -> Column:
@@ -561,7 +574,7 @@ def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Colu
     Then the device has one layer's at a time (Rhu et al. 2016, arXiv:1602.08124, section 3.1), and of every micro-batch
     in flight what a stage was given and what it gave on, which the pipeline itself keeps.
     """
-    kept, alive = layer_activations(jobs, constants, tokens)
+    stored, alive = layer_activations(jobs, constants, tokens)
     layers = split_layers(jobs)
     counts = micro_batches_in_flight(jobs)
     # DeepSpeed's pipeline keeps each stage's outputs, and room for their gradients, for every micro-batch in flight.
@@ -569,6 +582,6 @@ def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Colu
     ends = tokens * jobs.hidden * jobs.activation_bytes * np.where(piped & (moved | (jobs.stack == _DEEPSPEED)), 2.0, 0)
     alive = alive + np.where(moved, full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0), 0.0)
     split = list(zip((layers.first, layers.middle, layers.last), counts, strict=True))
-    whole = _stack_stages(*(kept * each * count for each, count in split))
+    total = _stack_stages(*(stored * each * count for each, count in split))
     rest = _stack_stages(*(ends * count + alive for _, count in split))
-    return np.where(moved, rest, whole + rest), np.where(moved, whole, 0.0)
+    return np.where(moved, rest, total + rest), np.where(moved, total, 0.0)

@@ -159,10 +159,10 @@ def _count_split_backwards(jobs: Jobs) -> Column:
 
 def data_volume(jobs: Jobs, layers: Column, ends: Column) -> DataVolume:
     """layers, ends: parameters of a rank in layers, and in embedding and head."""
-    told = count_uses(jobs)
+    uses = count_uses(jobs)
     sharded = (jobs.zero > 0) & (jobs.dp_shard * jobs.cp > 1)
-    gathered = (layers * told.gathers + ends * told.end_gathers) * jobs.activation_bytes
-    scattered = (layers + ends) * told.reductions * jobs.reduce_bytes
+    gathered = (layers * uses.gathers + ends * uses.end_gathers) * jobs.activation_bytes
+    scattered = (layers + ends) * uses.reductions * jobs.reduce_bytes
     copies = np.where(sharded, jobs.dp_shard * jobs.cp, 1.0)
     return DataVolume(
         np.where(sharded, gathered, 0.0),
@@ -183,23 +183,23 @@ def data_seconds(jobs: Jobs, constants: Constants, layers: Column, ends: Column,
     """Exposed seconds of a step. layers, ends: parameters of the rank, before sharding."""
     moved = data_volume(jobs, layers, ends)
     shard, copies = _data_groups(jobs, constants)
-    told = count_uses(jobs)
+    uses = count_uses(jobs)
     calls = _count_calls(jobs)
-    gather = all_gather_seconds(shard, moved.gathered, calls * told.gathers)
-    scatter = all_gather_seconds(shard, moved.scattered, calls * told.reductions)
+    gather = all_gather_seconds(shard, moved.gathered, calls * uses.gathers)
+    scatter = all_gather_seconds(shard, moved.scattered, calls * uses.reductions)
     scatter = scatter + all_reduce_seconds(copies, moved.reduced)
     share = np.where(jobs.overlap_data > 0, constants.overlap_data, 0.0)
     # Gathers of backward run beside it, as do reductions; those of forward beside forward.
     both = (jobs.zero == 3) & (jobs.reshard > 0)
-    first = np.where(both & (told.gathers > 1), jobs.micro_batches / np.maximum(told.gathers, 1), 1.0)
+    first = np.where(both & (uses.gathers > 1), jobs.micro_batches / np.maximum(uses.gathers, 1), 1.0)
     first = np.where(both & (jobs.stack != HPC_TRAIN_STACK), 0.5, first)
     again = gather * (1 - first) * (1 + _gathered_for_recomputation(jobs))
     ahead, behind = gather * first, again + scatter
     count = np.maximum(jobs.layers / jobs.pp, 1)
     forward = exposed_seconds(
-        ahead, windows.forward * np.minimum(told.gathers, jobs.micro_batches), share, ahead / count
+        ahead, windows.forward * np.minimum(uses.gathers, jobs.micro_batches), share, ahead / count
     )
-    backward = exposed_seconds(behind, windows.backward * told.reductions, share, behind / count)
+    backward = exposed_seconds(behind, windows.backward * uses.reductions, share, behind / count)
     return forward + backward
 
 

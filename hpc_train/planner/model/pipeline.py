@@ -49,8 +49,8 @@ def split_layers(jobs: Jobs) -> LayerSplit:
     fewest = np.floor((jobs.layers - last) / np.maximum(stages - 1, 1)) * jobs.virtual_stages
     left = jobs.layers - (jobs.pp - 2) * rank - last_rank
     first = np.clip(np.where(ours, np.maximum(left, fewest), left), 0, rank)
-    whole = jobs.pp == 1
-    return LayerSplit(*(np.where(whole, jobs.layers, it) for it in (first, rank, last_rank)))
+    unsplit = jobs.pp == 1
+    return LayerSplit(*(np.where(unsplit, jobs.layers, count) for count in (first, rank, last_rank)))
 
 
 def _balanced(jobs: Jobs, stages: Column) -> tuple[Column, Column]:
@@ -73,7 +73,7 @@ def rank_layers(jobs: Jobs, v_shaped: NDArray[np.bool_]) -> Column:
     """
     head = jobs.vocab * jobs.hidden / (jobs.layer_parameters + jobs.heads * jobs.head_dim * jobs.sequence)
     columns = np.broadcast_arrays(jobs.layers, jobs.pp, jobs.virtual_stages, head, v_shaped)
-    keys, index = np.unique(np.stack([it.ravel() for it in columns]), axis=1, return_inverse=True)
+    keys, index = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)
     table = np.array([_rank_layers(int(n), int(pp), int(v), h, bool(bent)) for n, pp, v, h, bent in keys.T.tolist()])
     found: Column = np.moveaxis(table[index.ravel()], -1, 0).reshape(4, *columns[0].shape)
     return found
@@ -82,10 +82,10 @@ def rank_layers(jobs: Jobs, v_shaped: NDArray[np.bool_]) -> Column:
 @cache
 def _rank_layers(layers: int, pp: int, virtual: int, head: float, v_shaped: bool) -> tuple[float, ...]:
     stages = pp * virtual
-    held = _stage_layers(layers, stages, head)
+    layers_of_stage = _stage_layers(layers, stages, head)
     ranks = [stage % pp if not v_shaped or stage < pp else stages - 1 - stage for stage in range(stages)]
-    sums = [sum(n for n, rank in zip(held, ranks, strict=True) if rank == mine) for mine in range(pp)]
-    return sums[0], max(sums[1:-1], default=sums[-1]), sums[-1], held[-1]
+    sums = [sum(n for n, rank in zip(layers_of_stage, ranks, strict=True) if rank == mine) for mine in range(pp)]
+    return sums[0], max(sums[1:-1], default=sums[-1]), sums[-1], layers_of_stage[-1]
 
 
 def _stage_layers(layers: int, stages: int, head: float) -> tuple[float, ...]:
@@ -95,9 +95,9 @@ def _stage_layers(layers: int, stages: int, head: float) -> tuple[float, ...]:
 
     def rated(last: int) -> tuple[float, float, tuple[int, ...]]:
         fewer, more = divmod(layers - last, stages - 1)
-        held = (*(fewer,) * (stages - 1 - more), *(fewer + 1,) * more, last)
-        costs = (*held[:-1], last + head)
-        return max(costs), sum(it * it for it in costs), held
+        layers_of_stage = (*(fewer,) * (stages - 1 - more), *(fewer + 1,) * more, last)
+        costs = (*layers_of_stage[:-1], last + head)
+        return max(costs), sum(cost * cost for cost in costs), layers_of_stage
 
     return min(rated(last) for last in range(1, layers - stages + 2))[2]
 
@@ -117,7 +117,7 @@ def _peak_in_flight(jobs: Jobs, rank: Column) -> Column:
     p, m, v, code = jobs.pp, jobs.micro_batches, jobs.virtual_stages, jobs.schedule
     after = p - 1 - rank
     interleaved = (v - 1) * np.minimum(p, m) + 2 * after + 1
-    known = {
+    peaks = {
         "naive": 1 + 0 * m,
         "gpipe": m * v,
         "1f1b": after + 1,
@@ -128,8 +128,8 @@ def _peak_in_flight(jobs: Jobs, rank: Column) -> Column:
         "dualpipev": 2 * p + 1,
         "zb_2p": 2 * p - 1,
     }
-    peak = known["1f1b"]
-    for name, value in known.items():
+    peak = peaks["1f1b"]
+    for name, value in peaks.items():
         peak = np.where(code == _SCHEDULE_CODE[name], value, peak)
     return np.where(p == 1, 1.0, peak)
 
@@ -211,15 +211,17 @@ def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
     )  # fmt: skip
     without_last = (v > 1) & (jobs.schedule == _SCHEDULE_CODE["interleaved_1f1b"]) & (jobs.pp > 1)
     others = replace(first, stages=counts, last=nothing, losses=nothing, loss=nothing)
-    names = [it.name for it in fields(PipelineMoment)]
-    third = PipelineMoment(*(np.where(without_last, getattr(others, it), getattr(first, it)) for it in names))
+    names = [column.name for column in fields(PipelineMoment)]
+    third = PipelineMoment(*(np.where(without_last, getattr(others, name), getattr(first, name)) for name in names))
     return [first, second, third]
 
 
 def _split_backward_moments(jobs: Jobs, split: NDArray[np.bool_]) -> list[PipelineMoment]:
     """Handle schedules that split backwards, for the jobs where `split` is true."""
     columns = np.broadcast_arrays(jobs.schedule, jobs.pp, jobs.virtual_stages, jobs.micro_batches, split)
-    keys, index = np.unique(np.stack([it.ravel() for it in columns]).astype(np.int64), axis=1, return_inverse=True)
+    keys, index = np.unique(
+        np.stack([column.ravel() for column in columns]).astype(np.int64), axis=1, return_inverse=True
+    )
     found = [_moments_of(*map(int, key)) for key in keys.T]
     most = max(len(one) for one in found)
     table = np.array([[one[min(at, len(one) - 1)] for at in range(most)] for one in found])
@@ -250,7 +252,7 @@ def _moments_of(
 def _walk(order: Order, rank: int, micro_batches: int) -> Iterator[_Counts]:
     """Yield the counts at the start of every backward of a rank."""
     end, virtual = order.stages - 1, order.placement.count(rank)
-    live, kept, losses, reduced = [0, 0], [0, 0], 0, 0
+    live, stored, losses, reduced = [0, 0], [0, 0], 0, 0
     accumulated: dict[int, int] = {}  # micro-batches added up, by stage; the last one reduces them
     for action in _actions(order, rank):
         last = action.stage == end
@@ -261,13 +263,13 @@ def _walk(order: Order, rank: int, micro_batches: int) -> Iterator[_Counts]:
         if action.kind is Kind.I and action.stage == 0:
             continue  # nothing to compute
         begins = last and action.kind is not Kind.W
-        yield (live[0], live[1], losses, *kept, len(accumulated) / virtual, reduced / virtual, float(begins))
+        yield (live[0], live[1], losses, *stored, len(accumulated) / virtual, reduced / virtual, float(begins))
         losses -= begins
         if action.kind is Kind.I:
-            kept[last] += 1
-            yield (live[0], live[1], losses, *kept, len(accumulated) / virtual, reduced / virtual, 0.0)
+            stored[last] += 1
+            yield (live[0], live[1], losses, *stored, len(accumulated) / virtual, reduced / virtual, 0.0)
             continue
-        kept[last] -= action.kind is Kind.W and action.stage > 0
+        stored[last] -= action.kind is Kind.W and action.stage > 0
         live[last] -= 1
         accumulated[action.stage] = accumulated.get(action.stage, 0) + 1
         if accumulated[action.stage] == micro_batches:

@@ -134,8 +134,8 @@ def _copy(jobs: Jobs, constants: Constants) -> Column:
     (Rhu et al. 2016, arXiv:1602.08124, section 3.1: bytes over PCIe's bandwidth)."""
     if not np.any(jobs.offload_activations):
         return np.zeros(())
-    kept, _ = layer_activations(jobs, constants, jobs.micro_batch * jobs.sequence / jobs.cp)
-    return np.where(jobs.offload_activations > 0, kept / _pcie(jobs), 0.0)
+    stored, _ = layer_activations(jobs, constants, jobs.micro_batch * jobs.sequence / jobs.cp)
+    return np.where(jobs.offload_activations > 0, stored / _pcie(jobs), 0.0)
 
 
 def _pcie(jobs: Jobs) -> Column:
@@ -251,10 +251,10 @@ def _heaviest(jobs: Jobs, layers: LayerSplit) -> tuple[Column, Column]:
 
 def _data(jobs: Jobs, constants: Constants, layers: LayerSplit, layer: _Layer) -> Column:
     count, ends = _heaviest(jobs, layers)
-    held = count * jobs.layer_parameters / jobs.tp
+    parameters = count * jobs.layer_parameters / jobs.tp
     beside = layer.forward + layer.launch_forward, layer.backward + layer.launch_backward
     windows = network.OverlapWindows(count * beside[0], count * beside[1])
-    seconds = network.data_seconds(jobs, constants, held, ends, windows)
+    seconds = network.data_seconds(jobs, constants, parameters, ends, windows)
     # A tied table's gradients are added up between the first and the last stage (traffic.pipeline.tied).
     table = jobs.vocab * jobs.hidden / jobs.tp
     tied = send_seconds(jobs, constants, table * jobs.gradient_bytes, jobs.tp * jobs.cp * jobs.data_parallel)
@@ -264,13 +264,13 @@ def _data(jobs: Jobs, constants: Constants, layers: LayerSplit, layer: _Layer) -
 def _optimizer(jobs: Jobs, constants: Constants, layers: LayerSplit) -> tuple[Column, Column]:
     """(seconds of the update, seconds in which gradients of micro-batches are added up)."""
     count, ends = _heaviest(jobs, layers)
-    held = count * jobs.layer_parameters / jobs.tp + ends
+    parameters = count * jobs.layer_parameters / jobs.tp + ends
     shards = np.where(jobs.zero > 0, jobs.dp_shard * jobs.cp, 1.0)
     bytes_ = 2 * (jobs.optimizer_bytes + jobs.weight_bytes) + 3 * jobs.gradient_bytes
-    update = held / shards * bytes_ / jobs.memory_bandwidth * constants.optimizer
-    host = held / shards * (jobs.gradient_bytes + jobs.weight_bytes) / _pcie(jobs)
+    update = parameters / shards * bytes_ / jobs.memory_bandwidth * constants.optimizer
+    host = parameters / shards * (jobs.gradient_bytes + jobs.weight_bytes) / _pcie(jobs)
     update = update + np.where(jobs.offload > 0, 4 * host, 0.0)
-    added = held * (2 * jobs.gradient_bytes + jobs.activation_bytes) / jobs.memory_bandwidth
+    added = parameters * (2 * jobs.gradient_bytes + jobs.activation_bytes) / jobs.memory_bandwidth
     times = np.maximum(jobs.micro_batches - 1, 0) / np.where(jobs.zero == 3, shards, 1.0)
     return update, times * added / constants.memory_efficiency
 

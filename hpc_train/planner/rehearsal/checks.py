@@ -147,22 +147,22 @@ def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict
     shards = degrees.dp_shard * degrees.cp if uses_fully_shard(config, degrees) else 1
     vocabulary = config.parallel.tensor.vocabulary and isinstance(config.model, TransformerConfig)
     how = Splitting(degrees.tp, heads, vocabulary, shards)
-    kept = step_work(config, degrees).stored
+    number_bytes = step_work(config, degrees).stored
     stages = [
         list(_stage_weights(weights, stage)) for stage in stage_parts(config, degrees.pp, weights.blocks)[pp_rank]
     ]
     numbers = sum(held_elements_of(weight, how) // shards for stage in stages for weight in stage)
     tensors = sum(len(stage) for stage in stages)
     return {
-        "parameters": numbers * kept,
-        "gradients": numbers * kept,
-        "optimizer": optimizer_state_bytes(numbers, tensors, kept),
+        "parameters": numbers * number_bytes,
+        "gradients": numbers * number_bytes,
+        "optimizer": optimizer_state_bytes(numbers, tensors, number_bytes),
     }
 
 
-def optimizer_state_bytes(numbers: int, tensors: int, kept: int) -> int:
-    """Return the bytes of AdamW's state for so many numbers in so many parameters, `kept` bytes a number."""
-    return _MOMENTS * numbers * kept + _STEP_BYTES * tensors
+def optimizer_state_bytes(numbers: int, tensors: int, number_bytes: int) -> int:
+    """Return the bytes of AdamW's state for so many numbers in so many parameters, `number_bytes` each."""
+    return _MOMENTS * numbers * number_bytes + _STEP_BYTES * tensors
 
 
 def _stage_weights(weights: Weights, stage: StagePart) -> Iterable[Weight]:
@@ -181,10 +181,11 @@ def server_bytes(config: RunConfig, model: nn.Module) -> tuple[int, ...]:
     if server.mode not in ("synchronous", "asynchronous"):
         return ()
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    kept = 8 if config.precision.name == "fp64" else 4
+    number_bytes = 8 if config.precision.name == "fp64" else 4
     dealt = deal_parameters(trained, server.servers)
     return tuple(
-        kept * _count_numbers(share) + optimizer_state_bytes(_count_numbers(share), len(share), kept) for share in dealt
+        number_bytes * _count_numbers(share) + optimizer_state_bytes(_count_numbers(share), len(share), number_bytes)
+        for share in dealt
     )
 
 
@@ -308,10 +309,11 @@ def _format_excess(ratio: float) -> str:
 
 def _exceeds(built: RehearsedRank, needed: float, device: DeviceMemory) -> str:
     taken = device.taken(needed)
+    beyond = _format_size(taken - device.bytes, device.bytes)
     largest = max(_COUNTED_AS, key=lambda part: _sum(built.counted.at_peak, _COUNTED_AS[part]))
     return (
         f"{_where(built)} does not fit: {_format_size(needed, needed)}, with allocator and driver "
-        f"{_format_size(taken, device.bytes)}, are {_format_size(taken - device.bytes, device.bytes)} more than the "
+        f"{_format_size(taken, device.bytes)}, are {beyond} more than the "
         f"{_format_size(device.bytes, device.bytes)} of the device; most of it {largest}: "
         f"{_format_size(_sum(built.counted.at_peak, _COUNTED_AS[largest]), needed)}"
     )
@@ -323,10 +325,10 @@ def _good(fullest: RehearsedRank, needed: float, plan: float | None, device: Dev
     if device is None:
         rest = "; cluster.gpu.memory_gib is not known, so whether it fits is not"
         return f"keeps to the plan: {_where(fullest)} needs most, {_format_size(needed, needed)}{against}{rest}"
-    taken = _format_size(device.taken(needed), device.bytes)
+    taken_size = _format_size(device.taken(needed), device.bytes)
     return (
         f"fits: {_where(fullest)} needs most, {_format_size(needed, needed)}{against}; with allocator and driver "
-        f"{taken} of {_format_size(device.bytes, device.bytes)}"
+        f"{taken_size} of {_format_size(device.bytes, device.bytes)}"
     )
 
 

@@ -72,9 +72,9 @@ class MemoryLedger:
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A memory that has another size now."""
-        known = self._memory.get(storage_address(storage))
-        if known is not None:
-            self._change(known[0], storage.nbytes())
+        entry = self._memory.get(storage_address(storage))
+        if entry is not None:
+            self._change(entry[0], storage.nbytes())
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> int:
         """Say what the memory of some tensors is for, since it was made; returns its bytes as it is now."""

@@ -84,7 +84,7 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
         state = (piece.local for piece in pieces if piece.name.startswith("optim."))
         optimizer = ledger.label(state, "host" if "optimizer" in host else "optimizer")
         if "parameters" in host:  # buffers stay on the device
-            ledger.label((_local(it) for part in engine.parts for it in part.buffers()), "parameters")
+            ledger.label((_local(buffer) for part in engine.parts for buffer in part.buffers()), "parameters")
         lie = {name: tilings.of(tensor) for part in engine.parts for name, tensor in _named(part)}
         counted, unknown = CountedMemory(parameters, optimizer), None
         if micro_batches:
@@ -119,8 +119,8 @@ def _step(
     since = ledger.begin_step(lambda: _of_groups(engine, unreduced_gradients))
     try:
         engine.forward_backward(batch)
-        held = [p.grad for part in engine.parts for p in part.parameters() if p.grad is not None]
-        gradients = ledger.label(map(_local, held), "host" if "gradients" in host else "gradients")
+        gradients_of_parts = [p.grad for part in engine.parts for p in part.parameters() if p.grad is not None]
+        gradients = ledger.label(map(_local, gradients_of_parts), "host" if "gradients" in host else "gradients")
         ledger.label(_of_groups(engine, gathered_parameters), "gathered")
         engine.clip(1.0)
         engine.update(1e-3)
@@ -185,9 +185,9 @@ def _held(piece: TensorShard) -> HeldShard:
 
 def tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter and persistent buffer."""
-    kept: Sequence[str] = list(model.state_dict(keep_vars=True))
+    saved_names: Sequence[str] = list(model.state_dict(keep_vars=True))
     named = dict(_named(model))
-    return {name: tuple(named[name].shape) for name in kept if name in named}
+    return {name: tuple(named[name].shape) for name in saved_names if name in named}
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class Tiling:
         """Say what is missing or there twice; None: the ranks hold every element exactly once, copies aside."""
         for dimension, (size, intervals) in enumerate(zip(self.shape, self.intervals, strict=True)):
             end = 0
-            for begin, length in sorted(it for it in intervals if it[1]):
+            for begin, length in sorted(interval for interval in intervals if interval[1]):
                 if begin != end:
                     what = "is on no rank" if begin > end else "is on two ranks"
                     return f"of dimension {dimension}, {min(begin, end)} to {max(begin, end)} {what}"

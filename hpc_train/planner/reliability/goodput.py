@@ -226,5 +226,5 @@ def _estimate_stall(config: RunConfig, size: float, ranks: int, write: float | N
 
 def stored_bytes(config: RunConfig, parameters: float) -> float:
     """Return the bytes on storage at any time: the checkpoints that are kept, and one being written."""
-    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
-    return kept * checkpoint_bytes(config, parameters) if config.checkpoint.every else 0.0
+    steps = config.checkpoint.keep + config.checkpoint.keep_best + 1
+    return steps * checkpoint_bytes(config, parameters) if config.checkpoint.every else 0.0

@@ -319,10 +319,10 @@ class _Projector:
         if plan.planned_interruptions_per_day:
             kinds.append(Interruption(plan.planned_interruptions_per_day / DAY, save_seconds, saved=True))
         if spot and plan.spot_interruptions_per_1000_node_days is not None:
-            taken = plan.spot_interruptions_per_1000_node_days / 1000 * self.job.nodes / DAY
+            spot_rate = plan.spot_interruptions_per_1000_node_days / 1000 * self.job.nodes / DAY
             saved = self.saving.write_known and save_seconds <= plan.spot_notice_seconds
             down = plan.spot_wait_minutes * 60 + (save_seconds if saved else 0.0)
-            kinds.append(Interruption(taken, down, saved=saved))
+            kinds.append(Interruption(spot_rate, down, saved=saved))
         return kinds
 
     def _seconds(self, share: Percentiles) -> Percentiles | None:
@@ -330,7 +330,7 @@ class _Projector:
         if self.steps is None:
             return None
         work = self.job.step_seconds.through(lambda seconds: seconds * (self.steps or 0))
-        slowed = share.through(lambda kept: 1 / max(kept, 1e-9))
+        slowed = share.through(lambda effective: 1 / max(effective, 1e-9))
         return work.times(slowed).through(lambda seconds: seconds + self._restart)
 
     def _bill(self, seconds: float, spot: bool) -> Bill:

@@ -116,11 +116,11 @@ def candidates_to_jobs(rest: SearchBase, columns: Columns, share: Column) -> Job
     return replace_columns(rest.base, **own, recompute_share=share)
 
 
-def fits_in_host_memory(rest: SearchBase, jobs: Jobs, held: Memory) -> NDArray[np.bool_]:
+def fits_in_host_memory(rest: SearchBase, jobs: Jobs, memory: Memory) -> NDArray[np.bool_]:
     """Whether a node's memory has room for what its ranks offload."""
     if not rest.host_bytes:
         return np.ones((), np.bool_)
-    enough: NDArray[np.bool_] = held.host * np.minimum(jobs.gpus_per_node, jobs.world) <= HOST_SHARE * rest.host_bytes
+    enough: NDArray[np.bool_] = memory.host * np.minimum(jobs.gpus_per_node, jobs.world) <= HOST_SHARE * rest.host_bytes
     return enough
 
 

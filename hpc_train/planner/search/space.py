@@ -274,9 +274,9 @@ def iterate_blocks(space: SearchSpace, candidates: int = 1 << 16) -> Iterator[Bl
 def _cut_blocks(parts: list[Columns], techniques: Techniques, most: int) -> Iterator[Block]:
     if techniques.count == 0:
         return
-    whole = {name: np.concatenate([part[name] for part in parts]) for name in LAYOUT_COLUMNS}
-    for start in range(0, len(whole["pp"]), most):
-        yield Block({name: column[start : start + most] for name, column in whole.items()}, techniques)
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in LAYOUT_COLUMNS}
+    for start in range(0, len(columns["pp"]), most):
+        yield Block({name: column[start : start + most] for name, column in columns.items()}, techniques)
 
 
 def _layout_rows(space: SearchSpace) -> Iterator[tuple[_Kind, Columns]]:
