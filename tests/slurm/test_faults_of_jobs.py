@@ -175,6 +175,7 @@ def test_a_lost_node_is_left_out_when_the_job_comes_back(
     assert [(strike["host"], strike["weight"]) for strike in lines(run / "nodes.jsonl")] == [(hosts[1], 2)]
 
 
+@pytest.mark.long
 def test_the_next_job_of_a_chain_leaves_a_lost_node_out(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -41,6 +41,9 @@ _SIGNAL_SECONDS = 1.0
 """How long to wait for scancel: it acts at once, but then waits for all nodes of the job, also for lost ones."""
 _SRUN_SECONDS = 6.0
 """How long srun has to end after its ranks were killed."""
+_SRUN_SECONDS_WITHOUT_A_NODE = 2.0
+"""The same where a node is lost, for which srun would wait as long as Slurm does. In this time the nodes that are left
+tell it that their ranks have ended: a slurmstepd whose srun is gone goes on trying, which may drain its node."""
 _END_SECONDS = 5.0
 """How long agents have to end once their input has."""
 
@@ -168,7 +171,7 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
             if lost and is_running(ranks):
                 report_lost_node(logs, lost, reports, settings)
                 if settings.act:
-                    end_ranks(job, ranks, reports, 0.0)  # srun would wait for the node as long as Slurm does
+                    end_ranks(job, ranks, reports, _SRUN_SECONDS_WITHOUT_A_NODE)
                 return
             if not stopping and (notice := reports.find_notice()):
                 stopping = True
