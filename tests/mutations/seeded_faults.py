@@ -202,8 +202,8 @@ FAULTS = (
     Fault(
         "keys of the ring are taken for those of another rank",
         "parallel/context/ring_attention.py",
-        "yield (self.rank - step) % self.size, held",
-        "yield (self.rank + step) % self.size, held",
+        "yield (self.rank - step) % self.size, current",
+        "yield (self.rank + step) % self.size, current",
         ("parallel/test_context.py",),
     ),
     Fault(
@@ -316,8 +316,8 @@ FAULTS = (
     Fault(
         "the share of recomputed layers is rounded down",
         "planner/model/jobs.py",
-        "return math.ceil(held / every) / held",
-        "return math.floor(held / every) / held",
+        "return math.ceil(per_stage / every) / per_stage",
+        "return math.floor(per_stage / every) / per_stage",
         ("planner/test_memory_model.py", "planner/test_step_model.py"),
     ),
     Fault(
