@@ -43,6 +43,8 @@ class StepTimes:
     """Time in which this rank, or its device, could only wait for a collective."""
     waits: list[float] = field(default_factory=lambda: [0.0] * WAIT_BINS)
     """The same time by collective: the first sixteenth of the collectives of the step first."""
+    collectives: int = 0
+    """That were waited for."""
 
 
 class StepClock(Protocol):
@@ -143,7 +145,7 @@ class HostClock:
             self._add_wait(time.perf_counter() - begun)
 
     def take(self) -> StepTimes | None:
-        self._times.waits = sum_bins(self._waits)
+        self._times.waits, self._times.collectives = sum_bins(self._waits), len(self._waits)
         return self._times
 
     def _add_wait(self, seconds: float) -> None:

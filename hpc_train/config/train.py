@@ -44,7 +44,7 @@ class TrainConfig:
     tensorboard: bool = True
     """Write the metrics for TensorBoard too, into the run directory."""
     record_steps: bool = True
-    """Record what each rank spends each step on, 196 bytes a step, for `hpc-train report`, `top` and `status`."""
+    """Record what each rank spends each step on, 200 bytes a step, for `hpc-train report`, `top` and `status`."""
     noise_scale: NoiseScaleConfig = setting(default=NoiseScaleConfig)
 
     @property

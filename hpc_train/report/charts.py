@@ -16,6 +16,7 @@ from html import escape
 import numpy as np
 
 from hpc_train.report.step_table import Array
+from hpc_train.report.sweep_results import is_number, spans_decades
 
 WIDTH, HALF = 720, 440
 """Widths of charts, in pixels at their usual size: a whole row of the page, and half of one."""
@@ -139,11 +140,6 @@ def _widen(low: float, high: float) -> tuple[float, float]:
     return low - (abs(low) * 0.05 or 0.5), high + (abs(high) * 0.05 or 0.5)
 
 
-def spans_decades(values: Sequence[float]) -> bool:
-    """Whether values are better shown on a logarithmic axis: all positive, over at least a factor of 20."""
-    return bool(values) and min(values) > 0 and max(values) / min(values) >= 20
-
-
 def draw_lines(
     title: str,
     series: Sequence[Series],
@@ -202,6 +198,25 @@ def draw_bands(title: str, parts: Sequence[tuple[str, str, float]], height: int 
             )
         x += width
     return _svg(title, WIDTH, height, body)
+
+
+def draw_stacks(title: str, bars: Sequence[tuple[str, Sequence[tuple[str, str, float]]]]) -> str:
+    """Draw stacked bars to one scale, below each other. bars: (name, its parts as in `draw_bands`)."""
+    row, left, body = 30, 130, []
+    longest = max((sum(amount for _, _, amount in parts) for _, parts in bars), default=0.0)
+    if longest <= 0:
+        return ""
+    for index, (name, parts) in enumerate(bars):
+        body.append(_text("name", 0, index * row + 19, name[:20]))
+        x = float(left)
+        for kind, text, amount in parts:
+            width = amount / longest * (WIDTH - left)
+            body.append(
+                f'<rect class="band {escape(kind)}" x="{x:.2f}" y="{index * row + 4}" width="{width:.2f}" '
+                f'height="{row - 8}"><title>{escape(text)}: {amount * 1000:.1f} ms</title></rect>'
+            )
+            x += width
+    return _svg(title, WIDTH, len(bars) * row, body)
 
 
 def draw_bars(title: str, values: Sequence[tuple[str, float]], flag_below: float = 0.8) -> str:
@@ -280,6 +295,66 @@ def draw_gantt(title: str, spans: Sequence[Span], rows: int, seconds: float) -> 
             f'height="{row - 4}"><title>{escape(span.text)}</title></rect>'
         )
     return _svg(title, WIDTH, rows * row + 4, body)
+
+
+def draw_points(title: str, points: Sequence[tuple[float, float, str, bool]], x_label: str, y_label: str) -> str:
+    """Draw points (x, y, text, whether it is the best)."""
+    if not points:
+        return ""
+    xs, ys, height = [point[0] for point in points], [point[1] for point in points], 240
+    axes = _Axes((min(xs), max(xs)), (min(ys), max(ys)), WIDTH, height, spans_decades(ys))
+    body = axes.frame(x_label, y_label)
+    for x, y, text, best in points:
+        kind = "best" if best else ""
+        body.append(f'<circle class="{kind}" cx="{axes.px(x):.1f}" cy="{axes.py(y):.1f}" r="{6 if best else 4}">')
+        body.append(f"<title>{escape(text)}</title></circle>")
+    return _svg(title, WIDTH, height, body)
+
+
+def draw_parallel(title: str, axes: Sequence[tuple[str, Sequence[object]]], best: int | None) -> str:
+    """Draw parallel coordinates: an axis for each (name, value of each point), a line for each point.
+
+    Numbers are placed by value, by its logarithm where they span decades; words side by side. best: a point to stress.
+    """
+    if len(axes) < 2 or not axes[0][1]:
+        return ""
+    height, top, bottom = 230, 26, 18
+    places = []
+    body = []
+    for index, (name, values) in enumerate(axes):
+        x = 60 + index * (WIDTH - 120) / (len(axes) - 1)
+        ticks, y_of = _place_values(values, top, height - bottom)
+        places.append((x, y_of))
+        body.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}"/>')
+        body.append(_text("label", x, 12, name.rpartition(".")[2][:22], "middle"))
+        body += [_text("tick", x + 5, y + 3.5, text) for y, text in ticks]
+    order = [point for point in range(len(axes[0][1])) if point != best] + ([best] if best is not None else [])
+    for point in order:
+        path = "M" + "L".join(f"{x:.1f} {y_of[point]:.1f}" for x, y_of in places)
+        body.insert(
+            0 if point != best else len(body), f'<path class="way{" best" if point == best else ""}" d="{path}"/>'
+        )
+    return _svg(title, WIDTH, height, body)
+
+
+def _place_values(values: Sequence[object], top: float, bottom: float) -> tuple[list[tuple[float, str]], list[float]]:
+    """Return (y, label) of the ticks of an axis, and the y of each value; a missing value is placed below the axis."""
+    numbers = [float(value) for value in values if is_number(value)]  # type: ignore[arg-type]
+    if len(numbers) == sum(value is not None for value in values) and numbers:
+        scale = math.log if spans_decades(numbers) else float
+        low, high = _widen(scale(min(numbers)), scale(max(numbers)))
+
+        def place(value: object) -> float:
+            return bottom - (scale(float(value)) - low) / (high - low) * (bottom - top)  # type: ignore[arg-type]
+
+        shown = sorted(set(numbers)) if len(set(numbers)) <= 6 else [min(numbers), max(numbers)]
+        return [(place(value), format_tick(value)) for value in shown], [
+            place(value) if is_number(value) else bottom + 12 for value in values
+        ]
+    words = sorted({str(value) for value in values})
+    step = (bottom - top) / max(len(words) - 1, 1)
+    at = {word: bottom - index * step for index, word in enumerate(words)}
+    return [(y, word[:14]) for word, y in at.items()], [at[str(value)] for value in values]
 
 
 def _svg(title: str, width: int, height: float, body: Sequence[str]) -> str:

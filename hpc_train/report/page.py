@@ -55,18 +55,11 @@ class Chart:
     note: str = ""
 
 
-def write_report(summary: RunSummary, folder: Path) -> tuple[Path, Path]:
-    """Write report.html and report.json; returns their paths. Raises UserError if the folder cannot be written."""
-    charts_drawn = draw_charts(summary)
-    data = make_report(summary, charts_drawn)
-    page, values = folder / "report.html", folder / "report.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_private_file(values, json.dumps(data, indent=1) + "\n")
-        write_private_file(page, render_page(summary, charts_drawn, data))
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}; give another folder with --out") from error
-    return page, values
+def write_report(summary: RunSummary, folder: Path) -> Path:
+    """Write report.html and report.json; returns the page's path. Raises UserError if the folder cannot be written."""
+    drawn = draw_charts(summary)
+    data = make_report(summary, drawn)
+    return write_pages(folder, "report", render_page(summary, drawn, data), data)
 
 
 def make_report(summary: RunSummary, drawn: Sequence[Chart] = ()) -> dict[str, Any]:
@@ -167,13 +160,18 @@ def _draw_curves(summary: RunSummary) -> list[Chart]:
     steps = [step for step in summary.steps if isinstance(step.get("step"), int)]
     found = []
     for title, names, unit in _CURVES:
-        series = [Series(name, *_pick(steps, name)) for name in names]
+        series = [Series(name, *pick(steps, name)) for name in names]
         found.append(Chart(f"curve_{names[0]}", title, charts.draw_lines(title, series, marks, unit)))
     return found
 
 
-def _pick(steps: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float | None]]:
-    points = [(step["step"], value) for step in steps if isinstance(value := step.get(name), (int, float))]
+def pick(steps: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float | None]]:
+    """Return steps and values of one metric, where it was measured."""
+    points = [
+        (step["step"], value)
+        for step in steps
+        if isinstance(value := step.get(name), (int, float)) and isinstance(step["step"], int)
+    ]
     return [x for x, _ in points], [y for _, y in points]
 
 
@@ -279,29 +277,53 @@ def _draw_pipeline(summary: RunSummary) -> list[Chart]:
 
 def render_page(summary: RunSummary, drawn: Sequence[Chart], data: dict[str, Any]) -> str:
     """Render the page. Every text is escaped by the template; the charts escape theirs."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["seconds"] = lambda value: "-" if value is None else format_seconds(value)
-    environment.filters["percent"] = lambda value: "-" if value is None else f"{value:.1%}"
-    environment.filters["when"] = lambda value: datetime.fromtimestamp(value).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    template = environment.from_string(resources.files("hpc_train.report").joinpath("page.html").read_text())
-    return template.render(
+    return render_template(
+        "page.html",
         summary=summary,
         verdict=summary.verdict,
         classes=CLASSES,
         data=data,
-        charts={chart.name: {"title": chart.title, "svg": Markup(chart.svg), "note": chart.note} for chart in drawn},
+        charts={chart.name: {"title": chart.title, "svg": mark_safe(chart.svg), "note": chart.note} for chart in drawn},
         curves=[chart.name for chart in drawn if chart.name.startswith("curve_")],
         wide=[chart.name for chart in drawn if chart.name.startswith(("heat_map", "gantt", "memory"))],
         ledger=_list_ledger(summary),
         nodes=_list_nodes(summary),
         settings=list_changed_settings(summary.config),
-        everything=_flatten(config_to_dict(summary.config)) if summary.config is not None else {},
+        everything=flatten(config_to_dict(summary.config)) if summary.config is not None else {},
         incidents=[event for event in summary.events if event["event"] not in _PLAIN_EVENTS][-_EVENTS_SHOWN:],
         usage=describe_usage(summary),
     )
+
+
+def render_template(name: str, **values: Any) -> str:
+    """Render a template of this package: every value is escaped, and a name that is missing is an error."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["seconds"] = lambda value: "-" if value is None else format_seconds(value)
+    environment.filters["percent"] = lambda value: "-" if value is None else f"{value:.1%}"
+    environment.filters["when"] = lambda value: datetime.fromtimestamp(value).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    files = resources.files("hpc_train.report")
+    style = mark_safe(files.joinpath("style.css").read_text())
+    return environment.from_string(files.joinpath(name).read_text()).render(style=style, **values)
+
+
+def mark_safe(text: str) -> Any:
+    """Mark markup of our own that the template must not escape."""
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+def write_pages(folder: Path, name: str, page: str, data: Any) -> Path:
+    """Write a page and its data beside each other; returns the page's path. Raises UserError if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_private_file(folder / f"{name}.json", json.dumps(data, indent=1) + "\n")
+        write_private_file(folder / f"{name}.html", page)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}; give another folder with --out") from error
+    return folder / f"{name}.html"
 
 
 def _list_ledger(summary: RunSummary) -> list[dict[str, Any]]:
@@ -348,16 +370,17 @@ def list_changed_settings(config: RunConfig | None) -> list[tuple[str, Any, Any]
         return []
     from hpc_train.config.compose import compose
 
-    own, default = _flatten(config_to_dict(config)), _flatten(config_to_dict(compose()))
+    own, default = flatten(config_to_dict(config)), flatten(config_to_dict(compose()))
     return [(key, value, default.get(key)) for key, value in own.items() if key not in default or default[key] != value]
 
 
-def _flatten(values: Any, path: str = "") -> dict[str, Any]:
+def flatten(values: Any, path: str = "") -> dict[str, Any]:
+    """Return nested settings as dotted keys."""
     if not isinstance(values, dict):
         return {path: values}
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _flatten(value, f"{path}.{key}" if path else str(key))
+        found |= flatten(value, f"{path}.{key}" if path else str(key))
     return found
 
 

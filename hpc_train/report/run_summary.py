@@ -11,22 +11,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.compose import config_from_dict
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
-from hpc_train.launch.freeze import check_run
 from hpc_train.launch.slurm.slurm_cli import RunClient
-from hpc_train.launch.state.attempts import read_rank_entries
+from hpc_train.launch.state.attempts import RANK_MAP, read_rank_entries
 from hpc_train.launch.state.job_state import decide_state
 from hpc_train.launch.state.progress import add_progress, read_steps
 from hpc_train.launch.state.run_facts import gather_facts, read_events
 from hpc_train.launch.state.run_ledger import account_run_directory
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.state.state_names import RunStatus
+from hpc_train.regular_files import read_json
 from hpc_train.report.efficiency import Pipeline, StepLosses
-from hpc_train.report.step_table import StepTable, read_step_table
+from hpc_train.report.step_table import StepTable, read_newest_steps, read_step_table
 from hpc_train.report.verdict import Facts, Setting, Verdict, judge_run
 from hpc_train.resilience.ledger import Ledger
 from hpc_train.schedules.generate import generate_order
@@ -90,8 +88,30 @@ def summarise_run(point: RunPoint, ask: RunClient) -> RunSummary:
     )
 
 
+def judge_newest_steps(run: Path, steps_left: int = 0) -> tuple[Verdict, StepLosses | None, StepTable | None]:
+    """Judge the newest steps of a run, for commands that look often. steps_left: of the whole run.
+
+    The configuration, which takes long to read, is read for pipelines only.
+    """
+    table, ranks = read_newest_steps(run), read_rank_entries(run)
+    config = read_config(run)[0] if table is not None and _has_pipeline(run) else None
+    facts = describe_facts(config, table, ranks, steps_left)
+    return *judge_run(table, facts), table
+
+
+def _has_pipeline(run: Path) -> bool:
+    try:
+        mesh = read_json(run / RANK_MAP)["mesh"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return isinstance(mesh, dict) and mesh.get("pp", 1) != 1
+
+
 def read_config(run: Path) -> tuple[RunConfig | None, str]:
     """Read the configuration of a run; None, and a line that says why, if this release cannot."""
+    from hpc_train.config.compose import config_from_dict
+    from hpc_train.config.run_file import load_run_file
+
     try:
         return config_from_dict(load_run_file(run / "config.yaml")), ""
     except (UserError, OSError, ValueError, TypeError) as error:
@@ -161,7 +181,8 @@ def keep_runnable(advice: Sequence[Setting], config: RunConfig | None, ranks: in
 
 
 def _is_runnable(overrides: str, config: RunConfig, ranks: int) -> bool:
-    from hpc_train.config.compose import config_to_dict
+    from hpc_train.config.compose import config_from_dict, config_to_dict
+    from hpc_train.launch.freeze import check_run
 
     values = config_to_dict(config)
     for override in overrides.split():

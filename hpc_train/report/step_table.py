@@ -21,8 +21,9 @@ from hpc_train.training.step_records import LEVELS, PATTERN, SECONDS, read_block
 Array = np.ndarray[Any, np.dtype[np.float64]]
 WARM_UP_STEPS = 2
 MAX_BINS = 512
-_SUMS = (*SECONDS, "tokens", "major_faults", "steps")
+_SUMS = (*SECONDS, "tokens", "major_faults", "collectives", "steps")
 _STATES = ("time", *LEVELS, "net_bytes")
+NEWEST_BYTES = 1 << 19
 MAX_RANKS = 1 << 17
 """Records of a higher rank than this are taken for damaged."""
 
@@ -35,7 +36,7 @@ class StepTable:
     steps: Array
     """Last step of each bin, (bins,)."""
     fields: dict[str, Array]
-    """(ranks, bins): means a step of SECONDS (seconds), tokens, major_faults; last values of LEVELS and net_bytes."""
+    """(ranks, bins): means a step of SECONDS (seconds), tokens, collectives; last values of LEVELS and net_bytes."""
     waits: Array
     """Seconds a step by group of collectives, (ranks, bins, WAIT_BINS)."""
 
@@ -60,27 +61,38 @@ def list_record_files(run: Path) -> list[tuple[int, list[Path]]]:
     return [(attempt, files) for attempt, files in found if files]
 
 
-def read_step_table(run: Path, max_bins: int = MAX_BINS, newest_attempt: bool = False) -> StepTable | None:
-    """Read what all ranks recorded; None if there is nothing yet. newest_attempt: leave out the earlier ones."""
-    attempts = list_record_files(run)[-1:] if newest_attempt else list_record_files(run)
-    extents = [_find_extent(files) for _, files in attempts]
+def read_step_table(run: Path, max_bins: int = MAX_BINS) -> StepTable | None:
+    """Read what all ranks recorded; None if there is nothing yet."""
+    return _read_attempts(list_record_files(run), max_bins, None)
+
+
+def read_newest_steps(run: Path, newest_bytes: int = NEWEST_BYTES) -> StepTable | None:
+    """Read the newest steps of the newest attempt from the end of its files; None if there is nothing yet.
+
+    newest_bytes: of each node's file. For commands that look again and again.
+    """
+    return _read_attempts(list_record_files(run)[-1:], MAX_BINS, newest_bytes)
+
+
+def _read_attempts(attempts: Sequence[tuple[int, list[Path]]], max_bins: int, newest: int | None) -> StepTable | None:
+    extents = [_find_extent(files, newest) for _, files in attempts]
     known = [extent for extent in extents if extent is not None]
     if not known:
         return None
-    first = min(extent[0] for extent in known) if newest_attempt else 0
+    first = min(extent[0] for extent in known) - 1 if newest is not None else 0
     last, ranks = max(extent[1] for extent in known), max(extent[2] for extent in known) + 1
     width = -(-max(last - first, 1) // max_bins)
     grid = _Grid(ranks, first, width, -(-(last - first) // width))
     for (_, files), extent in zip(attempts, extents, strict=True):
         if extent is not None:
-            grid.add_attempt(files, extent[0])
+            grid.add_attempt(files, extent[0], newest)
     return grid.table()
 
 
-def _find_extent(files: Sequence[Path]) -> tuple[int, int, int] | None:
+def _find_extent(files: Sequence[Path], newest: int | None) -> tuple[int, int, int] | None:
     """Return the first step (from 1), the last one and the highest rank of an attempt."""
     extent: tuple[int, int, int] | None = None
-    for rank, records in _read_all(files):
+    for rank, records in _read_all(files, newest):
         steps = records["step"]
         begin = int(steps[0]) - int(records["steps"][0]) + 1
         a, b, c = extent or (begin, 0, 0)
@@ -88,10 +100,10 @@ def _find_extent(files: Sequence[Path]) -> tuple[int, int, int] | None:
     return extent
 
 
-def _read_all(files: Sequence[Path]) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+def _read_all(files: Sequence[Path], newest: int | None) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
     for file in files:
         try:
-            for rank, records in read_blocks(file):
+            for rank, records in read_blocks(file, newest):
                 if rank < MAX_RANKS and (np.diff(records["step"].astype(np.int64)) > 0).all():
                     yield rank, records
         except OSError:  # of a node that took its file system with it
@@ -108,11 +120,11 @@ class _Grid:
         self._states = np.full((*shape, len(_STATES)), np.nan)
         self._waits = np.zeros((*shape, WAIT_BINS), np.float32)
 
-    def add_attempt(self, files: Sequence[Path], begin: int) -> None:
+    def add_attempt(self, files: Sequence[Path], begin: int, newest: int | None) -> None:
         """Add an attempt that began with step `begin`; what earlier ones made of it is dropped."""
         drop = max(0, begin - 1 - self._first) // self._width
         self._sums[:, drop:], self._states[:, drop:], self._waits[:, drop:] = 0.0, np.nan, 0.0
-        for rank, records in _read_all(files):
+        for rank, records in _read_all(files, newest):
             self._add(rank, records[records["step"] >= begin + WARM_UP_STEPS])
 
     def _add(self, rank: int, records: np.ndarray[Any, Any]) -> None:

@@ -21,8 +21,8 @@ NAMED_FROM = 0.15
 """Share of a step from which a loss is named."""
 CRITICAL_FROM = 0.30
 COMPUTE_FROM = 0.80
-_LAUNCH_FROM = 0.25
-"""A higher bar, because what an operation costs to start is an estimate."""
+_TOO_SMALL = 0.4
+"""Share of what a rank computes from which starting operations means that they, and collectives too, are too small."""
 _LEAST_BINS = 5
 _SLOW_IN = 0.7
 """A straggler is slower than the others in this share of the steps."""
@@ -170,14 +170,10 @@ def list_findings(table: StepTable, losses: StepLosses | None, facts: Facts) -> 
     if losses is not None:
         found += [
             *_find_straggler(table, losses, facts),
-            _find_network(losses),
-            _find_launch(table, losses),
+            *_find_network_and_launch(table, losses),
             _find_bubble(losses, facts),
         ]
-    floors = {"launch": _LAUNCH_FROM}
-    named = [
-        finding for finding in found if finding is not None and finding.share >= floors.get(finding.name, NAMED_FROM)
-    ]
+    named = [finding for finding in found if finding is not None and finding.share >= NAMED_FROM]
     return sorted(named, key=lambda finding: -finding.share)
 
 
@@ -293,24 +289,23 @@ def _relate_to_stage(work: Array, losses: StepLosses, facts: Facts) -> Array:
     return np.asarray(related)
 
 
-def _find_network(losses: StepLosses) -> Finding | None:
-    seconds = losses.losses["transfer"]
+def _find_network_and_launch(table: StepTable, losses: StepLosses) -> list[Finding]:
+    """Find transfers, and operations that are too small: then collectives are too, and count as the same loss."""
+    transfer, total = losses.losses["transfer"], losses.total
+    launch = float(np.nanmean(table["launch"])) if np.isfinite(table["launch"]).any() else 0.0
+    least = float(losses.work.min())  # of a rank that nothing slows
+    if launch >= _TOO_SMALL * least:
+        launch = min(launch, least)
+        evidence = (
+            f"starting the operations of a step takes about {format_seconds(launch)} of the {format_seconds(least)} "
+            f"that a rank computes, and small collectives {format_seconds(transfer)} more"
+        )
+        return [Finding("launch", (launch + transfer) / total, evidence=evidence)]
     evidence = (
-        f"collectives block every rank for {format_seconds(seconds)} of a step of {format_seconds(losses.total)}, also "
-        "the one that arrives last"
+        f"collectives block every rank for {format_seconds(transfer)} of a step of {format_seconds(total)}, also the "
+        "one that arrives last"
     )
-    return Finding("network", losses.share("transfer"), evidence=evidence)
-
-
-def _find_launch(table: StepTable, losses: StepLosses) -> Finding | None:
-    launch = table["launch"]
-    if not np.isfinite(launch).any():
-        return None
-    seconds = float(np.nanmean(launch))
-    evidence = (
-        f"starting the operations of a step takes about {format_seconds(seconds)} of its {format_seconds(losses.total)}"
-    )
-    return Finding("launch", min(seconds, losses.useful) / losses.total, evidence=evidence)
+    return [Finding("network", transfer / total, evidence=evidence)]
 
 
 def _find_bubble(losses: StepLosses, facts: Facts) -> Finding | None:

@@ -113,9 +113,8 @@ def _run_rank(
             run.heartbeat = heartbeat
             run.injector = FaultInjector(directory.path, world.rank) if config.resilience.chaos else None
             if config.train.record_steps:
-                run.recorder = StepRecorder(
-                    engine, world, heartbeat, directory.step_records(attempt, task.node), config.parallel.compile
-                )
+                file = directory.step_records(attempt, task.node)
+                run.recorder = StepRecorder(engine, world, heartbeat, file, config.parallel.compile)
             run.ledger = LedgerFile(directory.path / GOODPUT, attempt, task.nodes) if world.rank == 0 else None
             run.saver.lock = lock
             with closing(run):

@@ -4,7 +4,7 @@ Each node has one file an attempt, logs/<attempt>/steps-node-<n>.bin, to which i
 header (magic, version, rank, number of records) and that many records of RECORD, all little-endian; each is one write,
 so that blocks of ranks do not mix. A block that was not written to its end is skipped by looking for the next header.
 
-A record has 196 bytes. The first 1,024 records of an attempt are of one step each, the next 1,024 of two, the next of
+A record has 200 bytes. The first 1,024 records of an attempt are of one step each, the next 1,024 of two, the next of
 four, and so on: an attempt of a million steps has about 10,000 records a rank.
 
 Imports neither torch nor omegaconf, because commands that look at runs import it.
@@ -64,6 +64,7 @@ RECORD = np.dtype(
         *((name, "<f4") for name in SECONDS),
         ("tokens", "<u4"),
         ("major_faults", "<u4"),
+        ("collectives", "<u4"),
         *((name, "<f4") for name in LEVELS),
         ("net_bytes", "<f8"),
         ("waits", "<f4", (WAIT_BINS,)),
@@ -71,7 +72,8 @@ RECORD = np.dtype(
 )
 """A record: the last of its steps (from 1), how many, time.time() at their begin, and the fields above.
 
-tokens: of the whole job. net_bytes: bytes that the NICs of the node have moved since boot; NaN: not known."""
+tokens: of the whole job. collectives: that this rank waited for.
+net_bytes: bytes that the NICs of the node have moved since boot; NaN: not known."""
 _BLOCK = struct.Struct("<8sIII")
 _MAGIC, _VERSION = b"hpcsteps", 1
 THIN_AFTER = 1024
@@ -153,12 +155,15 @@ def _append(path: Path, block: bytes) -> None:
         os.close(descriptor)
 
 
-def read_blocks(path: Path) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+def read_blocks(path: Path, newest_bytes: int | None = None) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
     """Read a node's file: the rank and the records of each whole block; nothing that is damaged.
 
-    Holds a part of at most 64 MiB of the file in memory. Raises OSError if the file cannot be read.
+    newest_bytes: read only so much of the file, from its end. Holds a part of at most 64 MiB of the file in memory.
+    Raises OSError if the file cannot be read.
     """
     with open_to_read(path) as file:
+        if newest_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - newest_bytes))
         rest = b""
         while piece := file.read(_READ_AT_ONCE):
             rest += piece
@@ -198,7 +203,7 @@ def make_record(values: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     record = np.zeros(1, RECORD)
     for name in (*SECONDS, *LEVELS, "net_bytes"):
         record[name] = values.get(name, np.nan)
-    for name in ("step", "steps", "time", "tokens", "major_faults", "waits"):
+    for name in ("step", "steps", "time", "tokens", "major_faults", "collectives", "waits"):
         record[name] = values.get(name, 0)
     return record
 
@@ -217,7 +222,7 @@ class RecordSum:
             self._open = record
         else:
             opened = self._open
-            for name in (*SECONDS, "waits", "tokens", "major_faults", "steps"):
+            for name in (*SECONDS, "waits", "tokens", "major_faults", "collectives", "steps"):
                 opened[name] += record[name]
             for name in ("step", "net_bytes", *LEVELS):
                 opened[name] = record[name]
