@@ -390,8 +390,9 @@ def describe_usage(summary: RunSummary) -> list[dict[str, str]]:
     table, config = summary.table, summary.config
     if table is None:
         return rows
-    busy = float(np.nanmean(table["cpu"] / table["total"]))
-    rows.append({"what": "processors", "used": f"{busy:.1f} busy a rank, on average", "advice": ""})
+    busy = table["cpu"] / table["total"]
+    if np.isfinite(busy).any():
+        rows.append({"what": "processors", "used": f"{np.nanmean(busy):.1f} busy a rank, on average", "advice": ""})
     if np.isfinite(table["resident"]).any():
         peak = float(np.nanmax(table["resident"])) / 1024
         asked = getattr(config.launch, "memory_gib", None) if config is not None else None

@@ -21,7 +21,7 @@ NAMED_FROM = 0.15
 """Share of a step from which a loss is named."""
 CRITICAL_FROM = 0.30
 COMPUTE_FROM = 0.80
-_TOO_SMALL = 0.4
+_TOO_SMALL = 0.3
 """Share of what a rank computes from which starting operations means that they, and collectives too, are too small."""
 _LEAST_BINS = 5
 _SLOW_IN = 0.7

@@ -12,7 +12,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ class StepRecorder:
         self._sum = RecordSum(lambda record: self._file.append(record, time.monotonic()))
         self._counters = NodeCounters(world.device)
         self._operations = OperationCount(engine.parts)
-        self._unhook = [*watch_forward(engine.parts, self._clock), watch_waits(self._clock, compiled)]
+        self._unhook = list(watch_forward(engine.parts, self._clock))
+        self._compiled, self._unwatch = compiled, watch_waits(self._clock, compiled)
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         self._step, self._tokens, self._micro_batches = 0, 0, 1
         self._started: tuple[float, float, float, dict[Phase, float], int] | None = None
@@ -61,11 +62,20 @@ class StepRecorder:
         self._clock.end()
         self._step, self._tokens, self._micro_batches = step, tokens, micro_batches
 
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """Leave torch as it was while the code inside runs, for comparisons without a recorder."""
+        self._unwatch()
+        try:
+            yield
+        finally:
+            self._unwatch = watch_waits(self._clock, self._compiled)
+
     def close(self) -> None:
         """Write what waits, and measure no more."""
         self._end_record()
         self._sum.end()
-        for undo in self._unhook:
+        for undo in (*self._unhook, self._unwatch):
             undo()
         self._counters.close()
         self._file.close()

@@ -57,11 +57,13 @@ BASE = (
 )
 LARGE = ("train.global_batch=48", "train.micro_batch=12")
 """More work between two collectives: without it, what shared memory costs is a fault of its own."""
+WIDE = ("model.layers=2", "model.hidden=320", "model.feed_forward=1280", "train.global_batch=8")
+"""The same for tensor parallelism, whose exchanges grow with the batch as its products do."""
 LAYOUTS = {
     "ddp": (),
     "fsdp": ("parallel.strategy=zero3", *LARGE),
     "hsdp": ("parallel.strategy=zero3", "parallel.dp_replicate=2", "parallel.dp_shard=2", *LARGE),
-    "tp": ("parallel.tp=2", "parallel.strategy=zero1", "train.micro_batch=8"),
+    "tp": ("parallel.tp=2", "parallel.strategy=zero1", "train.micro_batch=4", *WIDE),
     "pp": ("parallel.pp=2", "parallel.strategy=zero1", "train.micro_batch=1"),
 }
 FAULTS = {
