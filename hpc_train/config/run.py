@@ -6,6 +6,7 @@ from omegaconf import MISSING
 
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.launch import ContainerConfig, LaunchConfig
+from hpc_train.config.loggers import LoggersConfig
 from hpc_train.config.model import DataConfig, ModelConfig
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.resilience import ResilienceConfig
@@ -111,6 +112,7 @@ class RunConfig:
     launch: LaunchConfig = setting(default=LaunchConfig)
     container: ContainerConfig = setting(default=ContainerConfig)
     resilience: ResilienceConfig = setting(default=ResilienceConfig)
+    loggers: LoggersConfig = setting(default=LoggersConfig)
     train: TrainConfig = setting(default=TrainConfig)
     plan: PlanConfig = setting(default=PlanConfig)
     run_dir: str | None = None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -53,6 +53,9 @@ from hpc_train.training.reporter import Reporter
 from hpc_train.training.rollback import ROLLBACKS, RollbackState
 from hpc_train.training.run_directory import RunDirectory
 from hpc_train.training.run_records import find_event_time
+
+if TYPE_CHECKING:
+    from hpc_train.training.node_metrics import NodeMetrics
 
 
 def find_peak_flops(config: RunConfig, device_name: str | None) -> float | None:
@@ -217,6 +220,8 @@ class TrainingRun:
     """Records what each step of this rank goes into."""
     ledger: LedgerFile | None = None
     """Of rank 0: what its time went into."""
+    node_metrics: NodeMetrics | None = None
+    """Of the first rank of each node: writes its file for Prometheus."""
     step: int = 0
     """Updates done so far."""
     steps_here: int = 0
@@ -338,6 +343,8 @@ class TrainingRun:
         if self.validation is not None:
             self.validation.close()
         self.reporter.close()
+        if self.node_metrics is not None:
+            self.node_metrics.close()
 
     @property
     def consumed_samples(self) -> int:
@@ -491,7 +498,10 @@ def report_step(run: TrainingRun, step: StepResult, validation: float | None) ->
     """Write the step's line of metrics.jsonl."""
     if validation is not None:
         run.last_validation, run.validated_at = validation, run.step
-    run.reporter.step({**step.record, "validation_loss": validation})
+    record = {**step.record, "validation_loss": validation}
+    run.reporter.step(record)
+    if run.node_metrics is not None:
+        run.node_metrics.update(record, run.heartbeat)
 
 
 def _next_batch(run: TrainingRun) -> StepBatch:
