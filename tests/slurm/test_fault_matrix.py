@@ -260,7 +260,7 @@ def follow(cell: str, scene: Scene, began: float) -> Cell:
     """Wait for the end of the job, and look what came after the fault, and when."""
     fault, _, phase = cell.partition(" in ")
     run = scene.run
-    then = scene.cluster.wait_for_state(scene.job, {"COMPLETED", "FAILED"}, timeout=240)
+    then = scene.cluster.wait_for_state(scene.job, {"COMPLETED", "FAILED"}, timeout=120)
     events = [event for event in lines(run / "events.jsonl") if event["time"] > began]
     noticed = [event["time"] for event in events if event["event"] in NOTICES]
     assert noticed, kinds(run)
