@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.launch.failures import find_first_error
 from hpc_train.launch.restarting import find_fault
-from hpc_train.resilience.restart import Cause
+from hpc_train.resilience.restart import Cause, Fault
 from hpc_train.training.run_records import record_failure
 
 ENDED = "srun: error: node2: tasks 1,3: {}\nsrun: launch/slurm: _step_signal: Terminating StepId=1.0\n"
@@ -67,3 +67,9 @@ def test_a_watchdog_that_aborts_a_rank_names_the_rank_that_it_waited_for(logs: P
     alone = find_first_error(logs)
     assert alone is not None
     assert alone.task == 0
+
+
+def test_an_srun_that_was_killed_is_nobodys_fault(logs: Path) -> None:
+    (logs / "srun.err").touch()
+    assert find_fault(logs, 137) == Fault(Cause.KILLED, "", "srun was killed")
+    assert find_fault(logs, 1).cause is Cause.UNKNOWN

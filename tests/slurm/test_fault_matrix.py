@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from drawn import draw
 from slurm_client import SlurmCluster
-from training_client import assert_same_result, kinds, lines, pid_of_task, submit, tasks_of, wait_until
+from training_client import assert_same_result, hpc_train, kinds, lines, pid_of_task, submit, tasks_of, wait_until
 
 from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.resilience.heartbeat import find_folder
@@ -29,12 +29,11 @@ DEADLINE = 12
 """Seconds, of every phase but the start, whose imports take longer on a busy machine."""
 START_DEADLINE = 30
 WITHOUT_A_SAVE = ("start", "first step", "load after a restart", "load after a requeue")
-SUPERVISOR = "hpc_train.launch.slurm.supervise"
 PHASES = {
     "start": "1:build:1:{}",
     "first step": "1:train:1:{}",
     "step": "1:train:53:{}",
-    "data": "1:data:53:{}",
+    "data": "1:data:57:{}",
     "evaluation": "1:eval:5:{}",
     "save": "1:save:2:{}",
     "load after a restart": "0:train:50:kill 1:load:1:{}",
@@ -56,6 +55,8 @@ class Kind:
     hangs: bool = False
     comes_again: bool = False
     """Nothing starts again unless a checkpoint was saved since the start."""
+    ends_the_job: bool = False
+    """The ranks save and end, and somebody has to resume the run."""
     outside: Callable[[Scene], AbstractContextManager[None]] | None = None
     """What is done to the machines once rank 1 holds, and undone after the job."""
 
@@ -102,18 +103,25 @@ def cut_network(scene: Scene) -> Iterator[None]:
         scene.cluster.wait_for_node(scene.host, timeout=120)
 
 
-def kill_processes(*words: str, parent: bool = False) -> Callable[[Scene], AbstractContextManager[None]]:
-    """Return a fault that kills one process with these words and the attempt's log directory on its command line."""
+def kill_and_switch_off(scene: Scene) -> AbstractContextManager[None]:
+    """Kill rank 0, and take the power from the node of rank 1."""
+    os.kill(pid_of_task(scene.run, 0), signal.SIGKILL)
+    return scene.cluster.powered_off(scene.host)
 
-    def kill(scene: Scene) -> AbstractContextManager[None]:
-        filled = [word.format(job=scene.job, run=scene.run, logs=scene.logs) for word in words]
-        processes = processes_with(*filled)
-        assert processes, f"no process with {filled}"
-        for process in processes:
-            os.kill(parent_of(process) if parent else process, signal.SIGKILL)
-        return nullcontext()
 
-    return kill
+def kill_supervisor(scene: Scene) -> AbstractContextManager[None]:
+    """Kill the supervisor of the attempt."""
+    (supervisor,) = processes_with("hpc_train.launch.slurm.supervise", str(scene.logs))
+    os.kill(supervisor, signal.SIGKILL)
+    return nullcontext()
+
+
+def kill_script(scene: Scene) -> AbstractContextManager[None]:
+    """Kill the shell of the batch script, but not its slurmstepd."""
+    scripts = processes_with("slurm_script", f"job{int(scene.job):05}")
+    first = [script for script in scripts if parent_of(script) not in scripts]
+    os.kill(first[0], signal.SIGKILL)
+    return nullcontext()
 
 
 def kill_slurmstepd(scene: Scene) -> AbstractContextManager[None]:
@@ -160,15 +168,17 @@ KINDS = {
     "node": Kind(25, "hold", outside=switch_node_off),
     "network": Kind(25, "hold", ("start", *ALIVE), outside=cut_network),
     "slurmstepd": Kind(8, "hold", ("start", *ALIVE), hangs=True, outside=kill_slurmstepd),
-    "supervisor": Kind(25, "hold", ("start", *ALIVE), hangs=True, outside=kill_processes(SUPERVISOR, "{logs}")),
+    "supervisor": Kind(25, "hold", ("start", *ALIVE), hangs=True, outside=kill_supervisor),
     "agent": Kind(25, "hold", ("start", *ALIVE), hangs=True, outside=kill_agent),
     "agents' srun": Kind(25, "hold", ALIVE, hangs=True, outside=kill_srun("hpc_train.resilience.agent")),
     "ranks' srun": Kind(8, "hold", ("start", *ALIVE), outside=kill_srun("hpc_train.launch.rank_entrypoint")),
+    "batch script": Kind(6, "listen", ("step", "evaluation"), ends_the_job=True, outside=kill_script),
+    "kill and node": Kind(25, "hold", ALIVE, outside=kill_and_switch_off),
     "full disk": Kind(4, "full3", ("save",)),
 }
 DRAWN = ("gil in evaluation", "loop in save", "raise in load after a restart")
 """The others that `make test` runs are in test_faults_of_jobs.py."""
-NOTICES = ("hang", "lost_node", "restart", "requeue", "failure", "checkpoint_failed")
+NOTICES = ("signal", "hang", "lost_node", "restart", "requeue", "failure", "checkpoint_failed")
 
 
 @dataclass(frozen=True)
@@ -198,9 +208,14 @@ def settings(store: Path) -> list[str]:
 
 def start(run: Path, settings: list[str], faults: str = "") -> str:
     """Submit a run with faults; returns the job id."""
-    python = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH", "")]))
     run.parent.mkdir(parents=True, exist_ok=True)
-    return submit(run, *settings, FAULTS=faults, FAULT_FOLDER=str(run.parent), PYTHONPATH=python)
+    return submit(run, *settings, **variables(run, faults))
+
+
+def variables(run: Path, faults: str = "") -> dict[str, str]:
+    """The environment in which a run with faults is submitted or resumed."""
+    python = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH", "")]))
+    return {"FAULTS": faults, "FAULT_FOLDER": str(run.parent), "PYTHONPATH": python}
 
 
 @pytest.fixture(scope="module")
@@ -243,17 +258,34 @@ def test_a_fault(
     assert outcome.noticed <= kind.seconds + deadline
     if kind.comes_again and phase in WITHOUT_A_SAVE:
         assert outcome.then == "FAILED"
-        (failure,) = (event for event in lines(run / "events.jsonl") if event["event"] == "failure")
-        assert f"task 1 on {scene.host}" in failure["why"]
+        failures = [event["why"] for event in lines(run / "events.jsonl") if event["event"] == "failure"]
+        assert f"task 1 on {scene.host}" in failures[-1]
     else:
-        assert outcome.then == "COMPLETED"
+        if kind.ends_the_job:
+            assert outcome.then == "FAILED"
+            resumed = hpc_train("resume", "--json", str(run), **variables(run))
+            (job,) = json.loads(resumed.stdout)["jobs"]
+            slurm_cluster.wait_for_state(job, "COMPLETED", timeout=120)
+        else:
+            assert outcome.then == "COMPLETED"
         assert_same_result(run, undisturbed, STEPS)
-        if cell in ("raise in save", "full disk in save"):
+        if kind.ends_the_job:
+            assert kinds(run).count("resume") == 1
+        elif cell in ("raise in save", "memory in save", "full disk in save"):
             assert "restart" not in kinds(run), "the next save is as good"
         else:
             assert_culprit(fault, scene, began)
-    assert tasks_of(run) == {}
-    wait_until("the end of the supervisor", lambda: not any(find_folder(logs).exists() for logs in attempts(run)), 20)
+    wait_until("the end of what is left", lambda: list_leftovers(scene, fault) == [], 60)
+
+
+def list_leftovers(scene: Scene, fault: str) -> list[str]:
+    """Processes of a run, and its files in the memory of nodes. A node that was cut off keeps them for an epilog."""
+    left = [f"process {process}" for srun in (True, False) for process in processes_with(str(scene.run), srun=srun)]
+    entries = {find_folder(logs).name for logs in attempts(scene.run)}
+    for node in sorted(set(scene.cluster.command("sinfo", "-hN", "-o", "%N").split())):
+        if (fault, node) != ("network", scene.host):
+            left += entries & set(scene.cluster.dev_cluster("exec", node, "ls", "/dev/shm").split())
+    return left
 
 
 def follow(cell: str, scene: Scene, began: float) -> Cell:
