@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
-from hpc_train.config.schema import schema, setting
+from hpc_train.config.schema import config_dataclass, config_field
 from hpc_train.errors import UserError
 
 SCHEDULES = (
@@ -24,7 +24,7 @@ SCHEDULES = (
 )
 
 
-@schema
+@config_dataclass
 class TensorConfig:
     """Tensor parallelism, where tp > 1 (Shoeybi et al. 2019, arXiv:1909.08053)."""
 
@@ -36,14 +36,14 @@ class TensorConfig:
     """Overlap the gather and the scatter of activations with the matrix products, a chunk at a time."""
 
 
-@schema
+@config_dataclass
 class PipelineConfig:
     """Pipeline parallelism, where pp > 1."""
 
     schedule: str = "1f1b"
     """naive, gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev, or a file .csv,
     of which the run keeps a copy."""
-    virtual_stages: int | None = setting(default=None, ge=1)
+    virtual_stages: int | None = config_field(default=None, ge=1)
     """Stages a rank; None: 1, or 2 for the schedules that need more."""
     costs: list[float] | None = None
     """Relative time of each block, in order, with that of the embedding before and of the head after them; None:
@@ -54,71 +54,71 @@ class PipelineConfig:
     """Record when each rank did what in the first steps, in timeline/ of the run directory, for chrome://tracing."""
 
 
-@schema
+@config_dataclass
 class ContextConfig:
     """Context parallelism, where cp > 1."""
 
-    method: str = setting(default="ring", choices=("ring", "ulysses"))
+    method: str = config_field(default="ring", choices=("ring", "ulysses"))
     """ring: keys and values go round (Liu et al. 2023, arXiv:2310.01889). ulysses: heads are exchanged for positions
     (Jacobs et al. 2023, arXiv:2309.14509)."""
     balanced: bool = True
     """ring: give each rank a part of the beginning and of the end of the sequence, so that causal work is even."""
 
 
-@schema
+@config_dataclass
 class RecomputeConfig:
     """Activation recomputation and offload."""
 
-    mode: str = setting(default="none", choices=("none", "selective", "full"))
+    mode: str = config_field(default="none", choices=("none", "selective", "full"))
     """full: keep only the inputs of a block. selective: keep also the results of `keep`."""
-    every: int = setting(default=1, ge=1)
+    every: int = config_field(default=1, ge=1)
     """Recompute every k-th block only, from the first one of each stage."""
-    keep: list[str] = setting(default=["mm", "attention"])
+    keep: list[str] = config_field(default=["mm", "attention"])
     """selective: operators whose results are kept; mm, attention, or the name of an ATen operator."""
     offload: bool = False
     """GPUs: move what blocks keep for backward to CPU memory meanwhile; with mode none or full."""
 
 
-@schema
+@config_dataclass
 class OffloadConfig:
     """Where the sharded state of the zero strategies lives between its uses."""
 
-    optimizer: str = setting(default="none", choices=("none", "cpu", "file"))
+    optimizer: str = config_field(default="none", choices=("none", "cpu", "file"))
     """cpu: optimizer state and its update in CPU memory. file: in a file, read and written a part at a time."""
-    parameters: str = setting(default="none", choices=("none", "cpu", "file"))
+    parameters: str = config_field(default="none", choices=("none", "cpu", "file"))
     """cpu, file: the sharded parameters live there and are fetched to be gathered. The CPU updates them then, and the
     optimizer's state is in CPU memory too, unless `optimizer` says file."""
     dir: str | None = None
     """Folder of the files, on a disk of the node; None: the temporary directory."""
 
 
-@schema
+@config_dataclass
 class CompressionConfig:
     """Gradient compression of ddp."""
 
-    method: str = setting(default="none", choices=("none", "fp16", "bf16", "powersgd", "topk"))
+    method: str = config_field(default="none", choices=("none", "fp16", "bf16", "powersgd", "topk"))
     """powersgd (Vogels et al. 2019, arXiv:1905.13727), topk (Stich et al. 2018, arXiv:1809.07599): see feedback."""
-    rank: int = setting(default=4, ge=1)
+    rank: int = config_field(default=4, ge=1)
     """powersgd: rank of the approximation."""
-    ratio: float = setting(default=0.01, gt=0, le=1)
+    ratio: float = config_field(default=0.01, gt=0, le=1)
     """topk: share of the entries that is sent."""
-    warmup_steps: int = setting(default=0, ge=0)
+    warmup_steps: int = config_field(default=0, ge=0)
     """powersgd, topk: steps at the beginning, and after each resume, that are reduced in full."""
     feedback: bool = True
     """powersgd, topk: add to a step's gradients what earlier ones did not send; off, they converge worse."""
 
 
-@schema
+@config_dataclass
 class ServerConfig:
     """Parameter servers in place of a reduction (Li et al. 2014), over MPI one-sided communication."""
 
-    mode: str = setting(default="none", choices=("none", "synchronous", "asynchronous", "peer"))
+    mode: str = config_field(default="none", choices=("none", "synchronous", "asynchronous", "peer"))
     """peer: no servers; each rank averages its parameters with its neighbours' (Lian et al. 2017, arXiv:1705.09056)."""
-    servers: int = setting(default=1, ge=1)
+    servers: int = config_field(default=1, ge=1)
     """Ranks, spread over the nodes, that hold the parameters, each a share of them, besides working."""
-    replicas: int = setting(default=1, ge=1)
+    replicas: int = config_field(default=1, ge=1)
     """Copies of each share, on different ranks; workers read from the nearest."""
-    staleness: int = setting(default=4, ge=0)
+    staleness: int = config_field(default=4, ge=0)
     """asynchronous: updates by which the slowest worker may be behind the fastest (Ho et al. 2013)."""
     hybrid: bool = False
     """Workers of a node reduce among themselves first, and one of them talks to the servers."""
@@ -127,7 +127,7 @@ class ServerConfig:
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
-@schema
+@config_dataclass
 class ParallelConfig:
     """Degrees of the mesh axes and the data-parallel strategy. A degree of -1 means what is left of the world."""
 
@@ -135,44 +135,44 @@ class ParallelConfig:
     """The planner chooses all of `parallel`, and train.micro_batch, but what `fixed` names, before any rank starts."""
     fixed: list[str] | None = None
     """auto: keys that stay as they are, such as parallel.tp; None: those that overrides or files set."""
-    strategy: str = setting(default="ddp", choices=STRATEGIES)
+    strategy: str = config_field(default="ddp", choices=STRATEGIES)
     """ddp replicates everything. zero1 shards optimizer state, zero2 also gradients, zero3 also parameters (FSDP2)."""
-    pp: int = setting(default=1, ge=-1)
+    pp: int = config_field(default=1, ge=-1)
     """Pipeline stages."""
-    dp_replicate: int | None = setting(default=None, ge=-1)
+    dp_replicate: int | None = config_field(default=None, ge=-1)
     """Copies of the model. None: -1 for ddp unless another degree is -1, else 1."""
-    dp_shard: int | None = setting(default=None, ge=-1)
+    dp_shard: int | None = config_field(default=None, ge=-1)
     """Ranks that share one copy. None: -1 for the zero strategies unless another degree is -1, else 1; with
     dp_replicate=-1 those of an NVLink domain of the cluster, or of a node where there is none, divided by tp x cp."""
-    cp: int = setting(default=1, ge=-1)
+    cp: int = config_field(default=1, ge=-1)
     """Ranks that share the positions of a sequence (context parallelism)."""
-    tp: int = setting(default=1, ge=-1)
+    tp: int = config_field(default=1, ge=-1)
     """Ranks that share the matrices of a layer (tensor parallelism)."""
-    bucket_mib: float | None = setting(default=None, gt=0)
+    bucket_mib: float | None = config_field(default=None, gt=0)
     """Size of ddp's gradient buckets; None: torch's, a first one of 1 MiB, to start early, then 25. zero1, zero2: of
     the groups of blocks that are gathered and reduced together; None: 25."""
     static_graph: bool = False
     """ddp: every step uses the same parameters in the same order; torch then plans the reduction once."""
     unused_parameters: bool = False
     """ddp: some parameters take no part in some steps; costs a walk over the graph each time."""
-    reduce_with: str = setting(default="torch", choices=("torch", "mpi"))
+    reduce_with: str = config_field(default="torch", choices=("torch", "mpi"))
     """ddp: what reduces gradients; mpi: the MPI library, for ranks of mpirun or srun --mpi on CPUs."""
     sync_batchnorm: bool = False
     """Statistics of BatchNorm over all data-parallel ranks, which makes it equal to one device."""
     reshard_after_forward: bool = True
     """zero3: free the gathered parameters after forward (less memory), or keep them (less communication): until
     backward, and where pp > 1, as several micro-batches are in flight, until the end of the step."""
-    prefetch: int = setting(default=1, ge=0)
+    prefetch: int = config_field(default=1, ge=0)
     """zero strategies: blocks whose parameters are gathered ahead of the one that computes; 1 is fully_shard's own."""
     compile: bool = False
     """torch.compile each block."""
-    tensor: TensorConfig = setting(default=TensorConfig)
-    pipeline: PipelineConfig = setting(default=PipelineConfig)
-    context: ContextConfig = setting(default=ContextConfig)
-    recompute: RecomputeConfig = setting(default=RecomputeConfig)
-    offload: OffloadConfig = setting(default=OffloadConfig)
-    compression: CompressionConfig = setting(default=CompressionConfig)
-    server: ServerConfig = setting(default=ServerConfig)
+    tensor: TensorConfig = config_field(default=TensorConfig)
+    pipeline: PipelineConfig = config_field(default=PipelineConfig)
+    context: ContextConfig = config_field(default=ContextConfig)
+    recompute: RecomputeConfig = config_field(default=RecomputeConfig)
+    offload: OffloadConfig = config_field(default=OffloadConfig)
+    compression: CompressionConfig = config_field(default=CompressionConfig)
+    server: ServerConfig = config_field(default=ServerConfig)
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

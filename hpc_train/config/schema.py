@@ -37,7 +37,7 @@ class Range:
         return None
 
 
-def setting(
+def config_field(
     *,
     default: Any,
     ge: float | None = None,
@@ -55,8 +55,8 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-@dataclass_transform(field_specifiers=(field, setting))
-def schema(cls: type[T]) -> type[T]:
+@dataclass_transform(field_specifiers=(field, config_field))
+def config_dataclass(cls: type[T]) -> type[T]:
     """A dataclass that OmegaConf can fill and `seal` then makes read-only.
 
     `@dataclass(frozen=True)` is not used because OmegaConf refuses to compose over frozen structured configs.

@@ -186,7 +186,7 @@ def _resume_run(candidate: ResumeCandidate, mode: str, how: _Resumer) -> int:
     request = make_request(config, folder, load_snapshot(spec))
     check_partition(config, request, run_client)
     with delay_signals():
-        jobs = submit_job(folder, request.held() if mode == FORCE else request)
+        jobs = submit_job(folder, request.with_hold() if mode == FORCE else request)
         if mode == FORCE:
             set_results_aside(candidate.point.run)
         record_submission(folder, request, jobs)

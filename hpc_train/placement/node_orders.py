@@ -51,8 +51,8 @@ def pack_cells(fabric: Fabric, unit: int) -> NodeOrder:
     left, cells = [np.array([node]) for node in range(len(fabric.nodes))], list[NodeOrder]()
     for number in range(1, len(fabric.levels) + 1):
         group = fabric.levels[number].group if number < len(fabric.levels) else np.zeros(len(fabric.nodes), np.int64)
-        whole, left = _pack_level(left, group, unit)
-        cells += whole
+        packed, left = _pack_level(left, group, unit)
+        cells += packed
     place = np.empty(len(fabric.nodes), np.int64)
     place[order_along_tree(fabric)] = np.arange(len(fabric.nodes))
     cells.sort(key=lambda cell: int(place[cell[0]]))

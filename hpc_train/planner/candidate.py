@@ -113,7 +113,7 @@ def make_candidate(
     settings: Settings,
     jobs: Jobs,
     estimated: Estimate,
-    known: KnownFigures,
+    figures: KnownFigures,
     rate: AssumedFailureRate | None,
 ) -> Candidate:
     """Build a candidate from the estimate of one job.
@@ -123,21 +123,23 @@ def make_candidate(
     memory = {name: _per_stage(getattr(estimated.memory, name)) for name in MEMORY_PARTS}
     ranks = round(_single_value(jobs.world))
     nodes = max(1, -(-ranks // round(_single_value(jobs.gpus_per_node))))
-    step = _step_percentiles(estimated.time) if known.speed else None
+    step = _step_percentiles(estimated.time) if figures.speed else None
     return Candidate(
         config=config,
         settings=settings,
         ranks=ranks,
         nodes=nodes,
-        fits=FITS[round(_single_value(estimated.memory.fits))] if known.memory else "unknown",
+        fits=FITS[round(_single_value(estimated.memory.fits))] if figures.memory else "unknown",
         memory=memory,
-        capacity=_single_value(estimated.memory.capacity) if known.memory else None,
+        capacity=_single_value(estimated.memory.capacity) if figures.memory else None,
         step=step,
-        parts={name: _single_value(getattr(estimated.time, name)) for name in TIME_PARTS} if known.speed else None,
-        mfu=_single_value(estimated.mfu) if known.speed else None,
-        hfu=_single_value(estimated.hfu) if known.speed else None,
-        tokens_per_second=_single_value(estimated.tokens_per_second) if known.speed else None,
-        projection=_project(config, jobs, ranks, nodes, _without_saves(estimated.time), rate) if known.speed else None,
+        parts={name: _single_value(getattr(estimated.time, name)) for name in TIME_PARTS} if figures.speed else None,
+        mfu=_single_value(estimated.mfu) if figures.speed else None,
+        hfu=_single_value(estimated.hfu) if figures.speed else None,
+        tokens_per_second=_single_value(estimated.tokens_per_second) if figures.speed else None,
+        projection=_project(config, jobs, ranks, nodes, _without_saves(estimated.time), rate)
+        if figures.speed
+        else None,
         complexity=_complexity(config, jobs),
     )
 

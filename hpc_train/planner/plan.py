@@ -216,13 +216,13 @@ class _EstimateBasis:
     """What every candidate of a plan is estimated with."""
 
     constants: Constants
-    known: KnownFigures
+    figures: KnownFigures
     failure_rate: AssumedFailureRate
 
     @property
     def searchable(self) -> bool:
         """Whether candidates can be compared at all: by time, and by whether they fit."""
-        return self.known.speed and self.known.memory
+        return self.figures.speed and self.figures.memory
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _estimate(
 ) -> Candidate:
     jobs = jobs_from_config(config, ranks)
     estimate = estimate_placed(config, ranks, estimate_jobs(jobs, constants))
-    return make_candidate(config, settings, jobs, estimate, basis.known, basis.failure_rate)
+    return make_candidate(config, settings, jobs, estimate, basis.figures, basis.failure_rate)
 
 
 def _estimate_fallbacks(request: PlanRequest, basis: _EstimateBasis) -> Iterator[Candidate]:

@@ -80,9 +80,9 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
 
     settings: the `resilience` part of a configuration, and `learned`: seconds by phase, from earlier attempts.
     """
-    known = {Phase[name]: float(seconds) for name, seconds in settings["learned"].items()}
+    learned = {Phase[name]: float(seconds) for name, seconds in settings["learned"].items()}
     host, due = socket.gethostname(), 0.0
-    watch = NodeWatch(logs, limits_from_settings(settings["hang"]), known=known)
+    watch = NodeWatch(logs, limits_from_settings(settings["hang"]), learned=learned)
     notices, notice, overdue = NoticeWatch(**settings["notice"]), "", False
     while True:
         views = watch.look()

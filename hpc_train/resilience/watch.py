@@ -69,11 +69,11 @@ class NodeWatch:
     """Follows the ranks of this node that write heartbeats."""
 
     def __init__(
-        self, logs: Path, limits: HangLimits, host: str = "", known: Mapping[Phase, float] | None = None
+        self, logs: Path, limits: HangLimits, host: str = "", learned: Mapping[Phase, float] | None = None
     ) -> None:
-        """logs: log directory of the attempt. host: name of this node. known: from earlier attempts."""
+        """logs: of the attempt. host: name of this node. learned: seconds by phase, from earlier attempts."""
         self._logs, self._host = logs, host
-        self._limits, self.deadlines = limits, Deadlines(limits, known or {})
+        self._limits, self.deadlines = limits, Deadlines(limits, learned or {})
         self._followed: dict[int, _Followed] = {}
         self._last = time.monotonic()
 

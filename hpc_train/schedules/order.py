@@ -43,13 +43,13 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
     @property
-    def gives(self) -> tuple[Action, ...]:
+    def results(self) -> tuple[Action, ...]:
         """What is computed when this is done, in terms of F, I and W alone."""
         if self.kind is not Kind.B:
             return (self,)
         return Action(self.stage, Kind.I, self.micro_batch), Action(self.stage, Kind.W, self.micro_batch)
 
-    def needs(self, stages: int) -> tuple[Action, ...]:
+    def list_inputs(self, stages: int) -> tuple[Action, ...]:
         """What must have been computed before, in terms of F and I alone; `stages`: of the whole pipeline."""
         if self.kind is Kind.F:
             return (Action(self.stage - 1, Kind.F, self.micro_batch),) if self.stage else ()

@@ -35,7 +35,7 @@ class ActionTimes:
     def of(self, action: Action) -> float:
         """Of one computation."""
         by_kind = {Kind.F: self.forward, Kind.I: self.inputs, Kind.W: self.weights}
-        return sum(by_kind[given.kind][given.stage] for given in action.gives)
+        return sum(by_kind[given.kind][given.stage] for given in action.results)
 
 
 @dataclass(frozen=True)
@@ -108,17 +108,17 @@ class _Clock:
 
     def knows(self, step: OrderEntry) -> bool:
         """Whether the end of all that an entry needs is known."""
-        own = {given for action in entry_actions(step) for given in action.gives}
-        needs = {needed for action in entry_actions(step) for needed in action.needs(self._order.stages)}
+        own = {given for action in entry_actions(step) for given in action.results}
+        needs = {needed for action in entry_actions(step) for needed in action.list_inputs(self._order.stages)}
         return all(needed in self._ended for needed in needs - own)
 
     def do(self, rank: int, step: OrderEntry) -> None:
         """Let a rank do an entry as early as it can."""
         for action in entry_actions(step):
             free = self.spans[rank][-1].end if self.spans[rank] else 0.0
-            start = max([free, *(self._arrival(rank, needed) for needed in action.needs(self._order.stages))])
+            start = max([free, *(self._arrival(rank, needed) for needed in action.list_inputs(self._order.stages))])
             self.spans[rank].append(ActionSpan(action, start, start + self._times.of(action)))
-        for given in (given for action in entry_actions(step) for given in action.gives):
+        for given in (given for action in entry_actions(step) for given in action.results):
             self._ended[given] = self.spans[rank][-1].end
 
     def _arrival(self, rank: int, needed: Action) -> float:

@@ -73,7 +73,7 @@ def _misplaced(order: Order, micro_batches: int) -> str | None:
 def _incomplete(order: Order, micro_batches: int) -> str | None:
     first: dict[Action, tuple[Action, int]] = {}
     for rank, position, action in _all(order):
-        for given in action.gives:
+        for given in action.results:
             if given in first:
                 by, where = first[given]
                 return f"{_at(rank, position)}: {action} does again what {by} does at position {where}"
@@ -100,21 +100,21 @@ class _Waiting:
         row = self.order.rows[rank]
         return row[self.position[rank]] if self.position[rank] < len(row) else None
 
-    def missing(self, step: OrderEntry) -> Action | None:
+    def find_missing_input(self, step: OrderEntry) -> Action | None:
         """What an entry waits for. One of an overlap may wait for the other, which comes first."""
         own: set[Action] = set()
         for action in entry_actions(step):
-            for needed in action.needs(self.order.stages):
+            for needed in action.list_inputs(self.order.stages):
                 if needed not in self.done and needed not in own:
                     return needed
-            own.update(action.gives)
+            own.update(action.results)
         return None
 
     def advance(self, rank: int) -> bool:
         """Do what a rank can do until it has to wait; False if that is nothing."""
         before = self.position[rank]
-        while (step := self.step(rank)) is not None and self.missing(step) is None:
-            self.done.update(given for action in entry_actions(step) for given in action.gives)
+        while (step := self.step(rank)) is not None and self.find_missing_input(step) is None:
+            self.done.update(given for action in entry_actions(step) for given in action.results)
             self.position[rank] += 1
         return self.position[rank] > before
 
@@ -134,7 +134,7 @@ def _circle(state: _Waiting, rank: int) -> list[str]:
     while rank not in said:
         step = state.step(rank)
         assert step is not None
-        needed = state.missing(step)
+        needed = state.find_missing_input(step)
         assert needed is not None
         other = state.order.placement[needed.stage]
         said[rank] = f"{_at(rank, state.position[rank])}: {step} waits for {_giver(state.order, needed)}"
@@ -145,6 +145,6 @@ def _circle(state: _Waiting, rank: int) -> list[str]:
 
 def _giver(order: Order, needed: Action) -> str:
     """The action of the order that gives what is needed, and where it is."""
-    places = ((rank, position, action) for rank, position, action in _all(order) if needed in action.gives)
+    places = ((rank, position, action) for rank, position, action in _all(order) if needed in action.results)
     rank, position, action = next(places)
     return f"{action} at {_at(rank, position)}"

@@ -125,8 +125,8 @@ def _plan_single_shards(shards: Sequence[TensorShard], tensors: SingleShardTenso
     found = tensors.match_shards(shards)
     plain = np.flatnonzero(found >= 0)
     rows = found[plain]
-    whole = np.stack([tensors.files[rows], tensors.places[rows], tensors.sizes[tensors.form[rows]], plain], axis=1)
-    return make_single_strips(whole), np.flatnonzero(found < 0).tolist()
+    columns = np.stack([tensors.files[rows], tensors.places[rows], tensors.sizes[tensors.form[rows]], plain], axis=1)
+    return make_single_strips(columns), np.flatnonzero(found < 0).tolist()
 
 
 def _plan_others(shards: Sequence[TensorShard], which: Sequence[int], manifest: Manifest, where: str) -> list[StripRow]:

@@ -384,10 +384,10 @@ def _write_in_turn(
     if writers is None:
         return _write_own_files(temporary, rank, staged, policy)
     if writers.shared_file is None:
-        return writers.turns.run(lambda: _write_own_files(temporary, rank, staged, policy), writers.group)
+        return writers.write_turns.run(lambda: _write_own_files(temporary, rank, staged, policy), writers.group)
     with ThreadPoolExecutor(1) as pool:
         finite = pool.submit(lambda: staged.shard is None or staged.shard.is_finite())
-        files = writers.shared_file.write(temporary, writers.file_name, staged.shard, policy, writers.turns)
+        files = writers.shared_file.write(temporary, writers.file_name, staged.shard, policy, writers.write_turns)
         return WrittenShard(files, finite.result())
 
 

@@ -320,7 +320,7 @@ class SharedFileWriters:
     """Used on the first rank."""
 
     def write(
-        self, directory: Path, name: str, shard: StagedShard | None, policy: WritePolicy, turns: WriteTurns
+        self, directory: Path, name: str, shard: StagedShard | None, policy: WritePolicy, write_turns: WriteTurns
     ) -> tuple[tuple[ShardFile, FileLayout], ...]:
         """Write and synchronise a file and its table of digests. A collective of the file's ranks.
 
@@ -331,7 +331,7 @@ class SharedFileWriters:
         section = capture_failure(lambda: self._create_file(path, shard, policy))
 
         def write_section() -> list[int]:
-            return turns.run(lambda: self._write(path, raise_failure(section), shard, policy), self.group)
+            return write_turns.run(lambda: self._write(path, raise_failure(section), shard, policy), self.group)
 
         return gather_on_subset(
             self.ranks, self.rank, write_section, lambda found: self._finish_file(directory, name, found), self.group
@@ -390,7 +390,7 @@ def _write_by_mpi(path: Path, section: FileSection, shard: StagedShard | None, r
 
 @dataclass(frozen=True)
 class WriterSharing:
-    """Settings of how ranks share files and take turns (see config.train.CheckpointConfig)."""
+    """Settings of how ranks share files and take write_turns (see config.train.CheckpointConfig)."""
 
     ranks_per_file: int = 1
     writers_per_node: int = 0
@@ -412,7 +412,7 @@ class WriterGroup:
     """Index of this rank's file."""
     shared_file: SharedFileWriters | None = None
     """The writers of this rank's file, if files are shared."""
-    turns: WriteTurns = field(default_factory=WriteTurns)
+    write_turns: WriteTurns = field(default_factory=WriteTurns)
     group: ProcessGroup | None = None
 
     def sum_by_file(self, values: Sequence[int]) -> list[int]:

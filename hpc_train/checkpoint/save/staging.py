@@ -222,7 +222,7 @@ class StagingLayout:
     """Whether every slot has a target."""
 
     @property
-    def whole(self) -> ByteArray:
+    def bytes(self) -> ByteArray:
         """The memory as an array of bytes."""
         return np.frombuffer(self.memory, np.uint8)
 
@@ -383,13 +383,13 @@ def start_copy(slots: StagingLayout, shards: Sequence[TensorShard], threads: int
     later = [_place_tensor(slot, shards) for slot in slots.slots if overlap and shards[slot.shard].still]
     if not later and all(map(attrgetter("is_cpu"), sources)):
         _copy_on_host(slots, slots.all_shares, sources, threads)
-        return TensorCopy(slots.whole, [], [], None)
+        return TensorCopy(slots.bytes, [], [], None)
     still = {placed.slot.shard for placed in later}
     now = [number for number, slot in enumerate(slots.slots) if slot.shard not in still]
     on_host = [number for number in now if sources[number].is_cpu]
     _copy_on_host(slots, list(split_copies(slots, on_host)), sources, threads)
     from_gpu = [_place_tensor(slots.slots[number], shards) for number in now if not sources[number].is_cpu]
-    return TensorCopy(slots.whole, later, later, _queue_gpu_copies(slots.whole, from_gpu, later))
+    return TensorCopy(slots.bytes, later, later, _queue_gpu_copies(slots.bytes, from_gpu, later))
 
 
 @dataclass
@@ -501,7 +501,7 @@ def _queue_copies_from_gpu(buffer: ByteArray, placed: Sequence[_PlacedTensor]) -
 
 def _copy_on_host(slots: StagingLayout, work: list[CopyShare], sources: Sequence[Tensor], threads: int) -> None:
     """Copy host tensors, in several threads."""
-    buffer = slots.whole
+    buffer = slots.bytes
     large = {number: view_bytes(sources[number]) for number in {share.numbers[0] for share in work if share.high}}
 
     def copy_share(share: CopyShare) -> None:
@@ -536,7 +536,7 @@ class FusedStaging:
         """tensors: local tensors of the shards, all on the host and contiguous."""
         slots.write_structure()
         self.check = StreamingCheck(slots, self._fill)
-        self._slots, self._sources, self._whole = slots, slots.sources(tensors), slots.whole
+        self._slots, self._sources, self._whole = slots, slots.sources(tensors), slots.bytes
         self._bytes: dict[int, ByteArray] = {}
         self._given_up = False
 

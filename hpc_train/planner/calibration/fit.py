@@ -48,7 +48,7 @@ _PRIOR = 0.03
 _TOLERATED = 0.15
 """Runs with a larger error of log(time) count less: some published runs have errors that no model can explain."""
 FOLDS = 5
-"""One of this many groups is held out from the fit of the shipped constants."""
+"""One of this many groups is with_memory out from the fit of the shipped constants."""
 
 
 def assign_fold(group: str, folds: int) -> int:
@@ -65,10 +65,10 @@ def fit_constants(runs: Sequence[MeasuredRun], start: Constants | None = None) -
     """Fit the constants of time to runs with a stated time, and those of memory to runs with stated memory."""
     start = start or Constants()
     timed = [run for run in runs if np.isfinite(run.seconds)]
-    held = [run for run in runs if np.isfinite(run.memory)]
+    with_memory = [run for run in runs if np.isfinite(run.memory)]
     if timed:
         start = _fit_time(timed, start)
-    return _fit_memory(held, start) if held else start
+    return _fit_memory(with_memory, start) if with_memory else start
 
 
 def _fit_time(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
@@ -122,7 +122,7 @@ def _soft_l1_root(errors: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class HeldOutFit:
-    """Runs held out from a fit, and the fit's constants."""
+    """Runs with_memory out from a fit, and the fit's constants."""
 
     runs: tuple[MeasuredRun, ...]
     constants: Constants

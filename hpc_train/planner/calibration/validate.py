@@ -136,9 +136,9 @@ def predict_runs(runs: Sequence[MeasuredRun], constants: Constants) -> list[Pred
     if not runs:
         return []
     jobs = jobs_from_runs(runs)
-    seconds, held = estimate_step_time(jobs, constants).step, estimate_memory(_least(jobs, runs), constants)
+    seconds, memory = estimate_step_time(jobs, constants).step, estimate_memory(_least(jobs, runs), constants)
     ranked = estimate_step_time(jobs, without_residuals(constants)).step
-    columns = zip(runs, seconds, memory_as_reported(runs, held), held.fits, ranked, strict=True)
+    columns = zip(runs, seconds, memory_as_reported(runs, memory), memory.fits, ranked, strict=True)
     return [
         PredictedRun(run, float(one), float(two), FITS[int(code)], float(key)) for run, one, two, code, key in columns
     ]

@@ -57,13 +57,20 @@ def find_accelerator(name: str) -> Accelerator | None:
     variant = next((key for key, size in (("A100-40GB", "40GB"), ("H100-96GB", "96GB")) if _is(plain, key, size)), None)
     if variant:
         return _ACCELERATORS[variant]
-    return next((it for key, it in sorted(_ACCELERATORS.items(), key=lambda pair: -len(pair[0])) if key in plain), None)
+    # Longest name first: "GB200" contains "B200", "A100-40GB" contains "A100".
+    by_length = sorted(_ACCELERATORS, key=len, reverse=True)
+    return next((_ACCELERATORS[key] for key in by_length if key in plain), None)
 
 
 def _is(name: str, key: str, size: str) -> bool:
     return key.split("-")[0] in name and size in name
 
 
-def attention_peak(known: Accelerator, new_kernels: bool, triton: bool = False) -> float:
-    """Of fused attention; new_kernels: those written for the device; triton: the first ones in Triton."""
-    return ((known.new_attention if new_kernels else None) or known.attention) * (known.triton if triton else 1.0)
+def attention_peak(accelerator: Accelerator, new_kernels: bool, triton: bool = False) -> float:
+    """Return the share of the 16-bit peak that fused causal attention reaches.
+
+    new_kernels: the stack has kernels written for this device, such as FlashAttention-3 on Hopper. triton: it has
+    FlashAttention's first kernels in Triton.
+    """
+    best = (accelerator.new_attention if new_kernels else None) or accelerator.attention
+    return best * (accelerator.triton if triton else 1.0)

@@ -51,17 +51,17 @@ def switch_sizes(cluster: ClusterConfig, figures: FabricFigures) -> tuple[Switch
     leaf, group = fabric.nodes_per_leaf or math.inf, fabric.nodes_per_group or math.inf
     if cluster.topology:
         paths = switch_paths(cluster).values()
-        leaf, group = _median_nodes(it[-1:] for it in paths), _median_nodes(it[:-1][-1:] for it in paths)
+        leaf, group = _median_nodes(path[-1:] for path in paths), _median_nodes(path[:-1][-1:] for path in paths)
     leaves = Switches(leaf, _reached(figures, "leaf", leaf, fabric.oversubscription))
     return leaves, Switches(group, _reached(figures, "group", group, fabric.group_oversubscription))
 
 
 def _reached(figures: FabricFigures, level: str, nodes: float, stated: float | None) -> float:
     """Return the taper from measured bandwidths, else the stated one; 1 if neither is known."""
-    node, told = (figures.measured.get_level(name) if figures.measured else None for name in ("node", level))
-    if told is None or not math.isfinite(nodes):
+    node, above = (figures.measured.get_level(name) if figures.measured else None for name in ("node", level))
+    if above is None or not math.isfinite(nodes):
         return stated or 1.0
-    return max(1.0, nodes * (node.bandwidth if node else figures.nic_uplink) / told.bandwidth)
+    return max(1.0, nodes * (node.bandwidth if node else figures.nic_uplink) / above.bandwidth)
 
 
 def switch_paths(cluster: ClusterConfig) -> Mapping[str, Sequence[str]]:
@@ -105,8 +105,8 @@ def estimate_placed(config: RunConfig, ranks: int, found: Estimate) -> Estimate:
     nodes = first_nodes(config, ranks)
     if not nodes:
         return found
-    by = _time_factors(config, ranks, nodes)
-    spent = replace(found.time, **{name: getattr(found.time, name) * it for name, it in by.items()})
+    factors = _time_factors(config, ranks, nodes)
+    spent = replace(found.time, **{name: getattr(found.time, name) * factor for name, factor in factors.items()})
     faster = found.time.step / spent.step
     rates = {name: getattr(found, name) * faster for name in ("mfu", "hfu", "tokens_per_second")}
     return replace(found, time=spent, **rates)
@@ -142,7 +142,8 @@ def _fabric(config: RunConfig, where: NodeLocations) -> Fabric:
 def _uniform_switches(config: RunConfig, nodes: Sequence[str]) -> NodeLocations:
     """Switches of the sizes that the closed form knows."""
     leaf, group = switch_sizes(config.cluster, collect_figures(config.cluster))
-    sizes = [(name, it.nodes) for name, it in (("group", group), ("leaf", leaf)) if math.isfinite(it.nodes)]
+    levels = (("group", group), ("leaf", leaf))
+    sizes = [(name, switches.nodes) for name, switches in levels if math.isfinite(switches.nodes)]
     paths = {node: tuple(f"{name}{int(at // size)}" for name, size in sizes) for at, node in enumerate(nodes)}
     uplinks = {
         path[:end]: UnitUplink(int(size)) for path in paths.values() for end, (_, size) in enumerate(sizes, start=1)

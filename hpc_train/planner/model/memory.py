@@ -159,7 +159,7 @@ class _PeakSearch:
         # If input gradients exist already, weight gradients replace what they are computed from.
         widest = jobs.hidden * jobs.feed_forward / jobs.tp * jobs.activation_bytes
         behind_attention = self.before_attention + (2 + jobs.gated) * widest + self.attention
-        between = moment.kept + moment.kept_last > 0
+        between = moment.input_done + moment.input_done_last > 0
         complete = self.block * jobs.activation_bytes + 2 * self.hidden - self._freed
         working = np.maximum(self.working + self.unmoved + widest + self.asynchronous, complete)
         working = np.where(between, 0.0, working)
@@ -175,11 +175,11 @@ class _PeakSearch:
         group = self._group
         # Gradients in 16 bits until they are copied, then the shards that come out. The group's parameters are freed.
         beside = np.maximum(group * jobs.activation_bytes, group * jobs.gradient_bytes / self.shards)
-        between = moment.kept + moment.kept_last > 0
+        between = moment.input_done + moment.input_done_last > 0
         working = self._reduced + beside - self._freed - between * self.pending
         working = np.where(self.keeps_gradients, 0.0, working)
         ahead = np.clip(self._stage_layers - 1, 0, 1)
-        gathered = self._whole(np.where(self._frees, ahead, self.stages.layers) * self.block)
+        gathered = self._gathered_bytes(np.where(self._frees, ahead, self.stages.layers) * self.block)
         return self._peak(moment, working, self._losses(moment), gathered + self._head(moment))
 
     @cached_property
@@ -227,7 +227,9 @@ class _PeakSearch:
         most = np.where(freed, np.minimum(layers, 2), self.stages.layers) * self.block
         beside = np.where(freed, np.minimum(np.maximum(layers - 1, 1), 2), self.stages.layers) * self.block
         several = layers * self.block > self._group * (1 + 1e-9)
-        return np.maximum(self._whole(most) + copied, self._whole(beside) + np.maximum(behind * several, copied))
+        return np.maximum(
+            self._gathered_bytes(most) + copied, self._gathered_bytes(beside) + np.maximum(behind * several, copied)
+        )
 
     def at_end(self, moment: PipelineMoment) -> PeakMemory:
         """Peak at the end of the backward of a stage with the embedding or the head."""
@@ -237,7 +239,7 @@ class _PeakSearch:
         added = np.minimum(moment.accumulated + moment.reduced, 1.0) * jobs.gradient_bytes / self.shards
         reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes + added, 0.0)
         reduced = reduced + jobs.activation_bytes
-        gathered = self._whole(self.stages.layers * self.block * ((jobs.zero == 3) & (jobs.reshard == 0)))
+        gathered = self._gathered_bytes(self.stages.layers * self.block * ((jobs.zero == 3) & (jobs.reshard == 0)))
         freed = (jobs.zero == 3) & (jobs.reshard > 0)
         gathered = np.where(freed, np.where(jobs.pp == 1, 0.0, rest * self.table) * jobs.activation_bytes, gathered)
         losses = np.maximum(moment.losses - moment.loss, 0)
@@ -246,8 +248,8 @@ class _PeakSearch:
             moment,
             stages=np.maximum(moment.stages - (1 - has_last), 0),
             last=moment.last - has_last,
-            kept=np.maximum(moment.kept - 1, 0),
-            kept_last=np.maximum(moment.kept_last - has_last, 0),
+            input_done=np.maximum(moment.input_done - 1, 0),
+            input_done_last=np.maximum(moment.input_done_last - has_last, 0),
             reduced=np.minimum(moment.reduced + 1 / jobs.virtual_stages, 1 - moment.accumulated),
         )
         return self._peak(later, np.zeros(()), losses * self._loss_kept, gathered + tables * reduced)
@@ -256,7 +258,7 @@ class _PeakSearch:
         """Peak when the backward of a loss begins: gradients of the logits twice, before conversion to their dtype."""
         jobs = self.jobs
         sharded = (jobs.zero == 3) & (jobs.reshard > 0)
-        gathered = self._whole(np.where(sharded, 0.0, self.weights - self.ends))
+        gathered = self._gathered_bytes(np.where(sharded, 0.0, self.weights - self.ends))
         split = (jobs.tp > 1) * jobs.activation_bytes
         twice = moment.loss * self.logits * np.where(split > 0, self.wide + split, 2 * self.wide)
         stored = moment.losses * self._loss_kept + moment.loss * self._last_logits
@@ -296,8 +298,8 @@ class _PeakSearch:
         stages_of_first = np.maximum(jobs.virtual_stages - self.stages.has_last * (jobs.pp > 1), 1)
         in_flight = np.where(jobs.pp > 1, moment.stages / stages_of_first, moment.last)
         ends = ends + self._on_first * in_flight * self.embedding_mask
-        pending = (moment.kept * self.stages.stage + moment.kept_last * last) * self.pending
-        pending = pending + moment.kept_last * self.logits * jobs.activation_bytes
+        pending = (moment.input_done * self.stages.stage + moment.input_done_last * last) * self.pending
+        pending = pending + moment.input_done_last * self.logits * jobs.activation_bytes
         rest = ends + pending + working
         gradients = self._gradients(moment)
         if self._sends_gradients is not None:
@@ -362,7 +364,7 @@ class _PeakSearch:
         sums: Column = self.weights * jobs.reduce_bytes / self.shards * waits
         return sums
 
-    def _whole(self, gathered: Column) -> Column:
+    def _gathered_bytes(self, gathered: Column) -> Column:
         """Gathered parameters: always those of the ends, and of blocks as given."""
         jobs = self.jobs
         found = np.where(self.keeps_parameters, self.weights, self.ends + gathered) * jobs.activation_bytes

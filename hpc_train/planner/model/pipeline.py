@@ -154,9 +154,9 @@ class PipelineMoment:
     """Number of activations held for the last stage."""
     losses: Column
     """Micro-batches whose loss has been computed but not yet used in a backward."""
-    kept: Column
+    input_done: Column
     """Members of `stages` whose input gradients are computed; the inputs of their weight gradients are still held."""
-    kept_last: Column
+    input_done_last: Column
     """Members of `last` whose input gradients are computed."""
     accumulated: Column
     """Share of the rank's stages that have gradients from an earlier micro-batch, and wait for more."""
@@ -175,8 +175,8 @@ def peak_moments(jobs: Jobs) -> list[PipelineMoment]:
     walked = _split_backward_moments(jobs, split)
     most = max(len(plain), len(walked))
     padded = [(plain[min(at, len(plain) - 1)], walked[min(at, len(walked) - 1)]) for at in range(most)]
-    names = [it.name for it in fields(PipelineMoment)]
-    return [PipelineMoment(*(np.where(split, getattr(b, it), getattr(a, it)) for it in names)) for a, b in padded]
+    names = [field.name for field in fields(PipelineMoment)]
+    return [PipelineMoment(*(np.where(split, getattr(b, name), getattr(a, name)) for name in names)) for a, b in padded]
 
 
 def _has_no_steady_state(jobs: Jobs) -> NDArray[np.bool_]:

@@ -80,7 +80,7 @@ class _Layer:
         return self.launch_forward + self.launch_backward
 
     @property
-    def whole(self) -> Column:
+    def total(self) -> Column:
         return self.forward + self.backward + self.tensor + self.context + self.launch
 
 
@@ -90,7 +90,7 @@ def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
     layer = _layer(jobs, constants, done)
     layers = split_layers(jobs)
     slow, ends = _slowest(jobs, layers, layer, done)
-    others = _all_ranks_seconds(jobs, layers, layer, done) - slow * layer.whole - ends
+    others = _all_ranks_seconds(jobs, layers, layer, done) - slow * layer.total - ends
     m = jobs.micro_batches
     compute = m * (slow * (layer.forward + layer.backward - layer.moved) + ends)
     waiting = _bubble(jobs, layer, done, others)
@@ -201,8 +201,8 @@ def _ring(jobs: Jobs, constants: Constants, done: LayerWork) -> Column:
 def _slowest(jobs: Jobs, layers: LayerSplit, layer: _Layer, done: LayerWork) -> tuple[Column, Column]:
     """(layers, seconds of the ends) of the slowest rank."""
     single = jobs.pp == 1
-    first, last = layers.first * layer.whole + done.embedding, layers.last * layer.whole + done.head
-    middle = np.where(jobs.pp > 2, layers.middle * layer.whole, 0.0)
+    first, last = layers.first * layer.total + done.embedding, layers.last * layer.total + done.head
+    middle = np.where(jobs.pp > 2, layers.middle * layer.total, 0.0)
     is_last = (last >= first) & (last >= middle)
     is_first = ~is_last & (first >= middle)
     count = np.where(is_last, layers.last, np.where(is_first, layers.first, layers.middle))
@@ -212,7 +212,7 @@ def _slowest(jobs: Jobs, layers: LayerSplit, layer: _Layer, done: LayerWork) -> 
 
 def _all_ranks_seconds(jobs: Jobs, layers: LayerSplit, layer: _Layer, done: LayerWork) -> Column:
     """Seconds of a micro-batch on all ranks of the pipeline together."""
-    return jobs.layers * layer.whole + done.head + done.embedding
+    return jobs.layers * layer.total + done.head + done.embedding
 
 
 def _bubble(jobs: Jobs, layer: _Layer, done: LayerWork, others: Column) -> Column:

@@ -78,8 +78,9 @@ def _check_piece(
             yield f"{where} is copy {piece.replica} of those of all ranks"
         return
     tiling = find_tiling(built, piece)
-    if (piece.offset, piece.size) != tiling.held(built.at, degrees):
-        yield f"{where} begins at {piece.offset} and is {piece.size}, but should {tiling.held(built.at, degrees)}"
+    offset, size = tiling.find_rectangle(built.at, degrees)
+    if (piece.offset, piece.size) != (offset, size):
+        yield f"{where} begins at {piece.offset} and is {piece.size}; it should begin at {offset} and be {size}"
     count, mine = tiling.copies(degrees), tiling.copy(built.at, degrees)
     if not 0 <= piece.replica < 2 * count:
         yield f"{where} is copy {piece.replica} of {count}"
@@ -242,7 +243,7 @@ class DeviceMemory:
     context: float
     """Bytes taken by the driver, libraries and communicators."""
 
-    def taken(self, peak: float) -> float:
+    def bytes_needed(self, peak: float) -> float:
         """Return the device bytes that a peak of counted memory takes."""
         return peak * (1 + self.fragmentation) + self.context
 
@@ -273,7 +274,7 @@ def check_memory_fit(
     wrong = [line for built in stepped for line in _compare(built, planned.get(built.rank, {}))]
     within_plan = not wrong
     needs = {built.rank: (built.counted.peak or 0) + changed.get(built.rank, 0.0) for built in stepped}
-    over = [built for built in stepped if device is not None and device.taken(needs[built.rank]) > device.bytes]
+    over = [built for built in stepped if device is not None and device.bytes_needed(needs[built.rank]) > device.bytes]
     for built in over:
         assert device is not None
         wrong.append(_exceeds(built, needs[built.rank], device))
@@ -308,12 +309,12 @@ def _format_excess(ratio: float) -> str:
 
 
 def _exceeds(built: RehearsedRank, needed: float, device: DeviceMemory) -> str:
-    taken = device.taken(needed)
-    beyond = _format_size(taken - device.bytes, device.bytes)
+    required = device.bytes_needed(needed)
+    beyond = _format_size(required - device.bytes, device.bytes)
     largest = max(_COUNTED_AS, key=lambda part: _sum(built.counted.at_peak, _COUNTED_AS[part]))
     return (
         f"{_where(built)} does not fit: {_format_size(needed, needed)}, with allocator and driver "
-        f"{_format_size(taken, device.bytes)}, are {beyond} more than the "
+        f"{_format_size(required, device.bytes)}, are {beyond} more than the "
         f"{_format_size(device.bytes, device.bytes)} of the device; most of it {largest}: "
         f"{_format_size(_sum(built.counted.at_peak, _COUNTED_AS[largest]), needed)}"
     )
@@ -325,7 +326,7 @@ def _good(fullest: RehearsedRank, needed: float, plan: float | None, device: Dev
     if device is None:
         rest = "; cluster.gpu.memory_gib is not known, so whether it fits is not"
         return f"keeps to the plan: {_where(fullest)} needs most, {_format_size(needed, needed)}{against}{rest}"
-    taken_size = _format_size(device.taken(needed), device.bytes)
+    taken_size = _format_size(device.bytes_needed(needed), device.bytes)
     return (
         f"fits: {_where(fullest)} needs most, {_format_size(needed, needed)}{against}; with allocator and driver "
         f"{taken_size} of {_format_size(device.bytes, device.bytes)}"

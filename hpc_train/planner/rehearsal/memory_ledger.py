@@ -65,7 +65,7 @@ class MemoryLedger:
                 continue  # what a DTensor holds has an entry of its own
             storage = tensor.untyped_storage()
             key = storage_address(storage)
-            if key not in self._memory and all(key != storage_address(it.untyped_storage()) for it in given):
+            if key not in self._memory and all(key != storage_address(tensor.untyped_storage()) for tensor in given):
                 self._add(storage, key)
                 if self._whole_gradients is not None and len(self._sizes) % _OFTEN == 0:
                     self.label(self._whole_gradients(), "gradients")

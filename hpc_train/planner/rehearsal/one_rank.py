@@ -93,7 +93,7 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
             rank=world.rank,
             at=rank_coordinates(world.rank, degrees),
             said=tuple(said),
-            pieces=tuple(_held(piece) for piece in pieces),
+            pieces=tuple(_describe_piece(piece) for piece in pieces),
             tilings=lie,
             counted=counted,
             seconds=time.perf_counter() - started,
@@ -177,7 +177,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _held(piece: TensorShard) -> HeldShard:
+def _describe_piece(piece: TensorShard) -> HeldShard:
     local, sizes = piece.local, (piece.shape, piece.offset, piece.local.shape)
     shape, offset, size = (tuple(int(number) for number in numbers) for numbers in sizes)
     return HeldShard(piece.name, shape, str(piece.dtype), offset, size, piece.replica, local.nbytes)

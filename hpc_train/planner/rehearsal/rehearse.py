@@ -242,7 +242,7 @@ def run_in_processes(function: Callable[[int], T], items: Sequence[int], at_once
                 receiver, process = _begin(function, item)
                 running[receiver] = item, process
             ready = wait(list(running))
-            for receiver in [it for it in running if it in ready]:
+            for receiver in [waiting_for for waiting_for in running if waiting_for in ready]:
                 item, process = running.pop(receiver)
                 found[item] = _result(receiver, item)
                 process.join()

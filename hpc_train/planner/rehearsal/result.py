@@ -51,7 +51,7 @@ class Tiling:
         """Which of these copies the rank at some coordinates has."""
         return _flat([axis for axis in SHARED_AXES if axis not in self.split], at, degrees)
 
-    def held(self, at: Mapping[str, int], degrees: Degrees) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def find_rectangle(self, at: Mapping[str, int], degrees: Degrees) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, shape) of the rectangle of the rank at some coordinates."""
         pairs = zip(self.cuts, self.intervals, strict=True)
         found = [intervals[_flat(axes, at, degrees)] for axes, intervals in pairs]
@@ -87,7 +87,7 @@ def _flat(axes: tuple[str, ...] | list[str], at: Mapping[str, int], degrees: Deg
 class Tilings:
     """Makes them; tensors of a shape that lie alike share one."""
 
-    known: dict[object, Tiling]
+    by_layout: dict[object, Tiling]
 
     def of(self, tensor: Tensor) -> Tiling:
         """A parameter or a buffer of a model that has been split."""
@@ -95,9 +95,9 @@ class Tilings:
             return whole_tiling(tuple(tensor.shape))
         mesh = tensor.device_mesh
         key = (tensor.shape, tensor.placements, mesh.mesh_dim_names, mesh.shape)
-        if key not in self.known:
-            self.known[key] = _tiling(tensor)
-        return self.known[key]
+        if key not in self.by_layout:
+            self.by_layout[key] = _tiling(tensor)
+        return self.by_layout[key]
 
 
 def whole_tiling(shape: tuple[int, ...]) -> Tiling:
