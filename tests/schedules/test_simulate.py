@@ -138,7 +138,7 @@ def test_nothing_starts_before_what_it_needs_or_while_its_rank_is_busy(
         free = 0.0
         for span in spans:
             assert span.start >= free
-            assert span.end == pytest.approx(span.start + each.of(span.action))
+            assert span.end == pytest.approx(span.start + each.time_action(span.action))
             for needed in span.action.list_inputs(order.stages):
                 away = order.placement[needed.stage] != rank
                 assert span.start >= ended[needed] + (each.communication if away else 0) - 1e-9
