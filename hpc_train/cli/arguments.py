@@ -147,7 +147,7 @@ def add_status(command: argparse.ArgumentParser) -> None:
     shown = command.add_mutually_exclusive_group()
     shown.add_argument("-w", "--watch", action="store_true", help="redraw the table until every run has ended")
     shown.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--goodput", action="store_true", help="what the node-hours went into, in place of the table")
+    command.add_argument("--goodput", action="store_true", help="show what node-hours were spent on, not the table")
     add_examples(
         command,
         "hpc-train status runs/first",

@@ -77,7 +77,7 @@ def _hydra() -> initialize_config_module:
 
 
 def compose_unchecked(overrides: list[str], config_dir: str | None) -> DictConfig:
-    """The same before its types and ranges are checked. Raises UserError, in one line."""
+    """Compose the overrides into a config whose types and ranges are not checked yet. Raises UserError, in one line."""
     extra = _search_path(config_dir)
     groups, values = suggest.split_groups(_parsed(overrides))
     if wrong := suggest.find_wrong_choice(groups, partial(list_options, config_dir=config_dir)):
@@ -129,7 +129,7 @@ def make_typed(plain: DictConfig, overrides: Sequence[str], config_dir: str | No
 
 
 def check_and_seal(config: RunConfig, overrides: Sequence[str], config_dir: str | None = None) -> RunConfig:
-    """The same config, checked, with what it leaves to the cluster filled in, and sealed. Raises UserError."""
+    """Fill in what a config leaves to the cluster, check it, and make it read-only. Raises UserError."""
     if wrong := suggest.find_unknown_field(config):
         raise UserError(wrong)
     check_config(config)

@@ -12,7 +12,7 @@ from hpc_train.config.schema import config_dataclass, config_field
 
 @config_dataclass
 class ModelConfig:
-    """What every model has; the kinds below add their own fields."""
+    """Fields that every model has; the kinds below add their own."""
 
     kind: str = MISSING
     """Name in the registry of models: transformer, vit, custom."""
@@ -116,7 +116,7 @@ class CustomModelConfig(ModelConfig):
 
 @config_dataclass
 class DataConfig:
-    """What every data set has; the kinds below add their own fields."""
+    """Fields that every data set has; the kinds below add their own."""
 
     kind: str = MISSING
     """tokens or images."""

@@ -91,7 +91,7 @@ def resume_runs(
 
 @dataclass(frozen=True)
 class _Resumer:
-    """What all runs of one command are resumed with."""
+    """Options and callbacks with which one `resume` command handles all its runs."""
 
     stop: StopRequest
     output: CommandOutput

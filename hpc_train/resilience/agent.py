@@ -34,7 +34,7 @@ KILL = b"kill\n"
 
 @dataclass(frozen=True)
 class Report:
-    """What the agent of a node sees."""
+    """Report of a node's agent to the supervisor: the state of its ranks and of the machine."""
 
     host: str
     views: list[RankView]

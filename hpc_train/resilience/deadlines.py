@@ -57,7 +57,7 @@ class Deadlines:
 
     limits: HangLimits
     earlier: Mapping[Phase, float] = field(default_factory=dict)
-    """What earlier attempts have learned."""
+    """Typical seconds by phase, learned in earlier attempts."""
     _seconds: dict[Phase, deque[float]] = field(default_factory=dict)
 
     def observe(self, phase: Phase, seconds: float) -> None:

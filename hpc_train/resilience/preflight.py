@@ -77,7 +77,7 @@ class RankPlace(Protocol):
 
 @dataclass(frozen=True)
 class NodeFigures:
-    """What one node took for one repetition, in seconds; the slowest of its ranks counts."""
+    """Seconds that one node took for one repetition; the slowest of its ranks counts."""
 
     host: str
     product: float

@@ -33,7 +33,7 @@ GONE, STOPPED, WAITS_FOR_DISK = "gone", "T", "D"
 
 @dataclass(frozen=True)
 class RankView:
-    """What a watcher sees of one rank."""
+    """State of one rank, as a watcher sees it."""
 
     task: int
     phase: Phase

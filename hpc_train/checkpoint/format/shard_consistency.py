@@ -56,7 +56,7 @@ def check_shard_file(
     member = int(members[0])
     sealed = layout.within is None  # a file shared with an earlier step has the seal of all that that step wrote
     if sealed and table.seal != seal_table(compute_layout_seal(step_layout, layout, member), table.parts):
-        raise CheckpointError("what the manifest says of it is not what was written (seal)")
+        raise CheckpointError("the manifest does not describe what was written (seal)")
     if thorough or not sealed:
         datasets = parse_datasets(read, file.bytes)
         _compare(_expected(step_layout, layout, member), datasets, table.parts, layout.within is None)

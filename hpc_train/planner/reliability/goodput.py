@@ -49,7 +49,7 @@ class Interruption:
     down_seconds: Number
     """Time from the event to the start of the restart: detection, a last save, waiting for a node."""
     saved: bool = False
-    """Announced in advance: the job saves first, and no step is lost."""
+    """Whether it is announced in advance, so that the job saves first and loses no step."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Save:
     """Cost of one checkpoint."""
 
     stall_seconds: Number
-    """How long the job computes nothing."""
+    """Seconds for which training stops."""
     write_seconds: Number
     """Time from the start of the save until a job can resume from it; at least the stall."""
 
@@ -69,7 +69,7 @@ class Waste:
     effective: Number
     """Steps that are not lost: the effective training time ratio."""
     saving: Number
-    """Stalls of saves between steps that are not lost."""
+    """Waiting for saves, between steps that are not lost."""
     lost: Number
     """Steps that are repeated after an interruption, with the stalls between them."""
     down: Number

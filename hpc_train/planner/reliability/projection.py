@@ -39,7 +39,7 @@ MONTH = 365.25 / 12 * 86400.0
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices per unit, in one currency. What depends on a price that is None is None too."""
+    """Prices per unit, in one currency. A figure that depends on an unknown price (None) is None, too."""
 
     gpu_hour: float | None = None
     watts_per_gpu: float | None = None
@@ -105,7 +105,7 @@ def _times_price(amount: float | None, price: float | None) -> float | None:
 
 
 _RESTART_SECONDS = 300.0
-"""Of a restart, where no log tells; see plan.restart_minutes."""
+"""Assumed duration of a restart if no log has one and plan.restart_minutes is not set."""
 _SMALL_NODES = 128
 """Up to this many nodes, jobs were interrupted more by other causes than by node failures (arXiv:2410.21680)."""
 _ENDLESS = 1e12
@@ -114,7 +114,7 @@ _ENDLESS = 1e12
 
 @dataclass(frozen=True)
 class ProjectedJob:
-    """What a projection needs of the planner's estimate of one candidate."""
+    """The part of a candidate's estimate that a projection needs."""
 
     ranks: int
     """One per GPU."""
