@@ -130,7 +130,7 @@ class UnitUplink:
 def build_units(cluster: Cluster, compute: Collection[str] | None = None) -> list[SwitchUnit]:
     """Return the outermost units in the source's order. A switch with nothing below it is left out.
 
-    compute: names of the nodes whose cables tell which switches belong together (default: `compute_nodes`).
+    compute: names of the nodes whose cables tell which switches belong together (default: find_compute_nodes).
     """
     counted = find_compute_nodes(cluster) if compute is None else compute
     forest = _Forest()
@@ -146,7 +146,7 @@ def build_units(cluster: Cluster, compute: Collection[str] | None = None) -> lis
 def find_paths(cluster: Cluster, compute: Collection[str] | None = None) -> dict[str, tuple[str, ...]]:
     """Map each node to the units above it, top to leaf, in the cluster's order; () for a node on no switch.
 
-    A unit of several switches has one name for all, such as leaf[1-8]. compute: as `units_of` takes it.
+    A unit of several switches has one name for all, such as leaf[1-8]. compute: see build_units.
     """
     paths: dict[str, tuple[str, ...]] = {node.name: () for node in cluster.nodes}
     for unit, path in _walk_units(build_units(cluster, compute)):

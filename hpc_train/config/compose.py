@@ -118,7 +118,7 @@ def _diagnose(
 
 
 def make_typed(plain: DictConfig, overrides: Sequence[str], config_dir: str | None) -> RunConfig:
-    """From what `composed` gave to a checked, read-only RunConfig. Raises UserError, in one line."""
+    """Convert a composed configuration to a checked, read-only RunConfig. Raises UserError, in one line."""
     try:
         with refuse_secret_variables():
             config = OmegaConf.to_object(plain)

@@ -40,9 +40,9 @@ from hpc_train.traffic.axes import Flow
 from hpc_train.traffic.flows import compute_flows
 
 MAX_EXACT_NODES = 8
-"""Nodes up to which every order is tried."""
+"""Maximum number of nodes for which every order is tried."""
 MIN_GAIN = 0.01
-"""Gain of a step's communication below which the launcher's order stays: no constant is known better than that."""
+"""Minimum gain of communication time; below it the launcher's order stays, as the constants are no more precise."""
 _SAME = 1e-9
 """Relative difference that counts as equal: floating-point sums of the same seconds in another order."""
 _NODES_ORDERED = 1 << 18

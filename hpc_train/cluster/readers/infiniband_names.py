@@ -17,7 +17,7 @@ from hpc_train.cluster.switch_tree import group_similar_sets
 _MOSTLY = 0.9
 """Share of the named servers that must follow a cabling rule before it is applied to the others."""
 _BOARD = 64
-"""Largest distance between GUIDs of one board."""
+"""Maximum distance between the GUIDs of one board."""
 
 
 def assign_nameless_adapters(
@@ -44,7 +44,7 @@ def assign_nameless_adapters(
 
 
 CablePlugs = Mapping[str, Sequence[tuple[str, int]]]
-"""Adapter -> (switch, port of the switch) for each of its cables."""
+"""(switch, port of the switch) of each cable of an adapter, by adapter."""
 
 
 def _group_by_system(nameless: Sequence[SubnetDevice]) -> list[list[SubnetDevice]]:
@@ -206,7 +206,7 @@ def name_hosts(adapters: Sequence[SubnetDevice]) -> dict[str, tuple[str, str | N
     """Map each adapter to (host, device).
 
     Names come from the description, else from an adapter with the same system image GUID that has a name, else from
-    `join_nameless`. A host without any name is called by its system image GUID.
+    assign_nameless_adapters. A host without any name is called by its system image GUID.
     """
     named = _list_named_adapters(adapters)
     of_system: dict[str | None, set[str]] = defaultdict(set)

@@ -30,13 +30,13 @@ from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Gpu, Link, Nic, Node
 from hpc_train.errors import UserError
 
 MAX_NVLINKS = 18
-"""NVLinks of a GPU that is joined point to point: V100 6, A100 12, H100 18."""
+"""Maximum number of NVLinks of a GPU: V100 6, A100 12, H100 18."""
 MAX_BOND_LINKS = 4
 """NVLinks between two GPUs of a board where each has several such neighbours and no switch; wider ones are also what a
 pair behind an NVSwitch shows (6, 8, 12, 18)."""
 _LEGEND = re.compile(r"(?<!\S)(NIC\d+)\s*[:=]\s*(\S+)\s*$")
 _BROKEN = re.compile(r".*\D|mlx\d")
-"""What is left of a device's name; whole ones end in their number."""
+"""Matches a name of a device that is cut off: complete names end in a number."""
 _OWN_ROCM = re.compile(r"between two GPUs|ROCm System Management Interface|\(Topology\)")
 
 LinkCells = dict[tuple[str, str], tuple[str, int]]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LINK_KIND = re.compile(r"X|SYS|SOC|NODE|PHB|PXB|PIX|NV[1-9]\d?|C2C|N/A")
-"""A cell of the matrix; SOC is what old drivers called SYS."""
+"""Matches a cell of the matrix; SOC is the old name of SYS."""
 _GLUED = rf"(?:{LINK_KIND.pattern})+(?!\S)"
 _NAME = r"[A-Za-z][\w.+-]*\d"
 _ROW = re.compile(rf"(?<!\S)(?:(?!N?V\d+\s){_NAME}[ \t]+(?={_GLUED})|(?:GPU|NIC)\d+(?={_GLUED}))")
@@ -28,7 +28,7 @@ _INVISIBLE = dict.fromkeys(map(ord, "\ufeff\u200b\u200c\u200d\x00\x1b"), None) |
     map(ord, "\u00a0\u2003\u2002\u3000|`"), " "
 )
 MAX_WRAPPED_LINES = 12
-"""Lines that one row may have been wrapped to."""
+"""Maximum number of lines that a row may be wrapped to."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class WrappedLines:
     """One row, or the header, as it is in the text: one line, or more if a terminal wrapped it."""
 
     number: int
-    """Of the first line, from 1."""
+    """Number of the first line, from 1."""
     parts: tuple[str, ...]
     start: int
     """Where in the first of them the row's label, or the header's first column, begins."""
@@ -170,17 +170,17 @@ class MatrixRow:
 
     label: str
     kinds: tuple[str, ...]
-    """Of its first columns; fewer than the header has where the row is partial."""
+    """Link kinds of its first columns; fewer than in the header if the row is cut."""
     tabbed: tuple[str, ...]
-    """The cells as single tabs separate them; () where something else does."""
+    """Cells that are separated by single tabs; () if something else separates them."""
     cpus: str | None
     numa: int | str | None
     tail: tuple[str, ...] = ()
-    """What stands behind the link cells."""
+    """Text behind the link cells."""
 
 
 class NotARowError(ValueError):
-    """The text is no row; the message says why."""
+    """A text is not a row of the matrix; the message says why."""
 
 
 def read_row(text: str, columns: MatrixColumns, edge: int = 0) -> MatrixRow:
