@@ -13,6 +13,7 @@ from hpc_train.config.overrides import did_you_mean
 from hpc_train.config.parallel import requested_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
+from hpc_train.config.secret_variables import is_secret_name
 from hpc_train.config.train import CheckpointConfig
 from hpc_train.errors import UserError
 
@@ -46,6 +47,7 @@ def check_config(config: RunConfig) -> RunConfig:
     _check_plan(config)
     _check_compression(config)
     _check_sharing(config)
+    _check_loggers(config)
     requested_degrees(config.parallel)
     _check_fixed(config)
     return config
@@ -174,6 +176,31 @@ def _check_sharing(config: RunConfig) -> None:
             f"checkpoint.whole_every={checkpoint.whole_every}: without checkpoint.incremental=true every save is "
             "whole; leave it out, or set that too"
         )
+
+
+def _check_loggers(config: RunConfig) -> None:
+    loggers = config.loggers
+    if len(set(loggers.use)) != len(loggers.use):
+        raise UserError(f"loggers.use={loggers.use}: names a logger twice; leave one out")
+    for name in _dict_keys(loggers.args):
+        if is_secret_name(name):
+            raise UserError(
+                f"loggers.args: {name} looks like a secret, and a configuration is written to files; read it from the "
+                "environment in your own code"
+            )
+    uri = loggers.mlflow.tracking_uri
+    if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
+        raise UserError(
+            "loggers.mlflow.tracking_uri: has a user or password in it, and a configuration is written to files; leave "
+            "it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
+
+
+def _dict_keys(value: Any) -> list[str]:
+    """Return the keys of a dict and of all dicts in it."""
+    if isinstance(value, dict):
+        return [name for key, item in value.items() for name in (str(key), *_dict_keys(item))]
+    return [name for item in value for name in _dict_keys(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _check_compression(config: RunConfig) -> None:

@@ -28,6 +28,7 @@ GROUPS = (
     "launch",
     "container",
     "resilience",
+    "loggers",
     "experiment",
 )
 """The groups of conf/."""

@@ -6,6 +6,7 @@ from omegaconf import MISSING
 
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.launch import ContainerConfig, LaunchConfig
+from hpc_train.config.loggers import LoggersConfig
 from hpc_train.config.model import DataConfig, ModelConfig
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.resilience import ResilienceConfig
@@ -114,6 +115,7 @@ class RunConfig:
     launch: LaunchConfig = config_field(default=LaunchConfig)
     container: ContainerConfig = config_field(default=ContainerConfig)
     resilience: ResilienceConfig = config_field(default=ResilienceConfig)
+    loggers: LoggersConfig = config_field(default=LoggersConfig)
     train: TrainConfig = config_field(default=TrainConfig)
     plan: PlanConfig = config_field(default=PlanConfig)
     run_dir: str | None = None

@@ -43,6 +43,8 @@ class TrainConfig:
     """Steps between two plain progress lines; metrics.jsonl has every step."""
     tensorboard: bool = True
     """Write the metrics for TensorBoard too, into the run directory."""
+    record_steps: bool = True
+    """Record what each rank spends each step on, 200 bytes a step, for `hpc-train report`, `top` and `status`."""
     noise_scale: NoiseScaleConfig = config_field(default=NoiseScaleConfig)
 
     @property

@@ -28,6 +28,7 @@ from hpc_train.parallel.rules.check import check_support
 from hpc_train.placement.node_locations import read_switch_file
 from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular, write_private_file
 from hpc_train.traffic.stages import is_schedule_file
+from hpc_train.training.loggers.interface import check_loggers
 from hpc_train.training.run_directory import (
     RunDirectory,
     locate_run_directory,
@@ -75,6 +76,8 @@ def check_run(config: RunConfig, ranks: int) -> Degrees:
     degrees = check_support(config, ranks)
     check_shape(config.model)
     check_model_and_data(config)
+    if config.container.kind == "none":  # else nobody knows what is installed where it runs
+        check_loggers(config.loggers.use)
     return degrees
 
 

@@ -88,14 +88,15 @@ class LedgerFile:
         if now < self._next and not due and not ended:
             return
         self._next = now + _SECONDS_BETWEEN_LINES
-        line = LedgerLine(self._attempt, time.time(), step, _sum_activities(heartbeat), self._nodes, ended)
+        line = LedgerLine(self._attempt, time.time(), step, sum_activities(heartbeat), self._nodes, ended)
         try:
             _append_line(self._path, json.dumps(asdict(line)))
         except OSError as error:
             self.failure = self.failure or f"{self._path.name}: {error.strerror}"
 
 
-def _sum_activities(heartbeat: Heartbeat) -> dict[str, float]:
+def sum_activities(heartbeat: Heartbeat) -> dict[str, float]:
+    """Return the seconds of this process by activity, as goodput.jsonl has them."""
     seconds: dict[str, float] = {}
     for phase, value in heartbeat.seconds().items():
         seconds[ACTIVITIES[phase]] = round(seconds.get(ACTIVITIES[phase], 0.0) + value, 4)

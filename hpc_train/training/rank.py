@@ -46,13 +46,14 @@ from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
 from hpc_train.runtime.start import leave_process_group, start
 from hpc_train.training.loop import TrainingRun, describe_code_change, evaluate_owed, run_training
 from hpc_train.training.optimizer import make_optimizer, require_determinism
+from hpc_train.training.recorder import StepRecorder
 from hpc_train.training.reporter import Reporter
 from hpc_train.training.rollback import ROLLBACKS, read_rollbacks
 from hpc_train.training.run_directory import RunDirectory
 from hpc_train.training.warning_files import recording_warnings
 
 if TYPE_CHECKING:
-    pass
+    from hpc_train.training.node_metrics import NodeMetrics
 
 log = logging.getLogger(__name__)
 # Any other error stays on its own rank, and is the first that the run reports, with its traceback.
@@ -111,7 +112,11 @@ def _run_rank(
             run = assemble_run(config, world, directory, attempt, stop, data, engine)
             run.heartbeat = heartbeat
             run.injector = FaultInjector(directory.path, world.rank) if config.resilience.chaos else None
+            if config.train.record_steps:
+                file = directory.step_records(attempt, task.node)
+                run.recorder = StepRecorder(engine, world, heartbeat, file, config.parallel.compile)
             run.ledger = LedgerFile(directory.path / GOODPUT, attempt, task.nodes) if world.rank == 0 else None
+            run.node_metrics = start_node_metrics(run, task)
             run.saver.lock = lock
             with closing(run):
                 if rank_map.warning:
@@ -126,6 +131,7 @@ def _run_rank(
                     run.ledger.write(heartbeat, run.step, ended=True)
                 if code == EXIT_DONE:
                     run.reporter.mark_done()
+                run.reporter.close_loggers()
                 dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
                 return code
     finally:
@@ -230,6 +236,15 @@ def assemble_run(
             f"weights of step {resumed.step} in {resumed.directory}: training starts at step 0 with a fresh optimizer"
         )
     return run
+
+
+def start_node_metrics(run: TrainingRun, task: Task) -> NodeMetrics | None:
+    """Start the metrics file of this node on its first rank, if it is asked for; None elsewhere."""
+    if run.config.loggers.textfile_dir is None or task.local != 0:
+        return None
+    from hpc_train.training.node_metrics import NodeMetrics
+
+    return NodeMetrics(run.config, run.directory, run.reporter.attempt, run.steps, run.step, task)
 
 
 def count_total_steps(config: RunConfig, samples: int) -> int:

@@ -1,4 +1,4 @@
-"""Report a run while it goes on, from rank 0: metrics, events, TensorBoard, progress, and lines for people.
+"""Report a run while it goes on, from rank 0: metrics, events, loggers, progress, and lines for people.
 
 A terminal shows a progress bar, a log plain lines.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -17,7 +17,7 @@ from hpc_train.training.run_directory import RunDirectory
 from hpc_train.training.run_records import LineFile, MetricsFile, format_event
 
 if TYPE_CHECKING:
-    from hpc_train.training.tensorboard_writer import TensorBoardWriter
+    from hpc_train.training.loggers.interface import Logger
 
 
 class Progress(Protocol):
@@ -119,8 +119,8 @@ class Reporter:
     attempt: int
     metrics: MetricsFile | None = None
     events: LineFile | None = None
-    board: TensorBoardWriter | None = None
     bar: Progress | None = None
+    loggers: list[Logger] = field(default_factory=list)
     warned: bool = False
 
     @classmethod
@@ -130,17 +130,21 @@ class Reporter:
         """Make a reporter that writes on rank 0 and is silent on other ranks."""
         if rank != 0:
             return cls(directory, attempt)
-        board = None
+        loggers: list[Logger] = []
         if config.train.tensorboard:
             from hpc_train.training.tensorboard_writer import TensorBoardWriter
 
-            board = TensorBoardWriter(directory.path / "tensorboard", resumed_at)
+            loggers.append(TensorBoardWriter(directory.path / "tensorboard", resumed_at))
+        if config.loggers.use:
+            from hpc_train.training.loggers.start import start_loggers
+
+            loggers += start_loggers(config, directory, attempt, resumed_at)
         bar = make_progress(steps, config.train.log_every)
         metrics = MetricsFile(directory.metrics, resumed_at)
-        return cls(directory, attempt, metrics, _open_events(directory.events), board, bar)
+        return cls(directory, attempt, metrics, _open_events(directory.events), bar, loggers)
 
     def step(self, record: dict[str, Any]) -> None:
-        """Report one step. TensorBoard and the optional fields leave out numbers that are None."""
+        """Report one step. The optional fields leave out numbers that are None."""
         if self.metrics is None:
             return
         optional = ("noise_scale", "validation_loss", "skipped")
@@ -148,16 +152,18 @@ class Reporter:
         self.metrics.write(record)
         if self.bar is not None:
             self.bar.show(record)
-        if self.board is not None:
-            self.board.add(record)
+        self._log(record)
 
     def validated(self, step: int, loss: float) -> None:
         """Add the validation loss to a step that an earlier attempt has reported."""
         if self.metrics is None:
             return
         self.metrics.amend(step, validation_loss=loss)
-        if self.board is not None:
-            self.board.add({"step": step, "validation_loss": loss})
+        self._log({"step": step, "validation_loss": loss})
+
+    def _log(self, record: dict[str, Any]) -> None:
+        for logger in self.loggers:
+            logger.add(record)
 
     def noise(self, critical: float, batch: int) -> None:
         """Warn, once, that the global batch exceeds the estimated critical batch; both in sequences."""
@@ -194,14 +200,21 @@ class Reporter:
         if self.metrics is not None:
             self.directory.done_marker(self.attempt).touch()
 
+    def close_loggers(self, failed: bool = False) -> None:
+        """End all loggers. Those in processes of their own get loggers.close_seconds in all. failed: by an error."""
+        if self.loggers:
+            from hpc_train.training.loggers.start import close_loggers
+
+            close_loggers(self.loggers, failed)
+            self.loggers.clear()
+
     def close(self) -> None:
-        """Flush and close all outputs."""
+        """Flush and close all outputs. Loggers that are still open learn that the run has failed."""
+        self.close_loggers(failed=True)
         if self.metrics is not None:
             self.metrics.close()
         if self.events is not None:
             self.events.close()
         if self.bar is not None:
             self.bar.close()
-        if self.board is not None:
-            self.board.close()
         sys.stdout.flush()

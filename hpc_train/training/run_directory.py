@@ -19,7 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.regular_files import write_private_file
 
 _MAY_DIFFER = re.compile(
-    r"run_dir$|(cluster|parallel|launch|container|resilience|checkpoint|plan)\.|train\.(steps|epochs|micro_batch"
+    r"run_dir$|(cluster|parallel|launch|container|resilience|checkpoint|plan|loggers)\.|train\.(steps|epochs|micro_batch"
     r"|eval_\w+|log_every|tensorboard|deterministic|noise_scale\.\w+)$|data\.cache$|(model|data)\.source"
 )
 """Settings that a continued run may change: they say where and how fast it runs, not what it computes."""
@@ -76,6 +76,10 @@ class RunDirectory:
 
     def log(self, attempt: int, task: int) -> Path:
         return self.logs(attempt) / f"task-{task}.log"
+
+    def step_records(self, attempt: int, node: int) -> Path:
+        """Return the file in which the ranks of a node record their steps."""
+        return self.logs(attempt) / f"steps-node-{node}.bin"
 
     def requeue_marker(self, attempt: int) -> Path:
         """Left by the ranks when they have saved and stopped on purpose; the batch script then requeues the job."""

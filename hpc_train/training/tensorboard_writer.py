@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class TensorBoardWriter:
         self._add(0, file_version="brain.Event:2")
         self._add(resumed_at + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def add(self, record: dict[str, Any]) -> None:
+    def add(self, record: Mapping[str, Any]) -> None:
         """Write every number of `record` at its `step`; None is left out."""
         scalars = {key: value for key, value in record.items() if key != "step" and value is not None}
         values = [Summary.Value(tag=key, simple_value=value) for key, value in scalars.items()]
@@ -55,7 +55,7 @@ class TensorBoardWriter:
                 self._file.flush()
             self._flushed = time.monotonic()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Flush and close the file."""
         with self._ending_on_errors():
             self._file.close()

@@ -132,3 +132,24 @@ def test_an_application_of_its_own_reads_what_it_wants_before_and_after() -> Non
         assert OmegaConf.create({"a": "${oc.env:HF_TOKEN}"}).a == VALUE
         with pytest.raises(UserError):
             compose(["run_dir=${oc.env:HF_TOKEN}"])
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"+loggers.args.api_key={VALUE}",
+        f"+loggers.args.server={{PASSWORD:{VALUE}}}",
+        f"+loggers.args.servers=[{{auth_token:{VALUE}}}]",
+        f"loggers.mlflow.tracking_uri=https://me:{VALUE}@mlflow.example.org",
+        f"loggers.mlflow.tracking_uri=https://{VALUE}@mlflow.example.org/store",
+    ],
+)
+def test_a_secret_in_the_settings_of_a_logger_is_refused_and_not_repeated(
+    capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    assert "a configuration is written to files" in refused(capsys, "train", "--cfg", word)
+
+
+def test_an_address_without_a_password_is_accepted() -> None:
+    uri = "https://mlflow.example.org/@team"
+    assert compose([f"loggers.mlflow.tracking_uri={uri}"]).loggers.mlflow.tracking_uri == uri
