@@ -228,6 +228,8 @@ def list_nodes_under(unit: SwitchUnit) -> Iterator[str]:
 
 
 def _join_level(forest: _Forest, switches: Sequence[Switch], level: int, compute: Collection[str]) -> None:
+    # Switches are grouped by compute nodes (and units) only: a storage server may be on any leaf and would join
+    # strangers.
     contents = [dict.fromkeys(_list_contents(switch, forest)) for switch in switches]
     counted = [
         frozenset(thing for thing in things if not isinstance(thing, str) or thing in compute) for things in contents
@@ -246,6 +248,7 @@ def _join_level(forest: _Forest, switches: Sequence[Switch], level: int, compute
 
 def group_similar_sets(sets_to_group: Sequence[frozenset[object]]) -> list[list[int]]:
     """Group the sets that share at least half of each other; return their numbers, in the order of the first."""
+    # Equal sets are handled once: in a real fabric most leaves of a unit hold exactly the same hosts.
     alike: dict[frozenset[object], list[int]] = {}
     for number, things in enumerate(sets_to_group):
         alike.setdefault(things if things else frozenset({("nothing", number)}), []).append(number)

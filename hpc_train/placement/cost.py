@@ -125,7 +125,7 @@ class CostModel:
 
     def _compute_level_bytes(self, number: int, orders: NDArray[np.int64]) -> NDArray[np.float64]:
         level = self.fabric.levels[number]
-        both = np.zeros((2, len(level.uplink)))
+        both = np.zeros((2, len(level.uplink)))  # bytes that leave each group, and bytes that enter it
         for term in self.terms:
             both += term.moved * np.concatenate(count_loads(self.patterns[term.pattern], level, orders))
         larger: NDArray[np.float64] = both.max(axis=0)

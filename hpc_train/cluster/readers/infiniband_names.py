@@ -85,6 +85,8 @@ def _assign_by_port(
     first: dict[tuple[int, int], str] = {}
     for group in groups:
         keys = {(unit[switch], port) for adapter in group for switch, port in plugs[adapter.id] if switch in unit}
+        # One (unit, port) pair means one server. It joins a named server of that pair, unless both have a cable to the
+        # same leaf, which two adapters of one server never have. Two candidates: leave it without a name.
         if len(keys) == 1:
             key = next(iter(keys))
             own = {switch for adapter in group for switch, _ in plugs[adapter.id]}
@@ -143,6 +145,8 @@ def _assign_by_guid(
         used.setdefault(name, set()).update(own)
         size[name] = size.get(name, 0) + 1
 
+    # Grow named servers upwards and downwards along their GUIDs first; what is left then becomes servers without a
+    # name.
     for order, alone in ((numbers, False), (numbers[::-1], False), (numbers, True)):
         for number, id in order:
             if id not in host:

@@ -271,6 +271,8 @@ def classify_bond(a: NcclDevice, b: NcclDevice, bonds: tuple[GpuBonds | None, Gp
     from_a, from_b = bonds
     if from_a is None or from_b is None:
         return None
+    # Each side lists its own links, and a broken one may be missing on one side only. Behind NVSwitches links have no
+    # GPU at their end: then both sides' links to switches count.
     count = min(_count_towards(from_a, b), _count_towards(from_b, a)) or min(from_a.switched, from_b.switched)
     if not count:
         return None

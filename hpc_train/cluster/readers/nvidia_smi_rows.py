@@ -86,6 +86,7 @@ def _find_header(lines: list[str], index: int) -> WrappedLines | None:
     parts, first = [line], line[head.start() :].split()[:1]
     for more in lines[index + 1 : index + MAX_WRAPPED_LINES]:
         again = more.split()[:1] in ([], first)
+        # Stop at the first row: what looks like more of the header must consist of names of devices only.
         if again or _ROW.search(more) or _PEERS.search(more) or not _MORE_NAMES.fullmatch(more):
             break
         parts.append(more)
@@ -136,6 +137,7 @@ def split_header(text: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int
 def _parse_names(text: str) -> tuple[str, ...] | None:
     names: list[str] = []
     for token in text.split():
+        # Without separators, or after a cut, several names may be one word: GPU0GPU1.
         if re.fullmatch(r"(?:(?:GPU|NIC)\d+)+", token):
             names += re.findall(r"(?:GPU|NIC)\d+", token)
         elif re.fullmatch(_NAME, token) and not LINK_KIND.fullmatch(token):
@@ -196,6 +198,7 @@ def read_row(text: str, columns: MatrixColumns, edge: int = 0) -> MatrixRow:
 
 
 def _parse_label(text: str, names: tuple[str, ...]) -> str:
+    # Longest name first: a row GPU10 also begins with GPU1.
     for name in sorted(names, key=len, reverse=True):
         if text.startswith(name) and (text[len(name) :][:1].isspace() or LINK_KIND.match(text, len(name))):
             return name
@@ -277,6 +280,7 @@ def _read_affinity(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str]:
         return cells.get("cpu", ""), cells.get("numa", "")
     if not row.tokens or not {"cpu", "numa"} <= set(columns.affinity):
         return (row.tokens[0], "") if row.tokens and columns.affinity[0] == "cpu" else ("", "")
+    # From the most to the least reliable evidence; each returns None if it does not apply to this text.
     for values in (_split_by_tabs(row), _split_by_stops(row), _split_by_header(row, columns)):
         if values is not None:
             return values

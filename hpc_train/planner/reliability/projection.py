@@ -261,6 +261,7 @@ class _Projector:
 
     def project(self, spot: bool) -> Market:
         rate = self.rate.percentiles
+        # Every percentile of the failure rate gives one of goodput, duration and money, since these are monotone in it.
         share = rate.through(lambda rate: self._effective(self._interval, rate, spot))
         best = self._best_every(rate.p50, spot)
         seconds = self._seconds(share)
@@ -320,6 +321,7 @@ class _Projector:
             kinds.append(Interruption(plan.planned_interruptions_per_day / DAY, save_seconds, saved=True))
         if spot and plan.spot_interruptions_per_1000_node_days is not None:
             spot_rate = plan.spot_interruptions_per_1000_node_days / 1000 * self.job.nodes / DAY
+            # A notice helps only if a save surely fits in it.
             saved = self.saving.write_known and save_seconds <= plan.spot_notice_seconds
             down = plan.spot_wait_minutes * 60 + (save_seconds if saved else 0.0)
             kinds.append(Interruption(spot_rate, down, saved=saved))
