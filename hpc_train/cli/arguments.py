@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 CommandGroup: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""What ArgumentParser.add_subparsers returns."""
+"""Type of what ArgumentParser.add_subparsers returns."""
 _OVERRIDES = "a setting as key=value, such as model=llama_1b or optim.lr=1e-3; `hpc-train explain KEY` describes one"
 
 

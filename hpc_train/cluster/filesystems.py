@@ -22,7 +22,7 @@ class MountedFileSystem:
     mount: str
     """Mount point."""
     source: str
-    """What is mounted: a device, or the server and its directory."""
+    """Source of the mount: a device, or the server and its directory."""
 
     @property
     def shared(self) -> bool:

@@ -33,7 +33,7 @@ _UNCOMPRESSED = {
     "parallel_hdf5": _SHARED,
     "stage_dir": "which is to give the memory back at once, while what is compressed is so in memory",
 }
-"""Of checkpoint, what compression does not go with, and why."""
+"""Settings of checkpoint that exclude compression, and why."""
 
 
 def check_config(config: RunConfig) -> RunConfig:

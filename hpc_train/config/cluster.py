@@ -36,7 +36,7 @@ class NodeConfig:
     memory_gib: float = config_field(default=0.0, ge=0)
     """Main memory of a node, GiB; 0 if unknown."""
     gpu_link: str = config_field(default="none", choices=("none", "pcie", "nvlink", "nvswitch", "xgmi"))
-    """What joins the GPUs of a node: nvlink is point to point, nvswitch any to any."""
+    """Links between the GPUs of a node: nvlink is point to point, nvswitch any to any."""
     gpu_link_gb_s: float = config_field(default=0.0, ge=0)
     """Bandwidth of one GPU to its peers over that link, one direction, 10^9 bytes/s."""
     nvlink_domain_gpus: int = config_field(default=0, ge=0)
@@ -68,7 +68,7 @@ class FabricConfig:
     oversubscription: float | None = config_field(default=None, ge=1)
     """Taper: what all nodes of a leaf can send over what its uplinks carry; 1 is non-blocking, None unknown."""
     group_oversubscription: float | None = config_field(default=None, ge=1)
-    """The same of a dragonfly group or a pod, against what all its nodes can send."""
+    """Taper of a dragonfly group or a pod: what all its nodes can send over what its uplinks carry."""
     interface: str | None = None
     """Network interface for rendezvous and sockets, such as hsn0; None: the one that its own name resolves to."""
 
@@ -110,7 +110,7 @@ class ClusterConfig:
     """A machine that jobs run on."""
 
     name: str = MISSING
-    """What plans, logs and error lines call this machine."""
+    """Name of the machine in plans, logs and error lines."""
     source: list[str] = config_field(default=[])
     """Public pages that the figures come from."""
     total_nodes: int = config_field(default=0, ge=0)

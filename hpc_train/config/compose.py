@@ -141,7 +141,7 @@ def check_and_seal(config: RunConfig, overrides: Sequence[str], config_dir: str 
 
 
 def fill_hybrid_sharding(config: RunConfig) -> None:
-    """Where a zero strategy leaves dp_replicate open (-1) and dp_shard out, write the number of dp_shard into `config`.
+    """Write the number of dp_shard into `config` if a zero strategy has dp_replicate=-1 and no dp_shard.
 
     It is the ranks of one NVLink domain, or of one node where there is no NVLink, divided by tp x cp. Raises UserError
     where these do not divide or leave nothing to shard over.
@@ -181,7 +181,7 @@ def register() -> None:
 
 
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
-"""What composing raises for a wrong override or a wrong file."""
+"""Exceptions that Hydra and OmegaConf raise for a wrong override or a wrong file."""
 
 _REASONS = (
     (r"could not be converted to Float", "must be a number"),

@@ -10,7 +10,7 @@ class LaunchConfig:
     """local starts ranks on this machine; slurm submits a batch job."""
 
     kind: str = config_field(default="local", choices=("local", "slurm"))
-    """Where `train` and `submit` run: local starts processes on this machine, slurm submits a job."""
+    """How ranks are started. local: as processes on this machine; slurm: by submitting a job."""
     ranks: int | None = config_field(default=None, ge=1, le=4096)
     """local: processes to start; None: one a GPU of this machine, or 2 without GPUs."""
     threads: int | None = config_field(default=None, ge=1, le=4096)
@@ -101,6 +101,6 @@ class ContainerConfig:
     read: list[str] = config_field(default=[])
     """Additional files or folders that ranks read, under the same path inside; /outside:/inside for another path."""
     write: list[str] = config_field(default=[])
-    """The same for files or folders that ranks also write to."""
+    """Additional files or folders that ranks also write to, given like those of `read`."""
     env: list[str] = config_field(default=[])
     """Additional variables whose outside value overrides the image's; those of NCCL, OpenMP and the like always do."""

@@ -17,7 +17,7 @@ class ModelConfig:
     kind: str = MISSING
     """Name in the registry of models: transformer, vit, custom."""
     name: str = MISSING
-    """What logs, plans and checkpoints call this model."""
+    """Name of the model in logs, plans and checkpoints."""
 
 
 @config_dataclass
@@ -121,7 +121,7 @@ class DataConfig:
     kind: str = MISSING
     """tokens or images."""
     name: str = MISSING
-    """What logs and the run's configuration call this data set."""
+    """Name of the data set in logs and in the run's configuration."""
     validation_fraction: float = config_field(default=0.02, ge=0, lt=1)
     """Part of the data kept for validation, taken from its end; 0: no validation."""
 

@@ -84,7 +84,7 @@ class RecomputeConfig:
 
 @config_dataclass
 class OffloadConfig:
-    """Where the sharded state of the zero strategies lives between its uses."""
+    """Offload of the sharded state of the zero strategies between its uses."""
 
     optimizer: str = config_field(default="none", choices=("none", "cpu", "file"))
     """cpu: keep optimizer state in CPU memory and update there. file: keep it in a file, read and written in parts."""

@@ -16,7 +16,7 @@ Report: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """Where the lines of a command go."""
+    """Functions that take the lines of a command."""
 
     print_result: Callable[[str], None]
     """Prints what the user asked for, to stdout."""

@@ -61,7 +61,7 @@ class Resubmission:
     points: tuple[str, ...]
     jobs: tuple[str, ...]
     lines: tuple[str, ...]
-    """What to tell the user of them."""
+    """Lines for the user about these runs."""
 
 
 def read_candidates(target: str, mode: str) -> list[ResumeCandidate]:

@@ -29,7 +29,7 @@ from hpc_train.resilience.watch import LOOK_SECONDS, NodeWatch, RankView
 REPORT_SECONDS = 1.0
 """Between two lines."""
 KILL = b"kill\n"
-"""What the supervisor writes to have the ranks killed."""
+"""Message by which the supervisor has the ranks killed."""
 
 
 @dataclass(frozen=True)

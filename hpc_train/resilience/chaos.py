@@ -40,7 +40,7 @@ KINDS = {
 }
 _BUSY = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
 _FLIPPED_BIT = 30
-"""Of 32: the highest bit of the exponent of a float32, so that the value becomes huge or tiny."""
+"""Bit of a float32 that is flipped: the highest of the exponent, so that the value becomes huge or tiny."""
 
 
 @dataclass(frozen=True)

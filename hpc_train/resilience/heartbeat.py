@@ -45,7 +45,7 @@ class Phase(IntEnum):
     SAVE = 7
     """Waiting for a save."""
     END = 8
-    """It has come to its end, and exits."""
+    """It has finished, and exits."""
 
     @property
     def text(self) -> str:

@@ -32,7 +32,7 @@ class Cause(Enum):
 
 _MAY_NOT_COME_AGAIN = (Cause.KILLED, Cause.HANG, Cause.LOST_NODE, Cause.SLOW_NODE, Cause.NUMBERS, Cause.DISAGREE)
 SAME_FAULTS = 3
-"""So many faults of one signature without a newer checkpoint between them end a run."""
+"""Number of faults with one signature, without a newer checkpoint in between, after which the run ends."""
 _CHANGING_TEXT = re.compile(r"0x[0-9a-f]+|\d+|/\S+")
 
 

@@ -25,7 +25,7 @@ from hpc_train.resilience.heartbeat import Beat, Phase, read_beats
 LOOK_SECONDS = 0.5
 """Between two looks."""
 _LONGEST_TICK = 1.0
-"""Most seconds of silence that one look adds."""
+"""Maximum seconds of silence that one look adds: after a pause of the watcher itself, ranks are not to blame."""
 _STEPS_BEHIND = 5
 GONE, STOPPED, WAITS_FOR_DISK = "gone", "T", "D"
 """States of a process: not there, stopped, in a system call that cannot be interrupted."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where one process runs and what is next to it, in JSON's types."""
+    """Facts about one process, its host and the devices next to it, in JSON's types."""
 
     process: int
     node: int

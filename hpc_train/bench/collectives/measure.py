@@ -118,7 +118,7 @@ class BenchJob:
     placement: str
     """How ranks were placed on nodes."""
     notes: tuple[str, ...] = ()
-    """What could not be found out."""
+    """Facts that could not be found out."""
 
 
 @contextmanager

@@ -136,7 +136,7 @@ class Exchange:
     """[cells]: bit mask of the blocks that any rank needs."""
     rounds: list[ExchangeRound]
     strips: Strips
-    """What this rank needs of the shared cells, in file order."""
+    """Strips of the shared cells that this rank needs, in file order."""
     cells: Integers
     """[strips]: the cell of each."""
     world: World

@@ -165,12 +165,12 @@ def link_file(source: Path, target: Path, older: EarlierFile, base: int, step: i
 
 
 RunKey = tuple[str, tuple[int, ...], torch.dtype, Rectangle]
-"""What identifies a run from step to step: name, shape and dtype of its tensor, and its rectangle."""
+"""Identity of a run from step to step: name, shape and dtype of its tensor, and its rectangle."""
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """Where the bytes of a run are on the disk."""
+    """Location of a run's bytes on the disk."""
 
     digest: bytes
     file: EarlierFile

@@ -71,7 +71,7 @@ class LayoutCache:
     _layout: FileLayout | None = None
     """Layout of this rank's only file in its last committed save."""
     _pending_layout: FileLayout | None = None
-    """The same of the save that is being written."""
+    """Layout of this rank's only file in the save that is being written."""
     _rank_layouts: dict[int, FileLayout] = field(default_factory=dict)
     """On rank 0, the layout of each rank's only file in the last committed save."""
     _pending_rank_layouts: dict[int, FileLayout] = field(default_factory=dict)

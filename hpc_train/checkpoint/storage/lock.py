@@ -59,7 +59,7 @@ class LockOwner:
     restarts: int
     """How often Slurm has restarted the job."""
     attempt: int
-    """Of the run, as its batch script counts them; -1 outside of one. A script begins one after the other has ended."""
+    """Attempt of the run, as its batch script counts; -1 outside of one. Attempts of a script never overlap."""
     token: str
 
     def __str__(self) -> str:

@@ -61,11 +61,11 @@ class ListedStep:
     bad: str | None = None
     """Why checkpoint.resume=auto passes it over, though it may be sound."""
     shared: int = 0
-    """Of `bytes`, those of files that were written with earlier steps."""
+    """The part of `bytes` in files that earlier steps have written."""
     saved_at: float | None = None
     """Seconds since the epoch by the clock of the node that saved it: for people, the order is that of the commits."""
     attempt: int | None = None
-    """Of the run."""
+    """Attempt of the run that saved the step."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of `ls --json`."""
@@ -147,7 +147,7 @@ def _holds(entry: ListedStep) -> str:
 
 
 PROVENANCE_PARTS = ("copy", "prepare", "write", "agree", "commit")
-"""Of a save, one after the other (see origin.Times)."""
+"""Parts of a save, one after the other (see provenance.SaveTimes)."""
 
 
 def provenance_fields(manifest: Manifest) -> dict[str, Any]:

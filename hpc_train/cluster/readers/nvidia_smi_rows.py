@@ -39,7 +39,7 @@ class WrappedLines:
     """Number of the first line, from 1."""
     parts: tuple[str, ...]
     start: int
-    """Where in the first of them the row's label, or the header's first column, begins."""
+    """Index in the first line at which the row's label, or the header's first column, begins."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,11 @@ class MatrixColumns:
 
     names: tuple[str, ...]
     affinity: tuple[str, ...]
-    """Of cpu, numa, gpu_numa: those that it has."""
+    """Affinity columns that the header has, of cpu, numa and gpu_numa."""
     starts: tuple[int, ...] = ()
-    """Where the affinity columns start, tabs expanded, from the edge of the text; () where lines were wrapped."""
+    """Columns at which the affinity columns start, with tabs expanded; () if lines were wrapped."""
     links: tuple[int, ...] = ()
-    """Likewise where the columns of devices start."""
+    """Columns at which the columns of devices start, likewise."""
 
 
 @dataclass(frozen=True)

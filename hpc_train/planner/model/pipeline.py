@@ -160,7 +160,7 @@ _ENOUGH = 4
 
 @dataclass(frozen=True)
 class PipelineMoment:
-    """What the ranks hold when a computation starts: first rank, a middle one and the last, [3, n] or [3, 1...]."""
+    """State of a pipeline when a computation starts: first rank, a middle one, the last, [3, n] or [3, 1...]."""
 
     stages: Column
     """Activations held, each of one micro-batch and one stage other than the pipeline's last."""

@@ -131,7 +131,7 @@ class AssumedFailureRate:
 
     rate: FailureRate
     source: str
-    """Where the rate comes from, in one line."""
+    """Source of the rate, in one line."""
     restart_seconds: float | None = None
     """Median of the restarts that the same logs have; None if they have none."""
 
@@ -144,7 +144,7 @@ class Market:
     """Long-run share of the time spent on steps that are not lost. The percentiles reflect the uncertain failure rate
     only: a run that expects few failures may have none, or one more."""
     waste: Waste
-    """What the rest of the time is spent on, at the median failure rate."""
+    """Shares of the time that is not effective, at the median failure rate."""
     best_every: int | None
     """The optimal checkpoint.every; None if the inputs for it are unknown."""
     best_effective: float | None
