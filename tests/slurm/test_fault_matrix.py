@@ -178,7 +178,7 @@ KINDS = {
     "ranks' srun": Kind(8, "hold", ("start", *ALIVE), outside=kill_srun("hpc_train.launch.rank_entrypoint")),
     "batch script": Kind(6, "listen", ("step", "evaluation"), ends_the_job=True, outside=kill_script),
     "kill and node": Kind(25, "hold", ALIVE, outside=kill_and_switch_off),
-    "full disk": Kind(4, "full3", ("save",)),
+    "full disk": Kind(4, "full3", ("save",), ends_the_job=True),
 }
 DRAWN = ("abort in step", "ranks' srun in save", "gil in evaluation", "loop in save", "raise in load after a restart")
 """The others that `make test` runs are in test_faults_of_jobs.py."""
@@ -275,7 +275,7 @@ def test_a_fault(
         assert_same_result(run, undisturbed, STEPS)
         if kind.ends_the_job:
             assert kinds(run).count("resume") == 1
-        elif cell in ("raise in save", "memory in save", "full disk in save"):
+        elif cell in ("raise in save", "memory in save"):
             assert "restart" not in kinds(run), "the next save is as good"
         else:
             assert_culprit(fault, scene, began)
