@@ -1,8 +1,8 @@
 """Run a logger in a process of its own, so that nothing in its library can stop, slow or outlast the training.
 
 Rank 0 writes lines of JSON to the process: a LoggedRun, the records, and the end. A write never blocks: what does not
-fit into the pipe waits in memory, up to a limit. At the end the process gets `loggers.close_seconds` and is then
-killed. A process that has lost rank 0 comes to its own end, since its input ends.
+fit into the pipe waits in memory, up to a limit. At the end the process gets `loggers.close_seconds`, or 2 s after
+an error, and is then killed. A process that has lost rank 0 comes to its own end, since its input ends.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _MOST_BYTES_WAITING = 8 << 20
 """About 25,000 steps."""
 _STUCK_SECONDS = 600
 """A call of a logger that takes longer ends its process."""
+_SECONDS_AFTER_AN_ERROR = 2.0
+"""Whoever watches the ranks must learn of the error soon."""
 _REASON_BYTES = 4096
 
 
@@ -39,7 +41,7 @@ class LoggerProcess:
 
     def __init__(self, name: str, run: LoggedRun, output: Path, close_seconds: float) -> None:
         """Start the process. output: file for what it prints. A process that cannot be started is a warning."""
-        self._name, self._output, self.close_seconds = name, output, close_seconds
+        self._name, self._output, self._close_seconds = name, output, close_seconds
         self._waiting = bytearray()
         self._lost = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -80,19 +82,21 @@ class LoggerProcess:
             self._give_up()
 
     def close(self, failed: bool = False) -> None:
-        """Hand over the end and wait for the process, for no longer than close_seconds in all."""
+        """Hand over the end and wait for the process, for no longer than its seconds in all."""
         self.begin_close(failed)
-        self.finish_close(time.monotonic() + self.close_seconds)
+        self.finish_close(time.monotonic(), failed)
 
     def begin_close(self, failed: bool) -> None:
         """Hand over the end without waiting, so that several loggers come to their ends side by side."""
         if self._process is not None:
             self._send({"end": True, "failed": failed})
 
-    def finish_close(self, deadline: float) -> None:
-        """Wait for the process until `deadline` (time.monotonic()), and kill it then."""
+    def finish_close(self, began: float, failed: bool) -> None:
+        """Wait for the process until its seconds since `began` (time.monotonic()) are over, and kill it then."""
         if self._process is None:
             return
+        seconds = min(self._close_seconds, _SECONDS_AFTER_AN_ERROR) if failed else self._close_seconds
+        deadline = began + seconds
         while self._waiting and self._process.poll() is None and (left := deadline - time.monotonic()) > 0:
             select.select([], [self._pipe], [], min(left, 0.1))
             if not self._write():
@@ -103,10 +107,10 @@ class LoggerProcess:
             code = self._process.wait(max(deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             _log.warning(
-                "logger %s: not done %g s after the end of the run (loggers.close_seconds), and killed; the last steps "
-                "may be missing there",
+                "logger %s: not done %g s after the end of the run (%s), and killed; it may lack the last steps",
                 self._name,
-                self.close_seconds,
+                seconds,
+                "which failed" if failed else "loggers.close_seconds",
             )
             self._kill()
             return
