@@ -23,7 +23,7 @@ from hpc_train.terminal import escaping_stdout, one_line
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
-"""What a full, failing or read-only file system answers: nobody's mistake, and no traceback explains it better."""
+"""Errors of a full, failing or read-only file system, for which one line says more than a traceback."""
 COMMANDS = {
     "train": ("arguments:add_train", "train on this machine, or as a rank inside srun, torchrun or mpirun"),
     "submit": ("arguments:add_submit", "submit a run or a sweep to Slurm and return at once"),

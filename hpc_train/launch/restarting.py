@@ -62,7 +62,7 @@ class Allocation:
     nodes: tuple[str, ...] = ()
     """All of them; () on a machine without Slurm."""
     lost: tuple[str, ...] = ()
-    """Those that do not answer."""
+    """Nodes that do not answer."""
     wanted: int = 1
     """How many the ranks need."""
     can_requeue: bool = False
@@ -75,7 +75,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class NodeChoice:
-    """Where the ranks start again in this job, and which nodes a requeue leaves out."""
+    """The nodes on which ranks start again in this job, and the nodes that a requeue leaves out."""
 
     start: Sequence[str]
     """() where there are too few."""

@@ -29,14 +29,15 @@ from hpc_train.resilience.watch import GONE, LOOK_SECONDS, NodeWatch, RankView, 
 REPORT_SECONDS = 1.0
 """Between two lines."""
 KILL = b"kill\n"
-"""What the supervisor writes to have the ranks killed."""
-END = b"end\n"
-"""What the supervisor writes to have the agents end."""
+"""Message by which the supervisor has the ranks killed."""
+END = b"end
+"
+"""Message by which the supervisor has the agents end."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the agent of a node sees."""
+    """Report of a node's agent to the supervisor: the state of its ranks and of the machine."""
 
     host: str
     views: list[RankView]
@@ -82,9 +83,9 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
 
     settings: the `resilience` part of a configuration, and `learned`: seconds by phase, from earlier attempts.
     """
-    known = {Phase[name]: float(seconds) for name, seconds in settings["learned"].items()}
+    learned = {Phase[name]: float(seconds) for name, seconds in settings["learned"].items()}
     host, due = socket.gethostname(), 0.0
-    watch = NodeWatch(logs, limits_from_settings(settings["hang"]), known=known)
+    watch = NodeWatch(logs, limits_from_settings(settings["hang"]), learned=learned)
     notices, notice, overdue = NoticeWatch(**settings["notice"]), "", False
     while True:
         views = watch.look()
