@@ -22,6 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no public way to see operators
 from torch.utils._pytree import tree_map_only as tree_map_only  # no public way to map over their arguments
 
+from hpc_train.step_clock import StepClock
+
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
@@ -62,6 +64,40 @@ def abort_process_groups() -> None:
     The public destroy_process_group waits for collectives that peers may never join.
     """
     dist.distributed_c10d._abort_process_group()
+
+
+def watch_waits(clock: StepClock, compiled: bool) -> Callable[[], None]:
+    """Tell the clock of every wait for a collective in Python; returns what undoes it.
+
+    torch has no hook that sees waits of all backends, and its flight recorder sees NCCL alone. fully_shard, pipelines
+    and this project wait by Work.wait, DTensor by wait_tensor. compiled: leave wait_tensor alone, because torch.compile
+    traces into it; waits inside compiled blocks are then counted as computation.
+    """
+    functional = dist._functional_collectives
+    wait, wait_tensor = dist.Work.wait, functional.wait_tensor
+
+    def timed_wait(work: dist.Work, *arguments: Any, **named: Any) -> Any:
+        begun = clock.begin_wait()
+        try:
+            return wait(work, *arguments, **named)
+        finally:
+            clock.end_wait(begun)
+
+    def timed_wait_tensor(tensor: Tensor) -> Tensor:
+        begun = clock.begin_wait()
+        try:
+            arrived: Tensor = wait_tensor(tensor)  # type: ignore[no-untyped-call]
+            return arrived
+        finally:
+            clock.end_wait(begun)
+
+    def undo() -> None:
+        dist.Work.wait, functional.wait_tensor = wait, wait_tensor  # type: ignore[method-assign]
+
+    dist.Work.wait = timed_wait  # type: ignore[method-assign, assignment]
+    if not compiled:
+        functional.wait_tensor = timed_wait_tensor
+    return undo
 
 
 def shard_offset(tensor: DTensor) -> tuple[int, ...]:

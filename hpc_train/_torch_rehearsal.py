@@ -1,4 +1,4 @@
-"""The private torch APIs of `plan rehearse`, each with its reason; see _torch.py."""
+"""Private torch APIs that `plan rehearse` needs, each with the reason why; see _torch.py."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from torch.utils._pytree import tree_map_only
 
 
 class MemorylessMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Inside of it new tensors have shape, dtype and device, but no memory; small ones of integers stay real.
+    """Mode in which new tensors have shape, dtype and device but no memory, except small integer tensors.
 
-    Meshes, schedules and counts of tokens are integers, so they are computed as ever. Whoever asks for a value of a
-    tensor without memory is told 1, or True. Private because torch has the mode for its compiler; it knows the shape
-    of every operator's result, which is what a rehearsal runs on.
+    Integers stay real because meshes, schedules and token counts are computed with them. A value read from a tensor
+    without memory is 1 or True. Private because torch built FakeTensorMode for its compiler; it knows the shape of
+    every operator's result, which is all that a rehearsal needs.
     """
 
     def __init__(self, seen: Callable[[Any, Sequence[Tensor]], None]) -> None:
-        """seen: called with the result of every operator that is really part of the work, and what it was given."""
+        """seen: called with the result and the tensor arguments of every operator that a real run would execute."""
         super().__init__(allow_non_fake_inputs=True)
         self._seen = seen
         self._again = 0
-        """How often it was entered while it was on: DTensor does so to learn the shape of a whole result, and an
-        operator without a rule of its own to be taken apart, which a kernel does without these steps' memory."""
+        """Depth of nested use. DTensor re-enters the mode to learn the shape of a whole result, and torch to decompose
+        an operator without a shape rule. Operators inside such calls use no memory in a real run and are not
+        counted."""
 
     def __enter__(self) -> MemorylessMode:
         super().__enter__()
@@ -71,16 +72,17 @@ class MemorylessMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _without_memory(self, out: Any, given: Sequence[Tensor]) -> Any:
-        """A real result, unless it is new and no integers, as a table of cosines of positions is."""
+        """Return a result without its memory if it is new and floating-point, such as a table of cosines."""
         if not isinstance(out, Tensor) or isinstance(out, DTensor) or not out.is_floating_point() or out.is_meta:
             return out
         return out if any(out is tensor for tensor in given) else self.from_tensor(out)
 
     def _forget_values(self, arguments: Any) -> Any:
-        """Return an operator's arguments with tensors without memory in place of real ones."""
+        """Return an operator's arguments with each real tensor replaced by one without memory."""
         return tree_map_only(Tensor, self.from_tensor, arguments)
 
     def _shaped(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Compute only the shape of an operator's result."""
         self._again += 1
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -89,17 +91,17 @@ class MemorylessMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 _OWN = "hpc_train"
-"""Namespace of our own operators. They are Python: the operators that they call take memory, and are counted."""
+"""Namespace of our own operators. They are written in Python, so the operators that they call are counted instead."""
 
 
 def _operator_function(func: Any) -> Callable[..., object]:
-    """Return the Python function of one of our operators, which torch.library.custom_op shows to nobody."""
+    """Return the Python function of one of our operators, to which torch.library.custom_op gives no public access."""
     function: Callable[..., object] = OPDEFS[func.name()]._init_fn
     return function
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Of an operator's arguments or results: a tensor, or one or more levels of lists and tuples with some."""
+    """Yield all tensors among an operator's arguments or results, also in nested lists and tuples."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
@@ -108,18 +110,19 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 UNKNOWN_SHAPE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""What Pretending raises where the shape of a result depends on values, as of torch.nonzero."""
+"""Raised in MemorylessMode if the shape of a result depends on values, as that of torch.nonzero does."""
+# Operators that return a Python value, which a tensor without memory does not have.
 _ASKING = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.allclose.default,
     torch.ops.aten.equal.default,
 )
 _MOST = 1 << 22
-"""Elements of a new tensor of integers that stays real."""
+"""Integer tensors with at most this many elements stay real."""
 
 
 def _makes_large(given: Sequence[Tensor]) -> bool:
-    """Whether an operator on small tensors with values, such as hashes of positions, makes one too large to compute."""
+    """Return whether an operator on small real tensors, such as a hash of positions, has a huge result."""
     if len(given) < 2 or any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in given):
         return False
     try:
@@ -134,10 +137,10 @@ def _value(dtype: torch.dtype) -> bool | int | float:
 
 
 def _needs_memory(given: Sequence[Tensor], args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether an operator on real tensors, or on none, makes one that is to have no memory."""
+    """Return whether an operator on real tensors, or without tensors, must have a result without memory."""
     device = kwargs.get("device")
     on_meta = device is not None and torch.device(str(device)).type == "meta"
-    if given:  # from the meta device to another one is where a model would get its memory
+    if given:  # moving off the meta device is where a model would get its memory
         return device is not None and not on_meta and any(tensor.is_meta for tensor in given)
     if on_meta:
         return False
@@ -148,26 +151,29 @@ def _needs_memory(given: Sequence[Tensor], args: Sequence[object], kwargs: Mappi
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """What tells the memory of two tensors apart while both are alive. Private: without memory the public one is 0."""
+    """Return a number that identifies a storage while it exists.
+
+    Private because the public data_ptr() is 0 for every tensor without memory.
+    """
     return int(storage._cdata)
 
 
 def preload_torch() -> None:
-    """Import what torch would import in the first step of a run, which takes seconds: before processes are forked."""
+    """Import what torch imports in the first step of a run, so that forked processes need not: it takes seconds."""
     import torch._dynamo
     import torch.distributed.pipelining  # noqa: F401
 
 
 def is_in_backward() -> bool:
-    """Whether a backward is running in this thread. Private because torch has no public way to ask."""
+    """Return whether a backward is running in this thread. Private because torch has no public function for this."""
     return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager
 def watch_storage_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside of it `resized` is called with every memory that changes its size, which fully_shard does to free it.
+    """Call `resized` for every storage that changes its size within the block: fully_shard frees memory like that.
 
-    A private way because a mode sees operators, and this is none.
+    Replaces a method of torch, because resizing a storage is no operator, so no mode sees it.
     """
     plain = torch.UntypedStorage.resize_
 
@@ -185,10 +191,10 @@ def watch_storage_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iter
 
 @contextmanager
 def assume_known_shapes() -> Iterator[None]:
-    """Inside of it a pipeline stage that is told its shapes believes that all others are, too.
+    """Let a pipeline stage that knows its shapes assume, within the block, that all other stages do.
 
-    Private because torch's stages ask each other by messages, which never come on a group that only pretends. torch
-    before 2.13 does not ask.
+    Private because torch's stages exchange messages about this, which never arrive in a simulated world. torch before
+    2.13 does not exchange them.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -203,9 +209,9 @@ def assume_known_shapes() -> Iterator[None]:
 
 
 def gathered_parameters(module: FSDPModule) -> Iterator[Tensor]:
-    """The memory of whole parameters that a module's own fully_shard groups gather into; empty while they are sharded.
+    """Yield the buffers that a module's own fully_shard groups have gathered whole parameters into, if they have.
 
-    Private because fully_shard shows shards only once it has freed them.
+    Private because fully_shard gives public access to shards only.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for fsdp_param in group.fsdp_params:
@@ -214,7 +220,10 @@ def gathered_parameters(module: FSDPModule) -> Iterator[Tensor]:
 
 
 def unreduced_gradients(module: FSDPModule) -> Iterator[Tensor]:
-    """Gradients that a module's own fully_shard groups have not reduced yet, which torch does not show."""
+    """Yield the gradients that a module's own fully_shard groups have not reduced yet.
+
+    Private because torch gives no access to them.
+    """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for fsdp_param in group.fsdp_params:
             unsharded = getattr(fsdp_param, "_unsharded_param", None)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from hpc_train.step_clock import SilentClock, StepClock
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -178,3 +180,5 @@ class World:
     store: Store | None = field(default=None, compare=False)
     node: int = 0
     """Index of this rank's among the nodes of the job."""
+    clock: StepClock = field(default_factory=SilentClock, compare=False)
+    """Measures the parts of a step of this rank."""

@@ -67,12 +67,12 @@ def make_layer_pair(mesh: DeviceMesh, tokens: int, hidden: int, feed_forward: in
     return LayerPair(TensorAxis(mesh, sequence=True), x, up, down)
 
 
-def synchronous(pair: LayerPair) -> Steps:
+def train_synchronously(pair: LayerPair) -> Steps:
     """Train with all-gather, products and reduce-scatter one after the other."""
     return _training(lambda: _make_layers(pair, asynchronous=False), pair)
 
 
-def asynchronous(pair: LayerPair) -> Steps:
+def train_asynchronously(pair: LayerPair) -> Steps:
     """Train with products that overlap the transfer of other chunks."""
     return _training(lambda: _make_layers(pair, asynchronous=True), pair)
 
@@ -163,7 +163,7 @@ def measure_overlap(options: OverlapOptions) -> OverlapMeasurement:
     rate = options.rate or _link_rate(pair, compute, options.ratio)
     dist.barrier()
     limit_rate(rate)
-    plain, overlapping = (_warm_up(pair, way) for way in (synchronous, asynchronous))
+    plain, overlapping = (_warm_up(pair, way) for way in (train_synchronously, train_asynchronously))
     assert abs(plain.first_loss - overlapping.first_loss) <= _LOSS_TOLERANCE * plain.first_loss, "the two ways differ"
     sent = {side.name: _bytes_per_step(side) for side in (plain, overlapping)}
     alone = [_warm_up(pair, way) for way in (collectives_alone, ring_alone)]

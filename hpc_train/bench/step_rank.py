@@ -36,6 +36,7 @@ from hpc_train.runtime.start import join, leave_process_group, start
 from hpc_train.training.loop import TrainingRun, report_step, train_step
 from hpc_train.training.optimizer import require_determinism
 from hpc_train.training.rank import assemble_run, make_engine, make_model, open_data, place_rank
+from hpc_train.training.recorder import StepRecorder
 from hpc_train.training.run_directory import RunDirectory
 
 _LOSS_TOLERANCE = 0.05
@@ -78,15 +79,44 @@ def _measure(
         order = draw_sample_order(config, world, data, WARM_UP_STEPS + rounds * steps)
         by_hand = partial(hand_written_steps, data=data, order=order, config=config, world=world)
         sides = [
-            warm_up_side(
-                "hpc_train", lambda: our_steps(stack.enter_context(assemble_bench_run(config, world, folder, data)))
-            ),
+            *_make_our_sides(config, world, folder, data, stack),
             warm_up_side(REFERENCE_SIDE, lambda: by_hand(make_same_model(config, world), tuned=False)),
             warm_up_side("hand_written_tuned", lambda: by_hand(make_same_model(config, world), tuned=True)),
         ]
         _check_first_losses(sides, config)
         tokens = config.train.global_batch * data.tokens_per_sample
         return summarize_step(config, world, sides, time_rounds(sides, rounds, steps), tokens, steps, startup)
+
+
+def _make_our_sides(
+    config: RunConfig, world: World, folder: RunDirectory, data: Dataset, stack: ExitStack
+) -> list[Side]:
+    """Make the side of a run as it is, and if it records its steps, a side that does not."""
+
+    def assemble(recorded: bool) -> TrainingRun:
+        run = stack.enter_context(assemble_bench_run(config, world, folder, data))
+        if recorded:
+            file = folder.path / f"steps-node-{world.node}.bin"
+            run.recorder = StepRecorder(run.engine, world, run.heartbeat, file, config.parallel.compile)
+        return run
+
+    if not config.train.record_steps:
+        return [warm_up_side("hpc_train", lambda: our_steps(assemble(False)))]
+    recorded: list[TrainingRun] = []
+
+    def start_recorded() -> Iterator[float]:
+        recorded.append(assemble(True))
+        return our_steps(recorded[0])
+
+    def start_plain() -> Iterator[float]:
+        steps, recorder = our_steps(assemble(False)), recorded[0].recorder
+        assert recorder is not None
+        while True:
+            with recorder.detached():
+                loss = next(steps)
+            yield loss
+
+    return [warm_up_side("hpc_train", start_recorded), warm_up_side(UNRECORDED_SIDE, start_plain)]
 
 
 @contextmanager
@@ -103,8 +133,7 @@ def assemble_bench_run(
         try:
             yield run
         finally:
-            run.loader.close()
-            run.reporter.close()
+            run.close()
 
 
 def make_same_model(config: RunConfig, world: World) -> nn.Module:
@@ -122,7 +151,8 @@ def draw_sample_order(config: RunConfig, world: World, data: Dataset, steps: int
 
 
 def _check_first_losses(sides: list[Side], config: RunConfig) -> None:
-    ours, theirs = sides[0].first_loss, sides[1].first_loss
+    losses = {side.name: side.first_loss for side in sides}
+    ours, theirs = losses["hpc_train"], losses[REFERENCE_SIDE]
     if not abs(ours - theirs) <= _LOSS_TOLERANCE * abs(theirs):
         raise UserError(
             f"model={config.model.name}: its first loss is {ours:.6g}, its cross entropy {theirs:.6g}; bench step "
@@ -174,6 +204,8 @@ def _accumulate(model: nn.Module, inputs: Tensor, targets: Tensor, config: RunCo
     return total
 
 
+UNRECORDED_SIDE = "hpc_train_unrecorded"
+"""Ours with train.record_steps=false: what recording steps costs."""
 REFERENCE_SIDE = "hand_written"
 """The side that ours must not be slower than: the shortest loop, with torch's defaults."""
 _RESAMPLES = 2000

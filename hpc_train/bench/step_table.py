@@ -10,6 +10,7 @@ from hpc_train.bench.step_rank import SideResult, StepResult, TimeRatio
 
 _SIDE_DESCRIPTIONS = {
     "hpc_train": "the loop of `hpc-train train`, with metrics, noise scale and prefetch",
+    "hpc_train_unrecorded": "the same with train.record_steps=false",
     "hand_written": "DDP, AdamW, clip_grad_norm_ with torch's defaults",
     "hand_written_tuned": "the same with fused AdamW and gradient_as_bucket_view",
 }

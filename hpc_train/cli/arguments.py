@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 CommandGroup: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""What ArgumentParser.add_subparsers returns."""
+"""Type of what ArgumentParser.add_subparsers returns."""
 _OVERRIDES = "a setting as key=value, such as model=llama_1b or optim.lr=1e-3; `hpc-train explain KEY` describes one"
 
 
@@ -147,7 +147,7 @@ def add_status(command: argparse.ArgumentParser) -> None:
     shown = command.add_mutually_exclusive_group()
     shown.add_argument("-w", "--watch", action="store_true", help="redraw the table until every run has ended")
     shown.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--goodput", action="store_true", help="what the node-hours went into, in place of the table")
+    command.add_argument("--goodput", action="store_true", help="show what node-hours were spent on, not the table")
     add_examples(
         command,
         "hpc-train status runs/first",

@@ -46,7 +46,7 @@ def _add_step(kinds: _SubCommands) -> None:
     _add_number(step, "--rounds", 11, "rounds, in each of which every side runs once")
     _add_number(step, "--steps", 5, "steps of a side in a round")
     step.add_argument(
-        "--peers", action="store_true", help="compare every strategy with torch's, and DeepSpeed's if there"
+        "--peers", action="store_true", help="compare every strategy with torch's, and with DeepSpeed's if installed"
     )
     add_json(step)
     add_examples(
@@ -141,9 +141,9 @@ def _add_collectives(kinds: _SubCommands) -> None:
     add_overrides(collectives, config_dir=False)
     add("--min", default=usual.smallest, metavar="SIZE", help=f"smallest size in bytes (default {usual.smallest})")
     add("--max", default=usual.largest, metavar="SIZE", help=f"largest size (default {usual.largest})")
-    _add_number(collectives, "--factor", usual.factor, "ratio of one size to the one before")
+    _add_number(collectives, "--factor", usual.factor, "ratio of each size to the one before")
     _add_number(collectives, "--rounds", usual.rounds, "rounds, in each of which every case runs")
-    _add_number(collectives, "--iterations", usual.iterations, "most calls of a case in a round")
+    _add_number(collectives, "--iterations", usual.iterations, "maximum calls of a case in a round")
     add("--operation", action="append", choices=usual.operations, help="measure only this operation; repeatable")
     add(
         "--algorithm",

@@ -14,13 +14,13 @@ from hpc_train.cli.arguments import add_examples
 
 _EPILOG = """\
 the plan is a YAML file:
-  minutes: 10            # how long faults come; default: until the run ends
-  mttf_seconds: 120      # mean seconds between random faults; default: none come
+  minutes: 10            # inject random faults for so long; default: until the run ends
+  mttf_seconds: 120      # mean seconds between random faults; default: no random faults
   kinds: {kill: 4, stop: 2, exception: 1}    # weights of the random faults; default: kill 4, stop 2, others 1
-  faults:                # faults that come once each
-    - {kind: kill, rank: 1, step: 200}       # step: not before so many steps are made
+  faults:                # single faults
+    - {kind: kill, rank: 1, step: 200}       # step: inject the fault at this step or later
     - {kind: slow, rank: 0, step: 300, seconds: 20}
-kinds: """
+kinds:"""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -30,15 +30,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     width = max(map(len, KINDS))
     command.epilog = _EPILOG + "\n" + "\n".join(f"  {kind:<{width}}  {what}" for kind, what in KINDS.items())
     command.add_argument("target", metavar="RUN", help="run directory, submitted with resilience.chaos=true")
-    command.add_argument("--plan", metavar="FILE", type=Path, required=True, help="which faults come, and when")
-    command.add_argument("--seed", metavar="N", type=int, default=0, help="of the random faults (default 0)")
+    command.add_argument("--plan", metavar="FILE", type=Path, required=True, help="YAML file with faults (see below)")
+    command.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the random faults (default 0)")
     add_examples(command, "hpc-train chaos runs/drill --plan faults.yaml --seed 1")
     command.set_defaults(run=lambda arguments: chaos_command(Path(arguments.target), arguments.plan, arguments.seed))
 
 
 @dataclass(frozen=True)
 class ChaosPlan:
-    """What a plan's file says."""
+    """The content of a plan file: single faults, and how often random ones are injected."""
 
     minutes: float | None = None
     mttf_seconds: float | None = None
@@ -47,7 +47,10 @@ class ChaosPlan:
 
 
 def chaos_command(run: Path, plan_file: Path, seed: int) -> int:
-    """Give orders until the plan or the run is over. Raises UserError for a run that does not want them."""
+    """Inject the faults of a plan until it or the run ends.
+
+    Raises UserError for a run without resilience.chaos=true.
+    """
     from hpc_train.launch.state.attempts import read_attempts
     from hpc_train.resilience.chaos import Order, give_order
 
@@ -85,7 +88,7 @@ def _check_run(run: Path) -> int:
         raise UserError(f"{run}: no run directory; give that of a run with resilience.chaos=true")
     spec = read_spec(run / "job.json")
     if not spec.run_config().resilience.chaos:
-        raise UserError(f"{run}: the run was not started with resilience.chaos=true, so nothing in it may be broken")
+        raise UserError(f"{run}: was not started with resilience.chaos=true, so no fault may be injected")
     return spec.ranks
 
 

@@ -23,7 +23,7 @@ from hpc_train.terminal import escaping_stdout, one_line
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
-"""What a full, failing or read-only file system answers: nobody's mistake, and no traceback explains it better."""
+"""Errors of a full, failing or read-only file system, for which one line says more than a traceback."""
 COMMANDS = {
     "train": ("arguments:add_train", "train on this machine, or as a rank inside srun, torchrun or mpirun"),
     "submit": ("arguments:add_submit", "submit a run or a sweep to Slurm and return at once"),
@@ -33,6 +33,8 @@ COMMANDS = {
     "attach": ("arguments:add_attach", "open a shell or run a command on a node of a running job"),
     "resume": ("arguments:add_resume", "rerun what a run or sweep has not finished, as it was submitted"),
     "results": ("arguments:add_results", "show overrides and final metrics of a sweep as a table, CSV or plot"),
+    "report": ("report", "say how a run is, why it is slow and what to try, and write a page that shows it"),
+    "top": ("top", "watch a run: verdict, efficiency and a heat map of its ranks, in a terminal"),
     "plan": ("plan.plan_arguments:add_plan", "predict memory, step time and cost, and find the best layouts"),
     "plan validate": ("plan.plan_arguments:add_validate", "compare the planner's predictions with measured runs"),
     "plan rehearse": ("plan.plan_arguments:add_rehearse", "build the ranks of a large run on one CPU, as a check"),
@@ -105,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _moves_cursor(arguments: argparse.Namespace) -> bool:
-    return arguments.command in ("train", "attach", "bench") or getattr(arguments, "watch", False)
+    return arguments.command in ("train", "attach", "bench", "top") or getattr(arguments, "watch", False)
 
 
 def parse_command_line(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -14,18 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hpc_train.cli.status import read_statuses
 from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.launch.slurm.slurm_cli import run_client
-from hpc_train.launch.state.progress import find_best_value, is_higher_better, read_final_values, read_steps
-from hpc_train.launch.state.run_lookup import RunPoint, find_points
-from hpc_train.launch.sweep.sweep_directory import SweepDirectory, read_points
+from hpc_train.launch.state.progress import is_higher_better, read_steps
+from hpc_train.launch.state.run_lookup import find_points
+from hpc_train.report.sweep_results import (
+    PointResult,
+    SweepResults,
+    Value,
+    gather_results,
+    is_number,
+    spans_decades,
+    varied_keys,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-Value = str | int | float | bool | None
-_DEFAULT_METRICS = ("validation_loss", "loss")
 _SHOWN_COLUMNS = ("step", "loss", "validation_loss", "tokens_per_second")
 _PIPE_WIDTH = 4096
 
@@ -40,45 +45,6 @@ class ResultsOptions:
     json: bool = False
     csv: str | None = None
     plot: str | None = None
-
-
-@dataclass(frozen=True)
-class PointResult:
-    """Overrides and final metrics of one point."""
-
-    point: str
-    state: str
-    swept: dict[str, Value]
-    final: dict[str, Any]
-    """The last step's line of metrics.jsonl, and of what not every step has its last value; {} before the first."""
-    best: float | None = None
-
-
-@dataclass(frozen=True)
-class SweepResults:
-    """Results of all points, and the metric that ranks them."""
-
-    rows: list[PointResult]
-    metric: str
-
-    @property
-    def keys(self) -> list[str]:
-        """Return the swept keys."""
-        return list(dict.fromkeys(key for row in self.rows for key in row.swept))
-
-    def value(self, row: PointResult) -> float | None:
-        """Return the metric at the last step that has it."""
-        found = row.final.get(self.metric)
-        return float(found) if isinstance(found, (int, float)) else None
-
-    @property
-    def winner(self) -> PointResult | None:
-        """Return the point with the best final value."""
-        valued = [(value, row) for row in self.rows if (value := self.value(row)) is not None]
-        if not valued:
-            return None
-        choose = max if is_higher_better(self.metric) else min
-        return choose(valued, key=lambda pair: pair[0])[1]
 
 
 def results_command(target: str, wanted: ResultsOptions) -> int:
@@ -103,56 +69,6 @@ def results_command(target: str, wanted: ResultsOptions) -> int:
         # Off a terminal, a row must stay on one line for grep and awk.
         Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(_results_table(results, wanted.best))
     return EXIT_DONE
-
-
-def gather_results(points: Sequence[RunPoint], metric: str | None = None, best: bool = False) -> SweepResults:
-    """Gather the results of the points. best: read all steps. Raises UserError for a metric that no point has."""
-    swept = _swept_values(points)
-    finals = [read_final_values(point.run / "metrics.jsonl") for point in points]
-    metric = metric or next(
-        (name for name in _DEFAULT_METRICS if any(name in final for final in finals)), _DEFAULT_METRICS[-1]
-    )
-    if any(finals) and not any(metric in final for final in finals):
-        names = ", ".join(sorted({name for final in finals for name in final}))
-        raise UserError(f"--metric {metric}: no point has it; there are {names}")
-    return SweepResults(
-        [
-            PointResult(
-                status.point,
-                str(status.state),
-                swept.get(point.name, {}),
-                final,
-                find_best_value(point.run / "metrics.jsonl", metric) if best else None,
-            )
-            for point, status, final in zip(points, read_statuses(points), finals, strict=True)
-        ],
-        metric,
-    )
-
-
-def _swept_values(points: Sequence[RunPoint]) -> dict[str, dict[str, Value]]:
-    """Point -> swept key -> value, as it was given."""
-    sweeps: dict[Path, SweepDirectory] = {point.sweep.path: point.sweep for point in points if point.sweep}
-    return {
-        frozen.id: dict(_split_override(text) for text in frozen.overrides)
-        for sweep in sweeps.values()
-        for frozen in read_points(sweep)
-    }
-
-
-def _split_override(text: str) -> tuple[str, Value]:
-    key, _, value = text.partition("=")
-    return key.lstrip("+~"), _parse_value(value)
-
-
-def _parse_value(text: str) -> Value:
-    """Parse numbers, booleans and null; return other text unquoted."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False, "null": None}.get(text, text.strip("'\""))
 
 
 def _result_json(results: SweepResults, row: PointResult, best: bool) -> dict[str, Any]:
@@ -207,11 +123,18 @@ def _format_cell(value: Value) -> str:
     return "-" if value is None else str(value)
 
 
-_DECADES = 10.0
-"""Values whose largest is so many times the smallest get a logarithmic axis."""
 _MOST_LINES, _MOST_BARS, _MOST_MARKED = 12, 60, 40
 _CURVES = ("loss", "validation_loss")
 """Metrics drawn for a single run."""
+_UNITS = {
+    "loss": "nats a token",
+    "validation_loss": "nats a token",
+    "tokens_per_second": "tokens/s",
+    "step_seconds": "s",
+    "data_seconds": "s",
+    "noise_scale": "sequences",
+    "tokens": "tokens",
+}
 
 
 def plot_sweep(results: SweepResults, path: Path) -> None:
@@ -242,7 +165,7 @@ def plot_run(steps: Sequence[dict[str, Any]], metric: str | None, name: str, pat
         found = [
             (record["step"], record[wanted])
             for record in steps
-            if _is_number(record.get(wanted)) and _is_number(record["step"])
+            if is_number(record.get(wanted)) and is_number(record["step"])
         ]
         if found:
             style = {"marker": "o", "markersize": 4} if len(found) < _MOST_MARKED else {}
@@ -251,9 +174,17 @@ def plot_run(steps: Sequence[dict[str, Any]], metric: str | None, name: str, pat
     if not drawn:
         raise UserError(f"--plot {path}: the run has no step with a value of {metric or _CURVES[0]} yet")
     axes.set_xlabel("step")
+    axes.set_ylabel(_describe_metric(metric or _CURVES[0]))
     axes.set_title(name, fontsize=9)
+    values = [value for line in axes.lines for value in line.get_ydata()]
+    if spans_decades(values):
+        axes.set_yscale("log")
     axes.legend(fontsize=8)
     _save(figure, axes, path)
+
+
+def _describe_metric(metric: str) -> str:
+    return f"{metric.replace('_', ' ')} ({_UNITS[metric]})" if metric in _UNITS else metric.replace("_", " ")
 
 
 def _figure(path: Path, size: tuple[float, float]) -> Any:
@@ -272,25 +203,6 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
         raise UserError(f"--plot {path}: {error}") from error
 
 
-def varied_keys(rows: Sequence[PointResult], keys: Sequence[str]) -> list[str]:
-    """Return the swept keys with more than one value, numeric keys first, then by number of values."""
-
-    def rank(key: str) -> tuple[bool, int]:
-        values = {row.swept.get(key) for row in rows}
-        return (not all(map(_is_number, values)), -len(values))
-
-    return sorted((key for key in keys if len({row.swept.get(key) for row in rows}) > 1), key=rank)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def spans_decades(values: Sequence[float]) -> bool:
-    """Return whether the values are better shown on a logarithmic axis."""
-    return min(values) > 0 and max(values) / min(values) >= _DECADES
-
-
 def _plot_lines(axes: Any, results: SweepResults, rows: Sequence[PointResult], keys: Sequence[str]) -> None:
     """Plot over the first key, with a line for each value of the second."""
     across, *second = keys
@@ -303,14 +215,14 @@ def _plot_lines(axes: Any, results: SweepResults, rows: Sequence[PointResult], k
         label = f"{second[0]}={value}" if second else None
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
     numbers = [value for value in places.values() if isinstance(value, (int, float))]
-    if all(_is_number(value) for value in places):
+    if all(is_number(value) for value in places):
         if spans_decades(numbers):
             axes.set_xscale("log")
     else:
         axes.set_xticks(list(places.values()), [str(value) for value in places])
     _scale(axes, results, rows)
     axes.set_xlabel(across)
-    axes.set_ylabel(results.metric)
+    axes.set_ylabel(_describe_metric(results.metric))
     if second:
         axes.legend(fontsize=8)
 
@@ -318,13 +230,13 @@ def _plot_lines(axes: Any, results: SweepResults, rows: Sequence[PointResult], k
 def _tick_positions(rows: Sequence[PointResult], key: str) -> dict[Value, float]:
     """Place each value on the axis: numbers at their value, words side by side."""
     values = sorted({row.swept[key] for row in rows}, key=_order)
-    if all(map(_is_number, values)):
+    if all(map(is_number, values)):
         return {value: float(value) for value in values}  # type: ignore[arg-type]
     return {value: float(index) for index, value in enumerate(values)}
 
 
 def _order(value: Value) -> tuple[bool, float, str]:
-    if _is_number(value):
+    if is_number(value):
         return (False, float(value), "")  # type: ignore[arg-type]
     return (True, 0.0, str(value))
 
@@ -342,6 +254,9 @@ def _plot_bars(axes: Any, results: SweepResults, rows: Sequence[PointResult], ke
     axes.barh(range(len(shown)), [results.value(row) for row in shown])
     axes.set_yticks(range(len(shown)), names, fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel(results.metric + (f" (the best {_MOST_BARS} of {len(ranked)})" if len(ranked) > len(shown) else ""))
+    axes.set_xlabel(
+        _describe_metric(results.metric)
+        + (f" (the best {_MOST_BARS} of {len(ranked)})" if len(ranked) > len(shown) else "")
+    )
     if spans_decades([results.value(row) or 0.0 for row in shown]):
         axes.set_xscale("log")

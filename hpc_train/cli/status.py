@@ -61,7 +61,25 @@ def status_command(run: str, as_json: bool, watch: bool, goodput: bool = False) 
         # Off a terminal, a row must stay on one line for grep and awk.
         console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
         console.print(status_table(read_statuses(points), console.width))
+        if len(points) == 1 and (line := describe_speed(points[0])):
+            print(escape_controls(line))
     return 0
+
+
+def describe_speed(point: RunPoint) -> str:
+    """Return verdict and goodput of a run in one line; "" before it has recorded enough."""
+    from hpc_train.launch.state.run_ledger import account_run_directory
+    from hpc_train.report.step_table import list_record_files
+
+    if not list_record_files(point.run):
+        return ""
+    from hpc_train.report.run_summary import judge_newest_steps
+
+    verdict, _, _ = judge_newest_steps(point.run)
+    if verdict.name == "not enough data":
+        return ""
+    goodput = account_run_directory(point.run).goodput
+    return f"{point.name}: {verdict.line}; goodput {goodput:.1%}; see `hpc-train report {point.run}`"
 
 
 def print_goodput(points: Sequence[RunPoint], as_json: bool) -> None:

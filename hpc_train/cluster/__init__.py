@@ -1,1 +1,1 @@
-"""Describe a machine as it describes itself: GPUs, NICs, links and switches. Files are read in readers/."""
+"""Describe machines: GPUs, NICs, links and switches, from the machine itself or from files (readers/)."""

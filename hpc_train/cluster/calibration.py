@@ -36,11 +36,11 @@ class DeviceMeasurement:
     """Speed of one rank's device, as `bench gemm` measured it."""
 
     name: str
-    """As torch calls it; cpu."""
+    """Name of the device as torch has it; cpu for CPUs."""
     tflops: dict[str, float]
-    """10^12 FLOP/s of the best of all matrix products, by precision."""
+    """Speed of the fastest matrix product, 10^12 FLOP/s, by precision."""
     memory_gb_s: float
-    """10^9 bytes/s that a copy reads and writes together."""
+    """Bytes that a copy reads and writes per second, 10^9 bytes/s."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class StepResidual:
     """Difference between a measured run and the planner's model (see planner.constants)."""
 
     settings: dict[str, float]
-    """Of the run: planner.discrepancy.SETTINGS."""
+    """Settings of the run, by name: planner.constants.RESIDUAL_SETTINGS."""
     weight: float
-    """Of the likeness of other settings to these, in log(time)."""
+    """Weight of this residual for runs with similar settings, in log(time)."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Calibration:
     levels: tuple[LevelConstants, ...]
     device: DeviceMeasurement | None = None
     planner: dict[str, float] = field(default_factory=dict)
-    """Constants of planner.constants that the cluster's own runs have moved, by name."""
+    """Constants of the planner that were adapted to runs on the cluster, by name."""
     residuals: tuple[StepResidual, ...] = ()
-    """Of these runs."""
+    """Residuals of these runs."""
 
     def get_level(self, level: str) -> LevelConstants | None:
         """Return the constants of a level, or None if it was not measured."""

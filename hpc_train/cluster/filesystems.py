@@ -18,15 +18,15 @@ class MountedFileSystem:
     """One line of the mount table."""
 
     kind: str
-    """lustre, gpfs, nfs, beegfs, ext4, xfs, tmpfs, ...: one word for all versions of it."""
+    """Kind of file system: lustre, gpfs, nfs, beegfs, ext4, xfs, tmpfs, ...; one word for all versions."""
     mount: str
-    """Where it is mounted."""
+    """Mount point."""
     source: str
-    """What is mounted: a device, or the server and its directory."""
+    """Source of the mount: a device, or the server and its directory."""
 
     @property
     def shared(self) -> bool:
-        """Whether other hosts see the same files."""
+        """Whether other hosts can see the same files."""
         return self.kind in _SHARED
 
 

@@ -15,9 +15,9 @@ from hpc_train.errors import UserError
 from hpc_train.terminal import one_line
 
 MAX_HOSTS = 1 << 18
-"""Names of one list; more are refused before any is made."""
+"""Maximum number of names in a list; a longer list is refused before it is expanded."""
 MAX_NAME_LENGTH = 255
-"""Characters of a name (RFC 1035)."""
+"""Maximum number of characters of a name (RFC 1035)."""
 
 _ODD = re.compile(r"[^\t\n\r -~]")
 _SEPARATORS = re.compile(r"[\s,]+")
@@ -78,7 +78,7 @@ class _Group:
 
     count: int
     width: int
-    """Characters of its longest number."""
+    """Number of characters of its longest number."""
     single: tuple[str, ...] = ()
     ranges: tuple[_Range, ...] = ()
 

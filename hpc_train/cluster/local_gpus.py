@@ -28,13 +28,13 @@ class NvmlGpu:
     index: int
     name: str | None = None
     pci: str | None = None
-    """0000:07:00.0"""
+    """PCI address, such as 0000:07:00.0."""
     nvlinks: int | None = None
-    """Active ones; None if it has none to ask for."""
+    """Number of active NVLinks; None for a GPU without any."""
     ends: dict[str, int] = field(default_factory=dict)
-    """Where its active NVLinks lead: `switch`, or the PCI address of another GPU -> how many."""
+    """Number of active NVLinks to each end: `switch`, or the PCI address of another GPU."""
     clique: str | None = None
-    """NVLink domain that spans nodes: <cluster uuid>.<clique id>."""
+    """NVLink domain, if it spans nodes: <cluster uuid>.<clique id>."""
 
 
 def load_nvml() -> Any | None:
@@ -145,14 +145,14 @@ _XGMI = 11
 
 @dataclass(frozen=True)
 class AmdGpu:
-    """One GPU, or a partition of one that is a device of its own."""
+    """One GPU, or a partition of a GPU that is a device of its own."""
 
     node: int
-    """Its number in this topology, which counts processors too."""
+    """Number of the device in kfd's topology, which also counts processors."""
     pci: str
     name: str | None
     peers: frozenset[int]
-    """Nodes of the GPUs that it reaches over xGMI at one hop."""
+    """Numbers of the GPUs that it reaches over xGMI in one hop."""
 
 
 def read_amd_gpus(root: Path = Path("/")) -> tuple[AmdGpu, ...]:

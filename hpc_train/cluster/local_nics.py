@@ -19,7 +19,7 @@ from hpc_train.cluster.sysfs import (
 )
 
 _ETHERNET = 1
-"""ARPHRD_ETHER, what /sys/class/net/*/type says of Ethernet; IP over InfiniBand says 32."""
+"""Value of /sys/class/net/*/type for Ethernet (ARPHRD_ETHER); it is 32 for IP over InfiniBand."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Nic:
     id: str
     """NIC0, NIC1, ... in the source's own order."""
     device: str | None = None
-    """What the system calls it: mlx5_0, hsn0, rdmap16s27."""
+    """Name of the device on its host: mlx5_0, hsn0, rdmap16s27."""
     numa: int | None = None
     pci: str | None = None
     guid: str | None = None
@@ -57,7 +57,7 @@ class Node:
     """One host."""
 
     name: str
-    """What the source calls it; `localhost` where it names none."""
+    """Name of the host in the source; `localhost` if it has none."""
     gpus: tuple[Gpu, ...] = ()
     nics: tuple[Nic, ...] = ()
 

@@ -130,7 +130,7 @@ class UnitUplink:
 def build_units(cluster: Cluster, compute: Collection[str] | None = None) -> list[SwitchUnit]:
     """Return the outermost units in the source's order. A switch with nothing below it is left out.
 
-    compute: names of the nodes whose cables tell which switches belong together (default: `compute_nodes`).
+    compute: names of the nodes whose cables tell which switches belong together (default: find_compute_nodes).
     """
     counted = find_compute_nodes(cluster) if compute is None else compute
     forest = _Forest()
@@ -146,7 +146,7 @@ def build_units(cluster: Cluster, compute: Collection[str] | None = None) -> lis
 def find_paths(cluster: Cluster, compute: Collection[str] | None = None) -> dict[str, tuple[str, ...]]:
     """Map each node to the units above it, top to leaf, in the cluster's order; () for a node on no switch.
 
-    A unit of several switches has one name for all, such as leaf[1-8]. compute: as `units_of` takes it.
+    A unit of several switches has one name for all, such as leaf[1-8]. compute: see build_units.
     """
     paths: dict[str, tuple[str, ...]] = {node.name: () for node in cluster.nodes}
     for unit, path in _walk_units(build_units(cluster, compute)):
@@ -228,6 +228,8 @@ def list_nodes_under(unit: SwitchUnit) -> Iterator[str]:
 
 
 def _join_level(forest: _Forest, switches: Sequence[Switch], level: int, compute: Collection[str]) -> None:
+    # Switches are grouped by compute nodes (and units) only: a storage server may be on any leaf and would join
+    # strangers.
     contents = [dict.fromkeys(_list_contents(switch, forest)) for switch in switches]
     counted = [
         frozenset(thing for thing in things if not isinstance(thing, str) or thing in compute) for things in contents
@@ -246,6 +248,7 @@ def _join_level(forest: _Forest, switches: Sequence[Switch], level: int, compute
 
 def group_similar_sets(sets_to_group: Sequence[frozenset[object]]) -> list[list[int]]:
     """Group the sets that share at least half of each other; return their numbers, in the order of the first."""
+    # Equal sets are handled once: in a real fabric most leaves of a unit hold exactly the same hosts.
     alike: dict[frozenset[object], list[int]] = {}
     for number, things in enumerate(sets_to_group):
         alike.setdefault(things if things else frozenset({("nothing", number)}), []).append(number)

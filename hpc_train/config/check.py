@@ -1,4 +1,4 @@
-"""What the types of the schema cannot say: ranges, and fields that must agree with one another."""
+"""Check what types cannot express: ranges, and fields that must agree with one another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNCOMPRESSED = {
     "parallel_hdf5": _SHARED,
     "stage_dir": "which is to give the memory back at once, while what is compressed is so in memory",
 }
-"""Of checkpoint, what compression does not go with, and why."""
+"""Settings of checkpoint that exclude compression, and why."""
 
 
 def check_config(config: RunConfig) -> RunConfig:
@@ -105,7 +105,7 @@ def _check_number(value: Any, where: str) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}={value}: must be a finite number")
     if isinstance(value, (int, float)) and abs(value) >= (_MOST_WHOLE if isinstance(value, int) else _MOST):
-        raise UserError(f"{where}={value}: is larger than anything that this counts; check its digits")
+        raise UserError(f"{where}={value}: is too large for this setting; check its digits")
 
 
 def _strings(value: Any) -> list[str]:
@@ -239,7 +239,7 @@ def _check_lustre(config: RunConfig) -> None:
         raise UserError("checkpoint.lustre.stripe_count=0: must be -1 (all OSTs) or at least 1; null lets it be chosen")
     if lustre.pool is not None and not _POOL.fullmatch(lustre.pool):
         raise UserError(
-            f"checkpoint.lustre.pool={lustre.pool}: is no name of a pool; `lfs pool_list <file system>` tells them"
+            f"checkpoint.lustre.pool={lustre.pool}: is no name of a pool; `lfs pool_list <file system>` lists them"
         )
 
 

@@ -4,92 +4,92 @@ from __future__ import annotations
 
 from omegaconf import MISSING
 
-from hpc_train.config.schema import schema, setting
+from hpc_train.config.schema import config_dataclass, config_field
 
 
-@schema
+@config_dataclass
 class GpuConfig:
     """One accelerator as the scheduler counts it (on MI250X, one of its two dies)."""
 
     name: str | None = None
     """Product name as the vendor's library prints it, such as NVIDIA H100 80GB HBM3; None without GPUs."""
-    memory_gib: float = setting(default=0.0, ge=0)
+    memory_gib: float = config_field(default=0.0, ge=0)
     """Memory of one GPU, GiB."""
-    memory_bandwidth_gb_s: float = setting(default=0.0, ge=0)
+    memory_bandwidth_gb_s: float = config_field(default=0.0, ge=0)
     """Peak memory bandwidth, 10^9 bytes/s."""
-    peak_tflops: dict[str, float] = setting(default={})
+    peak_tflops: dict[str, float] = config_field(default={})
     """Dense peak in 10^12 FLOP/s by precision: fp64, fp32, tf32, bf16, fp16, fp8. Sparse figures do not belong here."""
 
 
-@schema
+@config_dataclass
 class NodeConfig:
     """One compute node."""
 
-    gpus: int = setting(default=0, ge=0)
+    gpus: int = config_field(default=0, ge=0)
     """GPUs of a node; 0 on a node without GPUs."""
-    ranks: int | None = setting(default=None, ge=1)
+    ranks: int | None = config_field(default=None, ge=1)
     """Ranks a node; None means one a GPU (and one on a node without GPUs)."""
-    cpus: int = setting(default=1, ge=1)
+    cpus: int = config_field(default=1, ge=1)
     """Physical cores."""
-    sockets: int = setting(default=1, ge=1)
+    sockets: int = config_field(default=1, ge=1)
     """CPU sockets of a node."""
-    memory_gib: float = setting(default=0.0, ge=0)
+    memory_gib: float = config_field(default=0.0, ge=0)
     """Main memory of a node, GiB; 0 if unknown."""
-    gpu_link: str = setting(default="none", choices=("none", "pcie", "nvlink", "nvswitch", "xgmi"))
-    """What joins the GPUs of a node: nvlink is point to point, nvswitch any to any."""
-    gpu_link_gb_s: float = setting(default=0.0, ge=0)
+    gpu_link: str = config_field(default="none", choices=("none", "pcie", "nvlink", "nvswitch", "xgmi"))
+    """Links between the GPUs of a node: nvlink is point to point, nvswitch any to any."""
+    gpu_link_gb_s: float = config_field(default=0.0, ge=0)
     """Bandwidth of one GPU to its peers over that link, one direction, 10^9 bytes/s."""
-    nvlink_domain_gpus: int = setting(default=0, ge=0)
+    nvlink_domain_gpus: int = config_field(default=0, ge=0)
     """GPUs that reach each other over NVLink: of a node, or of several (72 in an NVL72 rack); 0 without NVLink."""
-    pcie_gb_s: float = setting(default=0.0, ge=0)
+    pcie_gb_s: float = config_field(default=0.0, ge=0)
     """Host to GPU bandwidth, one direction, 10^9 bytes/s."""
-    nics: int = setting(default=0, ge=0)
+    nics: int = config_field(default=0, ge=0)
     """Network ports used by jobs."""
-    nic_gbit_s: float = setting(default=0.0, ge=0)
+    nic_gbit_s: float = config_field(default=0.0, ge=0)
     """Line rate of one port, one direction, 10^9 bit/s."""
 
 
-@schema
+@config_dataclass
 class FabricConfig:
     """The network between nodes."""
 
-    kind: str = setting(
+    kind: str = config_field(
         default="none", choices=("none", "infiniband", "slingshot", "ethernet", "roce", "efa", "omni_path")
     )
     """Kind of network between nodes."""
-    topology: str = setting(
+    topology: str = config_field(
         default="none", choices=("none", "flat", "fat_tree", "rail_optimised", "dragonfly", "dragonfly_plus")
     )
     """How switches are joined; none if unknown."""
-    nodes_per_leaf: int = setting(default=0, ge=0)
+    nodes_per_leaf: int = config_field(default=0, ge=0)
     """Nodes under one leaf switch (a scalable unit if rail-optimised, a switch of a dragonfly group); 0 if unknown."""
-    nodes_per_group: int = setting(default=0, ge=0)
+    nodes_per_group: int = config_field(default=0, ge=0)
     """Nodes in one dragonfly group or one pod; 0 if unknown."""
-    oversubscription: float | None = setting(default=None, ge=1)
+    oversubscription: float | None = config_field(default=None, ge=1)
     """Taper: what all nodes of a leaf can send over what its uplinks carry; 1 is non-blocking, None unknown."""
-    group_oversubscription: float | None = setting(default=None, ge=1)
-    """The same of a dragonfly group or a pod, against what all its nodes can send."""
+    group_oversubscription: float | None = config_field(default=None, ge=1)
+    """Taper of a dragonfly group or a pod: what all its nodes can send over what its uplinks carry."""
     interface: str | None = None
     """Network interface for rendezvous and sockets, such as hsn0; None: the one that its own name resolves to."""
 
 
-@schema
+@config_dataclass
 class FileSystemConfig:
     """The shared file system that runs and checkpoints are written to."""
 
-    kind: str = setting(
+    kind: str = config_field(
         default="local", choices=("local", "shared", "lustre", "gpfs", "nfs", "weka", "fsx_lustre", "daos")
     )
     """shared: every node sees it, but which kind it is depends on the site."""
-    write_gb_s: float = setting(default=0.0, ge=0)
+    write_gb_s: float = config_field(default=0.0, ge=0)
     """Aggregate write bandwidth, 10^9 bytes/s; 0 if unknown."""
-    read_gb_s: float = setting(default=0.0, ge=0)
+    read_gb_s: float = config_field(default=0.0, ge=0)
     """Aggregate read bandwidth, 10^9 bytes/s; 0 if unknown."""
-    osts: int = setting(default=0, ge=0)
+    osts: int = config_field(default=0, ge=0)
     """Object storage targets (Lustre); 0 if unknown or another kind."""
 
 
-@schema
+@config_dataclass
 class SlurmConfig:
     """How jobs are asked for at this site. What a job wants for itself is in `launch`."""
 
@@ -97,34 +97,34 @@ class SlurmConfig:
     """sbatch --partition; None: the site's default."""
     constraint: str | None = None
     """sbatch --constraint, such as gpu; None: no constraint."""
-    gpu_request: str = setting(default="gpus_per_node", choices=("none", "gpus_per_node", "gres"))
+    gpu_request: str = config_field(default="gpus_per_node", choices=("none", "gpus_per_node", "gres"))
     """Which sbatch option asks for a node's GPUs; none where a node is always given whole."""
-    max_time_minutes: int | None = setting(default=None, ge=1)
+    max_time_minutes: int | None = config_field(default=None, ge=1)
     """Longest time limit of the partition; None if unknown."""
     exclusive: bool = False
     """Ask for whole nodes."""
 
 
-@schema
+@config_dataclass
 class ClusterConfig:
     """A machine that jobs run on."""
 
     name: str = MISSING
-    """What plans, logs and error lines call this machine."""
-    source: list[str] = setting(default=[])
+    """Name of the machine in plans, logs and error lines."""
+    source: list[str] = config_field(default=[])
     """Public pages that the figures come from."""
-    total_nodes: int = setting(default=0, ge=0)
+    total_nodes: int = config_field(default=0, ge=0)
     """Nodes of this kind at the site; 0 if unknown or unbounded."""
-    nodes: int | None = setting(default=None, ge=1)
+    nodes: int | None = config_field(default=None, ge=1)
     """Nodes a job asks for; None: as many as the parallel degrees need."""
-    gpu: GpuConfig = setting(default=GpuConfig)
-    node: NodeConfig = setting(default=NodeConfig)
-    fabric: FabricConfig = setting(default=FabricConfig)
-    filesystem: FileSystemConfig = setting(default=FileSystemConfig)
-    slurm: SlurmConfig = setting(default=SlurmConfig)
-    modules: list[str] = setting(default=[])
+    gpu: GpuConfig = config_field(default=GpuConfig)
+    node: NodeConfig = config_field(default=NodeConfig)
+    fabric: FabricConfig = config_field(default=FabricConfig)
+    filesystem: FileSystemConfig = config_field(default=FileSystemConfig)
+    slurm: SlurmConfig = config_field(default=SlurmConfig)
+    modules: list[str] = config_field(default=[])
     """Modules that batch scripts load (Lmod, Environment Modules), in order, such as cuda/12.4."""
-    module_path: list[str] = setting(default=[])
+    module_path: list[str] = config_field(default=[])
     """Folders of modulefiles to look in first, beside the site's."""
     module_purge: bool = False
     """Unload first what the submitting shell had loaded."""

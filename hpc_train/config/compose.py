@@ -77,7 +77,7 @@ def _hydra() -> initialize_config_module:
 
 
 def compose_unchecked(overrides: list[str], config_dir: str | None) -> DictConfig:
-    """The same before its types and ranges are checked. Raises UserError, in one line."""
+    """Compose the overrides into a config whose types and ranges are not checked yet. Raises UserError, in one line."""
     extra = _search_path(config_dir)
     groups, values = suggest.split_groups(_parsed(overrides))
     if wrong := suggest.find_wrong_choice(groups, partial(list_options, config_dir=config_dir)):
@@ -118,7 +118,7 @@ def _diagnose(
 
 
 def make_typed(plain: DictConfig, overrides: Sequence[str], config_dir: str | None) -> RunConfig:
-    """From what `composed` gave to a checked, read-only RunConfig. Raises UserError, in one line."""
+    """Convert a composed configuration to a checked, read-only RunConfig. Raises UserError, in one line."""
     try:
         with refuse_secret_variables():
             config = OmegaConf.to_object(plain)
@@ -129,7 +129,7 @@ def make_typed(plain: DictConfig, overrides: Sequence[str], config_dir: str | No
 
 
 def check_and_seal(config: RunConfig, overrides: Sequence[str], config_dir: str | None = None) -> RunConfig:
-    """The same config, checked, with what it leaves to the cluster filled in, and sealed. Raises UserError."""
+    """Fill in what a config leaves to the cluster, check it, and make it read-only. Raises UserError."""
     if wrong := suggest.find_unknown_field(config):
         raise UserError(wrong)
     check_config(config)
@@ -141,7 +141,7 @@ def check_and_seal(config: RunConfig, overrides: Sequence[str], config_dir: str 
 
 
 def fill_hybrid_sharding(config: RunConfig) -> None:
-    """Where a zero strategy leaves dp_replicate open (-1) and dp_shard out, write the number of dp_shard into `config`.
+    """Write the number of dp_shard into `config` if a zero strategy has dp_replicate=-1 and no dp_shard.
 
     It is the ranks of one NVLink domain, or of one node where there is no NVLink, divided by tp x cp. Raises UserError
     where these do not divide or leave nothing to shard over.
@@ -181,7 +181,7 @@ def register() -> None:
 
 
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
-"""What composing raises for a wrong override or a wrong file."""
+"""Exceptions that Hydra and OmegaConf raise for a wrong override or a wrong file."""
 
 _REASONS = (
     (r"could not be converted to Float", "must be a number"),

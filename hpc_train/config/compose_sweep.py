@@ -33,7 +33,7 @@ class _Base:
 
     config: DictConfig
     _parts: dict[str, Any] = field(default_factory=dict)
-    """Of the runs so far: parts that no swept value is in are the same in all, and read-only."""
+    """Parts of the runs composed so far. Runs share the parts without a swept value, since these are read-only."""
 
     def run(self, quick: Sequence[str], words: Overrides, config_dir: str | None) -> RunConfig:
         """Raises OmegaConfBaseException, or UserError."""

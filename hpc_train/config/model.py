@@ -7,100 +7,100 @@ from __future__ import annotations
 
 from omegaconf import MISSING
 
-from hpc_train.config.schema import schema, setting
+from hpc_train.config.schema import config_dataclass, config_field
 
 
-@schema
+@config_dataclass
 class ModelConfig:
-    """What every model has; the kinds below add their own fields."""
+    """Fields that every model has; the kinds below add their own."""
 
     kind: str = MISSING
     """Name in the registry of models: transformer, vit, custom."""
     name: str = MISSING
-    """What logs, plans and checkpoints call this model."""
+    """Name of the model in logs, plans and checkpoints."""
 
 
-@schema
+@config_dataclass
 class TransformerConfig(ModelConfig):
     """A decoder-only transformer of the Llama or the GPT family."""
 
     kind: str = "transformer"
     """Always transformer."""
-    source: list[str] = setting(default=[])
+    source: list[str] = config_field(default=[])
     """Public pages that the shape comes from."""
-    vocab_size: int = setting(default=256, ge=2)
+    vocab_size: int = config_field(default=256, ge=2)
     """Tokens of the vocabulary, and rows of the embedding."""
-    layers: int = setting(default=4, ge=1)
+    layers: int = config_field(default=4, ge=1)
     """Transformer blocks."""
-    hidden: int = setting(default=128, ge=1)
+    hidden: int = config_field(default=128, ge=1)
     """Width of the residual stream."""
-    heads: int = setting(default=4, ge=1)
+    heads: int = config_field(default=4, ge=1)
     """Query heads."""
-    kv_heads: int | None = setting(default=None, ge=1)
+    kv_heads: int | None = config_field(default=None, ge=1)
     """Key and value heads (grouped-query attention); None: as many as heads."""
-    head_dim: int | None = setting(default=None, ge=1)
+    head_dim: int | None = config_field(default=None, ge=1)
     """None: hidden / heads."""
-    feed_forward: int = setting(default=384, ge=1)
+    feed_forward: int = config_field(default=384, ge=1)
     """Width of the feed-forward layer (of each of its two branches for swiglu)."""
-    activation: str = setting(default="swiglu", choices=("swiglu", "gelu", "gelu_tanh"))
+    activation: str = config_field(default="swiglu", choices=("swiglu", "gelu", "gelu_tanh"))
     """Activation of the feed-forward layer."""
-    norm: str = setting(default="rmsnorm", choices=("rmsnorm", "layernorm"))
+    norm: str = config_field(default="rmsnorm", choices=("rmsnorm", "layernorm"))
     """Normalisation before attention, before the feed-forward layer and before the head."""
-    norm_eps: float = setting(default=1e-5, gt=0)
+    norm_eps: float = config_field(default=1e-5, gt=0)
     """Added to the variance in a norm."""
-    positions: str = setting(default="rotary", choices=("rotary", "learned"))
+    positions: str = config_field(default="rotary", choices=("rotary", "learned"))
     """rotary: rotary position embeddings (Su et al. 2021, arXiv:2104.09864); learned: a table of max_positions rows."""
-    rope_theta: float = setting(default=10000.0, gt=0)
+    rope_theta: float = config_field(default=10000.0, gt=0)
     """Base of the rotary frequencies."""
-    rope_scaling: str = setting(default="none", choices=("none", "llama3"))
+    rope_scaling: str = config_field(default="none", choices=("none", "llama3"))
     """llama3: the frequency scaling of Llama 3.1 (low 1, high 4, original length 8192)."""
-    rope_factor: float = setting(default=8.0, ge=1)
+    rope_factor: float = config_field(default=8.0, ge=1)
     """llama3: how much the low frequencies are slowed down; 8 in Llama 3.1, 32 in Llama 3.2."""
-    max_positions: int = setting(default=2048, ge=1)
+    max_positions: int = config_field(default=2048, ge=1)
     """Longest sequence (rows of a learned position table)."""
     bias: bool = False
     """Biases in linear layers (GPT family) and in layernorm."""
     tied_embeddings: bool = False
     """Use the embedding's matrix as the head too."""
-    dropout: float = setting(default=0.0, ge=0, lt=1)
+    dropout: float = config_field(default=0.0, ge=0, lt=1)
     """Probability of dropping an activation after attention, feed-forward and embedding, and an attention weight."""
-    init_std: float = setting(default=0.02, gt=0)
+    init_std: float = config_field(default=0.02, gt=0)
     """Standard deviation of initial weights."""
 
 
-@schema
+@config_dataclass
 class VisionTransformerConfig(ModelConfig):
     """A vision transformer classifier (Dosovitskiy et al. 2020, arXiv:2010.11929)."""
 
     kind: str = "vit"
     """Always vit."""
-    source: list[str] = setting(default=[])
+    source: list[str] = config_field(default=[])
     """Public pages that the shape comes from."""
-    image_size: int = setting(default=8, ge=1)
+    image_size: int = config_field(default=8, ge=1)
     """Height and width of an image, pixels."""
-    patch_size: int = setting(default=2, ge=1)
+    patch_size: int = config_field(default=2, ge=1)
     """Height and width of a patch, pixels; divides image_size."""
-    channels: int = setting(default=1, ge=1)
+    channels: int = config_field(default=1, ge=1)
     """Colour channels of an image."""
-    classes: int = setting(default=10, ge=2)
+    classes: int = config_field(default=10, ge=2)
     """Classes to tell apart."""
-    layers: int = setting(default=4, ge=1)
+    layers: int = config_field(default=4, ge=1)
     """Transformer blocks."""
-    hidden: int = setting(default=64, ge=1)
+    hidden: int = config_field(default=64, ge=1)
     """Width of the residual stream."""
-    heads: int = setting(default=4, ge=1)
+    heads: int = config_field(default=4, ge=1)
     """Attention heads."""
-    feed_forward: int = setting(default=256, ge=1)
+    feed_forward: int = config_field(default=256, ge=1)
     """Width of the feed-forward layer."""
-    norm_eps: float = setting(default=1e-6, gt=0)
+    norm_eps: float = config_field(default=1e-6, gt=0)
     """Added to the variance in a norm."""
-    dropout: float = setting(default=0.0, ge=0, lt=1)
+    dropout: float = config_field(default=0.0, ge=0, lt=1)
     """Probability of dropping an activation."""
-    init_std: float = setting(default=0.02, gt=0)
+    init_std: float = config_field(default=0.02, gt=0)
     """Standard deviation of initial weights."""
 
 
-@schema
+@config_dataclass
 class CustomModelConfig(ModelConfig):
     """A user's own module, by the name it was registered under."""
 
@@ -110,23 +110,23 @@ class CustomModelConfig(ModelConfig):
     """Name given to `hpc_train.models.register`, or of an entry point in the group hpc_train.models."""
     module: str | None = None
     """Python module to import first, where the decorator is; None for an installed entry point."""
-    args: dict[str, float | int | bool | str | None] = setting(default={})
+    args: dict[str, float | int | bool | str | None] = config_field(default={})
     """Keyword arguments of the registered function."""
 
 
-@schema
+@config_dataclass
 class DataConfig:
-    """What every data set has; the kinds below add their own fields."""
+    """Fields that every data set has; the kinds below add their own."""
 
     kind: str = MISSING
     """tokens or images."""
     name: str = MISSING
-    """What logs and the run's configuration call this data set."""
-    validation_fraction: float = setting(default=0.02, ge=0, lt=1)
+    """Name of the data set in logs and in the run's configuration."""
+    validation_fraction: float = config_field(default=0.02, ge=0, lt=1)
     """Part of the data kept for validation, taken from its end; 0: no validation."""
 
 
-@schema
+@config_dataclass
 class TokenDataConfig(DataConfig):
     """Text as tokens: one HDF5 store, built once from files if it is not there yet."""
 
@@ -134,23 +134,23 @@ class TokenDataConfig(DataConfig):
     """Always tokens."""
     path: str | None = None
     """A token store made by `hpc-train data build`; None: built from `sources` into `cache` at first use."""
-    sources: list[str] = setting(default=[])
+    sources: list[str] = config_field(default=[])
     """Text files or folders; the word `stdlib` stands for the source code of the running Python's standard library."""
-    suffixes: list[str] = setting(default=[".py", ".txt", ".md", ".rst"])
+    suffixes: list[str] = config_field(default=[".py", ".txt", ".md", ".rst"])
     """Files taken from a folder."""
-    tokenizer: str = setting(default="byte", choices=("byte", "bpe"))
+    tokenizer: str = config_field(default="byte", choices=("byte", "bpe"))
     """byte: one token a byte; bpe: byte-pair encoding, trained on the text."""
-    vocab_size: int = setting(default=256, ge=256, le=1 << 31)
+    vocab_size: int = config_field(default=256, ge=256, le=1 << 31)
     """Size of the vocabulary that is trained on the text (bpe); the byte tokenizer always has 256."""
     cache: str = "${oc.env:HPC_TRAIN_CACHE,'~/.cache/hpc_train'}"
     """Folder of the stores that are built; it must be visible from the compute nodes."""
 
 
-@schema
+@config_dataclass
 class ImageDataConfig(DataConfig):
     """Labelled images that come with a package."""
 
     kind: str = "images"
     """Always images."""
-    name: str = setting(default="digits", choices=("digits",))
+    name: str = config_field(default="digits", choices=("digits",))
     """digits: 1,797 8x8 grey images of handwritten digits that ship with scikit-learn."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
-from hpc_train.config.schema import schema, setting
+from hpc_train.config.schema import config_dataclass, config_field
 from hpc_train.errors import UserError
 
 SCHEDULES = (
@@ -24,155 +24,164 @@ SCHEDULES = (
 )
 
 
-@schema
+@config_dataclass
 class TensorConfig:
     """Tensor parallelism, where tp > 1 (Shoeybi et al. 2019, arXiv:1909.08053)."""
 
     sequence: bool = True
-    """Split the positions too between the layers that are split (Korthikanti et al. 2022, arXiv:2205.05198)."""
+    """Sequence parallelism: also split positions between the split layers (Korthikanti et al. 2022,
+    arXiv:2205.05198)."""
     vocabulary: bool = True
     """Split the embedding, the output layer and the loss by vocabulary, so that no rank ever has all logits."""
     asynchronous: bool = False
     """Overlap the gather and the scatter of activations with the matrix products, a chunk at a time."""
 
 
-@schema
+@config_dataclass
 class PipelineConfig:
     """Pipeline parallelism, where pp > 1."""
 
     schedule: str = "1f1b"
-    """naive, gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev, or a file .csv,
-    of which the run keeps a copy."""
-    virtual_stages: int | None = setting(default=None, ge=1)
-    """Stages a rank; None: 1, or 2 for the schedules that need more."""
+    """Pipeline schedule: naive, gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev, or
+    a .csv file, of which the run keeps a copy."""
+    virtual_stages: int | None = config_field(default=None, ge=1)
+    """Stages per rank; None: 1, or 2 for schedules that need more."""
     costs: list[float] | None = None
-    """Relative time of each block, in order, with that of the embedding before and of the head after them; None:
-    their FLOPs. A run that resumes uses what it measured before if `resplit` is on."""
+    """Relative times by which blocks are split into stages: embedding, each block in order, head. None: their FLOPs. A
+    resumed run uses measured times if `resplit` is on."""
     resplit: bool = False
-    """Measure the blocks in the first steps (stage_times.json in the run directory), and split by that at a resume."""
+    """Measure the blocks in the first steps (stage_times.json in the run directory), and split by that after a
+    resume."""
     timeline: bool = False
     """Record when each rank did what in the first steps, in timeline/ of the run directory, for chrome://tracing."""
 
 
-@schema
+@config_dataclass
 class ContextConfig:
     """Context parallelism, where cp > 1."""
 
-    method: str = setting(default="ring", choices=("ring", "ulysses"))
-    """ring: keys and values go round (Liu et al. 2023, arXiv:2310.01889). ulysses: heads are exchanged for positions
-    (Jacobs et al. 2023, arXiv:2309.14509)."""
+    method: str = config_field(default="ring", choices=("ring", "ulysses"))
+    """ring: keys and values go round a ring of ranks (Liu et al. 2023, arXiv:2310.01889). ulysses: all-to-all of heads
+    for positions (Jacobs et al. 2023, arXiv:2309.14509)."""
     balanced: bool = True
-    """ring: give each rank a part of the beginning and of the end of the sequence, so that causal work is even."""
+    """ring: give each rank one part of the beginning and one of the end of the sequence, so that causal attention is
+    equally much work on all."""
 
 
-@schema
+@config_dataclass
 class RecomputeConfig:
     """Activation recomputation and offload."""
 
-    mode: str = setting(default="none", choices=("none", "selective", "full"))
-    """full: keep only the inputs of a block. selective: keep also the results of `keep`."""
-    every: int = setting(default=1, ge=1)
-    """Recompute every k-th block only, from the first one of each stage."""
-    keep: list[str] = setting(default=["mm", "attention"])
+    mode: str = config_field(default="none", choices=("none", "selective", "full"))
+    """none: keep all activations. full: keep only the inputs of a block. selective: also keep the results of `keep`."""
+    every: int = config_field(default=1, ge=1)
+    """Recompute only every k-th block, starting with the first of each stage."""
+    keep: list[str] = config_field(default=["mm", "attention"])
     """selective: operators whose results are kept; mm, attention, or the name of an ATen operator."""
     offload: bool = False
-    """GPUs: move what blocks keep for backward to CPU memory meanwhile; with mode none or full."""
+    """On GPUs, move what blocks keep for backward to CPU memory until then; with mode none or full."""
 
 
-@schema
+@config_dataclass
 class OffloadConfig:
-    """Where the sharded state of the zero strategies lives between its uses."""
+    """Offload of the sharded state of the zero strategies between its uses."""
 
-    optimizer: str = setting(default="none", choices=("none", "cpu", "file"))
-    """cpu: optimizer state and its update in CPU memory. file: in a file, read and written a part at a time."""
-    parameters: str = setting(default="none", choices=("none", "cpu", "file"))
-    """cpu, file: the sharded parameters live there and are fetched to be gathered. The CPU updates them then, and the
-    optimizer's state is in CPU memory too, unless `optimizer` says file."""
+    optimizer: str = config_field(default="none", choices=("none", "cpu", "file"))
+    """cpu: keep optimizer state in CPU memory and update there. file: keep it in a file, read and written in parts."""
+    parameters: str = config_field(default="none", choices=("none", "cpu", "file"))
+    """cpu, file: keep the sharded parameters there and fetch them to be gathered. The CPU then updates them, and
+    optimizer state is in CPU memory, too, unless `optimizer` is file."""
     dir: str | None = None
     """Folder of the files, on a disk of the node; None: the temporary directory."""
 
 
-@schema
+@config_dataclass
 class CompressionConfig:
     """Gradient compression of ddp."""
 
-    method: str = setting(default="none", choices=("none", "fp16", "bf16", "powersgd", "topk"))
-    """powersgd (Vogels et al. 2019, arXiv:1905.13727), topk (Stich et al. 2018, arXiv:1809.07599): see feedback."""
-    rank: int = setting(default=4, ge=1)
+    method: str = config_field(default="none", choices=("none", "fp16", "bf16", "powersgd", "topk"))
+    """Compression of gradients. fp16, bf16: send two bytes per element. powersgd: low-rank factors (Vogels et al. 2019,
+    arXiv:1905.13727). topk: the largest elements (Stich et al. 2018, arXiv:1809.07599)."""
+    rank: int = config_field(default=4, ge=1)
     """powersgd: rank of the approximation."""
-    ratio: float = setting(default=0.01, gt=0, le=1)
-    """topk: share of the entries that is sent."""
-    warmup_steps: int = setting(default=0, ge=0)
-    """powersgd, topk: steps at the beginning, and after each resume, that are reduced in full."""
+    ratio: float = config_field(default=0.01, gt=0, le=1)
+    """topk: share of the elements that is sent."""
+    warmup_steps: int = config_field(default=0, ge=0)
+    """powersgd, topk: steps without compression at the beginning and after each resume."""
     feedback: bool = True
-    """powersgd, topk: add to a step's gradients what earlier ones did not send; off, they converge worse."""
+    """powersgd, topk: error feedback, which adds to a step's gradients what earlier steps did not send. Without it they
+    converge worse."""
 
 
-@schema
+@config_dataclass
 class ServerConfig:
     """Parameter servers in place of a reduction (Li et al. 2014), over MPI one-sided communication."""
 
-    mode: str = setting(default="none", choices=("none", "synchronous", "asynchronous", "peer"))
-    """peer: no servers; each rank averages its parameters with its neighbours' (Lian et al. 2017, arXiv:1705.09056)."""
-    servers: int = setting(default=1, ge=1)
-    """Ranks, spread over the nodes, that hold the parameters, each a share of them, besides working."""
-    replicas: int = setting(default=1, ge=1)
+    mode: str = config_field(default="none", choices=("none", "synchronous", "asynchronous", "peer"))
+    """synchronous: one update per step, by the servers. asynchronous: workers update without waiting for one another.
+    peer: no servers; each rank averages its parameters with its neighbours' (Lian et al. 2017, arXiv:1705.09056)."""
+    servers: int = config_field(default=1, ge=1)
+    """Ranks that are servers as well as workers: each holds a share of the parameters. They are spread over the
+    nodes."""
+    replicas: int = config_field(default=1, ge=1)
     """Copies of each share, on different ranks; workers read from the nearest."""
-    staleness: int = setting(default=4, ge=0)
-    """asynchronous: updates by which the slowest worker may be behind the fastest (Ho et al. 2013)."""
+    staleness: int = config_field(default=4, ge=0)
+    """asynchronous: maximum number of updates by which the slowest worker may be behind the fastest (Ho et al.
+    2013)."""
     hybrid: bool = False
-    """Workers of a node reduce among themselves first, and one of them talks to the servers."""
+    """Workers of a node first reduce among themselves, and one of them communicates with the servers."""
 
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
-@schema
+@config_dataclass
 class ParallelConfig:
     """Degrees of the mesh axes and the data-parallel strategy. A degree of -1 means what is left of the world."""
 
     auto: bool = False
-    """The planner chooses all of `parallel`, and train.micro_batch, but what `fixed` names, before any rank starts."""
+    """Let the planner choose all of `parallel`, and train.micro_batch, except what `fixed` names, before any rank
+    starts."""
     fixed: list[str] | None = None
-    """auto: keys that stay as they are, such as parallel.tp; None: those that overrides or files set."""
-    strategy: str = setting(default="ddp", choices=STRATEGIES)
+    """auto: keys that the planner must not change, such as parallel.tp; None: those that overrides or files set."""
+    strategy: str = config_field(default="ddp", choices=STRATEGIES)
     """ddp replicates everything. zero1 shards optimizer state, zero2 also gradients, zero3 also parameters (FSDP2)."""
-    pp: int = setting(default=1, ge=-1)
+    pp: int = config_field(default=1, ge=-1)
     """Pipeline stages."""
-    dp_replicate: int | None = setting(default=None, ge=-1)
+    dp_replicate: int | None = config_field(default=None, ge=-1)
     """Copies of the model. None: -1 for ddp unless another degree is -1, else 1."""
-    dp_shard: int | None = setting(default=None, ge=-1)
-    """Ranks that share one copy. None: -1 for the zero strategies unless another degree is -1, else 1; with
-    dp_replicate=-1 those of an NVLink domain of the cluster, or of a node where there is none, divided by tp x cp."""
-    cp: int = setting(default=1, ge=-1)
+    dp_shard: int | None = config_field(default=None, ge=-1)
+    """Ranks that share one copy of the model. None: -1 for the zero strategies unless another degree is -1, else 1;
+    with dp_replicate=-1, the ranks of an NVLink domain (or of a node without NVLink) divided by tp x cp."""
+    cp: int = config_field(default=1, ge=-1)
     """Ranks that share the positions of a sequence (context parallelism)."""
-    tp: int = setting(default=1, ge=-1)
+    tp: int = config_field(default=1, ge=-1)
     """Ranks that share the matrices of a layer (tensor parallelism)."""
-    bucket_mib: float | None = setting(default=None, gt=0)
-    """Size of ddp's gradient buckets; None: torch's, a first one of 1 MiB, to start early, then 25. zero1, zero2: of
-    the groups of blocks that are gathered and reduced together; None: 25."""
+    bucket_mib: float | None = config_field(default=None, gt=0)
+    """ddp: size of gradient buckets, MiB; None: torch's, a first one of 1 to start early, then 25. zero1, zero2: size
+    of the groups of blocks that are gathered and reduced together; None: 25."""
     static_graph: bool = False
     """ddp: every step uses the same parameters in the same order; torch then plans the reduction once."""
     unused_parameters: bool = False
-    """ddp: some parameters take no part in some steps; costs a walk over the graph each time."""
-    reduce_with: str = setting(default="torch", choices=("torch", "mpi"))
-    """ddp: what reduces gradients; mpi: the MPI library, for ranks of mpirun or srun --mpi on CPUs."""
+    """ddp: allow parameters that take no part in some steps. Costs a walk over the graph in every step."""
+    reduce_with: str = config_field(default="torch", choices=("torch", "mpi"))
+    """ddp: library that reduces gradients; mpi: for ranks on CPUs that mpirun or srun --mpi has started."""
     sync_batchnorm: bool = False
-    """Statistics of BatchNorm over all data-parallel ranks, which makes it equal to one device."""
+    """Compute BatchNorm's statistics over all data-parallel ranks, so that results equal those of one device."""
     reshard_after_forward: bool = True
-    """zero3: free the gathered parameters after forward (less memory), or keep them (less communication): until
-    backward, and where pp > 1, as several micro-batches are in flight, until the end of the step."""
-    prefetch: int = setting(default=1, ge=0)
-    """zero strategies: blocks whose parameters are gathered ahead of the one that computes; 1 is fully_shard's own."""
+    """zero3: free the gathered parameters after forward (less memory). false: keep them (less communication) until
+    backward, or with pp > 1, where several micro-batches are in flight, until the end of the step."""
+    prefetch: int = config_field(default=1, ge=0)
+    """zero strategies: number of blocks whose parameters are gathered ahead; 1 is fully_shard's default."""
     compile: bool = False
     """torch.compile each block."""
-    tensor: TensorConfig = setting(default=TensorConfig)
-    pipeline: PipelineConfig = setting(default=PipelineConfig)
-    context: ContextConfig = setting(default=ContextConfig)
-    recompute: RecomputeConfig = setting(default=RecomputeConfig)
-    offload: OffloadConfig = setting(default=OffloadConfig)
-    compression: CompressionConfig = setting(default=CompressionConfig)
-    server: ServerConfig = setting(default=ServerConfig)
+    tensor: TensorConfig = config_field(default=TensorConfig)
+    pipeline: PipelineConfig = config_field(default=PipelineConfig)
+    context: ContextConfig = config_field(default=ContextConfig)
+    recompute: RecomputeConfig = config_field(default=RecomputeConfig)
+    offload: OffloadConfig = config_field(default=OffloadConfig)
+    compression: CompressionConfig = config_field(default=CompressionConfig)
+    server: ServerConfig = config_field(default=ServerConfig)
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -223,7 +232,7 @@ def requested_degrees(config: ParallelConfig) -> dict[str, int]:
             raise UserError(f"parallel.{axis}=0: a degree is at least 1, or -1 for what is left of the world")
     open_axes = [f"parallel.{axis}=-1" for axis, value in degrees.items() if value == -1]
     if len(open_axes) > 1:
-        raise UserError(f"{' and '.join(open_axes)}: only one degree can be what is left of the world")
+        raise UserError(f"{' and '.join(open_axes)}: only one degree can be -1, what the others leave of the world")
     return degrees
 
 
@@ -234,7 +243,7 @@ def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
     """
     if config.auto:
         raise UserError(
-            "parallel=auto: is decided by `hpc-train plan`, `train` and `submit`; give here the degrees `plan` tells"
+            "parallel=auto: is decided by `hpc-train plan`, `train` and `submit`; here give the degrees `plan` prints"
         )
     degrees = requested_degrees(config)
     fixed = math.prod(value for value in degrees.values() if value != -1)
@@ -261,7 +270,9 @@ def reduce_replicas(config: ParallelConfig, ranks: int, world: int) -> ParallelC
     degrees = asdict(full)
     stay = math.prod(size for name, size in degrees.items() if name != axis)
     if world % stay:
-        raise UserError(f"parallel: {world} ranks are no multiple of {stay}, which all but {axis} of {full} take")
+        raise UserError(
+            f"parallel: {world} ranks are no multiple of {stay}, the product of all degrees but {axis} in {full}"
+        )
     return replace(config, **{**degrees, axis: world // stay})
 
 

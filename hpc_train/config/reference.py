@@ -27,7 +27,7 @@ _CONTAINER_TYPES = (list, dict, tuple)
 
 @dataclass(frozen=True)
 class KeyReference:
-    """What a user needs to know about one configuration key."""
+    """One configuration key, as `hpc-train explain` and the reference pages describe it."""
 
     key: str
     """Dotted, as an override writes it: train.steps."""

@@ -9,12 +9,12 @@ from typing import Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
 SEALED_ATTRIBUTE = "_sealed"
-"""Attribute of a config that `seal` has made read-only."""
+"""Name of the attribute that marks a config as read-only; seal_config sets it."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """What a field accepts beside its type; None means no limit on that side."""
+    """Values that a field accepts beyond its type; None: no limit on that side."""
 
     ge: float | None = None
     gt: float | None = None
@@ -23,7 +23,7 @@ class Range:
     choices: tuple[str, ...] | None = None
 
     def problem(self, value: Any) -> str | None:
-        """Why `value` is outside, in the words of an error message; None if it is inside."""
+        """Return why `value` is outside the range, as an error message says it; None if it is inside."""
         if self.choices is not None and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}"
         for limit, holds, sign in (
@@ -37,7 +37,7 @@ class Range:
         return None
 
 
-def setting(
+def config_field(
     *,
     default: Any,
     ge: float | None = None,
@@ -46,7 +46,10 @@ def setting(
     lt: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """A field with a default and a legal range. A list, a dict or a class as default is made anew for each instance."""
+    """Declare a field with a default and a legal range.
+
+    default: a list, a dict or a class is copied or called anew for each instance.
+    """
     metadata = {"range": Range(ge, gt, le, lt, choices)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
@@ -55,9 +58,9 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-@dataclass_transform(field_specifiers=(field, setting))
-def schema(cls: type[T]) -> type[T]:
-    """A dataclass that OmegaConf can fill and `seal` then makes read-only.
+@dataclass_transform(field_specifiers=(field, config_field))
+def config_dataclass(cls: type[T]) -> type[T]:
+    """Make a class a dataclass that OmegaConf can fill, and that seal_config then makes read-only.
 
     `@dataclass(frozen=True)` is not used because OmegaConf refuses to compose over frozen structured configs.
     """

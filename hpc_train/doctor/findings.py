@@ -15,13 +15,13 @@ class Finding:
     """The result of one check."""
 
     name: str
-    """What was checked: torch, nvlinks, memlock, ..."""
+    """Name of the check: torch, nvlinks, memlock, ..."""
     status: Status
     """ok; warn: it will run, but slower or not everywhere; bad: something is broken."""
     text: str
-    """What was found, in one line."""
+    """Result in one line."""
     advice: str = ""
-    """What to do about it; empty if nothing."""
+    """What the user should do; empty if nothing."""
     where: str = ""
     """Hosts or ranks concerned; empty: all."""
 

@@ -103,7 +103,7 @@ def _check_together(config: RunConfig, task: Task, mine: RankReport) -> tuple[li
 
 @dataclass(frozen=True)
 class _Place:
-    """Where this rank is, for the pre-flight (a RankPlace)."""
+    """Place of this rank in the job, for the pre-flight (a RankPlace)."""
 
     rank: int
     local_rank: int

@@ -182,7 +182,7 @@ def check_reductions(measured: Sequence[AxisReduction]) -> Iterator[Finding]:
 
 
 OUTLIER_SCORE = 3.5
-"""Of the modified z-score, beyond which a value is an outlier (Iglewicz and Hoaglin 1993, section 3.3)."""
+"""Threshold of the modified z-score beyond which a value is an outlier (Iglewicz and Hoaglin 1993, section 3.3)."""
 MIN_DIFFERENCE = 0.10
 """Share of the median below which a difference does not matter, however steady the others are."""
 

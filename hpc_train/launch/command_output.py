@@ -1,4 +1,4 @@
-"""What launching tells the user while it works: lines for the caller to print, since nothing below cli/ prints.
+"""Lines that a launch reports while it works; the caller prints them, since nothing below cli/ prints.
 
 A function that only adds remarks takes `report`, one that also has results takes a CommandOutput. What runs inside of a
 job prints to the log of that job.
@@ -16,7 +16,7 @@ Report: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """Where the lines of a command go."""
+    """Functions that take the lines of a command."""
 
     print_result: Callable[[str], None]
     """Prints what the user asked for, to stdout."""

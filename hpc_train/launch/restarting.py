@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -48,6 +49,8 @@ _EXIT_CODES = {
     Action.GIVE_UP: EXIT_NO_REQUEUE,
     Action.END: EXIT_FAILED,
 }
+_KILLED_SRUN = 128 + signal.SIGKILL
+"""Exit code of the ranks' srun where it is killed itself, and says nothing of a task that was."""
 _MEMORY = re.compile(r"out of memory|MemoryError|cannot allocate memory|oom-kill", re.IGNORECASE)
 _KILLED = re.compile(r"was killed by SIG|was ended from outside")
 
@@ -59,7 +62,7 @@ class Allocation:
     nodes: tuple[str, ...] = ()
     """All of them; () on a machine without Slurm."""
     lost: tuple[str, ...] = ()
-    """Those that do not answer."""
+    """Nodes that do not answer."""
     wanted: int = 1
     """How many the ranks need."""
     can_requeue: bool = False
@@ -72,7 +75,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class NodeChoice:
-    """Where the ranks start again in this job, and which nodes a requeue leaves out."""
+    """The nodes on which ranks start again in this job, and the nodes that a requeue leaves out."""
 
     start: Sequence[str]
     """() where there are too few."""
@@ -222,7 +225,9 @@ def find_fault(logs: Path, code: int, lost: Sequence[str] = ()) -> Fault:
     if code in (EXIT_USER_ERROR, EXIT_NO_REQUEUE):
         return Fault(Cause.USER)
     error = find_first_error(logs)
-    return Fault(Cause.UNKNOWN) if error is None else Fault(_find_cause(logs, error), error.host, error.line)
+    if error is None:
+        return Fault(Cause.KILLED, text="srun was killed") if code == _KILLED_SRUN else Fault(Cause.UNKNOWN)
+    return Fault(_find_cause(logs, error), error.host, error.line)
 
 
 def _find_cause(logs: Path, error: FirstError) -> Cause:

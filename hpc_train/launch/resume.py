@@ -61,7 +61,7 @@ class Resubmission:
     points: tuple[str, ...]
     jobs: tuple[str, ...]
     lines: tuple[str, ...]
-    """What to tell the user of them."""
+    """Lines for the user about these runs."""
 
 
 def read_candidates(target: str, mode: str) -> list[ResumeCandidate]:
@@ -91,7 +91,7 @@ def resume_runs(
 
 @dataclass(frozen=True)
 class _Resumer:
-    """What all runs of one command are resumed with."""
+    """Options and callbacks with which one `resume` command handles all its runs."""
 
     stop: StopRequest
     output: CommandOutput
@@ -186,7 +186,7 @@ def _resume_run(candidate: ResumeCandidate, mode: str, how: _Resumer) -> int:
     request = make_request(config, folder, load_snapshot(spec))
     check_partition(config, request, run_client)
     with delay_signals():
-        jobs = submit_job(folder, request.held() if mode == FORCE else request)
+        jobs = submit_job(folder, request.with_hold() if mode == FORCE else request)
         if mode == FORCE:
             set_results_aside(candidate.point.run)
         record_submission(folder, request, jobs)

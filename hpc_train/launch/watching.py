@@ -1,4 +1,4 @@
-"""What a launcher does about ranks that hang: ask for their stacks, write down what was seen, and have them ended."""
+"""Handle ranks that hang, on the side of the launcher: collect their stacks, record the incident, and end them."""
 
 from __future__ import annotations
 

@@ -193,20 +193,24 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = tuple(memory_number(tensor) for tensor in _tensors((args, kwargs)) if self.is_deferred(tensor))
         writes = tuple(memory_number(tensor) for tensor in (written or made))
         outputs = tuple(self.view(one) if isinstance(one, Tensor) else None for one in _as_tuple(out)) if made else ()
-        self.record.add(_Operation(func, self._kept(args), self._kept(kwargs), reads, writes, outputs, state))
+        self.record.add(
+            _Operation(
+                func, self._freeze_arguments(args), self._freeze_arguments(kwargs), reads, writes, outputs, state
+            )
+        )
         return out
 
-    def _kept(self, tree: Any) -> Any:
+    def _freeze_arguments(self, tree: Any) -> Any:
         """Return the arguments to record: views of deferred tensors, copies of the others."""
 
-        def kept(x: Tensor) -> Tensor | _View:
+        def freeze(x: Tensor) -> Tensor | _View:
             if self.is_deferred(x):
                 return self.view(x)
             if x.device.type != "cpu":
                 raise NotDeferrableError("a tensor of another device")
             return x.detach().clone()
 
-        return tree_map_only(Tensor, kept, tree)
+        return tree_map_only(Tensor, freeze, tree)
 
     def _on_meta(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: x if self.is_deferred(x) else x.to("meta"), tree)

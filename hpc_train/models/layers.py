@@ -76,7 +76,7 @@ class ScaledDotProduct(nn.Module):
     """softmax(q k^T / sqrt(head_dim)) v. A module of its own so that a technique can put another in its place."""
 
     site: DropoutSite | None = None
-    """Where the weights are dropped; see models.dropout."""
+    """Site at which weights are dropped; see models.dropout."""
 
     def __init__(self, *, causal: bool, dropout: float) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ def _find_head_parts(part: nn.Module, config: RunConfig, world: World) -> dict[s
     if tp > 1 and isinstance(part, Model):
         from hpc_train.parallel.tensor.tensor_plan import read_tensor_plan
 
-        plan = read_tensor_plan(part, whole=get_axis_degree(world, "pp") == 1)
+        plan = read_tensor_plan(part, whole_model=get_axis_degree(world, "pp") == 1)
     parents = {name.rpartition(".")[0] for name, split in plan.items() if split == "col"}
     head_parts = {}
     for name, module in part.named_modules():

@@ -96,7 +96,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 class Totals(NamedTuple):
-    """What StepTotals.wait returns."""
+    """The totals of a step over all ranks, as StepTotals.wait returns them."""
 
     tokens: int
     """Targets that count."""

@@ -135,7 +135,7 @@ def check_loss(model: nn.Module, loss: object) -> None:
             f"{title} {_describe_output(loss)}; return the sum of the loss over all targets, a scalar tensor"
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
-        raise UserError(f"{title} a number that depends on no parameter that is trained; do not detach it")
+        raise UserError(f"{title} a number that depends on no trained parameter; do not detach it")
 
 
 Forward = Callable[..., Any]

@@ -138,7 +138,7 @@ class ListedMessages:
     count: int
     """Messages of one group, inside and between nodes."""
     port: float
-    """Most messages inside a node that one rank sends, or receives."""
+    """Maximum number of messages that one rank sends, or receives, inside its node."""
     slowest: bool
     """Whether the slowest message is the latency, or the mean of them all."""
 
@@ -147,7 +147,7 @@ class ListedMessages:
 
     @cached_property
     def node_load(self) -> float:
-        """Most messages that leave, or enter, one node; the same in any order."""
+        """Maximum number of messages that leave, or enter, one node; the same in any order."""
         return float(max(np.bincount(end, self.weight).max(initial=0.0) for end in (self.source, self.target)))
 
 

@@ -1,8 +1,8 @@
 """Choose the environment of the communication libraries, and report inherited variables that do harm.
 
-A value that the user has set always stays. Nothing that steers how NCCL works inside (algorithm, protocol, channels,
-levels of P2P or GPUDirect) is ever set: its own tuning needs them free. Nothing here differs between ranks but where
-nodes call their devices by different names: NCCL expects the same NICs on every rank of a node.
+A value that the user has set always stays. Variables that control NCCL's internals (algorithm, protocol, channels,
+levels of P2P or GPUDirect) are never set, because NCCL tunes them itself. All ranks get the same values, unless nodes
+have different names for their devices: NCCL expects the same NICs on every rank of a node.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class VariableSetting:
 
 @dataclass(frozen=True)
 class HarmfulVariable:
-    """An inherited variable that does harm and is seldom meant."""
+    """An inherited variable that does harm and is rarely set on purpose."""
 
     name: str
     value: str
@@ -60,7 +60,7 @@ _HARMFUL: dict[str, str] = {
     "CUDA_LAUNCH_BLOCKING": "waits for every kernel; meant for debugging",
 }
 _OFF = {"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NVLS_DISABLE", "CUDA_LAUNCH_BLOCKING"}
-"""Switches, of which 0 is what they are anyhow."""
+"""Switches whose default is 0, so that setting 0 does no harm."""
 
 
 def find_harmful_variables(env: Mapping[str, str], ranks_of_node: int = 1) -> list[HarmfulVariable]:

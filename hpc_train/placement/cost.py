@@ -10,9 +10,10 @@ The maximum is over the links of every level: for each group, the messages that 
 are more (links are full duplex), over its uplink; and inside a node, the messages that a rank sends or receives there
 over `inside_bandwidth`. collective_messages.py says which messages a collective has, and what a hop takes.
 
-Other jobs are unknown, so every cost is computed twice: they are silent (`seconds`), or use their nodes' fair share of
-each uplink (`beside`). The truth lies between. Traffic out of an NVLink domain that spans nodes leaves by the NICs of
-the sending node, so at that level each node has an equal share of the uplink, and no more.
+The traffic of other jobs is unknown, so every cost is computed twice: without any (`seconds`), and with other jobs
+using their nodes' fair share of each uplink (`beside`). The truth lies between. Traffic out of an NVLink domain that
+spans nodes leaves by the NICs of the sending node, so at that level each node has an equal share of the uplink, and no
+more.
 
 The model knows no overlap with computation, and no hashing of flows onto parallel links (ECMP): it compares orders of
 nodes, and predicts their ratio better than their seconds.
@@ -42,7 +43,7 @@ from hpc_train.placement.placement_result import CommunicationCost
 from hpc_train.traffic.axes import Flow
 
 _ELEMENTS = 1 << 21
-"""Orders times ranks that are measured at a time, which bounds the memory of the arrays (16 MiB each)."""
+"""Orders times ranks that are computed at a time, to bound the memory of the arrays (16 MiB each)."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ class CostTerm:
 
     @property
     def moved(self) -> float:
-        """Bytes a step on each edge."""
+        """Bytes per step on each edge."""
         return self.flow.calls * self.phase.fraction * self.flow.bytes
 
     def seconds(self, measured: MeasuredPhase) -> NDArray[np.float64]:
-        """Return [orders]: seconds a step."""
+        """Return [orders]: seconds per step."""
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.seconds
 
     def seconds_beside(self, measured: MeasuredPhase) -> NDArray[np.float64]:
-        """Return [orders]: seconds a step next to busy neighbours."""
+        """Return [orders]: seconds per step next to busy neighbours."""
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.beside
 
 
@@ -86,11 +87,11 @@ class CostModel:
 
     fabric: Fabric
     groups: dict[str, GroupRows]
-    """Label of a flow's axes -> their groups; axes of degree 1 are left out."""
+    """Groups of each flow's axes, by label; axes of degree 1 are left out."""
     patterns: tuple[MessagePattern, ...]
     terms: tuple[CostTerm, ...]
     labels: tuple[str, ...]
-    """Of all flows, those of degree 1 too."""
+    """Labels of all flows, also of axes of degree 1."""
 
     def compute_seconds(self, orders: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return [orders]: seconds of communication a step. orders: [orders, positions], the node at each position."""
@@ -124,7 +125,7 @@ class CostModel:
 
     def _compute_level_bytes(self, number: int, orders: NDArray[np.int64]) -> NDArray[np.float64]:
         level = self.fabric.levels[number]
-        both = np.zeros((2, len(level.uplink)))
+        both = np.zeros((2, len(level.uplink)))  # bytes that leave each group, and bytes that enter it
         for term in self.terms:
             both += term.moved * np.concatenate(count_loads(self.patterns[term.pattern], level, orders))
         larger: NDArray[np.float64] = both.max(axis=0)

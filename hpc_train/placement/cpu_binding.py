@@ -1,4 +1,4 @@
-"""Share the processors and memory of a node among its ranks, and bind a process to its share."""
+"""Divide the processors and memory of a node among its ranks, and bind a process to its share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class RankSeat:
     """The facts about one local rank that decide its share of the node."""
 
     allowed: frozenset[int]
-    """Processors that the launcher lets it use."""
+    """Processors that the launcher allows it to use."""
     near: frozenset[int] = frozenset()
-    """Processors next to its GPU; empty without a GPU, and where the machine does not tell."""
+    """Processors next to its GPU; empty without a GPU, or if unknown."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class CpuBinding:
     """The processors and memory that one rank is bound to."""
 
     cpus: tuple[int, ...]
-    """Empty: left as the launcher made it."""
+    """Processors to bind to; empty: keep the launcher's binding."""
     cores: int
-    """Physical cores among them, which is how many threads have something to do."""
+    """Number of physical cores among them, and so of threads that are useful."""
     memory: int | None
-    """NUMA node that holds all of them; None where they are of several, or where the machine does not tell."""
+    """NUMA node of all of them; None if they are on several, or if unknown."""
     reason: str
 
 
@@ -44,9 +44,9 @@ class NodeProcessors:
     """The processors of this node: their NUMA nodes and physical cores."""
 
     numa: Mapping[int, frozenset[int]]
-    """NUMA node -> its processors; only nodes that have some."""
+    """Processors by NUMA node; nodes without processors are left out."""
     siblings: Mapping[int, frozenset[int]]
-    """Processor -> the hardware threads of its core, itself counted."""
+    """Hardware threads of each processor's core, the processor itself included."""
 
     def numa_of(self, cpus: Iterable[int]) -> int | None:
         """Return the NUMA node that holds all these processors; None if none does, or the machine has only one."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hpc_train.cluster.switch_tree import DisjointSets
 
 _SWITCH_LEVELS = ("leaf", "group")
-"""Names of the lowest switch levels; those above are level3, level4, ..."""
+"""Names of the two lowest switch levels; those above are level3, level4, ..."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,13 @@ class FabricLevel:
     """One level of the tree: the group of each node, and the bandwidth out of each group."""
 
     name: str
-    """What a group is: node, domain (NVLink), leaf (or scalable unit, chassis), group (pod, dragonfly group), ..."""
+    """Name of the level: node, domain (NVLink), leaf (or scalable unit, chassis), group (pod, dragonfly group), ..."""
     group: NDArray[np.int64]
     """[nodes]: index of each node's group, dense from 0 in order of first appearance."""
     uplink: NDArray[np.float64]
     """[groups]: bytes/s that can leave a group, and as many can enter; for a switch, all its uplinks together."""
     latency: float
-    """Seconds of a message that leaves a group of this level and of no higher one."""
+    """Latency in seconds of a message that leaves a group of this level, but no group of a higher one."""
     share: NDArray[np.float64] | None = None
     """[groups]: part of `uplink` left for this job when its neighbours use theirs.
 
@@ -157,7 +157,7 @@ class Fabric:
     """The nodes of one job and the levels above them."""
 
     nodes: tuple[str, ...]
-    """In the launcher's order; a node's ranks are consecutive there."""
+    """Nodes in the launcher's order, in which a node's ranks are consecutive."""
     ranks_per_node: int
     inside_bandwidth: float
     """Bytes/s between a rank and the others of its node, one direction."""
@@ -168,7 +168,7 @@ class Fabric:
 
 
 _EQUAL = 1e-6
-"""Relative: sums of the same bandwidths in another order."""
+"""Relative difference that still counts as equal, since sums in another order are rounded differently."""
 
 
 def find_parents(fabric: Fabric, number: int) -> NDArray[np.int64]:

@@ -26,9 +26,10 @@ from hpc_train.placement.fabric import Fabric, FabricLevel, NamedLevel, build_le
 from hpc_train.placement.node_locations import NodeLocations
 
 DEFAULT_UPLINK = 1e9
-"""Bytes/s of a node whose NICs are unknown: 8 Gbit/s. An order of nodes depends on ratios only."""
+"""Assumed bandwidth of a node whose NICs are unknown, bytes/s: 8 Gbit/s. The best order of nodes depends on ratios
+only."""
 DEFAULT_INSIDE = 1e10
-"""Bytes/s between the ranks of a node whose links are unknown."""
+"""Assumed bandwidth between ranks of a node whose links are unknown, bytes/s."""
 
 # Seconds of a hop: NCCL's own tuning constants (src/graph/tuning.cc, ring, protocol Simple); `none` and sockets: a TCP
 # message.
@@ -46,14 +47,14 @@ class FabricFigures:
     inside_bandwidth: float
     inside_latency: float
     nic_uplink: float
-    """Of a node, all its NICs together."""
+    """Network bandwidth of a node, all its NICs together."""
     nvlink_uplink: float
-    """Of a node to the others of its NVLink domain; nic_uplink where that is unknown."""
+    """NVLink bandwidth of a node to the others of its domain; nic_uplink if unknown."""
     port: float
     """Rate of one NIC, and of a cable whose rate is unknown."""
     network_latency: float
     oversubscription: float | None
-    """Taper of a leaf; None: unknown."""
+    """Oversubscription of a leaf; None: unknown."""
     group_oversubscription: float | None
     nodes_per_leaf: int
     """Nodes on a leaf; 0: unknown."""
@@ -133,9 +134,9 @@ def list_assumptions(cluster: ClusterConfig, node_gbit_s: float = 0.0) -> tuple[
 
 Floats = NDArray[np.float64]
 _CONTRADICTS = 0.1
-"""Relative difference that counts as a contradiction; a few broken cables or an extra host or two do not."""
+"""Relative difference that counts as a contradiction; a few broken cables or an additional host do not."""
 LOCAL_RANKS = 2
-"""Ranks of a machine of which nothing is described, as `launch=local` starts them without GPUs."""
+"""Ranks of a machine without a description: as many as `launch=local` starts without GPUs."""
 
 
 def build_fabric(

@@ -22,9 +22,9 @@ class GroupRows:
     """The groups of an axis as positions of nodes; groups on the same positions share a row."""
 
     position: NDArray[np.int64]
-    """[rows, ranks of a group]: which node, counted along the rank map, holds each rank; ascending within a row."""
+    """[rows, ranks of a group]: node of each rank, counted along the rank map; ascending within a row."""
     copies: NDArray[np.int64]
-    """[rows]: groups that the row stands for."""
+    """[rows]: number of groups that the row stands for."""
 
     @property
     def spread(self) -> NDArray[np.int64]:
@@ -102,13 +102,13 @@ class CrossableGroups:
     """The groups of one axis that a single group of a level could hold."""
 
     axis: str
-    """Label of the axes."""
+    """Label of the axis, or of several joined by +."""
     level: int
     """Index in fabric.levels."""
     rows: NDArray[np.int64]
     """[rows, ranks]: positions of nodes."""
     spread: NDArray[np.int64]
-    """[rows]: nodes that each sits on."""
+    """[rows]: number of nodes of each group."""
     copies: NDArray[np.int64]
 
     @property

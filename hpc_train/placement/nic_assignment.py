@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hpc_train.cluster.spec import Gpu, Link, Nic, Node
 
 _KINDS = ("C2C", "PIX", "PXB", "PHB", "NODE", "SYS")
-"""From near to far, after any NVLink; PIX: one PCIe switch, SYS: over the link between sockets."""
+"""Link kinds from near to far, after NVLink. PIX: one PCIe switch in between; SYS: the link between sockets."""
 _UNKNOWN = len(_KINDS) + 1
 NO_PORT_UP = "no port is up"
 _BOND = re.compile(r"bond", re.IGNORECASE)
@@ -25,9 +25,9 @@ class NicAssignment:
     """The NICs of one node."""
 
     nic_of: dict[str, str]
-    """GPU id -> NIC id; empty where no NIC is fit."""
+    """NIC id by GPU id; empty if no NIC is suitable."""
     dropped: dict[str, str]
-    """NIC id -> why it is not used."""
+    """Reason why a NIC is not used, by NIC id."""
 
 
 def measure_distance(kind: str) -> int:

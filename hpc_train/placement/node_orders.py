@@ -51,8 +51,8 @@ def pack_cells(fabric: Fabric, unit: int) -> NodeOrder:
     left, cells = [np.array([node]) for node in range(len(fabric.nodes))], list[NodeOrder]()
     for number in range(1, len(fabric.levels) + 1):
         group = fabric.levels[number].group if number < len(fabric.levels) else np.zeros(len(fabric.nodes), np.int64)
-        whole, left = _pack_level(left, group, unit)
-        cells += whole
+        packed, left = _pack_level(left, group, unit)
+        cells += packed
     place = np.empty(len(fabric.nodes), np.int64)
     place[order_along_tree(fabric)] = np.arange(len(fabric.nodes))
     cells.sort(key=lambda cell: int(place[cell[0]]))
@@ -201,17 +201,17 @@ def _match_groups(
 
 
 MAX_SWAPPED_NODES = 256
-"""Of a job that is searched so: beyond it, trees are so regular that whole cells are near the best."""
+"""Maximum number of nodes for the local search; beyond it, whole cells are close enough to the best."""
 
 _TRIED = 48
-"""Exchanges measured at a time, of which the best is made."""
+"""Number of exchanges that are costed at a time; the best one is made."""
 _NODES_MEASURED = 1 << 17
-"""Orders times nodes measured in all: what bounds the time, whatever the machine."""
+"""Limit on orders times nodes that are costed in total, so that results do not depend on the machine's speed."""
 _IN_VAIN = 6
-"""Rounds without a better order after which to stop."""
+"""Number of rounds without a better order after which the search stops."""
 _BETTER = 1 - 1e-9
 _NEIGHBOURS = 1e-4
-"""Weight of busy neighbours: it only decides between orders that cost the same without them."""
+"""Weight of the cost next to busy neighbours; so small that it only breaks ties."""
 
 
 def improve_by_swaps(model: CostModel, order: NodeOrder, cells: Sequence[int], floor: float) -> NodeOrder:

@@ -12,7 +12,7 @@ class CommunicationCost:
 
     total: float
     per_axis: dict[str, float]
-    """Axis, or axes joined by + -> seconds."""
+    """Seconds by axis, or by several axes joined by +."""
 
 
 NO_NEIGHBOURS, FAIR_SHARE = "none", "fair_share"
@@ -41,7 +41,7 @@ class Placement:
     """nodes[i]: index, in the launcher's order, of the node that holds ranks i * ranks_per_node and following."""
     ranks_per_node: int
     identity: CommunicationCost
-    """Of the launcher's order."""
+    """Cost of the launcher's order."""
     placed: CommunicationCost
     straddling: dict[str, dict[str, dict[str, int]]]
     """Axis -> level -> {"groups", "identity", "placed"}: groups of the axis whose ranks fall into several groups of the

@@ -19,7 +19,7 @@ from hpc_train.traffic.axes import Flow
 from hpc_train.units import format_seconds, format_traffic
 
 _MAX_ORDER_LENGTH = 240
-"""Characters of an order that are printed; all of it is in the JSON."""
+"""Maximum number of characters of an order to print; the JSON has all of it."""
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ from hpc_train.traffic.axes import Flow
 from hpc_train.traffic.flows import compute_flows
 
 MAX_EXACT_NODES = 8
-"""Nodes up to which every order is tried."""
+"""Maximum number of nodes for which every order is tried."""
 MIN_GAIN = 0.01
-"""Gain of a step's communication below which the launcher's order stays: no constant is known better than that."""
+"""Minimum gain of communication time; below it the launcher's order stays, as the constants are no more precise."""
 _SAME = 1e-9
 """Relative difference that counts as equal: floating-point sums of the same seconds in another order."""
 _NODES_ORDERED = 1 << 18
@@ -107,6 +107,7 @@ def compute_lower_bound(problem: CostModel) -> float:
     """
     fabric = problem.fabric
     node = fabric.levels[0]
+    # A fabric with the node level only, all nodes with the best uplink: every order costs the same there.
     fastest = Fabric(
         fabric.nodes,
         fabric.ranks_per_node,
@@ -132,6 +133,7 @@ def _list_candidates(problem: CostModel, grid: tuple[int, ...]) -> NDArray[np.in
     if len(fabric.nodes) <= MAX_SWAPPED_NODES and find_tapered_levels(fabric):
         best = orders[int(problem.compute_seconds(orders).argmin())]
         cells = list_cell_sizes(grid, tuple(range(len(grid))))
+        # Swaps start from the best constructed order; the lower bound ends them as soon as nothing can be gained.
         orders = np.concatenate([orders, improve_by_swaps(problem, best, cells, compute_lower_bound(problem))[None]])
     return orders
 
@@ -145,6 +147,8 @@ def _list_nested_orders(problem: CostModel, grid: tuple[int, ...]) -> NDArray[np
     tree = np.stack([order_along_tree(fabric), order_largest_first(fabric)])
     nests = list(list_nestings(grid))
     along_tree = np.concatenate([tree[:, along] for _, along in nests])
+    # Up to 5! nestings of many nodes would take minutes. How well a nesting does along the tree is a good forecast of
+    # how it does in cells.
     if along_tree.size > _NODES_ORDERED:
         seconds = problem.compute_seconds(along_tree).reshape(len(nests), -1).min(axis=1)
         nests = [nests[at] for at in np.sort(np.argsort(seconds, kind="stable")[:_NESTS_KEPT])]

@@ -26,7 +26,7 @@ class ParallelChoice:
     config: RunConfig
     """The run with all degrees set."""
     line: str
-    """Why it was chosen, in one line."""
+    """Why this layout was chosen, in one line."""
     text: str
     """The whole plan as JSON: plan.json of the run directory."""
 

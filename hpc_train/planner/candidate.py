@@ -1,6 +1,6 @@
 """Candidate: one way to run a model, with its estimated memory, step time, speed and cost.
 
-ranking.py compares candidates, candidate_text.py describes them.
+Candidates are compared by ranking.py and described by candidate_text.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TIME_PARTS = tuple(field.name for field in fields(StepTime) if field.name not in
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a model. Figures are per rank and step; None: the accelerator's speed or memory is unknown."""
+    """One way to run a model. Figures are per rank and step; None if the accelerator's speed or memory is unknown."""
 
     config: RunConfig
     settings: Settings
@@ -43,14 +43,14 @@ class Candidate:
     ranks: int
     nodes: int
     fits: str
-    """yes, maybe or no; unknown if the device's memory is."""
+    """yes, maybe or no; unknown if the device's memory is unknown."""
     memory: dict[str, tuple[float, float, float]]
-    """Part -> bytes on a rank of the first stage, a middle one and the last."""
+    """Bytes by part, each for the first stage, a middle one and the last."""
     capacity: float | None
-    """Bytes of the device."""
+    """Memory of the device, in bytes."""
     step: Percentiles | None
     parts: dict[str, float] | None
-    """Part of the step -> seconds; they add up to the median of `step`."""
+    """Seconds by part of the step; they add up to the median of `step`."""
     mfu: float | None
     hfu: float | None
     tokens_per_second: float | None
@@ -62,12 +62,12 @@ class Candidate:
 
     @property
     def stages(self) -> tuple[float, ...]:
-        """Bytes of each of STAGES."""
+        """Total bytes on each of STAGES."""
         return tuple(sum(part[number] for part in self.memory.values()) for number in range(len(STAGES)))
 
     @property
     def total(self) -> float:
-        """Bytes of the stage that needs most."""
+        """Total bytes on the stage that needs most."""
         return max(self.stages)
 
     @property
@@ -76,11 +76,11 @@ class Candidate:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a step."""
+        """Tokens in a step."""
         return float(self.global_batch * self.config.train.sequence_length)
 
     def objective_value(self, objective: str) -> float:
-        """Return what a plan minimises, comparable between worlds and batches; infinite if the speed is unknown."""
+        """Return the value to minimise, comparable between worlds and batches; infinite if the speed is unknown."""
         if self.step is None or self.projection is None:
             return float("inf")
         market = self.projection.demand
@@ -113,7 +113,7 @@ def make_candidate(
     settings: Settings,
     jobs: Jobs,
     estimated: Estimate,
-    known: KnownFigures,
+    figures: KnownFigures,
     rate: AssumedFailureRate | None,
 ) -> Candidate:
     """Build a candidate from the estimate of one job.
@@ -123,21 +123,23 @@ def make_candidate(
     memory = {name: _per_stage(getattr(estimated.memory, name)) for name in MEMORY_PARTS}
     ranks = round(_single_value(jobs.world))
     nodes = max(1, -(-ranks // round(_single_value(jobs.gpus_per_node))))
-    step = _step_percentiles(estimated.time) if known.speed else None
+    step = _step_percentiles(estimated.time) if figures.speed else None
     return Candidate(
         config=config,
         settings=settings,
         ranks=ranks,
         nodes=nodes,
-        fits=FITS[round(_single_value(estimated.memory.fits))] if known.memory else "unknown",
+        fits=FITS[round(_single_value(estimated.memory.fits))] if figures.memory else "unknown",
         memory=memory,
-        capacity=_single_value(estimated.memory.capacity) if known.memory else None,
+        capacity=_single_value(estimated.memory.capacity) if figures.memory else None,
         step=step,
-        parts={name: _single_value(getattr(estimated.time, name)) for name in TIME_PARTS} if known.speed else None,
-        mfu=_single_value(estimated.mfu) if known.speed else None,
-        hfu=_single_value(estimated.hfu) if known.speed else None,
-        tokens_per_second=_single_value(estimated.tokens_per_second) if known.speed else None,
-        projection=_project(config, jobs, ranks, nodes, _without_saves(estimated.time), rate) if known.speed else None,
+        parts={name: _single_value(getattr(estimated.time, name)) for name in TIME_PARTS} if figures.speed else None,
+        mfu=_single_value(estimated.mfu) if figures.speed else None,
+        hfu=_single_value(estimated.hfu) if figures.speed else None,
+        tokens_per_second=_single_value(estimated.tokens_per_second) if figures.speed else None,
+        projection=_project(config, jobs, ranks, nodes, _without_saves(estimated.time), rate)
+        if figures.speed
+        else None,
         complexity=_complexity(config, jobs),
     )
 

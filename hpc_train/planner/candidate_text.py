@@ -36,7 +36,7 @@ def describe_candidate(candidate: Candidate) -> str:
 
 
 def describe_techniques(candidate: Candidate) -> str:
-    """List what else is on, such as the schedule, recomputation and offload; empty if nothing is."""
+    """List the other techniques in use, such as schedule, recomputation and offload; empty if there are none."""
     parallel = candidate.config.parallel
     degrees = resolve_degrees(parallel, candidate.ranks)
     words = []

@@ -1,8 +1,8 @@
 """Constants: every number of the model that is fitted or assumed, with its meaning, its bounds and its source.
 
-constants.json beside this file holds those that the package comes with, as `hpc-train plan fit` has written them. A
-cluster's calibration file replaces what was measured, and adds residuals: by how much settings like those of its runs
-are off in a way that no constant explains.
+constants.json beside this file has the values that the package ships, written by `hpc-train plan fit`. A cluster's
+calibration file replaces those that were measured there, and adds residuals: errors of measured runs that no constant
+explains, which correct predictions for similar settings.
 """
 
 from __future__ import annotations
@@ -26,84 +26,87 @@ CONSTANTS_VERSION = 1
 
 
 def _fitted(start: float, low: float, high: float) -> Any:
-    """A constant that the fit may move between low and high: the physical range."""
+    """Declare a constant that may be fitted. start: value before the fit. low, high: bounds that physics allows."""
     return field(default=start, metadata={"bounds": (low, high)})
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of the model of time and memory; a default is where the fit starts."""
+    """Constants of the model of time and memory. The defaults are the values from which a fit starts."""
 
     # Computation.
     gemm_efficiency: float = _fitted(0.85, 0.6, 1.0)
-    """Share of the best measured product (Jobs.gemm_ceiling) that large ones of a training step reach."""
+    """Speed of large matrix products in training over the fastest measured product (Jobs.gemm_ceiling)."""
     gemm_traffic: float = _fitted(0.7, 0.0, 1.5)
-    """Share of operands' and result's way through memory that is not hidden behind the arithmetic."""
+    """Share of a product's memory traffic that is not hidden behind its arithmetic."""
     flash_efficiency: float = _fitted(0.7, 0.4, 1.0)
-    """Of fused attention in training, over the best that its authors measured (Jobs.attention_ceiling)."""
+    """Speed of fused attention in training over the best that its authors measured (Jobs.attention_ceiling)."""
     misaligned: float = _fitted(12.0, 4.0, 20.0)
-    """Time of attention's products over that with tensor cores, for a head_dim that is no multiple of 8: up to the
-    ratio of tensor to vector peak, 16 on A100."""
+    """Slowdown of attention's products if head_dim is no multiple of 8, so that they cannot use tensor cores. At most
+    the ratio of tensor-core to vector peak, 16 on A100."""
     low_precision: float = _fitted(0.85, 0.5, 1.0)
-    """Further share of the peak that 8-bit products reach, scaling and casts included."""
+    """Additional factor on the share of the peak that 8-bit products reach, with scaling and casts."""
     four_bits: float = _fitted(0.75, 0.4, 1.0)
-    """The same of 4-bit ones, whose blocks are scaled one by one."""
+    """The same for 4-bit products, which scale every block of elements separately."""
     alignment: float = _fitted(1.05, 1.0, 1.5)
-    """Time of a product whose width is no multiple of 64 elements, over that of one whose is: rows of whole 128-byte
-    lines (NVIDIA, Matrix Multiplication Background User's Guide, table 1)."""
+    """Slowdown of a product whose width is no multiple of 64 elements, so that rows are not whole 128-byte lines
+    (NVIDIA, Matrix Multiplication Background User's Guide, table 1)."""
     score_passes: float = _fitted(4.5, 3.0, 9.0)
-    """Passes over the scores of attention that is not fused, forward: softmax reads and writes them, dropout too, with
-    a mask of one byte (4.5), and what fused kernels do not save."""
+    """Passes over the scores of attention that is not fused, forward. Softmax and dropout each read and write them, and
+    there is a one-byte mask (4.5 in total); the rest is what the kernels do beyond that."""
     memory_efficiency: float = _fitted(0.8, 0.5, 0.95)
     """Share of memory bandwidth that elementwise kernels reach."""
     eager: float = _fitted(1.5, 1.0, 3.0)
-    """Passes of plain PyTorch elementwise work over those of hand-fused kernels."""
+    """Time of elementwise work in plain PyTorch over that of hand-fused kernels."""
     compiled: float = _fitted(0.7, 0.4, 1.0)
-    """The same of torch.compile."""
+    """Time of elementwise work with torch.compile over that of hand-fused kernels."""
     launch: float = 1.2e-5
-    """Seconds of the host for a kernel, Python and PyTorch's dispatch included; assumed."""
+    """Host seconds to launch one kernel, with Python and PyTorch's dispatch. Assumed, not fitted."""
     launch_deepspeed: float = _fitted(3e-5, 5e-6, 6e-5)
-    """The same in Megatron-DeepSpeed, whose checkpointing saves and restores the random state of every layer."""
+    """The same for Megatron-DeepSpeed, whose activation checkpointing saves and restores random states in every
+    layer."""
     optimizer: float = _fitted(1.5, 1.0, 4.0)
-    """Time of an update over that of moving its state through memory once."""
+    """Time of the optimizer's update over that of moving its state through memory once."""
     # Communication.
     link_efficiency: float = _fitted(0.7, 0.4, 0.95)
     """Share of NVLink's bandwidth that large collectives reach."""
     nic_efficiency: float = _fitted(0.75, 0.4, 0.95)
-    """The same of the network's."""
+    """Share of the network's bandwidth that large collectives reach."""
     link_latency: float = _fitted(3.4e-6, 1e-6, 5e-6)
-    """Seconds of a hop inside an NVLink domain; 3.4e-6 in NCCL's own tuning (src/graph/tuning.cc)."""
+    """Seconds of one hop inside an NVLink domain; NCCL's own tuning assumes 3.4e-6 (src/graph/tuning.cc)."""
     blocking: float = _fitted(5e-5, 0.0, 3e-4)
-    """Seconds more of a hop where hosts wait for every kernel."""
+    """Additional seconds of a hop if hosts wait for every kernel (Jobs.launch_blocking)."""
     nic_latency: float = _fitted(1.4e-5, 5e-6, 4e-5)
-    """The same over the network; 1.4e-5 in NCCL's tuning."""
+    """Seconds of one hop over the network; NCCL's own tuning assumes 1.4e-5."""
     overlap_data: float = _fitted(0.8, 0.0, 1.0)
-    """Share of the computation beside it that hides communication of data-parallel axes."""
+    """Share of overlapping computation that hides data-parallel communication."""
     overlap_tensor: float = _fitted(0.5, 0.0, 1.0)
-    """The same of tp, where it is asynchronous."""
+    """Share of tp's communication that asynchronous tensor parallelism hides."""
     pipeline_exposed: float = _fitted(1.0, 0.0, 2.0)
-    """Share of messages between stages that is waited for."""
+    """Share of the messages between stages that ranks wait for."""
     # Scale.
     jitter: float = _fitted(0.01, 0.0, 0.05)
-    """Of a step, for each doubling of nodes: the slowest rank decides (Jiang et al. 2024, arXiv:2402.15627)."""
+    """Share of a step that each doubling of nodes adds, since the slowest rank decides (MegaScale: Jiang et al. 2024,
+    arXiv:2402.15627)."""
     # Memory.
     activations: float = _fitted(1.0, 0.85, 1.2)
     """Measured activations over counted ones."""
     fragmentation: float = _fitted(0.06, 0.0, 0.15)
-    """Of everything, that the allocator holds and does not use."""
+    """Memory that the allocator holds without using it, as a share of what is allocated."""
     context: float = _fitted(2e9, 1e9, 4e9)
     """Bytes of driver, libraries and communicators."""
     scale: float = 1.0
-    """Of every step: what runs of a cluster tell of its clocks and software that no other constant does. The fit leaves
-    it at 1; calibration sets it."""
+    """Factor on every step time: differences of a cluster's clocks and software that no other constant covers. 1 after
+    a fit; calibration sets it."""
     memory_margin: float = 0.12
-    """By how much less than predicted a job may need: no published run needed less than that of what it was told."""
+    """Largest fraction by which a job may need less memory than predicted; no published run differed by more."""
     headroom: float = 0.05
-    """By how much more: a job surely fits if this share is free as well. From the spread of memory residuals."""
+    """Fraction by which a job may need more memory than predicted; it surely fits if this much is free as well. From
+    the spread of the residuals of memory."""
     headroom_deepspeed: float = 0.3
-    """headroom for DeepSpeed, whose residuals are wider: one run was out of memory with 0.79 of it predicted."""
+    """headroom of DeepSpeed, whose residuals are wider: one run ran out of memory with 0.79 of it predicted."""
     headroom_unmeasured: float = 0.1
-    """headroom for hpc_train itself, of which no large run has been published."""
+    """headroom of hpc_train itself, for which there are no published large runs."""
     spread: float = 0.12
     """Standard deviation of log(measured / predicted) of step time, from cross-validation."""
     residuals: tuple[StepResidual, ...] = ()

@@ -54,11 +54,11 @@ from hpc_train.traffic.stages import ELEMENT_BYTES
 from hpc_train.units import GIB
 
 MIN_KEPT_MESHES = 12
-"""Minimum number of meshes that a search keeps, so that a short list is the start of a long one."""
+"""Minimum number of meshes that a search keeps, so that a short list is the beginning of a longer one."""
 _WORTH_MORE_NODES = 0.95
-"""Twice the nodes must take less than this share of the time, or no number of them will meet a deadline."""
+"""Twice the nodes must reduce the time to less than this share; else more nodes will not meet a deadline either."""
 MAX_FRONT_POINTS = 12
-"""Points of the Pareto front that are estimated for each world and batch, evenly over it."""
+"""Number of points of the Pareto front that are estimated for each world and batch, evenly spaced."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Plan:
     config_dir: str | None = None
     objective: str = "time"
     quickest: Candidate | None = None
-    """Candidate with the smallest objective of all; the best is equal to it and may be simpler."""
+    """Candidate with the smallest objective. The best one is equally good within tolerance, and may be simpler."""
     advice: list[Advice] = field(default_factory=list)
     """Advice on the best candidate."""
     notes: list[str] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Plan:
         return self.candidates[0] if self.candidates else None
 
     def equals_best(self, candidate: Candidate) -> bool:
-        """Whether no estimate tells a candidate from the best: both are within tolerance of the quickest one."""
+        """Return whether a candidate is as good as the best: both are within tolerance of the quickest one."""
         return self.quickest is not None and is_equally_quick(self.quickest, candidate, self.objective)
 
     @property
@@ -213,16 +213,16 @@ def _advise(best: Candidate, basis: _EstimateBasis) -> list[Advice]:
 
 @dataclass(frozen=True)
 class _EstimateBasis:
-    """What every candidate of a plan is estimated with."""
+    """Inputs that the estimates of all candidates of a plan share."""
 
     constants: Constants
-    known: KnownFigures
+    figures: KnownFigures
     failure_rate: AssumedFailureRate
 
     @property
     def searchable(self) -> bool:
         """Whether candidates can be compared at all: by time, and by whether they fit."""
-        return self.known.speed and self.known.memory
+        return self.figures.speed and self.figures.memory
 
 
 @dataclass(frozen=True)
@@ -278,11 +278,11 @@ def _estimate(
 ) -> Candidate:
     jobs = jobs_from_config(config, ranks)
     estimate = estimate_placed(config, ranks, estimate_jobs(jobs, constants))
-    return make_candidate(config, settings, jobs, estimate, basis.known, basis.failure_rate)
+    return make_candidate(config, settings, jobs, estimate, basis.figures, basis.failure_rate)
 
 
 def _estimate_fallbacks(request: PlanRequest, basis: _EstimateBasis) -> Iterator[Candidate]:
-    """Estimate data parallelism and what saves memory in it: without a known speed nothing can be searched for."""
+    """Estimate the fallback layouts, which need no search: without a known speed there is no time to compare."""
     for ranks in request.ranks or (next(request.growing),):
         for settings in fallback_settings(request.config, ranks):
             yield _estimate_run(apply_settings(request.config, settings), settings, ranks, basis)
@@ -332,7 +332,7 @@ def _search_world(
 
 
 def _search_base(config: RunConfig, batch: int) -> SearchBase:
-    """Return what all candidates of a search have in common."""
+    """Return the properties that all candidates of a search share."""
     job = jobs_from_config(single_rank_config(config, batch), 1)
     return SearchBase(job, ELEMENT_BYTES[config.precision.reduce], config.cluster.node.memory_gib * GIB)
 

@@ -56,17 +56,17 @@ def _job_key(candidate: Candidate) -> tuple[int, int, int]:
 
 
 def is_within_limits(candidate: Candidate) -> bool:
-    """Whether a candidate keeps to plan.deadline_days and plan.budget; unknown times and costs count as kept."""
+    """Return whether a candidate stays within plan.deadline_days and plan.budget; if unknown, it does."""
     return candidate.projection is None or not (candidate.projection.late or candidate.projection.over_budget)
 
 
 def is_within_deadline(candidate: Candidate) -> bool:
-    """Whether a candidate keeps to plan.deadline_days; an unknown time counts as kept."""
+    """Return whether a candidate stays within plan.deadline_days; if its duration is unknown, it does."""
     return candidate.projection is None or not candidate.projection.late
 
 
 def quickest_seconds_per_token(candidates: Sequence[Candidate]) -> float:
-    """Return the least seconds per token; infinite if no speed is known."""
+    """Return the smallest seconds per token of any candidate; infinite if no speed is known."""
     return min(
         (candidate.step.p50 / candidate.tokens for candidate in candidates if candidate.step), default=float("inf")
     )

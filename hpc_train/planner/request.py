@@ -15,9 +15,9 @@ from hpc_train.planner.search.space import FixedColumns
 from hpc_train.planner.settings import fixed_columns
 
 LARGEST_NODES, LARGEST_BATCH = 1 << 16, 1 << 24
-"""Largest number of nodes and of sequences in a step that can be asked for: beyond any machine, searched in seconds."""
+"""Limits on nodes, and on sequences per step, that can be requested: beyond any machine, and still searched quickly."""
 MAX_NODES_TRIED = 4096
-"""Largest number of nodes that is tried if the cluster's description does not say how many there are."""
+"""Limit on the nodes that are tried if the cluster's description does not say how many there are."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class PlanRequest:
     config: RunConfig
     fixed: FixedColumns
     complete: bool
-    """Whether nothing is left to choose: the run is estimated as it is."""
+    """Whether the run leaves nothing to choose; then it is estimated as it is."""
     ranks: tuple[int, ...]
-    """Worlds to compare; empty: the fewest nodes that the model fits on."""
+    """World sizes to compare; empty: find the fewest nodes on which the model fits."""
     batches: tuple[int, ...]
     """Global batches to compare."""
 
     @property
     def chooses_nodes(self) -> bool:
-        """Whether the number of nodes is part of the answer."""
+        """Whether the planner chooses the number of nodes."""
         return not self.complete and (not self.ranks or bool(self.config.plan.nodes))
 
     @property

@@ -1,7 +1,7 @@
-"""Convert between a candidate's columns of numbers and the settings of a run that make it.
+"""Convert between the columns of a search and the settings of a run.
 
-The search works on columns (see search/space.py); a user reads and writes settings such as parallel.tp=8. Whatever can
-be searched stands in both tables here.
+The search works on columns of numbers (search/space.py), users on settings such as parallel.tp=8. Everything that can
+be searched is listed in both tables here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpc_train.planner.search.space import FixedColumns
 from hpc_train.schedules.generate import REQUIREMENTS
 
 Settings = dict[str, Any]
-"""Key of a run, such as parallel.tp, -> value."""
+"""Values by configuration key, such as parallel.tp."""
 _NUMBERS = {
     "parallel.pp": "pp",
     "parallel.dp_replicate": "dp_replicate",
@@ -35,14 +35,14 @@ _NUMBERS = {
     "parallel.recompute.offload": "offload_activations",
     MICRO_BATCH: "micro_batch",
 }
-"""Keys whose value is that of the column."""
+"""Keys whose value equals the value of the column."""
 _CODES = {
     "parallel.strategy": ("zero", STRATEGIES),
     "parallel.context.method": ("ulysses", ("ring", "ulysses")),
     "parallel.pipeline.schedule": ("schedule", SCHEDULES),
     "parallel.recompute.mode": ("recompute", RECOMPUTE),
 }
-"""Keys whose value is a word, and the words in the order of the column's codes."""
+"""Keys whose value is a word: the column has the index of the word in this list."""
 _OFFLOAD = ("parallel.offload.optimizer", "parallel.offload.parameters")
 
 
@@ -67,7 +67,7 @@ def fixed_columns(config: RunConfig, keys: Iterable[str]) -> FixedColumns:
 
 
 def _agrees(config: RunConfig, keys: set[str], code: int) -> bool:
-    """Whether offload of this code is what the keys say."""
+    """Return whether an offload code agrees with the given keys of the run."""
     states = {"parallel.offload.optimizer": code > 0, "parallel.offload.parameters": code > 1}
     return all(states[key] == (get_value(config, key) != "none") for key in keys & set(_OFFLOAD))
 
@@ -109,7 +109,7 @@ def settings_to_overrides(settings: Settings) -> list[str]:
 
 
 def apply_settings(config: RunConfig, settings: Settings) -> RunConfig:
-    """The run with these settings, nothing left for the planner to choose; read-only."""
+    """Return the run with these settings applied, read-only and with nothing left for the planner to choose."""
     found = config
     for key, value in {**settings, "parallel.auto": False, "parallel.fixed": None}.items():
         found = _changed(found, key.split("."), value)

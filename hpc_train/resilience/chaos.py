@@ -40,7 +40,7 @@ KINDS = {
 }
 _BUSY = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
 _FLIPPED_BIT = 30
-"""Of 32: the highest bit of the exponent of a float32, so that the value becomes huge or tiny."""
+"""Bit of a float32 that is flipped: the highest of the exponent, so that the value becomes huge or tiny."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def give_order(run: Path, order: Order) -> Path:
 
 
 class FaultInjector:
-    """What a rank has of this: it looks for orders, and obeys."""
+    """Runs in each rank: reads the orders that `hpc-train chaos` writes, and injects the faults."""
 
     def __init__(self, run: Path, rank: int) -> None:
         self._folder, self._rank = run / FOLDER, rank
@@ -76,7 +76,7 @@ class FaultInjector:
         self._flips = False
 
     def before_step(self, step: int, parts: Iterable[torch.nn.Module]) -> None:
-        """Obey the orders that are due. step: steps made so far. parts: of the model, on this rank."""
+        """Inject the faults that are due. step: steps made so far. parts: this rank's parts of the model."""
         for order in self._take_orders(step):
             if order.kind == "nan":
                 self._hooks += [

@@ -56,8 +56,8 @@ class Deadlines:
     """Deadlines of all phases, learned from how long they have taken on any rank of a node."""
 
     limits: HangLimits
-    known: Mapping[Phase, float] = field(default_factory=dict)
-    """What earlier attempts have learned."""
+    earlier: Mapping[Phase, float] = field(default_factory=dict)
+    """Typical seconds by phase, learned in earlier attempts."""
     _seconds: dict[Phase, deque[float]] = field(default_factory=dict)
 
     def observe(self, phase: Phase, seconds: float) -> None:
@@ -71,10 +71,10 @@ class Deadlines:
         step, or its own if that is longer.
         """
         floor, seen = self.limits.floor(phase), self._seconds.get(phase, ())
-        if phase in self.known:
+        if phase in self.earlier:
             if phase is Phase.FIRST_STEP:
                 floor = min(floor, _FIRST_STEP_FLOOR)
-            typical = max(self.known[phase], _find_typical(seen))
+            typical = max(self.earlier[phase], _find_typical(seen))
         elif len(seen) < _FIRST:
             return max(floor, self.limits.first_step)
         else:
@@ -83,7 +83,7 @@ class Deadlines:
 
     def learned(self) -> dict[Phase, float]:
         """Return what the next attempt should know: seconds of phases that were seen."""
-        found = dict(self.known)
+        found = dict(self.earlier)
         for phase in _CARRIED:
             seen = self._seconds.get(phase, ())
             if len(seen) >= (1 if phase is Phase.FIRST_STEP else _FIRST):

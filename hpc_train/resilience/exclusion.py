@@ -36,7 +36,7 @@ class Strike:
     host: str
     weight: int
     evidence: str
-    """What was seen, in one line."""
+    """Evidence, in one line."""
     attempt: int
     time: float = field(default_factory=time.time)
 

@@ -31,7 +31,7 @@ _MEMORY = Path("/dev/shm")
 
 
 class Phase(IntEnum):
-    """What a rank is doing. The order is that of a rank's life."""
+    """Phase of a rank's work, in the order in which a rank goes through them."""
 
     START = 1
     """Importing, meeting the other ranks, building the model."""
@@ -45,7 +45,7 @@ class Phase(IntEnum):
     SAVE = 7
     """Waiting for a save."""
     END = 8
-    """It has come to its end, and exits."""
+    """It has finished, and exits."""
 
     @property
     def text(self) -> str:
@@ -78,7 +78,7 @@ class Beat:
 
 
 class Heartbeat:
-    """What this rank is doing, and how long it has done what. Harmless where there is no memory to write to."""
+    """Publishes the phase and step of this rank in shared memory; does nothing if there is no memory to write to."""
 
     def __init__(self, logs: Path | None = None, task: int = 0) -> None:
         """Map the entry of `task`. logs: log directory of the attempt; None: nobody watches this rank."""

@@ -35,7 +35,7 @@ _COUNTERS = ("symbol_error", "link_downed", "link_error_recovery", "port_rcv_err
 
 @dataclass(frozen=True)
 class Incident:
-    """What happened, in one line, and what was seen."""
+    """One incident: a summary in one line, and the evidence."""
 
     kind: str
     """hang."""

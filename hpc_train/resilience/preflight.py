@@ -29,7 +29,7 @@ from hpc_train.regular_files import read_json
 from hpc_train.timing import time_calls
 
 OUTLIER_SCORE = 3.5
-"""Of the modified z-score, beyond which a value is an outlier (Iglewicz and Hoaglin 1993, section 3.3)."""
+"""Threshold of the modified z-score beyond which a value is an outlier (Iglewicz and Hoaglin 1993, section 3.3)."""
 MIN_EXCESS = 0.5
 """Share of the median below which a slower node is left alone, however steady the others are."""
 _EXCHANGE = "exchange with other nodes"
@@ -60,7 +60,7 @@ SIZES = {
 
 
 class RankPlace(Protocol):
-    """Where a rank is; a World says it."""
+    """Place of a rank in the job; a World has these fields."""
 
     @property
     def rank(self) -> int: ...
@@ -77,7 +77,7 @@ class RankPlace(Protocol):
 
 @dataclass(frozen=True)
 class NodeFigures:
-    """What one node took for one repetition, in seconds; the slowest of its ranks counts."""
+    """Seconds that one node took for one repetition; the slowest of its ranks counts."""
 
     host: str
     product: float
@@ -95,7 +95,7 @@ class SlowNode:
 
     host: str
     what: str
-    """What is slow: matrix product, memory copy, exchange with other nodes."""
+    """Measurement that is slow: matrix product, memory copy, exchange with other nodes."""
     seconds: float
     usual: float
     """Seconds on most nodes, or at an earlier attempt."""

@@ -32,13 +32,13 @@ class Cause(Enum):
 
 _MAY_NOT_COME_AGAIN = (Cause.KILLED, Cause.HANG, Cause.LOST_NODE, Cause.SLOW_NODE, Cause.NUMBERS, Cause.DISAGREE)
 SAME_FAULTS = 3
-"""So many faults of one signature without a newer checkpoint between them end a run."""
+"""Number of faults with one signature, without a newer checkpoint in between, after which the run ends."""
 _CHANGING_TEXT = re.compile(r"0x[0-9a-f]+|\d+|/\S+")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What ended an attempt."""
+    """The fault that ended an attempt."""
 
     cause: Cause
     host: str = ""
@@ -48,7 +48,7 @@ class Fault:
 
     @property
     def signature(self) -> str:
-        """What two faults have in common that are taken for the same one: cause, node, and error without numbers.
+        """Key under which two faults count as the same: cause, node, and error without its numbers.
 
         An error of the program is the same wherever it comes up.
         """
@@ -58,7 +58,7 @@ class Fault:
 
 
 class Action(Enum):
-    """What follows a fault."""
+    """Reaction to a fault."""
 
     RESTART = "restarted"
     """The ranks start again in the same allocation."""
@@ -86,7 +86,7 @@ class History:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a run may do about faults."""
+    """Limits on what a run may do about faults."""
 
     restarts: int
     """resilience.restarts."""
@@ -104,7 +104,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and why, in one line."""
+    """The reaction to a fault, and the reason in one line."""
 
     action: Action
     why: str

@@ -25,7 +25,7 @@ from hpc_train.resilience.heartbeat import Beat, Phase, read_beats
 LOOK_SECONDS = 0.5
 """Between two looks."""
 _LONGEST_TICK = 1.0
-"""Most seconds of silence that one look adds."""
+"""Maximum seconds of silence that one look adds: after a pause of the watcher itself, ranks are not to blame."""
 _STEPS_BEHIND = 5
 GONE, STOPPED, WAITS_FOR_DISK = "gone", "T", "D"
 """States of a process: not there, stopped, in a system call that cannot be interrupted."""
@@ -33,7 +33,7 @@ GONE, STOPPED, WAITS_FOR_DISK = "gone", "T", "D"
 
 @dataclass(frozen=True)
 class RankView:
-    """What a watcher sees of one rank."""
+    """State of one rank, as a watcher sees it."""
 
     task: int
     phase: Phase
@@ -69,11 +69,11 @@ class NodeWatch:
     """Follows the ranks of this node that write heartbeats."""
 
     def __init__(
-        self, logs: Path, limits: HangLimits, host: str = "", known: Mapping[Phase, float] | None = None
+        self, logs: Path, limits: HangLimits, host: str = "", learned: Mapping[Phase, float] | None = None
     ) -> None:
-        """logs: log directory of the attempt. host: name of this node. known: from earlier attempts."""
+        """logs: of the attempt. host: name of this node. learned: seconds by phase, from earlier attempts."""
         self._logs, self._host = logs, host
-        self._limits, self.deadlines = limits, Deadlines(limits, known or {})
+        self._limits, self.deadlines = limits, Deadlines(limits, learned or {})
         self._followed: dict[int, _Followed] = {}
         self._last = time.monotonic()
 

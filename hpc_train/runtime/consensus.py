@@ -24,7 +24,7 @@ from torch import Tensor
 from hpc_train.errors import LostRanksError, RemoteError, UserError
 from hpc_train.interfaces import Task, World
 from hpc_train.messages import Codec, MessageError
-from hpc_train.runtime.store.exchange import arrive, publish, read_published, wait_for_gate
+from hpc_train.runtime.store.exchange import arrive_at_gate, publish_value, read_published, wait_for_gate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -256,12 +256,12 @@ def leave_together(task: Task, gate: str = "leaving") -> None:
     """Keep process 0, with which the store ends, until all others have read what they need. A collective."""
     assert task.store is not None
     if task.process == 0:
-        arrive(task.store, gate, task.processes)
+        arrive_at_gate(task.store, gate, task.processes)
         wait_for_gate(task.store, gate)
     else:
         # The last one opens the gate, and process 0 may end, with the store, before the answer to that is here.
         with suppress(dist.DistNetworkError):
-            arrive(task.store, gate, task.processes)
+            arrive_at_gate(task.store, gate, task.processes)
 
 
 def decide_on_process_0(task: Task, name: str, work: Callable[[], R]) -> R:
@@ -278,7 +278,7 @@ def decide_on_process_0(task: Task, name: str, work: Callable[[], R]) -> R:
             outcome = {"result": work()}
         except UserError as error:
             outcome = {"refusal": str(error)}
-        publish(task.store, name, outcome)
+        publish_value(task.store, name, outcome)
     if "refusal" in outcome:
         leave_together(task, f"{name}/refused")
         raise UserError(outcome["refusal"])

@@ -18,7 +18,7 @@ from hpc_train.interfaces import Task
 from hpc_train.mpi import load_mpi
 from hpc_train.placement.communication_environment import find_harmful_variables
 from hpc_train.placement.cpu_binding import RankSeat, format_cpus, parse_cpus
-from hpc_train.runtime.store.exchange import append_to, arrive, count_arrived, gather_from, wait_for_gate
+from hpc_train.runtime.store.exchange import append_to, arrive_at_gate, count_arrived, gather_from, wait_for_gate
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where one process runs and what is next to it, in JSON's types."""
+    """Facts about one process, its host and the devices next to it, in JSON's types."""
 
     process: int
     node: int
@@ -109,7 +109,7 @@ def publish_process_info(task: Task, own_info: ProcessInfo) -> None:
     """Publish this process's ProcessInfo under a key of its node, so that process 0 reads one key a node."""
     store = _store_of(task)
     append_to(store, _node_key(task.node), asdict(own_info))
-    arrive(store, _FACTS_GATE, task.processes)
+    arrive_at_gate(store, _FACTS_GATE, task.processes)
 
 
 def gather_process_info(task: Task, timeout: timedelta) -> list[ProcessInfo]:

@@ -46,7 +46,7 @@ from hpc_train.runtime.host_info import (
 )
 from hpc_train.runtime.identity import find_own_address
 from hpc_train.runtime.start import make_identity_map, pick_device
-from hpc_train.runtime.store.exchange import arrive, publish, read_published
+from hpc_train.runtime.store.exchange import arrive_at_gate, publish_value, read_published
 
 if TYPE_CHECKING:
     from hpc_train.placement.node_locations import JobHost
@@ -313,11 +313,11 @@ def _gather_objection(task: Task, objection: str | None) -> str | None:
     """Return one process's objection to the assignment, the same on all; None if nobody objects. A collective."""
     assert task.store is not None
     if objection is not None:
-        publish(task.store, "plan/objection", f"process {task.process} on {task.host}: {objection}")
+        publish_value(task.store, "plan/objection", f"process {task.process} on {task.host}: {objection}")
     # The last to look at the plan decides: by then every objection is in the store.
-    if arrive(task.store, "plan/seen", task.processes):
+    if arrive_at_gate(task.store, "plan/seen", task.processes):
         objected = task.store.check(["plan/objection"])
-        publish(task.store, "plan/verdict", read_published(task.store, "plan/objection") if objected else None)
+        publish_value(task.store, "plan/verdict", read_published(task.store, "plan/objection") if objected else None)
     verdict: str | None = read_published(task.store, "plan/verdict")
     return verdict
 

@@ -22,7 +22,7 @@ from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
 from hpc_train.errors import UserError
 from hpc_train.mpi import load_mpi
 from hpc_train.runtime.identity import ProcessIdentity, find_own_address
-from hpc_train.runtime.store.exchange import arrive, count_arrived, wait_for_gate
+from hpc_train.runtime.store.exchange import arrive_at_gate, count_arrived, wait_for_gate
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -101,7 +101,7 @@ def _meet_at_file(folder: Path, me: ProcessIdentity, interface: str | None, time
     if me.process != 0:
         store = _connect(_read_meeting(path, me, timeout), timeout)
         store.set(arrival_key(me.process), "")
-        arrive(store, _MEETING_GATE, me.processes - 1)
+        arrive_at_gate(store, _MEETING_GATE, me.processes - 1)
         return store
     store, meeting = _host_store(me, interface, timeout)
     try:

@@ -22,6 +22,7 @@ from hpc_train.interfaces import RankMap, Task, World
 from hpc_train.placement.communication_environment import apply_settings, choose_socket_settings
 from hpc_train.runtime.identity import find_own_address, identify_process, make_single_identity
 from hpc_train.runtime.rendezvous import open_job_store
+from hpc_train.step_clock import HostClock, SilentClock, StepClock
 
 
 def join(
@@ -107,7 +108,13 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
         world_size=task.processes,
         timeout=timedelta(seconds=config.launch.timeout_seconds),
     )
-    return replace(make_world(rank, task.processes, task.local, device, degrees, task.store), node=task.node)
+    world = make_world(rank, task.processes, task.local, device, degrees, task.store)
+    return replace(world, node=task.node, clock=_make_clock(config, device))
+
+
+def _make_clock(config: RunConfig, device: torch.device) -> StepClock:
+    """Make the clock of a rank. The host's clock says nothing about the parts of a step on a GPU."""
+    return HostClock() if config.train.record_steps and device.type == "cpu" else SilentClock()
 
 
 def make_world(

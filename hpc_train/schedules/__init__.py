@@ -1,1 +1,1 @@
-"""Orders of a pipeline, without torch: which rank computes what after what. Generate, check, read, write, simulate."""
+"""Pipeline schedules, without torch: generate, read, write, validate and simulate the order of computations."""

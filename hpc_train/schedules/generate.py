@@ -17,20 +17,20 @@ from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, Overlap, 
 
 @dataclass(frozen=True)
 class Requirements:
-    """Requirements of one schedule; for one that torch has, they are torch's."""
+    """Numbers of stages and micro-batches that a schedule can run; the same as torch's where torch has the schedule."""
 
     virtual_stages: int = 1
-    """Stages a rank, where nothing else is asked for."""
+    """Default number of stages per rank."""
     least_virtual: int = 1
     most_virtual: int | None = 1
-    """None: any number."""
+    """None: no upper limit."""
     v_shaped: bool = False
-    """The stages of a rank are r and 2p - 1 - r, in place of r, r + p, ..."""
+    """Rank r has the stages r and 2p - 1 - r; otherwise it has r, r + p, r + 2p, ..."""
     splits_backward: bool = False
     rounds: bool = False
-    """Micro-batches go through in max(1, m // p) equal rounds."""
+    """The m micro-batches run in max(1, m // p) rounds of equal size, so m must be divisible by that number."""
     micro_batches_per_rank: int = 0
-    """So many times p micro-batches at least."""
+    """Minimum number of micro-batches, as a multiple of p."""
 
 
 REQUIREMENTS = {
@@ -54,7 +54,10 @@ def find_requirements(name: str) -> Requirements:
 
 
 def check_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int, blocks: int | None = None) -> None:
-    """Raise UserError if the schedule cannot do these numbers; blocks: of the model, if they are known."""
+    """Raise UserError if the schedule cannot run with these numbers.
+
+    virtual_stages: per rank. blocks: number of blocks of the model; None if it is unknown.
+    """
     needs = find_requirements(name)
     for what, count in (("ranks", ranks), ("micro-batches", micro_batches), ("virtual stages", virtual_stages)):
         if count < 1:
@@ -98,20 +101,26 @@ def _check_micro_batches(name: str, needs: Requirements, ranks: int, count: int)
 
 
 def _equal_rounds(ranks: int, count: int, direction: int) -> int:
-    """The nearest number of micro-batches that works; any multiple of `ranks` does."""
+    """Return the nearest number of micro-batches that divides into equal rounds. direction: +1 or -1.
+
+    The search ends, because every multiple of `ranks` does.
+    """
     while count % max(1, count // ranks):
         count += direction
     return count
 
 
 def one_forward_one_backward_row(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
-    """As many forwards first as there are ranks after this one."""
+    """Generate one rank's row of 1F1B; it warms up with one forward for each rank after this one."""
     forwards, backwards = ([Action(rank, kind, micro) for micro in range(micro_batches)] for kind in (Kind.F, Kind.B))
     return _alternate(forwards, backwards, ranks - 1 - rank)
 
 
 def interleaved_row(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[Action]:
-    """Two forwards more for each rank after this one, and a round more for each stage of the rank but one."""
+    """Generate one rank's row of interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+    It warms up with one round of forwards for each of its stages but the last, and two for each rank after this one.
+    """
     forwards = _passes(Kind.F, ranks, rank, micro_batches, virtual_stages)
     backwards = _passes(Kind.B, ranks, rank, micro_batches, virtual_stages)
     first = (virtual_stages - 1) * _round(ranks, micro_batches) + 2 * (ranks - 1 - rank)
@@ -119,7 +128,10 @@ def interleaved_row(ranks: int, rank: int, micro_batches: int, virtual_stages: i
 
 
 def zero_bubble_row(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[Action]:
-    """A rank puts its first gradients of weights off, as many as its index, to fill the end of the pipeline with."""
+    """Generate one rank's row of interleaved ZB-H1 (Qi et al. 2024, arXiv:2401.10241).
+
+    Rank r always runs r weight gradients behind its input gradients; those fill the bubble at the end of the step.
+    """
     forwards = _passes(Kind.F, ranks, rank, micro_batches, virtual_stages)
     inputs = _passes(Kind.I, ranks, rank, micro_batches, virtual_stages)
     weights = iter(_passes(Kind.W, ranks, rank, micro_batches, virtual_stages))
@@ -134,14 +146,14 @@ def zero_bubble_row(ranks: int, rank: int, micro_batches: int, virtual_stages: i
 
 
 def _round(ranks: int, micro_batches: int) -> int:
-    """Micro-batches that go through one stage of a rank before its next stage has its turn."""
+    """Return how many micro-batches pass through one stage of a rank before the rank turns to its next stage."""
     rounds = max(1, micro_batches // ranks)
     assert micro_batches % rounds == 0, "see requirements"
     return micro_batches // rounds
 
 
 def _passes(kind: Kind, ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> list[Action]:
-    """All forwards of a rank, or all its backwards, which take its stages from the last to the first."""
+    """List all forwards of a rank, first stage first, or all its backwards, last stage first."""
     together = _round(ranks, micro_batches)
     stages = [rank + turn * ranks for turn in range(virtual_stages)]
     return [
@@ -153,7 +165,7 @@ def _passes(kind: Kind, ranks: int, rank: int, micro_batches: int, virtual_stage
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], first: int) -> Iterator[Action]:
-    """`first` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Yield `first` forwards, then a forward and a backward in turn, then the remaining backwards."""
     first = min(first, len(forwards))
     yield from forwards[:first]
     for forward, backward in zip(forwards[first:], backwards, strict=False):
@@ -162,7 +174,10 @@ def _alternate(forwards: list[Action], backwards: list[Action], first: int) -> I
 
 
 class _RowBuilder:
-    """One rank's entries as they are written down; each kind of each of its two stages counts micro-batches itself."""
+    """Builds the row of a rank with two stages, from words such as F0 (forward of its first stage).
+
+    The micro-batch is implied: each kind of computation of each stage counts its own micro-batches from 0.
+    """
 
     def __init__(self, ranks: int, rank: int) -> None:
         self.steps: list[OrderEntry] = []
@@ -171,21 +186,22 @@ class _RowBuilder:
         self._owed: deque[Action] = deque()
 
     def add(self, *words: str) -> None:
-        """Entries such as F0: the forward of the first stage with its next micro-batch."""
+        """Append one entry for each word; F0 is the forward of the rank's first stage with its next micro-batch."""
         self.steps += [self._take(word) for word in words]
 
     def overlap(self, forward: str, backward: str) -> None:
-        """The two as one entry."""
+        """Append a forward and a backward as one overlapped entry."""
         self.steps.append(Overlap(self._take(forward), self._take(backward)))
 
     def add_owed_weights(self) -> None:
-        """The W of the oldest I that has none, if there is one."""
+        """Append the weight gradient of the oldest I whose W has not been appended yet, if there is one."""
         if self._owed:
             owed = self._owed.popleft()
             self.steps.append(Action(owed.stage, Kind.W, owed.micro_batch))
 
     def _take(self, word: str) -> Action:
         kind, local = Kind(word[0]), int(word[1])
+        # B is I and W at once, so B and I share one counter of micro-batches.
         counted = local, Kind.I if kind is Kind.B else kind
         action = Action(self._stages[local], kind, self._next[counted])
         self._next[counted] += 1
@@ -195,15 +211,23 @@ class _RowBuilder:
 
 
 def zbv_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]:
-    """Without a bubble between a rank's first and last entry where F, I and W take the same time."""
-    count = max(2 * ranks - 1, micro_batches)  # what fills the pipeline; those that do not exist are left out again
+    """Generate one rank's row of ZB-V (Qi et al. 2024, arXiv:2401.10241, section 6).
+
+    No rank idles between its first and last entry if F, I and W take the same time.
+    """
+    # The pattern below needs 2p - 1 micro-batches to fill the pipeline. With fewer it is built for 2p - 1, and the
+    # entries of micro-batches that do not exist are removed at the end.
+    count = max(2 * ranks - 1, micro_batches)
     row = _RowBuilder(ranks, rank)
+    # Warm-up: forwards down the first leg of the V until the first micro-batch comes back up the second leg.
     row.add(*["F0"] * (2 * (ranks - rank) - 1))
     row.add(*["F1", "F0"] * rank)
     row.add(*["F1", "I1", "W1"] * (ranks - rank))
+    # Steady state: one forward, input gradient and weight gradient of each of the two stages per micro-batch.
     ahead = 2 * ranks - 1 - rank
     for more in range(count - ranks):
         row.add(*["F0"] * (ahead + more < count), "I0", "W0", "F1", "I1", "W1")
+    # Cool-down: input gradients first, since other ranks wait for them; weight gradients fill the rest.
     row.add(*["I0", "I1"] * rank)
     row.add(*["I0", "W0"] * (ranks - rank))
     row.add(*["W1"] * rank, *["W0"] * rank)
@@ -211,11 +235,15 @@ def zbv_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]:
 
 
 def dualpipev_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]:
-    """Forwards of one direction beside backwards of the other; needs 2 p micro-batches at least."""
+    """Generate one rank's row of DualPipeV, the V-shaped half of DualPipe (arXiv:2412.19437, section 3.2.1).
+
+    The forward of one stage runs beside the backward of the other, so that each hides the other's communication.
+    """
     after = ranks - 1 - rank
     row = _RowBuilder(ranks, rank)
     row.add(*["F0"] * (2 * after))
     row.add(*["F0", "F1"] * (rank + 1))
+    # While the pipeline still fills, split backwards send input gradients to the rank before as early as possible.
     for _ in range(after):
         row.add("I1")
         row.add_owed_weights()
@@ -234,7 +262,7 @@ def dualpipev_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]
 
 
 def _drain(row: _RowBuilder, rank: int, after: int) -> None:
-    """The backwards that are left: the later half puts its weights off, and these fill the waits at the end."""
+    """Append the remaining backwards; the later half is split, and its weight gradients fill the waits at the end."""
     backwards = [f"{local}" for _ in range(rank + 1) for local in "10"]
     whole_backwards = 2 * ((rank + 1) // 2) + (rank % 2 == 0)
     row.add(*[f"{'B' if index < whole_backwards else 'I'}{local}" for index, local in enumerate(backwards)])
@@ -246,14 +274,14 @@ def _drain(row: _RowBuilder, rank: int, after: int) -> None:
 
 
 _RowGenerator = Callable[[int, int, int, int], Iterable[OrderEntry]]
-"""(ranks, rank, micro-batches, virtual stages) -> the rank's entries."""
+"""Generates one rank's row from (ranks, rank, micro-batches, virtual stages per rank)."""
 
 
 def generate_order(name: str, ranks: int, micro_batches: int, virtual_stages: int | None = None) -> Order:
-    """The order of the schedule `name` (config.techniques.SCHEDULES); virtual_stages: a rank, None for its default.
+    """Generate the order of the schedule `name`, one of config.parallel.SCHEDULES.
 
-    Where torch.distributed.pipelining has the schedule, it is the same order. Raises UserError for numbers that the
-    schedule cannot do, see `check`.
+    virtual_stages: stages per rank; None for the schedule's default. The order is the one of
+    torch.distributed.pipelining where torch has the schedule. Raises UserError as check_schedule does.
     """
     needs = find_requirements(name)
     virtual_stages = needs.virtual_stages if virtual_stages is None else virtual_stages
@@ -270,14 +298,15 @@ def _naive(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
 
 
 def _gpipe(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)."""
+    """Run all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)."""
     for kind in (Kind.F, Kind.B):
         yield from (Action(rank, kind, micro_batch) for micro_batch in range(micro_batches))
 
 
 def _looped_bfs(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[OrderEntry]:
-    """All micro-batches through a stage, then through the rank's next (Lamy-Poirier 2023, arXiv:2211.05953)."""
+    """Run all micro-batches through one stage, then through the rank's next (Lamy-Poirier 2023, arXiv:2211.05953)."""
     stages = [rank + turn * ranks for turn in range(virtual_stages)]
+    # Backwards go through the micro-batches in reverse, so that the last activation that was stored is freed first.
     for stage in stages:
         yield from (Action(stage, Kind.F, micro_batch) for micro_batch in range(micro_batches))
     for stage in reversed(stages):

@@ -29,7 +29,7 @@ class Kind(StrEnum):
     W = "W"
     """Backward for the weights, any time after I (Qi et al. 2024, arXiv:2401.10241)."""
     B = "B"
-    """I and W at once."""
+    """The whole backward: I and W at once."""
 
 
 class Action(NamedTuple):
@@ -43,14 +43,14 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
     @property
-    def gives(self) -> tuple[Action, ...]:
-        """What is computed when this is done, in terms of F, I and W alone."""
+    def results(self) -> tuple[Action, ...]:
+        """The results of this computation, as F, I and W: B is split into I and W."""
         if self.kind is not Kind.B:
             return (self,)
         return Action(self.stage, Kind.I, self.micro_batch), Action(self.stage, Kind.W, self.micro_batch)
 
-    def needs(self, stages: int) -> tuple[Action, ...]:
-        """What must have been computed before, in terms of F and I alone; `stages`: of the whole pipeline."""
+    def list_inputs(self, stages: int) -> tuple[Action, ...]:
+        """List the results (F or I) that this computation needs. stages: number of stages of the whole pipeline."""
         if self.kind is Kind.F:
             return (Action(self.stage - 1, Kind.F, self.micro_batch),) if self.stage else ()
         if self.kind is Kind.W:
@@ -61,9 +61,9 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Overlap:
-    """A forward and a backward of one rank that hide each other's communication; they begin and end as one.
+    """A forward and a backward of one rank, scheduled as one entry so that each hides the other's communication.
 
-    torch computes first one and then the other, and sends both results at the end.
+    torch computes the forward, then the backward, and sends both results at the end.
     """
 
     forward: Action
@@ -78,13 +78,13 @@ OrderEntry = Action | Overlap
 
 
 def entry_actions(step: OrderEntry) -> tuple[Action, ...]:
-    """The computations of an entry, in their order."""
+    """Return the computations of an entry, in the order in which they run."""
     return (step,) if isinstance(step, Action) else (step.forward, step.backward)
 
 
 @dataclass(frozen=True)
 class Order:
-    """The actions of every rank, one entry after another."""
+    """A complete pipeline schedule: what every rank computes, in order."""
 
     rows: tuple[tuple[OrderEntry, ...], ...]
     """The entries of each rank."""
@@ -107,7 +107,7 @@ class Order:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some gradients of weights are computed apart."""
+        """Whether any backward is split into I and W."""
         return any(action.kind is Kind.W for rank in range(self.ranks) for action in self.actions(rank))
 
     def actions(self, rank: int) -> Iterator[Action]:
@@ -117,12 +117,18 @@ class Order:
 
 
 def looped_placement(ranks: int, virtual_stages: int = 1) -> tuple[int, ...]:
-    """Placement round and round (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)."""
+    """Return the rank of each stage if the stages go round the ranks.
+
+    Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
+    """
     return tuple(range(ranks)) * virtual_stages
 
 
 def v_shaped_placement(ranks: int) -> tuple[int, ...]:
-    """Placement of two stages a rank, there and back (Qi et al. 2024, arXiv:2401.10241, section 6)."""
+    """Return the rank of each stage if the stages go down the ranks and back up, two stages per rank.
+
+    Qi et al. 2024, arXiv:2401.10241, section 6.
+    """
     return (*range(ranks), *reversed(range(ranks)))
 
 
@@ -132,15 +138,15 @@ _LOWERED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9
 
 
 def order_rows(order: Order) -> list[list[str]]:
-    """The cells of each rank."""
+    """Return the order as text: one row for each rank, one cell for each entry."""
     return [[str(step) for step in row] for row in order.rows]
 
 
 def read_order(path: Path) -> Order:
-    """The order in a file, each stage on the rank that has its first action.
+    """Read an order from a CSV file; a stage belongs to the first rank that has an action of it.
 
-    Raises UserError with the file, the line and the column (of cells, both from 1) of what is no action. Whether the
-    order trains is asked of `validate`.
+    Raises UserError with file, line and cell (both counted from 1) for a cell that is no action. Does not check
+    whether the order can train: see validate_order.
     """
     try:
         with io.StringIO(read_regular(path, MAX_TEXT_BYTES, follow=True).decode("utf-8-sig"), newline="") as file:

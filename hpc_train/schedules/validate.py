@@ -1,4 +1,4 @@
-"""The proof that an order trains: every computation once, on its rank, and no rank that waits for ever."""
+"""Check that a schedule can train: every computation exactly once, on its rank, and no deadlock."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, entry_act
 
 
 def validate_order(order: Order, micro_batches: int) -> None:
-    """Raise UserError, one line, for an order that is not complete or in which ranks wait for one another."""
+    """Raise UserError, in one line, if the order is incomplete or has a deadlock."""
     if wrong := find_problem(order, micro_batches):
         raise UserError(wrong)
 
 
 def find_problem(order: Order, micro_batches: int) -> str | None:
-    """Say what is wrong with the order; None: nothing.
+    """Return a description of what is wrong with the order; None if it can train.
 
     Complete: each stage does F and B, or F, I and W, exactly once with each micro-batch, on the rank of its placement.
-    Free of deadlock: done as far as it goes, with every entry waiting for what it needs, it goes to its end. One such
-    execution proves all: nothing that is done makes anything else wait.
+    Free of deadlock: executed with every entry waiting for its inputs, it reaches the end. One execution is proof for
+    every timing, because a finished computation never makes another one wait.
     """
     return _misplaced(order, micro_batches) or _incomplete(order, micro_batches) or _deadlock(order)
 
 
 def find_runtime_problem(order: Order) -> str | None:
-    """Say what torch's pipeline runtime cannot do of a valid order; None: nothing.
+    """Return what torch's pipeline runtime cannot execute of a valid order; None if it can.
 
     It finds the loss of a micro-batch by counting the forwards of the last stage.
     """
@@ -41,7 +41,7 @@ def find_runtime_problem(order: Order) -> str | None:
 
 
 def _all(order: Order) -> Iterator[tuple[int, int, Action]]:
-    """(rank, position in its row, action)"""
+    """Yield every action as (rank, position in its row, action)."""
     for rank, row in enumerate(order.rows):
         for position, step in enumerate(row):
             for action in entry_actions(step):
@@ -73,7 +73,7 @@ def _misplaced(order: Order, micro_batches: int) -> str | None:
 def _incomplete(order: Order, micro_batches: int) -> str | None:
     first: dict[Action, tuple[Action, int]] = {}
     for rank, position, action in _all(order):
-        for given in action.gives:
+        for given in action.results:
             if given in first:
                 by, where = first[given]
                 return f"{_at(rank, position)}: {action} does again what {by} does at position {where}"
@@ -89,32 +89,35 @@ def _incomplete(order: Order, micro_batches: int) -> str | None:
 
 @dataclass
 class _Waiting:
-    """Progress of each rank, and what has been computed."""
+    """State of an execution: the position of each rank, and all results so far."""
 
     order: Order
     position: list[int]
     done: set[Action]
 
     def step(self, rank: int) -> OrderEntry | None:
-        """The next entry of a rank; None at its end."""
+        """Return the next entry of a rank; None at the end of its row."""
         row = self.order.rows[rank]
         return row[self.position[rank]] if self.position[rank] < len(row) else None
 
-    def missing(self, step: OrderEntry) -> Action | None:
-        """What an entry waits for. One of an overlap may wait for the other, which comes first."""
+    def find_missing_input(self, step: OrderEntry) -> Action | None:
+        """Return an input that an entry waits for; None if it can run.
+
+        The second half of an overlap may use the result of the first.
+        """
         own: set[Action] = set()
         for action in entry_actions(step):
-            for needed in action.needs(self.order.stages):
+            for needed in action.list_inputs(self.order.stages):
                 if needed not in self.done and needed not in own:
                     return needed
-            own.update(action.gives)
+            own.update(action.results)
         return None
 
     def advance(self, rank: int) -> bool:
-        """Do what a rank can do until it has to wait; False if that is nothing."""
+        """Run a rank until it has to wait; return whether it got any further."""
         before = self.position[rank]
-        while (step := self.step(rank)) is not None and self.missing(step) is None:
-            self.done.update(given for action in entry_actions(step) for given in action.gives)
+        while (step := self.step(rank)) is not None and self.find_missing_input(step) is None:
+            self.done.update(given for action in entry_actions(step) for given in action.results)
             self.position[rank] += 1
         return self.position[rank] > before
 
@@ -129,12 +132,12 @@ def _deadlock(order: Order) -> str | None:
 
 
 def _circle(state: _Waiting, rank: int) -> list[str]:
-    """From a rank that waits to the one it waits for, and on, until one comes again: those that wait in a circle."""
+    """Describe the ranks that wait for one another, one line each, starting the search at `rank`."""
     said: dict[int, str] = {}
     while rank not in said:
         step = state.step(rank)
         assert step is not None
-        needed = state.missing(step)
+        needed = state.find_missing_input(step)
         assert needed is not None
         other = state.order.placement[needed.stage]
         said[rank] = f"{_at(rank, state.position[rank])}: {step} waits for {_giver(state.order, needed)}"
@@ -144,7 +147,7 @@ def _circle(state: _Waiting, rank: int) -> list[str]:
 
 
 def _giver(order: Order, needed: Action) -> str:
-    """The action of the order that gives what is needed, and where it is."""
-    places = ((rank, position, action) for rank, position, action in _all(order) if needed in action.gives)
+    """Describe the action that computes a result, and its place in the order."""
+    places = ((rank, position, action) for rank, position, action in _all(order) if needed in action.results)
     rank, position, action = next(places)
     return f"{action} at {_at(rank, position)}"

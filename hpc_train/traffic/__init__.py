@@ -1,1 +1,1 @@
-"""Bytes that every mesh axis moves in one step, from the model's shape and the degrees alone. No torch."""
+"""Bytes that every mesh axis moves in one step, computed from the model's shape and the degrees. No torch."""

@@ -1,4 +1,4 @@
-"""Flows of each technique: which collective, over which mesh axes, how many bytes in how many calls per step.
+"""Count the communication of each technique: which collective, over which mesh axes, bytes and calls per step.
 
 One section per technique, in the order of the mesh: data parallelism (DDP's buckets, compression, fully_shard,
 parameter servers), tensor, context and pipeline parallelism, and the few scalars that every step sums over all ranks.
@@ -21,7 +21,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 @dataclass(frozen=True)
 class Flow:
-    """One kind of collective in a step, as every group of its axes runs it."""
+    """All calls of one collective with one kind of content in a step, as every group of its axes makes them."""
 
     axes: tuple[str, ...]
     """Mesh axes whose ranks form the groups: ("tp",), or ("dp_shard", "cp") if both form one group."""
@@ -31,15 +31,19 @@ class Flow:
     reduce_scatter: all ranks' parts together; all_to_all: all that a rank sends, including its own part; send_recv: the
     message to the next rank of the axis."""
     calls: float
-    """Calls in a step; on a pipeline, those of the stage that makes most."""
+    """Calls per step; with a pipeline, on the stage that moves most bytes."""
     what: str
-    """The content: gradients, parameters, activations, ..."""
+    """Content of the messages: gradients, parameters, activations, ..."""
     ring: bool = True
-    """send_recv: whether the last rank of the axis sends to the first (ring attention) or not (a pipeline)."""
+    """For send_recv: whether the last rank of the axis sends to the first (ring attention) or not (a pipeline)."""
 
 
 FIRST_BUCKET_BYTES = 1 * MIB
-"""Size of DistributedDataParallel's first bucket if the user sets none: small, so that it is sent early."""
+"""Size of DistributedDataParallel's first bucket unless the user sets one: small, so that it is sent early.
+
+torch calls it dist._DEFAULT_FIRST_BUCKET_BYTES; the 25 MiB below are the default of DistributedDataParallel's
+bucket_cap_mb.
+"""
 BUCKET_MIB = 25
 """Size of the other buckets, and of fully_shard's groups if parameters stay gathered."""
 
@@ -47,8 +51,8 @@ BUCKET_MIB = 25
 def ddp_buckets(sizes: Iterable[float], limit_mib: float | None) -> list[float]:
     """Return the bytes of each bucket of DistributedDataParallel.
 
-    sizes: bytes of every gradient, in the order in which they are ready. limit_mib: parallel.bucket_mib. A bucket is
-    closed by the gradient that fills it.
+    sizes: bytes of every gradient, in the order in which they are ready. limit_mib: parallel.bucket_mib. The gradient
+    that reaches the limit still belongs to the bucket, so buckets may be larger than the limit.
     """
     limits = [FIRST_BUCKET_BYTES, BUCKET_MIB * MIB] if limit_mib is None else [limit_mib * MIB]
     found: list[float] = []
@@ -62,10 +66,12 @@ def ddp_buckets(sizes: Iterable[float], limit_mib: float | None) -> list[float]:
 
 
 def fsdp_groups(block: float, blocks: int, ends: float, limit_mib: float | None) -> int:
-    """Return how many groups of whole blocks fully_shard gathers together if parameters stay gathered.
+    """Return the number of fully_shard groups if parameters stay gathered for the whole step.
 
-    block, ends: bytes of one block, and of the parameters in no block. 0: everything, ends included, is one group.
+    block: bytes of one block. ends: bytes of the parameters outside blocks. 0 means one group of everything, ends
+    included. Otherwise each group is as many whole blocks as the limit has room for, and the ends are one more.
     """
+    # Parameters that stay gathered gain nothing from one group per block: fewer, larger collectives are faster.
     limit = (BUCKET_MIB if limit_mib is None else limit_mib) * MIB
     if block * blocks + ends <= limit:
         return 0
@@ -96,7 +102,7 @@ class ShardGroup:
 
 
 def count_block_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, split: int = 0) -> ParameterUses:
-    """Count how often blocks are gathered and reduced. split: micro-batches whose backward is split."""
+    """Count how often a step gathers and reduces each block. split: micro-batches whose backward is split."""
     zero = ZERO_STAGE[strategy]
     return ParameterUses(
         count_block_gathers(zero, reshard, pp, micro_batches, split), count_reductions(zero, micro_batches)
@@ -104,7 +110,7 @@ def count_block_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, 
 
 
 def count_end_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, split: int = 0) -> ParameterUses:
-    """Count how often the parameters in no block are gathered and reduced."""
+    """Count how often a step gathers and reduces the parameters outside blocks (embedding, last norm, head)."""
     zero = ZERO_STAGE[strategy]
     return ParameterUses(
         count_end_gathers(zero, reshard, pp, micro_batches, split), count_reductions(zero, micro_batches)
@@ -112,7 +118,7 @@ def count_end_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, sp
 
 
 def ddp_flows(axes: Axes, buckets: Sequence[float]) -> list[Flow]:
-    """Return the flows of ddp: each bucket of gradients once per step. buckets: bytes of each."""
+    """Return the flows of ddp, which all-reduces each bucket once per step. buckets: bytes of each."""
     if not axes:
         return []
     return [Flow(axes, "all_reduce", sum(buckets) / len(buckets), len(buckets), "gradients")]
@@ -121,9 +127,10 @@ def ddp_flows(axes: Axes, buckets: Sequence[float]) -> list[Flow]:
 def fsdp_flows(
     shard: Axes, replicate: Axes, shards: int, groups: Sequence[ShardGroup], compute: int, reduce: int
 ) -> list[Flow]:
-    """Return the flows of fully_shard over the axes `shard`, `shards` ranks in total, with replicas over `replicate`.
+    """Return the flows of fully_shard.
 
-    compute, reduce: bytes of a gathered parameter and of a reduced gradient. A shard is reduced over replicas once.
+    shard: axes that parameters are sharded over, `shards` ranks in total. replicate: axes that hold copies of each
+    shard. compute, reduce: bytes of one element of a gathered parameter, and of a gradient that is reduced.
     """
     flows = []
     for group in groups:
@@ -132,26 +139,34 @@ def fsdp_flows(
             flows.append(Flow(shard, "all_gather", group.numbers * compute, gathered, f"parameters of {group.what}"))
             flows.append(Flow(shard, "reduce_scatter", group.numbers * reduce, scattered, f"gradients of {group.what}"))
         if replicate and group.numbers:
+            # HSDP reduces over the copies only in the last micro-batch, and only this rank's shard.
             size = group.numbers * reduce / shards
             flows.append(Flow(replicate, "all_reduce", size, group.groups, f"gradients of {group.what}"))
     return flows
 
 
 _SCALE_BYTES = 8
-"""Size of the largest gradient of a bucket, on which ranks agree before casting to fp16."""
+"""Bytes of the largest gradient of a bucket, on which ranks agree before they cast the bucket to fp16."""
 
 
 def cast_flows(axes: Axes, numbers: float, calls: int, scaled: bool) -> list[Flow]:
-    """Return the flows of gradients sent in two bytes each (fp16, bf16)."""
+    """Return the flows of gradients that are cast to two bytes (fp16, bf16).
+
+    numbers: elements of all gradients. calls: buckets. scaled: whether ranks agree on a scale first, as fp16 needs.
+    """
     sent = [Flow(axes, "all_reduce", 2 * numbers / calls, calls, "gradients in two bytes")]
     return sent + ([Flow(axes, "all_reduce", _SCALE_BYTES, calls, "largest gradients")] if scaled else [])
 
 
 def powersgd_flows(axes: Axes, shapes: Sequence[tuple[int, ...]], rank: int, calls: int, item: int) -> list[Flow]:
-    """Return the flows of PowerSGD: two factors of `rank` columns per matrix if they are smaller; the rest in full."""
+    """Return the flows of PowerSGD (Vogels et al. 2019, arXiv:1905.13727).
+
+    Each matrix is sent as two factors with `rank` columns if these are smaller than the matrix; else it is sent whole.
+    shapes: of all gradients. calls: buckets. item: bytes of an element.
+    """
     first = second = 0
     for rows, *others in shapes:
-        columns = _product(others)
+        columns = _product(others)  # a tensor with more dimensions is compressed as a matrix [first, all others]
         if others and rank * (rows + columns) < rows * columns:
             first, second = first + rank * rows, second + rank * columns
         else:
@@ -161,11 +176,14 @@ def powersgd_flows(axes: Axes, shapes: Sequence[tuple[int, ...]], rank: int, cal
 
 
 def topk_flows(axes: Axes, numbers: float, ratio: float, ranks: int, calls: int, item: int) -> list[Flow]:
-    """Return the flows of top-k: every rank gathers the values of all ranks and their indices, four bytes each."""
+    """Return the flows of top-k compression: every rank gathers the largest gradients of all ranks and their indices.
+
+    numbers: elements of all gradients. ratio: share that is sent. calls: buckets. item: bytes of a value.
+    """
     each = max(1.0, ratio * numbers / calls) * ranks
     return [
         Flow(axes, "all_gather", each * item, calls, "largest gradients"),
-        Flow(axes, "all_gather", each * 4, calls, "their places"),
+        Flow(axes, "all_gather", each * 4, calls, "their places"),  # indices are int32
     ]
 
 
@@ -177,15 +195,16 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 _ADAM_TENSORS = 3
-"""Parameters and AdamW's two moments, which a worker that updates by itself fetches and puts back."""
+"""Tensors that an asynchronous worker fetches and puts back for its update: parameters and AdamW's two moments."""
 
 
 def server_flows(axes: Axes, mode: str, size: float, servers: int, ranks: int) -> list[Flow]:
     """Return the flows of parameter servers. size: bytes of all parameters.
 
-    synchronous: every rank adds its gradient to each server's share and reads the new parameters. asynchronous: it
-    reads the parameters, then fetches each share with its state and puts it back. peer: it reads the parameters of the
-    ranks before and after it. `parallel.server.hybrid` lets one rank of a node do it for all; not counted.
+    synchronous: every rank adds its gradient to each server's share and reads the new parameters.
+    asynchronous: every rank reads the parameters, then fetches each share with its optimizer state and puts it back.
+    peer: every rank reads the parameters of the ranks before and after it.
+    parallel.server.hybrid, where one rank of a node does this for the whole node, is not taken into account.
     """
     if not axes:
         return []
@@ -205,12 +224,12 @@ def server_flows(axes: Axes, mode: str, size: float, servers: int, ranks: int) -
 
 TENSOR_AXES = ("tp",)
 _CHUNK, _MOST_CHUNKS = 1 << 18, 4
-"""Bytes and number of the pieces in which parallel/tensor/ring_matmul.py sends a shard."""
+"""Least bytes of a piece, and most pieces of a shard, in which parallel/tensor/ring_matmul.py sends it."""
 
 
 @dataclass(frozen=True)
 class TensorCalls:
-    """Collectives over activations, of one micro-batch."""
+    """Number of collectives over activations in one micro-batch."""
 
     gathers: int = 0
     scatters: int = 0
@@ -225,14 +244,19 @@ class TensorCalls:
 
 
 def count_block_calls(sequence: bool) -> TensorCalls:
-    """Count the calls of a block, forward and backward: around attention and around the feed-forward layer."""
+    """Count the calls of one block, forward and backward. sequence: whether tp splits positions.
+
+    Attention and the feed-forward layer each sum once forward and once backward (Shoeybi et al. 2019,
+    arXiv:1909.08053). With split positions, each sum becomes a gather before and a scatter after the layer pair.
+    """
     return TensorCalls(gathers=4, scatters=4) if sequence else TensorCalls(reductions=4)
 
 
 def count_recompute_calls(sequence: bool, asynchronous: bool) -> TensorCalls:
-    """Count the calls of a recomputed block. Recomputation stops before the last sum, whose result is not needed.
+    """Count the additional calls of a block that is recomputed.
 
-    With asynchronous tensor parallelism that sum is part of the product before it, whose input is needed.
+    torch stops recomputing when it has all that backward needs, which is before the last sum of the block. With
+    asynchronous tensor parallelism that sum cannot be left out: it is one operator with the product before it.
     """
     if not sequence:
         return TensorCalls(reductions=1)
@@ -240,7 +264,7 @@ def count_recompute_calls(sequence: bool, asynchronous: bool) -> TensorCalls:
 
 
 def count_end_calls(sequence: bool, vocabulary: bool) -> TensorCalls:
-    """Count the calls of the embedding; the head has as many. vocabulary: whether they are split."""
+    """Count the calls of the embedding, or of the head, which has as many. vocabulary: whether tp splits them."""
     if vocabulary:
         return TensorCalls(gathers=1, scatters=1) if sequence else TensorCalls(reductions=1)
     return TensorCalls(gathers=1) if sequence else TensorCalls()
@@ -253,7 +277,7 @@ def tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int) -> list[
 
 
 def ring_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int, tp: int) -> list[Flow]:
-    """Return the flows if products overlap with messages: each gather or scatter is a ring of pieces of a shard."""
+    """Return the flows of asynchronous tensor parallelism, which sends pieces of each shard round a ring."""
     shard = hidden / tp
     pieces = max(1, min(_MOST_CHUNKS, int(shard // _CHUNK)))
     count = (calls.gathers + calls.scatters) * (tp - 1) * pieces * micro_batches
@@ -261,18 +285,22 @@ def ring_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int, tp:
 
 
 def loss_flows(tokens: float, item: int, micro_batches: int) -> list[Flow]:
-    """Return the flows of the loss over a split vocabulary: largest logits, then normalisers and target logits.
+    """Return the flows of the cross-entropy over a split vocabulary.
 
-    tokens: tokens of a micro-batch. item: bytes of a number in the loss.
+    tokens: tokens of a micro-batch. item: bytes of an element of the loss.
     """
     return [
         Flow(TENSOR_AXES, "all_reduce", tokens * item, micro_batches, "largest logits"),
+        # The sum of exponentials and the logit of the target, two numbers per token in one call.
         Flow(TENSOR_AXES, "all_reduce", 2 * tokens * item, micro_batches, "sums of the loss"),
     ]
 
 
 def gradient_flows(sizes: Sequence[int], item: int, reductions: int) -> list[Flow]:
-    """Return the sums over tp of gradients of parameters that all ranks hold. sizes: elements, one call each."""
+    """Return the sums over tp of the gradients of parameters that every tp rank holds whole.
+
+    sizes: elements of each; one call each. item: bytes of an element. reductions: times a step.
+    """
     if not sizes:
         return []
     mean = sum(sizes) * item / len(sizes)
@@ -280,9 +308,10 @@ def gradient_flows(sizes: Sequence[int], item: int, reductions: int) -> list[Flo
 
 
 def assign_kv_heads(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[int, ...]:
-    """List the key and value heads that the query heads of a rank attend to, each for equally many of them in turn.
+    """List the key and value heads that one tp rank computes, for grouped-query attention.
 
-    A head is listed more than once if there is no other way.
+    Attention gives every listed head the same number of consecutive query heads of the rank. If the rank's query heads
+    do not divide that way, heads are listed once for each query head.
     """
     own = heads // ranks
     wanted = [(rank * own + head) * kv_heads // heads for head in range(own)]
@@ -298,9 +327,10 @@ CONTEXT_AXES = ("cp",)
 def ring_attention_flows(cp: int, keys: float, item: int, forwards: int, backwards: int) -> list[Flow]:
     """Return the flows of ring attention (Liu et al. 2023, arXiv:2310.01889).
 
-    keys: elements of the keys of a rank's positions; the values have as many. item: bytes of one; gradients travel in
-    four bytes at least. forwards, backwards: attentions of a step, those that are recomputed counted as forwards.
+    keys: elements of the keys of a rank's positions; there are as many values. item: bytes of an element. forwards,
+    backwards: passes through attention in a step; a recomputed one counts as a forward.
     """
+    # Gradients of keys and values are added up while they go round the ring, in fp32 at least.
     gradient = max(item, 4)
     return [
         Flow(CONTEXT_AXES, "send_recv", 2 * keys * item, (cp - 1) * (forwards + backwards), "keys and values"),
@@ -311,8 +341,8 @@ def ring_attention_flows(cp: int, keys: float, item: int, forwards: int, backwar
 def ulysses_flows(queries: float, keys: float, item: int, passes: int) -> list[Flow]:
     """Return the flows of Ulysses: all-to-all around attention (Jacobs et al. 2023, arXiv:2309.14509).
 
-    queries, keys: elements of each on a rank; heads that go to several ranks count as often as they are sent. passes:
-    forwards and backwards of a step, each four exchanges: q, k, v and the result.
+    queries, keys: elements on a rank; a head that is sent to several ranks counts once for each. passes: forwards and
+    backwards of a step. Each pass exchanges queries, keys, values and the result.
     """
     return [
         Flow(CONTEXT_AXES, "all_to_all", queries * item, 2 * passes, "queries and results"),
@@ -324,23 +354,23 @@ PIPELINE_AXES = ("pp",)
 
 
 def count_edges(placement: Sequence[int]) -> tuple[float, int]:
-    """Count the messages of one micro-batch, one way: (between neighbouring ranks, from the last rank to the first).
+    """Count the forward messages of one micro-batch: (messages between neighbours, whole rounds of the ring).
 
-    placement: the rank of each stage. The first number is a mean over the pp - 1 pairs of neighbours. A message from
-    the last rank to the first is one of a round in which every rank sends to the next, so each such round is left out
-    of the first number. A V-shaped placement sends twice between each pair of neighbours.
+    placement: the rank of each stage. In a round every rank sends to the next and the last one to the first. The first
+    number is what remains, as a mean over the pp - 1 pairs of neighbouring ranks: 1 for a plain pipeline, 2 for a
+    V-shaped one.
     """
     ranks = max(placement) + 1
     hops = [after - before for before, after in pairwise(placement) if after != before]
     wraps = sum(hop == 1 - ranks for hop in hops)
     between = (len(hops) - wraps) / (ranks - 1)
-    if wraps > between:
+    if wraps > between:  # a placement from a file may jump back more often than it goes forward
         return len(hops) / (ranks - 1), 0
     return between - wraps, wraps
 
 
 def stage_flows(placement: Sequence[int], hidden: float, micro_batches: int) -> list[Flow]:
-    """Return the flows between stages. hidden: bytes of a micro-batch's activations; the gradients have as many."""
+    """Return the flows of activations and their gradients between stages. hidden: bytes of either for a micro-batch."""
     chain, rounds = count_edges(placement)
     flows = []
     for what in ("activations", "gradients of activations"):
@@ -352,18 +382,20 @@ def stage_flows(placement: Sequence[int], hidden: float, micro_batches: int) -> 
 
 
 def tied_embedding_flows(size: float) -> list[Flow]:
-    """Return the exchange of the tied embedding's gradients between first and last stage, `size` bytes on a rank.
+    """Return the exchange of a tied embedding's gradients between the first and the last stage.
 
-    Counted as a ring round, of which only the message between the last and the first rank is sent, both ways.
+    size: bytes of the gradient on a rank. It counts as one round of the ring, although only the messages between the
+    last and the first rank are sent.
     """
     return [Flow(PIPELINE_AXES, "send_recv", size, 1, "gradients of the tied embedding")]
 
 
 def scalar_flows(axes: tuple[str, ...], norm: bool) -> list[Flow]:
-    """Return the small sums: targets beside stop requests and the last norm, loss, and a norm if it needs one."""
+    """Return the small sums that every step makes. norm: whether the gradient norm needs a sum of its own."""
     if not axes:
         return []
     return [
+        # Three int64 in one call (parallel.loss.StepTotals): targets, requests to stop, and the norm of the last step.
         Flow(axes, "all_reduce", 24, 1, "number of targets"),
         Flow(axes, "all_reduce", 8, 2 if norm else 1, "loss and gradient norm" if norm else "loss"),
     ]

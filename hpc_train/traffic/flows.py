@@ -63,7 +63,7 @@ def _largest_flows(stages: Iterable[list[Flow]]) -> list[Flow]:
 
 @dataclass(frozen=True)
 class _Job:
-    """A run of a model whose shape is known."""
+    """A run whose model has a known shape: a transformer or a vision transformer."""
 
     config: RunConfig
     model: ModelConfig
@@ -73,7 +73,7 @@ class _Job:
 
     @property
     def sequence(self) -> bool:
-        """Whether tp splits positions; never those of a vision transformer."""
+        """Whether tp splits positions between layers, as sequence parallelism; a vision transformer never does."""
         return self.config.parallel.tensor.sequence and isinstance(self.model, TransformerConfig)
 
     @property
@@ -82,7 +82,7 @@ class _Job:
 
     @property
     def hidden(self) -> float:
-        """Elements of the hidden states of a micro-batch on a rank, with all its positions."""
+        """Elements of a micro-batch's hidden states on one cp rank, before tp splits positions."""
         assert isinstance(self.model, (TransformerConfig, VisionTransformerConfig))
         return self.work.sequences * self.work.positions * self.model.hidden
 
@@ -112,6 +112,7 @@ class _Job:
 
     def _gradient_shapes(self) -> list[tuple[int, ...]]:
         """Return the shapes of all parameters, roughly in the order in which their gradients are ready."""
+        # Backward goes through the model from its end, so DDP fills its buckets in reverse order.
         every = [*self.weights.before, *self.weights.block * self.weights.blocks, *self.weights.after]
         return [weight.shape for weight in reversed(every)]
 
@@ -166,7 +167,7 @@ class _Job:
         sizes = partial_gradient_sizes(weights, self.degrees.tp, _heads(self.model), self.sequence)
         work, strategy = self.work, self.config.parallel.strategy
         every_micro_batch = not keeps_gradients(ZERO_STAGE[strategy])
-        # Gradients that are accumulated over micro-batches are in the format of the reduction.
+        # fully_shard converts gradients to the format of the reduction when it accumulates them over micro-batches.
         accumulated = not every_micro_batch and work.micro_batches > 1
         return axis_flows.gradient_flows(
             sizes, work.reduce if accumulated else work.compute, work.micro_batches if every_micro_batch else 1
@@ -185,6 +186,7 @@ class _Job:
         keys = _count_kv_heads_of_rank(self.model.heads, count_kv_heads(self.model), self.degrees.tp)
         if self.config.parallel.context.method == "ring":
             return axis_flows.ring_attention_flows(cp, head * keys, work.compute, forwards, backwards)
+        # Fewer heads than cp ranks: each head is repeated until the number of heads divides by cp.
         sent = keys * (cp // math.gcd(keys, cp))
         queries = head * self.model.heads / self.degrees.tp
         return axis_flows.ulysses_flows(queries, head * sent, work.compute, forwards + backwards)
@@ -193,6 +195,7 @@ class _Job:
         """Return the flows of activations over pp."""
         if self.degrees.pp == 1:
             return []
+        # With split positions each tp rank sends only its own part to the same tp rank of the next stage.
         pieces = self.degrees.tp if self.sequence else 1
         placement = stage_placement(self.config.parallel.pipeline, self.degrees.pp)
         hidden = self.hidden * self.work.compute / pieces
@@ -261,7 +264,8 @@ def _custom_model_flows(config: RunConfig, degrees: Degrees, parameters: int | N
         )
     work, parallel = step_work(config, degrees), config.parallel
     if not is_sharded(config, degrees):
-        each = MIB // work.stored  # of tensors that are small beside a bucket
+        # The shapes are unknown: assume tensors of 1 MiB, small enough to fill buckets evenly.
+        each = MIB // work.stored
         ready = [(each,)] * (parameters // each) + [(parameters % each,)]
         return [*_replicated_flows(config, degrees, work, ready), *_scalar_flows(config, degrees)]
     uses = axis_flows.count_block_uses(parallel.strategy, parallel.reshard_after_forward, 1, work.micro_batches)

@@ -1,4 +1,4 @@
-"""Find the groups of ranks that communicate along each mesh axis, and the factor of their bus bandwidth."""
+"""Find the groups of ranks that communicate along each mesh axis, and convert to bus bandwidth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORLD_AXIS = "world"
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Group of ranks along one axis. The other groups of the axis communicate at the same time, as in training."""
+    """The group of one rank along one axis. All groups of an axis communicate at the same time, as in training."""
 
     axis: str
     """A mesh axis, or world."""
@@ -35,6 +35,7 @@ def groups_of_rank(degrees: Degrees, rank: int) -> list[RankGroup]:
 
 def _axis_group(degrees: Degrees, axis: str, rank: int) -> RankGroup:
     position = AXES.index(axis)
+    # Ranks are numbered in row-major order of the mesh, outermost axis first.
     size, stride = degrees.sizes[position], math.prod(degrees.sizes[position + 1 :])
     index = rank // stride % size
     first = rank - index * stride
@@ -42,8 +43,9 @@ def _axis_group(degrees: Degrees, axis: str, rank: int) -> RankGroup:
 
 
 def bus_factor(name: Collective, ranks: int) -> float:
-    """Return bus bandwidth over algorithm bandwidth: the share of the size that every link must carry.
+    """Return bus bandwidth over algorithm bandwidth, as nccl-tests defines them (doc/PERFORMANCE.md).
 
+    That is the share of the buffer that every rank's link has to carry:
     all_reduce 2 (n - 1) / n; all_gather, reduce_scatter, all_to_all (n - 1) / n; broadcast, reduce, send_recv 1.
     """
     if name == "all_reduce":

@@ -1,7 +1,6 @@
 """How often a step gathers parameters and reduces gradients: one rule for trainer, traffic and planner.
 
-Whether fully_shard holds the parameters of a run, and of a step of M micro-batches, on one rank or one stage of a
-pipeline:
+How long fully_shard keeps whole parameters and whole gradients of a block on a rank, within one step:
 
                                      parameters of a block are whole      gradients are whole
     ddp over fully_shard, zero1      from their first use to their last   from the first backward to the last
@@ -10,11 +9,11 @@ pipeline:
     zero3, reshard_after_forward     without a pipeline: from forward to backward; with one: from their first use to
     =false                           their last; gradients as above
 
-A backward that a schedule splits is two uses: gradients of inputs, then gradients of weights. zero3 gathers for each.
-What is in no block (embedding, head) is needed at the end of forward and the beginning of backward: zero3 frees it
-after backward only.
+A split backward (schedules with I and W) uses the parameters twice, and zero3 gathers them for each use. Parameters
+outside blocks (embedding, head) are used at the end of forward and again at the start of backward, so zero3 frees them
+only after backward.
 
-Every rule is arithmetic, so that it takes numbers as well as the planner's columns of jobs.
+The rules are written as arithmetic instead of branches: they take numbers, and also the planner's columns of jobs.
 """
 
 from __future__ import annotations
@@ -30,28 +29,29 @@ from hpc_train.schedules.order import Kind, Order
 ZERO_STAGE = {"ddp": 1, "zero1": 1, "zero2": 2, "zero3": 3}
 """What fully_shard shards, by strategy: 1 optimizer state, 2 also gradients, 3 also parameters.
 
-ddp uses it over one rank of dp_shard, if tp or pp > 1.
+ddp counts as stage 1, because with tp or pp > 1 it runs as fully_shard over a dp_shard axis of one rank.
 """
 
 
 def keeps_parameters(zero: Any, reshard: Any, pp: Any) -> Any:
-    """Whether gathered parameters stay from their first to their last use in a step. zero: ZERO, or a column of it."""
+    """Return whether gathered parameters stay from their first to their last use in a step. zero: as in ZERO_STAGE."""
     return (zero < 3) | ((pp > 1) & (reshard == 0))
 
 
 def keeps_gradients(zero: Any) -> Any:
-    """Whether each rank accumulates whole gradients and reduces them only in the last micro-batch."""
+    """Return whether each rank accumulates whole gradients and reduces them only in the last micro-batch."""
     return zero < 2
 
 
 def count_block_gathers(zero: Any, reshard: Any, pp: Any, micro_batches: Any, split: Any) -> Any:
     """Return how often a step gathers a block. split: micro-batches whose backward is split."""
+    # Parameters that are freed after forward are gathered for every forward, too.
     freed = (zero == 3) & (reshard != 0)
     return freed * micro_batches + count_end_gathers(zero, reshard, pp, micro_batches, split)
 
 
 def count_end_gathers(zero: Any, reshard: Any, pp: Any, micro_batches: Any, split: Any) -> Any:
-    """Return how often a step gathers the parameters in no block: once for each backward that frees them."""
+    """Return how often a step gathers the parameters outside blocks: for each backward, unless they stay gathered."""
     keeps = keeps_parameters(zero, reshard, pp) * 1
     return keeps + (1 - keeps) * (micro_batches + split)
 
@@ -71,7 +71,7 @@ def count_split_backwards(schedule: str, pp: int, virtual_stages: int, micro_bat
     needs = REQUIREMENTS[schedule]
     if not needs.splits_backward:
         return (0,) * (pp * virtual_stages)
-    if schedule == "dualpipev":  # the total is the same however many micro-batches come before
+    if schedule == "dualpipev":  # it splits only the last backwards: their number does not depend on micro_batches
         return count_split_in_order(generate_order(schedule, pp, min(micro_batches, needs.micro_batches_per_rank * pp)))
     return (0, *(micro_batches,) * (pp * virtual_stages - 1))
 

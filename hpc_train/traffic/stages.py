@@ -1,8 +1,8 @@
-"""Work of each rank in a step: its stages of the pipeline, their blocks, and the micro-batches.
+"""Compute what each rank does in a step: its pipeline stages, the blocks of each, and its micro-batches.
 
-Blocks are split over stages by their FLOPs (or by parallel.pipeline.costs), contiguously; a schedule says which rank
-has which stage. The trainer builds its stages by these functions, and traffic and the planner count with them, so that
-all three agree. No torch here.
+Consecutive blocks become stages of about equal cost, by FLOPs or by parallel.pipeline.costs; the schedule says which
+rank has which stage. The trainer builds its stages with these functions, and traffic and the planner count with them,
+so that all three agree. No torch here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hpc_train.traffic import sharding
 
 
 def is_schedule_file(pipeline: PipelineConfig) -> bool:
-    """Whether the schedule is read from a file."""
+    """Return whether the schedule is read from a file."""
     return pipeline.schedule.endswith(".csv")
 
 
 def read_schedule_file(pipeline: PipelineConfig) -> Order:
-    """Read a schedule from its file. Raises UserError if that fails."""
+    """Read the schedule of parallel.pipeline.schedule=<file>.csv. Raises UserError if that fails."""
     try:
         return order.read_order(Path(pipeline.schedule).expanduser())
     except UserError as error:
@@ -50,7 +50,7 @@ def stage_placement(pipeline: PipelineConfig, pp: int) -> tuple[int, ...]:
 
 
 def splits_backward(pipeline: PipelineConfig) -> bool:
-    """Whether the schedule computes weight gradients separately from input gradients."""
+    """Return whether the schedule computes weight gradients separately from input gradients."""
     return (
         read_schedule_file(pipeline).splits_backward
         if is_schedule_file(pipeline)
@@ -83,12 +83,13 @@ class BlockCosts:
 
 
 def block_costs(model: ModelConfig, sequence_length: int, blocks: int) -> BlockCosts:
-    """Return the FLOPs of a model's parts; for a custom model, whose FLOPs are unknown, 1 for each of its `blocks`.
+    """Return the FLOPs of a model's parts. A custom model, whose FLOPs are unknown, has 1 for each of its `blocks`.
 
-    An embedding lookup has none; a vision transformer's patch projection has some.
+    An embedding lookup costs nothing; the patch projection of a vision transformer does.
     """
     if not isinstance(model, (TransformerConfig, VisionTransformerConfig)):
         return BlockCosts(0.0, (1.0,) * blocks, 0.0)
+    # FLOPs are known for whole models only: take differences between models with and without the part.
     ends = _flops(replace(model, layers=0), sequence_length)
     block = _flops(replace(model, layers=1), sequence_length) - ends
     before = 0.0
@@ -111,7 +112,8 @@ def costs_from_config(values: Sequence[float]) -> BlockCosts:
 def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
     """Split the blocks over stages: contiguous, at least one each, the costliest stage as cheap as possible.
 
-    Of several such splits, one with the most even stages is chosen. Takes O(stages blocks^2).
+    Of several such splits, the one with the smallest sum of squared costs, whose stages are most even, is chosen.
+    Takes O(stages blocks^2).
     """
     count = len(costs.blocks)
     assert 1 <= stages <= count
@@ -121,6 +123,8 @@ def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
         extra = (costs.before if first == 0 else 0.0) + (costs.after if end == count else 0.0)
         return sums[end] - sums[first] + extra
 
+    # Dynamic programming over stages. best[end]: of all splits of the first `end` blocks over the stages so far, the
+    # best one as (cost of its costliest stage, sum of squared costs, first block of each stage).
     best: dict[int, tuple[float, float, tuple[int, ...]]]
     best = {end: (cost(0, end), cost(0, end) ** 2, (0,)) for end in range(1, count + 1)}
     for stage in range(1, stages):
@@ -146,7 +150,7 @@ class StepWork:
 
     micro_batches: int
     sequences: float
-    """Sequences in a rank's micro-batch; the mean if the last one is short. A pipeline pads it, so there it is full."""
+    """Sequences in a rank's micro-batch. The mean if the last one is short; a pipeline pads it, so there it is full."""
     positions: float
     """Positions of a sequence on one cp rank."""
     compute: int
@@ -188,9 +192,9 @@ def step_work(config: RunConfig, degrees: Degrees) -> StepWork:
 
 
 def stage_parts(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0) -> tuple[tuple[StagePart, ...], ...]:
-    """Return the stages of each pp rank, as split before any measurement (parallel.pipeline.resplit).
+    """Return the stages of each pp rank, before parallel.pipeline.resplit changes them by measured times.
 
-    micro_batches: number in a step, needed only for the split backwards.
+    micro_batches: in a step; needed only to count split backwards.
     """
     if pp == 1:
         return ((StagePart(blocks),),)

@@ -11,8 +11,11 @@ from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransfo
 from hpc_train.models.shape import compute_head_dim, count_kv_heads, count_vit_tokens
 
 Split = Literal["outputs", "inputs", "vocabulary", "heads", "whole"]
-"""How tp splits a parameter: outputs (column-parallel) or inputs (row-parallel) in equal parts; vocabulary, whose last
-part may be short; heads: the outputs of keys and values, if tp divides their heads; whole: not at all."""
+"""How tp splits a parameter.
+
+outputs: column-parallel, in equal parts. inputs: row-parallel, in equal parts. vocabulary: by rows; the last part may
+be short. heads: as outputs if tp divides the number of key and value heads, else not at all. whole: not at all.
+"""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Weight:
     shape: tuple[int, ...]
     split: Split = "whole"
     summed: bool = False
-    """If tp splits positions, each rank has the gradient of its own positions only; the sum is over tp."""
+    """Whether the gradient is summed over tp when tp splits positions, as each rank then sees only its own."""
 
     @property
     def count(self) -> int:
@@ -45,7 +48,7 @@ class Weights:
 
 
 def list_weights(model: ModelConfig) -> Weights | None:
-    """List the parameters of a model; None for a custom model, whose shape only it knows."""
+    """List the parameters of a model; None for a custom model, whose shapes are unknown."""
     if isinstance(model, TransformerConfig):
         return _transformer(model)
     return _vit(model) if isinstance(model, VisionTransformerConfig) else None
@@ -53,24 +56,24 @@ def list_weights(model: ModelConfig) -> Weights | None:
 
 @dataclass(frozen=True)
 class Splitting:
-    """Over how many ranks parameters are split."""
+    """How parameters are split over ranks."""
 
     tp: int
     heads: int
     """Number of key and value heads."""
     vocabulary: bool
-    """Whether tp splits it."""
+    """Whether tp splits the vocabulary."""
     shards: int = 1
-    """Ranks over which fully_shard splits the rows that remain, padded to equal parts."""
+    """Ranks over which fully_shard splits the rows that tp leaves, padded to equal parts."""
 
 
 def held_elements(weights: Iterable[Weight], how: Splitting) -> int:
-    """Count the elements that a tp rank holds, all shards together and padded; the most of any rank."""
+    """Count the elements of one tp rank, all fully_shard shards together, padding included; the most of any rank."""
     return sum(held_elements_of(weight, how) for weight in weights)
 
 
 def held_elements_of(weight: Weight, how: Splitting) -> int:
-    """Count the elements held of one parameter; see held_elements."""
+    """Count the elements of one parameter; see held_elements."""
     rows, others = weight.shape[0], math.prod(weight.shape[1:])
     if weight.split == "outputs" or (weight.split == "heads" and how.heads % how.tp == 0):
         rows //= how.tp
@@ -82,10 +85,10 @@ def held_elements_of(weight: Weight, how: Splitting) -> int:
 
 
 def partial_gradient_sizes(weights: Iterable[Weight], tp: int, heads: int, sequence: bool) -> list[int]:
-    """Return the sizes of the parameters that every tp rank holds whole, with gradients that must be summed over tp.
+    """Return the sizes of the parameters that every tp rank holds whole and whose gradients are summed over tp.
 
-    These are the ones applied to a rank's own positions (sequence), and keys and values if tp does not divide
-    their heads.
+    These are norms and biases that see only a rank's own positions (sequence: tp splits positions), and the projections
+    to keys and values if tp does not divide their heads.
     """
     if tp == 1:
         return []
@@ -124,7 +127,7 @@ def _transformer(model: TransformerConfig) -> Weights:
 
 
 def _vit(model: VisionTransformerConfig) -> Weights:
-    """List a vision transformer's parameters: its tensor plan splits the layers of blocks only, and no positions."""
+    """List a vision transformer's parameters. Its tensor plan splits only the layers of blocks, and never positions."""
     hidden = model.hidden
     norm = [Weight((hidden,))] * 2
     attention = 3 * _linear(hidden, hidden, True, "outputs") + _linear(hidden, hidden, True, "inputs")

@@ -42,9 +42,11 @@ from hpc_train.resilience.chaos import FaultInjector
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import LedgerFile
 from hpc_train.runtime.processes import StopRequest
+from hpc_train.step_clock import StepPart
 from hpc_train.training.anomalies import UpdateGuard
 from hpc_train.training.number_checks import RanksDisagree, check_last_norm, check_numbers, distrust_steps
 from hpc_train.training.optimizer import compute_learning_rate, scale_peak_rate, seed_step
+from hpc_train.training.recorder import StepRecorder
 from hpc_train.training.replay import replay_step
 from hpc_train.training.replica_check import ReplicaCheck
 from hpc_train.training.reporter import Reporter
@@ -214,6 +216,8 @@ class TrainingRun:
     """Says where this rank is, to those who watch it."""
     injector: FaultInjector | None = None
     """Breaks this rank when ordered to (resilience.chaos)."""
+    recorder: StepRecorder | None = None
+    """Records what each step of this rank goes into."""
     ledger: LedgerFile | None = None
     """Of rank 0: what its time went into."""
     node_metrics: NodeMetrics | None = None
@@ -333,6 +337,8 @@ class TrainingRun:
 
     def close(self) -> None:
         """Close the loaders and the files of metrics and events."""
+        if self.recorder is not None:
+            self.recorder.close()
         self.loader.close()
         if self.validation is not None:
             self.validation.close()
@@ -386,11 +392,15 @@ def train_step(run: TrainingRun) -> StepResult:
     Evaluation, checkpoint and report come after it; `hpc-train bench step` times just this.
     """
     config = run.config
-    started = time.perf_counter()
+    clock = run.world.clock
     run.heartbeat.enter(Phase.DATA, run.step)
+    if run.recorder is not None:
+        run.recorder.begin()
+    started = time.perf_counter()
     batch = _next_batch(run)
     fetched = time.perf_counter()
     run.heartbeat.enter(Phase.STEP if run.steps_here >= _FIRST_STEPS else Phase.FIRST_STEP, run.step)
+    clock.enter(StepPart.BACKWARD)
     if run.injector is not None:
         run.injector.before_step(run.step, run.engine.parts)
     sums, norm, waited = _compute_gradient(run, batch)
@@ -403,9 +413,13 @@ def train_step(run: TrainingRun) -> StepResult:
         run.last_loss = float(sums.loss) / max(sums.tokens, 1)
     # With parameter servers every worker has a norm of its own.
     run.last_norm = float(norm) if config.parallel.server.mode == "none" else 0.0
+    clock.enter(StepPart.UPDATE)
     updated = _update_unless_skipped(run, run.last_loss, float(norm), lr, replayed)
+    clock.enter(StepPart.REST)
     run.steps_here += 1
     seconds = time.perf_counter() - started - waited
+    if run.recorder is not None:
+        run.recorder.end(run.step, sums.tokens, len(batch.micro))
     run.finite &= not updated or (math.isfinite(run.last_loss) and math.isfinite(norm))
     # An update that fp16 loss scaling skips has an infinite gradient by design: only its loss counts.
     scaled = config.precision.name == "fp16" and not updated
@@ -439,7 +453,9 @@ def _compute_gradient(run: TrainingRun, batch: StepBatch) -> tuple[Sums, torch.T
     check_last_norm(run, sums.agree)
     if run.injector is not None:
         run.injector.after_backward(run.engine.parts)
+    run.world.clock.enter(StepPart.REST)
     waited = run.wait_until_copied()  # a save may still be copying what `clip` and `update` change
+    run.world.clock.enter(StepPart.CLIP)
     return sums, run.engine.clip(run.config.optim.max_norm), waited
 
 

@@ -46,6 +46,7 @@ from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
 from hpc_train.runtime.start import leave_process_group, start
 from hpc_train.training.loop import TrainingRun, describe_code_change, evaluate_owed, run_training
 from hpc_train.training.optimizer import make_optimizer, require_determinism
+from hpc_train.training.recorder import StepRecorder
 from hpc_train.training.reporter import Reporter
 from hpc_train.training.rollback import ROLLBACKS, read_rollbacks
 from hpc_train.training.run_directory import RunDirectory
@@ -111,6 +112,9 @@ def _run_rank(
             run = assemble_run(config, world, directory, attempt, stop, data, engine)
             run.heartbeat = heartbeat
             run.injector = FaultInjector(directory.path, world.rank) if config.resilience.chaos else None
+            if config.train.record_steps:
+                file = directory.step_records(attempt, task.node)
+                run.recorder = StepRecorder(engine, world, heartbeat, file, config.parallel.compile)
             run.ledger = LedgerFile(directory.path / GOODPUT, attempt, task.nodes) if world.rank == 0 else None
             run.node_metrics = start_node_metrics(run, task)
             run.saver.lock = lock

@@ -77,6 +77,10 @@ class RunDirectory:
     def log(self, attempt: int, task: int) -> Path:
         return self.logs(attempt) / f"task-{task}.log"
 
+    def step_records(self, attempt: int, node: int) -> Path:
+        """Return the file in which the ranks of a node record their steps."""
+        return self.logs(attempt) / f"steps-node-{node}.bin"
+
     def requeue_marker(self, attempt: int) -> Path:
         """Left by the ranks when they have saved and stopped on purpose; the batch script then requeues the job."""
         return self.logs(attempt) / "requeue"

@@ -469,7 +469,7 @@ def test_the_calibration_has_the_levels_of_the_first_backend(result: Collectives
 
 
 def test_a_calibration_without_a_level_is_refused(result: CollectivesResult, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"these sizes tell no level's bandwidth; try a larger --max"):
+    with pytest.raises(UserError, match=r"no bandwidth can be fitted to times of these sizes; use a larger --max"):
         report_result(
             replace(result, fits=result.fits[1:2]), CollectivesOptions(out=str(tmp_path / "c.json"), output="plain")
         )

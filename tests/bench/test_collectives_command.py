@@ -88,7 +88,7 @@ def test_one_rank_of_a_launcher_is_told_that_it_is_alone() -> None:
     done = run(*PROGRAM, *SMALL, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     assert done.returncode == EXIT_USER_ERROR
     assert done.stderr.splitlines() == [
-        "hpc-train: bench collectives: one rank has nobody to talk to; start more (launch.ranks=2, srun -n 2)"
+        "hpc-train: bench collectives: one rank cannot communicate; start more (launch.ranks=2, srun -n 2)"
     ]
 
 
@@ -139,7 +139,7 @@ def test_a_wrong_option_is_one_line(arguments: list[str], words: str) -> None:
         ([], CollectivesOptions(plot="/nowhere/bus.png"), "--plot /nowhere/bus.png: there is no folder /nowhere"),
         ([], CollectivesOptions(out="/tmp"), "--out /tmp: is a folder"),
         (["launch=slurm"], CollectivesOptions(), "use srun hpc-train bench collectives"),
-        (["launch.ranks=1"], CollectivesOptions(), "launch.ranks=1: one rank has nobody to talk to; set 2 or more"),
+        (["launch.ranks=1"], CollectivesOptions(), "launch.ranks=1: one rank cannot communicate; set 2 or more"),
         (["parallel.tp=3"], CollectivesOptions(), "2 ranks do not divide by 3"),
         (["parallel.tpp=3"], CollectivesOptions(), "parallel.tpp"),
     ],

@@ -24,7 +24,12 @@ def test_json_has_every_field_and_all_sides_begin_with_the_same_loss(tiny: list[
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["ranks"], result["tokens_per_step"], result["rounds"], result["steps"]) == (2, 8 * 32, 2, 1)
-    assert [side["name"] for side in result["sides"]] == ["hpc_train", "hand_written", "hand_written_tuned"]
+    assert [side["name"] for side in result["sides"]] == [
+        "hpc_train",
+        "hpc_train_unrecorded",
+        "hand_written",
+        "hand_written_tuned",
+    ]
     assert result["contract"] == "hand_written"
     ours = result["sides"][0]
     for side in result["sides"]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cli.results import PointResult, SweepResults, plot_run, plot_sweep, spans_decades, varied_keys
+from hpc_train.cli.results import plot_run, plot_sweep
 from hpc_train.errors import UserError
 from hpc_train.launch.state.progress import find_best_value, read_final_values
+from hpc_train.report.sweep_results import PointResult, SweepResults, spans_decades, varied_keys
 
 
 def lines(path: Path, count: int, every: int = 50) -> None:

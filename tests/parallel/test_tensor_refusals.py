@@ -75,7 +75,7 @@ def test_a_wrong_plan_is_one_line(name: str) -> None:
     part = model("llama")
     part.plan = plan  # type: ignore[assignment]
     with pytest.raises(UserError) as caught:
-        read_tensor_plan(part, whole=True)
+        read_tensor_plan(part, whole_model=True)
     assert str(caught.value).startswith("Transformer.plan: ")
     assert said in str(caught.value)
 
@@ -83,7 +83,7 @@ def test_a_wrong_plan_is_one_line(name: str) -> None:
 def test_a_module_of_split_positions_must_be_in_the_plan() -> None:
     """Its gradients would be added up over ranks, or not, by guess."""
     part = model("llama")
-    plan = read_tensor_plan(part, whole=True)
+    plan = read_tensor_plan(part, whole_model=True)
     check_plan_coverage(part, plan)
     del plan["layers.2.attention_norm"]
     with pytest.raises(UserError, match=r"names layers\.2\.attention_norm\.weight in no line, but has lines seq"):

@@ -65,7 +65,7 @@ def real_pieces(world: World, configs: Sequence[RunConfig]) -> list[tuple[HeldSh
             model = build_model(config.model)
         at = make_another_mesh(world, degrees)
         engine = build(model, lambda split: make_optimizer(split, config.optim), config, at)  # noqa: B023
-        found.append(tuple(one_rank._held(piece) for piece in engine.shards()))
+        found.append(tuple(one_rank._describe_piece(piece) for piece in engine.shards()))
     return found
 
 

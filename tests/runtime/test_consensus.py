@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hpc_train.errors import RemoteError, UserError
 from hpc_train.interfaces import Task, World
 from hpc_train.runtime.consensus import Consensus, decide_on_process_0
-from hpc_train.runtime.store.exchange import append_to, arrive, count_arrived, gather_from, wait_for_gate
+from hpc_train.runtime.store.exchange import append_to, arrive_at_gate, count_arrived, gather_from, wait_for_gate
 from hpc_train.testing import run_ranks
 
 PROCESSES = 3
@@ -50,11 +50,11 @@ def test_every_process_raises_the_user_error_of_process_0() -> None:
 def test_a_gate_opens_with_the_last_process() -> None:
     store = dist.HashStore()
     append_to(store, "list", {"process": 0})
-    assert not arrive(store, "gate", 2)
+    assert not arrive_at_gate(store, "gate", 2)
     assert not wait_for_gate(store, "gate", timedelta(seconds=0.2))
     assert count_arrived(store, "gate") == 1
     append_to(store, "list", {"process": 1})
-    assert arrive(store, "gate", 2)
+    assert arrive_at_gate(store, "gate", 2)
     assert wait_for_gate(store, "gate", timedelta(seconds=5))
     assert gather_from(store, ["list"]) == [[{"process": 0}, {"process": 1}]]
 

@@ -133,13 +133,13 @@ def test_nothing_starts_before_what_it_needs_or_while_its_rank_is_busy(
     order = generate_order(name, ranks, micro_batches)
     each = ActionTimes.even(order.stages, *times)
     result = simulate_order(order, each)
-    ended = {given: span.end for spans in result.spans for span in spans for given in span.action.gives}
+    ended = {given: span.end for spans in result.spans for span in spans for given in span.action.results}
     for rank, spans in enumerate(result.spans):
         free = 0.0
         for span in spans:
             assert span.start >= free
-            assert span.end == pytest.approx(span.start + each.of(span.action))
-            for needed in span.action.needs(order.stages):
+            assert span.end == pytest.approx(span.start + each.time_action(span.action))
+            for needed in span.action.list_inputs(order.stages):
                 away = order.placement[needed.stage] != rank
                 assert span.start >= ended[needed] + (each.communication if away else 0) - 1e-9
             free = span.end

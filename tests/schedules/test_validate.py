@@ -44,14 +44,14 @@ def has_no_circle(candidate: Order) -> bool:
         for position, step in enumerate(row):
             nodes.append(((rank, position), step))
             for action in entry_actions(step):
-                for gives in action.gives:
+                for gives in action.results:
                     givers[gives] = (rank, position)
     graph: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for (rank, position), step in nodes:
         before = {(rank, position - 1)} if position else set()
         for index, action in enumerate(entry_actions(step)):
-            for needed in action.needs(candidate.stages):
-                inside = [gives for other in entry_actions(step)[:index] for gives in other.gives]
+            for needed in action.list_inputs(candidate.stages):
+                inside = [gives for other in entry_actions(step)[:index] for gives in other.results]
                 if needed not in inside:
                     before.add(givers[needed])
         graph[rank, position] = before

@@ -51,7 +51,7 @@ def _start_ranks(config: RunConfig, command: list[str]) -> int:
     ranks = local_rank_count(config)
     resolve_degrees(config.parallel, ranks)
     if ranks < 2:
-        raise UserError(f"launch.ranks={ranks}: one rank has nobody to talk to; set 2 or more")
+        raise UserError(f"launch.ranks={ranks}: one rank cannot communicate; set 2 or more")
     return run_local_ranks(command, ranks, threads_per_rank(config, ranks))
 
 
@@ -103,7 +103,9 @@ def _write_files(result: CollectivesResult, options: CollectivesOptions) -> None
 
         calibration = make_calibration(result)
         if not calibration.levels:
-            raise UserError(f"--out {options.out}: these sizes tell no level's bandwidth; try a larger --max")
+            raise UserError(
+                f"--out {options.out}: no bandwidth can be fitted to times of these sizes; use a larger --max"
+            )
         write_calibration(Path(options.out), calibration)
 
 

@@ -118,7 +118,7 @@ class BenchJob:
     placement: str
     """How ranks were placed on nodes."""
     notes: tuple[str, ...] = ()
-    """What could not be found out."""
+    """Facts that could not be found out."""
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def start_job(config: RunConfig) -> Iterator[BenchJob]:
         torch.set_num_threads(config.launch.threads)
     task = join(interface=config.cluster.fabric.interface, timeout=timedelta(seconds=config.launch.timeout_seconds))
     if task.processes < 2:
-        raise UserError("bench collectives: one rank has nobody to talk to; start more (launch.ranks=2, srun -n 2)")
+        raise UserError("bench collectives: one rank cannot communicate; start more (launch.ranks=2, srun -n 2)")
     rank_map = arrange_ranks(task, config)
     world = start(task, rank_map, config)
     try:

@@ -61,7 +61,7 @@ def choose_chunk_shape(row: DatasetRow) -> tuple[int, ...] | None:
         return None
     dim = next(d for d in range(len(shape)) if prod(shape[d + 1 :]) * item <= CHUNK_BYTES)
     most = max(1, CHUNK_BYTES // (prod(shape[dim + 1 :]) * item))
-    rows = -(-shape[dim] // -(-shape[dim] // most))
+    rows = -(-shape[dim] // -(-shape[dim] // most))  # as few chunks as `most` allows, of about equal size
     return (1,) * dim + (rows,) + shape[dim + 1 :]
 
 
@@ -76,6 +76,8 @@ def iterate_chunks(row: DatasetRow, chunk: Sequence[int]) -> Iterator[DatasetChu
 
 
 def _chunks(shape: tuple[int, ...], item: int, chunk: Sequence[int]) -> Iterator[DatasetChunk]:
+    # A chunk has one index in each dimension before `dim`, some rows of `dim`, and all of the dimensions after it, so
+    # that chunks are contiguous in memory.
     dim = next((d for d, rows in enumerate(chunk) if rows > 1), len(shape) - 1)
     inner, begin = prod(shape[dim + 1 :]) * item, 0
     for outer in product(*(range(size) for size in shape[:dim])):
@@ -112,6 +114,7 @@ def parts_cover(parts: PartTable, begin: NDArray[np.int64], end: NDArray[np.int6
     if not len(parts):
         return np.zeros(len(begin), dtype=np.bool_)
     stops = parts["begin"] + parts["size"]
+    # Parts without gaps between them form a run; bytes are covered if they lie within one run.
     gaps = np.flatnonzero(parts["begin"][1:] != stops[:-1]) + 1
     first, last = parts["begin"][np.concatenate([[0], gaps])], stops[np.concatenate([gaps - 1, [len(parts) - 1]])]
     run = np.searchsorted(first, begin, "right") - 1
@@ -246,11 +249,12 @@ _Bytes = NDArray[np.uint8]
 
 
 def deflate_chunk(data: memoryview, item: int, chunk_bytes: int, level: int) -> bytes | None:
-    """Compress a chunk of `whole` bytes, padded with zeros; None if it would get no smaller.
+    """Compress a chunk, padded with zeros to `chunk_bytes`; None if it would get no smaller.
 
     item: bytes of an element. level: 1 to 9. A chunk that must be padded is compressed in any case.
     """
     elements = np.frombuffer(data, np.uint8).reshape(-1, item)
+    # HDF5's shuffle filter: all first bytes of the elements, then all second bytes, and so on, as one plane each.
     planes = (
         np.zeros((item, chunk_bytes // item), np.uint8)
         if len(data) < chunk_bytes
@@ -262,7 +266,7 @@ def deflate_chunk(data: memoryview, item: int, chunk_bytes: int, level: int) -> 
 
 
 def inflate_chunk(stream: memoryview, item: int, chunk_bytes: int) -> _Bytes:
-    """Inflate a chunk to `whole` bytes. Raises CheckpointError if the stream is damaged or of another length."""
+    """Inflate a chunk to `chunk_bytes` bytes. Raises CheckpointError if the stream is damaged or of another length."""
     inflating = zlib.decompressobj()
     try:
         data = inflating.decompress(stream, chunk_bytes + 1)  # a few bytes can inflate to a thousand times as many
@@ -303,6 +307,9 @@ def _entropy(plane: _Bytes) -> float:
 
 def _compress_plane(plane: _Bytes, bits: float) -> bytes:
     """Compress a plane into whole deflate blocks that end at a byte boundary. bits: entropy per byte."""
+    # Searching for repeated strings finds nothing in numbers and takes most of deflate's time, so only codes for
+    # frequent bytes are used, and run lengths if there are long runs. Z_SYNC_FLUSH ends at a byte, so planes can be
+    # joined.
     how = zlib.Z_RLE if bits < _RUNS else zlib.Z_HUFFMAN_ONLY
     coder = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, how)
     return coder.compress(plane.data) + coder.flush(zlib.Z_SYNC_FLUSH)

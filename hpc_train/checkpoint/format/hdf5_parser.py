@@ -53,7 +53,7 @@ class ParsedDataset:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     """Attribute offset: where its rectangle begins in the logical tensor."""
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
     """Attribute global_shape: shape of the logical tensor."""
     place: int | None
     """Byte of the file where its data begins; None if it has no data, or is in chunks."""

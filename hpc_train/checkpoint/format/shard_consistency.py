@@ -33,7 +33,7 @@ class ExpectedDataset(NamedTuple):
 
     tensor: str
     dtype: str
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
     """Shape of the logical tensor."""
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ def check_shard_file(
     member = int(members[0])
     sealed = layout.within is None  # a file shared with an earlier step has the seal of all that that step wrote
     if sealed and table.seal != seal_table(compute_layout_seal(step_layout, layout, member), table.parts):
-        raise CheckpointError("what the manifest says of it is not what was written (seal)")
+        raise CheckpointError("the manifest does not describe what was written (seal)")
     if thorough or not sealed:
         datasets = parse_datasets(read, file.bytes)
         _compare(_expected(step_layout, layout, member), datasets, table.parts, layout.within is None)
@@ -116,19 +116,25 @@ def _is_contiguous(part: tuple[int, ...], full_shape: tuple[int, ...]) -> bool:
 
 
 def _compare(
-    expected: dict[str, list[ExpectedDataset]], datasets: dict[str, ParsedDataset], parts: PartTable | None, whole: bool
+    expected: dict[str, list[ExpectedDataset]],
+    datasets: dict[str, ParsedDataset],
+    parts: PartTable | None,
+    complete: bool,
 ) -> None:
-    """Raise CheckpointError if datasets differ from the expected ones. whole: the file must have no other datasets."""
-    if whole and len(datasets) != len(expected):
+    """Raise CheckpointError if datasets differ from the expected ones.
+
+    complete: the file must have no other datasets.
+    """
+    if complete and len(datasets) != len(expected):
         raise CheckpointError(f"it has {len(datasets)} datasets, the manifest says {len(expected)}")
     for name, rows in expected.items():
         dataset = datasets.get(_as_stored(name))
         for row in rows:
             if dataset is None:
                 raise CheckpointError(f"tensor {row.tensor!r}: it has no such dataset")
-            if (row.dtype, row.whole, row.offset, row.shape) != (
+            if (row.dtype, row.global_shape, row.offset, row.shape) != (
                 dataset.dtype,
-                dataset.whole,
+                dataset.global_shape,
                 dataset.offset,
                 dataset.shape,
             ):

@@ -93,7 +93,7 @@ class EnclosingDataset(NamedTuple):
     """Number of the dataset among those of its tensor in the file, from 0 (see dataset_name)."""
     shape: tuple[int, ...]
     start: tuple[int, ...]
-    """Where the rectangle begins in it."""
+    """Index at which the rectangle begins in the dataset."""
 
 
 @dataclass(frozen=True)

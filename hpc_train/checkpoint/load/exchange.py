@@ -44,13 +44,17 @@ MINIMUM_SAVING = 1.04
 
 Above 1, so that a block at the border of two ranks is not enough."""
 _THREADS = 2
+"""Threads that read a round's cells."""
 _BLOCKS = CELL_BYTES // BLOCK_BYTES
 Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class CellDemand:
-    """What all ranks together need of every cell; the same on all ranks. Cells are numbered through all files."""
+    """How much of every cell all ranks together need; the same on all ranks.
+
+    Cells are numbered consecutively over all files.
+    """
 
     first: Integers
     """[files]: its first cell."""
@@ -103,6 +107,8 @@ def plan_rounds(demand: CellDemand, ranks: int) -> list[ExchangeRound]:
     """
     cells = np.flatnonzero(demand.shared)
     blocks = _count_bits(demand.wanted[cells])
+    # A round ends where the next cell would exceed one of these: bytes needed on the rank that needs most, bytes sent
+    # by all ranks, bytes read by all ranks.
     limits = [
         (np.cumsum(demand.largest[cells]), EXCHANGE_BYTES),
         (np.cumsum(demand.copied[cells]), EXCHANGE_BYTES * ranks),
@@ -112,6 +118,7 @@ def plan_rounds(demand: CellDemand, ranks: int) -> list[ExchangeRound]:
     while start < len(cells):
         ends = [np.searchsorted(total, (total[start - 1] if start else 0) + most, "right") for total, most in limits]
         stop = max(start + 1, int(min(ends)))
+        # Cut the round's blocks into equal parts in file order, one per rank; a cell belongs where its middle lies.
         middle = np.cumsum(blocks[start:stop]) - blocks[start:stop] / 2
         owners = (middle * ranks / blocks[start:stop].sum()).astype(np.int64)
         found.append(ExchangeRound(cells[start:stop], owners))
@@ -129,7 +136,7 @@ class Exchange:
     """[cells]: bit mask of the blocks that any rank needs."""
     rounds: list[ExchangeRound]
     strips: Strips
-    """What this rank needs of the shared cells, in file order."""
+    """Strips of the shared cells that this rank needs, in file order."""
     cells: Integers
     """[strips]: the cell of each."""
     world: World
@@ -141,6 +148,7 @@ class Exchange:
         Raises what reading raises, on the rank that read; the other ranks then return early, so the caller must gather
         failures.
         """
+        # Two buffers: one is filled from the disk while the other is passed on.
         most_cells = max(int((one.owners == self.world.rank).sum()) for one in self.rounds)
         buffers = [memoryview(allocate_pages(most_cells * CELL_BYTES)) for _ in range(2)]
         sent, received = _ReusedMemory(), _ReusedMemory()
@@ -170,6 +178,7 @@ class Exchange:
         """Return (file, byte, byte of the memory, bytes) of every run of needed blocks in a cell."""
         file = int(np.searchsorted(self.first, cell, "right")) - 1
         begin = (cell - int(self.first[file])) * CELL_BYTES
+        # Edges of the runs of set bits: where the difference of neighbouring bits is not 0.
         bits = [int(self.wanted[cell]) >> block & 1 for block in range(_BLOCKS)]
         edges = np.flatnonzero(np.diff([0, *bits, 0])).reshape(-1, 2) * BLOCK_BYTES
         end = source.sizes[file]

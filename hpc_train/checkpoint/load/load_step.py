@@ -88,6 +88,8 @@ def _load_shards(directory: Path, step: int, wanted: Sequence[TensorShard], worl
                 report_damage(where, source.check_sizes)
 
         gather_and_decide(world, make_plan, lambda _: None)
+        # What only this rank needs is read first, in parallel on all ranks; then the shared cells, in common rounds. An
+        # error on any rank is gathered after each part, so that no rank waits in the next collective.
         own, shared = plan_exchange(plan[0], source.sizes, world)
         reader = TensorReader(source, wanted, targets)
         gather_and_decide(world, lambda: report_damage(where, lambda: reader.run(own)), lambda _: None)
@@ -107,10 +109,11 @@ def check_reads(strips: Strips, source: ShardReader, targets: LoadDestinations) 
     source.check(strips)
     last = strips["at"] + (strips["count"] - 1) * strips["step"] + strips["run"]
     outside = (strips["at"] < 0) | (last > targets.sizes[strips["shard"]])
+    # Strips of one tensor do not overlap, so if their bytes add up to its size they fill it completely.
     coming = np.zeros(len(targets.sizes), dtype=np.int64)
     np.add.at(coming, strips["shard"], strip_sizes(strips))
     if outside.any() or (coming != targets.sizes).any():
-        raise CheckpointError("what the files hold is not what the tensors need")
+        raise CheckpointError("the bytes in the files do not fill the tensors exactly")
 
 
 def plan_reads(shards: Sequence[TensorShard], manifest: Manifest, where: str) -> Strips:
@@ -125,8 +128,8 @@ def _plan_single_shards(shards: Sequence[TensorShard], tensors: SingleShardTenso
     found = tensors.match_shards(shards)
     plain = np.flatnonzero(found >= 0)
     rows = found[plain]
-    whole = np.stack([tensors.files[rows], tensors.places[rows], tensors.sizes[tensors.form[rows]], plain], axis=1)
-    return make_single_strips(whole), np.flatnonzero(found < 0).tolist()
+    columns = np.stack([tensors.files[rows], tensors.places[rows], tensors.sizes[tensors.form[rows]], plain], axis=1)
+    return make_single_strips(columns), np.flatnonzero(found < 0).tolist()
 
 
 def _plan_others(shards: Sequence[TensorShard], which: Sequence[int], manifest: Manifest, where: str) -> list[StripRow]:
@@ -149,6 +152,7 @@ def _plan_shard(index: int, shard: TensorShard, tensor: SavedTensor, manifest: M
     target = Rectangle(tuple(shard.offset), tuple(shard.local.shape))
     item = shard.dtype.itemsize
     parts = manifest.step_layout.find_overlapping_parts(shard.name, target)
+    # The same rectangle was saved, as in most loads: nothing to intersect.
     if len(parts) == 1 and parts[0].rectangle == target:
         return copy_strips(parts[0].file, parts[0].place, target, index, target, target, item)
     overlaps = [(part, target.overlap(part.rectangle)) for part in parts]
@@ -227,7 +231,7 @@ def resume_from_checkpoint(
                 _log.warning("%s; it is skipped", error)
     if steps:
         raise CheckpointError(
-            f"every checkpoint in {where} is damaged{_describe_bad(steps)} (`hpc-train checkpoint verify` tells how);"
+            f"every checkpoint in {where} is damaged{_describe_bad(steps)} (`hpc-train checkpoint verify` shows how);"
             " checkpoint.resume=never starts over"
         )
     return None

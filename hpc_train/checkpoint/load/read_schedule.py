@@ -136,6 +136,7 @@ def copy_strips(
 
     common: within both. target: rectangle in memory. item: bytes of an element.
     """
+    # The whole rectangle on both sides: one run, whatever the number of dimensions.
     if common.shape == saved.shape == target.shape:
         size = common.volume * item
         return [(file, place, 1, size, size, shard, 0, size)]
@@ -143,6 +144,9 @@ def copy_strips(
     begin, at = place, 0
     loops: list[list[int]] = []  # [count, stride, step], innermost first
     dims = zip(common.shape, saved.shape, target.shape, common.start_in(saved), common.start_in(target), strict=True)
+    # From the innermost dimension outwards. A dimension that is contiguous on both sides extends the run; one that
+    # continues the spacing of the loop inside it extends that loop; any other becomes a loop of its own. The innermost
+    # loop becomes a strip, the outer ones are unrolled into several strips.
     for size, of_saved, of_target, in_saved, in_target in reversed(list(dims)):
         begin, at = begin + in_saved * stride, at + in_target * step
         if size > 1:
@@ -189,6 +193,7 @@ def _split_far_runs(strips: Strips) -> Strips:
 
 
 def _split_at_cells(strips: Strips) -> Strips:
+    """Split strips that touch several cells into a strip for each cell and part of a run."""
     first, last = strips["begin"] // CELL_BYTES, (strip_ends(strips) - 1) // CELL_BYTES
     many = first != last
     if not many.any():
@@ -291,9 +296,9 @@ def _group_reads(strips: Strips, most: int) -> tuple[NDArray[np.int64], NDArray[
     begin, end = strips["begin"], strip_ends(strips)
     cell = begin // most
     other = (np.diff(strips["file"]) != 0) | (np.diff(cell) != 0)
-    apart = np.concatenate([[0], np.cumsum(other)]) * (
-        most + 1
-    )  # the running maximum must not reach into the next cell
+    # `reach` is the running maximum of strip ends within a cell. All cells are computed by one accumulate: `apart`
+    # moves each cell beyond all values of the one before, so that the maximum starts anew.
+    apart = np.concatenate([[0], np.cumsum(other)]) * (most + 1)
     reach = np.maximum.accumulate(end - cell * most + apart) - apart + cell * most
     gap = begin[1:] // BLOCK_BYTES * BLOCK_BYTES - -(-reach[:-1] // BLOCK_BYTES) * BLOCK_BYTES
     return begin, end, np.flatnonzero(np.concatenate([[True], other | (gap >= MAX_GAP_BYTES)]))

@@ -63,9 +63,8 @@ def plan_destinations(found: Sequence[BlockRead], strips: Strips, addresses: NDA
     near = (strips["count"] == 1) & (addresses[strips["shard"]] != 0)
     runs, stops = make_copy_runs(strips, addresses), np.cumsum([len(read.strips) for read in found], dtype=np.int64)
     starts = np.concatenate([[0], stops[:-1]])
-    clash = np.concatenate(
-        [[False], strips["begin"][1:] < strip_ends(strips)[:-1]]
-    )  # if any do, then two neighbours do
+    # Strips are sorted by begin, so if any two overlap, two neighbours do.
+    clash = np.concatenate([[False], strips["begin"][1:] < strip_ends(strips)[:-1]])
     clash[starts] = False
     all_near = np.logical_and.reduceat(near, starts)
     apart = ~np.logical_or.reduceat(clash, starts)
@@ -78,6 +77,7 @@ def plan_destinations(found: Sequence[BlockRead], strips: Strips, addresses: NDA
 
 def make_copy_runs(strips: Strips, addresses: NDArray[np.int64]) -> list[CopyRun]:
     """Return the copy of each strip; only valid for strips of one run into host memory."""
+    # base + (byte of the file) is the address of that byte in memory.
     base = addresses[strips["shard"]] + strips["at"] - strips["begin"]
     found: list[CopyRun] = np.stack([strips["begin"], strip_ends(strips), base, strips["shard"]], axis=1).tolist()
     return found

@@ -73,7 +73,7 @@ class ShardReader:
         self.threads = max(1, min(len(os.sched_getaffinity(0)), _MOST))
         """Number of threads that may use a processor at once."""
         self.threads_beside_io = max(1, self.threads // 2)
-        """The same while other threads wait for the disk: the kernel or a hypervisor needs processors too."""
+        """The same while other threads wait for the disk: kernel and hypervisor need processors, too."""
         self._thread_slots = threading.Semaphore(self.threads)
         self._slots_beside_io = threading.Semaphore(self.threads_beside_io)
 
@@ -106,6 +106,7 @@ class ShardReader:
         for part in _split_parts(parts_within(shard.parts, begin, begin + len(memory))) if memory else []:
             low = int(part["at"].min()) // BLOCK_BYTES * BLOCK_BYTES
             high = min(-(-int((part["at"] + part["stored"]).max()) // BLOCK_BYTES) * BLOCK_BYTES, shard.size)
+            # Digests are of stored bytes, so whole blocks are read and verified before anything is decompressed.
             data = self._pages("stored", high - low)
             try:
                 self._read(shard, low, high - low, data, lambda first, last: None)
@@ -136,6 +137,7 @@ class ShardReader:
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
+            # Clear the flag of the open descriptor, which all threads share: their next reads use the page cache, too.
             shard.direct = False
             fcntl.fcntl(shard.descriptor, fcntl.F_SETFL, fcntl.fcntl(shard.descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
             return False
@@ -176,13 +178,13 @@ class ShardReader:
         begin, end = strips["begin"], strip_ends(strips)
         sizes = np.array(self.sizes, dtype=np.int64)[strips["file"]]
         if ((begin < 0) | (end < begin) | (end > sizes)).any():
-            raise CheckpointError("bytes would be read that are in no file")
+            raise CheckpointError("the tensors need bytes past the end of a file")
         compressed = [index for index, file in enumerate(self._files) if file.inflated is not None]
         for file in np.intersect1d(strips["file"], compressed).tolist():
             parts = self._open_file(file).parts
             mine = strips["file"] == file
             if parts is None or not parts_cover(parts, begin[mine], end[mine]).all():
-                raise CheckpointError(f"{self._files[file].name}: a tensor has bytes that no part of it stands for")
+                raise CheckpointError(f"{self._files[file].name}: its table of parts does not cover a whole tensor")
 
     def check_sizes(self) -> None:
         """Raise CheckpointError unless every file has the size that was committed; OSError if a size cannot be read."""
@@ -330,6 +332,7 @@ def _read_pages(shard: _OpenShard, begin: int, memory: memoryview, size: int) ->
         count = os.preadv(shard.descriptor, [memory[at:]], begin + at)
         if count == 0:
             raise CheckpointError(f"{shard.name}: it ends at byte {begin + at}, before what was committed")
+        # Direct I/O can only go on at a page: drop the bytes of a partly read one and read it again.
         if shard.direct and at + count < size:
             count -= count % ALIGNMENT
             if count == 0:  # less than a page, as at the end of a file that was cut off meanwhile
@@ -353,6 +356,8 @@ def _fill_buffers(shard: _OpenShard, begin: int, memory: Sequence[Any]) -> None:
 
 def _open_for_reading(path: Path) -> tuple[int, bool]:
     """Open a file past the page cache, unless most of it is cached; returns (descriptor, whether past the cache)."""
+    # The page cache is faster than the disk if the file is in it. If not, direct I/O saves a copy of everything, and
+    # does not push other files out of the cache.
     plain = open_regular(path)
     if _is_cached(plain):
         return plain, False

@@ -124,6 +124,7 @@ def list_file_problems(
             (name, [one if isinstance(one, Problem) else one.result() for one in of_file]) for name, of_file in checks
         ]
     damaged = {name: wrong[0] for name, of_file in results if (wrong := [problem for problem in of_file if problem])}
+    # A file whose bytes are as they were written may still contradict the manifest: compare its HDF5 structure.
     numbers = {file.name: number for number, file in enumerate(manifest.files)}
     for name in checked.keys() - damaged.keys():
         if (problem := _find_contradiction(path, manifest, numbers[name])) is not None:

@@ -91,6 +91,7 @@ class GatherSource:
         """Return bytes [begin, end) of the file, valid until this thread calls again; undefined past its end."""
         first = max(0, bisect_right(self._begins, begin) - 1)
         extent = self._extents[first]
+        # Nothing to gather: direct I/O can read from the tensor's own memory.
         if extent.aligned and extent.end >= end:
             return extent.data[begin - extent.begin : end - extent.begin]
         buffer = self._buffers.for_this_thread(end - begin)[: end - begin]
@@ -168,6 +169,7 @@ def write_stream(path: Path, stream: WriteStream, policy: WritePolicy) -> list[i
         except OSError as error:
             if error.errno not in DIRECT_IO_REFUSED:
                 raise
+            # Some file systems refuse only at the first write: begin again with a new file, through the page cache.
             with suppress(FileNotFoundError):
                 path.unlink()
     return _write_new_file(path, flags, stream, replace(policy, direct=False))
@@ -184,9 +186,10 @@ def fill_open_file(file: int, stream: WriteStream, policy: WritePolicy) -> list[
     The file must be open for direct I/O if policy.direct.
     """
     end = -(-stream.size // ALIGNMENT) * ALIGNMENT if policy.direct else stream.size
+    # Reserving first also keeps the file in few extents. It can take long, so the first chunks are hashed meanwhile.
     begin = partial(reserve_space, file, end) if policy.reserve else lambda: None
     found = _write_chunks(file, stream, end, policy.write_bytes, begin=begin)
-    os.ftruncate(file, stream.size)
+    os.ftruncate(file, stream.size)  # direct I/O has written whole pages
     os.fsync(file)
     return found
 

@@ -45,7 +45,9 @@ RUN_BYTES = 1 << 20
 MAX_RUNS = 1024
 """Approximate maximum of runs of a shard, beyond one for each tensor: each may become a row of the manifest."""
 _THREADS = 2
+"""Threads that hash runs."""
 _BATCH = 64
+"""Runs that a thread hashes per task, so that handing out tasks costs little beside hashing."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def merge_runs(runs: Sequence[RowRun]) -> list[tuple[RowRun, list[RowRun]]]:
     found: list[tuple[RowRun, list[RowRun]]] = []
     for run in runs:
         merged, parts = run, [run]
+        # Merging two runs may complete a rectangle that merges with the one before, so go on until nothing fits.
         while found and (both := _merge_two(found[-1][0], merged)) is not None:
             merged, parts = both, found.pop()[1] + parts
         found.append((merged, parts))
@@ -149,6 +152,7 @@ def link_file(source: Path, target: Path, older: EarlierFile, base: int, step: i
     try:
         os.link(old, new)
         os.link(digest_table_path(old), digest_table_path(new))
+        # Somebody may have replaced the file in the meantime: check that the link leads to what this process wrote.
         found = new.stat()
         if (found.st_ino, found.st_size) != (older.inode, older.file.bytes):
             raise CheckpointError(f"{old} is not the file that was written there")
@@ -161,12 +165,12 @@ def link_file(source: Path, target: Path, older: EarlierFile, base: int, step: i
 
 
 RunKey = tuple[str, tuple[int, ...], torch.dtype, Rectangle]
-"""What identifies a run from step to step: name, shape and dtype of its tensor, and its rectangle."""
+"""Identity of a run from step to step: name, shape and dtype of its tensor, and its rectangle."""
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """Where the bytes of a run are on the disk."""
+    """Location of a run's bytes on the disk."""
 
     digest: bytes
     file: EarlierFile
@@ -411,6 +415,7 @@ class StepChanges:
         for older in delta.shared_files:
             if self.refused or not self._is_linked(directory, older):
                 delta = delta.without_file(older)
+        # Without hard links everything is written as one file, as if there were no base step.
         if self.refused:
             delta = StepDelta(delta.step, delta.layout, delta.runs, delta.digests, {})
         self.stored = write_delta(delta, directory, name, shard, policy, self.cache)
@@ -423,7 +428,7 @@ class StepChanges:
         except (OSError, CheckpointError) as error:
             self.refused = isinstance(error, OSError) and error.errno in LINK_UNSUPPORTED
             why = str(error.strerror) if isinstance(error, OSError) else format_error(error)
-            kind = "saves are whole ones" if self.refused else "what it has is written anew"
+            kind = "nothing is shared from now on" if self.refused else "its content is written again"
             self.warning = f"checkpoint.incremental: a file of step {older.step} cannot be shared ({why}); {kind}"
             return False
         return True
@@ -451,6 +456,7 @@ class IncrementalWriter:
             self._base = None  # a rollback: two files of the same step number would get the same name
         runs = split_runs(shard.layout, self.limits.run)
         delta = StepDelta(step, shard.layout, runs, digest_runs(shard.image, runs), {})
+        # Every `whole_every`-th save has no base, so that it shares nothing with older steps.
         base = None if 0 < self.whole_every <= self._saves_since_whole + 1 else self._base
         if base is not None:
             delta = self._choose_shared_runs(delta, base)

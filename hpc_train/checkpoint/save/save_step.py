@@ -71,7 +71,7 @@ class LayoutCache:
     _layout: FileLayout | None = None
     """Layout of this rank's only file in its last committed save."""
     _pending_layout: FileLayout | None = None
-    """The same of the save that is being written."""
+    """Layout of this rank's only file in the save that is being written."""
     _rank_layouts: dict[int, FileLayout] = field(default_factory=dict)
     """On rank 0, the layout of each rank's only file in the last committed save."""
     _pending_rank_layouts: dict[int, FileLayout] = field(default_factory=dict)
@@ -82,9 +82,11 @@ class LayoutCache:
 
     def omit_unchanged(self, files: FileUpdates) -> FileUpdates:
         """Return what to send to rank 0: the files, without a layout that has not changed."""
+        # Forget the layout until confirm_sent: if this save fails, nobody knows what rank 0 has cached.
         previous, self._layout, self._pending_layout = self._layout, None, None
         if len(files) != 1:
             return files
+        # Layouts are compared by identity: a stager reuses the object as long as tensors keep their shapes.
         (file, layout), self._pending_layout = files[0], files[0][1]
         return ((file, None if layout is previous else layout),)
 
@@ -352,6 +354,7 @@ def prepare_directory(
     make_directory(directory)
     if lock is not None:
         lock.check()
+    # Before the check of free space: what a dead save left behind may be what fills the disk.
     sweep_leftovers(directory, sole=lock is not None)
     system = storage.check_space(directory, needs)
     temporary = uncommitted_path(path, "tmp", token)
@@ -384,10 +387,11 @@ def _write_in_turn(
     if writers is None:
         return _write_own_files(temporary, rank, staged, policy)
     if writers.shared_file is None:
-        return writers.turns.run(lambda: _write_own_files(temporary, rank, staged, policy), writers.group)
+        return writers.write_turns.run(lambda: _write_own_files(temporary, rank, staged, policy), writers.group)
+    # The search for NaN runs in a thread beside the write, since both only read the image.
     with ThreadPoolExecutor(1) as pool:
         finite = pool.submit(lambda: staged.shard is None or staged.shard.is_finite())
-        files = writers.shared_file.write(temporary, writers.file_name, staged.shard, policy, writers.turns)
+        files = writers.shared_file.write(temporary, writers.file_name, staged.shard, policy, writers.write_turns)
         return WrittenShard(files, finite.result())
 
 
@@ -451,6 +455,9 @@ def commit_step(
         partial(write_durable_file, temporary / name, data)
         for name, data in ((MANIFEST_FILE, text), (INDEX_FILE, index))
     ]
+    # Everything inside the directory must be on the disk before its name says that the step is committed: first files
+    # and their folders, then the directory itself, and only then the rename. Its parent is synchronised last, so that
+    # the new name survives a power failure.
     folders = sorted({temporary / SHARDS_FOLDER, *((temporary / file.name).parent for file in manifest.files)})
     run_concurrently(writes + [partial(sync_directory, folder) for folder in folders])
     sync_directory(temporary)
@@ -458,6 +465,7 @@ def commit_step(
         lock.check()  # as late as possible: a new owner of the lock may have committed this very step
     # lexists: also for a dangling link
     replaced = uncommitted_path(path, "old", make_token()) if os.path.lexists(path) else None
+    # An existing step is renamed first and removed only after the commit: rename cannot replace a directory with files.
     inode = _inode(temporary)
     try:
         if replaced:

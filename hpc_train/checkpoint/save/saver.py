@@ -72,7 +72,7 @@ def make_mpi_communicator(world: World) -> Intracomm:
             f"ranks with mpirun, or srun --mpi=pmix, {_WITHOUT}"
         )
     if library.Query_thread() < library.THREAD_SERIALIZED:
-        raise UserError(f"{_ASKED}: this MPI library is built without threads, and saves are one; {_WITHOUT[3:]}")
+        raise UserError(f"{_ASKED}: this MPI library is built without threads, and saves run in one; {_WITHOUT[3:]}")
     # The MPI launcher may have numbered the processes differently.
     ranks: Intracomm = library.Intracomm(library.COMM_WORLD.Split(0, world.rank))
     return ranks
@@ -169,11 +169,14 @@ class Saver:
             why = "the save before it has not ended, a rank or its disk hangs"
             return self._report(Future(), self._make_failure(step, why))
         overlap = self.overlap and self.background
+        # Copying while the file is written saves one pass over memory. It is possible only if the caller waits for the
+        # save, and if nothing needs the complete image before the write.
         fuse = not (self.background or self.incremental or self.local_stage or self.sharing.shares_files)
         staged = stage_step(self._stager, step, shards, extra, finite, validation_loss, overlap, fuse)
         staged = replace(staged, origin=self.origin)
         self._copy = staged.shard.copy if staged.shard is not None else None
         future: Future[SaveResult] = Future()
+        # daemon: a thread that hangs on a dead file system must not keep the process from ending.
         thread = threading.Thread(target=self._run, args=(staged, future), daemon=True)
         self._pending = _PendingSave(step, thread, future)
         thread.start()
@@ -302,6 +305,7 @@ class Saver:
         busy = self._pending is not None and self._pending.thread.is_alive()
         if self.world.size == 1:
             return not busy
+        # One MAX of two flags: does any rank still write, and does any rank need a new process group?
         flags = torch.tensor([busy, self._lost or self._group is None], dtype=torch.uint8)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         someone_busy, remake = flags.tolist()

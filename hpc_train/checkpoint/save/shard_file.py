@@ -137,6 +137,8 @@ def write_compressed_file(
         batches = (chunks[at : at + _BATCH] for at in range(0, len(chunks), _BATCH))
         for _ in pool.map(lambda batch: _compress(batch, level), batches):
             pass
+    # HDF5 writes its structure into a file in memory. Only where it put each chunk is needed; the chunks themselves go
+    # straight from their own memory to the disk.
     with make_anonymous_file(partial(_lay_out, datasets, level)) as (places, content):
         extents = [MemoryExtent(place, part.data) for place, part in zip(places, _parts(datasets), strict=True)]
         size = os.fstat(content.fileno()).st_size
@@ -306,6 +308,8 @@ class ShardStager:
         if fuse and not self.level and can_fuse_staging(tensors):
             fused = FusedStaging(slots, tensors)
             return replace(shard, fused=fused, check=fused.check)
+        # The check reads the image in file order as it is written. A section of a shared file and a compressed file are
+        # not written like that, and are checked before.
         check = StreamingCheck(slots) if self.make_layout is make_image and not self.level else None
         copy = start_copy(slots, shards, self.threads, overlap)
         return replace(shard, copy=copy, check=check, level=self.level, buffers=self._gather_buffers)
@@ -324,6 +328,7 @@ class ShardStager:
     def move_to_local_disk(self, shard: StagedShard, local: LocalStage) -> StagedShard:
         """Copy the image to a disk of the node and free the memory; returns the shard unchanged if that fails."""
         assert isinstance(shard.image, memoryview)
+        # After the copy the memory is freed, so NaN must be searched for now: in a thread beside the copy.
         with ThreadPoolExecutor(1) as pool:
             finite = pool.submit(shard.is_finite)
             copy = local.copy_from(shard.image, shard.size)
@@ -353,6 +358,8 @@ def write_shard(
     if shard.check is None:
         digests = write_image(path, image, shard.size, policy)
         return write_digest_table(directory, name, shard.size, digests, shard.layout), shard.layout
+    # The table of digests is written while the last blocks are still on their way. If the file system refuses direct
+    # I/O late, the stream starts again and calls a second time, with the same digests.
     found: list[ShardFile] = []
 
     def write_table(digests: list[int]) -> None:

@@ -102,6 +102,7 @@ def _make_head(path: Path, members: Sequence[Sequence[DatasetRow]], interval: in
     named = _create_datasets(path, members)
     found = [_allocate_section(path, of_rank, interval) for of_rank in named]
     begins, places = tuple(begin for begin, _ in found), tuple(of_rank for _, of_rank in found)
+    # Everything before the first section is structure; all data lies behind it.
     with path.open("rb") as file:
         content = file.read(min(filter(None, begins), default=-1))
     content = content.ljust(-(-len(content) // BLOCK_BYTES) * BLOCK_BYTES, b"\0")
@@ -131,6 +132,8 @@ def _allocate_section(path: Path, named: Sequence[_NamedRow], interval: int) -> 
     largest = max(range(len(named)), key=lambda index: named[index][1].bytes, default=None)
     if largest is None or not named[largest][1].bytes:
         return 0, (0,) * len(named)
+    # Opened twice, because HDF5's alignment applies to the whole open file: once for the section's begin, at a multiple
+    # of `interval`, and once for the other rows, which are packed behind it.
     with open_hdf5(path, "r+", min(ALIGNMENT, named[largest][1].bytes), interval) as file:
         begin = _place_dataset(file, named[largest])
     with open_hdf5(path, "r+") as file:
@@ -146,6 +149,7 @@ def _place_dataset(file: Any, named: _NamedRow) -> int:
     if not row.bytes:
         return 0
     dataset = h5d.open(file.id, name.encode())
+    # HDF5 allocates a late dataset when its first element is written.
     all_of, element = dataset.get_space(), (1,) * len(row.local_shape)
     if element:
         all_of.select_hyperslab((0,) * len(element), element)
@@ -191,6 +195,7 @@ class SharedFile:
         assert self._head is not None
         if self._rows:
             with open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+                # The final size from the start: each rank writes its section at its place, in any order.
                 reserve_space(file, self._head.size) if policy.reserve else os.ftruncate(file, self._head.size)
                 write_at_offset(file, memoryview(self._head.content), 0)
                 os.fsync(file)
@@ -239,7 +244,7 @@ class SharedFile:
     def _update_layout(self, layouts: list[FileLayout], policy: WritePolicy) -> None:
         interval = _choose_interval(layouts, policy)
         if self._head is None or (layouts, interval) != (self.layouts, self._interval):
-            self._head = None
+            self._head = None  # so that nothing stale is left if making the new one raises
             self.layouts, self._interval = layouts, interval
             self._head = make_shared_head([layout.rows for layout in layouts], interval)
         assert self._head.places == tuple(layout.places for layout in layouts), (
@@ -294,6 +299,7 @@ def assign_turns(rank: int, nodes: Sequence[int], writers: int) -> WriteTurns:
 
     nodes: the node of each rank.
     """
+    # Rank i of the node waits for rank i - writers, so that `writers` chains of ranks run side by side.
     node_ranks = [other for other, node in enumerate(nodes) if node == nodes[rank]]
     at = node_ranks.index(rank)
     if not writers:
@@ -320,7 +326,7 @@ class SharedFileWriters:
     """Used on the first rank."""
 
     def write(
-        self, directory: Path, name: str, shard: StagedShard | None, policy: WritePolicy, turns: WriteTurns
+        self, directory: Path, name: str, shard: StagedShard | None, policy: WritePolicy, write_turns: WriteTurns
     ) -> tuple[tuple[ShardFile, FileLayout], ...]:
         """Write and synchronise a file and its table of digests. A collective of the file's ranks.
 
@@ -331,7 +337,7 @@ class SharedFileWriters:
         section = capture_failure(lambda: self._create_file(path, shard, policy))
 
         def write_section() -> list[int]:
-            return turns.run(lambda: self._write(path, raise_failure(section), shard, policy), self.group)
+            return write_turns.run(lambda: self._write(path, raise_failure(section), shard, policy), self.group)
 
         return gather_on_subset(
             self.ranks, self.rank, write_section, lambda found: self._finish_file(directory, name, found), self.group
@@ -412,7 +418,7 @@ class WriterGroup:
     """Index of this rank's file."""
     shared_file: SharedFileWriters | None = None
     """The writers of this rank's file, if files are shared."""
-    turns: WriteTurns = field(default_factory=WriteTurns)
+    write_turns: WriteTurns = field(default_factory=WriteTurns)
     group: ProcessGroup | None = None
 
     def sum_by_file(self, values: Sequence[int]) -> list[int]:

@@ -139,12 +139,14 @@ def _list_float_tensors(file_layout: FileLayout) -> list[tuple[torch.dtype, int,
 
 def _is_adjacent(memory: memoryview, span: FloatSpan, begin: int) -> bool:
     """Return whether only a little zero padding lies between a span and a tensor."""
+    # Tensors in a file begin at aligned places, so most gaps are a few zeros, which are finite floats in every dtype.
     gap = begin - span.end
     aligned = (begin - span.begin) % span.dtype.itemsize == 0
     return aligned and 0 <= gap < _PADDING and memory[span.end : begin] == bytes(gap)
 
 
 def _is_span_finite(memory: memoryview, span: FloatSpan) -> bool:
+    # The whole span at once first. Only if that is not finite look at each tensor, since one may be a mask of -inf.
     if is_finite_or_mask(
         view_elements(memory, span.dtype, span.begin, (span.end - span.begin) // span.dtype.itemsize), False
     ):
@@ -169,7 +171,7 @@ def view_elements(memory: memoryview, dtype: torch.dtype, begin: int, count: int
     values = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
     if dtype.is_complex:
         return torch.view_as_real(values)
-    return values.float() if dtype.itemsize == 1 else values
+    return values.float() if dtype.itemsize == 1 else values  # torch has no sum of 8-bit floats
 
 
 SMALL_TENSOR_BYTES = 1 << 20
@@ -222,7 +224,7 @@ class StagingLayout:
     """Whether every slot has a target."""
 
     @property
-    def whole(self) -> ByteArray:
+    def bytes(self) -> ByteArray:
         """The memory as an array of bytes."""
         return np.frombuffer(self.memory, np.uint8)
 
@@ -262,6 +264,7 @@ def make_staging_layout(memory: memoryview, image: ShardImage, file_layout: File
 def copy_to_slots(slots: StagingLayout, numbers: Sequence[int], sources: Sequence[Tensor], buffer: ByteArray) -> None:
     """Copy whole tensors to the slots of these numbers. sources: a host tensor for every slot."""
     aligned = numbers if slots.all_aligned else [n for n in numbers if slots.slots[n].target is not None]
+    # One call of torch copies a whole list of small tensors; a Python loop would take longer than the copies.
     if aligned:
         targets = [slots.slots[number].target for number in aligned]
         copy_tensor_lists(cast(list[Tensor], targets), [sources[number] for number in aligned])
@@ -326,6 +329,7 @@ class StreamingCheck:
         self._digests: dict[int, list[int]] = {}
         self._checked_bytes: dict[int, int] = {}
         """Bytes of each part that was read, by its begin."""
+        # A span that is not aligned for its dtype has elements that lie across two parts: this check cannot see them.
         self._in_doubt = any(span.begin % span.dtype.itemsize for span in slots.spans)
 
     @property
@@ -339,6 +343,8 @@ class StreamingCheck:
         memory, size = self._slots.memory, self._slots.image.size
         for low in range(begin, end, CACHE_BYTES):
             high = min(low + CACHE_BYTES, end)
+            # Fill, hash and check one part after the other, so that it is read from memory once and then from the
+            # cache.
             self._fill(low, high)
             found += digest_blocks(memory[low : min(high, size)])
             if not self._in_doubt and not self._is_finite(low, high):
@@ -383,13 +389,14 @@ def start_copy(slots: StagingLayout, shards: Sequence[TensorShard], threads: int
     later = [_place_tensor(slot, shards) for slot in slots.slots if overlap and shards[slot.shard].still]
     if not later and all(map(attrgetter("is_cpu"), sources)):
         _copy_on_host(slots, slots.all_shares, sources, threads)
-        return TensorCopy(slots.whole, [], [], None)
+        return TensorCopy(slots.bytes, [], [], None)
+    # Everything else is copied now: the training's next step will change it.
     still = {placed.slot.shard for placed in later}
     now = [number for number, slot in enumerate(slots.slots) if slot.shard not in still]
     on_host = [number for number in now if sources[number].is_cpu]
     _copy_on_host(slots, list(split_copies(slots, on_host)), sources, threads)
     from_gpu = [_place_tensor(slots.slots[number], shards) for number in now if not sources[number].is_cpu]
-    return TensorCopy(slots.whole, later, later, _queue_gpu_copies(slots.whole, from_gpu, later))
+    return TensorCopy(slots.bytes, later, later, _queue_gpu_copies(slots.bytes, from_gpu, later))
 
 
 @dataclass
@@ -420,6 +427,7 @@ class TensorCopy:
     def complete(self) -> None:
         """Copy what is left, in the save's thread. May be called again."""
         try:
+            # Copies of `later` tensors on a GPU were queued when the copy started; those on the host are made here.
             if not self._copied.is_set() and self._whole is not None:
                 _copy_later(self._whole, [placed for placed in self._later if placed.tensor.is_cpu])
         finally:
@@ -446,6 +454,7 @@ class TensorCopy:
         with self._lock:
             self._waiting_since = None if self._copied.is_set() else started
         self._copied.wait()
+        # The stream waits for the GPU's copies, not this thread: kernels queued from now on run after them.
         if self._queued is not None:
             self._queued.event.wait(torch.cuda.current_stream(self._queued.device))
         self.changed = next(
@@ -483,9 +492,10 @@ def _queue_gpu_copies(
     with torch.cuda.device(device):
         _queue_copies_from_gpu(buffer, now)
         side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side_stream.wait_stream(torch.cuda.current_stream())
+        side_stream.wait_stream(torch.cuda.current_stream())  # kernels that still compute the shards must end first
         with torch.cuda.stream(side_stream):
             _queue_copies_from_gpu(buffer, later)
+            # blocking: a thread that waits for the event sleeps instead of polling.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record()
             return _GpuCopies(device, event)
@@ -501,7 +511,7 @@ def _queue_copies_from_gpu(buffer: ByteArray, placed: Sequence[_PlacedTensor]) -
 
 def _copy_on_host(slots: StagingLayout, work: list[CopyShare], sources: Sequence[Tensor], threads: int) -> None:
     """Copy host tensors, in several threads."""
-    buffer = slots.whole
+    buffer = slots.bytes
     large = {number: view_bytes(sources[number]) for number in {share.numbers[0] for share in work if share.high}}
 
     def copy_share(share: CopyShare) -> None:
@@ -536,7 +546,7 @@ class FusedStaging:
         """tensors: local tensors of the shards, all on the host and contiguous."""
         slots.write_structure()
         self.check = StreamingCheck(slots, self._fill)
-        self._slots, self._sources, self._whole = slots, slots.sources(tensors), slots.whole
+        self._slots, self._sources, self._whole = slots, slots.sources(tensors), slots.bytes
         self._bytes: dict[int, ByteArray] = {}
         self._given_up = False
 
@@ -547,10 +557,11 @@ class FusedStaging:
     def confirm(self) -> None:
         """Raise CheckpointError if the shards may have changed during the copy."""
         if self._given_up:
-            raise CheckpointError("it took too long, and nobody waits for it any more")
+            raise CheckpointError("it took longer than the timeout of a save and was given up")
 
     def _fill(self, low: int, high: int) -> None:
         self.confirm()
+        # The first and the last tensor may be only partly in [low, high); all between them are copied whole.
         here = self._slots.find_overlapping_slots(low, high)
         if here and self._slots.slots[here[0]].begin < low:
             self._fill_part(here[0], low, high)

@@ -186,6 +186,7 @@ class FileSystem:
 def read_magic_number(directory: Path) -> int:
     """Return f_type of statfs(2). Raises OSError."""
     statfs = ctypes.CDLL(None, use_errno=True).statfs
+    # f_type is the first field of struct statfs, whose other fields differ between machines.
     found = (ctypes.c_ulong * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_ulong)))()
     if statfs(os.fsencode(directory), ctypes.byref(found)) != 0:
         number = ctypes.get_errno()

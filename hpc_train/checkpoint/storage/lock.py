@@ -59,7 +59,7 @@ class LockOwner:
     restarts: int
     """How often Slurm has restarted the job."""
     attempt: int
-    """Of the run, as its batch script counts them; -1 outside of one. A script begins one after the other has ended."""
+    """Attempt of the run, as its batch script counts; -1 outside of one. Attempts of a script never overlap."""
     token: str
 
     def __str__(self) -> str:
@@ -196,7 +196,7 @@ def _take_or_refuse(path: Path, me: LockOwner, beat: float) -> None:
             return
         found = _read_lock(path)
         if found is None:
-            continue
+            continue  # released in the meantime: try to create it again
         dead = _is_dead(found, me)
         if dead is None:
             dead = _is_silent(path, found, beat)
@@ -300,8 +300,10 @@ def _is_dead(found: _Found, me: LockOwner) -> bool | None:
     if owner is None:
         return None
     if owner.machine == me.machine and owner.host == me.host:
+        # Process ids are reused, so compare the start time, too. On this machine the answer is certain.
         return read_start_time(owner.process) != owner.started
     if owner.job is not None and owner.job == me.job:
+        # Slurm starts a job again only after all its processes have ended; the same holds for attempts of one job.
         earlier = owner.restarts < me.restarts or -1 < owner.attempt < me.attempt
         return True if earlier else None
     return None

@@ -256,7 +256,7 @@ def _number(text: str) -> int:
 LFS_TIMEOUT = 20.0
 """Seconds until `lfs` is taken to hang, as it does while a server is away."""
 LOV_ROOTS = (Path("/sys/fs/lustre/lov"), Path("/proc/fs/lustre/lov"))
-"""Where the kernel's client shows its connections, in newer and older releases."""
+"""Directories in which the kernel's Lustre client shows its connections, in newer and older releases."""
 _OST_LINE = re.compile(r"\[OST:\d+\]")
 _LONGEST = 200
 

@@ -125,7 +125,7 @@ def _add_reshard(commands: CommandGroup) -> None:
 
         return reshard_command(arguments.dir, arguments.out, arguments.ranks, arguments.dim, arguments.json)
 
-    summary = "rewrite a step in another number of files (loading never needs this)"
+    summary = "rewrite a step into another number of files (loading never needs this)"
     where = ("dir", _NEWEST)
     command = _add_command(commands, "reshard", summary, run, where, ("out", "directory in which to write step-<n>"))
     command.add_argument("--ranks", metavar="N", type=_positive, required=True, help="number of files to write")
@@ -216,7 +216,7 @@ def _add_prune(commands: CommandGroup) -> None:
     command.add_argument("--keep", metavar="K", type=_positive, required=True, help="keep the newest K steps")
     command.add_argument("--keep-every", metavar="N", type=_natural, default=0, help="also keep multiples of N")
     command.add_argument(
-        "--keep-best", metavar="N", type=_natural, default=0, help="also keep the N with the lowest validation loss"
+        "--keep-best", metavar="N", type=_natural, default=0, help="also keep the N steps of lowest validation loss"
     )
     command.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     add_examples(command, "hpc-train checkpoint prune runs/first --keep 2 --keep-every 1000 --dry-run")

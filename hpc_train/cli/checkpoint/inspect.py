@@ -61,11 +61,11 @@ class ListedStep:
     bad: str | None = None
     """Why checkpoint.resume=auto passes it over, though it may be sound."""
     shared: int = 0
-    """Of `bytes`, those of files that were written with earlier steps."""
+    """The part of `bytes` in files that earlier steps have written."""
     saved_at: float | None = None
     """Seconds since the epoch by the clock of the node that saved it: for people, the order is that of the commits."""
     attempt: int | None = None
-    """Of the run."""
+    """Attempt of the run that saved the step."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of `ls --json`."""
@@ -74,7 +74,7 @@ class ListedStep:
 
 def ls_command(where: str, with_verify: bool, json: bool) -> int:
     """Print the steps in order of commit, then leftovers; returns 0."""
-    listed = entries(find_target(where), with_verify)
+    listed = list_entries(find_target(where), with_verify)
     if json:
         print_json([entry.to_json() for entry in listed])
         return 0
@@ -84,7 +84,7 @@ def ls_command(where: str, with_verify: bool, json: bool) -> int:
     return 0
 
 
-def entries(place: CheckpointTarget, with_verify: bool) -> list[ListedStep]:
+def list_entries(place: CheckpointTarget, with_verify: bool) -> list[ListedStep]:
     """List the steps of the directory, or the one step that was named."""
     steps = list_committed_steps(place.directory) if place.step is None else [place.step]
     paths = find_steps(place.directory)
@@ -147,7 +147,7 @@ def _holds(entry: ListedStep) -> str:
 
 
 PROVENANCE_PARTS = ("copy", "prepare", "write", "agree", "commit")
-"""Of a save, one after the other (see origin.Times)."""
+"""Parts of a save, one after the other (see provenance.SaveTimes)."""
 
 
 def provenance_fields(manifest: Manifest) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def inspect_command(where: str, options: InspectOptions, json: bool) -> int:
     if options.index:
         _write_index(step, json)
     facts = facts_of(step)
-    facts["timeline"] = timeline(find_target(where).run, step.manifest.step)
+    facts["timeline"] = read_timeline(find_target(where).run, step.manifest.step)
     if options.tensors:
         facts["tensors"] = tensors_of(step)
     if json:
@@ -267,7 +267,7 @@ def tensors_of(step: OpenStep) -> list[dict[str, Any]]:
     return [_tensor(tensor, parts[tensor.name]) for tensor in step.manifest.step_layout.tensors]
 
 
-def timeline(run: Path, step: int) -> list[dict[str, Any]]:
+def read_timeline(run: Path, step: int) -> list[dict[str, Any]]:
     """Return the attempts and saves in events.jsonl up to the last save of this step."""
     events = [event for event in _events(run / "events.jsonl") if event.get("event") in _TIMELINE_EVENTS]
     of_step = [at for at, event in enumerate(events) if (event["event"], event.get("step")) == ("checkpoint", step)]

@@ -1,4 +1,4 @@
-"""List the topology formats, and read a file in whichever it is: the content tells the format."""
+"""List the topology formats, and read a file; its format is recognised by its content."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class TopologyFormat:
     """One format of topology files."""
 
     name: str
-    """As `topology read --format` takes it."""
+    """Name of the format, as in `topology read --format`."""
     matches: Callable[[str], bool]
-    """Whether a text looks like it; no two formats may claim the same text."""
+    """Returns whether a text looks like this format; no two formats may claim the same text."""
     read: Callable[[str, str], Cluster]
-    """(text, file name for messages) -> Cluster. UserError `FILE:LINE: what; expected ...` for what it cannot be."""
+    """Reads (text, file name for messages). Raises UserError `FILE:LINE: what; expected ...` for malformed text."""
     largest: int = MAX_FILE_BYTES
-    """Longest text accepted, in characters."""
+    """Maximum length of a text, in characters."""
 
 
 def list_formats() -> tuple[TopologyFormat, ...]:

@@ -91,6 +91,8 @@ def compute_switch_levels(devices: Mapping[str, SubnetDevice], hosts: Container[
     """
     switches = {id: device for id, device in devices.items() if device.kind == SWITCH}
     leaves = [id for id, switch in switches.items() if any(cable.far in hosts for cable in switch.cables.values())]
+    # Levels with the hosts that are seen, and levels if every uncertain switch had a host, too. Where the two differ,
+    # the level depends on what the dump does not show.
     farthest = _compute_distances(switches, leaves)
     nearest = _compute_distances(switches, [*leaves, *_list_uncertain_switches(devices)])
     for id, level in nearest.items():

@@ -35,14 +35,14 @@ class SubnetDevice:
     """S-, H- or R- and 16 hexadecimal digits of its node GUID; in ibsim's files any string."""
     kind: str
     line: int | None
-    """Of its header; None for one that is seen at the far end of a cable only."""
+    """Line of its record; None for a device that is only seen at the far end of a cable."""
     ports: int = 255
     name: str | None = None
-    """Its node description."""
+    """Node description of the device."""
     system: str | None = None
     """System image GUID, 16 hexadecimal digits."""
     cables: dict[int, CableEnd] = field(default_factory=dict)
-    """By its own port."""
+    """Cables by port of this device."""
 
 
 def parse_ibnetdiscover(text: str, name: str) -> dict[str, SubnetDevice]:
@@ -66,7 +66,7 @@ def get_device_kind(id: str) -> str | None:
 
 
 _LONGEST = 1000
-"""Characters of a line; a node description has 64."""
+"""Maximum length of a line, in characters; a node description has up to 64."""
 _LETTERS = {"S": SWITCH, "H": CA, "R": ROUTER}
 _WORDS = {"switch": SWITCH, "ca": CA, "hca": CA, "rt": ROUTER, "router": ROUTER}
 _HEADER_EXAMPLE = 'Switch 36 "S-0002c90200421234"'
@@ -94,7 +94,7 @@ class _Parser:
         self.system: str | None = None
         self.current: SubnetDevice | None = None
         self.names_in = {True: False, False: False}
-        """Whether port lines, and whether headers, have names here."""
+        """Whether port lines, and whether headers, have names in this file."""
 
     def take(self, line: str, number: int) -> None:
         if not line or line.startswith("#"):
@@ -183,7 +183,7 @@ class _Parser:
 
 
 _LANE = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR10": 10, "FDR": 14, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
-"""10^9 bit/s a lane, one direction, as the ports themselves report (FDR: 56 for four lanes)."""
+"""Rate of a lane, 10^9 bit/s in one direction, as ports report it (FDR: 56 for four lanes)."""
 
 
 def parse_rate(rate: str | None) -> float | None:

@@ -17,7 +17,7 @@ _PORT = re.compile(r"Port (\d{1,3}):")
 _STATUS = re.compile(r"Infiniband device '([^']+)' port (\d{1,3}) status:")
 _FIELD = re.compile(r"([A-Za-z][\w ]*?):(?:\s+(.*))?")
 _KINDS = {"ibstat": ("state", "physical state", "rate", "port guid"), "ibstatus": ("state", "phys state", "rate")}
-"""What every version of the tool prints of a port."""
+"""Fields of a port that every version of the tool prints."""
 
 
 @dataclass

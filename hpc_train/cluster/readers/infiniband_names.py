@@ -17,7 +17,7 @@ from hpc_train.cluster.switch_tree import group_similar_sets
 _MOSTLY = 0.9
 """Share of the named servers that must follow a cabling rule before it is applied to the others."""
 _BOARD = 64
-"""Largest distance between GUIDs of one board."""
+"""Maximum distance between the GUIDs of one board."""
 
 
 def assign_nameless_adapters(
@@ -44,7 +44,7 @@ def assign_nameless_adapters(
 
 
 CablePlugs = Mapping[str, Sequence[tuple[str, int]]]
-"""Adapter -> (switch, port of the switch) for each of its cables."""
+"""(switch, port of the switch) of each cable of an adapter, by adapter."""
 
 
 def _group_by_system(nameless: Sequence[SubnetDevice]) -> list[list[SubnetDevice]]:
@@ -85,6 +85,8 @@ def _assign_by_port(
     first: dict[tuple[int, int], str] = {}
     for group in groups:
         keys = {(unit[switch], port) for adapter in group for switch, port in plugs[adapter.id] if switch in unit}
+        # One (unit, port) pair means one server. It joins a named server of that pair, unless both have a cable to the
+        # same leaf, which two adapters of one server never have. Two candidates: leave it without a name.
         if len(keys) == 1:
             key = next(iter(keys))
             own = {switch for adapter in group for switch, _ in plugs[adapter.id]}
@@ -143,6 +145,8 @@ def _assign_by_guid(
         used.setdefault(name, set()).update(own)
         size[name] = size.get(name, 0) + 1
 
+    # Grow named servers upwards and downwards along their GUIDs first; what is left then becomes servers without a
+    # name.
     for order, alone in ((numbers, False), (numbers[::-1], False), (numbers, True)):
         for number, id in order:
             if id not in host:
@@ -206,7 +210,7 @@ def name_hosts(adapters: Sequence[SubnetDevice]) -> dict[str, tuple[str, str | N
     """Map each adapter to (host, device).
 
     Names come from the description, else from an adapter with the same system image GUID that has a name, else from
-    `join_nameless`. A host without any name is called by its system image GUID.
+    assign_nameless_adapters. A host without any name is called by its system image GUID.
     """
     named = _list_named_adapters(adapters)
     of_system: dict[str | None, set[str]] = defaultdict(set)

@@ -19,7 +19,7 @@ from hpc_train.errors import UserError
 MAX_BYTES = 32 << 20
 MAX_DEPTH = 64
 MAX_ELEMENTS = 100_000
-"""Bytes, levels and elements; a node of 72 GPUs has under 2,000 elements."""
+"""Limits on bytes, depth and elements of a file; a node of 72 GPUs has under 2,000 elements."""
 
 
 @dataclass
@@ -112,9 +112,9 @@ class PciPlace:
     """Place of a device on the PCI tree."""
 
     host: str
-    """host_hash, which NCCL writes where one file holds several nodes; "" where it does not."""
+    """host_hash, which NCCL writes if a file holds several nodes; "" otherwise."""
     processor: int
-    """Which <cpu> of the file."""
+    """Index of the <cpu> in the file."""
     numa: int | None
     cpus: str | None
     bridges: tuple[str, ...]
@@ -231,12 +231,12 @@ class GpuBonds:
     """NVLinks, or xGMI links, of one GPU."""
 
     nvlink: bool = True
-    """False: xGMI."""
+    """True for NVLink, False for xGMI."""
     total: int = 0
     switched: int = 0
-    """Those that go to NVSwitches."""
+    """Number of links to NVSwitches."""
     targets: dict[str, int] = field(default_factory=dict)
-    """Links to each other end, by PCI address (RCCL's newer files: by GPU number)."""
+    """Number of links to each other end, by PCI address (in RCCL's newer files by GPU number)."""
 
 
 def read_bonds(gpu: NcclDevice, name: str) -> GpuBonds | None:
@@ -271,6 +271,8 @@ def classify_bond(a: NcclDevice, b: NcclDevice, bonds: tuple[GpuBonds | None, Gp
     from_a, from_b = bonds
     if from_a is None or from_b is None:
         return None
+    # Each side lists its own links, and a broken one may be missing on one side only. Behind NVSwitches links have no
+    # GPU at their end: then both sides' links to switches count.
     count = min(_count_towards(from_a, b), _count_towards(from_b, a)) or min(from_a.switched, from_b.switched)
     if not count:
         return None
@@ -308,7 +310,7 @@ def _get_root_bus(place: PciPlace) -> str:
 
 
 MAX_DEVICES = 512
-"""Of one node: every pair of them becomes a link."""
+"""Maximum number of devices of a node, since every pair of them becomes a link."""
 _OTHERS = {
     "graphs": "an NCCL graph (NCCL_GRAPH_DUMP_FILE), not a topology; expected the file of NCCL_TOPO_DUMP_FILE",
     "topology": "hwloc is not read; expected NCCL's topology (NCCL_TOPO_DUMP_FILE)",

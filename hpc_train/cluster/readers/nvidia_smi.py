@@ -30,13 +30,13 @@ from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Gpu, Link, Nic, Node
 from hpc_train.errors import UserError
 
 MAX_NVLINKS = 18
-"""NVLinks of a GPU that is joined point to point: V100 6, A100 12, H100 18."""
+"""Maximum number of NVLinks of a GPU: V100 6, A100 12, H100 18."""
 MAX_BOND_LINKS = 4
 """NVLinks between two GPUs of a board where each has several such neighbours and no switch; wider ones are also what a
 pair behind an NVSwitch shows (6, 8, 12, 18)."""
 _LEGEND = re.compile(r"(?<!\S)(NIC\d+)\s*[:=]\s*(\S+)\s*$")
 _BROKEN = re.compile(r".*\D|mlx\d")
-"""What is left of a device's name; whole ones end in their number."""
+"""Matches a name of a device that is cut off: complete names end in a number."""
 _OWN_ROCM = re.compile(r"between two GPUs|ROCm System Management Interface|\(Topology\)")
 
 LinkCells = dict[tuple[str, str], tuple[str, int]]
@@ -63,6 +63,7 @@ def read_nvidia_smi(text: str, name: str) -> Cluster:
         if any(matrix.peers for matrix in matrices):
             raise UserError(f"{name}:{line}: `nvidia-smi topo -p2p`; expected the output of `nvidia-smi topo -m`")
         raise UserError(f"{name}:{line}: no rows of GPUs; expected a header GPU0 GPU1 ... and one row a GPU")
+    # A log may hold the same matrix several times, once for each rank: that is fine as long as all are equal.
     read_ones = [(matrix.header.number, _MatrixReader(name, lines, matrix).cluster()) for matrix in readable]
     for number, cluster in read_ones[1:]:
         if cluster != read_ones[0][1]:
@@ -150,6 +151,8 @@ class _MatrixReader:
                 return read_row(lines.parts[0][lines.start :].rstrip(), columns, edge)
             except NotARowError as error:
                 raise self._make_error(lines.number, str(error)) from None
+        # The row is wrapped: read every way of joining its lines, and require that all agree on the links. Column
+        # positions mean nothing in wrapped text.
         readings = dict.fromkeys(_read_joined_rows(lines, replace(columns, starts=()), edge))
         if not readings:
             return self._read_row(replace(lines, parts=lines.parts[:1]), columns)
@@ -180,6 +183,7 @@ class _MatrixReader:
         cells: LinkCells = {}
         # Complete rows first: a row that lacks cells can be read in two ways, and complete ones tell which is right.
         for line, row in sorted(rows, key=lambda numbered: len(numbered[1].kinds), reverse=True):
+            # A row that is too short has lost cells at its end, or blank ones between tabs.
             options = [dict(zip(names, row.kinds, strict=False))]
             if len(row.kinds) < len(names):
                 options.append(
@@ -247,7 +251,7 @@ def _join_wrapped(lines: WrappedLines) -> Iterator[str]:
     A terminal cuts anywhere, even inside a word, and may drop the spaces at the cut.
     """
     parts = [lines.parts[0][lines.start :], *lines.parts[1:]]
-    few = len(parts) <= 6
+    few = len(parts) <= 6  # 2^5 ways at most; of longer texts only the two in which all cuts are alike
     for between in itertools.product(("", " "), repeat=len(parts) - 1) if few else _join_all_alike(len(parts) - 1):
         yield "".join(itertools.chain(*zip(parts, (*between, ""), strict=True))).rstrip()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LINK_KIND = re.compile(r"X|SYS|SOC|NODE|PHB|PXB|PIX|NV[1-9]\d?|C2C|N/A")
-"""A cell of the matrix; SOC is what old drivers called SYS."""
+"""Matches a cell of the matrix; SOC is the old name of SYS."""
 _GLUED = rf"(?:{LINK_KIND.pattern})+(?!\S)"
 _NAME = r"[A-Za-z][\w.+-]*\d"
 _ROW = re.compile(rf"(?<!\S)(?:(?!N?V\d+\s){_NAME}[ \t]+(?={_GLUED})|(?:GPU|NIC)\d+(?={_GLUED}))")
@@ -28,7 +28,7 @@ _INVISIBLE = dict.fromkeys(map(ord, "\ufeff\u200b\u200c\u200d\x00\x1b"), None) |
     map(ord, "\u00a0\u2003\u2002\u3000|`"), " "
 )
 MAX_WRAPPED_LINES = 12
-"""Lines that one row may have been wrapped to."""
+"""Maximum number of lines that a row may be wrapped to."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class WrappedLines:
     """One row, or the header, as it is in the text: one line, or more if a terminal wrapped it."""
 
     number: int
-    """Of the first line, from 1."""
+    """Number of the first line, from 1."""
     parts: tuple[str, ...]
     start: int
-    """Where in the first of them the row's label, or the header's first column, begins."""
+    """Index in the first line at which the row's label, or the header's first column, begins."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def _find_header(lines: list[str], index: int) -> WrappedLines | None:
     parts, first = [line], line[head.start() :].split()[:1]
     for more in lines[index + 1 : index + MAX_WRAPPED_LINES]:
         again = more.split()[:1] in ([], first)
+        # Stop at the first row: what looks like more of the header must consist of names of devices only.
         if again or _ROW.search(more) or _PEERS.search(more) or not _MORE_NAMES.fullmatch(more):
             break
         parts.append(more)
@@ -136,6 +137,7 @@ def split_header(text: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int
 def _parse_names(text: str) -> tuple[str, ...] | None:
     names: list[str] = []
     for token in text.split():
+        # Without separators, or after a cut, several names may be one word: GPU0GPU1.
         if re.fullmatch(r"(?:(?:GPU|NIC)\d+)+", token):
             names += re.findall(r"(?:GPU|NIC)\d+", token)
         elif re.fullmatch(_NAME, token) and not LINK_KIND.fullmatch(token):
@@ -157,11 +159,11 @@ class MatrixColumns:
 
     names: tuple[str, ...]
     affinity: tuple[str, ...]
-    """Of cpu, numa, gpu_numa: those that it has."""
+    """Affinity columns that the header has, of cpu, numa and gpu_numa."""
     starts: tuple[int, ...] = ()
-    """Where the affinity columns start, tabs expanded, from the edge of the text; () where lines were wrapped."""
+    """Columns at which the affinity columns start, with tabs expanded; () if lines were wrapped."""
     links: tuple[int, ...] = ()
-    """Likewise where the columns of devices start."""
+    """Columns at which the columns of devices start, likewise."""
 
 
 @dataclass(frozen=True)
@@ -170,17 +172,17 @@ class MatrixRow:
 
     label: str
     kinds: tuple[str, ...]
-    """Of its first columns; fewer than the header has where the row is partial."""
+    """Link kinds of its first columns; fewer than in the header if the row is cut."""
     tabbed: tuple[str, ...]
-    """The cells as single tabs separate them; () where something else does."""
+    """Cells that are separated by single tabs; () if something else separates them."""
     cpus: str | None
     numa: int | str | None
     tail: tuple[str, ...] = ()
-    """What stands behind the link cells."""
+    """Text behind the link cells."""
 
 
 class NotARowError(ValueError):
-    """The text is no row; the message says why."""
+    """A text is not a row of the matrix; the message says why."""
 
 
 def read_row(text: str, columns: MatrixColumns, edge: int = 0) -> MatrixRow:
@@ -196,6 +198,7 @@ def read_row(text: str, columns: MatrixColumns, edge: int = 0) -> MatrixRow:
 
 
 def _parse_label(text: str, names: tuple[str, ...]) -> str:
+    # Longest name first: a row GPU10 also begins with GPU1.
     for name in sorted(names, key=len, reverse=True):
         if text.startswith(name) and (text[len(name) :][:1].isspace() or LINK_KIND.match(text, len(name))):
             return name
@@ -277,6 +280,7 @@ def _read_affinity(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str]:
         return cells.get("cpu", ""), cells.get("numa", "")
     if not row.tokens or not {"cpu", "numa"} <= set(columns.affinity):
         return (row.tokens[0], "") if row.tokens and columns.affinity[0] == "cpu" else ("", "")
+    # From the most to the least reliable evidence; each returns None if it does not apply to this text.
     for values in (_split_by_tabs(row), _split_by_stops(row), _split_by_header(row, columns)):
         if values is not None:
             return values

@@ -21,7 +21,7 @@ _NUMA = re.compile(r"GPU\s*\[?(\d+)\]?\s*:\s*\(Topology\)\s*Numa\s+(Node|Affinit
 _PAIR = re.compile(r"(weight|hops|link type)\s+between\s+DRM\s+devices\s+(\d+)\s+and\s+(\d+)", re.IGNORECASE)
 _CARD = re.compile(r"(?:card|GPU)\s*(\d+)", re.IGNORECASE)
 _UNKNOWN = ("N/A", "UNKNOWN", "XXXX")
-"""Printed for a pair whose link the driver does not tell."""
+"""Text that is printed for a pair whose link the driver does not know."""
 
 
 @dataclass

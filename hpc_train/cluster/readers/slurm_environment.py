@@ -35,6 +35,8 @@ def parse_address(address: str, pattern: str | None, node: str, switches: Collec
     before = address.removesuffix(f".{node}")
     if before == address:
         raise UserError(f"SLURM_TOPOLOGY_ADDR={address[:80]} does not end in the node's name, {node}")
+    # The pattern has one word for each level, such as switch.switch.node; blocks, rings and toruses add numbers to the
+    # name after colons, such as block:3, which are no part of it.
     words = (pattern or "").split(".")[:-1]
     if (first := words[0].split(":")[0] if words else "") in _COORDINATES:
         name = before.rsplit(":", _COORDINATES[first])[0]
@@ -77,6 +79,8 @@ def _split_address(before: str, count: int, switches: Collection[str]) -> tuple[
         if left == 0:
             return [()] if start == len(pieces) else []
         rest_ways: list[tuple[str, ...]] = []
+        # Leave at least one piece for each name that follows. More than two ways are as ambiguous as two, so the number
+        # of ways is cut there, which keeps the search short.
         for end in range(start + 1, len(pieces) - left + 2):
             name = ".".join(pieces[start:end])
             if not name or _is_known(name, known_names):
@@ -185,6 +189,7 @@ def _list_nodes(variables: Mapping[str, Mapping[str, int]], name: str) -> tuple[
         counts = [len(names) for names in lists.values()]
         if counts and value not in map(str, counts):
             raise UserError(f"{name}:{line}: SLURM_NNODES={value[:20]}, but {counts[0]} nodes in the list")
+    # The job's own list comes first in _LISTS; a step may run on fewer nodes.
     if lists:
         return next(iter(lists.values()))
     if single := variables.get("SLURMD_NODENAME"):

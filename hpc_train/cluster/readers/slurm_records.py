@@ -1,6 +1,6 @@
 """Parse Slurm's lines of `Key=Value`, and build a Cluster from the switches that a text lists.
 
-What may not be (a circle, a node on two leaves, a switch that no line defines) is refused, levels are counted.
+Contradictions (a circle, a node on two leaves, a switch that no line defines) are refused. Levels are counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class KeyValueRecord:
     file: str
     line: int
     first: str
-    """The key that the line begins with."""
+    """First key of the line."""
     values: dict[str, str]
 
     def name(self) -> str:
@@ -53,9 +53,9 @@ class RecordGrammar:
     """The keys that the lines of one format may hold, in lower case."""
 
     kinds: Mapping[str, str]
-    """First key of a line -> kind of cluster; all lines of a text are of one kind."""
+    """Kind of cluster by first key of a line; all lines of a text are of one kind."""
     keys: Mapping[str, frozenset[str]]
-    """Kind -> keys that its lines may have."""
+    """Keys that lines may have, by kind."""
 
 
 def parse_records(text: str, file: str, grammar: RecordGrammar) -> Iterator[KeyValueRecord]:
@@ -130,7 +130,7 @@ def _split_pairs(line: str) -> list[tuple[str, str]] | None:
 
 
 MAX_NAMES = 1 << 20
-"""Names in all lists of one text; no real cluster comes near."""
+"""Maximum number of names in all lists of a text; more than any real cluster has."""
 
 
 _INSIDE_UNUSED = (
@@ -145,10 +145,10 @@ class ListedUnit:
     name: str
     line: int
     nodes: tuple[str, ...] = ()
-    """What hangs on it directly (as scontrol lists it: everything below it)."""
+    """Nodes that are directly on it; as scontrol lists it, all nodes below it."""
     switches: tuple[str, ...] = ()
     level: int = 0
-    """What the text says; counts only where a switch below is not in the text."""
+    """Level that the text states; used only if a switch below is not in the text."""
     link_speed: int | None = None
     """LinkSpeed=; None if not given, or if it is Slurm's default of 1."""
 

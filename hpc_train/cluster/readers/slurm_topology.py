@@ -117,7 +117,7 @@ def _make_switch(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit:
 
 
 def _make_torus(record: KeyValueRecord, nodes: tuple[str, ...]) -> ListedUnit | None:
-    if "placementdims" in record.values:
+    if "placementdims" in record.values:  # a line on how Slurm allocates within the torus, not a torus of its own
         return None
     if not re.fullmatch("[0-9]{1,5}x[0-9]{1,5}x[0-9]{1,5}", record.values.get("dims", "")):
         raise record.error("expected TorusName=NAME Dims=XxYxZ Nodes=...")
@@ -189,6 +189,7 @@ def query_topology(command: Sequence[str] = SCONTROL_COMMAND, timeout: float = S
     None where Slurm has no topology (topology/flat prints nothing), does not answer within `timeout` seconds, or is
     not there. Raises UserError for an answer that cannot be understood.
     """
+    # SLURM_TOPO_LEN makes scontrol cut its lines.
     environment = {name: value for name, value in os.environ.items() if name != "SLURM_TOPO_LEN"}
     try:
         said = subprocess.run(

@@ -25,7 +25,7 @@ RunningT = TypeVar("RunningT", bound=RunningProcesses)
 
 @dataclass
 class ProcessPool(Generic[WaitingT, RunningT]):
-    """What waits, and what runs, at most `slots` at a time."""
+    """Runs processes, at most `slots` at a time; the others wait in order."""
 
     slots: int
     start: Callable[[WaitingT, int], RunningT | None]

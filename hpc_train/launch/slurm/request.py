@@ -76,7 +76,7 @@ class JobRequest:
         parameters = {**self.parameters, "dependency": ",".join(more), "additional_parameters": extra}
         return replace(self, parameters=parameters)
 
-    def held(self) -> JobRequest:
+    def with_hold(self) -> JobRequest:
         """Return this request, to start only when it is released."""
         extra = {**self.parameters["additional_parameters"], "hold": True}
         return replace(self, parameters={**self.parameters, "additional_parameters": extra})

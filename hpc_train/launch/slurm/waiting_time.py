@@ -22,7 +22,7 @@ from hpc_train.training.run_directory import RunDirectory
 
 _START = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _NOT_ENOUGH = re.compile(r"node configuration is not available|node not available", re.IGNORECASE)
-"""What sbatch says where the nodes that are up and not left out are too few."""
+"""Message of sbatch if too few nodes are up and not excluded."""
 _FREE_SECONDS = 5.0
 """Nodes that Slurm expects to give a job within this time are free now."""
 

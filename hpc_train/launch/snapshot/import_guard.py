@@ -46,7 +46,7 @@ def _check_own_package(path: Path) -> None:
     ):
         raise UserError(
             f"hpc_train was imported from {code_sources.PACKAGE_FOLDER}, and not from "
-            f"{path}; let launch.setup leave PYTHONPATH"
+            f"{path}; do not change PYTHONPATH in launch.setup"
         )
 
 

@@ -56,7 +56,7 @@ class Combination:
     words: tuple[str, ...]
     """All of them, as for a single run."""
     swept: tuple[str, ...]
-    """Those in which points differ."""
+    """The overrides in which points differ."""
 
     @property
     def name(self) -> str:

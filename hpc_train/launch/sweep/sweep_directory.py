@@ -29,7 +29,7 @@ class FrozenPoint:
 
     id: str
     overrides: tuple[str, ...]
-    """Those in which the points differ."""
+    """The overrides in which points differ."""
     spec: JobSpec
     files: dict[str, str] = field(default_factory=dict)
     """Name -> text of what lies beside job.json: the plan, the schedule."""

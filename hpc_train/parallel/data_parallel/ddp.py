@@ -20,6 +20,7 @@ from hpc_train.config.parallel import ParallelConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.rules.data_parallel import ERROR_FEEDBACK_METHODS
+from hpc_train.step_clock import SilentClock, StepClock
 
 ReduceBucket = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 """Starts to average a bucket over all ranks, in place; the future holds its buffer."""
@@ -54,6 +55,7 @@ class GradientHook:
     """The running backward only warms up: reduce it plainly, so that no error feedback remembers it."""
     complete: bool = False
     """Whether every bucket of the last backward has arrived."""
+    clock: StepClock = field(default_factory=SilentClock)
 
 
 class ReplicatedModel:
@@ -63,7 +65,7 @@ class ReplicatedModel:
 
     def __init__(self, model: nn.Module, config: ParallelConfig, world: World) -> None:
         """A collective. Raises UserError if parallel.reduce_with=mpi and MPI did not start the ranks."""
-        self._hook = GradientHook(_choose_reduction(config, world))
+        self._hook = GradientHook(_choose_reduction(config, world), clock=world.clock)
         self.module = DistributedDataParallel(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -86,6 +88,8 @@ class ReplicatedModel:
         try:
             with nullcontext() if last else self.module.no_sync():
                 yield
+            if last:
+                self._hook.clock.end_backward()
         except RuntimeError as error:
             explained = _explain_error(error, self.module.module)
             if explained is None:
@@ -152,6 +156,7 @@ def describe_options(config: ParallelConfig) -> list[str]:
 def _reduce_bucket(hook: GradientHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     hook.norm.add_bucket(bucket.buffer())
     hook.complete = bucket.is_last()
+    hook.clock.mark_bucket()
     return _average_bucket(bucket) if hook.discard else hook.reduce(bucket)
 
 

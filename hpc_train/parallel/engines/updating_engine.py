@@ -1,4 +1,4 @@
-"""What every engine does after backward: clip, update and list shards, as its gradient update says."""
+"""Common part of the engines: clip gradients, update parameters and list tensor shards after a backward."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Technique:
     numbers: str
     """EXACT, or INEXACT and why."""
     needs: str
-    """What it requires or excludes; empty: nothing."""
+    """Other settings that it requires or excludes; empty: none."""
     proof: str
     """The test that proves it."""
 

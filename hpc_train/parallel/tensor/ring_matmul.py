@@ -136,11 +136,11 @@ def _differentiate_gathered(
     blocks = [_split_positions(gradient, ring) for gradient in gradients]
     found = [torch.empty_like(weight) if want else None for weight, want in zip(weights, wanted[1:], strict=True)]
 
-    def compute_weight_rows(turn: int, turns: int) -> None:
+    def compute_weight_rows(part: int, parts: int) -> None:
         """Compute some rows of every weight gradient, as whole products: adding up partial ones would round more."""
         for block, gradient in zip(blocks, found, strict=True):
             if gradient is not None:
-                rows = slice(len(gradient) * turn // turns, len(gradient) * (turn + 1) // turns)
+                rows = slice(len(gradient) * part // parts, len(gradient) * (part + 1) // parts)
                 torch.mm(block.flatten(0, 1)[:, rows].t(), shards.flatten(0, 1), out=gradient[rows])
 
     total = None
@@ -311,12 +311,13 @@ def reduce_products(
     product: Callable[[ShardPlace], Tensor],
     total: Tensor,
     ring: MatmulRing,
-    meanwhile: Callable[[int, int], None] = lambda turn, turns: None,
+    meanwhile: Callable[[int, int], None] = lambda part, parts: None,
 ) -> None:
     """Reduce-scatter products around the ring, computing each while the partial sums of other ranks are on their way.
 
     product: computes this rank's product for a place. Fills `total` (rows, features) with the sum over all ranks of
-    their products for this rank's shard. meanwhile: other work in `turns` turns, each done while a shard is on its way.
+    their products for this rank's shard. meanwhile: other work, called with (part, parts) once for each
+    shard that is on its way, so that the work is cut into `parts` equal parts.
     """
     chunks = ring.split_rows(total)
     moving: list[ChunkTransfer] = []

@@ -31,7 +31,7 @@ from hpc_train.parallel.tensor.tensor_plan import check_plan_coverage, read_tens
 
 def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> str:
     """Split the modules that the model's plan names over tp."""
-    plan, options = read_tensor_plan(part, whole=get_axis_degree(world, "pp") == 1), config.parallel.tensor
+    plan, options = read_tensor_plan(part, whole_model=get_axis_degree(world, "pp") == 1), config.parallel.tensor
     axis = TensorAxis(world.mesh["tp"], sequence=options.sequence and "seq" in plan.values())
     if axis.sequence:
         check_plan_coverage(part, plan)

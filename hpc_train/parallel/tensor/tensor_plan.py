@@ -17,10 +17,10 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
 }
 
 
-def read_tensor_plan(part: nn.Module, *, whole: bool) -> dict[str, str]:
+def read_tensor_plan(part: nn.Module, *, whole_model: bool) -> dict[str, str]:
     """Module name -> col, row, seq or vocab, for every module that a line of the plan matches.
 
-    whole: `part` is no stage but the whole model, in which every line must match.
+    whole_model: `part` is the model and not one of its stages, so every line of the plan must match a module.
     Raises UserError for a line that matches nothing, contradicts another one, or asks for what its module cannot do.
     """
     assert isinstance(part, Model)
@@ -29,7 +29,7 @@ def read_tensor_plan(part: nn.Module, *, whole: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     for glob, how in part.plan.items():
         names = [name for name in modules if fnmatchcase(name, glob)]
-        if whole and not names:
+        if whole_model and not names:
             raise UserError(f"{title}: {glob!r} matches no module; correct or remove that line")
         for name in names:
             _check_line(title, glob, name, modules[name], how)

@@ -19,9 +19,9 @@ from hpc_train.errors import UserError
 from hpc_train.terminal import one_line
 
 IDLE_COLOUR = "#c9d1d9"
-"""A link of which no load is known, or none."""
+"""Colour of a link whose load is unknown or zero."""
 PLAIN_COLOUR = "#9fb4c7"
-"""A GPU that is in no group."""
+"""Colour of a GPU that is in no group."""
 _FEW = (
     "#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#eeca3b", "#b279a2", "#9d755d",
     "#2f4b7c", "#ff9da6", "#8cd17d", "#79706e",

@@ -24,9 +24,9 @@ _TITLE, _HEAD, _RISE, _BUS, _GAP = 30.0, 18.0, 30.0, 16.0, 16.0
 _SMALL, _NAME = 6.5, 7.5
 _LEAST_COLUMN, _LEAST_NAME, _BUSY = 100.0, 40.0, 50.0
 _OVERHANG = 12.0
-"""How much wider a switch is than the links to it are apart."""
+"""Width of a switch beyond the outermost links to it, points."""
 _MOST_NUMBERS = 100
-"""Ranks of a group up to which a cell has room for the rank's place in it."""
+"""Largest group whose cells have room for the rank's number in the group."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ColumnSizes:
     node: float
     """Height of a node."""
     nodes: int
-    """In the tallest column."""
+    """Number of nodes in the tallest column."""
 
     @property
     def column(self) -> float:

@@ -22,20 +22,20 @@ class Panel:
     """One order of ranks on one fabric."""
 
     key: str
-    """Prefix of its SVG ids: before, after or here."""
+    """Prefix of the panel's SVG ids: before, after or here."""
     title: str
     levels: tuple[NamedLevel, ...]
-    """Innermost first, as placement.levels gives them; the first is `node`."""
+    """Levels of the fabric, innermost first; the first is `node`."""
     gpus: int
-    """Cells of a node."""
+    """GPUs of a node, each drawn as a cell."""
     colour: NDArray[np.int64] | None = None
     """[nodes, gpus]: number of the axis' group that the GPU's rank is in."""
     place: NDArray[np.int64] | None = None
-    """[nodes, gpus]: which of its group's ranks it is."""
+    """[nodes, gpus]: number of the GPU's rank in its group."""
     first_rank: NDArray[np.int64] | None = None
     """[nodes]: lowest rank on the node."""
     load: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Level -> [groups]: seconds a step that the link out of a group is busy."""
+    """[groups] by level: seconds per step for which the link out of a group is busy."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class Panel:
 
     @property
     def heaviest(self) -> float:
-        """Seconds of the busiest link."""
+        """Seconds per step of the busiest link."""
         return max((float(load.max()) for load in self.load.values() if load.size), default=0.0)
 
     def load_of(self, level: NamedLevel, group: int) -> float | None:

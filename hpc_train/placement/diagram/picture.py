@@ -30,10 +30,10 @@ class PlacementPanels:
 
     model: CostModel
     sizes: Mapping[str, int]
-    """Mesh axis -> degree."""
+    """Degrees by mesh axis."""
     levels: tuple[NamedLevel, ...]
     axes: tuple[str, ...]
-    """Whose groups colour the GPUs."""
+    """Axes whose groups colour the GPUs."""
 
     def panels(self, placement: Placement) -> list[Panel]:
         """Return both panels; one if the placement changes nothing."""

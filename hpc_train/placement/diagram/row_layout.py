@@ -1,4 +1,4 @@
-"""Lay out many nodes: a row a leaf with its nodes as thin cells, and a bar of how long its uplink is busy."""
+"""Lay out many nodes: one row per leaf with its nodes as thin cells, and a bar for how long its uplink is busy."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from hpc_train.placement.diagram.panel import DrawnLevel, Layout, Panel, select_
 from hpc_train.units import format_seconds
 
 MAX_ROWS = 64
-"""Of one block; where the lowest level has more groups, its rows are those of a level above, or the first ones."""
+"""Maximum rows of a block; if the lowest level has more groups, rows are those of a level above, or only the first."""
 _TITLE, _HEAD, _BLOCK = 26.0, 14.0, 10.0
 _STRIP, _BAR, _VALUE, _GAP = 300.0, 100.0, 46.0, 8.0
 _ROWS = ((6, 28.0), (20, 17.0), (MAX_ROWS, 11.0))
-"""Rows up to which they have this height."""
+"""Number of rows up to which rows have this height."""
 _WIDEST_CELL, _THIN = 24.0, 3.0
 _MOST_CELLS = 256
-"""Up to this many nodes each is a shape of its own: a shape takes a millisecond to draw and 200 bytes in the file."""
+"""Maximum number of nodes that are shapes of their own: a shape takes a millisecond to draw and 200 bytes of the
+file."""
 _SIZE = 7.0
 _WIDEST_NAME = 110.0
 
@@ -40,7 +41,7 @@ class RowBlock:
 
     drawn: DrawnLevel
     groups: list[int]
-    """In drawing order."""
+    """Groups in drawing order."""
     left_out: int
     row: float
     """Height of a row, points."""

@@ -1,8 +1,8 @@
-"""Fit the planner's constants to measured runs: those of the package, and those of one cluster.
+"""Fit the planner's constants to measured runs: the constants of the package, and those of one cluster.
 
-fit_constants is deterministic, within physical bounds, and has few constants and none for a row of the table.
-calibrate_constants moves the package's constants no further than a few runs of a cluster ask for; what these leave over
-becomes residuals for settings alike (constants.py).
+fit_constants makes the constants that the package ships. It is deterministic, stays within physical bounds, and has no
+constant that is for a single row of the table. calibrate_constants adapts them to a few runs of one cluster, moving
+them no further than the runs require; errors that remain become residuals for similar settings (constants.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from hpc_train.planner.model.step_time import estimate_step_time
 
 
 def memory_as_reported(runs: Sequence[MeasuredRun], memory: Memory) -> NDArray[np.float64]:
-    """[runs] bytes; memory: of the runs' jobs, a row each."""
+    """Return the predicted bytes as each run measured its memory, [runs].
+
+    memory: of the runs' jobs, one row per run.
+    """
     stages = {"device": memory.stages, "reserved": memory.reserved, "allocated": memory.allocated}
     found = np.zeros(len(runs))
     for place, run in enumerate(runs):
@@ -44,15 +47,15 @@ def memory_as_reported(runs: Sequence[MeasuredRun], memory: Memory) -> NDArray[n
 Floats = NDArray[np.float64]
 
 _PRIOR = 0.03
-"""Weight of a constant's distance from its start, in shares of its range: without data it stays there."""
+"""Weight that pulls a constant to its start value, per share of its range, so that it stays there without data."""
 _TOLERATED = 0.15
-"""Runs with a larger error of log(time) count less: some published runs have errors that no model can explain."""
+"""Runs with a larger error of log(time) get less weight: some published runs have errors that no model explains."""
 FOLDS = 5
-"""One of this many groups is held out from the fit of the shipped constants."""
+"""Number of groups of runs; one is held out from the fit of the shipped constants."""
 
 
 def assign_fold(group: str, folds: int) -> int:
-    """Return the fold of a group of runs: a function of its name only (CRC-32), so it never changes."""
+    """Return the fold of a group of runs: a hash (CRC-32) of its name, so that it is the same in every table."""
     return zlib.crc32(group.encode()) % folds
 
 
@@ -65,10 +68,10 @@ def fit_constants(runs: Sequence[MeasuredRun], start: Constants | None = None) -
     """Fit the constants of time to runs with a stated time, and those of memory to runs with stated memory."""
     start = start or Constants()
     timed = [run for run in runs if np.isfinite(run.seconds)]
-    held = [run for run in runs if np.isfinite(run.memory)]
+    with_memory = [run for run in runs if np.isfinite(run.memory)]
     if timed:
         start = _fit_time(timed, start)
-    return _fit_memory(held, start) if held else start
+    return _fit_memory(with_memory, start) if with_memory else start
 
 
 def _fit_time(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
@@ -90,7 +93,7 @@ def _fit_memory(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
 
 
 def run_weights(runs: Sequence[MeasuredRun]) -> Floats:
-    """Weight runs so that a family of n runs counts as n^(1/4): no long table dominates."""
+    """Weight runs so that a family of n runs counts as n^(1/4): a long table must not dominate the fit."""
     counts = Counter(run.family for run in runs)
     return np.array([counts[run.family] ** -0.375 for run in runs])
 
@@ -142,18 +145,20 @@ def fit_leaving_out(runs: Sequence[MeasuredRun], key: Callable[[MeasuredRun], ob
 
 
 _ERROR = 0.05
-"""Scale of a single run's error of log(time), a Cauchy distribution: if two of three runs agree, the third, which was
-disturbed, hardly counts."""
+"""Scale of the error of log(time) of a single run. It is Cauchy distributed, so that a disturbed run hardly counts if
+the others agree."""
 _WIDTH = 0.2
-"""Standard deviation of a constant over clusters, in shares of its range."""
+"""Standard deviation of a constant between clusters, as a share of its range."""
 _SCALE_DEVIATION = 0.05
-"""Scale of log(scale) over clusters, which the constants do not explain: a Cauchy distribution, for outliers."""
+"""Scale of log(Constants.scale) between clusters. Cauchy distributed, because some clusters are outliers."""
 
 
 def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Constants:
-    """The most probable constants of the cluster that measured `runs`, if constants differ from cluster to cluster as
-    above (maximum a posteriori), and what is left over of each run, for settings like it (discrepancy). Runs without a
-    time are left out; without any, the constants as they are."""
+    """Adapt the constants to the cluster that measured `runs`, and keep the remaining errors as residuals.
+
+    The result is the maximum a posteriori estimate, with the distributions above as prior. Runs without a time are left
+    out; if none has one, the constants are returned unchanged.
+    """
     timed = [run for run in runs if np.isfinite(run.seconds)]
     if not timed:
         return constants
@@ -161,6 +166,8 @@ def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Co
     jobs, measured = jobs_from_runs(timed), measured_seconds(timed)
     root, count = _matrix_root(RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs)), len(limits)
 
+    # The unknowns, each in units of its standard deviation: all constants, log(scale), and an error for each run that
+    # is correlated between similar settings (root @ ...).
     def moved(step: Floats) -> Constants:
         values = {}
         for (name, (low, high)), by in zip(limits.items(), step, strict=False):
@@ -187,14 +194,14 @@ def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Co
 
 
 def _matrix_root(matrix: Floats) -> Floats:
-    """Return a root of a symmetric matrix, which is singular if runs have equal settings."""
+    """Return a square root of a covariance matrix. A Cholesky factor would fail: equal settings make it singular."""
     values, vectors = np.linalg.eigh(matrix)
     found: Floats = vectors * np.sqrt(np.maximum(values, 0))
     return found
 
 
 def _cauchy_root(errors: Floats) -> Floats:
-    """Return the roots of the Cauchy loss."""
+    """Return the square roots of the Cauchy loss, which least_squares squares again."""
     found: Floats = np.sign(errors) * np.sqrt(np.log1p(errors**2))
     return found
 
@@ -202,15 +209,17 @@ def _cauchy_root(errors: Floats) -> Floats:
 def choose_calibration_runs(
     runs: Sequence[MeasuredRun], count: int, among: Sequence[MeasuredRun] | None = None
 ) -> list[MeasuredRun]:
-    """`count` of a cluster's timed runs, or of those `among` them: the ones whose settings tell most of all others'.
-    Deterministic; looks at settings only."""
+    """Choose the `count` timed runs of a cluster whose settings tell most about all its runs.
+
+    among: runs to choose from; None: all. The choice depends on settings only, not on times, and is deterministic.
+    """
     timed = sorted((run for run in runs if np.isfinite(run.seconds)), key=lambda run: run.id)
     rows = [row for row, run in enumerate(timed) if among is None or run in among]
     return [timed[row] for row in choose_informative_jobs(jobs_from_runs(timed), count, rows)] if timed else []
 
 
 def choose_informative_jobs(jobs: Jobs, count: int, among: Sequence[int]) -> list[int]:
-    """Choose `count` rows `among` those of jobs, each time the one that leaves the least uncertainty about all jobs.
+    """Choose `count` of the rows `among`, one by one, each time the one that leaves least uncertainty about all jobs.
 
     Uncertainty is the sum of the variances of the jobs' errors and of a scale that all share, given the rows chosen
     before (A-optimality: Chaloner and Verdinelli 1995, Bayesian Experimental Design, Statistical Science 10(3)).
@@ -218,6 +227,7 @@ def choose_informative_jobs(jobs: Jobs, count: int, among: Sequence[int]) -> lis
     variance = _SCALE_DEVIATION**2 + RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs)
     found: list[int] = []
     for _ in range(min(count, len(among))):
+        # How much the sum of all variances shrinks if the row is measured with noise _ERROR.
         gain = (variance**2).sum(axis=0) / (np.diag(variance) + _ERROR**2)
         place = max((row for row in among if row not in found), key=lambda row: (gain[row], -row))
         found.append(place)

@@ -42,7 +42,7 @@ CALIBRATION_RUNS = 3
 
 
 CALIBRATION_CHOICES = 10
-"""Choices of these runs (calibrate.chosen) that errors are the mean of, each from another half of a cluster's."""
+"""Number of choices of calibration runs over which errors are averaged, each from another half of a cluster's runs."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class FitReport:
     clusters: dict[str, ErrorStatistics]
     """Errors by family with each cluster left out once."""
     calibrated: dict[str, ErrorStatistics]
-    """The same, then calibrated with three of its runs by one software, which are left out of the errors: the mean of
+    """The same after a calibration with three runs of the cluster, which do not count in the errors; averaged over
     several choices of the three."""
 
 
 def fit_report(runs: Sequence[MeasuredRun], options: FitOptions) -> FitReport:
-    """The fit and its validations."""
+    """Fit the constants and validate them in every way that the options ask for."""
     constants = fit_constants(training_runs(runs))
     folds = (
         _predict_parts(fit_leaving_out(runs, lambda run: assign_fold(run.group, options.folds)))
@@ -102,8 +102,11 @@ def _ratios(runs: Sequence[MeasuredRun], constants: Constants) -> list[float]:
 
 
 def error_spread(rows: Sequence[PredictedRun]) -> float:
-    """Standard deviation of log(measured / predicted), outliers apart: what four fifths of the families' runs are
-    within, on average over families, over what four fifths of a normal variable are within."""
+    """Return the standard deviation of log(measured / predicted), robust against outliers.
+
+    For each family, the bound within which four fifths of its errors lie; averaged over families and divided by the
+    same bound of a standard normal variable.
+    """
     errors_of: dict[str, list[float]] = {}
     for row in rows:
         errors_of.setdefault(row.run.family, []).append(abs(math.log(row.ratio)))
@@ -116,7 +119,10 @@ def _predict_parts(parts: Sequence[HeldOutFit]) -> list[PredictedRun]:
 
 
 def predict_calibrated(clusters: Sequence[HeldOutFit], number: int = 0) -> list[PredictedRun]:
-    """Each cluster's other runs, after a calibration with three of its own; number: of the choice of the three."""
+    """Predict each cluster's runs after a calibration with three others of its own.
+
+    number: which choice of the three.
+    """
     found = []
     for part in clusters:
         for members in group_by_cluster(part.runs):
@@ -127,7 +133,7 @@ def predict_calibrated(clusters: Sequence[HeldOutFit], number: int = 0) -> list[
 
 
 def half_of_runs(runs: Sequence[MeasuredRun], number: int) -> list[MeasuredRun]:
-    """Return one of many halves of a cluster's timed runs, by a hash of their names; never fewer than are chosen."""
+    """Return half of a cluster's timed runs, by a hash of name and `number`, but at least as many as are chosen."""
     timed = [run for run in runs if np.isfinite(run.seconds)]
     timed.sort(key=lambda run: hashlib.sha256(f"{number}/{run.id}".encode()).digest())
     return timed[: max(CALIBRATION_RUNS, math.ceil(len(timed) / 2))]
@@ -146,7 +152,7 @@ def _mean_errors(tables: Sequence[dict[str, ErrorStatistics]]) -> dict[str, Erro
 
 
 def errors_by_kind(rows: Sequence[PredictedRun]) -> dict[str, ErrorStatistics]:
-    """And what the targets are about: dense GPT on A100 without sharded parameters; sharded ones; each device."""
+    """Return errors by kind of run: dense GPT on A100 without sharded parameters, with sharded ones, and by device."""
     if not rows:
         return {}
     found = {**errors_by_family(rows), "overall": error_statistics(row.ratio for row in rows)}

@@ -21,15 +21,15 @@ from hpc_train.regular_files import read_json
 from hpc_train.training.run_records import read_metrics
 
 _WARM_UP = 2
-"""First steps, which are not counted: allocators, compilation and collectives start up."""
+"""First steps that are left out: allocator, compilation and collectives start up in them."""
 _FEWEST = 3
-"""Counted steps that a run needs."""
+"""Minimum number of steps after the first ones."""
 
 
 def read_run_directory(folder: Path, calibration: Path | None = None) -> MeasuredRun:
-    """Read one run directory. calibration: file that replaces the one its machine's figures come from.
+    """Read one run directory as a measured run. calibration: file to use instead of the run's cluster.calibration.
 
-    Raises UserError for a directory that is none, and for a run of too few steps.
+    Raises UserError for a directory that is no run, and for a run of too few steps.
     """
     config = _config(folder)
     cluster = replace(config.cluster, calibration=str(calibration) if calibration else None)

@@ -29,10 +29,10 @@ _COUNTS = (
     *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq", "vocab", "gpus", "gpus_per_node"),
     *("dp", "tp", "pp", "cp", "ep", "vpp", "micro_batch", "global_batch"),
 )
-"""Columns of whole numbers, at least 1."""
+"""Columns with whole numbers of at least 1."""
 _POSITIVE = ("iter_time_s", "mem_gib")
 _RATES = ("intra_link_gbs", "inter_link_gbps_per_gpu", "experts")
-"""Columns of numbers that may be 0, which means none."""
+"""Columns with amounts that may be 0, which means none."""
 _FLAGS = ("gated_mlp", "sp")
 _MAX_VALUE = 1e12
 """Larger numbers are refused."""
@@ -66,7 +66,7 @@ class CsvRow:
 
 
 def explain_impossible(row: CsvRow) -> str | None:
-    """Say why the numbers of a row are impossible; None: they are possible. Empty cells are."""
+    """Return why the numbers of a row are impossible; None if they are possible. Empty cells are allowed."""
     for names, fault in (
         (_COUNTS, _is_not_a_count),
         (_POSITIVE, _is_not_an_amount),
@@ -113,7 +113,7 @@ def _contradiction(row: CsvRow) -> str | None:
 
 @dataclass(frozen=True)
 class SoftwareTraits:
-    """How a training stack works; nothing here is fitted."""
+    """How a training stack works, from its documentation; nothing here is fitted."""
 
     name: str
     """Runs of one software are calibrated together under this name."""
@@ -124,9 +124,9 @@ class SoftwareTraits:
     overlap_data: bool = False
     overlap_tensor: bool = False
     new_attention: bool = False
-    """Attention kernels written for the device (cuDNN, FlashAttention-3)."""
+    """Has attention kernels written for the device (cuDNN, FlashAttention-3)."""
     triton_attention: bool = False
-    """FlashAttention in its first Triton version."""
+    """Has FlashAttention in its first Triton version."""
     parallel_block: bool = False
     gradient_bytes: int = 2
     """Bytes of a gradient element that is accumulated over micro-batches."""
@@ -152,7 +152,7 @@ _SOFTWARE = (
 
 
 _QUOTATION = re.compile(r"\balso in [^|)]*")
-"""Other publications that quote the run: they do not tell which software ran it."""
+"""Matches mentions of other publications that quote the run, which do not tell what software ran it."""
 
 
 def find_software(source: str, notes: str, year: int) -> SoftwareTraits:
@@ -173,12 +173,12 @@ def find_software(source: str, notes: str, year: int) -> SoftwareTraits:
 
 _REQUIRED = ("id", "layers", "hidden", "gpu_type", "dp", "tp", "pp", "global_batch", "iter_time_s")
 _WIDE = re.compile(r"fp32|tf32|fp64|int", re.IGNORECASE)
-"""Precisions whose speeds are not in the table of accelerators."""
+"""Precisions without a peak in the table of accelerators."""
 _ZERO = {"": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3}
 _NIC_GBIT = {"V100": 100, "A100": 200, "H100": 400, "H800": 400, "H200": 400, "GB300": 800, "B300": 800}
 """Assumed network bandwidth per GPU, Gbit/s: that of the vendor's own servers; 400 for other GPUs."""
 _NO_NVLINK = 64
-"""GB/s, both directions together, of GPUs without NVLink: PCIe 4.0 x16."""
+"""Link bandwidth of GPUs without NVLink, GB/s, both directions together: PCIe 4.0 x16."""
 _DEFAULT_VOCAB = 51200
 """Assumed vocabulary: GPT-2's 50,257 padded as in Megatron's scripts."""
 
@@ -216,7 +216,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class RefusedRun:
-    """A row that cannot be modelled."""
+    """A row of the table that the model does not cover, and why."""
 
     id: str
     why: str
@@ -331,7 +331,7 @@ def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:
 
 
 def _memory_convention(row: CsvRow, software: SoftwareTraits) -> str:
-    """Say how the memory was measured: torchtitan reports reserved, DeepSpeed's users nvidia-smi, papers allocated."""
+    """Return how memory was measured: reserved (torchtitan), device (nvidia-smi: DeepSpeed's users) or allocated."""
     if "nvidia-smi" in row.text("notes") or software.stack == "deepspeed":
         return "device"
     return "reserved" if software.stack == "fsdp" else "allocated"
@@ -341,7 +341,7 @@ _STATED = ("layers", "hidden", "heads", "seq", "gpus", "dp", "tp", "pp", "global
 
 
 def _explain_refusal(row: CsvRow, accelerator: Accelerator | None) -> str | None:
-    """Say why a row cannot be modelled; None: it can."""
+    """Return why a row cannot be modelled; None if it can."""
     if accelerator is None:
         return f"{row.text('gpu_type') or 'no device'} is not a GPU of known speed"
     if row.number("experts", 0) > 1 or row.number("ep", 1) > 1:
@@ -432,7 +432,7 @@ def _layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
 
 
 def _format_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
-    """Element sizes. Megatron and DeepSpeed hold 16-bit weights and an fp32 copy, FSDP holds fp32 weights."""
+    """Return the bytes per element. Megatron and DeepSpeed keep 16-bit weights and an fp32 copy, FSDP fp32 weights."""
     fp32 = software.stack == "fsdp"
     gradient_bytes = 4 if fp32 or "fp32 grad" in row.text("notes").lower() else software.gradient_bytes
     return {

@@ -26,7 +26,7 @@ from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE, layout
 
 Floats = NDArray[np.float64]
 _LEAST_CONTEST = 2
-"""Least number of configurations in a group whose fastest one the planner can miss."""
+"""Minimum number of configurations of one job that are compared: with fewer there is no choice to get wrong."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class PredictedRun:
     seconds: float
     """Predicted step time."""
     memory: float
-    """Predicted bytes, counted as the run counts, on the rank it reports (default: the one that needs most)."""
+    """Predicted bytes, measured as the run did, on the rank that it reports (default: the one that needs most)."""
     fits: str
     ranked: float = 0.0
-    """Step time by the constants alone, by which a search orders candidates; 0: as predicted."""
+    """Step time without residuals, which is what a search sorts candidates by; 0: the same as `seconds`."""
 
     @property
     def ratio(self) -> float:
@@ -136,16 +136,16 @@ def predict_runs(runs: Sequence[MeasuredRun], constants: Constants) -> list[Pred
     if not runs:
         return []
     jobs = jobs_from_runs(runs)
-    seconds, held = estimate_step_time(jobs, constants).step, estimate_memory(_least(jobs, runs), constants)
+    seconds, memory = estimate_step_time(jobs, constants).step, estimate_memory(_least(jobs, runs), constants)
     ranked = estimate_step_time(jobs, without_residuals(constants)).step
-    columns = zip(runs, seconds, memory_as_reported(runs, held), held.fits, ranked, strict=True)
+    columns = zip(runs, seconds, memory_as_reported(runs, memory), memory.fits, ranked, strict=True)
     return [
         PredictedRun(run, float(one), float(two), FITS[int(code)], float(key)) for run, one, two, code, key in columns
     ]
 
 
 def _least(jobs: Jobs, runs: Sequence[MeasuredRun]) -> Jobs:
-    """Assume full recomputation if a run does not state it: the least memory."""
+    """Assume full recomputation where a run does not state any: it needs the least memory."""
     unknown = np.array(["recompute" in run.assumed for run in runs])
     return replace_columns(jobs, recompute=np.where(unknown, RECOMPUTE.index("full"), jobs.recompute))
 
@@ -182,7 +182,7 @@ def _memory(rows: Sequence[PredictedRun]) -> MemoryErrors:
 
 
 def _on_device(run: MeasuredRun) -> bool:
-    """Whether the run really ran: one computed on paper may need more memory than there is."""
+    """Return whether the run was really measured: one computed on paper may need more memory than the device has."""
     return np.isfinite(run.seconds) or (np.isfinite(run.memory) and run.memory < run.columns["memory_bytes"])
 
 

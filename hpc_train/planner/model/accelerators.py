@@ -1,4 +1,4 @@
-"""Accelerators by name: datasheet figures, and the best matrix product that has been measured on each."""
+"""Table of accelerators: datasheet figures, and how much of the peak the best kernels have been measured to reach."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Dense figures, as the data sheets have them."""
+    """One accelerator. Peaks are dense, without sparsity, as the datasheet states them."""
 
     memory_gb: float
-    """10^9 bytes as it is sold."""
+    """Device memory in GB (10^9 bytes), as it is sold."""
     bandwidth: float
-    """Bytes/s of its memory."""
+    """Memory bandwidth, bytes/s."""
     multiprocessors: int
     flops: dict[int, float]
-    """FLOP/s by bits of the format."""
+    """Peak FLOP/s, by bits of the number format."""
     ceiling: float
-    """Share of the 16-bit peak that the best of all matrix products reaches: the MAMF tables of Bekman's Machine
-    Learning Engineering (github.com/stas00/ml-engineering, compute/accelerator); guessed for V100 and AMD's."""
+    """Share of the 16-bit peak that the fastest matrix product of any shape reaches: "maximum achievable matmul FLOPS"
+    in Bekman's Machine Learning Engineering (github.com/stas00/ml-engineering, compute/accelerator). The values of V100
+    and of AMD's are guesses."""
     attention: float = 0.5
-    """The same of fused attention, causal, by kernels that came with FlashAttention-2 (Dao 2023, arXiv:2307.08691:
-    225 TFLOP/s on A100, 335 on H100)."""
+    """Share of the 16-bit peak that fused causal attention reaches with the kernels of FlashAttention-2 (Dao 2023,
+    arXiv:2307.08691: 225 TFLOP/s on A100, 335 on H100)."""
     new_attention: float | None = None
-    """By kernels written for the device (Shah et al. 2024, arXiv:2407.08608: 740 TFLOP/s on H100; cuDNN on Blackwell);
-    None: there are none."""
+    """The same with kernels written for this device: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608: 740 TFLOP/s
+    on H100), cuDNN on Blackwell. None: there are none."""
     triton: float = 1.0
-    """Of what `attention` says, that kernels in Triton reach: FlashAttention's first ones up to 1 / 1.3 on A100
-    (Dao 2023, section 4.1); on Hopper, whose own instructions Triton uses and FlashAttention-2 does not, no less."""
+    """Speed of FlashAttention in Triton over `attention`: at best 1 / 1.3 on A100 (Dao 2023, section 4.1). Not slower
+    on Hopper, because Triton uses Hopper's instructions and FlashAttention-2 does not."""
 
 
 _HOPPER = {16: 989.4e12, 8: 1978.9e12}
-# NVIDIA's power limits are 1,200 W a GPU for GB200 and 1,400 W for GB300: what products reach grows with it.
+# Large products are limited by power: GB300 (1,400 W per GPU) reaches more of its peak than GB200 (1,200 W).
 _ACCELERATORS = {
     "V100": Accelerator(32, 0.9e12, 80, {16: 125e12}, 0.75, 0.3),
     "A100-40GB": Accelerator(40, 1.555e12, 108, {16: 312e12}, 0.869, 0.72, triton=1 / 1.3),
     "A100": Accelerator(80, 2.039e12, 108, {16: 312e12}, 0.869, 0.72, triton=1 / 1.3),
     "A800": Accelerator(80, 2.039e12, 108, {16: 312e12}, 0.869, 0.72, triton=1 / 1.3),
-    # The 96 GB variant with HBM2e is limited to 500 W in place of 700 (torchtitan's benchmarks say so of theirs).
+    # The 96 GB variant with HBM2e is limited to 500 W instead of 700 W, as torchtitan states for its benchmarks.
     "H100-96GB": Accelerator(96, 2.4e12, 132, _HOPPER, 0.803 * 0.85, 0.34 * 0.85, 0.75 * 0.85),
     "H100": Accelerator(80, 3.35e12, 132, _HOPPER, 0.803, 0.34, 0.75),
     "H800": Accelerator(80, 3.35e12, 132, _HOPPER, 0.803, 0.34, 0.75),
@@ -52,18 +53,25 @@ _ACCELERATORS = {
 
 
 def find_accelerator(name: str) -> Accelerator | None:
-    """Find an accelerator by product name, however it is written ("NVIDIA A100-SXM4-40GB", "H100-80GB"); else None."""
+    """Find the accelerator of a product name such as "NVIDIA A100-SXM4-40GB" or "H100-80GB"; None if not listed."""
     plain = name.upper().replace(" ", "-")
     variant = next((key for key, size in (("A100-40GB", "40GB"), ("H100-96GB", "96GB")) if _is(plain, key, size)), None)
     if variant:
         return _ACCELERATORS[variant]
-    return next((it for key, it in sorted(_ACCELERATORS.items(), key=lambda pair: -len(pair[0])) if key in plain), None)
+    # Longest name first, because names contain one another: "GB200" contains "B200".
+    by_length = sorted(_ACCELERATORS, key=len, reverse=True)
+    return next((_ACCELERATORS[key] for key in by_length if key in plain), None)
 
 
 def _is(name: str, key: str, size: str) -> bool:
     return key.split("-")[0] in name and size in name
 
 
-def attention_peak(known: Accelerator, new_kernels: bool, triton: bool = False) -> float:
-    """Of fused attention; new_kernels: those written for the device; triton: the first ones in Triton."""
-    return ((known.new_attention if new_kernels else None) or known.attention) * (known.triton if triton else 1.0)
+def attention_peak(accelerator: Accelerator, new_kernels: bool, triton: bool = False) -> float:
+    """Return the share of the 16-bit peak that fused causal attention reaches.
+
+    new_kernels: the stack has kernels written for this device, such as FlashAttention-3 on Hopper. triton: it has
+    FlashAttention's first kernels in Triton.
+    """
+    best = (accelerator.new_attention if new_kernels else None) or accelerator.attention
+    return best * (accelerator.triton if triton else 1.0)

@@ -1,6 +1,8 @@
-"""Use the real switches: tapers for the closed form, and the estimate of a run placed on given nodes.
+"""Bring the cluster's switches into the estimate: sizes and oversubscription of leaves and groups, and placed runs.
 
-cluster.topology (a file with every switch) is used where it is given, else the sizes in cluster.fabric.
+The closed forms of network.py assume that all switches of a level are alike. If cluster.topology names a file with
+every switch, sizes come from there, and estimate_placed corrects an estimate by where its nodes really are; else sizes
+come from cluster.fabric.
 """
 
 from __future__ import annotations
@@ -34,40 +36,42 @@ from hpc_train.traffic.flows import compute_flows
 
 @dataclass(frozen=True)
 class Switches:
-    """The switches of one level."""
+    """The switches of one level of the fabric, taken as all alike."""
 
     nodes: float
-    """Under one switch (all that is below a pod, for a group); infinite where nothing leaves it."""
+    """Nodes below one switch; infinite if no traffic ever leaves it."""
     oversubscription: float
-    """What the nodes can send, over what leaves the switch."""
+    """Bandwidth of the nodes below a switch over the bandwidth of its uplinks."""
 
 
 def switch_sizes(cluster: ClusterConfig, figures: FabricFigures) -> tuple[Switches, Switches]:
-    """Leaves and groups, as a job meets them whose nodes fill them up one after the other.
+    """Return the leaves and the groups (pods, dragonfly groups) of a cluster.
 
-    Raises UserError for a topology that cannot be read or tells of no switch.
+    Raises UserError for a topology that cannot be read or has no switch.
     """
     fabric = cluster.fabric
     leaf, group = fabric.nodes_per_leaf or math.inf, fabric.nodes_per_group or math.inf
     if cluster.topology:
         paths = switch_paths(cluster).values()
-        leaf, group = _median_nodes(it[-1:] for it in paths), _median_nodes(it[:-1][-1:] for it in paths)
-    leaves = Switches(leaf, _reached(figures, "leaf", leaf, fabric.oversubscription))
-    return leaves, Switches(group, _reached(figures, "group", group, fabric.group_oversubscription))
+        # A path goes from the top switch to the leaf, so path[-1] is the leaf and path[-2] its group.
+        leaf, group = _median_nodes(path[-1:] for path in paths), _median_nodes(path[:-1][-1:] for path in paths)
+    leaves = Switches(leaf, _oversubscription(figures, "leaf", leaf, fabric.oversubscription))
+    return leaves, Switches(group, _oversubscription(figures, "group", group, fabric.group_oversubscription))
 
 
-def _reached(figures: FabricFigures, level: str, nodes: float, stated: float | None) -> float:
-    """Return the taper from measured bandwidths, else the stated one; 1 if neither is known."""
-    node, told = (figures.measured.get_level(name) if figures.measured else None for name in ("node", level))
-    if told is None or not math.isfinite(nodes):
+def _oversubscription(figures: FabricFigures, level: str, nodes: float, stated: float | None) -> float:
+    """Return the oversubscription of a level from measured bandwidths, else the stated one; 1 if neither is known."""
+    node, above = (figures.measured.get_level(name) if figures.measured else None for name in ("node", level))
+    if above is None or not math.isfinite(nodes):
         return stated or 1.0
-    return max(1.0, nodes * (node.bandwidth if node else figures.nic_uplink) / told.bandwidth)
+    # `above` is the measured bandwidth that all nodes below one switch share when they send out of it.
+    return max(1.0, nodes * (node.bandwidth if node else figures.nic_uplink) / above.bandwidth)
 
 
 def switch_paths(cluster: ClusterConfig) -> Mapping[str, Sequence[str]]:
-    """Node -> its switches, top to leaf, in cluster.topology, in the file's order; empty without one.
+    """Return the switches above each node, from the top one to the leaf; empty without cluster.topology.
 
-    Raises UserError for a topology that cannot be read or tells of no switch.
+    Nodes are in the order of the file. Raises UserError for a topology that cannot be read or has no switch.
     """
     if not cluster.topology:
         return {}
@@ -78,7 +82,10 @@ def switch_paths(cluster: ClusterConfig) -> Mapping[str, Sequence[str]]:
 
 @cache
 def _paths(path: Path, _: int, nics: int, nic_gbit_s: float) -> Mapping[str, Sequence[str]]:
-    """Return the switch paths of a file's compute nodes; the file's modification time keeps cached answers apart."""
+    """Return the switch paths of a file's compute nodes.
+
+    The second argument is the file's modification time: it is part of the cache's key, so a changed file is read again.
+    """
     from hpc_train.cluster.switch_tree import find_compute_nodes, find_paths
     from hpc_train.placement.node_locations import read_switch_file
 
@@ -88,39 +95,41 @@ def _paths(path: Path, _: int, nics: int, nic_gbit_s: float) -> Mapping[str, Seq
 
 
 def _median_nodes(switches: Iterable[Hashable]) -> float:
-    """Nodes under the middle one of several switches; infinite where one holds all, or none is known."""
+    """Return the median number of nodes per switch; infinite if one switch has all nodes, or none is known."""
     counts = Counter(name for name in switches if name)
     return float(statistics.median_low(list(counts.values()))) if len(counts) > 1 else math.inf
 
 
 _PARTS = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
-"""Axis -> part of the step; whatever goes over other axes, or over several, is of `data`."""
+"""Field of StepTime for the traffic of an axis; traffic over other axes, or over several, is `data`."""
 
 
 def estimate_placed(config: RunConfig, ranks: int, found: Estimate) -> Estimate:
-    """The estimate of one job on the first nodes of cluster.topology; as it is without one, and where it has too few.
+    """Correct the estimate of one job for the real switches of cluster.topology, taking its first nodes.
 
-    Raises UserError for a topology that cannot be read or tells of no switch.
+    Returns the estimate unchanged without a topology, or if that has too few nodes. Each communication part of the step
+    is scaled by (cost of the best placement on the real switches) / (cost on switches that are all alike).
+    Raises UserError for a topology that cannot be read or has no switch.
     """
     nodes = first_nodes(config, ranks)
     if not nodes:
         return found
-    by = _time_factors(config, ranks, nodes)
-    spent = replace(found.time, **{name: getattr(found.time, name) * it for name, it in by.items()})
+    factors = _time_factors(config, ranks, nodes)
+    spent = replace(found.time, **{name: getattr(found.time, name) * factor for name, factor in factors.items()})
     faster = found.time.step / spent.step
     rates = {name: getattr(found, name) * faster for name in ("mfu", "hfu", "tokens_per_second")}
     return replace(found, time=spent, **rates)
 
 
 def first_nodes(config: RunConfig, ranks: int) -> tuple[str, ...]:
-    """The first nodes of cluster.topology, as many as the ranks need; none without one, or if it has too few."""
+    """Return the first nodes of cluster.topology, as many as the ranks need; none without one, or if it has too few."""
     paths = switch_paths(config.cluster)
     count = math.ceil(ranks / count_ranks_per_node(config))
     return tuple(paths)[:count] if len(paths) >= count else ()
 
 
 def _time_factors(config: RunConfig, ranks: int, nodes: Sequence[str]) -> dict[str, float]:
-    """Part of the step -> its time over that on switches that are alike."""
+    """Return by how much the real switches slow down each part of the step, compared with switches that are alike."""
     sizes, moved = asdict(resolve_degrees(config.parallel, ranks)), compute_flows(config, ranks)
     backend: Backend = "nccl" if config.cluster.node.gpus else "gloo"
     where = locate_hosts(config.cluster, [JobHost(name) for name in nodes], in_slurm=False)
@@ -133,16 +142,17 @@ def _time_factors(config: RunConfig, ranks: int, nodes: Sequence[str]) -> dict[s
 
 
 def _fabric(config: RunConfig, where: NodeLocations) -> Fabric:
-    """NVLink domains are filled in the order of the nodes, as the closed form has them."""
+    """Build the fabric of some nodes; NVLink domains are filled in the order of the nodes, as in the closed forms."""
     within = config.cluster.node.nvlink_domain_gpus // max(config.cluster.node.gpus, 1)
     domains = {node: f"domain{at // within}" for at, node in enumerate(where.nodes)} if within > 1 else {}
     return build_located_fabric(config, replace(where, domains=domains), count_ranks_per_node(config))
 
 
 def _uniform_switches(config: RunConfig, nodes: Sequence[str]) -> NodeLocations:
-    """Switches of the sizes that the closed form knows."""
+    """Return locations on an idealised fabric, whose switches all have the sizes that the closed forms assume."""
     leaf, group = switch_sizes(config.cluster, collect_figures(config.cluster))
-    sizes = [(name, it.nodes) for name, it in (("group", group), ("leaf", leaf)) if math.isfinite(it.nodes)]
+    levels = (("group", group), ("leaf", leaf))
+    sizes = [(name, switches.nodes) for name, switches in levels if math.isfinite(switches.nodes)]
     paths = {node: tuple(f"{name}{int(at // size)}" for name, size in sizes) for at, node in enumerate(nodes)}
     uplinks = {
         path[:end]: UnitUplink(int(size)) for path in paths.values() for end, (_, size) in enumerate(sizes, start=1)

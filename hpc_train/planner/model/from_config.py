@@ -1,4 +1,4 @@
-"""Make a row of Jobs from a RunConfig."""
+"""Convert a RunConfig to a job of the planner's model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from hpc_train.units import GIB
 
 _BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16}
 _UNKNOWN_FLOPS, _UNKNOWN_BANDWIDTH, _UNKNOWN_MEMORY = 1e12, 1e11, 16.0
-"""Of a machine that nobody has described: FLOP/s, bytes/s, GiB. Ratios hold, seconds do not; see `assumptions`."""
+"""Assumed for a machine without a description: FLOP/s, bytes/s, GiB. Ratios of times are still meaningful, seconds are
+not; list_assumptions says so to the user."""
 
 
 def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
-    """The run as one job; world: ranks, None for those of the configuration.
+    """Convert a run to one job. world: number of ranks; None: as the configuration says.
 
-    Raises UserError for a model whose shape is not known and for degrees that do not fit the world.
+    Raises UserError for a model whose shape is unknown, and for degrees that do not multiply to the world.
     """
     world = world or count_nodes(config) * count_ranks_per_node(config)
     degrees = resolve_degrees(config.parallel, world)
@@ -45,7 +46,7 @@ def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
 
 
 def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
-    """The columns of a model's shape. A vision transformer is one with full attention, its patches the tokens."""
+    """Return the columns of a model's shape. A vision transformer counts as a transformer whose tokens are patches."""
     if isinstance(model, TransformerConfig):
         return {
             "layers": model.layers,
@@ -105,14 +106,14 @@ def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, 
 
 
 def _zero_code(config: RunConfig, degrees: Degrees) -> int:
-    """ddp over DTensors is fully_shard too, which shards over cp as zero1 does (parallel.zero.shard)."""
+    """Return the ZeRO stage. ddp with tp or pp runs as fully_shard and then shards over cp, as zero1 does."""
     if config.parallel.strategy == "ddp":
         return int(uses_fully_shard(config, degrees))
     return int(config.parallel.strategy.removeprefix("zero"))
 
 
 def _formats(config: RunConfig, degrees: Degrees) -> dict[str, float]:
-    """hpc_train keeps parameters, gradients and both moments in fp32 (fp64), and computes in 16-bit copies."""
+    """Return the bytes per element: hpc_train keeps parameters, gradients and moments in fp32 (fp64: in fp64)."""
     weight_bytes = 8 if config.precision.name == "fp64" else 4
     is_unsharded = not uses_fully_shard(config, degrees)
     return {
@@ -123,7 +124,8 @@ def _formats(config: RunConfig, degrees: Degrees) -> dict[str, float]:
         "optimizer_bytes": 2 * weight_bytes,
         "logit_bytes": ELEMENT_BYTES[config.precision.name] + 2 * weight_bytes,
         "stack": STACKS.index("hpc_train"),
-        "fused_attention": getattr(config.model, "dropout", 0.0) == 0,  # models.dropout computes scores and masks
+        # With dropout, models.dropout computes scores and masks itself instead of calling a fused kernel.
+        "fused_attention": getattr(config.model, "dropout", 0.0) == 0,
         "fused_elementwise": config.parallel.compile,
         "overlap_data": 1,
         "launch_blocking": 0,
@@ -132,15 +134,20 @@ def _formats(config: RunConfig, degrees: Degrees) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Speeds:
+    """Speed and memory of a device: FLOP/s, bytes, bytes/s."""
+
     flops: float
     memory: float
     bandwidth: float
     ceiling: float
-    """Share of `flops` that the best product reaches."""
+    """Share of `flops` that the fastest matrix product reaches."""
 
 
 def _speeds(cluster: ClusterConfig, precision: str, measured: Measured | None) -> _Speeds:
-    """What the data sheet says, and of it what products have been measured to reach, here or elsewhere."""
+    """Return the device's figures: from the configuration, else the table of accelerators, else a measurement.
+
+    The ceiling comes from this cluster's own measurement if there is one.
+    """
     gpu, listed_gpu = cluster.gpu, find_accelerator(cluster.gpu.name or "")
     reached = measured.tflops.get(precision, 0.0) * 1e12 if measured else 0.0
     listed = gpu.peak_tflops.get(precision, 0.0) * 1e12
@@ -152,7 +159,7 @@ def _speeds(cluster: ClusterConfig, precision: str, measured: Measured | None) -
 
 
 def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[str, float]:
-    """The columns of a machine; ranks: of a node. Raises UserError for a calibration that cannot be read."""
+    """Return the columns of a machine. ranks: per node. Raises UserError for a calibration that cannot be read."""
     node, figures = cluster.node, collect_figures(cluster)
     leaf, group = switch_sizes(cluster, figures)
     listed_gpu = find_accelerator(cluster.gpu.name or "")
@@ -181,7 +188,7 @@ def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[
 
 
 def list_assumptions(cluster: ClusterConfig, precision: str) -> tuple[str, ...]:
-    """List each figure of the device that nobody has given, one line each."""
+    """List the figures of the device that are unknown, and what is assumed instead, one line each."""
     gpu, listed_gpu, calibration = (
         cluster.gpu,
         find_accelerator(cluster.gpu.name or ""),

@@ -1,4 +1,4 @@
-"""Jobs: what the planner is asked about, a column a property, so that millions of jobs are estimated at once."""
+"""Jobs: the inputs of the planner's model, one column per property, so that millions of jobs are estimated at once."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ from hpc_train.config.parallel import SCHEDULES as BUILT
 from hpc_train.models.shape import transformer_flops_per_token
 
 Column = NDArray[np.float64]
-"""[n] numbers, or [] where all jobs share one: columns broadcast against each other. Counts are whole floats: they are
-mostly multiplied and divided, which is faster than with integers."""
+"""Property of n jobs: [n], or [] if all jobs share one value, since columns broadcast against each other.
+
+Counts are floats with whole values: most arithmetic is multiplication and division, which is faster than with integers.
+"""
 
 SCHEDULES = (*BUILT, "zb_2p")
-"""Code of a schedule: its place here. Those that hpc_train runs, and zb_2p (ZB-H2: Qi et al. 2024, arXiv:2401.10241),
-which only published runs have."""
+"""Schedules; the code of a schedule is its index here. zb_2p (ZB-H2: Qi et al. 2024, arXiv:2401.10241) occurs only in
+published runs, hpc_train has all others."""
 RECOMPUTE = ("none", "selective", "full")
-"""Code of a mode of recomputation. selective: what attention makes, scores and softmax, is made again."""
+"""Modes of recomputation, coded by their index. selective differs between stacks: see layer.recompute_shares."""
 OFFLOAD = ("none", "optimizer", "parameters")
-"""Code of what lives in host memory between uses: the optimizer's state and its update; parameters too."""
+"""What lives in host memory between uses, coded by its index. optimizer: its state, and the update runs on the CPU.
+parameters: the parameters and their gradients, too."""
 PCIE = 2.5e10
-"""Bytes/s between a GPU and its host where nobody says: about those of PCIe 4.0 x16."""
+"""Assumed bandwidth between a GPU and its host if none is given, bytes/s: about that of PCIe 4.0 x16."""
 STACKS = ("megatron", "deepspeed", "fsdp", "hpc_train")
-"""Code of whose software runs the job: index into the constants that differ by software."""
+"""Training software (stack) that runs the job, coded by its index: formulas and some constants differ by stack."""
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """Jobs in columns, one a row. Build them with jobs_from_config, from a run table, or with replace_columns."""
+    """Jobs as columns, one job per row. Made by jobs_from_config, from a run table, or by replace_columns."""
 
     # Model: a decoder-only transformer.
     layers: Column
     hidden: Column
     feed_forward: Column
-    """Width of the feed-forward layer, of each of its two branches where gated."""
+    """Width of the feed-forward layer; if gated, of each of its two branches."""
     heads: Column
     kv_heads: Column
     head_dim: Column
     vocab: Column
     gated: Column
-    """1: two branches widen (SwiGLU)."""
+    """1: the feed-forward layer has two branches (SwiGLU)."""
     parallel_block: Column
-    """1: attention and feed-forward layer work on the same input, so tp sums once in place of twice (Wang and
-    Komatsuzaki 2021, GPT-J)."""
+    """1: attention and feed-forward layer run on the same input, so that tp sums once per layer instead of twice (Wang
+    and Komatsuzaki 2021, GPT-J)."""
     tied: Column
-    """1: embedding and head are one table."""
+    """1: embedding and head share one table."""
     learned_positions: Column
-    """Vectors of a learned table of positions, which hpc_train's tp leaves whole; 0: none, or of a published run."""
+    """Rows of the table of learned positions, which hpc_train's tp does not split; 0: no table, or a published run."""
     dropout: Column
-    """1: hpc_train's own layers drop activations and attention weights, with masks of their own; 0 for published runs,
-    whose layers' masks are counted anyway."""
+    """1: hpc_train's own layers with dropout. 0 for published runs, whose dropout masks are part of their formulas."""
     sequence: Column
     """Tokens of a sequence."""
     # Batch, in sequences.
@@ -65,96 +67,96 @@ class Jobs:
     tp: Column
     pp: Column
     virtual_stages: Column
-    """Stages a rank of pp has."""
+    """Pipeline stages on each rank."""
     # Technique.
     sequence_parallel: Column
     """1: tp splits positions between its layers."""
     ulysses: Column
-    """1: cp exchanges heads for positions around attention, in place of keys and values round a ring."""
+    """1: cp exchanges heads for positions around attention (Ulysses); 0: keys and values go round a ring."""
     zero: Column
-    """What dp_shard shards: 0 nothing, 1 optimizer, 2 gradients too, 3 parameters too."""
+    """What dp_shard shards: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     reshard: Column
-    """zero 3: 1 if parameters are freed after forward and gathered again."""
+    """With zero 3: 1 if parameters are freed after forward and gathered again for backward."""
     schedule: Column
     """Index into SCHEDULES."""
     recompute: Column
     """Index into RECOMPUTE."""
     recompute_share: Column
-    """Share of the layers that are recomputed, 0 to 1; no meaning for none."""
+    """Share of the layers that are recomputed, 0 to 1; without meaning if recompute is none."""
     offload: Column
     """Index into OFFLOAD."""
     offload_activations: Column
-    """1: what layers keep for backward waits in host memory until then."""
+    """1: activations wait in host memory until backward."""
     # Formats, bytes.
     activation_bytes: Column
-    """Of an element of an activation, and of a gathered or computed-with parameter."""
+    """Bytes per element of activations, and of parameters as they are gathered and used in products."""
     weight_bytes: Column
-    """Kept of a parameter between steps beside the optimizer's own, sharded by zero 3."""
+    """Bytes per parameter kept between steps, without the optimizer's copy; sharded by zero 3."""
     gradient_bytes: Column
-    """Kept of a gradient, sharded by zero 2 and 3."""
+    """Bytes per gradient element while it is accumulated; sharded by zero 2 and 3."""
     reduce_bytes: Column
-    """Of a gradient on its way over the data-parallel axes."""
+    """Bytes per gradient element in reductions over the data-parallel axes."""
     optimizer_bytes: Column
-    """Of a parameter in the optimizer: 12 for AdamW with fp32 copies of 16-bit parameters, 8 without; sharded by
-    zero 1 to 3."""
+    """Bytes of optimizer state per parameter: 8 for AdamW in fp32, 12 with an fp32 copy of 16-bit parameters. Sharded
+    by zero 1 to 3."""
     logit_bytes: Column
-    """Of a logit at the peak of the loss: 16-bit, fp32 and gradient, or less where the loss is fused."""
+    """Bytes per logit at the peak of the loss: 16-bit logit, fp32 copy and gradient; less if the loss is fused."""
     # Software.
     stack: Column
     """Index into STACKS."""
     fused_attention: Column
-    """1: scores are never in memory (Dao et al. 2022, arXiv:2205.14135)."""
+    """1: attention scores are never written to memory (FlashAttention: Dao et al. 2022, arXiv:2205.14135)."""
     fused_elementwise: Column
-    """1: chains of elementwise operations are one kernel each (torch.compile, hand-fused layers)."""
+    """1: chains of elementwise operations are fused into one kernel each (torch.compile, hand-fused layers)."""
     overlap_data: Column
-    """1: gradients are reduced, and parameters gathered, while others compute."""
+    """1: data-parallel communication overlaps computation."""
     overlap_tensor: Column
-    """1: collectives of tp run beside products (asynchronous)."""
+    """1: communication of tp overlaps matrix products (asynchronous tensor parallelism)."""
     launch_blocking: Column
     """1: the host waits for each kernel (CUDA_LAUNCH_BLOCKING), so ranks meet late in every collective."""
     # Machine.
     gpus_per_node: Column
     nvlink_domain: Column
-    """Ranks that reach each other over NVLink: of a node, or of more."""
+    """Ranks that are connected by NVLink: those of one node, or of several."""
     peak_flops: Column
-    """FLOP/s of the linear layers' format, dense."""
+    """Dense peak in the number format of linear layers, FLOP/s."""
     peak_flops_attention: Column
-    """FLOP/s of the format that attention computes in (16 bits where linear layers have 8 or 4)."""
+    """Dense peak in the number format of attention, FLOP/s: 16 bits also where linear layers use 8 or 4."""
     gemm_ceiling: Column
-    """Share of the peak that the best of all matrix products has been measured to reach."""
+    """Share of the peak that the fastest matrix product reaches: see accelerators.Accelerator.ceiling."""
     attention_ceiling: Column
-    """The same of fused attention, of peak_flops_attention."""
+    """Share of peak_flops_attention that fused attention reaches."""
     multiprocessors: Column
-    """Of a GPU, for wave quantisation; 0: unknown."""
+    """Streaming multiprocessors of a GPU, for wave quantisation; 0: unknown."""
     memory_bytes: Column
     memory_bandwidth: Column
     """Bytes/s."""
     link_bandwidth: Column
-    """Bytes/s of one GPU to its NVLink domain, one direction."""
+    """Bandwidth of one GPU inside its NVLink domain, one direction, bytes/s."""
     nic_bandwidth: Column
-    """Bytes/s out of a node, one direction, by the GPUs of the node: its NICs' rates added up, over gpus_per_node."""
+    """Network bandwidth per GPU, one direction, bytes/s: the NICs of a node together, over gpus_per_node."""
     host_bandwidth: Column
     """Bytes/s between a GPU and its host, one direction; 0: unknown."""
     leaf_gpus: Column
-    """GPUs under one leaf switch (a scalable unit); infinite where unknown or non-blocking."""
+    """GPUs below one leaf switch (scalable unit); infinite if unknown or non-blocking."""
     leaf_oversubscription: Column
     group_gpus: Column
-    """GPUs in one pod or dragonfly group; infinite where unknown."""
+    """GPUs in one pod or dragonfly group; infinite if unknown."""
     group_oversubscription: Column
     # Checkpoints.
     checkpoint_every: Column
-    """Steps; infinite: never."""
+    """Steps between saves; infinite: never saves."""
     checkpoint_bandwidth: Column
-    """Bytes/s at which a rank's state leaves it while training waits."""
+    """Bandwidth at which a rank's state is copied while training waits, bytes/s."""
 
     @property
     def n(self) -> int:
-        """Rows after broadcasting."""
+        """Number of jobs, after broadcasting."""
         return int(np.prod(np.broadcast_shapes(*(getattr(self, field.name).shape for field in fields(self)))))
 
     @property
     def data_parallel(self) -> Column:
-        """Ranks that see different samples."""
+        """Number of ranks that see different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -168,12 +170,12 @@ class Jobs:
 
     @property
     def parameters(self) -> Column:
-        """Weights of the matrices of the whole model, a tied table once."""
+        """Number of weights in the matrices of the whole model; a tied table counts once."""
         return self.layers * self.layer_parameters + (2 - self.tied) * self.vocab * self.hidden
 
     @property
     def layer_parameters(self) -> Column:
-        """Weights of the matrices of one layer."""
+        """Number of weights in the matrices of one layer."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return attention + (2 + self.gated) * self.hidden * self.feed_forward
 
@@ -197,7 +199,7 @@ class Jobs:
 
     @property
     def model_flops(self) -> Column:
-        """FLOPs of a step of the whole job that MFU is computed from."""
+        """FLOPs of a step of the whole job, as MFU counts them: without recomputation."""
         weights = self.layers * self.layer_parameters + self.vocab * self.hidden
         attention_width = self.layers * self.heads * self.head_dim
         flops: Column = self.tokens * transformer_flops_per_token(weights, attention_width, self.sequence)
@@ -205,7 +207,7 @@ class Jobs:
 
 
 def as_column(value: object) -> Column:
-    """A number or a row of numbers as a column."""
+    """Convert a number or a list of numbers to a column."""
     return np.asarray(value, np.float64)
 
 
@@ -215,11 +217,11 @@ def replace_columns(jobs: Jobs, **columns: object) -> Jobs:
 
 
 def recomputed_share(layers: float, stages: int, every: int) -> float:
-    """Return the recomputed share of a stage's layers: of n layers the first and every so-many-th, ceil(n / every)."""
+    """Return the share of a stage's layers that are recomputed: the first and every `every`-th one after it."""
     per_stage = math.ceil(layers / stages)
     return math.ceil(per_stage / every) / per_stage
 
 
 def job_columns(jobs: Jobs) -> dict[str, Column]:
-    """Name -> column."""
+    """Return all columns by name."""
     return {field.name: getattr(jobs, field.name) for field in fields(jobs)}

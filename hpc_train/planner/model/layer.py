@@ -1,7 +1,7 @@
-"""Cost of one layer, and of the head, on one rank for one micro-batch: seconds of work, and bytes of activations.
+"""Cost of one layer, and of embedding and head, on one rank for one micro-batch: seconds and bytes of activations.
 
-Matrix products by their shape (tiles, waves, alignment), attention, elementwise work limited by memory bandwidth; then
-what is kept until backward and what recomputation does again.
+Matrix products are timed by their shape (tiles, waves, alignment), elementwise work by memory bandwidth. Activations
+are what forward keeps for backward, and what recomputation needs for a moment.
 """
 
 from __future__ import annotations
@@ -15,45 +15,50 @@ from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.jobs import RECOMPUTE, STACKS, Column, Jobs
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
-"""Rows and columns of the result that one multiprocessor computes at a time, and time for an element over that of the
-largest, whose operands are used most often: what cuBLAS has to choose from."""
+"""Tile sizes that cuBLAS chooses from: rows and columns of the result that one multiprocessor computes at a time, and
+the time per element relative to the largest tiles. Small tiles are slower because they reuse their operands less."""
 _ALIGNED = 8
-"""Elements of a dimension that tensor cores need to be a multiple of, at 16 bits."""
+"""Dimensions must be a multiple of this for tensor cores at 16 bits."""
 _LINE = 64
-"""16-bit elements of a 128-byte line of memory."""
+"""16-bit elements in a 128-byte cache line."""
 _FOUR_BITS = 2.5
-"""Peak of a format over that of attention's 16 bits: 8-bit products have twice it, 4-bit ones four times or more."""
+"""Ratio of peaks that tells 4-bit from 8-bit products, which have at least four times and twice the peak of 16 bits."""
 
 
 def linear_seconds(jobs: Jobs, constants: Constants, rows: Column, inputs: Column, outputs: Column) -> Column:
-    """Seconds of one product [rows, inputs] x [inputs, outputs] of a linear layer.
+    """Return the seconds of one product [rows, inputs] x [inputs, outputs] of a linear layer.
 
-    Backward is two more of the same size, whose three matrices change places: they take as long.
+    Backward has two products of the same size with the matrices in other roles, which take as long each.
     """
     flops = 2 * rows * inputs * outputs
     rate = jobs.peak_flops * jobs.gemm_ceiling * constants.gemm_efficiency * _low_precision_share(jobs, constants)
     rate = rate / np.where(_whole_lines(inputs) & _whole_lines(outputs), 1.0, constants.alignment)
+    # Part of the memory traffic is not hidden behind arithmetic (constants.gemm_traffic); it matters for thin matrices.
     operands = rows * inputs + inputs * outputs
     moved = (operands + rows * outputs) * jobs.activation_bytes * constants.gemm_traffic
     return flops / rate * wave_quantization(jobs, rows, outputs) + moved / jobs.memory_bandwidth
 
 
 def _whole_lines(width: Column) -> NDArray[np.bool_]:
-    """Whether a width is a multiple of a line; rounding is faster than the remainder of a division."""
-    lines = width / _LINE
+    """Return whether a width is a multiple of a cache line."""
+    lines = width / _LINE  # comparing with floor() is faster than %, and this runs for every candidate
     is_whole: NDArray[np.bool_] = lines == np.floor(lines)
     return is_whole
 
 
 def _low_precision_share(jobs: Jobs, constants: Constants) -> Column:
-    """Share of the peak of 8 and 4 bits that is left when operands have been scaled and cast."""
+    """Return the share of the 8-bit or 4-bit peak that is left after scaling and casting operands."""
     over = jobs.peak_flops / jobs.peak_flops_attention
     some = np.where(over > _FOUR_BITS, constants.four_bits, constants.low_precision)
     return np.where(over > 1, some, 1.0)
 
 
 def wave_quantization(jobs: Jobs, rows: Column, outputs: Column) -> Column:
-    """Time over that of multiprocessors that are never idle, with the best of the tiles."""
+    """Return the slowdown of a product because its tiles do not fill the last wave of multiprocessors.
+
+    Each multiprocessor computes one tile at a time, so the number of tiles is rounded up to whole waves. The best tile
+    size is taken (NVIDIA, Matrix Multiplication Background User's Guide, "Wave Quantization").
+    """
     best = None
     useful = rows * outputs
     for height, width, cost in _TILES:
@@ -67,45 +72,48 @@ def wave_quantization(jobs: Jobs, rows: Column, outputs: Column) -> Column:
 
 
 def misalignment_factor(width: Column, constants: Constants) -> Column:
-    """Time over that with tensor cores, for a dimension of `width` elements."""
+    """Return the slowdown of a product whose dimension of `width` elements keeps it off tensor cores."""
     return np.where(width % _ALIGNED == 0, 1.0, constants.misaligned)
 
 
-# Passes over memory of the elements of hidden states, of the widened ones, and of attention scores, counted in the
-# kernels of Megatron-LM (fused bias + GELU, bias + dropout + add, scale + mask + softmax), forward:
-_NORM_PASSES = 4.0  # two norms, each read and written
-_RESIDUAL_PASSES = 7.0  # twice: input, residual and mask read, result written
-_WIDE_PASSES = 2.0
-_GATED_PASSES = 3.0
-_ROTARY_PASSES = 4.0
+# Elementwise work is limited by memory bandwidth. A pass reads or writes every element of a tensor once. These are the
+# passes of a layer's forward in the fused kernels of Megatron-LM (bias + GELU, bias + dropout + add, scale + mask +
+# softmax).
+_NORM_PASSES = 4.0  # two norms, each reads its input and writes its result
+_RESIDUAL_PASSES = 7.0  # two additions, each reads input, residual and a one-byte mask, and writes the result
+_WIDE_PASSES = 2.0  # the activation function reads and writes the widened tensor
+_GATED_PASSES = 3.0  # SwiGLU reads both branches and writes one
+_ROTARY_PASSES = 4.0  # rotary embeddings read and write queries and keys, with one result in between
 _BACKWARD_PASSES = 1.5
-"""Backward over forward: the gradient is read besides, and written in place of the result."""
+"""Passes of backward over those of forward: it also reads the incoming gradient."""
 _LOGIT_BYTES = 40.0
-"""Moved for one logit, forward and backward, in fp32: cast, maximum, exponentials, sum, and their gradient."""
+"""Bytes moved per logit, forward and backward, in fp32: cast, maximum, exponentials, sum, and their gradients."""
 _KERNELS_FORWARD, _KERNELS_BACKWARD = 26.0, 44.0
-"""Launches of a layer, as PyTorch profiles of GPT layers show, plain attention's among them."""
+"""Kernel launches of a layer in PyTorch profiles of GPT layers without fused attention."""
 _FUSED_KERNELS = 0.6
-"""Of them where attention, or elementwise chains, are one kernel each."""
+"""Share of these launches that is left if attention, or chains of elementwise operations, are fused."""
 _DEEPSPEED = STACKS.index("deepspeed")
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Seconds of a rank for one micro-batch."""
+    """Seconds of work of one rank for one micro-batch."""
 
     forward: Column
-    """Of one layer."""
+    """Forward of one layer."""
     backward: Column
+    """Backward of one layer, without recomputation."""
     again: Column
-    """Forward work of one layer that recomputation does once more."""
+    """Recomputation of one layer."""
     head: Column
     """Forward and backward of the head and the loss."""
     embedding: Column
+    """Forward and backward of the embedding."""
     launch_forward: Column
-    """Of one layer: the host's time to launch the kernels of its forward."""
+    """Time of the host to launch the kernels of one layer's forward."""
     launch_backward: Column
     flops_again: Column
-    """FLOPs of `again`, on all ranks of tp and cp together."""
+    """FLOPs of recomputing one layer, on all tp and cp ranks together."""
 
 
 def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
@@ -116,6 +124,8 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
     plain, plain_backward = _elementwise(jobs, constants, tokens)
     share = np.where(jobs.recompute > 0, jobs.recompute_share, 0.0)
     lin, att, ele = recompute_shares(jobs)
+    # torch stops recomputing before a layer's last product, since backward does not need its result (stack >= 2: FSDP
+    # and hpc_train). Megatron and DeepSpeed recompute it.
     kernels = np.where(jobs.fused_attention + jobs.fused_elementwise > 0, _FUSED_KERNELS, 1.0)
     kernels = kernels * np.where(jobs.stack == _DEEPSPEED, constants.launch_deepspeed, constants.launch)
     full = share * lin
@@ -135,16 +145,19 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
 
 
 def attention_score_width(jobs: Jobs) -> Column:
-    """FLOPs / 2 of a token's products with keys and values, forward: half of the positions if causally fused."""
+    """Return the multiply-adds of one token's attention in forward: scores, then the weighted sum of values.
+
+    Fused causal attention skips the half of the positions that are masked.
+    """
     return jobs.heads * jobs.head_dim * jobs.sequence * np.where(jobs.fused_attention > 0, 1.0, 2.0)
 
 
 def recompute_shares(jobs: Jobs) -> tuple[Column, Column, Column]:
-    """Return the shares of linear layers, attention's core and elementwise work that a recomputed layer does again.
+    """Return the shares of linear layers, of attention and of elementwise work that a recomputed layer repeats.
 
-    full: everything. selective is what each stack means by it: Megatron's is the core of attention (Korthikanti et al.
-    2022, arXiv:2205.05198, section 5), torchtitan's every second product, hpc_train's what is neither product nor
-    attention.
+    full repeats everything. selective differs between stacks: Megatron and DeepSpeed repeat attention (Korthikanti et
+    al. 2022, arXiv:2205.05198, section 5), torchtitan (FSDP) every second product and elementwise work, hpc_train
+    elementwise work only.
     """
     full, fsdp, ours = jobs.recompute == 2, jobs.stack == 2, jobs.stack == 3
     some = jobs.recompute == 1
@@ -155,10 +168,12 @@ def recompute_shares(jobs: Jobs) -> tuple[Column, Column, Column]:
 
 
 def _linear(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
-    """(the four products of a layer, the last of them alone), forward: split over tp by columns, rows, columns, rows.
+    """Return the forward seconds of a layer's linear layers: (all four products, the last one alone).
 
-    torch's recomputation stops when it has what backward needs, which the last product is not; Megatron's does not.
+    tp splits them by columns, rows, columns and rows: queries, keys and values; attention's output; the two of the
+    feed-forward layer.
     """
+    # If tp exceeds the number of key and value heads, ranks compute the same heads more than once.
     queries = jobs.heads * jobs.head_dim / jobs.tp
     keys = jobs.kv_heads * jobs.head_dim / np.minimum(jobs.tp, jobs.kv_heads)
     wide = jobs.feed_forward / jobs.tp
@@ -170,13 +185,15 @@ def _linear(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, C
 
 
 def _attention(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
-    """Core of attention, forward and backward."""
+    """Return the seconds of attention without its projections: (forward, backward)."""
     width = jobs.heads * jobs.head_dim / jobs.tp
     peak = jobs.peak_flops_attention * jobs.gemm_ceiling
     slow = misalignment_factor(jobs.head_dim, constants)
-    # Fused: half of the pairs (causal); backward computes the scores again, 2.5 times forward (Dao et al. 2022).
+    # Fused: half of the pairs, since causal. Its backward takes 2.5 times forward: five products in place of two,
+    # because it computes the scores again (Dao et al. 2022, arXiv:2205.14135).
     flash = jobs.peak_flops_attention * jobs.attention_ceiling * constants.flash_efficiency
     fused = 2 * tokens * jobs.sequence * width * slow / flash
+    # Not fused: two products over all pairs, and passes over the scores in memory.
     scores = tokens * jobs.sequence * jobs.heads / jobs.tp * jobs.activation_bytes / jobs.memory_bandwidth
     products = 4 * tokens * jobs.sequence * width * slow / (peak * constants.gemm_efficiency)
     products = products + 2 * scores * constants.gemm_traffic
@@ -187,11 +204,14 @@ def _attention(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column
 
 
 def _elementwise(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
-    """Norms, residuals and activations, forward and backward: limited by memory."""
+    """Return the seconds of norms, residuals and activation functions: (forward, backward)."""
+    # tp splits norms and residuals only if it splits positions (sequence parallelism).
     unsplit = (_NORM_PASSES + _RESIDUAL_PASSES) * jobs.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     wide = np.where(jobs.gated > 0, _GATED_PASSES, _WIDE_PASSES) * jobs.feed_forward
     rotary = _ROTARY_PASSES * (jobs.heads + jobs.kv_heads) * jobs.head_dim * jobs.gated
     kernels = np.where(jobs.fused_elementwise > 0, constants.compiled, 1.0)
+    # The passes are those of Megatron's hand-fused kernels; FSDP and hpc_train (stack >= 2) run plain PyTorch kernels
+    # unless they are compiled.
     eager = np.where(jobs.stack >= 2, constants.eager, 1.0)
     elements = tokens * (unsplit + (wide + rotary) / jobs.tp) * kernels * np.where(kernels < 1, 1.0, eager)
     forward = elements * jobs.activation_bytes / (jobs.memory_bandwidth * constants.memory_efficiency)
@@ -199,14 +219,14 @@ def _elementwise(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Colu
 
 
 def _head(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
-    """The product with the table, forward and backward, and the loss."""
+    """Return the seconds of the head's product and the loss, forward and backward."""
     logits = tokens * jobs.vocab / jobs.tp
     products = 3 * linear_seconds(jobs, constants, tokens, jobs.hidden, jobs.vocab / jobs.tp)
     return products + logits * _LOGIT_BYTES / (jobs.memory_bandwidth * constants.memory_efficiency)
 
 
 def _embedding(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
-    """Rows of the table gathered, and their gradients scattered."""
+    """Return the seconds of looking up embeddings in forward and adding up their gradients in backward."""
     moved = 8 * tokens * jobs.hidden * jobs.activation_bytes
     return moved / (jobs.memory_bandwidth * constants.memory_efficiency)
 
@@ -214,24 +234,28 @@ def _embedding(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
 _MEGATRON, _FSDP, _OURS = (STACKS.index(name) for name in ("megatron", "fsdp", "hpc_train"))
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 _WIDE = 4.0
-"""Bytes of fp32."""
+"""Bytes of an fp32 element."""
 _MASK = 1.0
-"""Bytes of an element of a mask of dropout."""
+"""Bytes of an element of a dropout mask."""
 MAX_SCORES, MIN_QUERIES = 2.0**24, 16.0
-"""Scores of attention with dropout that are computed together, and queries at least: as models.dropout has them."""
+"""Attention with dropout is computed in blocks of queries: at most so many scores, at least so many queries each.
+
+The values are those of models.dropout.
+"""
 
 
 def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
-    """Bytes that one layer keeps of one micro-batch, and that a recomputed one needs besides while it is computed.
+    """Return (bytes that a layer keeps of a micro-batch until backward, bytes that its backward needs besides).
 
-    Published stacks by Korthikanti et al. 2022, arXiv:2205.05198, table 2, taken apart: inputs of norms and linear
-    layers, what attention and the activation function keep; dropout masks for GPTs.
+    The second part is for one layer at a time: gradients, and what is recomputed. Published stacks follow Korthikanti
+    et al. 2022, arXiv:2205.05198, table 2, tensor by tensor: inputs of norms and linear layers, what attention and the
+    activation function keep, and dropout masks for GPTs.
     """
     everything, some, full = _activations(jobs)
     stored = np.where(jobs.recompute == _FULL, full, np.where(jobs.recompute == _SELECTIVE, some, everything))
     share = np.where(jobs.recompute > 0, jobs.recompute_share, 0.0)
     stored = share * stored + (1 - share) * everything
-    # Backward: the layer that is made again, gradients of its widest part, and what tp gathers of split positions.
+    # Backward needs the gradients of the layer's widest tensors, and the positions that tp gathers.
     item = jobs.activation_bytes
     wide_gradient = item * (jobs.feed_forward * (1 + jobs.gated) / jobs.tp + 2 * jobs.hidden)
     gathered = 2 * item * jobs.hidden * (jobs.sequence_parallel > 0) * (jobs.tp > 1)
@@ -240,7 +264,7 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple
 
 
 def recomputed_activations(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
-    """Return the bytes that the backward of a recomputed layer makes again; 0 if nothing is recomputed."""
+    """Return the bytes of activations that backward recomputes for one layer; 0 without recomputation."""
     everything, some, _ = _activations(jobs)
     again = np.where((jobs.stack == _OURS) & (jobs.recompute == _SELECTIVE), everything - some, everything)
     found: Column = tokens * again * (jobs.recompute > 0) * constants.activations
@@ -248,7 +272,7 @@ def recomputed_activations(jobs: Jobs, constants: Constants, tokens: Column) -> 
 
 
 def _activations(jobs: Jobs) -> tuple[Column, Column, Column]:
-    """Bytes a token with nothing, with some (selective) and with all recomputed."""
+    """Return a layer's activation bytes per token with recompute none, selective and full."""
     found = _published_activations(jobs)
     ours = jobs.stack == _OURS
     if np.any(ours):
@@ -264,10 +288,10 @@ def last_norm_bytes(jobs: Jobs, tokens: Column) -> Column:
 
 
 def pending_gradient_bytes(jobs: Jobs, tokens: Column) -> Column:
-    """Return the bytes kept per layer and micro-batch between a split backward's two parts, for hpc_train's own models.
+    """Return the bytes that a layer keeps of a micro-batch between I and W, the two parts of a split backward.
 
-    These are gradients of the results of products and norms, from which weight gradients will be computed; those of
-    row-parallel layers gathered over tp.
+    These are the gradients of the outputs of products and norms, from which W computes weight gradients; those of
+    row-parallel layers are gathered over tp. For hpc_train's own models.
     """
     item, hidden = jobs.activation_bytes, jobs.hidden
     width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
@@ -278,11 +302,13 @@ def pending_gradient_bytes(jobs: Jobs, tokens: Column) -> Column:
 
 
 def _norm_bytes(jobs: Jobs) -> tuple[Column, Column]:
-    """Return bytes per token of a norm's input, and of what a layer's two norms keep beside it (hpc_train models)."""
+    """Return bytes per token of hpc_train's models: (input of one norm, what a layer's two norms keep besides)."""
     item, hidden = jobs.activation_bytes, jobs.hidden
     width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    # Without fully_shard, precision is autocast's: the residual stream stays in fp32.
     autocast = (jobs.zero == 0) & (jobs.tp == 1) & (jobs.pp == 1) & (item < _WIDE)
     eager = jobs.fused_elementwise == 0
+    # An RMSNorm that is not fused keeps its normalised input, in fp32 and rounded to 16 bits.
     norms = 2 * np.where(item < _WIDE, _WIDE + item, item) * hidden / width * (jobs.gated * eager)
     norms = norms + np.where(autocast, 2 * item * hidden, 0.0)
     return np.where(autocast, _WIDE, item) * hidden / width, norms
@@ -300,7 +326,7 @@ def _dropout_bytes(jobs: Jobs) -> Column:
 
 
 def _key_share(jobs: Jobs) -> Column:
-    """Return the keys that a rank's attention sees over the positions that it has."""
+    """Return the ratio of the keys that a rank's attention sees to the positions that it has."""
     return np.where(jobs.ulysses > 0, 1.0, jobs.cp)
 
 
@@ -310,11 +336,11 @@ def embedding_mask_bytes(jobs: Jobs, tokens: Column) -> Column:
 
 
 def dropout_attention_working(jobs: Jobs, tokens: Column) -> Column:
-    """Return the bytes that the backward of attention with dropout needs, for hpc_train's own models; else 0.
+    """Return the bytes that the backward of attention with dropout needs at its peak; 0 without dropout.
 
-    Scores of a block of queries (models.dropout): weights, their gradients before and after the mask, one more while
-    that is made, each in fp32, and the mask. Then gradients of queries and of what is given, and of keys and values in
-    fp32.
+    For hpc_train's models (models.dropout). For one block of queries: four fp32 tensors of the size of its scores
+    (weights, their gradients before and after the mask, one temporary) and the mask. For all queries: gradients of
+    queries and of the result, and of keys and values in fp32.
     """
     wide = np.maximum(jobs.activation_bytes, _WIDE)
     heads = jobs.heads / jobs.tp / np.where(jobs.ulysses > 0, jobs.cp, 1.0)
@@ -328,10 +354,10 @@ def dropout_attention_working(jobs: Jobs, tokens: Column) -> Column:
 
 
 def asynchronous_working(jobs: Jobs, tokens: Column) -> Column:
-    """Return the bytes that asynchronous tensor parallelism needs besides in the backward of a feed-forward layer.
+    """Return the additional bytes of asynchronous tensor parallelism in the backward of a feed-forward layer.
 
-    The gradient of its second weight, added up in fp32, and the layer's input and that one's gradient as they are split
-    over positions (parallel.tensor.ring_matmul).
+    These are the gradient of its second weight, added up in fp32, and the layer's input with its gradient, split over
+    positions (parallel.tensor.ring_matmul).
     """
     width = jobs.feed_forward / jobs.tp
     wide = np.maximum(jobs.activation_bytes, _WIDE)
@@ -349,20 +375,22 @@ def feed_forward_activations(jobs: Jobs, tokens: Column) -> Column:
 
 
 def full_layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
-    """Bytes of one layer and one micro-batch of which nothing is recomputed."""
+    """Return the activation bytes of one layer and one micro-batch without recomputation."""
     return tokens * _activations(jobs)[0] * constants.activations
 
 
 def _published_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
-    """Bytes a token with nothing, with attention's core or what the stack means by it, and with all recomputed."""
+    """Return a published stack's activation bytes per token with recompute none, selective and full."""
     item, width = jobs.activation_bytes, np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     masks = np.where((jobs.gated > 0) | (jobs.stack >= _FSDP), 0.0, 2.0)
-    # Inputs of linear layers are kept as they are multiplied: in 8 bits by Megatron's fused layers.
+    # Megatron's 8-bit layers (Transformer Engine) keep the inputs of products in 8 bits; others keep them in 16.
     given = np.where((jobs.peak_flops > jobs.peak_flops_attention) & (jobs.stack == _MEGATRON), 1.0, item)
     unsplit = (2 * item + 2 * given + masks) * jobs.hidden / width
+    # Attention keeps queries, keys, values and its result.
     heads = (2 * jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp * item
     eager = np.where(jobs.fused_elementwise > 0, 0.0, item)
     wide = np.where(jobs.gated > 0, 2 * item + eager + given, item + given) * jobs.feed_forward / jobs.tp
+    # Without fused attention: softmax, its dropout's result and a one-byte mask for every pair of positions.
     scores = (2 * item + 1) * jobs.heads / jobs.tp * jobs.sequence * (jobs.fused_attention == 0)
     linear, core, plain = recompute_shares(jobs)
     some = unsplit * np.where(plain > 0, 0.5, 1.0) + heads + wide * (1 - 0.5 * plain) + scores * (1 - core)
@@ -370,12 +398,11 @@ def _published_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
 
 
 def _own_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
-    """Return bytes per token of hpc_train's own models, as above; a test ties them to what a rehearsal counts.
+    """Return the activation bytes per token of hpc_train's models with recompute none, selective and full.
 
-    Two inputs of norms lie as positions do; two inputs of column-parallel layers are kept gathered
-    (parallel.tensor.layers). An RMSNorm that is not fused keeps its result before the scale, in fp32 and rounded.
-    Autocast (no sharding) keeps what lies between layers in fp32. Selective recomputation keeps the results of products
-    and of attention, those of row-parallel ones before they are summed and scattered.
+    A test compares them with what a rehearsal counts. The inputs of the two norms are split as positions are; the
+    inputs of the two column-parallel layers are kept gathered (parallel.tensor.layers). Selective recomputation keeps
+    the results of products and attention, those of row-parallel layers before they are summed and scattered.
     """
     item, hidden = jobs.activation_bytes, jobs.hidden
     between, norms = _norm_bytes(jobs)

@@ -1,8 +1,8 @@
-"""Memory of a rank, part by part, for the first, a middle and the last stage of the pipeline.
+"""Estimate the memory of a rank, part by part, for the first, a middle and the last stage of the pipeline.
 
-Published stacks (Megatron, DeepSpeed, FSDP) are summed up as they document themselves. For runs of hpc_train the peak
-is searched over the moments of a step, by the rule that the trainer shards by (traffic.sharding); `plan rehearse`
-counts the same on the real passes, and a test compares both.
+For published stacks (Megatron, DeepSpeed, FSDP) the parts are added up by what their papers and documentation say. For
+hpc_train the peak is searched over the moments of a step, with the trainer's own rules of sharding (traffic.sharding);
+`plan rehearse` counts the same memory on the real passes, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from hpc_train.traffic.sharding import keeps_gradients, keeps_parameters
 from hpc_train.units import MIB
 
 _SINGLE = tuple(SCHEDULES.index(name) for name in ("gpipe", "1f1b"))
-"""Codes of the schedules that torch runs with one stage a rank (parallel.pipeline.schedule)."""
+"""Codes of the schedules that torch runs as single-stage schedules (parallel.pipeline.schedule)."""
 
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Stages of the first rank of a pipeline, one in the middle and the last one: [3, n]."""
+    """Layers of the first rank of a pipeline, a middle one and the last: [3, n]."""
 
     stage: Column
-    """Layers of each of the rank's stages except the last stage of the pipeline; the mean if they differ."""
+    """Layers in each of the rank's stages other than the pipeline's last; the mean if they differ."""
     last: Column
-    """Layers of the last stage of the pipeline."""
+    """Layers in the pipeline's last stage."""
     has_last: Column
-    """1 if the rank has the last stage of the pipeline."""
+    """1 if the rank has the pipeline's last stage."""
     layers: Column
-    """Layers of all the rank's stages."""
+    """Layers in all stages of the rank."""
     tables: Column
-    """Number of tables: embedding and head count 1 each."""
+    """Number of tables on the rank: embedding and head count 1 each."""
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes on the device, [3, n], all at the same moment; those on the host are the most of any moment."""
+    """Bytes on the device at one moment, [3, n]. `waiting`, on the host, is the maximum over all moments."""
 
     parameters: Column
     gradients: Column
@@ -70,7 +70,7 @@ class PeakMemory:
     logits: Column
     buffers: Column
     waiting: Column
-    """Bytes of activations on the host."""
+    """Bytes of activations that wait in host memory."""
 
     @cached_property
     def total(self) -> Column:
@@ -98,7 +98,7 @@ def split_stages(jobs: Jobs) -> StageLayers:
 
 
 def estimate_peak(jobs: Jobs, constants: Constants) -> PeakMemory:
-    """Return the largest peak over all moments."""
+    """Return the memory of each rank at its peak: the largest total over all moments of a step."""
     search = _PeakSearch(jobs, constants)
     worst: PeakMemory | None = None
     for moment in peak_moments(jobs):
@@ -114,15 +114,17 @@ def estimate_peak(jobs: Jobs, constants: Constants) -> PeakMemory:
 
 
 def _elementwise_worse(one: PeakMemory, other: PeakMemory) -> PeakMemory:
+    """Return, for each rank and job, the one of two moments that needs more on the device."""
     more = other.total > one.total
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
     pairs = {name: (getattr(other, name), getattr(one, name)) for name in names}
+    # Parts that do not change with the moment are the same array in both: no need to choose.
     parts = {name: new if new is old else np.where(more, new, old) for name, (new, old) in pairs.items()}
     return PeakMemory(**parts, waiting=np.maximum(one.waiting, other.waiting))
 
 
 class _PeakSearch:
-    """Bytes of each kind of tensor, computed once for all moments."""
+    """Computes the memory at a moment. Sizes that are the same at all moments are computed once."""
 
     def __init__(self, jobs: Jobs, constants: Constants) -> None:
         self.jobs = jobs
@@ -151,65 +153,68 @@ class _PeakSearch:
         self.wide = np.maximum(jobs.activation_bytes, 4.0)
 
     def in_block(self, moment: PipelineMoment) -> PeakMemory:
-        """Peak in the backward of a block, the first or the second one of a stage."""
+        """Return the peak within the backward of a block, the first or the second one of a stage."""
         jobs = self.jobs
-        # When the gradients of the first block are reduced, its activations are freed.
+        # Gradients of the first block are reduced while the second one is in backward. By then the activations of the
+        # first are freed, unless they were offloaded and so were never on the device.
         reduced = self._reduced + self._first_shards(moment)
         behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0)
-        # If input gradients exist already, weight gradients replace what they are computed from.
+        # In a W (input gradients exist already) weight gradients take the place of what they are computed from.
         widest = jobs.hidden * jobs.feed_forward / jobs.tp * jobs.activation_bytes
         behind_attention = self.before_attention + (2 + jobs.gated) * widest + self.attention
-        between = moment.kept + moment.kept_last > 0
+        between = moment.input_done + moment.input_done_last > 0
         complete = self.block * jobs.activation_bytes + 2 * self.hidden - self._freed
         working = np.maximum(self.working + self.unmoved + widest + self.asynchronous, complete)
         working = np.where(between, 0.0, working)
         working = np.where(jobs.dropout > 0, np.maximum(working, behind_attention), working)
-        # If a backward is split, its first part has freed an embedding that the second needs; it is copied together.
+        # zero3 with a split backward: I has freed the embedding, and W gathers it again. The gathered shards are copied
+        # into one tensor, so that for a moment both are there.
         again = (jobs.zero == 3) & (jobs.reshard > 0) & (jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD)
         copied = np.maximum(again * ~between * self._embedding * jobs.activation_bytes - working, 0)
         return self._peak(moment, working, self._losses(moment), self._buffers(behind, copied) + self._head(moment))
 
     def at_reduction(self, moment: PipelineMoment) -> PeakMemory:
-        """Peak when the backward of the first group of blocks of a stage ends: its gradients are put together."""
+        """Return the peak when the first group of blocks has all gradients and copies them together to reduce."""
         jobs = self.jobs
         group = self._group
-        # Gradients in 16 bits until they are copied, then the shards that come out. The group's parameters are freed.
+        # 16-bit gradients exist until they are copied into the buffer to reduce; afterwards the reduced shards do. The
+        # group's gathered parameters are freed by then.
         beside = np.maximum(group * jobs.activation_bytes, group * jobs.gradient_bytes / self.shards)
-        between = moment.kept + moment.kept_last > 0
+        between = moment.input_done + moment.input_done_last > 0
         working = self._reduced + beside - self._freed - between * self.pending
         working = np.where(self.keeps_gradients, 0.0, working)
         ahead = np.clip(self._stage_layers - 1, 0, 1)
-        gathered = self._whole(np.where(self._frees, ahead, self.stages.layers) * self.block)
+        gathered = self._gathered_bytes(np.where(self._frees, ahead, self.stages.layers) * self.block)
         return self._peak(moment, working, self._losses(moment), gathered + self._head(moment))
 
     @cached_property
     def _reduced(self) -> Column:
-        """Bytes of gradients while they are reduced. zero 1 does so in place of the whole ones it has accumulated."""
+        """Bytes of the buffer in which a group's gradients are reduced; zero 1 reduces whole gradients in place."""
         reduced: Column = np.where(self.keeps_gradients, 0.0, self._group * self.jobs.reduce_bytes)
         return reduced
 
     def _first_shards(self, moment: PipelineMoment) -> Column:
-        """Return the bytes of the shards of the first group's gradients, if no micro-batch before has made them."""
+        """Return the bytes of the first group's reduced shards, unless an earlier micro-batch has allocated them."""
         new = (self.jobs.offload < 2) * (1.0 - np.minimum(moment.accumulated + moment.reduced, 1.0))
         return np.where(self.keeps_gradients, 0.0, new * self._group * self.jobs.gradient_bytes / self.shards)
 
     def _losses(self, moment: PipelineMoment) -> Column:
-        """Return the bytes of logits and of what losses keep, in the backward of blocks."""
+        """Return the bytes of logits, and of what losses keep for their backward, during the backward of blocks."""
         return np.maximum(moment.losses - moment.loss, 0) * self._loss_kept + moment.loss * self._last_logits
 
     def _head(self, moment: PipelineMoment) -> Column:
-        """Return the bytes of the gradient of the head, which lives from the beginning of the backward to its end."""
+        """Return the bytes of the head's gradient, which exists from the start of a backward to its end."""
         head: Column = moment.loss * self.table * self.jobs.activation_bytes
         return head
 
     @cached_property
     def _freed(self) -> Column:
-        """Bytes of a layer's activations that are freed when all its weight gradients are there: all but its input."""
+        """Bytes of activations that are freed when a layer has all its weight gradients: all but the layer's input."""
         return np.where(self.moved, 0.0, np.maximum(self.layer - self.hidden, 0))
 
     @cached_property
     def _frees(self) -> Column:
-        """Whether a block's parameters are freed after each use."""
+        """Whether fully_shard frees a block's parameters after each use."""
         frees: Column = ~self.keeps_parameters & (self.jobs.reshard > 0)
         return frees
 
@@ -219,25 +224,31 @@ class _PeakSearch:
         return np.maximum(self.stages.stage, self.stages.last * self.stages.has_last)
 
     def _buffers(self, behind: Column, copied: Column) -> Column:
-        """Gathered blocks, and beside them either gradients being reduced (behind) or a copied embedding (copied).
+        """Return the bytes of gathered blocks and of what exists beside them.
 
-        With two blocks in a stage, none is left to gather when the gradients of the second are reduced.
+        behind: bytes of gradients that are being reduced. copied: bytes of an embedding that is copied together.
+
+        fully_shard gathers the next block while one computes. In a stage of two blocks there is no next one to gather
+        when the first one's gradients are reduced.
         """
         layers, freed = self._stage_layers, self._frees
         most = np.where(freed, np.minimum(layers, 2), self.stages.layers) * self.block
         beside = np.where(freed, np.minimum(np.maximum(layers - 1, 1), 2), self.stages.layers) * self.block
         several = layers * self.block > self._group * (1 + 1e-9)
-        return np.maximum(self._whole(most) + copied, self._whole(beside) + np.maximum(behind * several, copied))
+        return np.maximum(
+            self._gathered_bytes(most) + copied, self._gathered_bytes(beside) + np.maximum(behind * several, copied)
+        )
 
     def at_end(self, moment: PipelineMoment) -> PeakMemory:
-        """Peak at the end of the backward of a stage with the embedding or the head."""
+        """Return the peak at the end of the backward of a stage with the embedding or the head."""
         jobs, rest = self.jobs, np.maximum(self.stages.tables - 1, 0)
         tables = np.where(jobs.pp == 1, self.stages.tables, np.minimum(self.stages.tables, 1)) * self.table
-        # Gradients that are reduced, and the shards that come out, before they are added to those that are there.
+        # The gradients to reduce and the reduced shards, which exist before they are added to those of earlier
+        # micro-batches.
         added = np.minimum(moment.accumulated + moment.reduced, 1.0) * jobs.gradient_bytes / self.shards
         reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes + added, 0.0)
         reduced = reduced + jobs.activation_bytes
-        gathered = self._whole(self.stages.layers * self.block * ((jobs.zero == 3) & (jobs.reshard == 0)))
+        gathered = self._gathered_bytes(self.stages.layers * self.block * ((jobs.zero == 3) & (jobs.reshard == 0)))
         freed = (jobs.zero == 3) & (jobs.reshard > 0)
         gathered = np.where(freed, np.where(jobs.pp == 1, 0.0, rest * self.table) * jobs.activation_bytes, gathered)
         losses = np.maximum(moment.losses - moment.loss, 0)
@@ -246,17 +257,18 @@ class _PeakSearch:
             moment,
             stages=np.maximum(moment.stages - (1 - has_last), 0),
             last=moment.last - has_last,
-            kept=np.maximum(moment.kept - 1, 0),
-            kept_last=np.maximum(moment.kept_last - has_last, 0),
+            input_done=np.maximum(moment.input_done - 1, 0),
+            input_done_last=np.maximum(moment.input_done_last - has_last, 0),
             reduced=np.minimum(moment.reduced + 1 / jobs.virtual_stages, 1 - moment.accumulated),
         )
         return self._peak(later, np.zeros(()), losses * self._loss_kept, gathered + tables * reduced)
 
     def at_loss(self, moment: PipelineMoment) -> PeakMemory:
-        """Peak when the backward of a loss begins: gradients of the logits twice, before conversion to their dtype."""
+        """Return the peak when a loss's backward begins: fp32 gradients of the logits, before and after conversion."""
         jobs = self.jobs
         sharded = (jobs.zero == 3) & (jobs.reshard > 0)
-        gathered = self._whole(np.where(sharded, 0.0, self.weights - self.ends))
+        gathered = self._gathered_bytes(np.where(sharded, 0.0, self.weights - self.ends))
+        # The loss over a split vocabulary is our own and converts its fp32 gradient; torch's keeps a second fp32 one.
         split = (jobs.tp > 1) * jobs.activation_bytes
         twice = moment.loss * self.logits * np.where(split > 0, self.wide + split, 2 * self.wide)
         stored = moment.losses * self._loss_kept + moment.loss * self._last_logits
@@ -264,40 +276,42 @@ class _PeakSearch:
 
     @cached_property
     def _embedding(self) -> Column:
-        """Return [3, 1...]: parameters of the embedding, on the first rank."""
+        """Parameters of the embedding, on the first rank: [3, 1...]."""
         embedding: Column = self._on_first * self.table
         return embedding
 
     @cached_property
     def _on_first(self) -> Column:
-        """Return [3, n]: 1 on the first rank of a pipeline, else 0."""
+        """1 on the first rank of a pipeline, else 0: [3, n]."""
         alone = self.jobs.pp == 1
         return _stack_stages(1.0, alone, alone)
 
     @cached_property
     def _loss_kept(self) -> Column:
-        """Bytes of probabilities, kept between a micro-batch's loss and its backward."""
+        """Bytes of the probabilities that a loss keeps for its backward."""
         return self.logits * self.wide
 
     @cached_property
     def _last_logits(self) -> Column:
-        """Bytes of the logits of the micro-batch that was last forward: torch's schedules of one stage keep them."""
+        """Bytes of the latest micro-batch's logits: torch's single-stage schedules keep them until the next forward."""
         jobs = self.jobs
         single = (jobs.pp > 1) & np.isin(jobs.schedule, _SINGLE)
         stored: Column = single * self.logits * jobs.activation_bytes
         return stored
 
     def _peak(self, moment: PipelineMoment, working: Column, logits: Column, buffers: Column) -> PeakMemory:
+        """Add up the memory at a moment. working: what the current computation needs besides stored activations."""
         jobs, last = self.jobs, self.stages.last
         stored = moment.stages * self.stages.stage * self.layer + moment.last * last * self.layer
-        # A stage keeps its output for every micro-batch, and the gradients it receives and sends for one.
+        # torch's stages keep their output for every micro-batch in flight (offloading: their input, too), and the
+        # gradients that they receive and send for one.
         ends = np.where(jobs.pp > 1, ((self.moved + 1.0) * moment.stages + 2) * self.hidden, 0.0)
         ends = ends + moment.last * self.last_norm
         stages_of_first = np.maximum(jobs.virtual_stages - self.stages.has_last * (jobs.pp > 1), 1)
         in_flight = np.where(jobs.pp > 1, moment.stages / stages_of_first, moment.last)
         ends = ends + self._on_first * in_flight * self.embedding_mask
-        pending = (moment.kept * self.stages.stage + moment.kept_last * last) * self.pending
-        pending = pending + moment.kept_last * self.logits * jobs.activation_bytes
+        pending = (moment.input_done * self.stages.stage + moment.input_done_last * last) * self.pending
+        pending = pending + moment.input_done_last * self.logits * jobs.activation_bytes
         rest = ends + pending + working
         gradients = self._gradients(moment)
         if self._sends_gradients is not None:
@@ -328,19 +342,19 @@ class _PeakSearch:
 
     @cached_property
     def _sends_gradients(self) -> NDArray[np.bool_] | None:
-        """Whether reduced gradients go to the host at once; None if they do in no job."""
+        """Whether reduced gradients are copied to the host at once; None if no job does this, which saves time."""
         sends: NDArray[np.bool_] = (self.jobs.offload > 1) & (self.jobs.zero >= 2)
         return sends if np.any(sends) else None
 
     @cached_property
     def _moves(self) -> bool:
-        """Whether activations go to the host in any job."""
+        """Whether any job offloads activations."""
         return bool(np.any(self.moved))
 
     def _gradients(self, moment: PipelineMoment) -> Column:
-        """Whole or sharded gradients of the stages that have had a backward.
+        """Return the bytes of whole or sharded gradients of the stages that have had a backward.
 
-        ddp's buckets are there from the first step on. Sharded gradients of a stage come with its first backward.
+        Gradients of a stage are allocated by its first backward. ddp's buckets exist from the first step on.
         """
         gradients = self.weights * self.jobs.gradient_bytes
         shards = gradients / self.shards
@@ -352,7 +366,7 @@ class _PeakSearch:
 
     @cached_property
     def _unsent_sums(self) -> Column:
-        """Gradients of offloaded parameters that stay on the device between micro-batches.
+        """Bytes of gradients of offloaded parameters that stay on the device between micro-batches.
 
         HSDP reduces over dp_shard in every micro-batch and over dp_replicate only in the last; until then FSDP keeps
         the sums on the device.
@@ -362,16 +376,20 @@ class _PeakSearch:
         sums: Column = self.weights * jobs.reduce_bytes / self.shards * waits
         return sums
 
-    def _whole(self, gathered: Column) -> Column:
-        """Gathered parameters: always those of the ends, and of blocks as given."""
+    def _gathered_bytes(self, gathered: Column) -> Column:
+        """Return the bytes of gathered parameters.
+
+        gathered: elements of blocks; those of the ends are always gathered.
+        """
         jobs = self.jobs
         found = np.where(self.keeps_parameters, self.weights, self.ends + gathered) * jobs.activation_bytes
+        # ddp gathers nothing, but autocast keeps 16-bit copies of the parameters.
         cast = self.weights * np.where(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
         return np.where(jobs.zero >= 1, found, cast)
 
     @cached_property
     def _group(self) -> Column:
-        """Parameters that are reduced together."""
+        """Number of parameters whose gradients are reduced together: one block with zero 3, else a full bucket."""
         jobs = self.jobs
         limit = BUCKET_MIB * MIB / jobs.weight_bytes
         several = self.block * np.maximum(np.floor(limit / self.block), 1)
@@ -396,40 +414,42 @@ def _stack_stages(*stages: Column | float) -> Column:
 
 
 NO, MAYBE, YES = 0, 1, 2
-"""Whether a job fits in memory: Memory.fits."""
+"""Values of Memory.fits: whether a job fits in memory."""
 FITS = ("no", "maybe", "yes")
 _MEGATRON, _DEEPSPEED, _FSDP, _OURS = (STACKS.index(name) for name in ("megatron", "deepspeed", "fsdp", "hpc_train"))
 _DEEPSPEED_BUFFERS = 3 * 5e8 * 2.0
-"""Bytes of DeepSpeed's buckets as it comes: two to reduce and one to gather, of 5e8 16-bit elements."""
+"""Bytes of DeepSpeed's buckets by default: two to reduce and one to gather, of 5e8 16-bit elements each."""
 _DEEPSPEED_LIVE = 2e9 * 2.0
-"""Bytes of what its zero 3 gathers at most as it comes: 1e9 16-bit parameters in use and as many ahead."""
+"""Most bytes that DeepSpeed's zero 3 gathers by default: 1e9 16-bit parameters in use and as many prefetched."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. Parts are [3, n]: of the first stage of the pipeline, a middle one, and the last; where a job
-    has one stage the three are the same."""
+    """Bytes on one rank.
+
+    Parts are [3, n]: first rank of the pipeline, a middle one, the last; equal without pipeline.
+    """
 
     parameters: Column
     gradients: Column
     optimizer: Column
     activations: Column
-    """What forward keeps for backward, of all micro-batches in flight, and what one layer needs while it computes."""
+    """What forward keeps for backward, for all micro-batches in flight, and what one layer needs while it computes."""
     logits: Column
     buffers: Column
-    """Communication: gathered parameters, buckets."""
+    """Gathered parameters and communication buckets."""
     fragmentation: Column
-    """What the allocator holds beyond that."""
+    """Memory that the allocator holds without using it."""
     context: Column
-    """Of the driver, libraries and communicators: nvidia-smi shows it, torch does not."""
+    """Memory of driver, libraries and communicators, which nvidia-smi shows and torch does not."""
     capacity: Column
-    """[n] bytes of the device."""
+    """[n]: bytes of the device."""
     host: Column
-    """[n] bytes in host memory, by one rank."""
+    """[n]: bytes that one rank keeps in host memory."""
     margin: Column
-    """[n]: by how much less than predicted it may be, a fraction."""
+    """[n]: the real need may be less than predicted by this fraction."""
     headroom: Column
-    """[n]: by how much more."""
+    """[n]: the real need may exceed the prediction by this fraction."""
 
     @property
     def stages(self) -> Column:
@@ -439,18 +459,18 @@ class Memory:
 
     @property
     def total(self) -> Column:
-        """[n]: of the stage that needs most."""
+        """[n]: total of the stage that needs most."""
         highest: Column = self.stages.max(axis=0)
         return highest
 
     @property
     def allocated(self) -> Column:
-        """[3, n]: total of each stage without what only the allocator and the driver know of."""
+        """[3, n]: total as torch.cuda.max_memory_allocated counts it: without fragmentation and context."""
         return self.stages - self.fragmentation - self.context
 
     @property
     def reserved(self) -> Column:
-        """[3, n]: what the allocator has of each stage, as torch.cuda.max_memory_reserved says."""
+        """[3, n]: total as torch.cuda.max_memory_reserved counts it: without context."""
         return self.stages - self.context
 
     @property
@@ -462,14 +482,14 @@ class Memory:
 
 
 def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
-    """Bytes of each part on each kind of stage."""
+    """Estimate the bytes of each part on each stage."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     weights = _weights(jobs)
     shard = jobs.dp_shard * jobs.cp
     parameters, buffers = _parameters(jobs, weights, shard)
     gradients = weights * jobs.gradient_bytes / np.where(jobs.zero >= 2, shard, 1.0)
     deepspeed = jobs.stack == _DEEPSPEED
-    # DeepSpeed has fp32 gradients of its share at the update, and beside fp32 ones that it adds up, 16-bit ones.
+    # DeepSpeed needs fp32 gradients of its shard for the update, and 16-bit ones beside those it accumulates in fp32.
     shares = np.where(jobs.zero >= 1, shard, 1.0)
     gradients = gradients + weights * np.where(
         deepspeed, _duplicate_gradients(jobs) + 4 / shares * (jobs.zero >= 1), 0.0
@@ -481,7 +501,8 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
     logits = np.where(jobs.pp > 1, last, 1.0) * (tokens * jobs.vocab / jobs.tp * jobs.logit_bytes)
     host = _host(jobs, weights, optimizer, shard) + waiting
     optimizer = optimizer * (jobs.offload == 0)
-    # Offloaded parameters take their reduced gradients to the host; zero1 accumulates whole ones on the device first.
+    # Offloaded parameters take their gradients to the host as soon as they are reduced; zero1 accumulates whole
+    # gradients on the device first.
     gradients = gradients * np.where((jobs.offload > 1) & (jobs.zero >= 2), 0.0, 1.0)
     if np.any(jobs.stack == _OURS):
         ours = estimate_peak(jobs, constants)
@@ -489,6 +510,7 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
         theirs = (parameters, gradients, optimizer, activations, logits, buffers)
         chosen = (np.where(jobs.stack == _OURS, mine, other) for mine, other in zip(own, theirs, strict=True))
         parameters, gradients, optimizer, activations, logits, buffers = chosen
+        # The search has its own, exact count of offloaded activations.
         host = np.where(jobs.stack == _OURS, host - waiting + ours.waiting, host)
     total = parameters + gradients + optimizer + activations + logits + buffers
     rows = np.broadcast_shapes(total.shape[1:], jobs.memory_bytes.shape)
@@ -496,6 +518,7 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
         rows = ()
 
     def shaped(part: Column) -> Column:
+        """Bring a part to [3, n], or to [3] if all columns are scalars."""
         spread = np.broadcast_to(part, total.shape)
         return np.broadcast_to(spread if rows else spread[:, 0], (3, *rows))
 
@@ -516,24 +539,24 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
 
 
 def _headroom(jobs: Jobs, constants: Constants) -> Column:
+    """Return by which fraction the real need may exceed the prediction, by stack."""
     ours = np.where(jobs.stack == _OURS, constants.headroom_unmeasured, constants.headroom)
     return np.where(jobs.stack == _DEEPSPEED, constants.headroom_deepspeed, ours)
 
 
 def _duplicate_gradients(jobs: Jobs) -> Column:
-    """DeepSpeed's bf16 optimizer keeps 16-bit gradients beside those it adds up in fp32."""
+    """Return the bytes per element of the 16-bit gradients that DeepSpeed keeps beside those accumulated in fp32."""
     return np.where(jobs.gradient_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
 
 
 def _accumulated(jobs: Jobs, weights: Column) -> Column:
-    """[3, n]: ddp's buckets hold a step's gradients from the start; those of all micro-batches but the last lie beside
-    them, until the last backward copies them there (torch, reducer.cpp: mark_variable_ready_dense)."""
+    """Return the bytes of gradients that ddp accumulates outside its buckets, [3, n]; see _PeakSearch._accumulated."""
     ddp = (jobs.stack == _OURS) & (jobs.zero == 0) & (jobs.tp == 1) & (jobs.pp == 1) & (jobs.world > 1)
     return weights * np.where(ddp & (jobs.micro_batches > 1), jobs.gradient_bytes, 0.0)
 
 
 def _weights(jobs: Jobs) -> Column:
-    """[3, n]: parameters of a rank before any sharding over data-parallel axes."""
+    """Return the parameters of a rank before sharding over data-parallel axes, [3, n]."""
     layers = split_layers(jobs)
     table, layer = jobs.vocab * jobs.hidden / jobs.tp, jobs.rank_layer_parameters
     all_layers = layers.first * layer + (2 - jobs.tied) * table
@@ -542,11 +565,11 @@ def _weights(jobs: Jobs) -> Column:
 
 
 def _parameters(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Column]:
-    """Kept between steps, and gathered or cast while they are used."""
+    """Return the bytes of parameters: (kept between steps, gathered or cast while they are used)."""
     kept_whole = np.where(jobs.stack >= _FSDP, jobs.zero < 1, jobs.zero < 3)
     stored = weights * jobs.weight_bytes / np.where(kept_whole, 1.0, shard)
-    # Two layers of zero 3 are there at once, the next one being gathered, and one is in gradients; others of FSDP2
-    # stay gathered in 16 bits for the whole step.
+    # With zero 3, two layers are gathered at a time (the next one is prefetched), and one more layer's gradients are
+    # whole. With FSDP2 and zero 1 or 2, all parameters stay gathered in 16 bits for the whole step.
     table = jobs.vocab * jobs.hidden / jobs.tp
     some = (3 * jobs.layer_parameters / jobs.tp + table) * jobs.activation_bytes
     some = np.where(jobs.stack == _DEEPSPEED, np.minimum(some, _DEEPSPEED_LIVE), some)
@@ -557,10 +580,10 @@ def _parameters(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Col
 
 
 def _host(jobs: Jobs, weights: Column, optimizer: Column, shard: Column) -> Column:
-    """Return [3, n]: a rank's share of the offloaded state.
+    """Return the bytes of state that a rank keeps in host memory, [3, n].
 
-    That is the optimizer's, with the copy of the parameters that it updates there (parallel.zero.offload_optimizer), or
-    with the parameters themselves and their gradients.
+    offload=optimizer: the optimizer's state and the copy of the parameters that it updates. offload=parameters: also
+    the parameters themselves and their gradients (parallel.memory.parameter_offload).
     """
     shares = np.where(jobs.zero >= 1, shard, 1.0)
     beside = np.where(jobs.offload > 1, jobs.weight_bytes + jobs.gradient_bytes, jobs.weight_bytes)
@@ -568,11 +591,11 @@ def _host(jobs: Jobs, weights: Column, optimizer: Column, shard: Column) -> Colu
 
 
 def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
-    """[3, n] on the device: of all layers of a rank and all micro-batches in flight, and of one layer that is being
-    computed; [3, n] on the host, where they are offloaded.
+    """Return the bytes of activations: ([3, n] on the device, [3, n] on the host if they are offloaded).
 
-    Then the device has one layer's at a time (Rhu et al. 2016, arXiv:1602.08124, section 3.1), and of every micro-batch
-    in flight what a stage was given and what it gave on, which the pipeline itself keeps.
+    They are those of all layers of a rank for all micro-batches in flight, and the needs of the layer that computes.
+    With offload, the device has the activations of one layer at a time (Rhu et al. 2016, arXiv:1602.08124, section
+    3.1), besides the inputs and outputs of its stages, which the pipeline keeps for every micro-batch in flight.
     """
     stored, alive = layer_activations(jobs, constants, tokens)
     layers = split_layers(jobs)

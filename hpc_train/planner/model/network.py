@@ -1,7 +1,7 @@
-"""Time of collectives by latency and bandwidth (Hockney), and what the data-parallel axes gather and reduce in a step.
+"""Time of collectives by latency and bandwidth (Hockney's model), and the traffic of the data-parallel axes.
 
-Groups of ranks lie regularly on nodes; links and tapers come from the columns of jobs. Communication that runs beside
-computation costs only what is exposed.
+Ranks are assumed to fill nodes in order, so that all groups of an axis look alike. Bandwidths and oversubscription come
+from the columns of the jobs. Communication that overlaps computation costs only its exposed part.
 """
 
 from __future__ import annotations
@@ -18,31 +18,34 @@ from hpc_train.traffic.sharding import count_block_gathers, count_end_gathers, c
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The groups of one axis, or of several neighbouring ones together."""
+    """The groups of ranks along one axis, or along several neighbouring axes taken as one."""
 
     ranks: Column
     within: Column
     """Ranks of a group that share an NVLink domain."""
     seconds_per_byte: Column
-    """Of what every rank passes on in a ring."""
+    """Time of a ring per byte that every rank passes on; the slowest link decides."""
     latency: Column
-    """Seconds of a hop, mean over the ring."""
+    """Seconds of one hop, averaged over the ring."""
     link: Column
-    """Seconds per byte from one rank to others of its NVLink domain."""
+    """Seconds per byte from a rank to others in its NVLink domain."""
     nic: Column
-    """The same to others beyond it, by the rank's own NIC."""
+    """Seconds per byte from a rank to ranks outside its domain, over the rank's own NIC."""
 
 
 def make_rank_group(
     jobs: Jobs, constants: Constants, ranks: Column, stride: Column, single: Column | None = None
 ) -> RankGroup:
-    """Groups of `ranks` ranks, `stride` apart. single: 1 where one ring of messages does the work of NCCL's several, so
-    that all that leaves a node leaves it by the NIC of one rank."""
+    """Describe groups of `ranks` ranks whose members are `stride` apart.
+
+    single: 1 where a collective is one ring of messages (asynchronous tp). NCCL uses several rings, one per NIC; a
+    single ring leaves each node by the NIC of one rank only.
+    """
     within = np.clip(jobs.nvlink_domain / stride, 1.0, ranks)
     nodes = ranks / within
     crosses = ranks * stride > jobs.nvlink_domain
     link = 1 / (jobs.link_bandwidth * constants.link_efficiency)
-    # Groups that lie beside one another share the node's NICs: each has those of its own GPUs.
+    # Groups in the same node share its NICs: each group has those of its own members.
     rails = within if single is None else np.where(single > 0, 1.0, within)
     single_nic = _oversubscribed(jobs, ranks * stride) / (jobs.nic_bandwidth * constants.nic_efficiency)
     nic = single_nic / rails
@@ -52,26 +55,26 @@ def make_rank_group(
 
 
 def _oversubscribed(jobs: Jobs, extent: Column) -> Column:
-    """Time over that of a non-blocking network, for groups that reach over `extent` ranks."""
+    """Return by how much oversubscribed switches slow down groups that span `extent` ranks."""
     leaf = np.where(extent > jobs.leaf_gpus, jobs.leaf_oversubscription, 1.0)
     return leaf * np.where(extent > jobs.group_gpus, jobs.group_oversubscription, 1.0)
 
 
 def all_gather_seconds(at: RankGroup, size: Column, calls: Column) -> Column:
-    """Seconds of `calls` all-gathers, or reduce-scatters, of `size` bytes in all; 0 for a group of one.
+    """Return the seconds of `calls` all-gathers or reduce-scatters, `size` bytes in total; 0 for a group of one rank.
 
-    NCCL has rings only for these, so each call takes as many hops as there are ranks.
+    NCCL runs both as rings, so each call takes one hop less than there are ranks.
     """
     steps = at.ranks - 1
     return steps / at.ranks * size * at.seconds_per_byte + calls * steps * at.latency
 
 
 def all_to_all_seconds(at: RankGroup, size: Column, calls: Column) -> Column:
-    """Seconds of `calls` all-to-alls, to each of which every rank brings 1 / calls of `size` bytes; 0 for one rank.
+    """Return the seconds of `calls` all-to-alls with `size` bytes per rank in total; 0 for a group of one rank.
 
-    NCCL sends a part to every other rank, all at once: those beyond the NVLink domain share the rank's NIC (Thakur,
-    Rabenseifner and Gropp 2005, Optimization of Collective Communication Operations in MPICH, section 3.4: n - 1
-    pairwise exchanges of size / n).
+    Every rank sends size / n bytes to each of the n - 1 others (Thakur, Rabenseifner and Gropp 2005, Optimization of
+    Collective Communication Operations in MPICH, section 3.4). NCCL sends to all at once, so messages inside the NVLink
+    domain run beside those that share the rank's NIC.
     """
     part = size / at.ranks
     inside, outside = (at.within - 1) * part * at.link, (at.ranks - at.within) * part * at.nic
@@ -79,19 +82,19 @@ def all_to_all_seconds(at: RankGroup, size: Column, calls: Column) -> Column:
 
 
 def all_reduce_seconds(at: RankGroup, size: Column) -> Column:
-    """Seconds of an all-reduce of `size` bytes."""
+    """Return the seconds of an all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
     steps = at.ranks - 1
     return 2 * steps / at.ranks * size * at.seconds_per_byte + 2 * _latency(at, steps)
 
 
 def _latency(at: RankGroup, steps: Column) -> Column:
-    """A ring's steps, or a tree's depth there and back."""
+    """Return the latency of one way of an all-reduce: NCCL uses a ring, or a tree if that has fewer hops."""
     hops: Column = np.minimum(steps, 4 * np.log2(np.maximum(at.ranks, 1)) + 1) * (steps > 0)
     return hops * at.latency
 
 
 def send_seconds(jobs: Jobs, constants: Constants, size: Column, stride: Column) -> Column:
-    """Seconds of a message from each rank to the one `stride` further on, all at once."""
+    """Return the seconds of a message from every rank to the one `stride` ranks later, all at the same time."""
     crosses = stride * 2 > jobs.nvlink_domain
     nic = _oversubscribed(jobs, stride * 2) / (jobs.nic_bandwidth * constants.nic_efficiency)
     link = 1 / (jobs.link_bandwidth * constants.link_efficiency)
@@ -100,10 +103,10 @@ def send_seconds(jobs: Jobs, constants: Constants, size: Column, stride: Column)
 
 
 def exposed_seconds(communication: Column, window: Column, share: Column, edge: Column) -> Column:
-    """Seconds that a rank waits.
+    """Return the seconds that a rank waits for communication that overlaps computation.
 
-    window: seconds of the computation that it runs beside; share: how much of the window hides it, 0 to 1. edge: the
-    part that nothing can hide, as the first gather and the last reduction; counted once, within communication.
+    window: seconds of that computation. share: how much of it can hide communication, 0 to 1. edge: the part of the
+    communication that nothing can hide, such as the first gather or the last reduction.
     """
     return np.maximum(communication - share * window, np.minimum(edge, communication))
 
@@ -113,19 +116,19 @@ _DUALPIPEV = SCHEDULES.index("dualpipev")
 
 @dataclass(frozen=True)
 class DataVolume:
-    """Bytes of a step that a rank's collectives are about, whole buffers."""
+    """Bytes of the buffers of a rank's data-parallel collectives in one step."""
 
     gathered: Column
     """All-gathers of parameters over dp_shard x cp."""
     scattered: Column
     """Reduce-scatters of gradients over dp_shard x cp."""
     reduced: Column
-    """All-reduces of gradients, over the copies."""
+    """All-reduces of gradients over the copies of each shard."""
 
 
 @dataclass(frozen=True)
 class DataUses:
-    """How often a step gathers and reduces parameters: of the layers, and of embedding and head (columns of jobs)."""
+    """How often a step gathers layers, gathers embedding and head (the ends), and reduces gradients, [n] each."""
 
     gathers: Column
     end_gathers: Column
@@ -133,10 +136,10 @@ class DataUses:
 
 
 def count_uses(jobs: Jobs) -> DataUses:
-    """Apply traffic.sharding to columns of jobs, for an average stage of the first rank.
+    """Count the uses by the rules of traffic.sharding, for an average stage of the first rank.
 
-    Pipelines of other stacks reduce once a step and, like torch's, free nothing that a backward has gathered before its
-    end: of what each forward frees, every one of m forwards is followed by a gather, and one goes before them.
+    Pipelines of other stacks reduce gradients once a step. With zero 3 they gather for each of the m forwards and once
+    for backward, because what a backward has gathered stays until the step ends.
     """
     m, split = jobs.micro_batches, _count_split_backwards(jobs)
     rule = jobs.zero, jobs.reshard, jobs.pp, m, split
@@ -150,7 +153,11 @@ def count_uses(jobs: Jobs) -> DataUses:
 
 
 def _count_split_backwards(jobs: Jobs) -> Column:
-    """Count micro-batches with a split backward: all but the first stage's; the later half of DualPipeV's last ones."""
+    """Return the mean number of micro-batches per stage whose backward is split.
+
+    All of them, except on the pipeline's first stage, which needs no input gradients. DualPipeV splits only some of the
+    last ones, to fill the end of the step.
+    """
     v = jobs.virtual_stages
     split = np.where(np.isin(jobs.schedule, SPLITS_BACKWARD), jobs.micro_batches * (v - 1) / v, 0.0)
     split = np.where(jobs.schedule == _DUALPIPEV, (jobs.pp - 1) / 2, split)
@@ -158,7 +165,7 @@ def _count_split_backwards(jobs: Jobs) -> Column:
 
 
 def data_volume(jobs: Jobs, layers: Column, ends: Column) -> DataVolume:
-    """layers, ends: parameters of a rank in layers, and in embedding and head."""
+    """Return the bytes of a step. layers, ends: parameters of a rank in layers, and in embedding and head."""
     uses = count_uses(jobs)
     sharded = (jobs.zero > 0) & (jobs.dp_shard * jobs.cp > 1)
     gathered = (layers * uses.gathers + ends * uses.end_gathers) * jobs.activation_bytes
@@ -173,14 +180,14 @@ def data_volume(jobs: Jobs, layers: Column, ends: Column) -> DataVolume:
 
 @dataclass(frozen=True)
 class OverlapWindows:
-    """Seconds of a rank's computation in one micro-batch, or of the host's that launches it."""
+    """Seconds of computation in one micro-batch that communication can hide behind; waiting for the host counts."""
 
     forward: Column
     backward: Column
 
 
 def data_seconds(jobs: Jobs, constants: Constants, layers: Column, ends: Column, windows: OverlapWindows) -> Column:
-    """Exposed seconds of a step. layers, ends: parameters of the rank, before sharding."""
+    """Return the exposed seconds of the data-parallel axes. layers, ends: parameters of the rank, before sharding."""
     moved = data_volume(jobs, layers, ends)
     shard, copies = _data_groups(jobs, constants)
     uses = count_uses(jobs)
@@ -189,12 +196,14 @@ def data_seconds(jobs: Jobs, constants: Constants, layers: Column, ends: Column,
     scatter = all_gather_seconds(shard, moved.scattered, calls * uses.reductions)
     scatter = scatter + all_reduce_seconds(copies, moved.reduced)
     share = np.where(jobs.overlap_data > 0, constants.overlap_data, 0.0)
-    # Gathers of backward run beside it, as do reductions; those of forward beside forward.
+    # Gathers for forward overlap forward; gathers for backward and reductions overlap backward. first: share of the
+    # gathers that are for forward.
     both = (jobs.zero == 3) & (jobs.reshard > 0)
     first = np.where(both & (uses.gathers > 1), jobs.micro_batches / np.maximum(uses.gathers, 1), 1.0)
     first = np.where(both & (jobs.stack != HPC_TRAIN_STACK), 0.5, first)
     again = gather * (1 - first) * (1 + _gathered_for_recomputation(jobs))
     ahead, behind = gather * first, again + scatter
+    # Nothing hides the first gather and the last reduction: one layer of `count`.
     count = np.maximum(jobs.layers / jobs.pp, 1)
     forward = exposed_seconds(
         ahead, windows.forward * np.minimum(uses.gathers, jobs.micro_batches), share, ahead / count
@@ -204,21 +213,29 @@ def data_seconds(jobs: Jobs, constants: Constants, layers: Column, ends: Column,
 
 
 def _count_calls(jobs: Jobs) -> Column:
-    """Collectives in which the parameters of a rank are gathered once: zero 3's are one for each layer, and in
-    DeepSpeed, which cuts up every tensor by itself, one for each of a layer's twelve."""
+    """Return the number of collectives that gather all parameters of a rank once.
+
+    zero 3 has one for each layer and one for the ends; DeepSpeed shards each of a layer's twelve tensors by itself.
+    Otherwise all parameters are one buffer.
+    """
     tensors = np.where(jobs.stack == STACKS.index("deepspeed"), 12.0, 1.0)
     return np.where(jobs.zero == 3, tensors * jobs.layers / jobs.pp + 1, 1.0)
 
 
 def _gathered_for_recomputation(jobs: Jobs) -> Column:
-    """1 where a recomputed layer's parameters are gathered once more: DeepSpeed frees them after the forward that
-    recomputation runs, FSDP not before backward has used them."""
+    """Return the share of layers whose parameters are gathered once more because they are recomputed.
+
+    DeepSpeed frees parameters after the recomputed forward; FSDP keeps them until backward has used them.
+    """
     recomputed = np.where(jobs.recompute == 2, jobs.recompute_share, 0.0)
     return np.where(jobs.stack == STACKS.index("deepspeed"), recomputed, 0.0)
 
 
 def _data_groups(jobs: Jobs, constants: Constants) -> tuple[RankGroup, RankGroup]:
-    """Ranks that share parameters, and copies; without sharding, cp's ranks are copies too."""
+    """Return the groups that parameters are sharded over, and the groups of copies.
+
+    cp ranks share the shards of parameters; without sharding they are copies, like dp_replicate ranks.
+    """
     sharded = jobs.zero > 0
     shards = jobs.dp_shard * jobs.cp
     shard = make_rank_group(jobs, constants, np.where(sharded, shards, 1.0), jobs.tp)

@@ -1,7 +1,8 @@
-"""Layers, micro-batches in flight and waiting time of each rank of a pipeline.
+"""Pipeline model: layers of each rank, micro-batches in flight, and the bubble.
 
-split_layers and micro_batches_in_flight are closed forms for all schedules; peak_moments walks the real order of the
-schedules that split their backward; bubble_seconds is the waiting of the slowest rank.
+split_layers and micro_batches_in_flight are closed forms for all schedules. peak_moments lists the moments at which
+memory may peak; for schedules that split backward it walks through their real order. bubble_seconds is the time that
+the slowest rank waits for others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ HPC_TRAIN_STACK = STACKS.index("hpc_train")
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """Layers of one rank, all its virtual stages together; without a pipeline, all layers."""
+    """Layers of the first rank of a pipeline, a middle one and the last, counting all virtual stages of the rank."""
 
     first: Column
     middle: Column
@@ -31,11 +32,11 @@ class LayerSplit:
 
 
 def split_layers(jobs: Jobs) -> LayerSplit:
-    """The split.
+    """Return how many layers the ranks of the pipeline have.
 
-    Published stacks give each stage as many layers; where these do not divide, embedding and head count as a layer each
-    if then they do, and else the last stage gets what is left. hpc_train balances by FLOPs (parallel.pipeline.stages),
-    for which two candidates of the last stage are enough; of the others the earlier ones have fewer.
+    Megatron and other published stacks give every stage the same number. If the layers do not divide, embedding and
+    head count as one layer each if that makes them divide; otherwise the last stage has fewer. hpc_train balances
+    stages by FLOPs (traffic.stages.split_blocks).
     """
     stages = jobs.pp * jobs.virtual_stages
     even = jobs.layers / stages
@@ -46,6 +47,8 @@ def split_layers(jobs: Jobs) -> LayerSplit:
     ours = jobs.stack == HPC_TRAIN_STACK
     middle, last = np.where(ours, ours_middle, middle), np.where(ours, ours_last, last)
     rank, last_rank = middle * jobs.virtual_stages, middle * (jobs.virtual_stages - 1) + last
+    # hpc_train's stages differ by one layer if the layers do not divide, and earlier stages have fewer. A middle rank
+    # has the most of any; the first one has what the others leave, but no fewer than its smallest possible stages.
     fewest = np.floor((jobs.layers - last) / np.maximum(stages - 1, 1)) * jobs.virtual_stages
     left = jobs.layers - (jobs.pp - 2) * rank - last_rank
     first = np.clip(np.where(ours, np.maximum(left, fewest), left), 0, rank)
@@ -54,8 +57,10 @@ def split_layers(jobs: Jobs) -> LayerSplit:
 
 
 def _balanced(jobs: Jobs, stages: Column) -> tuple[Column, Column]:
-    """(layers of a stage, layers of the last stage) whose costliest stage has fewest FLOPs."""
+    """Return (layers of a stage, layers of the last stage) for which the costliest stage is as cheap as possible."""
     layers, others = jobs.layers, np.maximum(stages - 1, 1)
+    # The head costs as much as `head` layers. The optimum is where the last stage and the others cost the same; as
+    # layers are whole, it is one of the two whole numbers around that point.
     head = jobs.vocab * jobs.hidden / (jobs.layer_parameters + jobs.heads * jobs.head_dim * jobs.sequence)
     fewer = np.clip(np.floor((layers - head * others) / stages), 1, np.maximum(layers - others, 1))
     more = np.minimum(fewer + 1, np.maximum(layers - others, 1))
@@ -66,13 +71,14 @@ def _balanced(jobs: Jobs, stages: Column) -> tuple[Column, Column]:
 
 
 def rank_layers(jobs: Jobs, v_shaped: NDArray[np.bool_]) -> Column:
-    """Return the layers of an hpc_train pipeline's ranks: [4, n].
+    """Return numbers of layers in hpc_train's pipeline: [4, n].
 
-    They are those of the first rank, of the fullest one in the middle, of the last rank, and of the last stage.
-    v_shaped: the jobs in which rank r has the stages r and 2 pp - 1 - r.
+    The rows are: the first rank, the middle rank with the most layers, the last rank, and the last stage.
+    v_shaped: jobs in which rank r has the stages r and 2 pp - 1 - r.
     """
     head = jobs.vocab * jobs.hidden / (jobs.layer_parameters + jobs.heads * jobs.head_dim * jobs.sequence)
     columns = np.broadcast_arrays(jobs.layers, jobs.pp, jobs.virtual_stages, head, v_shaped)
+    # Thousands of jobs differ in few of these values: split each distinct combination once.
     keys, index = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)
     table = np.array([_rank_layers(int(n), int(pp), int(v), h, bool(bent)) for n, pp, v, h, bent in keys.T.tolist()])
     found: Column = np.moveaxis(table[index.ravel()], -1, 0).reshape(4, *columns[0].shape)
@@ -89,7 +95,10 @@ def _rank_layers(layers: int, pp: int, virtual: int, head: float, v_shaped: bool
 
 
 def _stage_layers(layers: int, stages: int, head: float) -> tuple[float, ...]:
-    """Layers of each stage, as parallel.pipeline.stages splits equal blocks and a head that costs `head` blocks."""
+    """Return the layers of each stage, as traffic.stages.split_blocks splits equal blocks. head: its cost in blocks.
+
+    Searching the size of the last stage alone is enough, because all other stages are alike.
+    """
     if stages == 1 or stages > layers:
         return (layers / stages,) * stages
 
@@ -103,8 +112,11 @@ def _stage_layers(layers: int, stages: int, head: float) -> tuple[float, ...]:
 
 
 def micro_batches_in_flight(jobs: Jobs) -> tuple[Column, Column, Column]:
-    """Micro-batches, in units of all layers of the rank, whose activations the first, the second and the last rank hold
-    at most (the second: of those in the middle it holds most). Tied to schedules.simulate's `live` by a test."""
+    """Return the peak number of micro-batches in flight on the first, the second and the last rank.
+
+    One micro-batch means the activations of all layers of the rank, so virtual stages count as fractions. Of the middle
+    ranks the second has the most in flight. A test compares this with `live` of schedules.simulate.
+    """
     p, m, v = jobs.pp, jobs.micro_batches, jobs.virtual_stages
     first = np.minimum(_peak_in_flight(jobs, np.zeros_like(p)) / v, m)
     middle = np.minimum(_peak_in_flight(jobs, np.minimum(p - 1, 1)) / v, m)
@@ -113,8 +125,10 @@ def micro_batches_in_flight(jobs: Jobs) -> tuple[Column, Column, Column]:
 
 
 def _peak_in_flight(jobs: Jobs, rank: Column) -> Column:
-    """Of activations of one stage and one micro-batch."""
+    """Return the peak number of activations on a rank; each is of one stage and one micro-batch."""
     p, m, v, code = jobs.pp, jobs.micro_batches, jobs.virtual_stages, jobs.schedule
+    # 1F1B holds one activation for each rank behind this one, besides its own. Interleaving warms up with two forwards
+    # for each of them and a round of p micro-batches for each virtual stage but one.
     after = p - 1 - rank
     interleaved = (v - 1) * np.minimum(p, m) + 2 * after + 1
     peaks = {
@@ -135,31 +149,31 @@ def _peak_in_flight(jobs: Jobs, rank: Column) -> Column:
 
 
 V_SHAPED = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.items() if needs.v_shaped)
-"""Codes of the schedules with the last stage on the first rank."""
+"""Codes of the schedules that have the last stage on the first rank."""
 SPLITS_BACKWARD = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.items() if needs.splits_backward)
-"""Codes of the schedules that split backwards."""
+"""Codes of the schedules that split backward into input and weight gradients."""
 _WHOLE_ROUNDS = tuple(SCHEDULES.index(name) for name in ("gpipe", "looped_bfs"))
 _INTERLEAVED = tuple(SCHEDULES.index(name) for name in ("interleaved_1f1b", "looped_bfs"))
 _ENOUGH = 4
-"""Micro-batches simulated per pipeline rank; more would not change the peak."""
+"""Micro-batches per pipeline rank that are walked through at most; after that the steady state only repeats."""
 
 
 @dataclass(frozen=True)
 class PipelineMoment:
-    """Start of a computation, on the first rank, one in the middle and the last: [3, n], or [3, 1...]."""
+    """State of a pipeline when a computation starts: first rank, a middle one, the last, [3, n] or [3, 1...]."""
 
     stages: Column
-    """Number of activations held, of one stage and micro-batch each, for all stages but the last."""
+    """Activations held, each of one micro-batch and one stage other than the pipeline's last."""
     last: Column
-    """Number of activations held for the last stage."""
+    """Activations held of the pipeline's last stage."""
     losses: Column
     """Micro-batches whose loss has been computed but not yet used in a backward."""
-    kept: Column
-    """Members of `stages` whose input gradients are computed; the inputs of their weight gradients are still held."""
-    kept_last: Column
-    """Members of `last` whose input gradients are computed."""
+    input_done: Column
+    """How many of `stages` have had their I but not their W: the inputs of the weight gradients are still held."""
+    input_done_last: Column
+    """How many of `last` have had their I but not their W."""
     accumulated: Column
-    """Share of the rank's stages that have gradients from an earlier micro-batch, and wait for more."""
+    """Share of the rank's stages with gradients from earlier micro-batches that are not complete yet."""
     reduced: Column
     """Share of the rank's stages whose gradients are complete."""
     loss: Column
@@ -167,29 +181,31 @@ class PipelineMoment:
 
 
 def peak_moments(jobs: Jobs) -> list[PipelineMoment]:
-    """Return enough moments to include the peak."""
+    """List the moments at which memory may be at its peak, for all jobs at once."""
     plain = _whole_backward_moments(jobs)
     split = (jobs.pp > 1) & (np.isin(jobs.schedule, SPLITS_BACKWARD) | _has_no_steady_state(jobs))
     if not np.any(split):
         return plain
     walked = _split_backward_moments(jobs, split)
     most = max(len(plain), len(walked))
+    # Both lists must have one length: the last moment of the shorter one is repeated, which changes no maximum.
     padded = [(plain[min(at, len(plain) - 1)], walked[min(at, len(walked) - 1)]) for at in range(most)]
-    names = [it.name for it in fields(PipelineMoment)]
-    return [PipelineMoment(*(np.where(split, getattr(b, it), getattr(a, it)) for it in names)) for a, b in padded]
+    names = [field.name for field in fields(PipelineMoment)]
+    return [PipelineMoment(*(np.where(split, getattr(b, name), getattr(a, name)) for name in names)) for a, b in padded]
 
 
 def _has_no_steady_state(jobs: Jobs) -> NDArray[np.bool_]:
-    """Whether so few micro-batches are in a step that some stages have no gradients when most is in flight."""
+    """Return where a step has so few micro-batches that some stage has no gradients yet when most is in flight."""
     few = (jobs.stack == HPC_TRAIN_STACK) & (jobs.micro_batches <= jobs.pp)
     found: NDArray[np.bool_] = few & np.isin(jobs.schedule, _INTERLEAVED)
     return found
 
 
 def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
-    """Handle schedules with whole backwards: the first backward while most is in flight, and the next one.
+    """Return the moments of schedules that do not split backward: three are enough.
 
-    In interleaved_1f1b, also a backward of another stage than the last one when nothing of the last is in flight.
+    They are the first backward when most is in flight, the next one, and for interleaved_1f1b a backward of another
+    stage while nothing of the last stage is in flight.
     """
     v, m = jobs.virtual_stages, jobs.micro_batches
     counts = np.stack(np.broadcast_arrays(*map(np.atleast_1d, micro_batches_in_flight(jobs)))) * v
@@ -217,7 +233,7 @@ def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
 
 
 def _split_backward_moments(jobs: Jobs, split: NDArray[np.bool_]) -> list[PipelineMoment]:
-    """Handle schedules that split backwards, for the jobs where `split` is true."""
+    """Return the moments of schedules that split backward, for the jobs where `split` is true; zeros for the others."""
     columns = np.broadcast_arrays(jobs.schedule, jobs.pp, jobs.virtual_stages, jobs.micro_batches, split)
     keys, index = np.unique(
         np.stack([column.ravel() for column in columns]).astype(np.int64), axis=1, return_inverse=True
@@ -231,14 +247,17 @@ def _split_backward_moments(jobs: Jobs, split: NDArray[np.bool_]) -> list[Pipeli
 
 
 _Counts = tuple[float, ...]
-"""Fields of Moment, on one rank."""
+"""The fields of PipelineMoment for one rank."""
 
 
 @cache
 def _moments_of(
     schedule: int, pp: int, virtual: int, micro_batches: int, split: int
 ) -> tuple[tuple[_Counts, ...], ...]:
-    """Return the moments of the first rank, the next one and the last; each rank's worst moments separately."""
+    """Return the worst moments of one schedule as [moment][rank], for the first rank, the second and the last.
+
+    Each rank has worst moments of its own; those in one row need not happen at the same time.
+    """
     if not split:
         return (((0.0,) * len(fields(PipelineMoment)),) * 3,)
     if micro_batches > _ENOUGH * pp and micro_batches % pp == 0:
@@ -250,10 +269,10 @@ def _moments_of(
 
 
 def _walk(order: Order, rank: int, micro_batches: int) -> Iterator[_Counts]:
-    """Yield the counts at the start of every backward of a rank."""
+    """Walk through a rank's row and yield the counts at the start of every backward."""
     end, virtual = order.stages - 1, order.placement.count(rank)
     live, stored, losses, reduced = [0, 0], [0, 0], 0, 0
-    accumulated: dict[int, int] = {}  # micro-batches added up, by stage; the last one reduces them
+    accumulated: dict[int, int] = {}  # micro-batches whose gradients are added up, by stage; the last one reduces them
     for action in _actions(order, rank):
         last = action.stage == end
         if action.kind is Kind.F:
@@ -261,7 +280,7 @@ def _walk(order: Order, rank: int, micro_batches: int) -> Iterator[_Counts]:
             losses += last
             continue
         if action.kind is Kind.I and action.stage == 0:
-            continue  # nothing to compute
+            continue  # the first stage has no input gradients to compute
         begins = last and action.kind is not Kind.W
         yield (live[0], live[1], losses, *stored, len(accumulated) / virtual, reduced / virtual, float(begins))
         losses -= begins
@@ -283,7 +302,10 @@ def _actions(order: Order, rank: int) -> Iterator[Action]:
 
 
 def _worst(found: set[_Counts]) -> list[_Counts]:
-    """Keep the moments with the most of something: stages keep about the same, and the last one differs most."""
+    """Choose the moments that may be a memory peak: those with the most of one quantity, and dominated by no other.
+
+    Moments with and without a loss are compared separately, because the logits of a loss need memory of their own.
+    """
     chosen = set()
     for with_loss in (False, True):
         among = [one for one in found if bool(one[-1]) == with_loss]
@@ -313,14 +335,17 @@ def _of_accumulated(one: _Counts) -> tuple[float, ...]:
 
 
 _SPLITS = _SCHEDULE_CODE["interleaved_zero_bubble"]
-"""Codes from here on are of schedules that split backward."""
+"""Schedules with this code or a larger one split backward."""
 
 
 def bubble_seconds(jobs: Jobs, others: Column, forward: Column, inputs: Column, weights: Column) -> Column:
-    """Seconds that the slowest rank waits; others: seconds of a micro-batch on all other ranks together.
+    """Return the seconds of a step for which the slowest rank waits.
 
-    forward, inputs, weights: seconds of a micro-batch on an average rank, all its stages.
+    others: seconds of one micro-batch on all other ranks together. forward, inputs, weights: seconds of one micro-batch
+    on an average rank, all its virtual stages together.
     """
+    # A rank waits while the first micro-batch comes to it and the last one leaves the ranks behind it. naive waits so
+    # for every micro-batch; v virtual stages cut the wait to one v-th (Narayanan et al. 2021, section 2.2).
     p, m, v, code = jobs.pp, jobs.micro_batches, jobs.virtual_stages, jobs.schedule
     found = np.where(code == _SCHEDULE_CODE["naive"], m * others, others / v)
     if np.any(code >= _SPLITS):
@@ -329,7 +354,11 @@ def bubble_seconds(jobs: Jobs, others: Column, forward: Column, inputs: Column, 
 
 
 def _split_bubble(jobs: Jobs, forward: Column, inputs: Column, weights: Column) -> Column:
-    """Return the bubble of the schedules that compute gradients of weights apart."""
+    """Return the bubble of the schedules that compute weight gradients separately.
+
+    ZB-H1 (p - 1)(F + I - W), over v virtual stages, and ZB-H2 (p - 1)(F + I - 2 W): Qi et al. 2024, arXiv:2401.10241,
+    table 2. The forms of the V-shaped schedules are ours; a test compares them with simulated orders.
+    """
     after, v, code = jobs.pp - 1, jobs.virtual_stages, jobs.schedule
     there = forward + inputs
     few = np.where(jobs.micro_batches < 2 * jobs.pp - 1, 2.0, 1.0)

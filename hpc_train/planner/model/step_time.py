@@ -1,4 +1,4 @@
-"""Time of a step, part by part, and the whole estimate of jobs: memory, time, MFU."""
+"""Estimate the time of a step, part by part, and combine it with memory into the estimate of a job."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from hpc_train.planner.model.pipeline import LayerSplit, bubble_seconds, split_l
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. Parts are [n] and add up to `step`: what the critical rank does, one thing at a time."""
+    """Seconds of a step on the critical rank. The parts are [n], do not overlap, and add up to `step`."""
 
     compute: Column
-    """Products, attention and elementwise work of all micro-batches of the slowest stage, recomputation included."""
+    """Matrix products, attention and elementwise work of all micro-batches on the slowest stage, with recomputation."""
     offload: Column
-    """Activations on their way to the host and back."""
+    """Copies of activations to the host and back."""
     launch: Column
-    """What the device waits for the host that launches its kernels."""
+    """Time that the device waits for the host to launch kernels."""
     tensor: Column
-    """Exposed communication over tp."""
+    """Exposed communication over tp; exposed means not hidden behind computation."""
     context: Column
-    """Over cp."""
+    """Exposed communication over cp."""
     data: Column
-    """Over dp_replicate and dp_shard."""
+    """Exposed communication over dp_replicate and dp_shard."""
     pipeline: Column
-    """Over pp."""
+    """Exposed communication over pp."""
     bubble: Column
-    """The critical rank waits for other stages."""
+    """Time that the critical rank waits for other stages."""
     optimizer: Column
     jitter: Column
-    """Stragglers: the slowest of many ranks, each step."""
+    """Delay by stragglers: every step takes as long as its slowest rank."""
     checkpoint: Column
-    """Saving, while training waits; its share of a step."""
+    """Time that training waits for saves, per step."""
     spread: Column
-    """[n]: standard deviation of log(measured / predicted) to expect, from the fit's residuals."""
+    """[n]: expected standard deviation of log(measured / predicted), from the residuals of the fit."""
     hardware_flops: Column
-    """[n] FLOPs of a step of the whole job that are really computed, recomputation included."""
+    """[n]: FLOPs that the whole job really computes in a step, with recomputation."""
 
     @property
     def step(self) -> Column:
-        """The middle of what is expected (p50)."""
+        """Median of the expected step time (p50)."""
         parts = (self.launch, self.tensor, self.context, self.data, self.pipeline, self.bubble, self.optimizer)
         return sum(parts, self.compute + self.offload + self.jitter + self.checkpoint)
 
     def quantile(self, p: float) -> Column:
-        """Step time that is not exceeded with probability p, the error of log(step) taken as normal."""
+        """Return the p-quantile of the step time, assuming that the error of log(step) is normal."""
         from statistics import NormalDist
 
         return self.step * np.exp(NormalDist().inv_cdf(p) * self.spread)
@@ -63,16 +63,16 @@ class _Layer:
     """Seconds of one layer and one micro-batch."""
 
     forward: Column
-    """With what is moved to the host meanwhile."""
+    """Computation, and the copy of activations to the host."""
     backward: Column
-    """With what is recomputed, and moved back."""
+    """Computation with recomputation, and the copy of activations back."""
     moved: Column
-    """Of the two, what copies take."""
+    """The part of forward and backward that copies take."""
     tensor: Column
-    """Exposed, forward and backward."""
+    """Exposed communication over tp, forward and backward."""
     context: Column
     launch_forward: Column
-    """Waiting for the host."""
+    """Time that forward waits for the host to launch kernels."""
     launch_backward: Column
 
     @property
@@ -80,17 +80,17 @@ class _Layer:
         return self.launch_forward + self.launch_backward
 
     @property
-    def whole(self) -> Column:
+    def total(self) -> Column:
         return self.forward + self.backward + self.tensor + self.context + self.launch
 
 
 def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
-    """Seconds of each part."""
+    """Estimate the seconds of each part of a step."""
     done = layer_work(jobs, constants)
     layer = _layer(jobs, constants, done)
     layers = split_layers(jobs)
     slow, ends = _slowest(jobs, layers, layer, done)
-    others = _all_ranks_seconds(jobs, layers, layer, done) - slow * layer.whole - ends
+    others = _all_ranks_seconds(jobs, layers, layer, done) - slow * layer.total - ends
     m = jobs.micro_batches
     compute = m * (slow * (layer.forward + layer.backward - layer.moved) + ends)
     waiting = _bubble(jobs, layer, done, others)
@@ -111,6 +111,7 @@ def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
     doublings = np.log2(np.maximum(jobs.world / jobs.gpus_per_node, 1))
     scale = constants.scale * residual_factor(jobs, constants.residuals) if constants.residuals else constants.scale
     parts = [part * scale for part in parts]
+    # The slowest of n ranks is later the more ranks there are: about the same share of a step for each doubling.
     jitter = constants.jitter * doublings * sum(parts[1:], parts[0])
     checkpoint = _checkpoint(jobs)
     found = np.broadcast_arrays(*parts, jitter, checkpoint, np.float64(constants.spread), _flops(jobs, done))
@@ -122,6 +123,7 @@ def _layer(jobs: Jobs, constants: Constants, done: LayerWork) -> _Layer:
     forward, backward = done.forward + copy, done.backward + done.again + copy
     tensor_forward, tensor_backward = _tensor(jobs, constants)
     context = _context(jobs, constants, done)
+    # The host launches kernels ahead of the device. The device waits only if launching takes longer than computing.
     waits = (
         np.maximum(done.launch_forward - forward - tensor_forward, 0),
         np.maximum(done.launch_backward - backward - tensor_backward, 0),
@@ -130,8 +132,11 @@ def _layer(jobs: Jobs, constants: Constants, done: LayerWork) -> _Layer:
 
 
 def _copy(jobs: Jobs, constants: Constants) -> Column:
-    """To the host, or back: on the stream that computes (parallel.memory.activation_offload), so that nothing hides it
-    (Rhu et al. 2016, arXiv:1602.08124, section 3.1: bytes over PCIe's bandwidth)."""
+    """Return the seconds of copying a layer's activations to the host, or back.
+
+    The copies run on the stream that computes (parallel.memory.activation_offload), so that nothing hides them. Bytes
+    over the bandwidth of PCIe (Rhu et al. 2016, arXiv:1602.08124, section 3.1).
+    """
     if not np.any(jobs.offload_activations):
         return np.zeros(())
     stored, _ = layer_activations(jobs, constants, jobs.micro_batch * jobs.sequence / jobs.cp)
@@ -143,10 +148,14 @@ def _pcie(jobs: Jobs) -> Column:
 
 
 def _tensor(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
-    """Forward and backward of one layer: two all-reduces each (traffic.tensor.block_calls), of all positions of the
-    micro-batch, or as many gathers and scatters; what full recomputation makes again is in backward."""
+    """Return the exposed seconds of tp in one layer: (forward, backward).
+
+    Each has two all-reduces of the micro-batch's activations, or as many pairs of gather and scatter, which take as
+    long (traffic.axes.count_block_calls). Communication of recomputation counts as backward.
+    """
     size = jobs.micro_batch * jobs.sequence / jobs.cp * jobs.hidden * jobs.activation_bytes
     once = all_reduce_seconds(make_rank_group(jobs, constants, jobs.tp, np.ones(()), jobs.overlap_tensor), size)
+    # A ring of n ranks has 2 (n - 1) hops; with CUDA_LAUNCH_BLOCKING ranks arrive late at each of them.
     once = once + 2 * (jobs.tp - 1) * jobs.launch_blocking * constants.blocking
     shown = 1 - np.where(jobs.overlap_tensor > 0, constants.overlap_tensor, 0.0)
     again = np.where(jobs.recompute == 2, jobs.recompute_share, 0.0)
@@ -163,33 +172,38 @@ def _context(jobs: Jobs, constants: Constants, done: LayerWork) -> Column:
 
 
 def ulysses_bytes(jobs: Jobs) -> Column:
-    """Bytes of one layer and micro-batch in all-to-alls, forward and backward (traffic.context.ulysses): queries, keys,
-    values and the result."""
+    """Return the bytes of one layer's all-to-alls for one micro-batch, forward and backward.
+
+    These move queries, keys, values and the result (traffic.axes.ulysses_flows).
+    """
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    # If there are fewer key and value heads than cp ranks, they are repeated until every rank has one.
     keys = np.maximum(jobs.kv_heads / jobs.tp, np.minimum(jobs.cp, jobs.heads / jobs.tp))
     numbers = tokens * (jobs.heads / jobs.tp + keys) * jobs.head_dim
     return 2 * _passes(jobs) * numbers * jobs.activation_bytes
 
 
 def _passes(jobs: Jobs) -> Column:
-    """Forwards and backwards of a layer."""
+    """Return how often a layer's attention runs: forward, backward, and once more if it is recomputed."""
     return 2 + np.where(jobs.recompute == 2, jobs.recompute_share, 0.0)
 
 
 def _exchanges(jobs: Jobs, constants: Constants) -> Column:
-    """Nothing hides them."""
+    """Return the seconds of Ulysses' all-to-alls, which nothing hides: attention cannot start without them."""
     return all_to_all_seconds(
         make_rank_group(jobs, constants, jobs.cp, jobs.tp), ulysses_bytes(jobs), 4 * _passes(jobs)
     )
 
 
 def _ring(jobs: Jobs, constants: Constants, done: LayerWork) -> Column:
-    """Ring attention (traffic.context.ring): what attention does not hide."""
+    """Return the exposed seconds of ring attention (traffic.axes.ring_attention_flows)."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     keys = tokens * jobs.kv_heads * jobs.head_dim / np.minimum(jobs.tp, jobs.kv_heads)
     hop = send_seconds(jobs, constants, 2 * keys * jobs.activation_bytes, jobs.tp)
     gradients = send_seconds(jobs, constants, 2 * keys * np.maximum(jobs.activation_bytes, 4), jobs.tp)
+    # Keys and values go round in forward and again in backward, the gradients of both in backward.
     moved = (jobs.cp - 1) * (2 * hop + gradients)
+    # Only attention itself runs beside the transfers: its share of the layer by FLOPs.
     beside = (
         (done.forward + done.backward)
         * attention_score_width(jobs)
@@ -199,10 +213,10 @@ def _ring(jobs: Jobs, constants: Constants, done: LayerWork) -> Column:
 
 
 def _slowest(jobs: Jobs, layers: LayerSplit, layer: _Layer, done: LayerWork) -> tuple[Column, Column]:
-    """(layers, seconds of the ends) of the slowest rank."""
+    """Return (layers, seconds of embedding and head) of the slowest rank."""
     single = jobs.pp == 1
-    first, last = layers.first * layer.whole + done.embedding, layers.last * layer.whole + done.head
-    middle = np.where(jobs.pp > 2, layers.middle * layer.whole, 0.0)
+    first, last = layers.first * layer.total + done.embedding, layers.last * layer.total + done.head
+    middle = np.where(jobs.pp > 2, layers.middle * layer.total, 0.0)
     is_last = (last >= first) & (last >= middle)
     is_first = ~is_last & (first >= middle)
     count = np.where(is_last, layers.last, np.where(is_first, layers.first, layers.middle))
@@ -211,13 +225,16 @@ def _slowest(jobs: Jobs, layers: LayerSplit, layer: _Layer, done: LayerWork) -> 
 
 
 def _all_ranks_seconds(jobs: Jobs, layers: LayerSplit, layer: _Layer, done: LayerWork) -> Column:
-    """Seconds of a micro-batch on all ranks of the pipeline together."""
-    return jobs.layers * layer.whole + done.head + done.embedding
+    """Return the seconds of one micro-batch on all ranks of the pipeline together."""
+    return jobs.layers * layer.total + done.head + done.embedding
 
 
 def _bubble(jobs: Jobs, layer: _Layer, done: LayerWork, others: Column) -> Column:
-    """A mean rank's micro-batch in the parts that zero-bubble schedules move about: gradients of weights are half of
-    the linear layers' backward, which is about a third of all."""
+    """Return the seconds of the bubble. others: seconds of a micro-batch on all ranks but the slowest.
+
+    Zero-bubble schedules need the time of weight gradients: as much as the forward of the linear layers, since each of
+    their two backward products costs what the forward product does.
+    """
     per_rank = jobs.layers / jobs.pp
     forward = layer.forward + layer.tensor / 2
     weights = done.forward * _linear_share(jobs)
@@ -226,13 +243,16 @@ def _bubble(jobs: Jobs, layer: _Layer, done: LayerWork, others: Column) -> Colum
 
 
 def _linear_share(jobs: Jobs) -> Column:
-    """Of forward, that its linear layers take, about: the rest is attention and elementwise work."""
+    """Return the approximate share of a layer's forward that its linear layers take."""
     linear = jobs.layer_parameters
+    # In multiply-adds per token. Attention counts twice and elementwise work 40 for each element of the hidden state,
+    # since both are slower than large products for the same FLOPs.
     return linear / (linear + 2 * attention_score_width(jobs) + 40 * jobs.hidden)
 
 
 def _messages(jobs: Jobs, constants: Constants) -> Column:
-    """Between stages: one there and one back for each micro-batch and virtual stage, the rank's share of tp only."""
+    """Return the exposed seconds of messages between stages: one forward and one back per micro-batch and stage."""
+    # A tp rank sends only its part if tp splits positions. Megatron and DeepSpeed (stacks 0 and 1) always do.
     pieces = np.where((jobs.sequence_parallel > 0) | (jobs.stack < 2), jobs.tp, 1.0)
     size = jobs.micro_batch * jobs.sequence / jobs.cp * jobs.hidden * jobs.activation_bytes / pieces
     stride = jobs.tp * jobs.cp * jobs.data_parallel
@@ -241,7 +261,7 @@ def _messages(jobs: Jobs, constants: Constants) -> Column:
 
 
 def _heaviest(jobs: Jobs, layers: LayerSplit) -> tuple[Column, Column]:
-    """(layers, parameters of the ends before sharding) of the rank that has most parameters."""
+    """Return (layers, parameters of embedding and head before sharding) of the rank with the most parameters."""
     table = jobs.vocab * jobs.hidden / jobs.tp
     layer = jobs.layer_parameters / jobs.tp
     inner = (jobs.pp > 2) & (layers.middle * layer > layers.first * layer + table)
@@ -250,22 +270,24 @@ def _heaviest(jobs: Jobs, layers: LayerSplit) -> tuple[Column, Column]:
 
 
 def _data(jobs: Jobs, constants: Constants, layers: LayerSplit, layer: _Layer) -> Column:
+    """Return the exposed seconds of the data-parallel axes, and of a tied embedding's gradients."""
     count, ends = _heaviest(jobs, layers)
     parameters = count * jobs.layer_parameters / jobs.tp
     beside = layer.forward + layer.launch_forward, layer.backward + layer.launch_backward
     windows = network.OverlapWindows(count * beside[0], count * beside[1])
     seconds = network.data_seconds(jobs, constants, parameters, ends, windows)
-    # A tied table's gradients are added up between the first and the last stage (traffic.pipeline.tied).
+    # The first and the last stage exchange the gradients of a tied table (traffic.axes.tied_embedding_flows).
     table = jobs.vocab * jobs.hidden / jobs.tp
     tied = send_seconds(jobs, constants, table * jobs.gradient_bytes, jobs.tp * jobs.cp * jobs.data_parallel)
     return seconds + np.where((jobs.pp > 1) & (jobs.tied > 0), tied, 0.0)
 
 
 def _optimizer(jobs: Jobs, constants: Constants, layers: LayerSplit) -> tuple[Column, Column]:
-    """(seconds of the update, seconds in which gradients of micro-batches are added up)."""
+    """Return (seconds of the update, seconds of adding up the gradients of micro-batches)."""
     count, ends = _heaviest(jobs, layers)
     parameters = count * jobs.layer_parameters / jobs.tp + ends
     shards = np.where(jobs.zero > 0, jobs.dp_shard * jobs.cp, 1.0)
+    # The update reads and writes optimizer state and parameters, reads gradients, and clipping reads and writes them.
     bytes_ = 2 * (jobs.optimizer_bytes + jobs.weight_bytes) + 3 * jobs.gradient_bytes
     update = parameters / shards * bytes_ / jobs.memory_bandwidth * constants.optimizer
     host = parameters / shards * (jobs.gradient_bytes + jobs.weight_bytes) / _pcie(jobs)
@@ -276,31 +298,33 @@ def _optimizer(jobs: Jobs, constants: Constants, layers: LayerSplit) -> tuple[Co
 
 
 def _checkpoint(jobs: Jobs) -> Column:
+    """Return the seconds per step in which training waits while state is copied for a save."""
     state = jobs.parameters * (jobs.weight_bytes + jobs.optimizer_bytes) / jobs.world
     return state / jobs.checkpoint_bandwidth / jobs.checkpoint_every
 
 
 def _flops(jobs: Jobs, done: LayerWork) -> Column:
+    """Return the FLOPs of a step of the whole job, with recomputation."""
     micro_batches = jobs.global_batch / jobs.micro_batch
     return jobs.model_flops + micro_batches * jobs.layers * done.flops_again
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory, time and rates of some jobs."""
+    """Estimated memory, time and rates of jobs, one value per job."""
 
     memory: Memory
     time: StepTime
     model_flops: Column
-    """[n] of a step of the whole job, recomputation not counted."""
+    """[n]: FLOPs of a step of the whole job, without recomputation."""
     mfu: Column
     hfu: Column
     tokens_per_second: Column
-    """Of one GPU."""
+    """Per GPU."""
 
 
 def estimate_jobs(jobs: Jobs, constants: Constants) -> Estimate:
-    """Estimate memory and time. A search, which needs memory first, calls the two estimates by themselves."""
+    """Estimate memory and time. The search calls both separately, since memory alone rules out many jobs."""
     spent = estimate_step_time(jobs, constants)
     rate = 1 / (spent.step * jobs.world)
     flops = jobs.model_flops

@@ -93,7 +93,7 @@ def _count_lines(sections: Sequence[Section]) -> int:
 
 
 def _explain_no_candidate(plan: Plan) -> Iterator[Section]:
-    """Say why there is no candidate."""
+    """Explain why there is no candidate."""
     if plan.outside:
         yield Section(["No candidate meets the limits of the plan (deadline, budget, nodes)."], style="bold red")
         return

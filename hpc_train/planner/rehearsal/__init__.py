@@ -1,1 +1,1 @@
-"""`plan rehearse`: every kind of rank of a large world, built with the real passes on one CPU, without its memory."""
+"""`plan rehearse`: build the ranks of a large world with the real passes, on one CPU and without their memory."""

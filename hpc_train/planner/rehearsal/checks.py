@@ -1,8 +1,8 @@
-"""The checks of a rehearsal: what all ranks hold adds up to the model, in the bytes that closed forms and the plan say.
+"""Check a rehearsal: the ranks together hold the whole model, in as many bytes as expected.
 
-check_coverage proves that pieces tile every tensor exactly; closed_form_bytes and server_bytes are counted from the
-model's shape alone; planned_memory is what `plan` says; check_memory_fit compares both with what was counted and with
-the device.
+check_coverage proves that the ranks' tensor shards cover every tensor exactly once. closed_form_bytes and server_bytes
+compute sizes from the model's shape alone; planned_memory is the estimate of `plan`. check_memory_fit compares the
+counted memory with the plan and with the device.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from hpc_train.units import GIB, MIB, choose_memory_unit
 
 _OPTIMIZER = "optim."
 _SCALER = "scaler."
-"""Of the loss scale, which every rank of the job has."""
+"""Prefix of the loss scale's state, which every rank of the job has."""
 
 
 def check_coverage(
     model: Mapping[str, tuple[int, ...]], ranks: Sequence[RehearsedRank], degrees: Degrees
 ) -> CoverageResult:
-    """model: shape by name of every parameter and persistent buffer. ranks: those that were built; parameters
-    that none of them has are missing only where there is one of each pipeline rank.
+    """Prove that the ranks hold every element of the model exactly once, not counting copies.
 
-    Proved: every tensor belongs to one pipeline rank, whose ranks hold every element of it exactly once, copies aside
-    (Tiling.problem); of the copies of each rectangle one writes it. Each rank that was built really has the rectangles
-    that this is reckoned with, and its replica numbers agree with those of the others of its stage.
+    model: shape of every parameter and persistent buffer, by name. ranks: the ranks that were built. A parameter that
+    none of them has counts as missing only if a rank of every stage was built.
+
+    Checked: every tensor belongs to one stage, and the ranks of the stage cover it exactly once (Tiling.problem); one
+    copy of each rectangle is written to checkpoints; each rank that was built has the rectangles that its tilings say;
+    and replica numbers agree between the ranks of a stage.
     """
     problems: list[str] = []
     owners: dict[str, tuple[int, Tiling]] = {}
@@ -60,7 +62,7 @@ def check_coverage(
 
 
 def find_tiling(built: RehearsedRank, piece: HeldShard) -> Tiling:
-    """Return the tiling of a piece; optimizer state of the parameter's shape lies as the parameter does."""
+    """Return the tiling of a piece. Optimizer state of the parameter's shape is split as the parameter is."""
     tiling = built.tilings.get(_parameter(piece.name))
     return tiling if tiling is not None and tiling.shape == piece.shape else whole_tiling(piece.shape)
 
@@ -72,17 +74,24 @@ def _parameter(name: str) -> str:
 def _check_piece(
     built: RehearsedRank, piece: HeldShard, degrees: Degrees, holders: dict[tuple[int, str, bool], int]
 ) -> Iterator[str]:
+    """Yield what is wrong with a piece: its rectangle, its replica number, or who writes it.
+
+    holders: the writer of each tensor, as far as ranks have said; extended here.
+    """
     where = f"rank {built.rank}: {piece.name}"
     if piece.name.startswith(_SCALER):
         if piece.replica != built.rank:
             yield f"{where} is copy {piece.replica} of those of all ranks"
         return
     tiling = find_tiling(built, piece)
-    if (piece.offset, piece.size) != tiling.held(built.at, degrees):
-        yield f"{where} begins at {piece.offset} and is {piece.size}, but should {tiling.held(built.at, degrees)}"
+    offset, size = tiling.find_rectangle(built.at, degrees)
+    if (piece.offset, piece.size) != (offset, size):
+        yield f"{where} begins at {piece.offset} and is {piece.size}; it should begin at {offset} and be {size}"
     count, mine = tiling.copies(degrees), tiling.copy(built.at, degrees)
     if not 0 <= piece.replica < 2 * count:
         yield f"{where} is copy {piece.replica} of {count}"
+    # Replica numbers count from the writer, so the position of replica 0 is the same for all copies. Numbers from
+    # `count` on belong to tied parameters that another stage owns; they have holders of their own.
     key = (built.at["pp"], piece.name, piece.replica >= count)
     writer = (mine - piece.replica) % count
     if holders.setdefault(key, writer) != writer:
@@ -92,7 +101,10 @@ def _check_piece(
 def _claim(
     built: RehearsedRank, model: Mapping[str, tuple[int, ...]], owners: dict[str, tuple[int, Tiling]], degrees: Degrees
 ) -> Iterator[str]:
-    """Check the tensors that this rank's stages own; tied parameters of another stage are borrowed."""
+    """Record which stage owns each tensor of this rank, and yield what contradicts the model or other ranks.
+
+    Tied parameters that another stage owns are skipped.
+    """
     for piece in built.pieces:
         if piece.name.startswith((_OPTIMIZER, _SCALER)):
             continue
@@ -111,13 +123,13 @@ def _claim(
 
 
 def unbuilt_stages(ranks: Sequence[RehearsedRank], degrees: Degrees) -> list[int]:
-    """Pipeline ranks of which no rank was built, so that nobody knows what their stages hold."""
+    """List the pipeline ranks of which no rank was built, so that nothing is known of their stages."""
     there = {built.at["pp"] for built in ranks}
     return [pp for pp in range(degrees.pp) if pp not in there]
 
 
 def _written(ranks: Sequence[RehearsedRank], owners: Mapping[str, tuple[int, Tiling]]) -> int:
-    """Rectangles of all logical tensors, optimizer state among them."""
+    """Count the rectangles that a checkpoint consists of, optimizer state included."""
     first = {built.at["pp"]: built for built in reversed(ranks)}
     seen: dict[str, int] = {}
     for stage, built in first.items():
@@ -129,15 +141,17 @@ def _written(ranks: Sequence[RehearsedRank], owners: Mapping[str, tuple[int, Til
 
 
 _STEP_BYTES = 4
-"""AdamW counts the updates of every parameter in a float32 of its own."""
+"""Bytes of AdamW's step count, one float32 for each parameter."""
 _MOMENTS = 2
 
 
 def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict[str, int]:
-    """Of the first rank over the other axes of a pipeline rank, which has the most of what does not divide.
+    """Compute the bytes of parameters, gradients and optimizer state of one rank from the model's shape alone.
 
-    A rank of tp and of the shard axes (dp_shard x cp) keeps ceil(rows / shards) rows of its part of every parameter,
-    in fp32 (fp64) as do its gradient and both moments of AdamW. Empty for a custom model, whose shape only it knows.
+    The rank is the first one, over all axes but pp, of pipeline rank `pp_rank`: it has the larger part of whatever does
+    not divide. Each rank keeps ceil(rows / shards) rows of its tp part of every parameter (shards: dp_shard x cp), and
+    as many of gradients and of each of AdamW's moments, all in fp32 (fp64: in fp64). Empty for a custom model, whose
+    shapes are unknown.
     """
     weights = list_weights(config.model)
     if weights is None:
@@ -176,7 +190,7 @@ def _stage_weights(weights: Weights, stage: StagePart) -> Iterable[Weight]:
 
 
 def server_bytes(config: RunConfig, model: nn.Module) -> tuple[int, ...]:
-    """Bytes of each share: parameters and their optimizer state. Empty without servers."""
+    """Return the bytes of parameters and optimizer state on each parameter server; empty without servers."""
     server = config.parallel.server
     if server.mode not in ("synchronous", "asynchronous"):
         return ()
@@ -194,11 +208,14 @@ def _count_numbers(share: list[tuple[str, nn.Parameter]]) -> int:
 
 
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
-"""Without what an allocator and a driver add, which is not counted here."""
+"""Parts of the plan's memory that are compared: all but the allocator's and the driver's, which are not counted."""
 
 
 def planned_memory(config: RunConfig, degrees: Degrees, ranks: Mapping[int, int]) -> dict[int, dict[str, float]]:
-    """Bytes by part. ranks: the pipeline rank of each rank. Empty for a model that cannot be planned."""
+    """Return the planned bytes of each rank by part; empty for a model that cannot be planned.
+
+    ranks: pipeline rank by rank.
+    """
     try:
         parts = estimate_memory(jobs_from_config(config, degrees.world), cluster_constants(config.cluster))
     except UserError:
@@ -213,7 +230,7 @@ def planned_memory(config: RunConfig, degrees: Degrees, ranks: Mapping[int, int]
 TOLERANCE = 0.05
 """Share of the plan by which a counted peak may exceed it."""
 SEGMENT = 16 * MIB
-"""Bytes a peak may always exceed the plan by: CUDA's allocator takes memory in segments of 20 MiB."""
+"""Bytes by which a peak may always exceed the plan: less than one segment of 20 MiB of torch's CUDA allocator."""
 _COUNTED_AS = {
     "parameters": ("parameters",),
     "gradients": ("gradients",),
@@ -221,7 +238,7 @@ _COUNTED_AS = {
     "activations": ("forward", "backward", "other"),
     "gathered parameters": ("gathered",),
 }
-"""Part, as named in messages -> ledger.KINDS it is counted under."""
+"""Part, as named in messages -> the memory_ledger.MEMORY_KINDS it is counted under."""
 _PLANNED_AS = {
     "parameters": ("parameters",),
     "gradients": ("gradients",),
@@ -242,7 +259,7 @@ class DeviceMemory:
     context: float
     """Bytes taken by the driver, libraries and communicators."""
 
-    def taken(self, peak: float) -> float:
+    def bytes_needed(self, peak: float) -> float:
         """Return the device bytes that a peak of counted memory takes."""
         return peak * (1 + self.fragmentation) + self.context
 
@@ -273,7 +290,7 @@ def check_memory_fit(
     wrong = [line for built in stepped for line in _compare(built, planned.get(built.rank, {}))]
     within_plan = not wrong
     needs = {built.rank: (built.counted.peak or 0) + changed.get(built.rank, 0.0) for built in stepped}
-    over = [built for built in stepped if device is not None and device.taken(needs[built.rank]) > device.bytes]
+    over = [built for built in stepped if device is not None and device.bytes_needed(needs[built.rank]) > device.bytes]
     for built in over:
         assert device is not None
         wrong.append(_exceeds(built, needs[built.rank], device))
@@ -308,12 +325,12 @@ def _format_excess(ratio: float) -> str:
 
 
 def _exceeds(built: RehearsedRank, needed: float, device: DeviceMemory) -> str:
-    taken = device.taken(needed)
-    beyond = _format_size(taken - device.bytes, device.bytes)
+    required = device.bytes_needed(needed)
+    beyond = _format_size(required - device.bytes, device.bytes)
     largest = max(_COUNTED_AS, key=lambda part: _sum(built.counted.at_peak, _COUNTED_AS[part]))
     return (
         f"{_where(built)} does not fit: {_format_size(needed, needed)}, with allocator and driver "
-        f"{_format_size(taken, device.bytes)}, are {beyond} more than the "
+        f"{_format_size(required, device.bytes)}, are {beyond} more than the "
         f"{_format_size(device.bytes, device.bytes)} of the device; most of it {largest}: "
         f"{_format_size(_sum(built.counted.at_peak, _COUNTED_AS[largest]), needed)}"
     )
@@ -325,7 +342,7 @@ def _good(fullest: RehearsedRank, needed: float, plan: float | None, device: Dev
     if device is None:
         rest = "; cluster.gpu.memory_gib is not known, so whether it fits is not"
         return f"keeps to the plan: {_where(fullest)} needs most, {_format_size(needed, needed)}{against}{rest}"
-    taken_size = _format_size(device.taken(needed), device.bytes)
+    taken_size = _format_size(device.bytes_needed(needed), device.bytes)
     return (
         f"fits: {_where(fullest)} needs most, {_format_size(needed, needed)}{against}; with allocator and driver "
         f"{taken_size} of {_format_size(device.bytes, device.bytes)}"

@@ -1,4 +1,4 @@
-"""Who makes how much memory and when it is freed, counted, and from that what is held at the worst moment."""
+"""Count every allocation and release of tensor memory during a rehearsal, and find the peak by kind of memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from torch.distributed.tensor import DTensor
 from hpc_train._torch_rehearsal import is_in_backward, storage_address, tensors_in
 
 MEMORY_KINDS = ("parameters", "optimizer", "gradients", "gathered", "host", "forward", "backward", "other")
-"""What memory is for. gradients: whole ones, and what is left of them when they are reduced. gathered: whole parameters
-that fully_shard has put together. host: what a real rank offloads to its node, which is none of the device's. forward,
-backward: made there and none of the others; activations, and what backward needs beside them."""
+"""What memory is used for.
+
+gradients: whole gradients, and their shards once they are reduced. gathered: whole parameters that fully_shard has
+gathered. host: what a real rank offloads to host memory, which does not count as the device's. forward, backward:
+anything else that is allocated in forward (activations) or in backward.
+"""
 _FORWARD, _BACKWARD, _OTHER = (MEMORY_KINDS.index(kind) for kind in MEMORY_KINDS[-3:])
 _ON_DEVICE = np.array([kind != "host" for kind in MEMORY_KINDS])
 _OFTEN = 16
-"""New memories between two looks for whole gradients, which live for longer."""
+"""Allocations between two searches for whole gradients, which live longer than that."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class MemoryMoment:
     """Bytes by kind at one moment."""
 
     bytes: dict[str, int]
-    """Bytes by kind (KINDS)."""
+    """Bytes by kind (MEMORY_KINDS)."""
 
     @property
     def total(self) -> int:
@@ -38,46 +41,46 @@ class MemoryMoment:
 
 
 class MemoryLedger:
-    """An entry for every change. Scratch memory inside of kernels is not seen, nor what an allocator rounds up."""
+    """Records every change of memory. Scratch memory inside kernels and rounding by the allocator are not seen."""
 
     def __init__(self) -> None:
         self._memory: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        """By the address of what is alive: its number here."""
+        """Number of each living allocation, by its address."""
         self._sizes: list[int] = []
         self._kinds: list[int] = []
         self._changes: list[tuple[int, int]] = []
-        """(number, bytes)"""
+        """Every change, as (number of the allocation, its bytes from now on)."""
         self._whole_gradients: Callable[[], Iterable[Tensor]] | None = None
-        """In a step."""
+        """Returns the whole gradients; set while a step runs."""
 
     def begin_step(self, whole_gradients: Callable[[], Iterable[Tensor]]) -> int:
         """Count new tensors as made in a forward or a backward from here on; return the moment, for `worst` and `most`.
 
-        whole_gradients: asked now and then, because they are gone when the step has ended.
+        whole_gradients: called now and then during the step, because whole gradients are freed before it ends.
         """
         self._whole_gradients = whole_gradients
         return len(self._changes)
 
     def see(self, out: Any, given: Sequence[Tensor]) -> None:
-        """The result of an operator, and the tensors that it was given: memory of these is not new."""
+        """Record the memory of an operator's result, unless it is that of one of its arguments (a view or in-place)."""
         for tensor in tensors_in(out):
             if isinstance(tensor, DTensor) or tensor.device.type == "meta":
                 continue  # what a DTensor holds has an entry of its own
             storage = tensor.untyped_storage()
             key = storage_address(storage)
-            if key not in self._memory and all(key != storage_address(it.untyped_storage()) for it in given):
+            if key not in self._memory and all(key != storage_address(tensor.untyped_storage()) for tensor in given):
                 self._add(storage, key)
                 if self._whole_gradients is not None and len(self._sizes) % _OFTEN == 0:
                     self.label(self._whole_gradients(), "gradients")
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A memory that has another size now."""
+        """Record that a storage has changed its size."""
         entry = self._memory.get(storage_address(storage))
         if entry is not None:
             self._change(entry[0], storage.nbytes())
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> int:
-        """Say what the memory of some tensors is for, since it was made; returns its bytes as it is now."""
+        """Set the kind of some tensors' memory, from their allocation on; returns the bytes they have now."""
         numbers = {self._number(tensor.untyped_storage()) for tensor in tensors}
         for number in numbers:
             self._kinds[number] = MEMORY_KINDS.index(kind)
@@ -89,11 +92,11 @@ class MemoryLedger:
         return self._moment(totals[int(totals[:, _ON_DEVICE].sum(1).argmax())])
 
     def most(self, kind: str, since: int = 0) -> int:
-        """Bytes of one kind when most of it was held."""
+        """Return the peak of one kind of memory, in bytes."""
         return int(self._over_time()[since:, MEMORY_KINDS.index(kind)].max())
 
     def _over_time(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """(changes, kinds) bytes."""
+        """Return the bytes of each kind after each change, [changes, kinds]."""
         if not self._changes:
             return np.zeros((1, len(MEMORY_KINDS)), np.int64)
         numbers, deltas = np.array(self._changes, np.int64).T

@@ -1,6 +1,6 @@
-"""Rehearse one rank: build the model as a run does, train a step if asked, and count what it takes.
+"""Rehearse one rank: build its part of the model as a run does, optionally train a step, and count its memory.
 
-The world is pretended: collectives return at once and move nothing, and tensors have no memory (_torch_rehearsal).
+The world is simulated: collectives return at once without moving data, and tensors have no memory (_torch_rehearsal).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from hpc_train.runtime.start import leave_process_group, make_world
 from hpc_train.training.optimizer import make_optimizer
 
 _DIGITS = (1, 8, 8)
-"""Channels, height and width of the images of data=digits, which a custom model may read."""
+"""Channels, height and width of the images of data=digits, which a custom model may be trained on."""
 
 
 def rehearse_rank(config: RunConfig, degrees: Degrees, rank: int, micro_batches: int) -> RehearsedRank:
-    """Build what a rank holds, and train a step of so many micro-batches unless that is 0.
+    """Build one rank, and train a step of `micro_batches` micro-batches unless that is 0.
 
-    Raises UserError for what the passes refuse, and, in one line too, for anything else that fails.
+    Raises UserError if a pass refuses the run, and also, in one line, for any other failure.
     """
     started = time.perf_counter()
     try:
@@ -61,7 +61,7 @@ def rehearse_rank(config: RunConfig, degrees: Degrees, rank: int, micro_batches:
 
 
 def build_whole_model(config: RunConfig) -> nn.Module:
-    """The whole model without memory, inside of Pretending. Raises UserError where a user's own cannot be made so."""
+    """Build the whole model without memory. Raises UserError if a user's own model cannot be built like that."""
     try:
         with torch.device("meta"):
             return build_model(config.model, config.train.seed)
@@ -93,7 +93,7 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
             rank=world.rank,
             at=rank_coordinates(world.rank, degrees),
             said=tuple(said),
-            pieces=tuple(_held(piece) for piece in pieces),
+            pieces=tuple(_describe_piece(piece) for piece in pieces),
             tilings=lie,
             counted=counted,
             seconds=time.perf_counter() - started,
@@ -103,7 +103,7 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
 
 
 def list_host_parts(config: RunConfig) -> tuple[str, ...]:
-    """Return the parts of its state a GPU rank keeps in host memory or files, by the run's own rules."""
+    """Return the parts of the state that a GPU rank keeps in host memory or files, by the run's own rules."""
     gpu, found = torch.device("cuda"), []
     if get_parameter_device(config, gpu).type == "cpu":
         found += ["parameters", "gradients"]
@@ -115,7 +115,7 @@ def list_host_parts(config: RunConfig) -> tuple[str, ...]:
 def _step(
     engine: Engine, batch: StepBatch, ledger: MemoryLedger, at_rest: CountedMemory, host: Sequence[str] = ()
 ) -> tuple[CountedMemory, str | None]:
-    """Run and count one step, or say why it cannot run. host: see host_parts."""
+    """Run one step and count its memory; if it cannot run, return the reason. host: see list_host_parts."""
     since = ledger.begin_step(lambda: _of_groups(engine, unreduced_gradients))
     try:
         engine.forward_backward(batch)
@@ -144,7 +144,7 @@ def _step(
 
 
 def _batch(config: RunConfig, degrees: Degrees, micro_batches: int) -> StepBatch:
-    """Make a batch of one data-parallel rank; its contents do not matter."""
+    """Make a batch of one data-parallel rank; only its shape matters."""
     rows, model = min(config.train.micro_batch, config.train.global_batch // degrees.data_parallel), config.model
     if isinstance(model, VisionTransformerConfig) or isinstance(config.data, ImageDataConfig):
         shape = _DIGITS
@@ -177,7 +177,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _held(piece: TensorShard) -> HeldShard:
+def _describe_piece(piece: TensorShard) -> HeldShard:
     local, sizes = piece.local, (piece.shape, piece.offset, piece.local.shape)
     shape, offset, size = (tuple(int(number) for number in numbers) for numbers in sizes)
     return HeldShard(piece.name, shape, str(piece.dtype), offset, size, piece.replica, local.nbytes)
@@ -192,9 +192,9 @@ def tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def pretend_world(rank: int, degrees: Degrees) -> Iterator[World]:
-    """The world of `rank`, whose collectives return at once and move nothing; left again afterwards.
+    """Enter the simulated world of `rank` for a block of code: collectives return at once and move no data.
 
-    Its device is the CPU: what is made there inside of compat_rehearsal.Pretending takes no memory.
+    Its device is the CPU, where tensors take no memory inside _torch_rehearsal.MemorylessMode.
     """
     pretend_group(rank, degrees.world)
     try:
@@ -204,7 +204,7 @@ def pretend_world(rank: int, degrees: Degrees) -> Iterator[World]:
 
 
 def rank_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
-    """Index of a rank on every axis; the last axis varies fastest."""
+    """Return the index of a rank on every axis; the last axis varies fastest."""
     found = {}
     for axis, size in reversed(list(zip(AXES, degrees.sizes, strict=True))):
         rank, found[axis] = divmod(rank, size)
@@ -212,7 +212,7 @@ def rank_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
 
 
 def find_rank(at: dict[str, int], degrees: Degrees) -> int:
-    """The rank with these coordinates; an axis that is left out is at 0."""
+    """Return the rank with these coordinates; axes that are left out count as 0."""
     rank = 0
     for axis, size in zip(AXES, degrees.sizes, strict=True):
         rank = rank * size + at.get(axis, 0)

@@ -1,4 +1,4 @@
-"""The pipeline's real order, proved to complete, and how much of it a step has to show."""
+"""Prove that the pipeline's order completes, and choose how many micro-batches a rehearsed step needs."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from hpc_train.schedules.validate import validate_order
 from hpc_train.traffic.stages import count_micro_batches, is_schedule_file, read_schedule_file
 
 MOST_FORWARDS = 640
-"""Of blocks in a rehearsed step of one rank; each takes about a tenth of a second, with its backward."""
+"""Limit on block forwards in a rehearsed step of one rank: each takes about 0.1 s with its backward."""
 
 
 @dataclass(frozen=True)
 class OrderProof:
-    """An order in which every rank comes to its end."""
+    """Facts about an order that was proved to be free of deadlock."""
 
     schedule: str
     ranks: int
     stages: int
     micro_batches: int
     actions: int
-    """Of all ranks."""
+    """Number of computations on all ranks."""
     bubble: float
-    """Idle share of the ranks, if F, I and W take as long as each other on every stage, and messages no time."""
+    """Idle share of the ranks if F, I and W take the same time on every stage and messages take none."""
     live: tuple[int, ...]
-    """Most activations that each rank holds at once, of one stage and one micro-batch."""
+    """Peak number of activations on each rank; each is of one stage and one micro-batch."""
 
 
 def prove_order(config: RunConfig, degrees: Degrees) -> OrderProof:
-    """The order for the run's own number of micro-batches. Raises UserError, naming ranks, if it cannot complete."""
+    """Prove the order of the run's own number of micro-batches. Raises UserError, naming ranks, for a deadlock."""
     count = count_micro_batches(config, degrees)
     order = _order(config, degrees, count)
     validate_order(order, count)
@@ -53,20 +53,23 @@ def prove_order(config: RunConfig, degrees: Degrees) -> OrderProof:
 def choose_micro_batches(
     config: RunConfig, degrees: Degrees, blocks: int, proof: OrderProof | None
 ) -> tuple[int, str | None]:
-    """(micro-batches of a rehearsed step, what it therefore does not show)
+    """Return (number of micro-batches to rehearse, what memory peak they may miss; None: nothing).
 
-    As many as are ever in flight and then a round, in which as many are in flight beside gradients; more change nothing
-    in memory. Two without a pipeline, whose second one adds to gradients; three with HSDP and offloaded parameters,
-    which keep sums on the device until the last one takes them away block by block. blocks: of one rank; where they
-    would take minutes, fewer micro-batches, and a line says so.
+    blocks: number of blocks on one rank. The number is large enough for the memory peak: as many as are ever in flight,
+    and one more round, in which gradients exist beside them. If that would take minutes, it is smaller, and the second
+    result says so.
     """
     count = count_micro_batches(config, degrees)
     if proof is None:
         keeps_sums = degrees.dp_replicate > 1 and config.parallel.offload.parameters != "none"
+        # The second micro-batch adds to existing gradients. HSDP with offloaded parameters keeps sums on the device
+        # until the last micro-batch moves them away block by block, so the peak is in one between the first and the
+        # last.
         return min(count, 3 if keeps_sums else 2), None
     pipeline = config.parallel.pipeline
     if is_schedule_file(pipeline):
         return count, None
+    # The fewest micro-batches with the same peaks as the whole step, in multiples of pp.
     steady = next((some for some in _some(degrees.pp, count) if _live(config, degrees, some) == proof.live), count)
     steady = min(steady + degrees.pp, count)
     most = max(2 * degrees.pp, MOST_FORWARDS // max(1, blocks))

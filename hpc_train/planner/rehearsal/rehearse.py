@@ -1,8 +1,8 @@
-"""rehearse_run: build the ranks of a large world in a few processes, each of which is one rank after another.
+"""Rehearse a run: build some ranks of a large world on this machine, and check what they report.
 
-choose_ranks picks those that differ from one another; replace_unavailable takes out what this machine cannot do and
-says so; the checks (checks.py) are made on what the ranks report. A process is forked for each rank, because what torch
-remembers of one world must not reach the next.
+choose_ranks picks ranks that differ from one another. replace_unavailable switches off what this machine cannot do, and
+lists it. checks.py checks the result. Every rank is built in a forked process of its own, because torch keeps state of
+process groups and meshes that would be wrong for the next rank.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from hpc_train.planner.rehearsal.pipeline_order import choose_micro_batches, pro
 from hpc_train.planner.rehearsal.result import SHARED_AXES, Rehearsal, RehearsedRank
 
 MOST_PROCESSES = 4
-"""Each takes up to a gigabyte."""
+"""Limit on processes at a time: each needs up to a gigabyte."""
 
 
 def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes: int | None = None) -> Rehearsal:
-    """Build the ranks that `which` names (see choose) of a world, train a step on some, and prove the layout.
+    """Build the ranks that `which` names (see choose_ranks), train a step on some of them, and check the layout.
 
-    processes: None: one a core that this process may use, at most MOST_PROCESSES.
+    processes: how many run at a time; None: one for each core of this process, at most MOST_PROCESSES.
     Raises UserError for a layout that is refused, an order that cannot complete, and a rank that cannot be built.
     """
     started = time.perf_counter()
@@ -89,13 +89,13 @@ def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes
 
 
 def _closed_forms(config: RunConfig, degrees: Degrees, ranks: Mapping[int, RehearsedRank]) -> dict[int, dict[str, int]]:
-    """Of those it is made for: the first of each stage."""
+    """Return closed_form_bytes of the ranks it applies to: the first one of each stage."""
     first = {rank: built.at["pp"] for rank, built in ranks.items() if not any(built.at[axis] for axis in SHARED_AXES)}
     return {rank: closed_form_bytes(config, degrees, pp) for rank, pp in first.items()}
 
 
 def _blocks(model: nn.Module, degrees: Degrees) -> int:
-    """Of one rank, about."""
+    """Return about how many blocks a rank has."""
     return max(1, -(-len(get_named_blocks(model)) // degrees.pp))
 
 
@@ -115,24 +115,24 @@ def _build_ranks(
 
 
 MAX_CHOSEN = 16
-"""Worlds up to this size are built whole."""
+"""Worlds up to this size are built completely."""
 
 
 @dataclass(frozen=True)
 class ChosenRanks:
-    """Ranks, in order."""
+    """Ranks to rehearse, ascending."""
 
     built: tuple[int, ...]
     stepped: tuple[int, ...]
-    """Of these, the ones that also train a step."""
+    """Those of `built` that also train a step."""
 
 
 def choose_ranks(which: str, degrees: Degrees) -> ChosenRanks:
-    """which: all, sample, or ranks separated by commas, which are then all stepped.
+    """Choose the ranks to build. which: all, sample, or a list of ranks separated by commas, which all train a step.
 
-    A sample has one rank of each pipeline rank, and, where placement on the other axes is seen, the last rank of each
-    of them: the parts that do not divide are there. Steps are trained by the first, the second and the last pipeline
-    rank: of those in the middle the second holds most. Raises UserError for anything else.
+    A sample has one rank of each stage, and the last rank along each other axis, which has the smaller part of whatever
+    does not divide. The first, the second and the last stage train a step: of the middle ones the second needs the most
+    memory. Raises UserError for any other text.
     """
     if which not in ("all", "sample"):
         ranks = _given(which, degrees)
@@ -162,7 +162,7 @@ def _given(text: str, degrees: Degrees) -> tuple[int, ...]:
 
 
 def replace_unavailable(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """A configuration with the same layout, and a line for each thing of the real one that is not rehearsed."""
+    """Return a configuration that runs here with the same layout, and one line for each thing that it leaves out."""
     parallel, said = config.parallel, []
     for change in (_compiled, _offloaded, _in_files, _in_host_memory, _by_mpi, _compressed, _served):
         if (changed := change(parallel)) is not None:
@@ -229,10 +229,10 @@ T = TypeVar("T")
 
 
 def run_in_processes(function: Callable[[int], T], items: Sequence[int], at_once: int) -> dict[int, T]:
-    """function(item) by item, begun in the order of `items`. A process is forked for each: what torch remembers of one
-    rank's meshes would be wrong for the next one.
+    """Call function(item) for every item, each in a forked process, and return the results by item.
 
-    Raises the first UserError of any of them, and UserError for one that dies.
+    Calls start in the order of `items`, at most `at_once` at a time. Raises the first UserError of any call, and
+    UserError for a process that dies.
     """
     waiting, running, found = list(reversed(items)), dict[Connection, tuple[int, ForkProcess]](), dict[int, T]()
     try:
@@ -242,7 +242,7 @@ def run_in_processes(function: Callable[[int], T], items: Sequence[int], at_once
                 receiver, process = _begin(function, item)
                 running[receiver] = item, process
             ready = wait(list(running))
-            for receiver in [it for it in running if it in ready]:
+            for receiver in [one for one in running if one in ready]:
                 item, process = running.pop(receiver)
                 found[item] = _result(receiver, item)
                 process.join()

@@ -1,6 +1,6 @@
-"""Results of a rehearsal: what each rank holds and counts, how its tensors tile the model, and what is wrong.
+"""Result of a rehearsal: what each rank holds, how the ranks' tensors tile the model, and what is wrong.
 
-A Rehearsal as values, as JSON for a script, and as text for a person.
+It is converted here to JSON for scripts and to text for people.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from hpc_train.planner.rehearsal.pipeline_order import OrderProof
 from hpc_train.units import MIB, choose_memory_unit, format_bytes
 
 SHARED_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-"""Axes over which the ranks of one stage lie."""
+"""Axes along which the ranks of one stage differ."""
 
 Interval = tuple[int, int]
-"""(begin, length)"""
+"""(begin, length) along one dimension."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one tensor is cut over the ranks of one stage."""
+    """How one tensor is split into rectangles over the ranks of one stage."""
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[str, ...], ...]
-    """Of each dimension, the axes that cut it."""
+    """For each dimension, the mesh axes that split it."""
     intervals: tuple[tuple[Interval, ...], ...]
-    """Of each dimension, what the ranks hold of it, by their coordinates on these axes, the last of which varies
-    fastest."""
+    """For each dimension, the intervals that ranks hold, in the order of their coordinates on these axes; the last axis
+    varies fastest."""
 
     @property
     def split(self) -> set[str]:
-        """Return all axes that cut the tensor."""
+        """Return all axes that split the tensor."""
         return {axis for axes in self.cuts for axis in axes}
 
     def copies(self, degrees: Degrees) -> int:
-        """Ranks that hold the same part."""
+        """Return how many ranks hold the same rectangle."""
         return math.prod(getattr(degrees, axis) for axis in SHARED_AXES if axis not in self.split)
 
     def copy(self, at: Mapping[str, int], degrees: Degrees) -> int:
-        """Which of these copies the rank at some coordinates has."""
+        """Return the number of the copy, from 0, that the rank at these coordinates holds."""
         return _flat([axis for axis in SHARED_AXES if axis not in self.split], at, degrees)
 
-    def held(self, at: Mapping[str, int], degrees: Degrees) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offset, shape) of the rectangle of the rank at some coordinates."""
+    def find_rectangle(self, at: Mapping[str, int], degrees: Degrees) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return (offset, shape) of the rectangle that the rank at these coordinates holds."""
         pairs = zip(self.cuts, self.intervals, strict=True)
         found = [intervals[_flat(axes, at, degrees)] for axes, intervals in pairs]
         return tuple(begin for begin, _ in found), tuple(length for _, length in found)
 
     @property
     def rectangles(self) -> int:
-        """Different ones that are not empty."""
+        """Number of different rectangles that are not empty."""
         return math.prod(sum(length > 0 for _, length in intervals) for intervals in self.intervals)
 
     def problem(self) -> str | None:
-        """Say what is missing or there twice; None: the ranks hold every element exactly once, copies aside."""
+        """Return what is missing or held twice; None if the ranks hold every element once, not counting copies."""
         for dimension, (size, intervals) in enumerate(zip(self.shape, self.intervals, strict=True)):
             end = 0
             for begin, length in sorted(interval for interval in intervals if interval[1]):
@@ -85,19 +85,19 @@ def _flat(axes: tuple[str, ...] | list[str], at: Mapping[str, int], degrees: Deg
 
 @dataclass(frozen=True)
 class Tilings:
-    """Makes them; tensors of a shape that lie alike share one."""
+    """Makes tilings. Tensors with the same shape and layout share one object."""
 
-    known: dict[object, Tiling]
+    by_layout: dict[object, Tiling]
 
     def of(self, tensor: Tensor) -> Tiling:
-        """A parameter or a buffer of a model that has been split."""
+        """Return the tiling of a parameter or buffer of a model that has been split."""
         if not isinstance(tensor, DTensor):
             return whole_tiling(tuple(tensor.shape))
         mesh = tensor.device_mesh
         key = (tensor.shape, tensor.placements, mesh.mesh_dim_names, mesh.shape)
-        if key not in self.known:
-            self.known[key] = _tiling(tensor)
-        return self.known[key]
+        if key not in self.by_layout:
+            self.by_layout[key] = _tiling(tensor)
+        return self.by_layout[key]
 
 
 def whole_tiling(shape: tuple[int, ...]) -> Tiling:
@@ -133,38 +133,38 @@ def _intervals(tensor: DTensor, dimension: int, axes: list[int]) -> list[Interva
 
 @dataclass(frozen=True)
 class HeldShard:
-    """An api.Piece without its memory."""
+    """A TensorShard without its data."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: str
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    """Of the rectangle."""
+    """Shape of the rectangle."""
     replica: int
     bytes: int
 
 
 @dataclass(frozen=True)
 class CountedMemory:
-    """Bytes on one rank, counted."""
+    """Memory of one rank, in bytes, as counted in a rehearsal."""
 
     parameters: int
-    """With buffers, and what fully_shard fills shards up with."""
+    """Parameters with buffers, and the padding of fully_shard's shards."""
     optimizer: int
     gradients: int | None = None
-    """Held when a step's backward has ended; None: no step was trained."""
+    """Gradients at the end of backward; None: no step was trained."""
     whole_gradients: int | None = None
-    """Of gradients, when they are most: those that are not reduced yet are whole."""
+    """Peak of gradients, which are whole until they are reduced."""
     activations: int | None = None
-    """What forwards have made and hold when that is most: of all micro-batches in flight, logits too."""
+    """Peak of what forwards keep, for all micro-batches in flight, with logits."""
     gathered: int | None = None
-    """Whole parameters that fully_shard has put together, when that is most."""
+    """Peak of whole parameters that fully_shard has gathered."""
     peak: int | None = None
     """Peak bytes on the device."""
     at_peak: dict[str, int] = field(default_factory=dict)
-    """By ledger.KINDS."""
+    """Bytes at the peak, by memory_ledger.MEMORY_KINDS."""
     host: int | None = None
     """Peak bytes that are offloaded; not part of `peak`."""
     offloaded: tuple[str, ...] = ()
@@ -176,11 +176,11 @@ class MemoryFit:
     """Verdict on all ranks that trained a step."""
 
     within_plan: bool
-    """Whether no rank's counted peak is more than fit.TOLERANCE above the plan."""
+    """Whether no rank's counted peak exceeds the plan by more than checks.TOLERANCE."""
     fits: bool | None
-    """Whether all ranks fit on the device; None: its memory is unknown, or no step was trained."""
+    """Whether all ranks fit on the device; None: its memory is unknown or no step was trained."""
     lines: tuple[str, ...]
-    """Report lines: one for each rank that is wrong, or one that says all is well."""
+    """Lines of the report: one for each rank that fails, or one that says that all ranks fit."""
 
     @property
     def ok(self) -> bool:
@@ -193,16 +193,16 @@ class RehearsedRank:
 
     rank: int
     at: dict[str, int]
-    """Its coordinates."""
+    """Index of the rank on every axis."""
     said: tuple[str, ...]
-    """By the passes, in order."""
+    """What the passes logged, in order."""
     pieces: tuple[HeldShard, ...]
     tilings: dict[str, Tiling]
-    """Of each parameter and buffer of its stages."""
+    """Tiling of each parameter and buffer of its stages, by name."""
     counted: CountedMemory
     seconds: float
     rss: int
-    """Most bytes that the process has had in memory so far."""
+    """Peak resident memory of the process so far, in bytes."""
     unknown: str | None = None
     """Why no step could be trained."""
 
@@ -213,9 +213,9 @@ class CoverageResult:
 
     tensors: int
     elements: int
-    """Of the model."""
+    """Number of elements of the model."""
     pieces: int
-    """Rectangles that are written, each by one rank: parameters, buffers, optimizer state."""
+    """Rectangles of a checkpoint, each written by one rank: parameters, buffers, optimizer state."""
     problems: tuple[str, ...]
 
 
@@ -227,15 +227,15 @@ class Rehearsal:
     ranks: tuple[RehearsedRank, ...]
     coverage: CoverageResult
     proof: OrderProof | None
-    """Of the pipeline's order; None: no pipeline."""
+    """Proof that the pipeline's order completes; None: no pipeline."""
     micro_batches: int
-    """Of a rehearsed step."""
+    """Number of micro-batches in a rehearsed step."""
     closed_form: dict[int, dict[str, int]]
-    """By rank that was stepped: parameters, gradients, optimizer in bytes, from the model's shape alone."""
+    """Bytes of parameters, gradients and optimizer, from the model's shape alone, by rank that trained a step."""
     planned: dict[int, dict[str, float]]
-    """Bytes by part that `plan` gives for what was rehearsed, by rank that was stepped; empty if it gives none."""
+    """Bytes by part that `plan` estimates for what was rehearsed, by rank that trained a step; empty: no estimate."""
     fit: MemoryFit
-    """Whether the ranks keep to the plan and fit on their device."""
+    """Whether the ranks stay within the plan and fit on their device."""
     servers: tuple[int, ...]
     """Bytes of each parameter server's share, with its optimizer state."""
     not_rehearsed: tuple[str, ...]
@@ -244,17 +244,17 @@ class Rehearsal:
 
     @property
     def rss(self) -> int:
-        """Most bytes that one of the processes had in memory."""
+        """Peak resident memory of any of the processes, in bytes."""
         return max(built.rss for built in self.ranks)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong with the layout or with what it needs."""
+        """Whether the layout is right and its memory stays within the plan and the device."""
         return not self.problems and self.fit.ok
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """List what is wrong with the layout, or with a count that has to agree."""
+        """List what is wrong with the layout, and counts that differ from the closed forms."""
         return (*self.coverage.problems, *self._miscounted())
 
     def _miscounted(self) -> list[str]:
@@ -354,7 +354,7 @@ _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "gathered", "
 
 
 def _table(found: Rehearsal) -> Iterator[str]:
-    """A row for each rank that trained a step, and below it what `plan` says."""
+    """Format a row for each rank that trained a step, and below it the estimate of `plan`."""
     stepped = [built for built in found.ranks if built.counted.peak is not None]
     if not stepped:
         return

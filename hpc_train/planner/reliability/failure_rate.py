@@ -87,7 +87,7 @@ class FailureRate:
     """Failures per node and day: the distribution Gamma(shape, rate = node_days)."""
 
     shape: float
-    """Number of failures that the rate rests on."""
+    """Number of failures that the rate is based on."""
     node_days: float
     """Node-days in which they happened."""
 
@@ -119,6 +119,7 @@ class FailureRate:
 
     def failures(self, nodes: float, days: float) -> Percentiles:
         """Return how many failures to expect in a run: negative binomial, because the rate is uncertain too."""
+        # A Poisson number of failures whose rate is gamma distributed is negative binomial.
         chance = self.node_days / (self.node_days + nodes * days)
         return Percentiles(*(_negative_binomial(p, self.shape, chance) for p in (0.1, 0.5, 0.9)))
 
@@ -137,6 +138,7 @@ def prior_failure_rate(sites: tuple[PublishedRate, ...] = PUBLISHED_RATES) -> Fa
     Mean 4.2 failures per 1,000 node-days, p10 to p90 1.8 to 7.0. It weighs as much as about 950 node-days of a site's
     own history, a week of 135 nodes.
     """
+    # The gamma distribution with the same mean and variance (method of moments).
     rates = [site.per_1000_node_days / 1000 for site in sites]
     middle, spread = mean(rates), variance(rates)
     return FailureRate(middle**2 / spread, middle / spread)

@@ -49,7 +49,7 @@ class Interruption:
     down_seconds: Number
     """Time from the event to the start of the restart: detection, a last save, waiting for a node."""
     saved: bool = False
-    """Announced in advance: the job saves first, and no step is lost."""
+    """Whether it is announced in advance, so that the job saves first and loses no step."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Save:
     """Cost of one checkpoint."""
 
     stall_seconds: Number
-    """How long the job computes nothing."""
+    """Seconds for which training stops."""
     write_seconds: Number
     """Time from the start of the save until a job can resume from it; at least the stall."""
 
@@ -69,7 +69,7 @@ class Waste:
     effective: Number
     """Steps that are not lost: the effective training time ratio."""
     saving: Number
-    """Stalls of saves between steps that are not lost."""
+    """Waiting for saves, between steps that are not lost."""
     lost: Number
     """Steps that are repeated after an interruption, with the stalls between them."""
     down: Number
@@ -119,6 +119,7 @@ def _up_share(restart: Number, kinds: Sequence[Interruption]) -> Number:
 
 def _useful_shares(interval: Number, save: Save, rate: Number) -> tuple[Number, Number]:
     """Return the useful share of the time up to an interruption: (of an unannounced one, of an announced one)."""
+    # The formulas at the head of the file, times the rate; expm1 keeps them exact for small rates.
     step, tail = interval + save.stall_seconds, save.write_seconds - save.stall_seconds
     unannounced = rate * interval * np.exp(-rate * (tail + step)) / -np.expm1(-rate * step)
     saved_first = np.expm1(-rate * interval) / np.expm1(-rate * step)
@@ -131,6 +132,8 @@ def best_interval(save: Save, restart: Number, kinds: Sequence[Interruption]) ->
     At least the time that a save is written beside training, because the next save starts after it. Found by golden
     section over the logarithm: the effective share has a single peak.
     """
+    # Only interruptions that lose steps make it worth saving more often. Young's interval is close to the optimum, so
+    # the search covers three powers of ten on each side of it.
     lossy = [kind.per_second for kind in kinds if not kind.saved]
     if not lossy:
         return np.inf * np.ones_like(save.write_seconds * 1.0)
@@ -161,6 +164,7 @@ def spare_wait_seconds(per_second: Number, repair: Number, spares: int) -> Numbe
     taken does not depend on the distribution of repair times, and the mean wait is B / (rate (1 - B)) (Gross et al.
     2008, Fundamentals of Queueing Theory, Erlang's loss formula).
     """
+    # Erlang's recursion over the number of places, which needs no factorials.
     offered = per_second * repair
     blocked: Number = np.ones_like(offered * 1.0)
     for places in range(1, spares + 2):
@@ -169,7 +173,8 @@ def spare_wait_seconds(per_second: Number, repair: Number, spares: int) -> Numbe
 
 
 _LEAST_STALL = 1.0
-"""Seconds. MegaScale reports several for the copy to the host (Jiang et al. 2024, arXiv:2402.15627, section 4.4)."""
+"""Minimum stall of a save on several nodes, seconds: MegaScale reports several for the copy to the host (Jiang et al.
+2024, arXiv:2402.15627, section 4.4)."""
 _WRITE_KEYS = "plan.checkpoint_seconds and cluster.filesystem.write_gb_s"
 
 

@@ -39,7 +39,7 @@ MONTH = 365.25 / 12 * 86400.0
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices per unit, in one currency. What depends on a price that is None is None too."""
+    """Prices per unit, in one currency. A figure that depends on an unknown price (None) is None, too."""
 
     gpu_hour: float | None = None
     watts_per_gpu: float | None = None
@@ -105,7 +105,7 @@ def _times_price(amount: float | None, price: float | None) -> float | None:
 
 
 _RESTART_SECONDS = 300.0
-"""Of a restart, where no log tells; see plan.restart_minutes."""
+"""Assumed duration of a restart if no log has one and plan.restart_minutes is not set."""
 _SMALL_NODES = 128
 """Up to this many nodes, jobs were interrupted more by other causes than by node failures (arXiv:2410.21680)."""
 _ENDLESS = 1e12
@@ -114,7 +114,7 @@ _ENDLESS = 1e12
 
 @dataclass(frozen=True)
 class ProjectedJob:
-    """What a projection needs of the planner's estimate of one candidate."""
+    """The part of a candidate's estimate that a projection needs."""
 
     ranks: int
     """One per GPU."""
@@ -131,7 +131,7 @@ class AssumedFailureRate:
 
     rate: FailureRate
     source: str
-    """Where the rate comes from, in one line."""
+    """Source of the rate, in one line."""
     restart_seconds: float | None = None
     """Median of the restarts that the same logs have; None if they have none."""
 
@@ -144,7 +144,7 @@ class Market:
     """Long-run share of the time spent on steps that are not lost. The percentiles reflect the uncertain failure rate
     only: a run that expects few failures may have none, or one more."""
     waste: Waste
-    """What the rest of the time is spent on, at the median failure rate."""
+    """Shares of the time that is not effective, at the median failure rate."""
     best_every: int | None
     """The optimal checkpoint.every; None if the inputs for it are unknown."""
     best_effective: float | None
@@ -261,6 +261,7 @@ class _Projector:
 
     def project(self, spot: bool) -> Market:
         rate = self.rate.percentiles
+        # Every percentile of the failure rate gives one of goodput, duration and money, since these are monotone in it.
         share = rate.through(lambda rate: self._effective(self._interval, rate, spot))
         best = self._best_every(rate.p50, spot)
         seconds = self._seconds(share)
@@ -320,6 +321,7 @@ class _Projector:
             kinds.append(Interruption(plan.planned_interruptions_per_day / DAY, save_seconds, saved=True))
         if spot and plan.spot_interruptions_per_1000_node_days is not None:
             spot_rate = plan.spot_interruptions_per_1000_node_days / 1000 * self.job.nodes / DAY
+            # A notice helps only if a save surely fits in it.
             saved = self.saving.write_known and save_seconds <= plan.spot_notice_seconds
             down = plan.spot_wait_minutes * 60 + (save_seconds if saved else 0.0)
             kinds.append(Interruption(spot_rate, down, saved=saved))

@@ -44,7 +44,7 @@ class BaselineKind:
 
     name: str
     allowed: dict[str, tuple[float, ...]]
-    """Column -> allowed values."""
+    """Allowed values by column."""
     impossible: str | None = None
     """Why no such layout exists in this world; None: it does."""
 
@@ -128,7 +128,7 @@ def _find_leanest(rest: SearchBase, space: SearchSpace, constants: Constants) ->
 
 
 def explain_why_not_best(best: Candidate | None, candidate: Candidate, equals_best: bool) -> str:
-    """Say in a few words why a baseline is not the best. equals_best: its estimate does not differ from the best."""
+    """Return in a few words why a baseline is not the best. equals_best: it is as good as the best within tolerance."""
     if best and candidate.settings == best.settings:
         return "recommended"
     if candidate.fits in ("no", "maybe"):

@@ -76,10 +76,13 @@ def search_space(
 ) -> SearchResult:
     """Find the best candidate of each of the `keep` best meshes, and the Pareto front."""
     search = _Search(rest, constants, keep)
+    # A bound rules out nothing before good times are known, so a small promising part is searched first. Its candidates
+    # come again in the whole space and must not count twice.
     if not exhaustive:
         for block in iterate_blocks(_promising_part(space)):
             search.estimate_within_bounds(block)
         search.searched = 0
+    # With bounds most candidates of a block are dropped before they are estimated, so blocks may be larger.
     for block in iterate_blocks(space, ROWS_AT_ONCE if exhaustive else ROWS_AT_ONCE << 5):
         search.searched += block.count
         if exhaustive:
@@ -111,13 +114,14 @@ def candidates_to_jobs(rest: SearchBase, columns: Columns, share: Column) -> Job
     """Turn columns of candidates into jobs. share: share of a stage's layers that are recomputed."""
     own: dict[str, Column] = {name: column for name, column in columns.items() if name != "recompute_every"}
     if rest.reduce_bytes:
+        # DistributedDataParallel reduces in the parameters' own format; precision.reduce applies to fully_shard only.
         uses_ddp = (columns["zero"] == 0) & (columns["tp"] == 1) & (columns["pp"] == 1)
         own["reduce_bytes"] = np.where(uses_ddp, rest.base.weight_bytes, rest.reduce_bytes)
     return replace_columns(rest.base, **own, recompute_share=share)
 
 
 def fits_in_host_memory(rest: SearchBase, jobs: Jobs, memory: Memory) -> NDArray[np.bool_]:
-    """Whether a node's memory has room for what its ranks offload."""
+    """Return whether a node's memory has room for what its ranks offload."""
     if not rest.host_bytes:
         return np.ones((), np.bool_)
     enough: NDArray[np.bool_] = memory.host * np.minimum(jobs.gpus_per_node, jobs.world) <= HOST_SHARE * rest.host_bytes
@@ -125,7 +129,7 @@ def fits_in_host_memory(rest: SearchBase, jobs: Jobs, memory: Memory) -> NDArray
 
 
 class _Search:
-    """The state of one search."""
+    """One search in progress: the best candidates and the front so far, whose times are the bounds."""
 
     def __init__(self, rest: SearchBase, constants: Constants, keep: int) -> None:
         self._rest, self._constants = rest, constants
@@ -154,6 +158,7 @@ class _Search:
     def estimate_within_bounds(self, block: Block) -> None:
         """Estimate the candidates of a block that may be among the best or on the front."""
         for rows in _slices(block.rows, ROWS_AT_ONCE):
+            # Time first: it is the cheaper bound and drops most rows. Memory is bounded only for the rest.
             fastest = self._fastest(rows, block.techniques)
             near = np.flatnonzero(fastest <= self._slowest)
             rows, fastest = _take(rows, near), fastest[near]
@@ -186,6 +191,7 @@ class _Search:
         return least, fits
 
     def _offer(self, rated: RatedCandidates, fits: Column) -> None:
+        """Add estimated candidates to the best ones and to the front."""
         maybe, sure = (rated.take(np.flatnonzero(fits == kind)) for kind in (MAYBE, YES))
         self._maybe.offer(maybe.take(np.flatnonzero(maybe.step <= self._maybe.limit)))
         self._sure.offer(sure.take(np.flatnonzero(sure.step <= self._sure.limit)))
@@ -197,6 +203,7 @@ class _Search:
     def result(self) -> SearchResult:
         """Return what was found. The best step time limits the front and the doubtful candidates."""
         front = self._pareto.take(np.flatnonzero(self._pareto.step <= self._slowest))
+        # _slowest fell during the search, so earlier candidates may be beyond it now.
         maybe = self._maybe.ranked()
         maybe = maybe.take(np.flatnonzero(maybe.step <= self._slowest))
         return SearchResult(self._sure.ranked(), maybe, front, self.searched, self.estimated)

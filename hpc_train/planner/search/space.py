@@ -156,9 +156,11 @@ def _data_splits(space: SearchSpace, dp: int) -> Iterator[tuple[int, int]]:
 def _zero_choices(space: SearchSpace, replicate: int, shard: int, cp: int, sharded: bool) -> Iterator[tuple[int, int]]:
     """Yield the allowed (zero, reshard). sharded: fully_shard is used with any strategy. cp counts as sharding."""
     fixed = space.fixed
+    # 0 is ddp. It cannot shard, and DistributedDataParallel reduces in the parameters' own format only.
     possible = [0] if shard == 1 and (sharded or space.shape.ddp_reduces) else []
     possible += [1, 2, 3] if shard * cp > 1 else []
     for zero in fixed.of("zero", possible):
+        # Only zero 3 has a choice: zero 1 and 2 keep parameters gathered in any case.
         for reshard in fixed.of("reshard", [1, 0] if zero == 3 else [1]):
             yield int(zero), int(reshard)
 
@@ -173,7 +175,7 @@ def _tensor_choices(space: SearchSpace, tp: int, cp: int) -> Iterator[tuple[int,
     images = space.shape.images
     for sequence in fixed.of("sequence_parallel", [1] if images else [1, 0]):
         if sequence and not images and space.shape.sequence % (cp * tp):
-            continue
+            continue  # tp splits what cp leaves of the positions
         for overlap in fixed.of("overlap_tensor", [0, 1] if sequence and not images else [0]):
             yield int(sequence), int(overlap)
 
@@ -254,6 +256,8 @@ class _Kind:
 
 def iterate_blocks(space: SearchSpace, candidates: int = 1 << 16) -> Iterator[Block]:
     """Yield the whole space in blocks of about `candidates`, so that memory stays bounded."""
+    # Rows of one kind can use the same techniques, so they are collected until a block is full. A dict keeps the order
+    # of first appearance, which makes the search deterministic.
     waiting: dict[_Kind, list[Columns]] = {}
     rows: dict[_Kind, int] = {}
     techniques: dict[_Kind, Techniques] = {}
@@ -337,6 +341,7 @@ def _virtual_stages(layers: int, pp: int, needs: Requirements) -> list[int]:
     if pp == 1:
         return [1]
     most = min(layers // pp, needs.most_virtual or layers)
+    # Any other number gives stages of unequal size.
     found = range(needs.least_virtual, most + 1)
     return [n for n in found if layers % (pp * n) == 0 or n & (n - 1) == 0]
 
@@ -380,5 +385,6 @@ def _every(mode: float, kind: _Kind) -> list[int]:
     """List the values of k that recompute different numbers of blocks, fewest blocks first."""
     if RECOMPUTE[int(mode)] == "none":
         return [1]
+    # Several k may recompute the same number of blocks; the smallest of them stands for all.
     distinct = {-(-kind.blocks // every): every for every in reversed(RECOMPUTE_EVERY) if every <= kind.blocks}
     return [distinct[count] for count in sorted(distinct)]

@@ -80,6 +80,7 @@ class TopCandidates:
         """Return the step time beyond which a candidate cannot change the result."""
         if len(self._quickest) < self._keep:
             return math.inf
+        # A candidate within tolerance of the slowest mesh on the list may be chosen in its place as the simpler one.
         return max(float(self._quickest[-1]), self.quickest * (1 + EQUAL_TIME_TOLERANCE)) * (1 + EQUAL_TIME_TOLERANCE)
 
     def offer(self, rated: RatedCandidates) -> None:
@@ -87,6 +88,7 @@ class TopCandidates:
         if not rated.count:
             return
         every = concatenate_rated([self._rated, rated])
+        # Sort by time, then memory, then all columns, so that the result does not depend on the order of offers.
         ties = (every.columns[name] for name in reversed(COLUMN_NAMES))
         every = every.take(np.lexsort((*ties, every.memory, every.step)))
         mesh, quickest = _quickest(every)
@@ -195,6 +197,8 @@ class ParetoFront:
         """Whether no point of the front is as good in both, [n]."""
         if not len(self._one):
             return np.ones(len(one), bool)
+        # `_one` ascends and `_other` descends along the front, so the last point with no more of `one` has the least
+        # `other`.
         place = np.searchsorted(self._one, one, side="right") - 1
         best = np.where(place >= 0, self._other[np.maximum(place, 0)], np.inf)
         result: NDArray[np.bool_] = other < best

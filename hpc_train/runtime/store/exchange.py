@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-def publish(store: Store, key: str, value: Any) -> None:
+def publish_value(store: Store, key: str, value: Any) -> None:
     """Give a key a value, of JSON's types, that any process may read."""
     store.set(key, json.dumps(value))
 
@@ -35,7 +35,7 @@ def gather_from(store: Store, keys: Sequence[str]) -> list[list[Any]]:
     return [[json.loads(line) for line in text.decode().splitlines()] for text in store.multi_get(list(keys))]
 
 
-def arrive(store: Store, gate: str, expected: int) -> bool:
+def arrive_at_gate(store: Store, gate: str, expected: int) -> bool:
     """Count this process at a gate, which opens with the last of the `expected`; returns whether this is the last."""
     last = store.add(gate, 1) == expected
     if last:

@@ -1,0 +1,179 @@
+"""`hpc-train top RUN`: how a run is doing now, in a terminal: verdict, efficiency, and a heat map of its ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpc_train.cli.arguments import add_examples, add_json, whole_number
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.text import Text
+
+    from hpc_train.launch.state.run_lookup import RunPoint
+    from hpc_train.report.step_table import Array, StepTable
+
+_LEAST_SECONDS = 2
+_MAP_ROWS, _MAP_COLUMNS = 16, 60
+_BUSY_SHARE = 0.1
+"""Of the time between two looks; a run of many nodes, whose files take long to read, is looked at less often."""
+_SHADES = ((0.9, "blue"), (1.1, "white"), (1.25, "yellow"), (float("inf"), "red"))
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `top`."""
+    command.add_argument("target", metavar="RUN", help="run directory or job id")
+    command.add_argument(
+        "--seconds",
+        type=whole_number(_LEAST_SECONDS),
+        default=_LEAST_SECONDS,
+        metavar="N",
+        help="between two looks (default 2)",
+    )
+    command.add_argument(
+        "--once", action="store_true", help="print once and exit, as it does where stdout is no terminal"
+    )
+    add_json(command, "print one look as JSON")
+    add_examples(
+        command, "hpc-train top runs/first", "hpc-train top 1234 --seconds 10", "hpc-train top runs/first --json"
+    )
+    command.set_defaults(run=_top)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    return top_command(arguments.target, arguments.seconds, arguments.once, arguments.json)
+
+
+def top_command(target: str, seconds: int, once: bool, as_json: bool) -> int:
+    """Show a run until it ends, or once; returns the exit code. Raises UserError for what is no single run."""
+    import sys
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from hpc_train.launch.slurm.slurm_cli import run_client
+    from hpc_train.launch.state.run_lookup import find_points, require_single
+
+    point = require_single(find_points(target, run_client), target)
+    if as_json:
+        print(json.dumps(look_at_run(point).as_json()))
+        return 0
+    if once or not sys.stdout.isatty():
+        Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(draw_look(look_at_run(point)))
+        return 0
+    look = look_at_run(point)
+    with Live(draw_look(look), auto_refresh=False) as live:
+        while not look.ended:
+            time.sleep(max(seconds, look.seconds / _BUSY_SHARE))
+            look = look_at_run(point)
+            live.update(draw_look(look), refresh=True)
+    return 0
+
+
+class Look:
+    """What `top` shows at one moment."""
+
+    def __init__(self, point: RunPoint) -> None:
+        from hpc_train.launch.slurm.slurm_cli import run_client
+        from hpc_train.launch.state.job_state import decide_state
+        from hpc_train.launch.state.progress import add_progress
+        from hpc_train.launch.state.run_facts import gather_facts
+        from hpc_train.report.run_summary import judge_newest_steps
+
+        began = time.perf_counter()
+        (facts,) = gather_facts([point], run_client)
+        self.status = add_progress(decide_state(facts), facts)
+        left = (self.status.steps or 0) - (self.status.step or 0)
+        self.verdict, self.losses, self.table = judge_newest_steps(point.run, left)
+        self.name, self.ended = point.name, self.status.state.ended
+        self.seconds = time.perf_counter() - began
+        """Seconds that this look took."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the state, the verdict on the newest steps, and their efficiency."""
+        efficiency = self.losses.efficiencies if self.losses is not None else {}
+        return {
+            "step": self.status.step,
+            "steps": self.status.steps,
+            "loss": self.status.loss,
+            "verdict": self.verdict.as_json(str(self.status.state)),
+            "efficiency": {name: round(value, 4) for name, value in efficiency.items()},
+            "step_seconds": round(self.losses.total, 6) if self.losses is not None else None,
+        }
+
+
+def look_at_run(point: RunPoint) -> Look:
+    """Read the newest steps of a run, and judge them."""
+    return Look(point)
+
+
+def draw_look(look: Look) -> Group:
+    """Draw one look."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from hpc_train.terminal import escape_controls
+    from hpc_train.units import format_seconds
+
+    status, verdict = look.status, look.verdict
+    at = f"  step {status.step}" + (f"/{status.steps}" if status.steps else "") if status.step is not None else ""
+    loss = f"  loss {status.loss:.4f}" if status.loss is not None else ""
+    step = f"  {format_seconds(look.losses.total)} a step" if look.losses is not None else ""
+    colour = {"ok": "green", "warning": "yellow", "critical": "red"}[verdict.severity]
+    lines = [
+        Text(escape_controls(f"{look.name}  {status.state}{at}{loss}{step}"), style="bold"),
+        Text(escape_controls(verdict.line), style=f"bold {colour}"),
+        *(Text(escape_controls(line)) for line in verdict.evidence),
+        *(Text(escape_controls(f"try {one.override or one.why}")) for one in verdict.advice[:2]),
+    ]
+    if look.losses is not None:
+        lines += [_draw_factor(name.replace("_", " "), value) for name, value in look.losses.efficiencies.items()]
+    if look.table is not None:
+        lines += draw_map(look.table)
+    return Group(*lines)
+
+
+def _draw_factor(name: str, value: float) -> Text:
+    from rich.text import Text
+
+    filled = round(max(0.0, min(value, 1.0)) * 30)
+    line = Text(f"{name:<14}")
+    line.append("█" * filled, style="red" if value < 0.8 else "green")
+    line.append("░" * (30 - filled), style="dim")
+    line.append(f" {value:.2f}")
+    return line
+
+
+def draw_map(table: StepTable) -> list[Text]:
+    """Draw each rank's work beside the median of its step, a row each; above 16 ranks, the slowest of each group."""
+    import numpy as np
+    from rich.text import Text
+
+    from hpc_train.report.efficiency import measure_work
+
+    work = measure_work(table)[:, -_MAP_COLUMNS:]
+    if len(table.ranks) < 2 or not np.isfinite(work).any():
+        return []
+    with np.errstate(invalid="ignore"):
+        ratio = work / np.nanmedian(work, axis=0)
+    groups = np.array_split(np.arange(len(table.ranks)), min(len(table.ranks), _MAP_ROWS))
+    lines = []
+    for group in groups:
+        first, last = table.ranks[group[0]], table.ranks[group[-1]]
+        line = Text(f"{f'rank {first}' if first == last else f'ranks {first}-{last}':<14}")
+        for value in _largest(ratio[group]):
+            shade = next(colour for limit, colour in _SHADES if value <= limit) if np.isfinite(value) else "dim"
+            line.append("■" if np.isfinite(value) else "·", style=shade)
+        lines.append(line)
+    return lines
+
+
+def _largest(rows: Array) -> Sequence[float]:
+    import numpy as np
+
+    found = np.where(np.isfinite(rows), rows, -np.inf).max(axis=0)
+    return [float(value) if value > -np.inf else float("nan") for value in found]

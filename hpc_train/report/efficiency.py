@@ -1,0 +1,161 @@
+"""Split the time of a step into useful work and losses, and name each loss.
+
+The useful time C of a rank is its own forward, backward, norm and update, without what blocked it. T is the time from
+one step to the next, evaluations left out. What lies between mean C and T is lost, and is taken off in this order:
+
+    checkpoint      T minus the stall of saves
+    input           minus the longest mean wait for data of any rank: the others wait for that rank
+    bubble          minus what the schedule of the pipeline leaves idle, simulated with the measured times of the stages
+    load balance    minus max C - mean C
+    transfer        minus the time in which collectives blocked every rank, the last to arrive too: the shortest
+                    blocking among the ranks, by collective
+    serialisation   the rest: ranks that are late in turn, records, the interpreter between the parts
+
+Each efficiency is (time left after) / (time left before); their product is mean C / T (POP Centre of Excellence uses
+the same kind of product for MPI codes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from hpc_train.report.step_table import Array, StepTable
+from hpc_train.schedules.order import Order
+from hpc_train.schedules.simulate import ActionTimes, simulate_order
+
+LOSSES = ("checkpoint", "input", "bubble", "load_balance", "transfer", "serialisation")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a pipeline should do."""
+
+    order: Order
+    stage_of_rank: tuple[int, ...]
+    """The pp rank of each rank of the table."""
+    costs: tuple[float, ...]
+    """Relative time of what each pp rank computes, from FLOPs."""
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class StepLosses:
+    """Where the time of a step goes, in seconds; means over steps and ranks."""
+
+    total: float
+    """T."""
+    useful: float
+    """Mean C."""
+    losses: dict[str, float]
+    """By name of LOSSES; they add up to T - mean C."""
+    work: Array
+    """Mean C of each rank."""
+    data: Array
+    """Mean wait for data of each rank."""
+    bubble_share: float | None
+    """Share of the simulated pipeline that is idle; None without a pipeline."""
+
+    @property
+    def efficiencies(self) -> dict[str, float]:
+        """Return the factors, whose product is mean C / T."""
+        left = [self.total]
+        for name in LOSSES:
+            left.append(left[-1] - self.losses[name])
+        return {
+            name: after / before if before > 0 else 1.0
+            for name, (before, after) in zip(LOSSES, pairwise(left), strict=True)
+        }
+
+    def share(self, name: str) -> float:
+        """Return a loss as a share of T."""
+        return self.losses[name] / self.total if self.total > 0 else 0.0
+
+
+def measure_work(table: StepTable) -> Array:
+    """Return C of each rank and bin, in seconds a step."""
+    parts = table["forward"] + table["backward"] + table["clip"] + table["update"]
+    blocked = table["blocked_forward"] + table["blocked_backward"] + table["blocked_clip"]
+    return np.asarray(np.maximum(parts - blocked, 0.0))
+
+
+def measure_blocked(table: StepTable) -> Array:
+    """Return the time in which collectives blocked each rank, by bin, in seconds a step."""
+    return np.asarray(sum(table[f"blocked_{name}"] for name in ("forward", "backward", "clip", "rest")))
+
+
+def split_step(table: StepTable, pipeline: Pipeline | None = None) -> StepLosses | None:
+    """Split the mean step; None if the parts of steps were not measured, as on a GPU."""
+    work = measure_work(table)
+    # Steps that some rank lacks, at the end of a file or after a kill, would count one side of a wait only.
+    whole = np.isfinite(work).all(axis=0)
+    if not whole.any():
+        return None
+    work = work[:, whole]
+    weights = table["steps"][0, whole]
+
+    def mean(values: Array) -> Array:
+        return np.asarray(
+            np.average(values[..., whole] if values.shape[-1] != work.shape[-1] else values, axis=-1, weights=weights)
+        )
+
+    total = float(mean(table["total"] - np.nan_to_num(table["evaluate"])).mean())
+    by_rank, data = mean(work), mean(table["data"])
+    useful = float(by_rank.mean())
+    left, losses = total - useful, dict.fromkeys(LOSSES, 0.0)
+
+    def take(name: str, seconds: float) -> None:
+        nonlocal left
+        losses[name] = min(max(seconds, 0.0), left)
+        left -= losses[name]
+
+    take("checkpoint", float(mean(table["save"]).mean()))
+    take("input", float(data.max()))
+    bubble_share = None
+    if pipeline is not None:
+        idle, bubble_share = simulate_bubble(by_rank, pipeline)
+        take("bubble", idle)
+    take("load_balance", float(by_rank.max()) - useful)
+    take("transfer", float(mean(_find_transfer(table, whole, pipeline)[None])[0]))
+    take("serialisation", left)
+    return StepLosses(total, useful, losses, by_rank, data, bubble_share)
+
+
+def _find_transfer(table: StepTable, whole: Any, pipeline: Pipeline | None) -> Array:
+    """Return the seconds a step in which collectives blocked all ranks alike, by bin.
+
+    Stages run different collectives, so that with a pipeline only ranks of one stage are compared, and what the
+    schedule leaves idle is no transfer.
+    """
+    waits = table.waits[:, whole]
+    if pipeline is None:
+        return np.asarray(waits.min(axis=0).sum(axis=-1))
+    stages = np.asarray(pipeline.stage_of_rank)
+    work = measure_work(table)[:, whole].mean(axis=1)
+    simulated = simulate_order(pipeline.order, time_stages(work, pipeline))
+    exposed = [
+        waits[stages == stage].min(axis=0).sum(axis=-1) - (simulated.makespan - simulated.busy[stage])
+        for stage in sorted(set(pipeline.stage_of_rank))
+    ]
+    return np.asarray(np.mean(exposed, axis=0))
+
+
+def time_stages(work: Array, pipeline: Pipeline) -> ActionTimes:
+    """Return the time of each computation. work: C of each rank.
+
+    A stage takes as long as its slowest rank, and backward twice as long as forward.
+    """
+    stages = np.asarray(pipeline.stage_of_rank)
+    busy = [float(work[stages == stage].max()) for stage in sorted(set(pipeline.stage_of_rank))]
+    placement = pipeline.order.placement
+    parts = tuple(busy[rank] / placement.count(rank) / pipeline.micro_batches / 3 for rank in placement)
+    return ActionTimes(parts, parts, parts)
+
+
+def simulate_bubble(work: Array, pipeline: Pipeline) -> tuple[float, float]:
+    """Return what the schedule leaves idle on the busiest rank (seconds), and the idle share of all ranks."""
+    simulated = simulate_order(pipeline.order, time_stages(work, pipeline))
+    return max(0.0, simulated.makespan - max(simulated.busy)), simulated.mean_bubble

@@ -1,0 +1,210 @@
+"""Gather all that a report shows of one run: its state, configuration, records, verdict and accounts.
+
+Whatever is missing, damaged or of an earlier layout is left out and named in `notes`; reading never fails for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.parallel import Degrees, resolve_degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.launch.slurm.slurm_cli import RunClient
+from hpc_train.launch.state.attempts import RANK_MAP, read_rank_entries
+from hpc_train.launch.state.job_state import decide_state
+from hpc_train.launch.state.progress import add_progress, read_steps
+from hpc_train.launch.state.run_facts import gather_facts, read_events
+from hpc_train.launch.state.run_ledger import account_run_directory
+from hpc_train.launch.state.run_lookup import RunPoint
+from hpc_train.launch.state.state_names import RunStatus
+from hpc_train.regular_files import read_json
+from hpc_train.report.efficiency import Pipeline, StepLosses
+from hpc_train.report.step_table import StepTable, read_newest_steps, read_step_table
+from hpc_train.report.verdict import Facts, Setting, Verdict, judge_run
+from hpc_train.resilience.ledger import Ledger
+from hpc_train.schedules.generate import generate_order
+from hpc_train.traffic.stages import (
+    block_costs,
+    costs_from_config,
+    count_micro_batches,
+    is_schedule_file,
+    read_schedule_file,
+    split_blocks,
+)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What is known of one run at one moment."""
+
+    name: str
+    path: Path
+    status: RunStatus
+    verdict: Verdict
+    losses: StepLosses | None
+    table: StepTable | None
+    steps: list[dict[str, Any]]
+    """Lines of metrics.jsonl."""
+    events: list[dict[str, Any]]
+    ledger: Ledger
+    config: RunConfig | None
+    ranks: list[dict[str, Any]]
+    """Where each rank sat: entries of rankmap.json, by rank."""
+    facts: Facts
+    notes: tuple[str, ...] = ()
+    """What could not be read."""
+    made: float = field(default_factory=time.time)
+
+
+def summarise_run(point: RunPoint, ask: RunClient) -> RunSummary:
+    """Gather a run. ask: runs Slurm's commands, for runs that have not recorded their own end."""
+    (facts,) = gather_facts([point], ask)
+    status = add_progress(decide_state(facts), facts)
+    config, note = read_config(point.run)
+    ranks = sorted(read_rank_entries(point.run), key=lambda entry: int(entry.get("rank", 0)))
+    table = read_step_table(point.run)
+    wanted = describe_facts(config, table, ranks, (status.steps or 0) - (status.step or 0))
+    verdict, losses = judge_run(table, wanted)
+    verdict = replace(verdict, advice=keep_runnable(verdict.advice, config, len(ranks)))
+    return RunSummary(
+        point.name,
+        point.run,
+        status,
+        verdict,
+        losses,
+        table,
+        read_steps(point.run / "metrics.jsonl"),
+        read_events(point.run),
+        account_run_directory(point.run),
+        config,
+        ranks,
+        wanted,
+        (note,) if note else (),
+    )
+
+
+def judge_newest_steps(run: Path, steps_left: int = 0) -> tuple[Verdict, StepLosses | None, StepTable | None]:
+    """Judge the newest steps of a run, for commands that look often. steps_left: of the whole run.
+
+    The configuration, which takes long to read, is read for pipelines only.
+    """
+    table, ranks = read_newest_steps(run), read_rank_entries(run)
+    config = read_config(run)[0] if table is not None and _has_pipeline(run) else None
+    facts = describe_facts(config, table, ranks, steps_left)
+    return *judge_run(table, facts), table
+
+
+def _has_pipeline(run: Path) -> bool:
+    try:
+        mesh = read_json(run / RANK_MAP)["mesh"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return isinstance(mesh, dict) and mesh.get("pp", 1) != 1
+
+
+def read_config(run: Path) -> tuple[RunConfig | None, str]:
+    """Read the configuration of a run; None, and a line that says why, if this release cannot."""
+    from hpc_train.config.compose import config_from_dict
+    from hpc_train.config.run_file import load_run_file
+
+    try:
+        return config_from_dict(load_run_file(run / "config.yaml")), ""
+    except (UserError, OSError, ValueError, TypeError) as error:
+        return None, f"config.yaml: {error}"
+
+
+def describe_facts(
+    config: RunConfig | None, table: StepTable | None, ranks: Sequence[dict[str, Any]], steps_left: int
+) -> Facts:
+    """Describe what the verdict needs of a run. ranks: entries of rankmap.json."""
+    nodes = {int(entry["rank"]): str(entry.get("host", "")) for entry in ranks if "rank" in entry}
+    if config is None or not ranks:
+        return Facts(node_of_rank=nodes, steps_left=max(0, steps_left))
+    degrees = resolve_degrees(config.parallel, len(ranks))
+    return Facts(
+        _describe_pipeline(config, degrees, table) if degrees.pp > 1 and table is not None else None,
+        nodes,
+        max(0, steps_left),
+        None,
+        config.parallel.strategy,
+        {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")},
+        config.train.global_batch,
+        config.train.micro_batch,
+        count_micro_batches(config, degrees),
+        config.parallel.compile,
+        config.checkpoint.every,
+        config.checkpoint.background,
+        any(entry.get("gpu") is not None for entry in ranks),
+    )
+
+
+def _describe_pipeline(config: RunConfig, degrees: Degrees, table: StepTable) -> Pipeline | None:
+    options, micro_batches = config.parallel.pipeline, count_micro_batches(config, degrees)
+    try:
+        if is_schedule_file(options):
+            order = read_schedule_file(options)
+        else:
+            order = generate_order(options.schedule, degrees.pp, micro_batches, options.virtual_stages)
+    except (UserError, OSError):
+        return None
+    layers = getattr(config.model, "layers", None)
+    costs = [1.0] * degrees.pp
+    if layers:
+        parts = (
+            costs_from_config(options.costs)
+            if options.costs
+            else block_costs(config.model, config.train.sequence_length, layers)
+        )
+        costs = [0.0] * degrees.pp
+        stages = split_blocks(parts, len(order.placement))
+        for stage, (blocks, rank) in enumerate(zip(stages, order.placement, strict=True)):
+            costs[rank] += sum(parts.blocks[block] for block in blocks)
+            costs[rank] += parts.before if stage == 0 else 0.0
+            costs[rank] += parts.after if stage == len(stages) - 1 else 0.0
+    world = max(1, degrees.pp * degrees.dp_replicate * degrees.dp_shard * degrees.cp * degrees.tp)
+    stage_of_rank = tuple(rank // (world // degrees.pp) for rank in table.ranks)
+    if set(stage_of_rank) != set(range(degrees.pp)):
+        return None
+    return Pipeline(order, stage_of_rank, tuple(costs), micro_batches)
+
+
+def keep_runnable(advice: Sequence[Setting], config: RunConfig | None, ranks: int) -> tuple[Setting, ...]:
+    """Keep the advice that this run could be started with: overrides that its own checks accept."""
+    if config is None:
+        return tuple(setting for setting in advice if not setting.override)
+    return tuple(setting for setting in advice if not setting.override or _is_runnable(setting.override, config, ranks))
+
+
+def _is_runnable(overrides: str, config: RunConfig, ranks: int) -> bool:
+    from hpc_train.config.compose import config_from_dict, config_to_dict
+    from hpc_train.launch.freeze import check_run
+
+    values = config_to_dict(config)
+    for override in overrides.split():
+        key, _, text = override.partition("=")
+        *path, last = key.split(".")
+        node = values
+        for part in path:
+            node = node[part]
+        if last not in node:
+            return False
+        node[last] = _parse(text)
+    try:
+        check_run(config_from_dict(values), ranks)
+    except UserError:
+        return False
+    return True
+
+
+def _parse(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return int(text)
+    except ValueError:
+        return text

@@ -1,0 +1,414 @@
+"""Name what holds a run back, and what to change: a pure function of what was recorded.
+
+A class is named if it costs at least 15 % of the step; of several, the one that costs most. Below that a run is bound
+by computation if its ranks compute for at least 80 % of the time, else balanced. Without enough data no class is named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hpc_train.report.efficiency import Pipeline, StepLosses, measure_blocked, measure_work, split_step
+from hpc_train.report.step_table import Array, StepTable
+from hpc_train.units import format_seconds
+
+NAMED_FROM = 0.15
+"""Share of a step from which a loss is named."""
+CRITICAL_FROM = 0.30
+COMPUTE_FROM = 0.80
+_TOO_SMALL = 0.3
+"""Share of what a rank computes from which starting operations means that they, and collectives too, are too small."""
+_LEAST_BINS = 5
+_SLOW_IN = 0.7
+"""A straggler is slower than the others in this share of the steps."""
+_UNEVEN_STAGE = 1.3
+"""A stage whose time is this many times what its FLOPs let expect, beside the others, is slow and not just large."""
+_GROWTH_MIB, _GROWTH_SHARE = 64.0, 0.10
+"""Memory grows if a rank gained both, in equal steps over the recorded time."""
+
+CLASSES = {
+    "compute": "the ranks compute most of the time",
+    "network": "collectives block all ranks",
+    "input": "ranks wait for data",
+    "memory": "memory grows",
+    "launch": "operations are too small: starting them takes the time",
+    "straggler": "others wait for a slow rank",
+    "bubble": "pipeline stages are idle",
+    "checkpoint": "training waits for saves",
+    "balanced": "no single cause stands out",
+    "not enough data": "too little was recorded",
+}
+"""Class of a verdict, and what it means."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A change to try."""
+
+    override: str
+    """Overrides as given on the command line; empty if it is none."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a verdict needs beside the recorded steps."""
+
+    pipeline: Pipeline | None = None
+    node_of_rank: Mapping[int, str] = field(default_factory=dict)
+    steps_left: int = 0
+    memory_limit_mib: float | None = None
+    """Of one rank; None if it is not known."""
+    strategy: str = "ddp"
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    global_batch: int = 1
+    micro_batch: int = 1
+    micro_batches: int = 1
+    """Of one rank in a step."""
+    compile: bool = False
+    checkpoint_every: int = 0
+    background_saves: bool = True
+    accelerator: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A loss with its class."""
+
+    name: str
+    share: float
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    evidence: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The one class that matters most, with its evidence and what to try."""
+
+    name: str
+    """A key of CLASSES."""
+    share_lost: float | None
+    """Of the step; None if nothing is lost to a single cause."""
+    severity: str
+    """ok, warning or critical."""
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+    advice: tuple[Setting, ...] = ()
+    further: tuple[Finding, ...] = ()
+    """Other losses that would be named alone, the largest first."""
+
+    @property
+    def line(self) -> str:
+        """Return the verdict in one line."""
+        lost = f", {self.share_lost:.0%} of the step" if self.share_lost else ""
+        where = ""
+        if self.ranks:
+            nodes = f" on {', '.join(self.nodes)}" if self.nodes else ""
+            where = f" (rank {', '.join(map(str, self.ranks[:4]))}{' ...' if len(self.ranks) > 4 else ''}{nodes})"
+        return f"{self.name}: {CLASSES[self.name]}{where}{lost}"
+
+    def as_json(self, state: str) -> dict[str, Any]:
+        """Return the object of report.json. state: of the run."""
+        return {
+            "state": state,
+            "class": self.name,
+            "severity": self.severity,
+            "share_lost": self.share_lost,
+            "ranks": list(self.ranks),
+            "nodes": list(self.nodes),
+            "evidence": list(self.evidence),
+            "advice": [asdict(setting) for setting in self.advice],
+            "further": [asdict(finding) for finding in self.further],
+        }
+
+
+def judge_run(table: StepTable | None, facts: Facts) -> tuple[Verdict, StepLosses | None]:
+    """Return the verdict on a run, and where the time of its steps went; None if that was not measured."""
+    if table is None:
+        return _abstain("no steps were recorded (train.record_steps)"), None
+    losses = split_step(table, facts.pipeline)
+    if table.bins < _LEAST_BINS:
+        return _abstain(f"{table.bins} steps after the warm-up; {_LEAST_BINS} are needed"), losses
+    findings = list_findings(table, losses, facts)
+    if not findings and losses is None:
+        why = "the parts of steps were not measured, which takes ranks on processors" if facts.accelerator else ""
+        return _abstain(why or "no step was recorded by every rank"), None
+    if findings:
+        first, *others = findings
+        severity = "critical" if first.share >= CRITICAL_FROM else "warning"
+        return Verdict(
+            first.name,
+            first.share,
+            severity,
+            first.ranks,
+            first.nodes,
+            (first.evidence,),
+            advise(first, facts),
+            tuple(others),
+        ), losses
+    assert losses is not None
+    useful = losses.useful / losses.total if losses.total else 0.0
+    name = "compute" if useful >= COMPUTE_FROM else "balanced"
+    evidence = f"the ranks compute for {useful:.0%} of a step of {format_seconds(losses.total)}"
+    return Verdict(name, None, "ok", evidence=(evidence,), advice=advise(Finding(name, 0.0), facts)), losses
+
+
+def _abstain(why: str) -> Verdict:
+    return Verdict("not enough data", None, "ok", evidence=(why,))
+
+
+def list_findings(table: StepTable, losses: StepLosses | None, facts: Facts) -> list[Finding]:
+    """List the losses that are large enough to be named, the largest first."""
+    found = [_find_input(table, facts), _find_checkpoint(table), _find_memory(table, facts)]
+    if losses is not None:
+        found += [
+            *_find_straggler(table, losses, facts),
+            *_find_network_and_launch(table, losses),
+            _find_bubble(losses, facts),
+        ]
+    named = [finding for finding in found if finding is not None and finding.share >= NAMED_FROM]
+    return sorted(named, key=lambda finding: -finding.share)
+
+
+def _mean_total(table: StepTable) -> float:
+    return float(np.nanmean(table["total"] - np.nan_to_num(table["evaluate"])))
+
+
+def _find_input(table: StepTable, facts: Facts) -> Finding | None:
+    waits, total = np.nanmean(table["data"], axis=1), _mean_total(table)
+    worst = float(waits.max())
+    slow = [rank for rank, wait in zip(table.ranks, waits, strict=True) if wait >= 0.5 * worst]
+    ranks = tuple(slow) if len(slow) <= len(waits) / 2 else ()
+    where = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"{len(ranks)} ranks wait" if ranks else "ranks wait"
+    evidence = f"{where} {format_seconds(worst)} of a step of {format_seconds(total)} for the next batch"
+    return Finding("input", worst / total, ranks, _nodes(ranks, facts), evidence)
+
+
+def _find_checkpoint(table: StepTable) -> Finding | None:
+    save, total = float(np.nanmean(table["save"])), _mean_total(table)
+    stalled = int((np.nanmax(table["save"], axis=0) > 0.01 * total).sum())
+    evidence = f"saves stalled {stalled} of {table.bins} recorded steps, {format_seconds(save)} a step on average"
+    return Finding("checkpoint", save / total, evidence=evidence)
+
+
+def _find_memory(table: StepTable, facts: Facts) -> Finding | None:
+    """Find a rank whose memory grows steadily. Its share is the part of its memory that it gained."""
+    growth = [_measure_growth(values) for values in table["resident"]]
+    gained, slope = max(growth, default=(0.0, 0.0))
+    if gained <= 0:
+        return None
+    worst = growth.index((gained, slope))
+    last = float(table["resident"][worst][-1])
+    share = gained / last
+    if share < _GROWTH_SHARE:
+        return None
+    ranks = (table.ranks[worst],) if sum(one > 0.5 * gained for one, _ in growth) <= len(growth) / 2 else ()
+    ahead = f", {last + slope * facts.steps_left:,.0f} MiB at the last step" if facts.steps_left else ""
+    evidence = (
+        f"rank {table.ranks[worst]} gained {gained:,.0f} MiB in {table.bins} recorded steps, to {last:,.0f} MiB{ahead}"
+    )
+    return Finding("memory", share, ranks, _nodes(ranks, facts), evidence)
+
+
+def _measure_growth(resident: Array) -> tuple[float, float]:
+    """Return what was gained (MiB) over the second half of the time, doubled, and the slope a bin; 0 if not steadily.
+
+    The first half fills caches and allocators in any run.
+    """
+    values = resident[np.isfinite(resident)]
+    half = values[len(values) // 2 :]
+    if len(half) < _LEAST_BINS:
+        return 0.0, 0.0
+    quarters = [float(part.mean()) for part in np.array_split(half, 4)]
+    gains = np.diff(quarters)
+    gained = float(half[-1] - half[0])
+    steady = gains.min() > 0.4 * gained / 4
+    if not steady or gained < _GROWTH_MIB:
+        return 0.0, 0.0
+    return 2 * gained, gained / max(len(half) - 1, 1)
+
+
+def _find_straggler(table: StepTable, losses: StepLosses, facts: Facts) -> list[Finding]:
+    """Find ranks that compute longer than the others in most steps; of a pipeline, than their stage lets expect."""
+    if len(table.ranks) < 2:
+        return []
+    work = _relate_to_stage(measure_work(table), losses, facts)
+    usual = np.nanmedian(work, axis=0) if len(table.ranks) > 2 else np.nanmin(work, axis=0)
+    excess = np.nanmean(work - usual, axis=1)
+    worst = float(excess.max())
+    slow = [index for index, seconds in enumerate(excess) if seconds >= 0.5 * worst]
+    if worst <= 0 or len(slow) > len(table.ranks) / 2:
+        return []
+    often = min(float((work[index] > usual + 0.3 * worst).mean()) for index in slow)
+    if often < _SLOW_IN:
+        return []
+    ranks = tuple(table.ranks[index] for index in slow)
+    who = f"rank {ranks[0]} computes" if len(ranks) == 1 else f"{len(ranks)} ranks compute"
+    least = float(np.nanmean(measure_blocked(table)[slow[0]]))
+    others = float(np.nanmean(np.delete(measure_blocked(table), slow, axis=0)))
+    evidence = (
+        f"{who} {format_seconds(worst)} longer than the others in a step of {format_seconds(losses.total)}, in "
+        f"{often:.0%} of the steps; others are blocked for {format_seconds(others)}, it for {format_seconds(least)}"
+    )
+    return [Finding("straggler", worst / losses.total, ranks, _nodes(ranks, facts), evidence)]
+
+
+def _relate_to_stage(work: Array, losses: StepLosses, facts: Facts) -> Array:
+    """Return the work of each rank beside what its stage lets expect, in seconds of a stage of mean size.
+
+    Unequal stages are no stragglers: with replicas a rank is compared with its stage, without them with its FLOPs.
+    """
+    pipeline = facts.pipeline
+    if pipeline is None:
+        return work
+    stages = np.asarray(pipeline.stage_of_rank)
+    related = work.copy()
+    mean = float(np.nanmean(work))
+    alone = len(stages) == len(set(pipeline.stage_of_rank))
+    costs = np.asarray(pipeline.costs) / np.mean(pipeline.costs)
+    for stage in set(pipeline.stage_of_rank):
+        members = stages == stage
+        if alone:
+            related[members] = work[members] / costs[stage]
+        else:
+            related[members] = work[members] - np.nanmedian(work[members]) + mean
+    if alone:
+        middle = (
+            np.nanmedian(np.nanmean(related, axis=1)) if len(stages) > 2 else np.nanmin(np.nanmean(related, axis=1))
+        )
+        # FLOPs do not say exactly how long a stage takes.
+        slow = np.nanmean(related, axis=1) >= _UNEVEN_STAGE * middle
+        related = np.where(slow[:, None], related, middle)
+    return np.asarray(related)
+
+
+def _find_network_and_launch(table: StepTable, losses: StepLosses) -> list[Finding]:
+    """Find transfers, and operations that are too small: then collectives are too, and count as the same loss."""
+    transfer, total = losses.losses["transfer"], losses.total
+    launch = float(np.nanmean(table["launch"])) if np.isfinite(table["launch"]).any() else 0.0
+    least = float(losses.work.min())  # of a rank that nothing slows
+    if launch >= _TOO_SMALL * least:
+        launch = min(launch, least)
+        evidence = (
+            f"starting the operations of a step takes about {format_seconds(launch)} of the {format_seconds(least)} "
+            f"that a rank computes, and small collectives {format_seconds(transfer)} more"
+        )
+        return [Finding("launch", (launch + transfer) / total, evidence=evidence)]
+    evidence = (
+        f"collectives block every rank for {format_seconds(transfer)} of a step of {format_seconds(total)}, also the "
+        "one that arrives last"
+    )
+    return [Finding("network", transfer / total, evidence=evidence)]
+
+
+def _find_bubble(losses: StepLosses, facts: Facts) -> Finding | None:
+    if facts.pipeline is None or losses.bubble_share is None:
+        return None
+    evidence = (
+        f"the schedule leaves ranks idle for {losses.bubble_share:.0%} of the pipeline with {facts.micro_batches} "
+        f"micro-batches on {len(set(facts.pipeline.stage_of_rank))} ranks, simulated with the measured stages"
+    )
+    return Finding("bubble", losses.share("bubble") + max(0.0, losses.share("load_balance")), evidence=evidence)
+
+
+def _nodes(ranks: Sequence[int], facts: Facts) -> tuple[str, ...]:
+    """Return the nodes of these ranks, those with most of them first."""
+    counts = Counter(facts.node_of_rank[rank] for rank in ranks if rank in facts.node_of_rank)
+    return tuple(name for name, _ in counts.most_common())
+
+
+def advise(finding: Finding, facts: Facts) -> tuple[Setting, ...]:
+    """Return what to try next, our own settings first."""
+    return tuple(_ADVICE[finding.name](finding, facts)) if finding.name in _ADVICE else ()
+
+
+def _double_batch(facts: Facts) -> str:
+    return f"train.global_batch={2 * facts.global_batch}"
+
+
+def _advise_network(finding: Finding, facts: Facts) -> list[Setting]:
+    advice = []
+    if facts.micro_batches == 1:
+        advice.append(Setting(_double_batch(facts), "more work between two reductions"))
+    if facts.strategy == "zero3":
+        advice.append(Setting("parallel.strategy=zero2", "gathers parameters once a step, if memory allows it"))
+        advice.append(Setting("parallel.prefetch=2", "gathers further ahead of the computation"))
+    if facts.strategy == "ddp":
+        advice.append(Setting("parallel.compression.method=bf16", "halves what is sent"))
+    if facts.degrees.get("tp", 1) > 1:
+        advice.append(Setting("parallel.tensor.asynchronous=true", "overlaps the exchange of activations"))
+    advice.append(Setting("", "hpc-train bench collectives: compares the links with what they should carry"))
+    return advice
+
+
+def _advise_straggler(finding: Finding, facts: Facts) -> list[Setting]:
+    nodes = ",".join(finding.nodes)
+    advice = [Setting(f"launch.exclude={nodes}", "leaves out the node of the slow rank")] if nodes else []
+    advice.append(Setting("resilience.preflight=full", "measures nodes before training and leaves slow ones out"))
+    return advice
+
+
+def _advise_launch(finding: Finding, facts: Facts) -> list[Setting]:
+    advice = []
+    if facts.micro_batches > 1:
+        advice.append(Setting(f"train.micro_batch={facts.micro_batch * 2}", "half as many operations a step"))
+    else:
+        advice.append(Setting(f"{_double_batch(facts)} train.micro_batch={facts.micro_batch * 2}", "larger operations"))
+    if not facts.compile:
+        advice.append(Setting("parallel.compile=true", "fuses operations"))
+    return advice
+
+
+def _advise_bubble(finding: Finding, facts: Facts) -> list[Setting]:
+    advice = []
+    if facts.micro_batch > 1:
+        advice.append(
+            Setting(f"train.micro_batch={max(1, facts.micro_batch // 2)}", "more micro-batches fill the pipeline")
+        )
+    advice.append(Setting("parallel.pipeline.schedule=zbv", "fills idle time with weight gradients"))
+    advice.append(Setting("parallel.pipeline.resplit=true", "splits the stages by measured times"))
+    return advice
+
+
+def _advise_checkpoint(finding: Finding, facts: Facts) -> list[Setting]:
+    advice = []
+    if not facts.background_saves:
+        advice.append(Setting("checkpoint.background=true", "writes while training goes on"))
+    if facts.checkpoint_every:
+        advice.append(Setting(f"checkpoint.every={facts.checkpoint_every * 4}", "saves less often"))
+    advice.append(Setting("", "hpc-train bench checkpoint: says what the file system can take"))
+    return advice
+
+
+def _advise_input(finding: Finding, facts: Facts) -> list[Setting]:
+    return [
+        Setting("", "hpc-train data build: tokens are then mapped from a file, and no sample is computed in a step"),
+        Setting("", "put the data on a local disk of the nodes, or on a faster file system"),
+    ]
+
+
+def _advise_memory(finding: Finding, facts: Facts) -> list[Setting]:
+    return [Setting("", "look for tensors that outlive their step: a list of losses without .item(), a growing cache")]
+
+
+def _advise_compute(finding: Finding, facts: Facts) -> list[Setting]:
+    return [] if facts.compile else [Setting("parallel.compile=true", "fuses operations")]
+
+
+_ADVICE = {
+    "network": _advise_network,
+    "straggler": _advise_straggler,
+    "launch": _advise_launch,
+    "bubble": _advise_bubble,
+    "checkpoint": _advise_checkpoint,
+    "input": _advise_input,
+    "memory": _advise_memory,
+    "compute": _advise_compute,
+}

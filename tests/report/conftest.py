@@ -1,0 +1,18 @@
+"""One small text for the real runs of the room."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_train.data.build import build_store
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some 60 kB of real text as a token store."""
+    out = tmp_path_factory.mktemp("text") / "text.h5"
+    build_store([str(Path(json.__file__).parent)], [".py"], "byte", 256, out)
+    return out

@@ -1,0 +1,264 @@
+"""Train small models with a fault that lasts, and see what the report makes of it: the confusion matrix of verdicts.
+
+A cell is a layout and a fault. Its ranks are real processes with real collectives. How long a fault takes is counted in
+units of an untroubled step of the same run, so that it is as large on a busy machine as on a quiet one. Cells with a
+thin link run in a network namespace whose loopback device the kernel limits (tbf).
+
+    python lab.py STORE FOLDER [ddp:delay ...]      prints a line of JSON for each cell
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint.save import save_step
+from hpc_train.config.compose import compose
+from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import World
+from hpc_train.launch.slurm.slurm_cli import run_client
+from hpc_train.launch.state.run_lookup import RunPoint
+from hpc_train.report.run_summary import summarise_run
+from hpc_train.runtime.processes import StopRequest
+from hpc_train.testing import run_ranks
+from hpc_train.training.loop import TrainingRun, run_training
+from hpc_train.training.rank import assemble_run, make_engine, make_model, open_data
+from hpc_train.training.recorder import StepRecorder
+from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
+
+RANKS, STEPS, CALM_STEPS = 4, 20, 5
+LINK_RATE = "400mbit"
+BASE = (
+    "data=text",
+    "model.layers=4",
+    "model.hidden=128",
+    "model.heads=4",
+    "model.kv_heads=4",
+    "model.feed_forward=384",
+    "train.sequence_length=128",
+    "train.global_batch=16",
+    "train.micro_batch=4",
+    f"train.steps={STEPS}",
+    "train.eval_every=0",
+    "train.noise_scale.every=0",
+    "train.tensorboard=false",
+    "checkpoint.every=0",
+)
+LARGE = ("train.global_batch=48", "train.micro_batch=12")
+"""More work between two collectives: without it, what shared memory costs is a fault of its own."""
+WIDE = ("model.layers=2", "model.hidden=320", "model.feed_forward=1280", "train.global_batch=8")
+"""The same for tensor parallelism, whose exchanges grow with the batch as its products do."""
+LAYOUTS = {
+    "ddp": (),
+    "fsdp": ("parallel.strategy=zero3", *LARGE),
+    "hsdp": ("parallel.strategy=zero3", "parallel.dp_replicate=2", "parallel.dp_shard=2", *LARGE),
+    "tp": ("parallel.tp=2", "parallel.strategy=zero1", "train.micro_batch=4", *WIDE),
+    "pp": ("parallel.pp=2", "parallel.strategy=zero1", "train.micro_batch=1"),
+}
+FAULTS = {
+    "none": "compute",
+    "input": "input",
+    "input_one": "input",
+    "delay": "straggler",
+    "busy": "straggler",
+    "link": "network",
+    "small": "launch",
+    "memory": "memory",
+    "save": "checkpoint",
+    "input_and_delay": "input",
+    "delay_and_input": "straggler",
+}
+"""Fault -> the class that has to be named."""
+QUIET = frozenset({"compute", "balanced"})
+"""Classes that name no cause."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the report made of a cell."""
+
+    layout: str
+    fault: str
+    rank: int | None
+    """The rank with the fault; None: all."""
+    name: str
+    ranks: tuple[int, ...]
+    share: float | None
+    line: str
+    right: bool
+
+
+def run_cell(layout: str, fault: str, seed: int, store: Path, folder: Path, baseline: str = "") -> Outcome:
+    """Train, and judge. baseline: the class that this layout has here without a fault, for cells of `none`."""
+    chooser = random.Random(f"{layout} {fault} {seed}")
+    ranks = 2 if fault == "busy" and layout != "hsdp" else RANKS
+    rank = chooser.randrange(ranks) if fault in ("input_one", "delay", "busy", "memory", "delay_and_input") else None
+    rank = chooser.randrange(ranks) if fault == "input_and_delay" else rank
+    run_dir = folder / f"{layout}-{fault}-{seed}"
+    config = compose(
+        [*BASE, f"data.path={store}", *LAYOUTS[layout], *_settings(layout, fault, ranks), f"run_dir={run_dir}"]
+    )
+    directory = locate_run_directory(config)
+    prepare_run_directory(directory, config)
+    entries = [{"rank": each, "process": each, "host": f"node{each // 2 + 1}"} for each in range(ranks)]
+    (run_dir / "rankmap.json").write_text(json.dumps({"ranks": entries}))
+    run_ranks(_rank, ranks, config, directory, make_attempt(directory), fault, rank, parallel=config.parallel)
+    verdict = summarise_run(RunPoint(run_dir.name, run_dir), run_client).verdict
+    named = set(verdict.ranks)
+    if fault == "none":
+        right = verdict.name in QUIET or verdict.name == baseline
+    else:
+        whose = rank if fault in ("input_one", "delay", "busy", "memory", "delay_and_input") else None
+        right = verdict.name == FAULTS[fault] and (named == {whose} if whose is not None else not named)
+    return Outcome(layout, fault, rank, verdict.name, verdict.ranks, verdict.share_lost, verdict.line, right)
+
+
+def _settings(layout: str, fault: str, ranks: int) -> tuple[str, ...]:
+    if fault == "small":
+        return (
+            "train.sequence_length=8",
+            "model.hidden=16",
+            "model.feed_forward=32",
+            "train.global_batch=4",
+            "train.micro_batch=1",
+        )
+    if fault == "save":
+        return ("checkpoint.every=3", "checkpoint.background=false", "checkpoint.keep=1")
+    return ()
+
+
+def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int, fault: str, rank: int | None) -> None:
+    os.sched_setaffinity(0, {world.rank % (os.cpu_count() or 1)})
+    engine = make_engine(config, world, make_model(config))
+    run = assemble_run(config, world, directory, attempt, StopRequest(), open_data(config, world), engine)
+    run.recorder = StepRecorder(engine, world, run.heartbeat, directory.step_records(attempt, world.rank // 2), False)
+    trouble = Trouble(run, fault, rank is None or rank == world.rank)
+    try:
+        run_training(run)
+    finally:
+        trouble.end()
+        run.close()
+
+
+class Trouble:
+    """Makes the fault of a cell on one rank, from CALM_STEPS on."""
+
+    def __init__(self, run: TrainingRun, fault: str, mine: bool) -> None:
+        self._run, self._hogs = run, list[subprocess.Popen[bytes]]()
+        self._leak: list[bytearray] = []
+        self._starts: list[float] = []
+        self._data = self._delay = self._save = 0.0
+        match fault:
+            case "input":
+                self._data = 0.6
+            case "input_one" if mine:
+                self._data = 0.8
+            case "delay" if mine:
+                self._delay = 0.8
+            case "save":
+                self._save = 3.0
+            case "input_and_delay":
+                self._data, self._delay = 1.2, 0.5 if mine else 0.0
+            case "delay_and_input":
+                self._data, self._delay = 0.5, 1.5 if mine else 0.0
+        self._leaks = fault == "memory" and mine
+        self._busy = fault == "busy" and mine
+        inner: Callable[..., Any] = run.loader.batch
+
+        def batch(first: int) -> Any:
+            self._begin_step()
+            time.sleep(self._data * self.unit)
+            return inner(first)
+
+        run.loader.batch = batch  # type: ignore[method-assign]
+        write = save_step.write_shard
+
+        def write_shard(*arguments: Any) -> Any:
+            time.sleep(self._save * self.unit)
+            return write(*arguments)
+
+        save_step.write_shard = write_shard
+        if self._delay:
+            run.engine.parts[0].register_forward_hook(self._delay_backward)
+        self._slept_in = -1
+
+    @property
+    def unit(self) -> float:
+        """Seconds of an untroubled step; 0 before it is known, so that no fault is made yet."""
+        if len(self._starts) <= CALM_STEPS:
+            return 0.0
+        steps = sorted(b - a for a, b in zip(self._starts[1:CALM_STEPS], self._starts[2 : CALM_STEPS + 1], strict=True))
+        return steps[len(steps) // 2]
+
+    def end(self) -> None:
+        for hog in self._hogs:
+            hog.kill()
+            hog.wait()
+
+    def _begin_step(self) -> None:
+        self._starts.append(time.perf_counter())
+        if self._leaks:
+            self._leak.append(bytearray(os.urandom(1 << 20) * 16))
+        if self._busy and not self._hogs and len(self._starts) > CALM_STEPS:
+            self._hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+
+    def _delay_backward(self, part: torch.nn.Module, inputs: Any, output: Tensor) -> None:
+        def sleep(gradient: Tensor) -> None:
+            if self._slept_in != self._run.step:  # once a step
+                self._slept_in = self._run.step
+                time.sleep(self._delay * self.unit)
+
+        if output.requires_grad:
+            output.register_hook(sleep)
+
+
+def limit_loopback(rate: str) -> None:
+    """Limit the loopback device of this network namespace."""
+    for words in (
+        ("ip", "link", "set", "lo", "up"),
+        ("tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "200ms"),
+    ):
+        subprocess.run(words, check=True)
+
+
+def run_cells(cells: list[tuple[str, str, int]], store: Path, folder: Path) -> list[Outcome]:
+    """Run cells in a process of their own; those with a thin link behind one."""
+    found = []
+    for thin in (False, True):
+        chosen = [cell for cell in cells if (cell[1] == "link") == thin]
+        if not chosen:
+            continue
+        words = [sys.executable, __file__, str(store), str(folder), *(f"{a}:{b}:{c}" for a, b, c in chosen)]
+        done = subprocess.run(
+            [*(("unshare", "-n") if thin else ()), *words], stdout=subprocess.PIPE, text=True, check=True
+        )
+        found += [
+            Outcome(**{**json.loads(line), "ranks": tuple(json.loads(line)["ranks"])})
+            for line in done.stdout.splitlines()
+            if line.startswith("{")
+        ]
+    return found
+
+
+def main(store: str, folder: str, *cells: str) -> None:
+    """Run the cells that the command line names."""
+    if any(cell.split(":")[1] == "link" for cell in cells):
+        limit_loopback(LINK_RATE)
+    for cell in cells:
+        layout, fault, seed = (*cell.split(":"), "0")[:3]
+        print(json.dumps(asdict(run_cell(layout, fault, int(seed), Path(store), Path(folder)))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,152 @@
+"""A real run records where its time goes: blocked time where it was blocked, and nothing of it changes the training."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lab import BASE, LAYOUTS
+
+from hpc_train.config.compose import compose
+from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import World
+from hpc_train.report.efficiency import measure_blocked, measure_work, split_step
+from hpc_train.report.step_table import StepTable, read_step_table
+from hpc_train.runtime.processes import StopRequest
+from hpc_train.step_clock import HostClock, StepPart
+from hpc_train.testing import run_ranks
+from hpc_train.training.loop import run_training
+from hpc_train.training.rank import assemble_run, make_engine, make_model, open_data
+from hpc_train.training.recorder import StepRecorder, count_nodes, measure_node_seconds, read_node_counters
+from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
+from hpc_train.training.run_records import read_metrics
+
+LATE = 0.2
+"""Seconds that rank 1 is late in each backward."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run that was recorded."""
+
+    table: StepTable
+    losses: list[float]
+    wait: Any
+    """dist.Work.wait after the run."""
+
+
+def train(
+    store: Path, folder: Path, layout: str, *overrides: str, record: bool = True, late: float = 0.0
+) -> list[float]:
+    config = compose([*BASE, f"data.path={store}", *LAYOUTS[layout], "train.steps=8", *overrides, f"run_dir={folder}"])
+    directory = locate_run_directory(config)
+    prepare_run_directory(directory, config)
+    run_ranks(_rank, 4, config, directory, make_attempt(directory), record, late, parallel=config.parallel)
+    return [line["loss"] for line in read_metrics(directory.metrics)]
+
+
+def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int, record: bool, late: float) -> None:
+    wait = dist.Work.wait
+    engine = make_engine(config, world, make_model(config))
+    run = assemble_run(config, world, directory, attempt, StopRequest(), open_data(config, world), engine)
+    if record:
+        run.recorder = StepRecorder(engine, world, run.heartbeat, directory.step_records(attempt, 0), False)
+        assert dist.Work.wait is not wait
+    if late and world.rank == 1:
+        engine.parts[0].register_forward_hook(
+            lambda part, inputs, out: out.register_hook(lambda g: time.sleep(late)) and None
+        )
+    run_training(run)
+    run.close()
+    assert dist.Work.wait is wait
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
+def test_others_are_blocked_for_as_long_as_one_is_late(layout: str, store: Path, tmp_path: Path) -> None:
+    train(store, tmp_path, layout, late=LATE)
+    table = read_step_table(tmp_path)
+    assert table is not None
+    assert table.ranks == (0, 1, 2, 3)
+    blocked, work = np.median(measure_blocked(table), axis=1), np.median(measure_work(table), axis=1)
+    assert work[1] - np.median(np.delete(work, 1)) > 0.7 * LATE
+    assert np.delete(blocked, 1).min() > blocked[1]
+    losses = split_step(table)
+    assert losses is not None
+    assert np.prod(list(losses.efficiencies.values())) == pytest.approx(losses.useful / losses.total, rel=0.01)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_recording_changes_no_number(layout: str, store: Path, tmp_path: Path) -> None:
+    recorded = train(store, tmp_path / "a", layout)
+    assert recorded == train(store, tmp_path / "b", layout, record=False)
+    table = read_step_table(tmp_path / "a")
+    assert table is not None
+    parts = sum(table[name] for name in ("data", "forward", "backward", "clip", "update", "save"))
+    assert (parts <= table["total"] * 1.001).all()
+    assert (measure_blocked(table) <= table["total"]).all()
+    assert (table["collectives"] > 0).all()
+    assert np.isfinite(table["launch"]).any()
+    assert (table["resident"] > 10).all()
+    assert not (tmp_path / "b/logs/0/steps-node-0.bin").exists()
+
+
+def test_a_wait_of_another_thread_does_not_count() -> None:
+    import threading
+
+    clock = HostClock()
+    clock.begin()
+    clock.enter(StepPart.BACKWARD)
+    begun = clock.begin_wait()
+    thread = threading.Thread(target=clock.end_wait, args=(begun,))
+    thread.start()
+    thread.join()
+    clock.end()
+    times = clock.take()
+    assert times is not None
+    assert times.collectives == 0
+    assert sum(times.blocked) == 0
+
+
+def test_time_after_the_last_bucket_is_blocked() -> None:
+    clock = HostClock()
+    clock.begin()
+    clock.enter(StepPart.BACKWARD)
+    clock.mark_bucket()
+    time.sleep(0.02)
+    begun = clock.begin_wait()
+    time.sleep(0.02)
+    clock.end_wait(begun)
+    clock.end_backward()
+    clock.end()
+    times = clock.take()
+    assert times is not None
+    assert times.blocked[StepPart.BACKWARD] == pytest.approx(times.seconds[StepPart.BACKWARD], rel=0.1)
+
+
+def test_marks_outside_a_step_are_ignored() -> None:
+    clock = HostClock()
+    clock.enter(StepPart.FORWARD)
+    clock.end_wait(clock.begin_wait())
+    clock.begin()
+    clock.end()
+    times = clock.take()
+    assert times is not None
+    assert times.seconds[StepPart.FORWARD] == 0
+    assert times.collectives == 0
+
+
+def test_operations_are_counted() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert count_nodes([(x * 2 + 1).sum().grad_fn]) == 4  # sum, add, mul, and the leaf
+    assert 1e-6 < measure_node_seconds() < 1e-2
+
+
+def test_counters_of_the_node_are_read() -> None:
+    found = read_node_counters()
+    assert found["net_bytes"] >= 0

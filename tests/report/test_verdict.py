@@ -1,0 +1,107 @@
+"""The verdict on recorded times that were made up: class, rank, share, abstention, order of two causes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import EVEN, make_table, waits, write_run
+
+from hpc_train.report.step_table import read_step_table
+from hpc_train.report.verdict import Facts, Verdict, judge_run
+
+NODES = {rank: f"node{rank // 2 + 1}" for rank in range(4)}
+
+
+def judge(tmp_path: Path, change: Callable[[int, int], Mapping[str, Any]], **facts: Any) -> Verdict:
+    return judge_run(make_table(tmp_path, 4, change), Facts(node_of_rank=NODES, **facts))[0]
+
+
+def test_nothing(tmp_path: Path) -> None:
+    verdict = judge(tmp_path, lambda rank, step: {"waits": waits(0.002)})
+    assert (verdict.name, verdict.severity, verdict.share_lost) == ("compute", "ok", None)
+
+
+def test_slow_data_of_all_ranks(tmp_path: Path) -> None:
+    verdict = judge(tmp_path, lambda rank, step: {"data": 0.05})
+    assert (verdict.name, verdict.ranks) == ("input", ())
+    assert verdict.share_lost == pytest.approx(0.05 / 0.145, rel=1e-2)
+
+
+def test_slow_data_of_one_rank(tmp_path: Path) -> None:
+    verdict = judge(tmp_path, lambda rank, step: {"data": 0.05} if rank == 3 else {"waits": waits(0.05), "data": 0.0})
+    assert (verdict.name, verdict.ranks, verdict.nodes) == ("input", (3,), ("node2",))
+
+
+def test_a_delay_in_one_ranks_backward(tmp_path: Path) -> None:
+    verdict = judge(tmp_path, lambda rank, step: {"backward": 0.12} if rank == 1 else {"waits": waits(0.06)})
+    assert (verdict.name, verdict.ranks, verdict.nodes) == ("straggler", (1,), ("node1",))
+    assert verdict.advice[0].override == "launch.exclude=node1"
+
+
+def test_a_slow_node(tmp_path: Path) -> None:
+    verdict = judge(tmp_path, lambda rank, step: {"forward": 0.09} if rank >= 2 else {"waits": waits(0.06)})
+    assert (verdict.name, verdict.ranks, verdict.nodes) == ("straggler", (2, 3), ("node2",))
+
+
+def test_ranks_that_are_slow_in_turn_are_no_stragglers(tmp_path: Path) -> None:
+    verdict = judge(tmp_path, lambda rank, step: {"backward": 0.1} if step % 4 == rank else {"waits": waits(0.04)})
+    assert verdict.name == "balanced"
+
+
+def test_slow_links(tmp_path: Path) -> None:
+    verdict = judge(tmp_path, lambda rank, step: {"waits": waits(0.03, 0.03)})
+    assert verdict.name == "network"
+    assert verdict.severity == "critical"
+
+
+def test_small_operations(tmp_path: Path) -> None:
+    assert judge(tmp_path, lambda rank, step: {"launch": 0.07}).name == "launch"
+
+
+def test_slow_saves(tmp_path: Path) -> None:
+    verdict = judge(tmp_path, lambda rank, step: {"save": 0.5 if step % 10 == 0 else 0.0}, checkpoint_every=10)
+    assert verdict.name == "checkpoint"
+    assert "checkpoint.every=40" in [setting.override for setting in verdict.advice]
+
+
+def test_memory_that_grows(tmp_path: Path) -> None:
+    verdict = judge(tmp_path, lambda rank, step: {"resident": 500.0 + (10 * step if rank == 2 else 0)}, steps_left=100)
+    assert (verdict.name, verdict.ranks) == ("memory", (2,))
+
+
+def test_memory_that_settles_does_not_grow(tmp_path: Path) -> None:
+    assert judge(tmp_path, lambda rank, step: {"resident": 500.0 + min(step, 12) * 40}).name == "compute"
+
+
+@pytest.mark.parametrize(("data", "late", "name"), [(0.08, 0.05, "input"), (0.05, 0.08, "straggler")])
+def test_the_larger_of_two_is_first(tmp_path: Path, data: float, late: float, name: str) -> None:
+    def change(rank: int, step: int) -> dict[str, Any]:
+        return {"data": data, **({"backward": EVEN["backward"] + late} if rank == 1 else {"waits": waits(late)})}
+
+    verdict = judge(tmp_path, change)
+    assert verdict.name == name
+    assert [finding.name for finding in verdict.further] == ["straggler" if name == "input" else "input"]
+
+
+def test_too_few_steps(tmp_path: Path) -> None:
+    write_run(tmp_path, 2, range(1, 6))
+    assert judge_run(read_step_table(tmp_path), Facts())[0].name == "not enough data"
+    assert judge_run(None, Facts())[0].name == "not enough data"
+
+
+def test_what_a_gpu_leaves_open_is_said(tmp_path: Path) -> None:
+    """Parts of steps are not measured there; data, saves and memory are."""
+    nothing = {name: float("nan") for name in ("forward", "backward", "clip", "update", "blocked_backward")}
+    facts = {"accelerator": True}
+    verdict = judge(tmp_path, lambda rank, step: {**nothing, "total": 0.1}, **facts)
+    assert verdict.name == "not enough data"
+    assert "ranks on processors" in verdict.evidence[0]
+
+
+def test_slow_data_is_named_on_a_gpu_too(tmp_path: Path) -> None:
+    nothing = {name: float("nan") for name in ("forward", "backward", "clip", "update", "blocked_backward")}
+    verdict = judge(tmp_path, lambda rank, step: {**nothing, "total": 0.1, "data": 0.04}, accelerator=True)
+    assert verdict.name == "input"
