@@ -30,8 +30,7 @@ REPORT_SECONDS = 1.0
 """Between two lines."""
 KILL = b"kill\n"
 """Message by which the supervisor has the ranks killed."""
-END = b"end
-"
+END = b"end\n"
 """Message by which the supervisor has the agents end."""
 
 
