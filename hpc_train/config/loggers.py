@@ -43,7 +43,8 @@ class LoggersConfig:
     tags: list[str] = config_field(default=[])
     """Words that loggers attach to the run."""
     close_seconds: float = config_field(default=15.0, ge=0, le=3600)
-    """How long the end of a run waits for loggers that still upload. Then they are killed."""
+    """How long the end of a run waits for loggers that still upload, after an error no more than 2 s. Then they are
+    killed."""
     wandb: WandbConfig = config_field(default=WandbConfig)
     mlflow: MlflowConfig = config_field(default=MlflowConfig)
     args: dict[str, Any] = config_field(default={})

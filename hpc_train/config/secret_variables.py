@@ -1,4 +1,4 @@
-"""Tell which environment variables look like secrets, and keep configurations from reading them.
+"""Tell which environment variables look like secrets, and keep them out of configurations and of logs.
 
 A configuration is printed, written to config.yaml and job.json, and copied into checkpoints' metadata.
 """
@@ -6,7 +6,7 @@ A configuration is printed, written to config.yaml and job.json, and copied into
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,11 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 """Names that look like secrets; a tokenizer does not."""
+_IN_ADDRESS = re.compile(r"(?<=://)[^\s/@]+@")
+"""User and password in an address."""
+_SHORTEST_MASKED = 6
+"""Shorter values are words such as `true`, which say nothing."""
+_MASK = "***"
 _ANY: Any = object()
 
 
@@ -28,6 +33,14 @@ class SecretVariableError(ValueError):
 def is_secret_name(name: str) -> bool:
     """Whether a variable of this name looks like it holds a secret."""
     return _SECRET.search(name) is not None
+
+
+def mask_secrets(text: str, variables: Mapping[str, str]) -> str:
+    """Replace what looks like a secret: values of such variables, and user and password in addresses."""
+    lines = [line.strip() for name, value in variables.items() if is_secret_name(name) for line in value.splitlines()]
+    for line in sorted(filter(lambda line: len(line) >= _SHORTEST_MASKED, lines), key=len, reverse=True):
+        text = text.replace(line, _MASK)
+    return _IN_ADDRESS.sub(f"{_MASK}@", text)
 
 
 @contextmanager

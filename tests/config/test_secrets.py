@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from hpc_train.cli.main import main
 from hpc_train.config.compose import compose, config_from_dict, config_to_dict, config_to_yaml
 from hpc_train.config.compose_sweep import Composer
-from hpc_train.config.secret_variables import is_secret_name
+from hpc_train.config.secret_variables import is_secret_name, mask_secrets
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
 VALUE = "hunter2hunter2"
@@ -153,3 +153,11 @@ def test_a_secret_in_the_settings_of_a_logger_is_refused_and_not_repeated(
 def test_an_address_without_a_password_is_accepted() -> None:
     uri = "https://mlflow.example.org/@team"
     assert compose([f"loggers.mlflow.tracking_uri={uri}"]).loggers.mlflow.tracking_uri == uri
+
+
+def test_secrets_are_masked_in_text() -> None:
+    variables = {"WANDB_API_KEY": "abcdef", "LONG_TOKEN": "abcdefgh", "A_KEY": "short", "HOME": "/home/me"}
+    variables["SSH_PRIVATE_KEY"] = "BEGIN OF IT\nline two\n"
+    text = "abcdefgh abcdef short /home/me: http://me:pw@host/a@b git+ssh://you@there x://y BEGIN OF IT line two"
+    masked = "*** *** short /home/me: http://***@host/a@b git+ssh://***@there x://y *** ***"
+    assert mask_secrets(text, variables) == masked

@@ -9,14 +9,16 @@ import csv
 import json
 import os
 import re
+import socket
 import struct
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Ended, Workshop
+from jobs import Ended, Workshop, wait_for
 
 from hpc_train.training.run_records import read_metrics
 
@@ -126,7 +128,7 @@ def test_points_of_a_sweep_are_grouped(workshop: Workshop, monkeypatch: pytest.M
 
 
 OWN = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 
 class Own:
@@ -140,6 +142,10 @@ class Own:
                 raise ValueError("the server\\nhas no room")
             if self.how == "blocks":
                 time.sleep(10_000)
+            if self.how == "leaks":
+                key = os.environ["WANDB_API_KEY"]
+                os.system(f"echo of a child: {key}")
+                raise ConnectionError(f"https://me:{key[::-1]}@example.org does not take {key}")
             if self.how == "spins":
                 list(iter(int, 1))  # holds the interpreter
         with self.file.open("a") as file:
@@ -179,7 +185,7 @@ def test_a_logger_of_an_installed_package_gets_every_step_and_loads_nothing_else
     written = [line.split() for line in (folder / "steps").read_text().splitlines()]
     assert [(int(step), float(loss)) for step, loss in written] == losses(workshop.folder / "run")
     modules = {name.partition(".")[0] for name in (folder / "modules").read_text().splitlines()}
-    assert modules & {"torch", "wandb", "mlflow", "tensorboard", "omegaconf"} == set()
+    assert modules & {"torch", "wandb", "mlflow", "tensorboard", "h5py"} == set()
 
 
 @pytest.mark.parametrize(
@@ -197,15 +203,60 @@ def test_a_logger_that_fails_or_blocks_stops_nothing(
     ended = train_with_own(workshop, package, how)
     assert len(re.findall(warning, ended.err)) == 1, ended.err
     assert ended.err.count("logger own") == 1, ended.err
-    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if is_own_logger(path, workshop.folder)]
+    assert processes_with(package["PYTHONPATH"]) == []
 
 
-def is_own_logger(cmdline: Path, folder: Path) -> bool:
-    try:
-        words = cmdline.read_bytes().split(b"\0")
-        return b"hpc_train.training.loggers.logger_process" in words and cmdline.with_name("cwd").resolve() == folder
-    except OSError:
-        return False
+def test_what_a_logger_prints_is_without_secrets(workshop: Workshop, package: dict[str, str]) -> None:
+    ended = train_with_own(workshop, package | SECRETS, "leaks")
+    message = "ConnectionError: https://***@example.org does not take ***"
+    assert ended.err.count(f"logger own: {message}; training goes on without it") == 1, ended.err
+    run = workshop.folder / "run"
+    assert (run / "logs/0/logger-own.log").read_text().splitlines() == ["of a child: ***", message]
+    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file()) + ended.err.encode()
+    assert CANARY.encode() not in written
+    assert CANARY[::-1].encode() not in written
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """The address of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_servers_that_do_not_answer_cost_the_end_of_a_run_no_more_than_agreed(
+    workshop: Workshop, silent_server: str
+) -> None:
+    where = {"WANDB_BASE_URL": silent_server, "MLFLOW_TRACKING_URI": silent_server, **SECRETS}
+    words = ("loggers.use=[wandb,mlflow]", "loggers.wandb.mode=online", "loggers.close_seconds=2")
+    ended = workshop.train("run", *words, "train.steps=6", "checkpoint.every=0", **where)
+    assert ended.code == 0, ended
+    for name in ("wandb", "mlflow"):
+        assert ended.err.count(f"logger {name}: not done 2 s after the end of the run") == 1, ended.err
+    assert [step for step, _ in losses(workshop.folder / "run")] == [1, 2, 3, 4, 5, 6]
+    assert CANARY not in ended.err
+    assert CANARY.encode() not in b"".join(path.read_bytes() for path in workshop.folder.rglob("*") if path.is_file())
+    wait_for(lambda: not processes_with(silent_server))  # also none of W&B's own
+
+
+def test_a_missing_key_is_one_warning(workshop: Workshop) -> None:
+    words = ("loggers.use=[wandb]", "loggers.wandb.mode=online", "loggers.close_seconds=60", "train.steps=6")
+    home = workshop.folder / "home"
+    home.mkdir()
+    ended = workshop.train("run", *words, "checkpoint.every=0", HOME=str(home))
+    assert ended.code == 0, ended
+    assert len(re.findall(r"logger wandb: .*(?i:api key|log in|login).*; training goes on without it", ended.err)) == 1
+    assert [path for path in home.rglob("*") if path.is_file() and "netrc" in path.name] == []
+
+
+def processes_with(text: str) -> list[str]:
+    """The live processes in whose environment this text is."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int(entry.name) != os.getpid() and text.encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+    return found
 
 
 def test_a_logger_that_is_not_offered_is_one_line(workshop: Workshop) -> None:

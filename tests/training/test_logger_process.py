@@ -93,9 +93,10 @@ def start(folder: Path, how: str, close_seconds: float) -> LoggerProcess:
 
 @pytest.mark.parametrize("failed", [True, False])
 def test_all_records_arrive_in_order_however_many_there_are(
-    package: Path, failed: bool, caplog: pytest.LogCaptureFixture
+    package: Path, failed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = start(package, "works", 60)
+    monkeypatch.setattr(logger_process, "_SECONDS_AFTER_AN_ERROR", 60.0)
     for step in range(20_000):  # many times what the pipe holds
         logger.add({"step": step, "loss": 0.123456789, "words": "x" * 50})
     logger.close(failed)
@@ -116,6 +117,14 @@ def test_what_a_blocked_logger_does_not_take_is_bounded_and_said_once(
     assert caplog.text.count("does not keep up, or blocks; it misses steps from now on") == 1
     assert caplog.text.count("and killed") == 1
     assert len(caplog.records) == 2
+
+
+def test_an_error_does_not_wait_long_for_a_logger(package: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = start(package, "blocks", 100_000)
+    logger.add({"step": 1})
+    logger.close(failed=True)  # the test would time out
+    (record,) = caplog.records
+    assert "not done 2 s after the end of the run (which failed), and killed" in record.getMessage()
 
 
 def test_a_logger_whose_process_ends_is_given_up_once(package: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,8 +1,8 @@
 """Run a logger in a process of its own, so that nothing in its library can stop, slow or outlast the training.
 
 Rank 0 writes lines of JSON to the process: a LoggedRun, the records, and the end. A write never blocks: what does not
-fit into the pipe waits in memory, up to a limit. At the end the process gets `loggers.close_seconds` and is then
-killed. A process that has lost rank 0 comes to its own end, since its input ends.
+fit into the pipe waits in memory, up to a limit. At the end the process gets `loggers.close_seconds`, or 2 s after
+an error, and is then killed. A process that has lost rank 0 comes to its own end, since its input ends.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
+from hpc_train.config.secret_variables import mask_secrets
 from hpc_train.terminal import one_line
 from hpc_train.training.loggers.interface import LoggedRun, open_logger
 
@@ -29,6 +31,8 @@ _MOST_BYTES_WAITING = 8 << 20
 """About 25,000 steps."""
 _STUCK_SECONDS = 600
 """A call of a logger that takes longer ends its process."""
+_SECONDS_AFTER_AN_ERROR = 2.0
+"""Whoever watches the ranks must learn of the error soon."""
 _REASON_BYTES = 4096
 
 
@@ -37,7 +41,7 @@ class LoggerProcess:
 
     def __init__(self, name: str, run: LoggedRun, output: Path, close_seconds: float) -> None:
         """Start the process. output: file for what it prints. A process that cannot be started is a warning."""
-        self._name, self._output, self.close_seconds = name, output, close_seconds
+        self._name, self._output, self._close_seconds = name, output, close_seconds
         self._waiting = bytearray()
         self._lost = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,19 +82,21 @@ class LoggerProcess:
             self._give_up()
 
     def close(self, failed: bool = False) -> None:
-        """Hand over the end and wait for the process, for no longer than close_seconds in all."""
+        """Hand over the end and wait for the process, for no longer than its seconds in all."""
         self.begin_close(failed)
-        self.finish_close(time.monotonic() + self.close_seconds)
+        self.finish_close(time.monotonic(), failed)
 
     def begin_close(self, failed: bool) -> None:
         """Hand over the end without waiting, so that several loggers come to their ends side by side."""
         if self._process is not None:
             self._send({"end": True, "failed": failed})
 
-    def finish_close(self, deadline: float) -> None:
-        """Wait for the process until `deadline` (time.monotonic()), and kill it then."""
+    def finish_close(self, began: float, failed: bool) -> None:
+        """Wait for the process until its seconds since `began` (time.monotonic()) are over, and kill it then."""
         if self._process is None:
             return
+        seconds = min(self._close_seconds, _SECONDS_AFTER_AN_ERROR) if failed else self._close_seconds
+        deadline = began + seconds
         while self._waiting and self._process.poll() is None and (left := deadline - time.monotonic()) > 0:
             select.select([], [self._pipe], [], min(left, 0.1))
             if not self._write():
@@ -101,10 +107,10 @@ class LoggerProcess:
             code = self._process.wait(max(deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             _log.warning(
-                "logger %s: not done %g s after the end of the run (loggers.close_seconds), and killed; the last steps "
-                "may be missing there",
+                "logger %s: not done %g s after the end of the run (%s), and killed; it may lack the last steps",
                 self._name,
-                self.close_seconds,
+                seconds,
+                "which failed" if failed else "loggers.close_seconds",
             )
             self._kill()
             return
@@ -177,43 +183,84 @@ def _read_last_line(path: Path) -> str:
 
 
 def main(name: str, close_seconds: float) -> int:
-    """Open the logger and pass on what comes on stdin, until it ends."""
+    """Open the logger and pass on what comes on stdin, until it ends; returns the exit code."""
     os.nice(10)  # the ranks need the processor more
     os.umask(0o077)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # rank 0 may have blocked some for a moment
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the run ends
-    lines = sys.stdin.buffer
-    header = json.loads(lines.readline())
-    shared = header["shared_folder"]
-    run = LoggedRun(
-        **{**header, "folder": Path(header["folder"]), "shared_folder": None if shared is None else Path(shared)}
-    )
-    try:
-        _end_after(_STUCK_SECONDS)
-        logger = open_logger(name, run)
-        failed = True  # unless rank 0 says otherwise: it may have been killed
-        while True:
-            _end_after(0)
-            line = lines.readline()
-            record = json.loads(line) if line.endswith(b"\n") else {"end": True, "failed": True}
-            if record.get("end"):
-                failed = record["failed"]
-                break
-            _end_after(_STUCK_SECONDS)
-            logger.add(record)
-        _end_after(close_seconds + 1.0)  # rank 0 ends it earlier, unless that is gone
-        logger.close(failed)
-    except Exception as error:
-        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return 1
+    with _masking_output():
+        try:
+            _serve(name, sys.stdin.buffer, close_seconds)
+        except Exception as error:
+            print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            return 1
     return 0
+
+
+def _serve(name: str, lines: BinaryIO, close_seconds: float) -> None:
+    _end_after(_STUCK_SECONDS)
+    logger = open_logger(name, _parse_run(lines.readline()))
+    failed = True  # unless rank 0 says otherwise: it may have been killed
+    while True:
+        _end_after(0)
+        line = lines.readline()
+        record = json.loads(line) if line.endswith(b"\n") else {"end": True, "failed": True}
+        if record.get("end"):
+            failed = record["failed"]
+            break
+        _end_after(_STUCK_SECONDS)
+        logger.add(record)
+    _end_after(close_seconds + 1.0)  # rank 0 ends it earlier, unless that is gone
+    logger.close(failed)
+
+
+def _parse_run(line: bytes) -> LoggedRun:
+    fields = json.loads(line)
+    shared = fields["shared_folder"]
+    return LoggedRun(
+        **{**fields, "folder": Path(fields["folder"]), "shared_folder": None if shared is None else Path(shared)}
+    )
 
 
 def _end_after(seconds: float) -> None:
     """End this process after so many seconds; 0: never. The kernel does, whatever holds the interpreter."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+@contextmanager
+def _masking_output() -> Iterator[None]:
+    """Inside this context, what this process and its children print goes to its log file with secrets masked.
+
+    Libraries print the addresses that they cannot reach, with the password in them.
+    """
+    source, sink = os.pipe()
+    log_file = os.dup(sys.stdout.fileno())
+    _point_output_to(sink)
+    os.close(sink)
+    thread = threading.Thread(target=_copy_masked, args=(source, log_file), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        _point_output_to(log_file)
+        thread.join(1.0)  # a child that still runs keeps the pipe open
+
+
+def _point_output_to(descriptor: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+
+
+def _copy_masked(source: int, log_file: int) -> None:
+    variables = dict(os.environ)
+    with open(source, errors="replace") as lines:
+        for line in lines:
+            with suppress(OSError):  # a full disk
+                os.write(log_file, mask_secrets(line, variables).encode())
 
 
 if __name__ == "__main__":

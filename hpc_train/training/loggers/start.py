@@ -48,7 +48,7 @@ def close_loggers(loggers: Sequence[Logger], failed: bool) -> None:
             logger.close(failed)
     started = time.monotonic()
     for process in processes:
-        process.finish_close(started + process.close_seconds)
+        process.finish_close(started, failed)
 
 
 def describe_run(name: str, config: RunConfig, directory: RunDirectory, attempt: int, resumed_at: int) -> LoggedRun:
