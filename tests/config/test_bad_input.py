@@ -170,7 +170,7 @@ DEGREES = [
         "train parallel.tp=-1 parallel.pp=-1",
         "parallel.pp=-1 and parallel.tp=-1: only one degree can be -1, what the others leave of the world",
     ),
-    ("train parallel.tp=0", "parallel.tp=0: a degree is at least 1, or -1 for what is left of the world"),
+    ("train parallel.tp=0", "parallel.tp=0: a degree is at least 1, or -1 for what the others leave of the world"),
     ("train parallel.tp=-2", "parallel.tp=-2: must be >= -1"),
     (
         "train parallel.dp_shard=2 launch.ranks=2",
