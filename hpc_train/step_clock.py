@@ -7,10 +7,10 @@ later, so that nothing waits for the device.
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 from enum import IntEnum
+from threading import get_ident
 from typing import Any, Protocol
 
 WAIT_BINS = 16
@@ -102,7 +102,7 @@ class HostClock:
     """
 
     def __init__(self) -> None:
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._active = False
         self._times = StepTimes()
         self._waits: list[float] = []
@@ -130,7 +130,9 @@ class HostClock:
             return
         at, waits = self._bucket
         # A wait in Python after the last bucket, as that for the loss, counts already.
-        self._add_wait(time.perf_counter() - at - sum(self._waits[waits:]))
+        seconds = time.perf_counter() - at - sum(self._waits[waits:])
+        self._times.blocked[self._part] += seconds
+        self._waits.append(seconds)
         self._bucket = None
 
     def end(self) -> None:
@@ -141,16 +143,14 @@ class HostClock:
         return time.perf_counter()
 
     def end_wait(self, begun: float) -> None:
-        if self._active and threading.get_ident() == self._thread:
-            self._add_wait(time.perf_counter() - begun)
+        if self._active and get_ident() == self._thread:
+            seconds = time.perf_counter() - begun
+            self._times.blocked[self._part] += seconds
+            self._waits.append(seconds)
 
     def take(self) -> StepTimes | None:
         self._times.waits, self._times.collectives = sum_bins(self._waits), len(self._waits)
         return self._times
-
-    def _add_wait(self, seconds: float) -> None:
-        self._times.blocked[self._part] += seconds
-        self._waits.append(seconds)
 
 
 def sum_bins(values: list[float], bins: int = WAIT_BINS) -> list[float]:

@@ -25,9 +25,19 @@ SRUN_ERRORS = "srun.err"
 _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of Memory")
 """Slurm says this of all tasks of a node that end at that moment, so that it does not tell which one it was."""
-_DEADLY_WORDS = ("Killed", "Segmentation fault", "Bus error", "Illegal instruction", "Out Of Memory")
-_DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
+_ABORTED = "Aborted"
+_DEADLY_WORDS = (
+    "Killed",
+    "Segmentation fault",
+    "Bus error",
+    "Illegal instruction",
+    "Floating point exception",
+    "Out Of Memory",
+    _ABORTED,
+)
+_DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """A task that one of these signals ended, or that left by os._exit, is why its peers fail, not the other way round."""
+_EXITED = re.compile(r"Exited with exit code (?P<code>\d+)")
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,7 @@ def _has_no_report(logs: Path, task: int | str) -> bool:
 def _find_in_exit_codes(logs: Path, failure: RankFailure | None) -> FirstError | None:
     exits = _read_exit_codes(logs)
     silent = [(task, code) for task, code in exits if code not in (0, EXIT_REQUEUE) and _has_no_report(logs, task)]
-    dead = next((item for item in silent if item[1] > 0 or -item[1] in _DEADLY_SIGNALS), None)
+    dead = next((item for item in silent if _is_deadly(logs, *item, failure)), None)
     if dead is None and (failure is not None or not silent):
         return None
     task, code = dead or silent[0]
@@ -116,16 +126,57 @@ def _find_in_exit_codes(logs: Path, failure: RankFailure | None) -> FirstError |
     return FirstError(task, f"task {task} {how}; its log: {logs / f'task-{task}.log'}")
 
 
+def _is_deadly(logs: Path, task: int, code: int, failure: RankFailure | None) -> bool:
+    """Return whether a task that ended so may be why its peers failed. failure: the first that a peer recorded.
+
+    Libraries abort a rank whose peer is gone, too.
+    """
+    if -code == signal.SIGABRT:
+        return (failure is None or failure.lost_peer) and not _gave_up_waiting(logs, task)
+    return code > 0 or -code in _DEADLY_SIGNALS
+
+
+def _gave_up_waiting(logs: Path, task: int) -> bool:
+    """Return whether the last words of a task say that it waited for another one, such as those of NCCL's watchdog."""
+    return is_timeout(read_tail_text(logs / f"task-{task}.log"))
+
+
 def _find_in_srun_errors(logs: Path) -> FirstError | None:
-    """Find the first task that a signal ended, as srun reports it, and that recorded no error itself."""
-    text = _read_srun_errors(logs)
+    """Find the first task that a signal ended, or that exited, as srun reports it, without an error of its own."""
+    text, aborted = _read_srun_errors(logs), None
     for line in _SRUN_LINE.finditer(text):
-        task = re.split("[,-]", line["tasks"])[0]
-        if line["how"].startswith(_DEADLY_WORDS) and _has_no_report(logs, task):
-            how = f"task {line['tasks']} on {line['host']} was ended from outside: {line['how']}"
-            return FirstError(int(task), how, line["host"])
+        silent = [task for task in _expand_tasks(line["tasks"]) if _has_no_report(logs, task)]
+        how = _describe_end(line["how"])
+        if not silent or how is None:
+            continue
+        error = FirstError(silent[0], f"task {','.join(map(str, silent))} on {line['host']} {how}", line["host"])
+        if line["how"].startswith(_ABORTED) and _gave_up_waiting(logs, silent[0]):
+            aborted = aborted or error
+        else:
+            return error
+    if aborted is not None:
+        return aborted
     memory = _OUT_OF_MEMORY.search(text)
     return _find_out_of_memory(logs, memory["host"]) if memory else None
+
+
+def _expand_tasks(listed: str) -> list[int]:
+    """Return the tasks of srun's list, such as 0,2-4."""
+    tasks: list[int] = []
+    for part in filter(None, listed.split(",")):
+        first, _, last = part.partition("-")
+        tasks += range(int(first), int(last or first) + 1)
+    return tasks
+
+
+def _describe_end(how: str) -> str | None:
+    """Return in words how a task ended that left no reason itself; None if its end is no failure of its own."""
+    if how.startswith(_DEADLY_WORDS):
+        return f"was ended from outside: {how}"
+    exited = _EXITED.match(how)
+    if exited is None or int(exited["code"]) in (0, EXIT_REQUEUE):
+        return None
+    return f"exited with code {exited['code']} without a word"
 
 
 def _read_srun_errors(logs: Path) -> str:

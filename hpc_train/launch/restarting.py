@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -48,6 +49,8 @@ _EXIT_CODES = {
     Action.GIVE_UP: EXIT_NO_REQUEUE,
     Action.END: EXIT_FAILED,
 }
+_KILLED_SRUN = 128 + signal.SIGKILL
+"""Exit code of the ranks' srun where it is killed itself, and says nothing of a task that was."""
 _MEMORY = re.compile(r"out of memory|MemoryError|cannot allocate memory|oom-kill", re.IGNORECASE)
 _KILLED = re.compile(r"was killed by SIG|was ended from outside")
 
@@ -222,7 +225,9 @@ def find_fault(logs: Path, code: int, lost: Sequence[str] = ()) -> Fault:
     if code in (EXIT_USER_ERROR, EXIT_NO_REQUEUE):
         return Fault(Cause.USER)
     error = find_first_error(logs)
-    return Fault(Cause.UNKNOWN) if error is None else Fault(_find_cause(logs, error), error.host, error.line)
+    if error is None:
+        return Fault(Cause.KILLED, text="srun was killed") if code == _KILLED_SRUN else Fault(Cause.UNKNOWN)
+    return Fault(_find_cause(logs, error), error.host, error.line)
 
 
 def _find_cause(logs: Path, error: FirstError) -> Cause:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib.recfunctions import structured_to_unstructured
 
 from hpc_train.step_clock import WAIT_BINS
-from hpc_train.training.step_records import LEVELS, PATTERN, SECONDS, read_blocks
+from hpc_train.training.step_records import LEVELS, PATTERN, RECORD, SECONDS, read_blocks
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 WARM_UP_STEPS = 2
@@ -92,22 +92,41 @@ def _read_attempts(attempts: Sequence[tuple[int, list[Path]]], max_bins: int, ne
 def _find_extent(files: Sequence[Path], newest: int | None) -> tuple[int, int, int] | None:
     """Return the first step (from 1), the last one and the highest rank of an attempt."""
     extent: tuple[int, int, int] | None = None
-    for rank, records in _read_all(files, newest):
-        steps = records["step"]
-        begin = int(steps[0]) - int(records["steps"][0]) + 1
-        a, b, c = extent or (begin, 0, 0)
-        extent = min(a, begin), max(b, int(steps[-1])), max(c, rank)
+    for file in files:
+        try:
+            for rank, records in read_blocks(file, newest):
+                if rank < MAX_RANKS and _is_consistent(records):
+                    begin = int(records["step"][0]) - int(records["steps"][0]) + 1
+                    a, b, c = extent or (begin, 0, 0)
+                    extent = min(a, max(begin, 1)), max(b, int(records["step"][-1])), max(c, rank)
+        except OSError:  # of a node that took its file system with it
+            continue
     return extent
 
 
 def _read_all(files: Sequence[Path], newest: int | None) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+    """Read the records of each rank, file by file, without damaged ones: steps that do not follow those before."""
     for file in files:
+        blocks: dict[int, list[np.ndarray[Any, Any]]] = {}
         try:
             for rank, records in read_blocks(file, newest):
-                if rank < MAX_RANKS and (np.diff(records["step"].astype(np.int64)) > 0).all():
-                    yield rank, records
-        except OSError:  # of a node that took its file system with it
+                if rank < MAX_RANKS and _is_consistent(records):
+                    blocks.setdefault(rank, []).append(records)
+        except OSError:
             continue
+        for rank, parts in blocks.items():
+            # np.concatenate would look at each field of each part.
+            records = np.frombuffer(b"".join(part.tobytes() for part in parts), RECORD)
+            steps = records["step"].astype(np.int64)
+            follows = np.diff(np.maximum.accumulate(steps), prepend=0) > 0
+            if follows.any():
+                yield rank, records[follows]
+
+
+def _is_consistent(records: np.ndarray[Any, Any]) -> bool:
+    """Whether each record of a block continues where the one before ended, which damaged ones do not."""
+    steps, covered = records["step"].astype(np.int64), records["steps"].astype(np.int64)
+    return bool(steps[0] >= covered[0] > 0 and (np.diff(steps) == covered[1:]).all())
 
 
 class _Grid:

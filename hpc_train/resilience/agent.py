@@ -2,8 +2,8 @@
 
 `python -m hpc_train.resilience.agent LOGS SETTINGS`, started by the supervisor as a job step of its own on every
 node. It opens no port and reads nothing from shared storage. A line `kill` on its standard input has it kill the ranks
-of its node. It ends when its standard input does: then the supervisor is gone or has no more need of it. Standard
-library only.
+of its node, a line `end` has it end. If its standard input ends without that, the supervisor was killed: the agent
+reports no more, and leaves the ranks' entries to the agent of the next supervisor. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from typing import Any
 
 from hpc_train.regular_files import parse_json_object
 from hpc_train.resilience.deadlines import limits_from_settings
-from hpc_train.resilience.heartbeat import Phase, kill_ranks, remove_entries
+from hpc_train.resilience.heartbeat import Phase, kill_ranks, read_beats, remove_entries
 from hpc_train.resilience.incident import read_machine
 from hpc_train.resilience.notices import NoticeWatch
-from hpc_train.resilience.watch import LOOK_SECONDS, NodeWatch, RankView
+from hpc_train.resilience.watch import GONE, LOOK_SECONDS, NodeWatch, RankView, read_process_state
 
 REPORT_SECONDS = 1.0
 """Between two lines."""
 KILL = b"kill\n"
 """Message by which the supervisor has the ranks killed."""
+END = b"end\n"
+"""Message by which the supervisor has the agents end."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,18 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
         order = os.read(0, 4096)
         if KILL in order:
             kill_ranks(logs)
-        if not order:
+        if END in order or not order:
             notices.close()
+            if not order:
+                _wait_for_ranks(logs)
             remove_entries(logs)
             return
+
+
+def _wait_for_ranks(logs: Path) -> None:
+    """Wait until no rank of this node is alive."""
+    while any(read_process_state(beat.process) != GONE for beat in read_beats(logs)):
+        time.sleep(LOOK_SECONDS)
 
 
 def main(logs: str, settings: str) -> int:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,28 @@ from hpc_train.cluster.local_gpus import load_nvml
 from hpc_train.interfaces import Engine, World
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.step_clock import StepClock, StepPart
-from hpc_train.training.step_records import RecordSum, StepRecordFile, make_record
+from hpc_train.training.step_records import RecordSum, StepRecordFile
 
 _SAMPLE_SECONDS = 2.0
 _NODES_PER_COLLECTIVE = 20
 """What starting a collective costs beside an operation: fully_shard copies in and out, makes views and runs hooks. With
 next to no data, 31 collectives added 17 to 24 ms to a step whose 650 operations took 6."""
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+class _Reading(NamedTuple):
+    """Clocks and counters of this process at one moment."""
+
+    time: float
+    """time.time()."""
+    clock: float
+    """time.perf_counter()."""
+    processor: float
+    """Seconds of processor time, all threads."""
+    phases: dict[Phase, float]
+    """Seconds in each phase so far."""
+    faults: int
+    """Major page faults so far."""
 
 
 class StepRecorder:
@@ -47,14 +62,15 @@ class StepRecorder:
         self._compiled, self._unwatch = compiled, watch_waits(self._clock, compiled)
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         self._step, self._tokens, self._micro_batches = 0, 0, 1
-        self._started: tuple[float, float, float, dict[Phase, float], int] | None = None
+        self._started: _Reading | None = None
 
     def begin(self) -> None:
         """Begin a step: everything up to the next call belongs to it."""
-        self._end_record()
-        self._operations.measure()
-        cpu, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-        self._started = (time.time(), time.perf_counter(), cpu, self._heartbeat.seconds(), faults)
+        now = self._read()
+        self._end_record(now)
+        if self._operations.measure():
+            now = self._read()  # what that took belongs to no step
+        self._started = now
         self._clock.begin()
 
     def end(self, step: int, tokens: int, micro_batches: int) -> None:
@@ -73,7 +89,7 @@ class StepRecorder:
 
     def close(self) -> None:
         """Write what waits, and measure no more."""
-        self._end_record()
+        self._end_record(self._read())
         self._sum.end()
         for undo in (*self._unhook, self._unwatch):
             undo()
@@ -81,23 +97,26 @@ class StepRecorder:
         self._file.close()
         os.close(self._statm)
 
-    def _end_record(self) -> None:
-        if self._started is None or not self._step:
+    def _read(self) -> _Reading:
+        """Read the clocks and counters of this process."""
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        return _Reading(time.time(), time.perf_counter(), time.process_time(), self._heartbeat.seconds(), faults)
+
+    def _end_record(self, now: _Reading) -> None:
+        started, self._started = self._started, None
+        if started is None or not self._step:
             return
-        at, started, cpu, phases, faults = self._started
-        self._started = None
-        now = self._heartbeat.seconds()
         values: dict[str, Any] = {
             "step": self._step,
             "steps": 1,
-            "time": at,
-            "total": time.perf_counter() - started,
-            "data": now.get(Phase.DATA, 0.0) - phases.get(Phase.DATA, 0.0),
-            "save": now.get(Phase.SAVE, 0.0) - phases.get(Phase.SAVE, 0.0),
-            "evaluate": now.get(Phase.EVALUATE, 0.0) - phases.get(Phase.EVALUATE, 0.0),
-            "cpu": time.process_time() - cpu,
+            "time": started.time,
+            "total": now.clock - started.clock,
+            "data": now.phases.get(Phase.DATA, 0.0) - started.phases.get(Phase.DATA, 0.0),
+            "save": now.phases.get(Phase.SAVE, 0.0) - started.phases.get(Phase.SAVE, 0.0),
+            "evaluate": now.phases.get(Phase.EVALUATE, 0.0) - started.phases.get(Phase.EVALUATE, 0.0),
+            "cpu": now.processor - started.processor,
             "tokens": self._tokens,
-            "major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults,
+            "major_faults": now.faults - started.faults,
             "resident": int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE_MIB,
             **self._read_device_memory(),
             **self._counters.latest,
@@ -110,7 +129,7 @@ class StepRecorder:
             values["blocked_rest"] = times.blocked[StepPart.REST] + times.blocked[StepPart.UPDATE]
             values["waits"], values["collectives"] = times.waits, times.collectives
             values["launch"] = self._operations.estimate(self._micro_batches, times.collectives)
-        self._sum.add(make_record(values))
+        self._sum.add(values)
 
     def _read_device_memory(self) -> dict[str, float]:
         if self._device.type != "cuda":
@@ -157,13 +176,15 @@ class OperationCount:
         self._counted: set[int] = set()
         """Identity of the parts that have been counted."""
 
-    def measure(self) -> None:
-        """Measure what a node costs, once, when a first step has been counted; takes about 10 ms."""
+    def measure(self) -> bool:
+        """Measure what a node costs, once, when a first step has been counted: that takes 10 ms, and returns True."""
         self._begun += 1
-        if self._begun == 3:
-            for hook in self._hooks:
-                hook.remove()
-            self._seconds_per_node = measure_node_seconds()
+        if self._begun != 3:
+            return False
+        for hook in self._hooks:
+            hook.remove()
+        self._seconds_per_node = measure_node_seconds()
+        return True
 
     def estimate(self, micro_batches: int, collectives: int) -> float:
         """Return the seconds of one step; NaN until they are known."""

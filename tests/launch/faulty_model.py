@@ -2,7 +2,8 @@
 
 FAULTS="1:train:3:raise 0:save:1:hold": rank 1 raises in its third forward of training, and rank 0 holds in its first
 checkpoint until the file `go` appears (listen: until it has been asked to stop; eat: takes memory without end; poison:
-one of its weights is NaN from now on; nap2.5: sleeps that many seconds; pause2.5: is stopped by SIGSTOP for that long).
+one of its weights is NaN from now on; nap2.5: sleeps that many seconds; pause2.5: is stopped by SIGSTOP for that long;
+memory: the same, and soon gets no more; disk: a system call does not return; full2.5: writes fail for that long).
 Every fault happens once in the life of FAULT_FOLDER, where a file with its name
 says that it did.
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.checkpoint.save import save_step
+from hpc_train.data.loader import Loader
 from hpc_train.errors import UserError
 from hpc_train.models.registry import register
 from hpc_train.training import rank
@@ -74,13 +78,43 @@ def act(action: str, model: Faulty | None) -> None:
         os._exit(3)
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if action == "eat":
+    if action == "segfault":
+        ctypes.string_at(0)
+    if action == "abort":
+        os.abort()
+    if action == "disk":
+        wait_in_the_kernel()
+    if action.startswith("full"):
+        fail_writes(float(action.removeprefix("full")))
+        return
+    if action == "memory":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + (1 << 28)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    if action in ("eat", "memory"):
         eaten = [bytearray(b"x") * (1 << 26) for _ in range(1 << 10)]
         assert not eaten, "nothing bounds the memory of this process"
     go = Path(os.environ["FAULT_FOLDER"]) / "go"
     entrypoint = sys.modules["__main__"]
     while not (entrypoint._stop_request.requested if action == "listen" else go.exists()):  # type: ignore[attr-defined]
         time.sleep(0.01)
+
+
+def wait_in_the_kernel() -> None:
+    """Stay in a system call that no signal but SIGKILL ends: vfork(2), whose child does not end."""
+    libc = ctypes.PyDLL(None)  # without giving up the lock of the interpreter: the child shares this memory
+    if libc.vfork() == 0:
+        libc.prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG: the child goes with this process
+        libc.sleep(10_000)
+
+
+def fail_writes(seconds: float) -> None:
+    """Make every write to a file of this process fail (EFBIG, as with a quota) for so long."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    timer = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, unlimited))
+    timer.daemon = True
+    timer.start()
 
 
 @register("faulty")
@@ -100,6 +134,7 @@ class Faulty(nn.Module):
         return logits
 
 
+_assemble = Loader._assemble
 _resume = rank.resume_from_checkpoint
 _write_shard = save_step.write_shard
 
@@ -116,5 +151,11 @@ def _write_shard_with_faults(*arguments: Any) -> Any:
     return _write_shard(*arguments)
 
 
+def _assemble_with_faults(*arguments: Any) -> Any:
+    reach("data")
+    return _assemble(*arguments)
+
+
+Loader._assemble = _assemble_with_faults  # type: ignore[method-assign]
 save_step.write_shard = _write_shard_with_faults
 rank.resume_from_checkpoint = _resume_with_faults

@@ -37,7 +37,7 @@ from hpc_train.training.rank import assemble_run, make_engine, make_model, open_
 from hpc_train.training.recorder import StepRecorder
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
 
-RANKS, STEPS, CALM_STEPS = 4, 24, 5
+RANKS, STEPS, CALM_STEPS = 4, 20, 5
 LINK_RATE = "400mbit"
 BASE = (
     "data=text",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpc_train.report.step_table import StepTable, read_step_table
-from hpc_train.training.step_records import StepRecordFile, make_record
+from hpc_train.training.step_records import StepRecordFile, pack_record
 
 EVEN = {"forward": 0.03, "backward": 0.06, "clip": 0.001, "update": 0.004, "data": 0.001, "save": 0.0, "evaluate": 0.0}
 """Seconds of a step on a rank that nothing blocks."""
@@ -30,7 +30,7 @@ def write_run(
         file = StepRecordFile(logs / f"steps-node-{rank // ranks_per_node}.bin", rank)
         for step in steps:
             values = {**EVEN, "resident": 500.0, "launch": 0.002, **change(rank, step)}
-            values.setdefault("waits", np.zeros(16))
+            values.setdefault("waits", [0.0] * 16)
             blocked = float(np.sum(values["waits"]))
             values.setdefault("blocked_backward", blocked)
             for name in ("blocked_forward", "blocked_clip", "blocked_rest"):
@@ -39,7 +39,7 @@ def write_run(
             parts = ("forward", "backward", "clip", "update", "data", "save", "evaluate")
             values.setdefault("total", sum(values[name] for name in parts))
             file.append(
-                make_record({**values, "step": step, "steps": 1, "time": 1e9 + step, "tokens": 100}), step * 0.1
+                pack_record({**values, "step": step, "steps": 1, "time": 1e9 + step, "tokens": 100}), step * 0.1
             )
         file.close()
 

@@ -27,7 +27,7 @@ from hpc_train.training.recorder import StepRecorder, count_nodes, measure_node_
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
 from hpc_train.training.run_records import read_metrics
 
-LATE = 0.05
+LATE = 0.2
 """Seconds that rank 1 is late in each backward."""
 
 

@@ -17,7 +17,7 @@ from hpc_train.training.step_records import (
     THIN_AFTER,
     RecordSum,
     StepRecordFile,
-    make_record,
+    pack_record,
     read_blocks,
     steps_per_record,
 )
@@ -73,15 +73,16 @@ def test_a_block_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
 
 def test_long_runs_are_thinned() -> None:
     """Each record of the n-th thousand covers 2^n steps, so that sums over all steps stay what they are."""
-    records: list[np.ndarray] = []
-    total, steps = RecordSum(records.append), 10_000
+    packed: list[bytes] = []
+    total, steps = RecordSum(packed.append), 10_000
     for step in range(1, steps + 1):
-        total.add(make_record({"step": step, "steps": 1, "data": 0.5, "resident": float(step)}))
+        total.add({"step": step, "steps": 1, "data": 0.5, "resident": float(step)})
     total.end()
+    records = np.frombuffer(b"".join(packed), RECORD)
     assert len(records) < 4 * THIN_AFTER
-    assert sum(int(record["steps"][0]) for record in records) == steps
-    assert sum(float(record["data"][0]) for record in records) == pytest.approx(0.5 * steps)
-    assert float(records[-1]["resident"][0]) == steps
+    assert sum(int(record["steps"]) for record in records) == steps
+    assert sum(float(record["data"]) for record in records) == pytest.approx(0.5 * steps)
+    assert float(records[-1]["resident"]) == steps
     assert [steps_per_record(n) for n in (0, THIN_AFTER - 1, THIN_AFTER, 3 * THIN_AFTER)] == [1, 1, 2, 8]
 
 
@@ -126,7 +127,7 @@ def test_a_run_without_records_has_no_table(tmp_path: Path) -> None:
 def test_a_full_disk_drops_records_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = StepRecordFile(Path("/dev/full"), 0)
     for step in range(1, 200):
-        file.append(make_record({"step": step, "steps": 1}), step)
+        file.append(pack_record({"step": step, "steps": 1}), step)
     file.close()
     assert file.failure is not None
     assert "No space left" in file.failure

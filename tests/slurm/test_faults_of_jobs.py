@@ -25,6 +25,8 @@ from training_client import (
     wait_until,
 )
 
+from hpc_train.resilience.heartbeat import find_folder
+
 FAULTY = Path(__file__).parents[1] / "launch"
 STEPS = 60
 
@@ -94,22 +96,25 @@ def test_a_stopped_rank_is_named_with_its_node_and_the_job_goes_on(
     assert [event["cause"] for event in lines(run / "events.jsonl") if event["event"] == "restart"] == ["a hang"]
 
 
-def test_a_supervisor_that_dies_ends_nothing(
-    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+@pytest.mark.parametrize("process", ["hpc_train.launch.slurm.supervise", "hpc_train.resilience.agent"])
+def test_a_watcher_that_dies_ends_nothing_and_is_started_again(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path, process: str
 ) -> None:
     run = tmp_path / "run"
-    (tmp_path / "go").unlink(missing_ok=True)
     job = start(run, settings, faults="0:train:30:hold")
     wait_until("the hold", lambda: (tmp_path / "0:train:30:hold").exists())
-    supervisors = processes_with("hpc_train.launch.slurm.supervise", str(run / "logs"))
-    assert len(supervisors) == 1
-    os.kill(supervisors[0], signal.SIGKILL)
-    wait_until("the end of the agents", lambda: not processes_with("hpc_train.resilience.agent", str(run / "logs")))
+    first = processes_with(process, str(run / "logs"))
+    os.kill(first[0], signal.SIGKILL)
+    wait_until("another one", lambda: bool(set(processes_with(process, str(run / "logs"))) - set(first)), timeout=15)
     assert sorted(tasks_of(run)) == [0, 1]
     (tmp_path / "go").touch()
     slurm_cluster.wait_for_state(job, "COMPLETED", timeout=120)
     assert_same_result(run, undisturbed, STEPS)
+    assert kinds(run).count("watch") == 1
     assert "restart" not in kinds(run)
+    wait_until("the end of all watchers", lambda: not processes_with(process, str(run / "logs")))
+    for node in hosts_of(run).values():
+        assert find_folder(run / "logs/0").name not in slurm_cluster.dev_cluster("exec", node, "ls", "/dev/shm")
 
 
 def parent_of(process: int) -> int:

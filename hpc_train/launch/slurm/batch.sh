@@ -163,11 +163,20 @@ run_ranks() {
   fi
   "$@" 2>"$logs/srun.err" &
   ranks=$!
-  "${hpc_watch[@]}" "$logs" "$ranks" >"$logs/watch.log" 2>&1 &
+  keep_watching "$ranks" >"$logs/watch.log" 2>&1 &
   watcher=$!
   wait_for "$ranks" || code=$?
   wait_for "$watcher"
   return "${code:-0}"
+}
+
+# keep_watching RANKS: the supervisor is started again if it was killed, ten times at most.
+keep_watching() {
+  outlive_stop_signals
+  for _ in {1..10}; do
+    "${hpc_watch[@]}" "$logs" "$1" && return
+    sleep 1
+  done
 }
 
 # wait_for PROCESS: a signal ends `wait`, not the process that it waits for.

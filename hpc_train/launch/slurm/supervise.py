@@ -2,8 +2,8 @@
 
 `python -m hpc_train.launch.slurm.supervise LOGS PROCESS`, beside the ranks in the batch script. PROCESS is the srun
 that started the ranks. It only ever ends ranks; whether they are started again is decided by the script after them
-(hpc_train.launch.restarting). If it dies, nothing else does: its agents see the end of their input, and the job is
-watched no more.
+(hpc_train.launch.restarting). If it dies, nothing else does: its agents see the end of their input, and the script
+starts it again. If an agent dies, their srun ends, and all of them are started again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +25,10 @@ from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
 from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
 from hpc_train.regular_files import read_json
-from hpc_train.resilience.agent import KILL, Report, decode_report
+from hpc_train.resilience.agent import END, KILL, Report, decode_report
 from hpc_train.resilience.deadlines import merge_learned, read_learned, write_learned
 from hpc_train.resilience.exclusion import EXCLUDE, choose_excluded, read_strikes
+from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.incident import Incident, write_incident
 from hpc_train.resilience.watch import GONE, RankView, read_process_state
 from hpc_train.training.run_records import append_event
@@ -36,6 +37,7 @@ AGENTS = "agents"
 """Name of the agents' job step."""
 LOST_NODE = "lost-node"
 """File in an attempt's log directory: the name of a node that fell silent. The batch script reads it."""
+_AGENT_ERRORS = "agents.err"
 _TICK_SECONDS = 0.5
 _SIGNAL_SECONDS = 1.0
 """How long to wait for scancel: it acts at once, but then waits for all nodes of the job, also for lost ones."""
@@ -45,7 +47,13 @@ _SRUN_SECONDS_WITHOUT_A_NODE = 2.0
 """The same where a node is lost, for which srun would wait as long as Slurm does. In this time the nodes that are left
 tell it that their ranks have ended: a slurmstepd whose srun is gone goes on trying, which may drain its node."""
 _END_SECONDS = 5.0
-"""How long agents have to end once their input has."""
+"""How long agents have to end once they are told to."""
+_AGENT_START_SECONDS = 20.0
+"""How much longer than usual a node may be silent whose agent is started again."""
+_AGENTS_AGAIN_SECONDS = 5.0
+"""Between two starts of the agents."""
+_LEARNED_SECONDS = 30.0
+"""Between two writes of the deadlines that were learned, which a supervisor that is started again reads."""
 
 
 @dataclass
@@ -59,16 +67,38 @@ class _Node:
 class AgentReports:
     """The newest report of each node, read from the agents' srun as it comes."""
 
-    process: subprocess.Popen[bytes]
+    start: Callable[[Mapping[Phase, float]], subprocess.Popen[bytes]]
+    """Starts the agents, with the deadlines that were learned so far."""
     nodes: dict[str, _Node] = field(default_factory=dict)
+    ended: bool = False
+    """Whether the agents have ended by themselves."""
     _unparsed: bytes = b""
     _last_read: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.process = self.start(self.merge_learned())
+        self._started, self.ended, self._unparsed = time.monotonic(), False, b""
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.process.stdout, selectors.EVENT_READ)
+
+    def start_again(self) -> bool:
+        """Start the agents again if one of them was killed, which ends them all; returns whether that was done."""
+        if not self.ended or time.monotonic() < self._started + _AGENTS_AGAIN_SECONDS:
+            return False
+        self.close()
+        self._begin()
+        for node in self.nodes.values():
+            node.silent = -_AGENT_START_SECONDS
+        return True
+
+    def merge_learned(self) -> dict[Phase, float]:
+        """Return the deadlines that the agents have learned."""
+        return merge_learned(node.report.learned for node in self.nodes.values())
 
     def read(self, seconds: float) -> None:
         """Read reports for this many seconds, and count how long each node has been silent."""
@@ -77,6 +107,7 @@ class AgentReports:
             if self._selector.select(left):
                 data = os.read(self.process.stdout.fileno(), 1 << 16)  # type: ignore[union-attr]
                 if not data:  # all agents are gone
+                    self.ended = True
                     time.sleep(left)
                     break
                 self._parse_reports(data)
@@ -117,6 +148,7 @@ class AgentReports:
     def close(self, seconds: float = _END_SECONDS) -> None:
         """Let the agents end; those that have not done so after `seconds` are killed."""
         self._selector.close()
+        self.send(END)
         with suppress(OSError):
             self.process.stdin.close()  # type: ignore[union-attr]
         try:
@@ -137,11 +169,11 @@ def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]
         "--mpi=none",
         "--cpu-bind=none",
         "--unbuffered",
-        "--kill-on-bad-exit=0",
+        "--kill-on-bad-exit=1",
         f"--job-name={AGENTS}",
     ]
     agent = [sys.executable, "-P", "-m", "hpc_train.resilience.agent", str(logs), json.dumps(dict(resilience))]
-    with (logs / "agents.err").open("ab") as errors:
+    with (logs / _AGENT_ERRORS).open("ab") as errors:
         # Variables that srun would take for options of the ranks' step must not reach this one.
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_CPUS", "SLURM_NTASKS"))}
         return subprocess.Popen(
@@ -154,19 +186,33 @@ def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]
         )
 
 
-def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mapping[str, Any]) -> None:
-    """Watch the ranks until their srun has ended. resilience: that part of the run's configuration."""
+def supervise(
+    logs: Path, ranks: int, settings: WatchSettings, resilience: Mapping[str, Any], stop_signals: Sequence[int]
+) -> None:
+    """Watch the ranks until their srun has ended.
+
+    resilience: that part of the run's configuration. stop_signals: those that this process has got so far.
+    """
     job = current_job_id(os.environ)
     assert job is not None
     silent, stopping, lost = float(resilience["node_silent_seconds"]), False, None
     nodes, run = expand_hostlist(os.environ["HPC_TRAIN_NODES"]), logs.parents[1]
-    learned = {phase.name: seconds for phase, seconds in read_learned(run).items()}
-    reports = AgentReports(start_agents(logs, {**resilience, "learned": learned}, nodes))
+
+    def start(learned: Mapping[Phase, float]) -> subprocess.Popen[bytes]:
+        seconds = {phase.name: value for phase, value in {**read_learned(run), **learned}.items()}
+        return start_agents(logs, {**resilience, "learned": seconds}, nodes)
+
+    reports, learned_due = AgentReports(start), time.monotonic() + _LEARNED_SECONDS
     growth = GrowthCheck(run, nodes, float(resilience["elastic"]["grow_seconds"]))
     response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1))
     try:
         while is_running(ranks):
             reports.read(_TICK_SECONDS)
+            if is_running(ranks) and reports.start_again():
+                report_watch(logs, "an agent has ended before the ranks, and the agents were started again")
+            if time.monotonic() > learned_due:
+                learned_due = time.monotonic() + _LEARNED_SECONDS
+                write_learned(run, reports.merge_learned())
             lost = reports.find_silent(silent)
             if lost and is_running(ranks):
                 report_lost_node(logs, lost, reports, settings)
@@ -188,7 +234,9 @@ def supervise(logs: Path, ranks: int, settings: WatchSettings, resilience: Mappi
     finally:
         growth.close()
         if reports.nodes:
-            write_learned(run, merge_learned(node.report.learned for node in reports.nodes.values()))
+            write_learned(run, reports.merge_learned())
+        if not stop_signals:  # a rank that outlives its srun would go on beside those of the next attempt
+            reports.send(KILL)
         reports.close(_SIGNAL_SECONDS if lost else _END_SECONDS)
 
 
@@ -231,6 +279,11 @@ def report_growth(logs: Path, nodes: int, wanted: int, settings: WatchSettings) 
     with suppress(OSError):
         (logs / EXCLUDE).write_text(",".join(choose_excluded(read_strikes(run), wanted)) + "\n")
     append_event(run / "events.jsonl", "grow", int(logs.name), why=text, action=action)
+
+
+def report_watch(logs: Path, text: str) -> None:
+    """Write down that the ranks were not watched for some seconds."""
+    append_event(logs.parents[1] / "events.jsonl", "watch", int(logs.name), why=text)
 
 
 def report_lost_node(logs: Path, host: str, reports: AgentReports, settings: WatchSettings) -> None:
@@ -287,13 +340,16 @@ def is_running(process: int) -> bool:
 def main(logs: str, process: str) -> int:
     """Watch the ranks of one attempt; what goes wrong here is printed, and does not touch them."""
     # Handlers, and not SIG_IGN, which children would inherit: Slurm sends these to the whole batch step.
+    stop_signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, lambda number, _: stop_signals.append(number))
     settings = read_watch_settings(Path(logs))
     if settings is None:
         return 0
     resilience = read_json(Path(logs).parents[1] / "job.json")["config"]["resilience"]
-    supervise(Path(logs), int(process), settings, resilience)
+    if (Path(logs) / _AGENT_ERRORS).exists():
+        report_watch(Path(logs), "the supervisor has ended before the ranks, and was started again")
+    supervise(Path(logs), int(process), settings, resilience, stop_signals)
     return 0
 
 

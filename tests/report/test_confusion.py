@@ -1,0 +1,61 @@
+"""Faults are put into real runs of every layout, and the report has to name them: class, and rank where there is one.
+
+`make test` draws 40 runs; it leaves out the cells that other tests beside them would disturb (a busy core, and runs
+without a fault where collectives have a large part). `make test-long` runs every cell 20 times, alone, and prints the
+table of docs/seeing.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from lab import FAULTS, LAYOUTS, Outcome, run_cells
+
+DRAWN = [
+    *(("ddp", fault, seed) for fault in FAULTS if fault != "busy" for seed in range(2)),
+    *(("fsdp", fault, 0) for fault in ("input", "input_one", "delay", "memory", "save", "link", "delay_and_input")),
+    *(("hsdp", fault, 0) for fault in ("input_one", "delay", "save", "link")),
+    *(("tp", fault, 0) for fault in ("input", "delay", "memory", "link")),
+    *(("pp", fault, 0) for fault in ("input", "delay", "memory", "save", "link")),
+]
+
+
+def describe_wrong(outcomes: list[Outcome]) -> str:
+    return "\n".join(f"{one.layout} {one.fault} (rank {one.rank}): {one.line}" for one in outcomes if not one.right)
+
+
+@pytest.mark.timeout(900)
+def test_faults_are_named(store: Path, tmp_path: Path) -> None:
+    assert len(DRAWN) == 40
+    outcomes = run_cells(DRAWN, store, tmp_path)
+    assert len(outcomes) == len(DRAWN)
+    assert sum(one.right for one in outcomes) >= 0.95 * len(outcomes), describe_wrong(outcomes)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(4 * 3600)
+def test_every_fault_is_named_in_every_layout(store: Path, tmp_path: Path) -> None:
+    runs = int(os.environ.get("CONFUSION_RUNS", "20"))
+    cells = [(layout, fault, seed) for layout in LAYOUTS for fault in FAULTS for seed in range(runs)]
+    outcomes = run_cells(cells, store, tmp_path)
+    print("\n" + make_table(outcomes))
+    by_fault: dict[str, list[bool]] = {}
+    for one in outcomes:
+        by_fault.setdefault(one.fault, []).append(one.right)
+    assert sum(one.right for one in outcomes) >= 0.95 * len(outcomes), describe_wrong(outcomes)
+    assert all(sum(right) >= 0.9 * len(right) for right in by_fault.values()), describe_wrong(outcomes)
+
+
+def make_table(outcomes: list[Outcome]) -> str:
+    """Return the confusion matrix: a row for each fault, a column for each class that was named."""
+    classes = sorted({one.name for one in outcomes})
+    lines = [f"| fault | {' | '.join(classes)} | right |", f"| --- |{' --- |' * (len(classes) + 1)}"]
+    for fault in FAULTS:
+        own = [one for one in outcomes if one.fault == fault]
+        counts = Counter(one.name for one in own)
+        cells = [str(counts[name] or "") for name in classes]
+        lines.append(f"| {fault} | {' | '.join(cells)} | {sum(one.right for one in own)} of {len(own)} |")
+    return "\n".join(lines)
