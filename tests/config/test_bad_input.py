@@ -131,15 +131,15 @@ VALUES = [
     ),
     (
         "train checkpoint.compression=deflate checkpoint.ranks_per_file=0",
-        "checkpoint.compression=deflate: not with checkpoint.ranks_per_file=0, as ranks that share a file must ...",
+        "checkpoint.compression=deflate: not with checkpoint.ranks_per_file=0, because ranks that share a file must ...",
     ),
     (
         "train checkpoint.compression=deflate checkpoint.parallel_hdf5=true",
-        "checkpoint.compression=deflate: not with checkpoint.parallel_hdf5=True, as ranks that share a file must ...",
+        "checkpoint.compression=deflate: not with checkpoint.parallel_hdf5=True, because ranks that share a file must ...",
     ),
     (
         "train checkpoint.compression=deflate checkpoint.stage_dir=/tmp",
-        "checkpoint.compression=deflate: not with checkpoint.stage_dir=/tmp, which is to give the memory back ...",
+        "checkpoint.compression=deflate: not with checkpoint.stage_dir=/tmp, which frees the memory at once, ...",
     ),
     (
         "train checkpoint.parallel_hdf5=true checkpoint.ranks_per_file=0",
