@@ -7,6 +7,7 @@ imports the command's module.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -175,24 +176,78 @@ def add_logs(command: argparse.ArgumentParser) -> None:
         "-f", "--follow", action="store_true", help="keep printing until the run ends, across requeues"
     )
     command.add_argument(
-        "--rank", type=count, metavar="R", help="log of this rank (default: 0, which prints the progress)"
+        "--rank",
+        type=_rank_ranges,
+        metavar="R",
+        help="log of this rank (default: 0, which prints the progress); with --merge also several, as 0,8-15",
     )
     command.add_argument("--attempt", type=count, metavar="A", help="log of this attempt (default: the newest)")
     command.add_argument("--tail", type=count, metavar="N", help="print only the last N lines")
     command.add_argument("--first-error", action="store_true", help="show which rank failed first, and its error")
+    merged = command.add_argument_group("logs of all ranks")
+    merged.add_argument(
+        "--merge",
+        action="store_true",
+        help="print the first error, then the lines of all ranks in the order of their times, equal ones once",
+    )
+    merged.add_argument(
+        "--level", choices=("debug", "info", "warning", "error"), help="with --merge: lines of this level and worse"
+    )
+    merged.add_argument(
+        "--step", type=_step_range, metavar="S[:T]", help="with --merge: lines of this step, or of steps S to T"
+    )
+    merged.add_argument("--json", action="store_true", help="with --merge: print JSON Lines")
     add_examples(
         command,
         "hpc-train logs runs/first -f",
         "hpc-train logs runs/first --rank 3 --tail 50",
         "hpc-train logs sweeps/lr --first-error",
+        "hpc-train logs runs/first --merge --rank 0,8-15 --level warning --step 100:120",
     )
     command.set_defaults(run=_logs)
 
 
 def _logs(a: argparse.Namespace) -> int:
     from hpc_train.cli.logs import LogSelection, logs_command
+    from hpc_train.errors import UserError
 
-    return logs_command(a.target, LogSelection(a.rank, a.attempt, a.tail), a.follow, a.first_error)
+    choice = LogSelection(a.rank, a.attempt, a.tail)
+    if a.merge:
+        if a.follow or a.first_error:
+            option = "-f" if a.follow else "--first-error"
+            raise UserError(f"logs --merge: prints what there is, the first error first; leave out {option}")
+        from hpc_train.cli.merged_logs import merged_logs_command
+        from hpc_train.launch.state.merged_lines import LineFilter
+
+        return merged_logs_command(a.target, choice, LineFilter(a.rank, a.level or "debug", a.step), a.json)
+    if unused := [name for name in ("level", "step", "json") if getattr(a, name)]:
+        raise UserError(f"logs --{unused[0]}: is for the logs of all ranks; add --merge")
+    if a.rank is not None and (len(a.rank) > 1 or len(a.rank[0]) > 1):
+        raise UserError("logs --rank: one log at a time; add --merge for the lines of several ranks")
+    return logs_command(a.target, choice, a.follow, a.first_error)
+
+
+_RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
+_STEPS = re.compile(r"(\d{1,9})(?::(\d{1,9}))?", re.ASCII)
+
+
+def _rank_ranges(text: str) -> tuple[range, ...]:
+    """Parse ranks such as 3 or 0,8-15."""
+    ranges = []
+    for part in text.split(","):
+        match = _RANKS.fullmatch(part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks, such as 3 or 0,8-15")
+        ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(ranges)
+
+
+def _step_range(text: str) -> tuple[int, int]:
+    """Parse a step, or the first and the last of several, such as 100:120."""
+    match = _STEPS.fullmatch(text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no step, and no steps such as 100:120")
+    return int(match[1]), int(match[2] or match[1])
 
 
 def add_cancel(command: argparse.ArgumentParser) -> None:

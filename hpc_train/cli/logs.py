@@ -30,10 +30,16 @@ _BLOCK_BYTES = 1 << 16
 class LogSelection:
     """Which log to print, and how much of it."""
 
-    rank: int | None = None
+    ranks: Sequence[range] | None = None
+    """None: rank 0; of merged logs all."""
     attempt: int | None = None
     tail: int | None = None
     """Lines; None: all."""
+
+    @property
+    def rank(self) -> int:
+        """The one rank whose log is printed."""
+        return self.ranks[0][0] if self.ranks else 0
 
 
 def logs_command(run: str, choice: LogSelection, follow: bool, error_only: bool) -> int:
@@ -46,7 +52,7 @@ def logs_command(run: str, choice: LogSelection, follow: bool, error_only: bool)
         return _print_first_error(point, choice)
     if follow:
         return _follow_run(point, choice, lambda: read_statuses([point])[0].state)
-    attempt = _chosen_attempt(point.run, choice)
+    attempt = choose_attempt(point.run, choice)
     with _open(_rank_log(point, attempt, choice)) as file:
         _print_end(file, choice.tail)
     return 0
@@ -68,7 +74,7 @@ def _attempts(run: Path) -> list[int]:
     return [attempt.number for attempt in read_attempts(run)]
 
 
-def _chosen_attempt(run: Path, choice: LogSelection) -> int:
+def choose_attempt(run: Path, choice: LogSelection) -> int:
     there = _attempts(run)
     if not there:
         raise UserError(f"{run}: no attempt has begun; see `hpc-train status {run}`, or wait for it with -f")
@@ -85,12 +91,12 @@ def _rank_log(point: RunPoint, attempt: int, choice: LogSelection) -> Path:
     Raises UserError if the attempt has no such rank.
     """
     folder = point.run / "logs" / str(attempt)
-    path = folder / f"task-{task_of_rank(folder, choice.rank or 0)}.log"
+    path = folder / f"task-{task_of_rank(folder, choice.rank)}.log"
     if path.exists():
         return path
     tasks = sorted(int(log.stem.removeprefix("task-")) for log in folder.glob("task-*.log"))
     if tasks:
-        raise UserError(f"--rank {choice.rank or 0}: attempt {attempt} has ranks 0 to {tasks[-1]}")
+        raise UserError(f"--rank {choice.rank}: attempt {attempt} has ranks 0 to {tasks[-1]}")
     for other in (_batch_log(point, attempt), folder / "srun.log"):
         if other is not None and other.exists():
             return other
@@ -151,7 +157,7 @@ def _print_rest(file: BinaryIO) -> None:
 def _print_first_error(point: RunPoint, choice: LogSelection) -> int:
     """Print the first error of the chosen attempt, or else of the newest one that failed."""
     run = point.run
-    attempts = [_chosen_attempt(run, choice)] if choice.attempt is not None else list(reversed(_attempts(run)))
+    attempts = [choose_attempt(run, choice)] if choice.attempt is not None else list(reversed(_attempts(run)))
     for attempt in attempts:
         folder = run / "logs" / str(attempt)
         error = find_first_error(folder)
@@ -231,7 +237,7 @@ class _RunEnded:
 def _new_attempts(run: Path, choice: LogSelection, ended: Callable[[], bool]) -> Iterator[int]:
     """Yield the chosen attempt, or the newest and all later ones."""
     if choice.attempt is not None:
-        yield _chosen_attempt(run, choice)
+        yield choose_attempt(run, choice)
         return
     seen = -1
     while True:
@@ -250,7 +256,7 @@ def _wait_for_log(point: RunPoint, attempt: int, choice: LogSelection, ended: Ca
     """Wait for the log of an attempt; None if the attempt ends without one."""
     run, folder = point.run, point.run / "logs" / str(attempt)
     while not _attempt_has_ended(run, attempt, ended):
-        path = folder / f"task-{task_of_rank(folder, choice.rank or 0)}.log"
+        path = folder / f"task-{task_of_rank(folder, choice.rank)}.log"
         if path.exists():
             return path
         time.sleep(_POLL_SECONDS)

@@ -16,7 +16,10 @@ import io  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any, NoReturn  # noqa: E402
+from typing import TYPE_CHECKING, Any, NoReturn  # noqa: E402
+
+if TYPE_CHECKING:
+    from hpc_train.training.rank_log import RankLog, StreamLines
 
 
 def import_training() -> None:
@@ -38,20 +41,22 @@ def main(run_dir: str) -> int:
     """Run this process's rank, and return its exit code. A failure is recorded for the process that tells the user."""
     from hpc_train.launch.rank_stacks import answer_stack_requests
     from hpc_train.runtime.identity import identify_process, make_single_identity
+    from hpc_train.training.rank_log import RankLog
 
     identity = identify_process(os.environ) or make_single_identity()
     logs = Path(run_dir) / "logs" / os.environ.get(ATTEMPT_VARIABLE, "0")
-    _redirect_output(logs / f"task-{identity.process}.log")
+    lines = RankLog(logs / f"task-{identity.process}.jsonl")
+    _redirect_output(logs / f"task-{identity.process}.log", lines)
     answer_stack_requests()
     if identity.launcher == "submitit":
         _stop_with_parent()
     try:
-        return _run_rank(Path(run_dir), identity.process)
+        return _run_rank(Path(run_dir), identity.process, lines)
     except BaseException as error:
         return _report_failure(error, logs, identity.process, identity.host)
 
 
-def _run_rank(run_dir: Path, process: int) -> int:
+def _run_rank(run_dir: Path, process: int, lines: RankLog) -> int:
     import logging
     from datetime import timedelta
 
@@ -62,8 +67,9 @@ def _run_rank(run_dir: Path, process: int) -> int:
     from hpc_train.launch.snapshot.import_guard import guard_imports
     from hpc_train.launch.state.attempts import cancel_marker_path
     from hpc_train.resilience.heartbeat import Heartbeat
+    from hpc_train.training.rank_log import LevelHandler
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LevelHandler(sys.stdout, lines)])
     job = current_job_id(os.environ)
     if job is not None and cancel_marker_path(run_dir, job).exists():
         _stop_request.ask("cancel")  # what the signal would have said, that came before there was a rank
@@ -73,18 +79,22 @@ def _run_rank(run_dir: Path, process: int) -> int:
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
     # Before the imports: a rank can be stuck in them, too.
     heartbeat = Heartbeat(run_dir / "logs" / str(attempt) if config.resilience.watch else None, process)
+    lines.heartbeat = heartbeat
     if config.launch.bind:
         bind_to_share()
     import_training()
 
     from hpc_train.runtime.start import join
+    from hpc_train.runtime.store.client import JobStore
     from hpc_train.training.rank import run_rank
 
     launch = config.launch
     timeout, meeting = timedelta(seconds=launch.timeout_seconds), timedelta(seconds=launch.rendezvous_seconds)
     task = join(interface=config.cluster.fabric.interface, timeout=timeout, meeting=meeting)
+    if isinstance(task.store, JobStore):
+        lines.record_clock(task.store.read_clock)
     config = shrink_config(config, spec.ranks, task.processes)
-    return run_rank(config, task, spec.folder(), attempt, _stop_request, heartbeat)
+    return run_rank(config, task, spec.folder(), attempt, _stop_request, heartbeat, lines)
 
 
 def _report_failure(error: BaseException, logs: Path, process: int, host: str) -> int:
@@ -104,21 +114,28 @@ def _report_failure(error: BaseException, logs: Path, process: int, host: str) -
     return EXIT_NO_REQUEUE if isinstance(error, CheckpointError) else 1
 
 
-def _redirect_output(path: Path) -> None:
-    """Send everything this process and its children print to `path` from now on."""
+def _redirect_output(path: Path, lines: RankLog) -> None:
+    """Send all that this process and its children print to `path` from now on; lines of Python also to `lines`."""
+    from hpc_train.training.rank_log import StreamLines
+
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout, sys.stderr = _open_lossy(1), _open_lossy(2)
+    sys.stdout, sys.stderr = _open_lossy(1, StreamLines(lines)), _open_lossy(2, StreamLines(lines))
 
 
 class _LossyFile(io.FileIO):
     """A log that leaves out what there is no room for, so that a full disk does not end the training."""
 
+    def __init__(self, descriptor: int, lines: StreamLines) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._lines = lines
+
     def write(self, data: Any, /) -> int:
+        self._lines.add(data)
         try:
             return super().write(data)
         except OSError as error:
@@ -127,9 +144,9 @@ class _LossyFile(io.FileIO):
             return len(data)
 
 
-def _open_lossy(descriptor: int) -> io.TextIOWrapper:
+def _open_lossy(descriptor: int, lines: StreamLines) -> io.TextIOWrapper:
     # Like Python's own streams under `-u`, which keep nothing back.
-    file = io.BufferedWriter(_LossyFile(descriptor, "w", closefd=False), buffer_size=1)
+    file = io.BufferedWriter(_LossyFile(descriptor, lines), buffer_size=1)
     return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 

@@ -83,7 +83,7 @@ class Heartbeat:
     def __init__(self, logs: Path | None = None, task: int = 0) -> None:
         """Map the entry of `task`. logs: log directory of the attempt; None: nobody watches this rank."""
         self._map: mmap.mmap | None = None
-        self._process, self._counter, self.phase = os.getpid(), 0, Phase.START
+        self._process, self._counter, self.phase, self._step = os.getpid(), 0, Phase.START, 0
         self._nanoseconds = [0] * (max(Phase) + 1)
         self._since = time.monotonic_ns() - _nanoseconds_since_start()
         self.failure: str | None = None
@@ -99,10 +99,17 @@ class Heartbeat:
         """Write that this rank has begun a phase, or is alive in it. step: updates made so far."""
         now = time.monotonic_ns()
         self._nanoseconds[self.phase] += now - self._since
-        self.phase, self._since = phase, now
+        self.phase, self._since, self._step = phase, now, step
         self._counter += 1
         if self._map is not None:
             _LAYOUT.pack_into(self._map, 0, _VERSION, phase, self._process, step, self._counter, now)
+
+    @property
+    def training_step(self) -> int | None:
+        """The step that this rank is in, or else the last one it has made, counted from 1; None before the first."""
+        if self.phase in (Phase.FIRST_STEP, Phase.STEP, Phase.DATA):
+            return self._step + 1
+        return self._step or None
 
     def seconds(self) -> dict[Phase, float]:
         """Return how long this process has been in each phase, up to now."""

@@ -46,6 +46,7 @@ from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
 from hpc_train.runtime.start import leave_process_group, start
 from hpc_train.training.loop import TrainingRun, describe_code_change, evaluate_owed, run_training
 from hpc_train.training.optimizer import make_optimizer, require_determinism
+from hpc_train.training.rank_log import RankLog
 from hpc_train.training.recorder import StepRecorder
 from hpc_train.training.reporter import Reporter
 from hpc_train.training.rollback import ROLLBACKS, read_rollbacks
@@ -67,24 +68,34 @@ def run_rank(
     attempt: int,
     stop: StopRequest,
     heartbeat: Heartbeat | None = None,
+    lines: RankLog | None = None,
 ) -> int:
     """Train this rank's share of the run; returns the exit code, the same on every rank.
 
     Raises UserError on all ranks for mistakes that only show here: data that the model cannot take, a checkpoint of
     another model, missing GPUs. Raises IncompleteRun on all ranks if the last step is made but the run is not done.
+    lines: this process's structured log, whose lines have the rank from here on.
     """
     with recording_warnings(directory.logs(attempt), task.process):
-        return _run_rank(config, task, directory, attempt, stop, heartbeat or Heartbeat())
+        return _run_rank(config, task, directory, attempt, stop, heartbeat or Heartbeat(), lines)
 
 
 def _run_rank(
-    config: RunConfig, task: Task, directory: RunDirectory, attempt: int, stop: StopRequest, heartbeat: Heartbeat
+    config: RunConfig,
+    task: Task,
+    directory: RunDirectory,
+    attempt: int,
+    stop: StopRequest,
+    heartbeat: Heartbeat,
+    lines: RankLog | None,
 ) -> int:
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     if config.train.deterministic:
         require_determinism()
     rank_map = place_rank(config, task)
+    if lines is not None:
+        lines.rank = rank_map.process_to_rank[task.process]
     world = start(task, rank_map, config)
     _log_from_rank_0(world, task, rank_map)
     try:

@@ -128,6 +128,10 @@ class JobStore(dist.Store):
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         self._call(Operation.SET, [part for pair in zip(keys, values, strict=True) for part in pair])
 
+    def read_clock(self) -> float:
+        """Return time.time() of the process that serves the store."""
+        return self._call(Operation.CLOCK, []).number / 1e9
+
     def has_extended_api(self) -> bool:
         """Return True: append, multi_get and multi_set are supported."""
         return True

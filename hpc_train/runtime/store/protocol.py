@@ -56,6 +56,7 @@ class Operation(IntEnum):
     COUNT = 8
     APPEND = 9
     MISSING = 10
+    CLOCK = 11
 
 
 class ProtocolError(ValueError):

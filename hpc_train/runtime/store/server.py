@@ -217,6 +217,8 @@ class StoreServer:
                 self._reply(connection, int(self._values.pop(key, None) is not None))
             case Operation.COUNT, []:
                 self._reply(connection, len(self._values))
+            case Operation.CLOCK, []:
+                self._reply(connection, time.time_ns())
             case Operation.APPEND, [key, value]:
                 self._store(key, self._values.get(key, b"") + value)
                 self._reply(connection)
