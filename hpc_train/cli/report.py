@@ -22,6 +22,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_run(command)
     command.add_argument("other", nargs="?", metavar="RUN", help="a second run: say which part of a step moved")
     command.add_argument("--out", metavar="DIR", help="folder for the page and its data (default: the last run's)")
+    command.add_argument(
+        "--try", action="store_true", dest="experiments", help="print the commands of the next experiments, and no page"
+    )
     add_json(command, "print what report.json holds; write no files, unless --out is given")
     add_examples(
         command,
@@ -44,6 +47,8 @@ def _report(arguments: argparse.Namespace) -> int:
         return report_comparison(require_single(points, arguments.target), second, out, arguments.json)
     if len(points) > 1:
         return report_sweep(Path(arguments.target), points, out, arguments.json)
+    if arguments.experiments:
+        return print_experiments(points[0])
     return report_run(points[0], out, arguments.json)
 
 
@@ -60,6 +65,36 @@ def report_run(point: RunPoint, out: Path | None, as_json: bool) -> int:
     else:
         print_verdict(summary)
         print(f"page        {page}")
+    return EXIT_DONE
+
+
+def print_experiments(point: RunPoint) -> int:
+    """Print a command for each setting that the verdict advises; returns the exit code.
+
+    Raises UserError if the run's configuration cannot be read, or if there is nothing to try.
+    """
+    from hpc_train.errors import UserError
+    from hpc_train.launch.slurm.slurm_cli import run_client
+    from hpc_train.report.page import list_changed_settings
+    from hpc_train.report.run_summary import summarise_run
+    from hpc_train.report.tuning import format_command
+
+    summary = summarise_run(point, run_client)
+    if summary.config is None:
+        raise UserError(summary.notes[0])
+    given = [
+        f"{key}={json.dumps(value) if isinstance(value, (bool, type(None))) else value}"
+        for key, value, _ in list_changed_settings(summary.config)
+        if key != "run_dir"
+    ]
+    print(f"# {summary.verdict.line}")
+    commands = 0
+    for setting in summary.verdict.advice:
+        print(f"# {setting.why}")
+        if setting.override:
+            commands += 1
+            changed = dict(word.split("=", 1) for word in setting.override.split())
+            print(format_command(given, {**changed, "run_dir": f"{point.run}-try{commands}"}))
     return EXIT_DONE
 
 

@@ -131,11 +131,11 @@ VALUES = [
     ),
     (
         "train checkpoint.compression=deflate checkpoint.ranks_per_file=0",
-        "checkpoint.compression=deflate: not with checkpoint.ranks_per_file=0, because ranks that share a file must ...",
+        "checkpoint.compression=deflate: not with checkpoint.ranks_per_file=0, because ranks that share ...",
     ),
     (
         "train checkpoint.compression=deflate checkpoint.parallel_hdf5=true",
-        "checkpoint.compression=deflate: not with checkpoint.parallel_hdf5=True, because ranks that share a file must ...",
+        "checkpoint.compression=deflate: not with checkpoint.parallel_hdf5=True, because ranks that share ...",
     ),
     (
         "train checkpoint.compression=deflate checkpoint.stage_dir=/tmp",
