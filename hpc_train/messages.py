@@ -167,7 +167,7 @@ class Codec:
         if kind == "few":
             different = self._decode_sequence(content[0][0], content[0][1], data)
             if set(map(type, content[1])) != {int} or min(content[1]) < 0:
-                raise MessageError("an index that is none")
+                raise MessageError("an invalid index")
             return list(map(different.__getitem__, content[1]))
         if kind == "texts":
             return list(map(self._from_text[content[0]], content[1]))

@@ -159,22 +159,20 @@ def main(rank: int, options: OverlapOptions, folder: Path) -> int:
 def measure_overlap(options: OverlapOptions) -> OverlapMeasurement:
     """Measure seconds and bytes of every side, after setting the link rate."""
     pair = make_layer_pair(init_device_mesh("cpu", (RANKS,)), options.tokens, options.hidden, options.feed_forward)
-    compute = _warm_up(pair, compute_alone)
+    compute = warm_up_side("compute_alone", lambda: compute_alone(pair))
     rate = options.rate or _link_rate(pair, compute, options.ratio)
     dist.barrier()
     limit_rate(rate)
-    plain, overlapping = (_warm_up(pair, way) for way in (train_synchronously, train_asynchronously))
+    plain = warm_up_side("synchronous", lambda: train_synchronously(pair))
+    overlapping = warm_up_side("asynchronous", lambda: train_asynchronously(pair))
     assert abs(plain.first_loss - overlapping.first_loss) <= _LOSS_TOLERANCE * plain.first_loss, "the two ways differ"
     sent = {side.name: _bytes_per_step(side) for side in (plain, overlapping)}
-    alone = [_warm_up(pair, way) for way in (collectives_alone, ring_alone)]
-    sides = [compute, plain, overlapping, *alone]
+    collectives = warm_up_side("collectives_alone", lambda: collectives_alone(pair))
+    ring = warm_up_side("ring_alone", lambda: ring_alone(pair))
+    sides = [compute, plain, overlapping, collectives, ring]
     wall = time_rounds(sides, options.rounds, options.steps).wall
     seconds = {side.name: wall[:, index].tolist() for index, side in enumerate(sides)}
     return OverlapMeasurement(rate, pair.link_bytes, sent, seconds)
-
-
-def _warm_up(pair: LayerPair, way: Callable[[LayerPair], Steps]) -> Side:
-    return warm_up_side(way.__name__, lambda: way(pair))
 
 
 def _link_rate(pair: LayerPair, compute: Side, ratio: float) -> float:

@@ -109,7 +109,7 @@ def _open(path: Path) -> BinaryIO:
     try:
         return open_to_read(path)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; it is no log of a rank") from error
+        raise UserError(f"{path}: {error.strerror}; it is not the log of a rank") from error
 
 
 def _print_end(file: BinaryIO, lines: int | None) -> None:

@@ -35,6 +35,7 @@ COMMANDS = {
     "results": ("arguments:add_results", "show overrides and final metrics of a sweep as a table, CSV or plot"),
     "report": ("report", "say how a run is, why it is slow and what to try, and write a page that shows it"),
     "top": ("top", "watch a run: verdict, efficiency and a heat map of its ranks, in a terminal"),
+    "tune": ("tune", "find faster settings by short runs, one change at a time"),
     "plan": ("plan.plan_arguments:add_plan", "predict memory, step time and cost, and find the best layouts"),
     "plan validate": ("plan.plan_arguments:add_validate", "compare the planner's predictions with measured runs"),
     "plan rehearse": ("plan.plan_arguments:add_rehearse", "build the ranks of a large run on one CPU, as a check"),

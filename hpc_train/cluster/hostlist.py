@@ -111,12 +111,12 @@ class _Item:
 
 def _check_characters(text: str) -> None:
     if odd := _ODD.search(text):
-        raise UserError(f"host list {_quote_shortened(text)}: {odd[0]!r} is no character of a name")
+        raise UserError(f"host list {_quote_shortened(text)}: {odd[0]!r} cannot be in a name")
     if never := _NEVER.search(text):
         if never[0] in "{}":
             what = "only slurmctld can expand {...}; give what `scontrol show hostnames` prints"
             raise UserError(f"host list {_quote_shortened(text)}: {what}")
-        raise UserError(f"host list {_quote_shortened(text)}: {never[0]} is no character of a name")
+        raise UserError(f"host list {_quote_shortened(text)}: {never[0]} cannot be in a name")
 
 
 def _parse_items(text: str) -> Iterator[str]:

@@ -27,11 +27,11 @@ _PATH_BYTES, _NAME_BYTES = 3072, 255
 """Linux allows 4,095 bytes in a path; a run's own files add a few hundred."""
 _MOST_WHOLE, _MOST = 1 << 63, 1e30
 """Larger numbers are treated as typos."""
-_SHARED = "as ranks that share a file must know where all of it lies before any of it is compressed"
+_SHARED = "because ranks that share a file must know its layout before anything is compressed"
 _UNCOMPRESSED = {
     "ranks_per_file": _SHARED,
     "parallel_hdf5": _SHARED,
-    "stage_dir": "which is to give the memory back at once, while what is compressed is so in memory",
+    "stage_dir": "which frees the memory at once, while compression happens in memory",
 }
 """Settings of checkpoint that exclude compression, and why."""
 
@@ -133,7 +133,7 @@ def _check_fixed(config: RunConfig) -> None:
         for name in key.split("."):
             node = getattr(node, name, _NO_SUCH) if is_dataclass(node) else _NO_SUCH
         if node is _NO_SUCH or not (key.startswith("parallel.") or key == "train.micro_batch"):
-            raise UserError(f"parallel.fixed: {key} is no key of parallel, such as parallel.tp, nor train.micro_batch")
+            raise UserError(f"parallel.fixed: {key} is neither a key of parallel nor train.micro_batch")
 
 
 def _check_optim(config: RunConfig) -> None:
@@ -239,7 +239,7 @@ def _check_lustre(config: RunConfig) -> None:
         raise UserError("checkpoint.lustre.stripe_count=0: must be -1 (all OSTs) or at least 1; null lets it be chosen")
     if lustre.pool is not None and not _POOL.fullmatch(lustre.pool):
         raise UserError(
-            f"checkpoint.lustre.pool={lustre.pool}: is no name of a pool; `lfs pool_list <file system>` lists them"
+            f"checkpoint.lustre.pool={lustre.pool}: is not the name of a pool; `lfs pool_list <file system>` lists them"
         )
 
 

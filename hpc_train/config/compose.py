@@ -157,7 +157,7 @@ def fill_hybrid_sharding(config: RunConfig) -> None:
     if inner < 1 or ranks % inner or ranks == inner:
         raise UserError(
             f"parallel.dp_replicate=-1: one copy of the model in {place} of {ranks} ranks needs a dp_shard of "
-            f"{ranks} / (tp {parallel.tp} x cp {parallel.cp}), which is no whole number above 1; give parallel.dp_shard"
+            f"{ranks} / (tp {parallel.tp} x cp {parallel.cp}), not a whole number above 1; give parallel.dp_shard"
         )
     parallel.dp_shard = ranks // inner
 
@@ -203,7 +203,7 @@ def explain_error(error: BaseException, overrides: Sequence[Override], config_di
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}: is not YAML: {error.problem}"
     if isinstance(error, UnicodeDecodeError):
-        return f"{_not_text(config_dir)}: is not a text file (UTF-8); write it anew"
+        return f"{_not_text(config_dir)}: is not a text file (UTF-8); write it again"
     if isinstance(error, MissingConfigException):
         return _missing(error, overrides)
     cause = _cause(error)

@@ -229,7 +229,7 @@ def check_overrides(config: RunConfig, overrides: Sequence[str], config_dir: str
             continue
         _check_label(config, overrides, text, key, config_dir)
         if key == "train.steps" and config.train.wanted_steps is not None and config.train.steps is None:
-            raise UserError(f"{text}: is no number of steps; give one, or train.epochs (the default is 200 steps)")
+            raise UserError(f"{text}: is not a number of steps; give one, or train.epochs (the default is 200 steps)")
 
 
 def _check_label(config: RunConfig, overrides: Sequence[str], text: str, key: str, config_dir: str | None) -> None:

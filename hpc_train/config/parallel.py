@@ -229,7 +229,7 @@ def requested_degrees(config: ParallelConfig) -> dict[str, int]:
     degrees = {axis: default[axis] if value is None else value for axis, value in given.items()}
     for axis, value in degrees.items():
         if value == 0:
-            raise UserError(f"parallel.{axis}=0: a degree is at least 1, or -1 for what is left of the world")
+            raise UserError(f"parallel.{axis}=0: a degree is at least 1, or -1 for what the others leave of the world")
     open_axes = [f"parallel.{axis}=-1" for axis, value in degrees.items() if value == -1]
     if len(open_axes) > 1:
         raise UserError(f"{' and '.join(open_axes)}: only one degree can be -1, what the others leave of the world")

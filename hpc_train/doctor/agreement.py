@@ -96,7 +96,9 @@ def describe_mpi_view(task: Task, env: Mapping[str, str]) -> str | None:
         view = read_mpi_rank_and_size()
         return None if view is None else compare_with_mpi(task, view)
     if "SLURM_STEP_ID" in env and task.processes > 1:
-        return "srun told MPI nothing (--mpi=none): to MPI every rank is 0 of 1; where MPI is used, srun --mpi=pmix"
+        return (
+            "srun told MPI nothing (--mpi=none): to MPI every rank is rank 0 of 1; if you use MPI, use srun --mpi=pmix"
+        )
     return None
 
 

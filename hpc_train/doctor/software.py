@@ -207,7 +207,7 @@ def check_threads(env: Mapping[str, str], local: int) -> Iterator[Finding]:
     """Check OMP_NUM_THREADS: if it is unset, every rank starts a thread for each core."""
     value = env.get("OMP_NUM_THREADS", "")
     if value and not value.split(",")[0].isdecimal():
-        yield fail_check("threads", f"OMP_NUM_THREADS={value} is no number", "unset it, or set launch.threads")
+        yield fail_check("threads", f"OMP_NUM_THREADS={value} is not a number", "unset it, or set launch.threads")
     elif not value and local > 1:
         text = f"OMP_NUM_THREADS is not set for {local} ranks of a node"
         yield pass_check("threads", f"{text}; `train` shares the node's cores out, other programs may not")

@@ -190,7 +190,7 @@ def _cancel_local(run: CancelCandidate, now: bool, output: CommandOutput) -> Non
     newest = run.facts.newest
     begun = newest.begun if newest else None
     if newest is None or begun is None or not run.facts.alive:
-        why = run.status.reason or "nobody knows who runs it"
+        why = run.status.reason or "it is unknown who runs it"
         raise UserError(f"{run.status.point}: {why}; nothing was cancelled")
     append_event(run.facts.point.run / "events.jsonl", "cancel", newest.number, now=now)
     with suppress(ProcessLookupError):

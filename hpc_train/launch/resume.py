@@ -200,7 +200,7 @@ def _resume_local(candidate: ResumeCandidate, spec: JobSpec, mode: str, how: _Re
     newest = candidate.facts.newest
     launcher = newest.begun.launcher if newest and newest.begun else "local"
     if launcher != "local":
-        raise UserError(f"{candidate.point.run}: was started by {launcher}; start it in the same way, and it goes on")
+        raise UserError(f"{candidate.point.run}: was started by {launcher}; start it in the same way to continue")
     if mode == FORCE:
         set_results_aside(candidate.point.run)
     how.output.report(f"{candidate.point.run} goes on here")
@@ -232,7 +232,7 @@ def check_can_restart(spec: JobSpec) -> None:
     """Raise UserError for a run whose checkpoints lie elsewhere: it would go on from them."""
     chosen = spec.config["checkpoint"]["dir"]
     if chosen:
-        raise UserError(f"--mode force: {spec.run_dir} saves into checkpoint.dir={chosen}; move what is there yourself")
+        raise UserError(f"--mode force: {spec.run_dir} saves into checkpoint.dir={chosen}; move its steps yourself")
 
 
 def set_results_aside(run: Path) -> None:

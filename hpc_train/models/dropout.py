@@ -127,7 +127,7 @@ def _hash_tokens(site: DropoutSite, length: int, device: torch.device) -> Tensor
 
 def _hash_samples(site: DropoutSite) -> Tensor:
     rows = site.counter.rows
-    assert rows is not None, "dropout in training, and nobody has said which samples these are"
+    assert rows is not None, "dropout in training, but it was not set which samples these are"
     return mix_bits(rows ^ site.layer)
 
 

@@ -120,7 +120,7 @@ def decide_after_fault(fault: Fault, history: History, saved: int | None, policy
     if fault.cause in (Cause.USER, Cause.CANCELLED):
         return Decision(Action.END, f"not started again: {fault.cause.value}")
     if not policy.saves:
-        return Decision(Action.END, "nothing is saved that it could go on from (checkpoint.every=0)")
+        return Decision(Action.END, "nothing is saved to continue from (checkpoint.every=0)")
     if not policy.restarts:
         return Decision(Action.END, "resilience.restarts=0")
     counted = history.after(saved)

@@ -180,7 +180,7 @@ def _search_if_needed(
     if twice := [host for host, count in Counter(hosts).items() if count > 1]:
         raise NotPlacedError(f"the launcher counts {twice[0]} as {Counter(hosts)[twice[0]]} nodes")
     found = search(config, nodes)
-    assert sorted(found.nodes) == list(range(len(nodes))), "a placement that is no permutation"
+    assert sorted(found.nodes) == list(range(len(nodes))), "a placement that is not a permutation"
     assert found.ranks_per_node == len(nodes[0]), "a placement of other nodes"
     return found
 

@@ -247,7 +247,7 @@ def _read_private_text(path: Path) -> str:
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise ValueError(f"it is not this user's alone: owner {status.st_uid}, mode {status.st_mode & 0o777:o}")
         text = file.read(_LARGEST_FILE + 1)

@@ -189,7 +189,7 @@ def _parse_row(path: Path, line: int, cells: list[str]) -> tuple[OrderEntry, ...
 def _why_not(cell: str) -> str:
     if _LOWERED.fullmatch(cell):
         return "is not a computation; leave communication and gathering out, they are added"
-    return "is no action; write <stage><F, I, W or B><micro-batch>, such as 0F0"
+    return "is not an action; write <stage><F, I, W or B><micro-batch>, such as 0F0"
 
 
 def _placement(path: Path, rows: tuple[tuple[OrderEntry, ...], ...]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Every command on a place that is none, is odd or is damaged: one line, exit code 2 (the user) or 1 (the data)."""
+"""Every command on an invalid place, is odd or is damaged: one line, exit code 2 (the user) or 1 (the data)."""
 
 from __future__ import annotations
 

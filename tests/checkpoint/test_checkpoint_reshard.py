@@ -128,7 +128,7 @@ def test_what_is_bad_stays_bad(tmp_path: Path, terminal: Terminal) -> None:
 
 def test_bad_requests(tmp_path: Path, terminal: Terminal) -> None:
     save_alone(tmp_path / "in", 1, state(0))
-    assert "inside of what is read" in terminal.refused("reshard", tmp_path / "in", tmp_path / "in", "--ranks", 2)
+    assert "inside the checkpoint that is read" in terminal.refused("reshard", tmp_path / "in", tmp_path / "in", "--ranks", 2)
     assert "at least 1" in terminal.refused("reshard", tmp_path / "in", tmp_path / "out", "--ranks", 0)
     assert "no such directory" in terminal.refused("reshard", tmp_path / "none", tmp_path / "out", "--ranks", 2)
     lock = take_lock(tmp_path / "out")

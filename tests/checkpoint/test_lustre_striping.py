@@ -165,8 +165,8 @@ def test_the_attribute_goes_through_the_kernel(tmp_path: Path) -> None:
         ("stripe_count=-2", "must be >= -1"),
         ("stripe_size_mib=0", "must be >= 1"),
         ("stripe_size_mib=4096", "must be < 4096"),
-        ("pool=-x", "is no name of a pool"),
-        ("pool='a b'", "is no name of a pool"),
+        ("pool=-x", "is not the name of a pool"),
+        ("pool='a b'", "is not the name of a pool"),
     ],
 )
 def test_settings_out_of_range(words: str, why: str) -> None:

@@ -33,8 +33,8 @@ def overlapping() -> list[TensorShard]:
 
 WRONG: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a state dict": (lambda: dict(STATE), {}, "state dict"),
-    "tensors": (lambda: list(STATE.values()), {}, "in place of a TensorShard"),
-    "names": (lambda: list(STATE), {}, "in place of a TensorShard"),
+    "tensors": (lambda: list(STATE.values()), {}, "instead of a TensorShard"),
+    "names": (lambda: list(STATE), {}, "instead of a TensorShard"),
     "overlapping pieces": (overlapping, {}, "overlap"),
     "a piece is missing": (lambda: [TensorShard("w", (6,), torch.float32, (0,), torch.ones(4))], {}, "in no piece"),
     "NaN in extra": (lambda: whole(STATE), {"loss": float("nan")}, "JSON"),

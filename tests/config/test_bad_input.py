@@ -131,15 +131,15 @@ VALUES = [
     ),
     (
         "train checkpoint.compression=deflate checkpoint.ranks_per_file=0",
-        "checkpoint.compression=deflate: not with checkpoint.ranks_per_file=0, as ranks that share a file must ...",
+        "checkpoint.compression=deflate: not with checkpoint.ranks_per_file=0, because ranks that share a file must ...",
     ),
     (
         "train checkpoint.compression=deflate checkpoint.parallel_hdf5=true",
-        "checkpoint.compression=deflate: not with checkpoint.parallel_hdf5=True, as ranks that share a file must ...",
+        "checkpoint.compression=deflate: not with checkpoint.parallel_hdf5=True, because ranks that share a file must ...",
     ),
     (
         "train checkpoint.compression=deflate checkpoint.stage_dir=/tmp",
-        "checkpoint.compression=deflate: not with checkpoint.stage_dir=/tmp, which is to give the memory back ...",
+        "checkpoint.compression=deflate: not with checkpoint.stage_dir=/tmp, which frees the memory at once, ...",
     ),
     (
         "train checkpoint.parallel_hdf5=true checkpoint.ranks_per_file=0",
@@ -170,7 +170,7 @@ DEGREES = [
         "train parallel.tp=-1 parallel.pp=-1",
         "parallel.pp=-1 and parallel.tp=-1: only one degree can be -1, what the others leave of the world",
     ),
-    ("train parallel.tp=0", "parallel.tp=0: a degree is at least 1, or -1 for what is left of the world"),
+    ("train parallel.tp=0", "parallel.tp=0: a degree is at least 1, or -1 for what the others leave of the world"),
     ("train parallel.tp=-2", "parallel.tp=-2: must be >= -1"),
     (
         "train parallel.dp_shard=2 launch.ranks=2",

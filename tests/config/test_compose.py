@@ -61,7 +61,7 @@ def test_an_experiment_changes_several_groups_at_once(write: Write) -> None:
 WRONG_FILES = [
     ("model/x.yaml", "name: [x\nlayers: 2\n", "line 2: is not YAML: expected ',' or ']', but got ':'"),
     ("model/x.yaml", "a: 1\na: 2\n", "line 2: is not YAML: found duplicate key a"),
-    ("model/x.yaml", "name: \xff\xfe\n", "x.yaml: is not a text file (UTF-8); write it anew"),
+    ("model/x.yaml", "name: \xff\xfe\n", "x.yaml: is not a text file (UTF-8); write it again"),
     ("model/x.yaml", f"{MODEL}layrs: 2\n", "model/x.yaml: model.layrs: no key 'layrs'; did you mean 'layers'?"),
     ("model/x.yaml", f"{MODEL}layers: many\n", "model/x.yaml: model.layers: must be a whole number"),
     ("model/x.yaml", f"{MODEL}layers: 0\n", "model.layers=0: must be >= 1"),

@@ -55,7 +55,7 @@ def test_the_number_is_part_of_the_frozen_config() -> None:
     ("overrides", "words"),
     [
         (("cluster=dgx_h100", SLURM, "parallel.tp=3"), r"an NVLink domain of 8 ranks needs a dp_shard of 8 / \(tp 3 x"),
-        (("cluster=dgx_h100", SLURM, "parallel.tp=8"), "no whole number above 1; give parallel.dp_shard"),
+        (("cluster=dgx_h100", SLURM, "parallel.tp=8"), "not a whole number above 1; give parallel.dp_shard"),
         (("cluster=slurm", SLURM), "one copy of the model in a node of 1 ranks needs"),
     ],
 )

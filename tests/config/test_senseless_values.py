@@ -106,7 +106,7 @@ def assert_legal(number: Any, text: str, kind: str, allowed: Range) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["train.steps=null"], "train.steps=null: is no number of steps; give one, or train.epochs"),
+        (["train.steps=null"], "train.steps=null: is not a number of steps; give one, or train.epochs"),
         (["train.steps=100000000000000000000000"], "train.steps=1000"),
         (["data.name=wikitext"], "data.name=wikitext: only labels what data=stdlib is, and chooses nothing"),
         (["data=text", "data.name=stdlib_bpe"], "write data=stdlib_bpe"),

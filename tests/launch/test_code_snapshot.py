@@ -223,7 +223,7 @@ def test_a_store_that_others_can_write_to_is_refused(repository: Path, take: Tak
     taken = take()
     taken.path.parent.mkdir(parents=True)
     taken.path.parent.chmod(0o777)
-    with pytest.raises(UserError, match=r"is no folder of yours alone \(owner \d+, mode 777\)"):
+    with pytest.raises(UserError, match=r"is not your own folder \(owner \d+, mode 777\)"):
         taken.store()
 
 

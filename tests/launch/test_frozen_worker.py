@@ -65,7 +65,7 @@ def test_code_that_is_not_what_was_stored_is_refused(spec: JobSpec) -> None:
     with pytest.raises(UserError, match=r": the snapshot of the code was changed; submit the run again"):
         guard_imports(spec, True)
     path.chmod(0o770)
-    with pytest.raises(UserError, match=r"is no folder of yours alone \(owner \d+, mode 770\)"):
+    with pytest.raises(UserError, match=r"is not your own folder \(owner \d+, mode 770\)"):
         guard_imports(spec, False)
     with pytest.raises(UserError, match=r": the snapshot of the code is not there \(any more\)"):
         guard_imports(replace(spec, code=f"{path}0"), False)

@@ -151,7 +151,7 @@ def test_events_and_markers_that_are_no_files_are_none(tmp_path: Path) -> None:
         (126, "could not be executed"),
         (1, "exit code 1"),
         (128 + 64, "killed by signal 64"),
-        (128 + 99, "none of this system's"),
+        (128 + 99, "which this system does not have"),
     ],
 )
 def test_codes_in_plain_words(code: int, words: str) -> None:

@@ -30,7 +30,7 @@ def test_empty_cells_spaces_and_empty_lines_at_the_end_are_nothing(tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0F0,0B0\n1F0,1X0\n", "line 2, column 2: '1X0' is no action; write <stage><F, I, W or B><micro-batch>"),
+        ("0F0,0B0\n1F0,1X0\n", "line 2, column 2: '1X0' is not an action; write <stage><F, I, W or B><micro-batch>"),
         ("0F0,F0\n", "line 1, column 2: 'F0' is no action"),
         ("0F0,0SEND_F0\n", "line 1, column 2: '0SEND_F0' is not a computation; leave communication"),
         ("0UNSHARD,0F0\n", "line 1, column 1: '0UNSHARD' is not a computation"),

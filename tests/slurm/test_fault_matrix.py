@@ -1,26 +1,25 @@
 """Every fault in every phase of a run, on a real Slurm: noticed in time, the right rank named, the same numbers.
 
 Half a minute a cell, because a hang is noticed after ten seconds and each start of the ranks imports torch. `make test`
-draws three; with HPC_TRAIN_FAULT_TABLE=FILE every cell adds a line of its times to that file.
+draws five; with HPC_TRAIN_FAULT_TABLE=FILE every cell adds a line of its times to that file.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 from drawn import draw
+from fault_kinds import KINDS, PHASES, Scene, attempts, host_of_task_1
 from slurm_client import SlurmCluster
-from training_client import assert_same_result, hpc_train, kinds, lines, pid_of_task, submit, tasks_of, wait_until
+from training_client import assert_same_result, hpc_train, kinds, lines, processes_with, submit, wait_until
 
-from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.resilience.heartbeat import find_folder
 
 FAULTY = Path(__file__).parents[1] / "launch"
@@ -29,154 +28,7 @@ DEADLINE = 12
 """Seconds, of every phase but the start, whose imports take longer on a busy machine."""
 START_DEADLINE = 30
 WITHOUT_A_SAVE = ("start", "first step", "load after a restart", "load after a requeue")
-PHASES = {
-    "start": "1:build:1:{}",
-    "first step": "1:train:1:{}",
-    "step": "1:train:53:{}",
-    "data": "1:data:57:{}",
-    "evaluation": "1:eval:5:{}",
-    "save": "1:save:2:{}",
-    "load after a restart": "0:train:50:kill 1:load:1:{}",
-    "load after a requeue": "0:train:50:listen 1:load:1:{}",
-}
-"""When rank 1 gets the fault; the last step of a phase comes after a checkpoint was saved from `step` on."""
-EVERY_PHASE = tuple(phase for phase in PHASES if phase != "data")
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of fault."""
-
-    seconds: float
-    """Until it is noticed, beyond the deadline of the phase for ranks that hang."""
-    action: str
-    """What rank 1 does; `hold` where the fault comes from outside."""
-    phases: tuple[str, ...] = EVERY_PHASE
-    hangs: bool = False
-    comes_again: bool = False
-    """Nothing starts again unless a checkpoint was saved since the start."""
-    ends_the_job: bool = False
-    """The ranks save and end, and somebody has to resume the run."""
-    outside: Callable[[Scene], AbstractContextManager[None]] | None = None
-    """What is done to the machines once rank 1 holds, and undone after the job."""
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A run whose rank 1 has just got its fault."""
-
-    cluster: SlurmCluster
-    run: Path
-    job: str
-    host: str
-    """The node of rank 1."""
-
-    @property
-    def logs(self) -> Path:
-        """The log directory of the attempt at hand."""
-        return max(attempts(self.run), key=lambda logs: int(logs.name))
-
-
-def kill_both(scene: Scene) -> AbstractContextManager[None]:
-    """Kill all ranks at once."""
-    for process in tasks_of(scene.run).values():
-        os.kill(process, signal.SIGKILL)
-    return nullcontext()
-
-
-def switch_node_off(scene: Scene) -> AbstractContextManager[None]:
-    """Take the power from the node of rank 1."""
-    return scene.cluster.powered_off(scene.host)
-
-
-@contextmanager
-def cut_network(scene: Scene) -> Iterator[None]:
-    """Cut both networks of the node of rank 1."""
-    cables = [("net", scene.host), ("net", scene.host, "--mgmt")]
-    try:
-        for words in cables:
-            scene.cluster.dev_cluster(*words[:2], "down", *words[2:])
-        yield
-    finally:
-        for words in cables:
-            scene.cluster.dev_cluster(*words[:2], "up", *words[2:])
-        scene.cluster.wait_for_node(scene.host, timeout=120)
-
-
-def kill_and_switch_off(scene: Scene) -> AbstractContextManager[None]:
-    """Kill rank 0, and take the power from the node of rank 1."""
-    os.kill(pid_of_task(scene.run, 0), signal.SIGKILL)
-    return scene.cluster.powered_off(scene.host)
-
-
-def kill_supervisor(scene: Scene) -> AbstractContextManager[None]:
-    """Kill the supervisor of the attempt."""
-    (supervisor,) = processes_with("hpc_train.launch.slurm.supervise", str(scene.logs))
-    os.kill(supervisor, signal.SIGKILL)
-    return nullcontext()
-
-
-def kill_script(scene: Scene) -> AbstractContextManager[None]:
-    """Kill the shell of the batch script, but not its slurmstepd."""
-    scripts = processes_with("slurm_script", f"job{int(scene.job):05}")
-    first = [script for script in scripts if parent_of(script) not in scripts]
-    os.kill(first[0], signal.SIGKILL)
-    return nullcontext()
-
-
-def kill_slurmstepd(scene: Scene) -> AbstractContextManager[None]:
-    """Kill the slurmstepd of rank 1."""
-    os.kill(parent_of(pid_of_task(scene.run, 1)), signal.SIGKILL)
-    return nullcontext()
-
-
-def kill_agent(scene: Scene) -> AbstractContextManager[None]:
-    """Kill the agent on the node of rank 1."""
-    agents = processes_with("hpc_train.resilience.agent", str(scene.logs))
-    (agent,) = [process for process in agents if variables_of(process)["SLURMD_NODENAME"] == scene.host]
-    os.kill(agent, signal.SIGKILL)
-    return nullcontext()
-
-
-def kill_srun(word: str) -> Callable[[Scene], AbstractContextManager[None]]:
-    """Return a fault that kills the srun of the ranks, or of the agents."""
-
-    def kill(scene: Scene) -> AbstractContextManager[None]:
-        sruns = processes_with(word, str(scene.run), srun=True)
-        assert sruns
-        for process in sruns:
-            os.kill(process, signal.SIGKILL)
-        return nullcontext()
-
-    return kill
-
-
-ALIVE = ("step", "evaluation", "save")
-KINDS = {
-    "kill": Kind(6, "kill"),
-    "both killed": Kind(6, "hold", outside=kill_both),
-    "segfault": Kind(6, "segfault"),
-    "abort": Kind(6, "abort"),
-    "exit": Kind(6, "exit", comes_again=True),
-    "raise": Kind(6, "raise", (*EVERY_PHASE, "data"), comes_again=True),
-    "memory": Kind(8, "memory", comes_again=True),
-    "stop": Kind(8, "stop", hangs=True),
-    "gil": Kind(8, "gil", hangs=True),
-    "loop": Kind(8, "loop", hangs=True),
-    "hold": Kind(8, "hold", (*EVERY_PHASE, "data"), hangs=True),
-    "disk": Kind(8, "disk", ALIVE, hangs=True),
-    "node": Kind(25, "hold", outside=switch_node_off),
-    "network": Kind(25, "hold", ("start", *ALIVE), outside=cut_network),
-    "slurmstepd": Kind(8, "hold", ("start", *ALIVE), hangs=True, outside=kill_slurmstepd),
-    "supervisor": Kind(25, "hold", ("start", *ALIVE), hangs=True, outside=kill_supervisor),
-    "agent": Kind(25, "hold", ("start", *ALIVE), hangs=True, outside=kill_agent),
-    "agents' srun": Kind(25, "hold", ALIVE, hangs=True, outside=kill_srun("hpc_train.resilience.agent")),
-    "ranks' srun": Kind(8, "hold", ("start", *ALIVE), outside=kill_srun("hpc_train.launch.rank_entrypoint")),
-    "batch script": Kind(6, "listen", ("step", "evaluation"), ends_the_job=True, outside=kill_script),
-    "kill and node": Kind(25, "hold", ALIVE, outside=kill_and_switch_off),
-    "full disk": Kind(4, "full3", ("save",)),
-}
-DRAWN = ("gil in evaluation", "loop in save", "raise in load after a restart")
+DRAWN = ("abort in step", "ranks' srun in save", "gil in evaluation", "loop in save", "raise in load after a restart")
 """The others that `make test` runs are in test_faults_of_jobs.py."""
 NOTICES = ("signal", "hang", "lost_node", "restart", "requeue", "failure", "checkpoint_failed")
 
@@ -259,7 +111,8 @@ def test_a_fault(
     if kind.comes_again and phase in WITHOUT_A_SAVE:
         assert outcome.then == "FAILED"
         failures = [event["why"] for event in lines(run / "events.jsonl") if event["event"] == "failure"]
-        assert f"task 1 on {scene.host}" in failures[-1]
+        named = "a fault of the user's model" if fault == "raise" else f"task 1 on {scene.host}"
+        assert named in failures[-1]
     else:
         if kind.ends_the_job:
             assert outcome.then == "FAILED"
@@ -271,20 +124,19 @@ def test_a_fault(
         assert_same_result(run, undisturbed, STEPS)
         if kind.ends_the_job:
             assert kinds(run).count("resume") == 1
-        elif cell in ("raise in save", "memory in save", "full disk in save"):
+        elif cell in ("raise in save", "memory in save"):
             assert "restart" not in kinds(run), "the next save is as good"
         else:
             assert_culprit(fault, scene, began)
-    wait_until("the end of what is left", lambda: list_leftovers(scene, fault) == [], 60)
+    wait_until("the end of what is left", lambda: list_leftovers(scene) == [], 60)
 
 
-def list_leftovers(scene: Scene, fault: str) -> list[str]:
-    """Processes of a run, and its files in the memory of nodes. A node that was cut off keeps them for an epilog."""
+def list_leftovers(scene: Scene) -> list[str]:
+    """Processes of a run, and its files in the memory of nodes."""
     left = [f"process {process}" for srun in (True, False) for process in processes_with(str(scene.run), srun=srun)]
     entries = {find_folder(logs).name for logs in attempts(scene.run)}
     for node in sorted(set(scene.cluster.command("sinfo", "-hN", "-o", "%N").split())):
-        if (fault, node) != ("network", scene.host):
-            left += entries & set(scene.cluster.dev_cluster("exec", node, "ls", "/dev/shm").split())
+        left += entries & set(scene.cluster.dev_cluster("exec", node, "ls", "/dev/shm").split())
     return left
 
 
@@ -317,39 +169,7 @@ def assert_culprit(fault: str, scene: Scene, began: float) -> None:
         assert "task 1" in hang["why"]
 
 
-def host_of_task_1(run: Path) -> str:
-    newest = max(attempts(run), key=lambda logs: int(logs.name))
-    return expand_hostlist(json.loads((newest / "attempt.json").read_text())["nodes"])[1]
-
-
-def attempts(run: Path) -> list[Path]:
-    return [path for path in (run / "logs").iterdir() if path.name.isdecimal()]
-
-
 def write_line(cell: Cell) -> None:
     if "HPC_TRAIN_FAULT_TABLE" in os.environ:
         with Path(os.environ["HPC_TRAIN_FAULT_TABLE"]).open("a") as table:
             table.write(json.dumps(asdict(cell)) + "\n")
-
-
-def parent_of(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def variables_of(process: int) -> dict[str, str]:
-    """The environment of a process."""
-    items = Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0")
-    return dict(item.split("=", 1) for item in items if "=" in item)
-
-
-def processes_with(*words: str, srun: bool = False) -> list[int]:
-    """Ids of the processes of this machine with these on their command line: srun's own, or all others."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (entry / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if all(word in command for word in words) and command.startswith("srun") == srun:
-            found.append(int(entry.name))
-    return found

@@ -18,7 +18,9 @@ from training_client import (
     hpc_train,
     kinds,
     lines,
+    parent_of,
     pid_of_task,
+    processes_with,
     steps_done,
     submit,
     tasks_of,
@@ -115,10 +117,6 @@ def test_a_watcher_that_dies_ends_nothing_and_is_started_again(
     wait_until("the end of all watchers", lambda: not processes_with(process, str(run / "logs")))
     for node in hosts_of(run).values():
         assert find_folder(run / "logs/0").name not in slurm_cluster.dev_cluster("exec", node, "ls", "/dev/shm")
-
-
-def parent_of(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_rank_that_hangs_without_its_slurmstepd_is_ended(
@@ -261,19 +259,6 @@ def test_the_same_fault_again_and_again_ends_the_job_for_good(
 def hosts_of(run: Path) -> dict[int, str]:
     """Name of the node of each rank."""
     return {rank["rank"]: rank["host"] for rank in json.loads((run / "rankmap.json").read_text())["ranks"]}
-
-
-def processes_with(*words: str) -> list[int]:
-    """Ids of the processes of this machine with these on their command line, srun's own left out."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (entry / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if all(word in command for word in words) and not command.startswith("srun"):
-            found.append(int(entry.name))
-    return found
 
 
 def test_a_notice_on_one_node_saves_and_requeues(

@@ -99,3 +99,27 @@ def tasks_of(run: Path) -> dict[int, int]:
 def pid_of_task(run: Path, task: int) -> int:
     wait_until(f"task {task}", lambda: task in tasks_of(run))
     return tasks_of(run)[task]
+
+
+def parent_of(process: int) -> int:
+    """The process that started this one."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def variables_of(process: int) -> dict[str, str]:
+    """The environment of a process."""
+    items = Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0")
+    return dict(item.split("=", 1) for item in items if "=" in item)
+
+
+def processes_with(*words: str, srun: bool = False) -> list[int]:
+    """Ids of the processes of this machine with these on their command line: srun's own, or all others."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if all(word in command for word in words) and command.startswith("srun") == srun:
+            found.append(int(entry.name))
+    return found

@@ -89,7 +89,7 @@ def _make_result(
     columns = list(seconds.T)
     measured = zip(cells, columns[: len(cells)], wrong[: len(cells)], strict=True)
     fits = fit_levels(probing, columns[len(cells) :])
-    unknown = [f"{fit.backend} {fit.level}: these sizes tell no bandwidth" for fit in fits if fit.bandwidth is None]
+    unknown = [f"{fit.backend} {fit.level}: no bandwidth fits these sizes" for fit in fits if fit.bandwidth is None]
     return CollectivesResult(
         cluster=config.cluster.name,
         device=job.world.device.type,

@@ -176,7 +176,7 @@ def _parse_items(value: Any) -> Iterable[tuple[_Key, _Item]]:
             raise PickleError("its files are transformed (compressed or encrypted), which is not read")
         file, begin, size = where["relative_path"], where["offset"], where["length"]
         if not (type(file) is str and type(begin) is type(size) is int and begin >= 0 and size >= 0):
-            raise PickleError("a place that is none")
+            raise PickleError("an invalid place")
         yield (index["fqn"], parse_shape(index["offset"])), _Item(_checked_file_name(file), begin, size)
 
 

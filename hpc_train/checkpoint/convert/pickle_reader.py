@@ -205,7 +205,7 @@ class _Reader:
 
     def _call(self, function: Any, args: Any) -> None:
         if type(function) is not PickledName or type(args) is not tuple:
-            raise ForbiddenError("a call of what is no function")
+            raise ForbiddenError("a call of something that is not a function")
         self._push(PickledCall(function, args))
 
     def _build(self) -> None:
@@ -217,7 +217,7 @@ class _Reader:
     def _extend(self, values: list[Any]) -> None:
         target = self._top()
         if type(target) is not list:
-            raise ForbiddenError("items for what is no list")
+            raise ForbiddenError("items for something that is not a list")
         target += values
 
     def _set(self, values: list[Any]) -> None:
@@ -226,7 +226,7 @@ class _Reader:
             target.items = target.items or PickledPairs()
             target = target.items
         if type(target) is not PickledPairs or len(values) % 2:
-            raise ForbiddenError("items for what is no dictionary")
+            raise ForbiddenError("items for something that is not a dictionary")
         target.pairs += zip(values[::2], values[1::2], strict=True)
 
     def _refer(self) -> None:

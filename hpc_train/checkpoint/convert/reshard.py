@@ -56,7 +56,7 @@ def _check_output(out: Path, directory: Path) -> None:
     place = out.resolve()
     for own in (CheckpointTarget(directory).run, directory):
         if place == own or own in place.parents:
-            raise UserError(f"{out}: is inside of what is read, {own}; choose a directory outside of it")
+            raise UserError(f"{out}: is inside the checkpoint that is read, {own}; choose a directory outside of it")
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; choose a new or an empty directory")
     names = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else []

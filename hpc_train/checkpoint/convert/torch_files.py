@@ -175,7 +175,7 @@ def _find_legacy_tensors(file: FilePart) -> tuple[Any, StorageLookup]:
     value, at, persistent = read_pickle(data, names, at)
     keys, at, _ = read_pickle(data, names, at)
     if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise PickleError("it does not tell where its storages are")
+        raise PickleError("it does not say where its storages are")
     places = _find_places(file, keys, at, _item_sizes(persistent))
 
     def place(identifier: Any, dtype: torch.dtype) -> ByteSpan:

@@ -357,7 +357,7 @@ def parse_shape(value: Any) -> tuple[int, ...]:
     if type(value) is PickledCall and value.function == PickledName("torch", "Size"):
         (value,) = value.args
     if type(value) not in (tuple, list) or len(value) > _MOST_DIMENSIONS:
-        raise PickleError("a shape that is none")
+        raise PickleError("an invalid shape")
     if not all(type(size) is int and 0 <= size < 1 << 62 for size in value):
         raise PickleError("a shape or a stride that is negative or too large")
     return tuple(value)

@@ -329,7 +329,7 @@ def _parse_file(row: Any, written_at: Any, inflated: Any) -> ShardFile:
 
 def _parse_checksum(value: Any) -> str | None:
     if value is not None and (type(value) is not str or not _CHECKSUM.fullmatch(value)):
-        raise ValueError("a checksum that is none")
+        raise ValueError("an invalid checksum")
     return value
 
 
@@ -342,7 +342,7 @@ def _parse_number(value: Any) -> int:
 
 def _parse_object(value: Any) -> dict[str, Any]:
     if type(value) is not dict:
-        raise TypeError("extra that is no object")
+        raise TypeError("extra that is not an object")
     return value
 
 
@@ -356,7 +356,7 @@ def _parse_score(value: Any) -> float | None:
     if value is None:
         return None
     if type(value) not in (int, float) or not isfinite(value):
-        raise TypeError("a validation loss that is no finite number")
+        raise TypeError("a validation loss that is not a finite number")
     return float(value)
 
 

@@ -70,7 +70,7 @@ def decode_integers(code: Any, most: int) -> IntegerArray:
 def check_integers(values: Sequence[Any]) -> None:
     """Raise TypeError unless all values are integers; true and 1.0 are not."""
     if not set(map(type, values)) <= {int}:
-        raise TypeError("a number that is no integer")
+        raise TypeError("a number that is not an integer")
 
 
 def count_encoded(code: Any) -> int:
@@ -82,11 +82,11 @@ def count_encoded(code: Any) -> int:
     first, loops = code["from"], code["loops"]
     check_integers([first])
     if type(loops) is not list or len(loops) > _MAX_LOOP_DEPTH:
-        raise TypeError("loops that are none")
+        raise TypeError("invalid loops")
     total, low, high = 1, first, first
     for loop in loops:
         if type(loop) is not list or len(loop) != 2:
-            raise TypeError("a loop that is no pair")
+            raise TypeError("a loop that is not a pair")
         check_integers(loop)
         count, stride = loop
         if not 1 <= count <= LARGEST_INTEGER:
@@ -187,7 +187,7 @@ def encode_columns(step_layout: StepLayout) -> dict[str, bytes]:
 
 def _parse_names(names: Any) -> tuple[str, ...]:
     if not set(map(type, _parse_list(names))) <= {str}:
-        raise TypeError("a name that is no text")
+        raise TypeError("a name that is not text")
     "".join(names).encode()  # raises ValueError for invalid text, such as half of a surrogate pair
     if max(map(len, names), default=0) > MAX_NAME_LENGTH:
         raise ValueError(f"a name of more than {MAX_NAME_LENGTH} characters")
@@ -238,7 +238,7 @@ def _parse_indices(code: Any, among: int, number: int | None, budget: DecodeBudg
     if number is not None and len(found) != number:
         raise ValueError("columns that do not fit each other")
     if len(found) and not 0 <= found.min() <= found.max() < among:
-        raise ValueError("a column that counts what is not there")
+        raise ValueError("a column that counts entries that do not exist")
     if number is None and len(np.unique(found)) < len(found):
         raise ValueError("the same file twice in a layout")
     return found

@@ -320,7 +320,7 @@ def check_folders(directory: Path, name: str) -> None:
         folder = folder / part
         try:
             if not is_plain_directory(folder):
-                raise CheckpointError(f"{name}: it lies behind {folder.name}, which is no directory")
+                raise CheckpointError(f"{name}: it lies behind {folder.name}, which is not a directory")
         except OSError as error:
             raise CheckpointError(f"{name}: it cannot be read: {error.strerror}") from error
 

@@ -264,10 +264,10 @@ def stage_step(
 def _check_shards(shards: Iterable[TensorShard]) -> Iterable[TensorShard]:
     """Yield the shards unchanged. Raises CheckpointError for a state dict and other objects that are no shards."""
     if isinstance(shards, Mapping):
-        raise CheckpointError("it was given a state dict; give one TensorShard a tensor, which tells where it belongs")
+        raise CheckpointError("it was given a state dict; give one TensorShard per tensor, which says where it belongs")
     for shard in shards:
         if not isinstance(shard, TensorShard):
-            raise CheckpointError(f"it was given a {type(shard).__name__} in place of a TensorShard")
+            raise CheckpointError(f"it was given a {type(shard).__name__} instead of a TensorShard")
         yield shard
 
 

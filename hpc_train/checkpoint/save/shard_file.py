@@ -309,7 +309,7 @@ class ShardStager:
             fused = FusedStaging(slots, tensors)
             return replace(shard, fused=fused, check=fused.check)
         # The check reads the image in file order as it is written. A section of a shared file and a compressed file are
-        # not written like that, and are checked before.
+        # not written like that, and are checked separately.
         check = StreamingCheck(slots) if self.make_layout is make_image and not self.level else None
         copy = start_copy(slots, shards, self.threads, overlap)
         return replace(shard, copy=copy, check=check, level=self.level, buffers=self._gather_buffers)

@@ -72,7 +72,7 @@ def _is_step(entry: os.DirEntry[str], directory: Path) -> bool:
     try:
         if entry.is_dir(follow_symlinks=False):
             return True
-        _warn_once(directory / entry.name, "it is a link" if entry.is_symlink() else "it is no directory")
+        _warn_once(directory / entry.name, "it is a link" if entry.is_symlink() else "it is not a directory")
     except OSError as error:
         _warn_once(directory / entry.name, str(error.strerror))
     return False

@@ -56,7 +56,7 @@ def _add_seen_device(cable: CableEnd, everything: dict[str, SubnetDevice], name:
     kind = get_device_kind(cable.far)
     if kind is None:
         raise UserError(
-            f"{name}:{cable.line}: {cable.far} has no record; expected one, for its id does not tell its kind"
+            f"{name}:{cable.line}: {cable.far} has no record; expected one, because its id does not show its kind"
         )
     return everything.setdefault(cable.far, SubnetDevice(cable.far, kind, None, name=cable.far_name))
 
@@ -77,7 +77,7 @@ def _check_end(devices: dict[str, SubnetDevice], missing: dict[str, tuple[int, i
     if last.kind == SWITCH and set(missing) == {last.id}:
         port, line = missing[last.id]
         raise UserError(
-            f"{name}:{last.line}: the file ends within {last.id}: line {line} tells of its port {port}, its record "
+            f"{name}:{last.line}: the file ends within {last.id}: line {line} lists its port {port}, its record "
             "does not; expected a whole record"
         )
 

@@ -244,7 +244,7 @@ def _is_list(token: str) -> bool:
 
 def _parse_cpus(label: str, cell: str) -> str | None:
     if cell == "-1":
-        raise NotARowError(f"row {label}: '-1' is no list of processors")
+        raise NotARowError(f"row {label}: '-1' is not a list of processors")
     return None if cell in ("", "N/A") else cell
 
 

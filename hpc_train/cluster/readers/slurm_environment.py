@@ -35,8 +35,8 @@ def parse_address(address: str, pattern: str | None, node: str, switches: Collec
     before = address.removesuffix(f".{node}")
     if before == address:
         raise UserError(f"SLURM_TOPOLOGY_ADDR={address[:80]} does not end in the node's name, {node}")
-    # The pattern has one word for each level, such as switch.switch.node; blocks, rings and toruses add numbers to the
-    # name after colons, such as block:3, which are no part of it.
+    # The pattern has one word for each level, such as switch.switch.node. For rings and toruses the name is followed by
+    # coordinates after colons, which are no part of it.
     words = (pattern or "").split(".")[:-1]
     if (first := words[0].split(":")[0] if words else "") in _COORDINATES:
         name = before.rsplit(":", _COORDINATES[first])[0]

@@ -208,5 +208,5 @@ def _find_gpu_vendor(config: RunConfig) -> str:
     if re.search(r"\bamd\b|instinct|\bmi\d{2,3}", name, re.IGNORECASE):
         return "amd"
     if config.cluster.node.gpus:
-        raise UserError(f"container.gpu=auto: cluster.gpu.name={name or None} does not tell whose; set nvidia or amd")
+        raise UserError(f"container.gpu=auto: cluster.gpu.name={name or None} has no known vendor; set nvidia or amd")
     return "none"

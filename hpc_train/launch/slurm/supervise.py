@@ -61,6 +61,8 @@ class _Node:
     report: Report
     silent: float = 0.0
     """Seconds since its last report, counted only while this process runs."""
+    agent_starts: bool = False
+    """Whether its agent was started again and has not reported since."""
 
 
 @dataclass
@@ -93,7 +95,8 @@ class AgentReports:
         self.close()
         self._begin()
         for node in self.nodes.values():
-            node.silent = -_AGENT_START_SECONDS
+            if not node.agent_starts:  # once: a node on which no agent can start is lost
+                node.silent, node.agent_starts = -_AGENT_START_SECONDS, True
         return True
 
     def merge_learned(self) -> dict[Phase, float]:

@@ -274,7 +274,7 @@ def check_private_folder(path: Path) -> None:
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
         raise UserError(
-            f"{path}: is no folder of yours alone (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}), and "
+            f"{path}: is not your own folder (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}), and "
             "code would be run from it; choose another launch.snapshot_dir"
         )
 

@@ -131,7 +131,7 @@ _SIGNAL_MEANINGS = {
     signal.SIGINT: "Ctrl-C",
     signal.SIGXCPU: "the limit of processor time, ulimit -t",
     signal.SIGXFSZ: "the limit of file size, ulimit -f",
-    signal.SIGPIPE: "whoever read its output is gone",
+    signal.SIGPIPE: "the reader of its output has ended",
     signal.SIGHUP: "its terminal is gone",
 }
 _CODE_MEANINGS = {
@@ -171,7 +171,7 @@ def _describe_signal(number: int, nodes: Sequence[str]) -> str:
     try:
         name = signal.Signals(number).name
     except ValueError:
-        return f"killed by signal {number}, which is none of this system's"
+        return f"killed by signal {number}, which this system does not have"
     why = _SIGNAL_MEANINGS.get(signal.Signals(number))
     return f"killed by signal {number} ({name}{': ' + why if why else ''})"
 

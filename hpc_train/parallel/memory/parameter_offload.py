@@ -65,7 +65,7 @@ class FileMemory:
         if not self.folder.is_dir():
             raise UserError(f"parallel.offload.dir={self.folder}: no such folder on this node")
         if is_memory_file_system(self.folder):
-            log.warning("parallel.offload.dir=%s: is kept in memory itself; offload to it saves nothing", self.folder)
+            log.warning("parallel.offload.dir=%s: is in memory itself, so offloading to it saves nothing", self.folder)
 
     def copy_to_file(self, tensor: Tensor) -> Tensor:
         """Return a contiguous copy of a CPU tensor in a file. Raises UserError if the disk is full."""

@@ -100,9 +100,9 @@ def _parse_axes(requested: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
     axes = tuple(requested.split("+"))
     large = [axis for axis, size in sizes.items() if size > 1]
     if unknown := [axis for axis in axes if axis not in sizes]:
-        raise UserError(f"--axis {requested}: {unknown[0]!r} is no mesh axis; choose of {', '.join(sizes)}")
+        raise UserError(f"--axis {requested}: {unknown[0]!r} is not a mesh axis; choose from {', '.join(sizes)}")
     if not _split_axes(requested, sizes):
-        raise UserError(f"--axis {requested}: has one rank in this mesh; choose of {', '.join(large) or 'none'}")
+        raise UserError(f"--axis {requested}: has one rank in this mesh; choose from {', '.join(large) or 'none'}")
     return axes
 
 

@@ -345,7 +345,7 @@ def _pipeline(found: Rehearsal) -> Iterator[str]:
     if proof is None:
         return
     size = f"{proof.stages} stages on {proof.ranks} ranks, {proof.micro_batches} micro-batches"
-    yield f"pipeline: {proof.schedule}, {size}: all {proof.actions:,} computations complete, no rank waits for ever"
+    yield f"pipeline: {proof.schedule}, {size}: all {proof.actions:,} computations complete, no deadlock"
     live = f"{min(proof.live)} to {max(proof.live)} activations of a stage at once"
     yield f"  bubble {proof.bubble:.1%} with stages that take equally long; a rank holds {live}"
 
@@ -360,7 +360,7 @@ def _table(found: Rehearsal) -> Iterator[str]:
         return
     step = f"a step of {found.micro_batches} micro-batches"
     unit, unit_name = choose_memory_unit(max(built.counted.peak or 0 for built in stepped))
-    yield f"memory of a rank in {unit_name}, counted over {step}, and as `hpc-train plan` reckons it:"
+    yield f"memory of a rank in {unit_name}, counted over {step}, and as `hpc-train plan` estimates it:"
     offloaded = any(built.counted.host for built in stepped)
     yield _row("rank", "stage", (*_COLUMNS, "offloaded") if offloaded else _COLUMNS)
     for built in stepped:

@@ -80,7 +80,7 @@ class TopCandidates:
         """Return the step time beyond which a candidate cannot change the result."""
         if len(self._quickest) < self._keep:
             return math.inf
-        # A candidate within tolerance of the slowest mesh on the list may be chosen in its place as the simpler one.
+        # A mesh is represented by its simplest candidate, which may be slower than its fastest by the tolerance.
         return max(float(self._quickest[-1]), self.quickest * (1 + EQUAL_TIME_TOLERANCE)) * (1 + EQUAL_TIME_TOLERANCE)
 
     def offer(self, rated: RatedCandidates) -> None:

@@ -1,0 +1,267 @@
+"""Find faster settings for a training by short runs: one change at a time, kept only if it is faster beyond the noise.
+
+The search begins with the settings as given. What the report names first is changed first: the micro-batch where
+operations are too small, the layout where ranks wait for collectives or pipeline stages are idle. A change is kept if
+the step becomes shorter by more than the noise of both measurements and by at least 2 %, and the search goes on from
+there; it ends when no change is left, or when the budget is spent. Nothing that changes what is learned is touched: not
+the global batch, the data, the seed, the precision or the optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from hpc_train.config.compose import compose
+from hpc_train.config.parallel import resolve_degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.launch.freeze import check_run
+from hpc_train.report.run_summary import judge_newest_steps
+from hpc_train.training.run_records import LineFile, read_metrics
+
+LEAST_GAIN = 0.02
+"""A change is kept only if a step becomes shorter by this share, too."""
+_WARM_UP_STEPS = 3
+_UNTIMED = (
+    "train.epochs=null",
+    "train.eval_every=0",
+    "train.noise_scale.every=0",
+    "train.tensorboard=false",
+    "checkpoint.every=0",
+    "checkpoint.weights_every=0",
+    "checkpoint.resume=never",
+)
+"""What is not part of a step."""
+
+Change = tuple[tuple[str, str], ...]
+"""Settings that change together, as (key, value)."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One short run."""
+
+    settings: Mapping[str, str]
+    """Beside those that were given."""
+    seconds: float
+    """Median step; infinity if the run failed."""
+    noise: float
+    """Standard error of it, in seconds."""
+    verdict: str
+    minutes: float
+    """Wall time of the run."""
+    failure: str = ""
+    kept: bool = False
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return the settings as overrides."""
+        return [f"{key}={value}" for key, value in self.settings.items()]
+
+
+@dataclass
+class Tuning:
+    """A search and what it has tried."""
+
+    base: Sequence[str]
+    """The overrides that were given."""
+    measure: Callable[[Mapping[str, str]], Trial]
+    report: Callable[[Trial, Trial | None], None]
+    """Called after each trial, with the best one before."""
+    minutes: float
+    """Budget: wall time times ranks, in minutes, of all trials together."""
+    ranks: int
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def spent(self) -> float:
+        """Minutes of all ranks so far."""
+        return sum(trial.minutes for trial in self.trials) * self.ranks
+
+    def run(self) -> Trial:
+        """Search; returns the best trial. Raises UserError if the settings as given do not run."""
+        best = self._try({}, None)
+        if best.failure:
+            raise UserError(f"the settings as given do not run: {best.failure}")
+        while (change := self._next_change(best)) is not None:
+            trial = self._try({**best.settings, **dict(change)}, best)
+            best = trial if trial.kept else best
+        return best
+
+    def _next_change(self, best: Trial) -> Change | None:
+        """Return the first change that has not been tried from here and fits into the budget."""
+        longest = max(trial.minutes for trial in self.trials) * self.ranks
+        if self.spent + longest > self.minutes:
+            return None
+        tried = [dict(trial.settings) for trial in self.trials]
+        for change in list_changes(self.base, best, self.ranks):
+            if {**best.settings, **dict(change)} not in tried:
+                return change
+        return None
+
+    def _try(self, settings: Mapping[str, str], best: Trial | None) -> Trial:
+        trial = self.measure(settings)
+        if best is not None and trial.seconds < (1 - LEAST_GAIN) * best.seconds and not is_faster(trial, best):
+            trial = pool_trials(trial, self.measure(settings))  # it may be faster: look again
+        if best is not None and is_faster(trial, best):
+            trial = Trial(**{**asdict(trial), "kept": True})
+        self.trials.append(trial)
+        self.report(trial, best)
+        return trial
+
+
+def is_faster(trial: Trial, best: Trial) -> bool:
+    """Whether a trial is faster beyond the noise of both, and by enough to matter."""
+    gain = best.seconds - trial.seconds
+    return math.isfinite(trial.seconds) and gain > max(
+        2 * math.hypot(trial.noise, best.noise), LEAST_GAIN * best.seconds
+    )
+
+
+def pool_trials(one: Trial, other: Trial) -> Trial:
+    """Return two measurements of the same settings as one."""
+    if not math.isfinite(one.seconds + other.seconds):
+        return other
+    seconds, noise = (one.seconds + other.seconds) / 2, math.hypot(one.noise, other.noise) / 2
+    return Trial(one.settings, seconds, noise, other.verdict, one.minutes + other.minutes)
+
+
+def list_changes(base: Sequence[str], best: Trial, ranks: int) -> Iterator[Change]:
+    """List the changes of the best trial so far that can run, those first that meet what its report named."""
+    config = compose([*base, *best.overrides])
+    batches, layouts = list(_list_micro_batches(config, ranks)), list(_list_layouts(config, ranks))
+    options = list(_list_options(config))
+    first, then = (layouts, batches) if best.verdict in ("network", "bubble", "straggler") else (batches, layouts)
+    for change in [*first[:1], *then[:1], *first[1:], *then[1:], *options]:
+        if _can_run([*base, *best.overrides, *(f"{key}={value}" for key, value in change)], ranks):
+            yield change
+
+
+def _list_micro_batches(config: RunConfig, ranks: int) -> Iterator[Change]:
+    """List larger micro-batches, the largest first, then smaller ones."""
+    degrees = resolve_degrees(config.parallel, ranks)
+    share, now = config.train.global_batch // degrees.data_parallel, config.train.micro_batch
+    sizes = [size for size in range(1, share + 1) if share % size == 0 and (size & (size - 1) == 0 or size == share)]
+    larger, smaller = [size for size in sizes if size > now], [size for size in sizes if size < now]
+    for size in [*reversed(larger), *reversed(smaller)]:
+        yield (("train.micro_batch", str(size)),)
+
+
+def _list_layouts(config: RunConfig, ranks: int) -> Iterator[Change]:
+    """List layouts of these ranks, those first that communicate least where they fit."""
+    found = []
+    for pp in _divisors(ranks):
+        for tp in _divisors(ranks // pp):
+            data = ranks // pp // tp
+            for strategy in ("ddp", "zero1", "zero2", "zero3"):
+                if strategy != "ddp" or pp == tp == 1:
+                    found.append((pp * tp, pp, strategy, data, tp))
+    for _, pp, strategy, data, tp in sorted(found):
+        replicate, shard = (str(data), "1") if strategy == "ddp" else ("1", str(data))
+        values = {
+            "parallel.pp": str(pp),
+            "parallel.tp": str(tp),
+            "parallel.strategy": strategy,
+            "parallel.dp_replicate": replicate,
+            "parallel.dp_shard": shard,
+        }
+        yield tuple(values.items())
+
+
+def _list_options(config: RunConfig) -> Iterator[Change]:
+    """List what only changes how the layout is carried out."""
+    parallel = config.parallel
+    if parallel.strategy == "ddp" and not parallel.static_graph:
+        yield (("parallel.static_graph", "true"),)
+    if parallel.strategy == "zero3":
+        yield (("parallel.reshard_after_forward", "false"),)
+        if parallel.prefetch < 2:
+            yield (("parallel.prefetch", "2"),)
+    if parallel.recompute.mode != "none":
+        yield (("parallel.recompute.mode", "none"),)
+
+
+def _divisors(number: int) -> list[int]:
+    return [value for value in range(1, number + 1) if number % value == 0]
+
+
+def _can_run(overrides: Sequence[str], ranks: int) -> bool:
+    try:
+        check_run(compose(overrides), ranks)
+    except UserError:
+        return False
+    return True
+
+
+def measure_locally(base: Sequence[str], folder: Path, steps: int) -> Callable[[Mapping[str, str]], Trial]:
+    """Return what runs a trial on this machine, in a process of its own, and measures it."""
+
+    def measure(settings: Mapping[str, str]) -> Trial:
+        run = folder / f"trial-{sum(1 for _ in folder.glob('trial-*')):03d}"
+        words = [*base, *(f"{key}={value}" for key, value in settings.items()), *_UNTIMED]
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "hpc_train", "train", *words, f"train.steps={steps}", f"run_dir={run}"],
+            capture_output=True,
+            text=True,
+        )
+        minutes = (time.monotonic() - began) / 60
+        if done.returncode:
+            line = (done.stderr.strip() or "no message").splitlines()[-1]
+            return Trial(dict(settings), math.inf, 0.0, "failed", minutes, line)
+        return Trial(dict(settings), *time_steps(run), judge_newest_steps(run)[0].name, minutes)
+
+    return measure
+
+
+def measure_on_slurm(base: Sequence[str], folder: Path, steps: int) -> Callable[[Mapping[str, str]], Trial]:
+    """Return what runs a trial as a Slurm job, waits for its end, and measures it."""
+
+    def measure(settings: Mapping[str, str]) -> Trial:
+        from hpc_train.api import submit
+
+        run = folder / f"trial-{sum(1 for _ in folder.glob('trial-*')):03d}"
+        words = [*base, *(f"{key}={value}" for key, value in settings.items()), *_UNTIMED]
+        submitted = submit(compose([*words, f"train.steps={steps}", f"run_dir={run}"]))
+        status = submitted.wait()
+        began = next((float(event["time"]) for event in submitted.events() if event["event"] == "start"), time.time())
+        minutes = max(0.0, time.time() - began) / 60
+        if status.state != "DONE":
+            return Trial(dict(settings), math.inf, 0.0, "failed", minutes, status.reason or str(status.state))
+        return Trial(dict(settings), *time_steps(run), judge_newest_steps(run)[0].name, minutes)
+
+    return measure
+
+
+def time_steps(run: Path) -> tuple[float, float]:
+    """Return the median step of a run after its warm-up, and the standard error of the median, both in seconds."""
+    steps = [float(record["step_seconds"]) for record in read_metrics(run / "metrics.jsonl")][_WARM_UP_STEPS:]
+    if not steps:
+        return math.inf, 0.0
+    middle = float(np.median(steps))
+    deviation = float(np.median(np.abs(np.asarray(steps) - middle)))
+    # Of normally distributed steps; a few slow ones, as another user of the machine makes them, do not count.
+    return middle, 1.2533 * 1.4826 * deviation / math.sqrt(len(steps))
+
+
+def write_trial(file: LineFile, trial: Trial) -> None:
+    """Append a trial to tune.jsonl."""
+    values = {**asdict(trial), "seconds": trial.seconds if math.isfinite(trial.seconds) else None}
+    file.append(json.dumps(values) + "\n")
+
+
+def format_command(base: Sequence[str], settings: Mapping[str, str]) -> str:
+    """Return the command that trains with these settings, in place of those that were given."""
+    given = [word for word in base if word.lstrip("+").partition("=")[0] not in settings]
+    words = [*given, *(f"{key}={value}" for key, value in settings.items())]
+    return " ".join(["hpc-train train", *map(shlex.quote, words)])

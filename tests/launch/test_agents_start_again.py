@@ -1,0 +1,65 @@
+"""Agents that were killed are started again; a node on which none can start is lost all the same."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launch.slurm import supervise
+from hpc_train.launch.slurm.supervise import AgentReports
+from hpc_train.resilience.agent import Report, encode_report
+from hpc_train.resilience.heartbeat import Phase
+
+LIMIT = 0.5
+"""Seconds after which a node is lost."""
+
+
+@pytest.fixture
+def started() -> list[Mapping[Phase, float]]:
+    """What each start of the agents was told of deadlines."""
+    return []
+
+
+@pytest.fixture
+def reports(
+    tmp_path: Path, started: list[Mapping[Phase, float]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[AgentReports]:
+    """Agents of two nodes that report once and end; those of node2 report only the first time."""
+    monkeypatch.setattr(supervise, "_AGENTS_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(supervise, "_AGENT_START_SECONDS", 0.2)
+    lines = [encode_report(Report(host, [], learned={Phase.STEP: 1.5})) for host in ("node1", "node2")]
+
+    def start(learned: Mapping[Phase, float]) -> subprocess.Popen[bytes]:
+        file = tmp_path / str(len(started))
+        file.write_text("".join(f"{line}\n" for line in (lines[:1] if started else lines)))
+        started.append(learned)
+        return subprocess.Popen(["cat", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    made = AgentReports(start)
+    yield made
+    made.close()
+
+
+def test_a_node_without_an_agent_is_lost_though_the_others_start_again(
+    reports: AgentReports, started: list[Mapping[Phase, float]]
+) -> None:
+    reports.read(0.2)
+    assert set(reports.nodes) == {"node1", "node2"}
+    assert reports.ended
+    lost = []
+    for _ in range(10):
+        assert reports.start_again()
+        reports.read(0.2)
+        lost.append(reports.find_silent(LIMIT))
+    assert lost[0] is None, "it gets time for its start"
+    assert lost[-1] == "node2"
+    assert set(lost) == {None, "node2"}
+    assert started[0] == {}
+    assert started[1:] == [{Phase.STEP: 1.5}] * 10
+
+
+def test_agents_that_report_are_left_alone(reports: AgentReports) -> None:
+    assert not reports.start_again()
