@@ -249,7 +249,7 @@ def report_lost_ranks() -> Iterator[None]:
         yield
     except RuntimeError as error:
         why = " ".join(str(error).split())[:200]
-        raise LostRanksError(f"a rank has ended, or did not come in time ({why})") from error
+        raise LostRanksError(f"a rank is gone, or did not come in time ({why})") from error
 
 
 def leave_together(task: Task, gate: str = "leaving") -> None:

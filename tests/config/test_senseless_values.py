@@ -121,7 +121,7 @@ def assert_legal(number: Any, text: str, kind: str, allowed: Range) -> None:
         (["precision.name=bf61"], "did you mean 'bf16'?"),
         (["precision.reduce=fp33"], "did you mean 'fp32'?"),
         (["launch.kind=slrum"], "did you mean 'slurm'?"),
-        (["parallel.auto=true", "parallel.fixed=[parallel.nope]"], "parallel.fixed: parallel.nope is no key"),
+        (["parallel.auto=true", "parallel.fixed=[parallel.nope]"], "parallel.fixed: parallel.nope is neither a key"),
     ],
 )
 def test_what_would_mislead_is_refused(overrides: list[str], said: str) -> None:

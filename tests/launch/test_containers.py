@@ -221,7 +221,7 @@ def test_an_image_in_a_hostile_place_is_one_word(place: Place) -> None:
         (("container.image=docker://x", "container.write=[data]"), "container.write: 'data' is not an absolute path"),
         (("container.image=docker://x", "run_dir='/runs/a,b'"), "container: '/runs/a,b' cannot be bound"),
         (("container.image=docker://x", "container.env=['A=b']"), "container.env: 'A=b' is not the name of a variable"),
-        (("container.image=docker://x", "cluster.node.gpus=4"), "cluster.gpu.name=None does not tell whose"),
+        (("container.image=docker://x", "cluster.node.gpus=4"), "cluster.gpu.name=None has no known vendor"),
     ],
 )
 def test_what_cannot_be_is_said_before_submission(place: Place, overrides: tuple[str, ...], why: str) -> None:

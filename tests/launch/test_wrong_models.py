@@ -27,7 +27,7 @@ SAYS = {
     "shape": HERE + r": Shape\.forward returned a tensor \(2, 256\) of float32 for targets \(2, 16\); return logits",
     "few": HERE + r": Few\.forward returned logits over 10 classes, and a target of the data is \d+; give the model",
     "vector": HERE + r": Vector\.loss_sum returned a tensor \(32,\) of float32; return the sum of the loss",
-    "detached": HERE + r": Detached\.loss_sum returned a number that depends on no parameter that is trained",
+    "detached": HERE + r": Detached\.loss_sum returned a number that depends on no trained parameter",
     "triple": HERE + r": Triple\.loss_sum\(out: .*\) -> .* is called with what forward returned and the targets: miss",
     "bug": HERE + r", in loss_sum: RuntimeError: Index tensor .* \(in the first call of Bug\)",
     "listed": r"Listed\.blocks\(\): returned a list; return a dict of module names to modules",

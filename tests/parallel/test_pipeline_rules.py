@@ -89,7 +89,7 @@ def test_what_cannot_be_is_one_line(overrides: tuple[str, ...], words: str) -> N
         (CSV.replace("0F0,0F1,0I0", "0F0,0I0,0F1").replace("1F0,1I0,1F1", "1F0,1F1,1I0"), "deadlock"),
         (CSV.replace("1F2,1F3", "1F3,1F2"), "the last stage has to take its micro-batches in order"),
         (CSV.splitlines()[0], "is for 1 ranks"),
-        (CSV.replace("0F0", "0X0"), "line 1, column 1: '0X0' is no action"),
+        (CSV.replace("0F0", "0X0"), "line 1, column 1: '0X0' is not an action"),
         ("\n".join(",".join(row) for row in order.order_rows(generate_order("1f1b", 2, 3))), "is for 3 micro-batches"),
     ],
 )

@@ -247,7 +247,7 @@ def test_place_on_nodes_of_the_described_cluster(capsys: pytest.CaptureFixture[s
         (("cluster.topology=/nowhere/topology.conf",), "No such file"),
         (("--picture", "ranks.gif"), "must end in"),
         (("--picture", "/nowhere/ranks.svg"), "no folder /nowhere"),
-        (("--axis", "width", "--picture", "TMP/a.svg"), "'width' is no mesh axis"),
+        (("--axis", "width", "--picture", "TMP/a.svg"), "'width' is not a mesh axis"),
         (("--axis", "pp", "--picture", "TMP/a.svg"), "has one rank"),
         (("cluster=dgx_h10",), "dgx_h100"),
     ],
