@@ -172,6 +172,7 @@ def print_verdict(summary: RunSummary) -> None:
     if losses is not None:
         factors = " x ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in losses.efficiencies.items())
         facts.append(("efficiency", f"{losses.useful / losses.total:.0%} = {factors}"))
-    facts.append(("goodput", f"{summary.ledger.goodput:.1%} of the node-hours on nodes"))
+    if summary.ledger.total:
+        facts.append(("goodput", f"{summary.ledger.goodput:.1%} of the node-hours on nodes"))
     facts += [("not read", note) for note in summary.notes]
     print_fields(facts)

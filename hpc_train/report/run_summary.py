@@ -140,6 +140,7 @@ def describe_facts(
         config.checkpoint.every,
         config.checkpoint.background,
         any(entry.get("gpu") is not None for entry in ranks),
+        config.parallel.server.mode == "none",
     )
 
 

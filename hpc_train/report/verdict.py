@@ -74,6 +74,8 @@ class Facts:
     checkpoint_every: int = 0
     background_saves: bool = True
     accelerator: bool = False
+    waits_measured: bool = True
+    """False with parameter servers, whose waits nobody measures: they would count as computation."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,13 @@ def judge_run(table: StepTable | None, facts: Facts) -> tuple[Verdict, StepLosse
     """Return the verdict on a run, and where the time of its steps went; None if that was not measured."""
     if table is None:
         return _abstain("no steps were recorded (train.record_steps)"), None
-    losses = split_step(table, facts.pipeline)
+    losses = split_step(table, facts.pipeline) if facts.waits_measured else None
     if table.bins < _LEAST_BINS:
         return _abstain(f"{table.bins} steps after the warm-up; {_LEAST_BINS} are needed"), losses
     findings = list_findings(table, losses, facts)
     if not findings and losses is None:
         why = "the parts of steps were not measured, which takes ranks on processors" if facts.accelerator else ""
+        why = why or ("" if facts.waits_measured else "waits for parameter servers are not measured")
         return _abstain(why or "no step was recorded by every rank"), None
     if findings:
         first, *others = findings
@@ -255,7 +258,8 @@ def _find_straggler(table: StepTable, losses: StepLosses, facts: Facts) -> list[
     others = float(np.nanmean(np.delete(measure_blocked(table), slow, axis=0)))
     evidence = (
         f"{who} {format_seconds(worst)} longer than the others in a step of {format_seconds(losses.total)}, in "
-        f"{often:.0%} of the steps; others are blocked for {format_seconds(others)}, it for {format_seconds(least)}"
+        f"{often:.0%} of the steps; others are blocked for {format_seconds(others)}, "
+        f"{'this one' if len(ranks) == 1 else 'these'} for {format_seconds(least)}"
     )
     return [Finding("straggler", worst / losses.total, ranks, _nodes(ranks, facts), evidence)]
 
