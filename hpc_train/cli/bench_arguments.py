@@ -24,6 +24,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     _add_placement(kinds)
     _add_checkpoint(kinds)
     _add_submit(kinds)
+    _add_scaling(kinds)
 
 
 def _add_benchmark(
@@ -303,3 +304,25 @@ def _submit(arguments: argparse.Namespace) -> int:
 
     a = arguments
     return submission_command(a.points, a.rounds, a.peers, a.json)
+
+
+def _add_scaling(kinds: _SubCommands) -> None:
+    scaling = _add_benchmark(kinds, "scaling", "measure strong and weak scaling, and where more stops paying", _scaling)
+    scaling.add_argument("sizes", metavar="SIZES", help="ranks=1,2,4 here, or nodes=1,2,4 with launch=slurm")
+    add_overrides(scaling, config_dir=False)
+    _add_number(scaling, "--steps", 24, "steps of a run")
+    scaling.add_argument("--folder", type=Path, default=Path("scaling"), metavar="DIR", help="folder of the runs")
+    scaling.add_argument("--plot", metavar="FILE", help=_PLOT)
+    add_json(scaling)
+    add_examples(
+        scaling,
+        "hpc-train bench scaling ranks=1,2,4 model=llama_tiny",
+        "hpc-train bench scaling nodes=1,2,4,8 launch=slurm cluster=perlmutter model=llama_1b --plot scaling.svg",
+    )
+
+
+def _scaling(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.scaling import scaling_command
+
+    a = arguments
+    return scaling_command(a.overrides, a.sizes, a.steps, a.folder, a.json, a.plot)
