@@ -146,13 +146,18 @@ def _find_transfer(table: StepTable, whole: Any, pipeline: Pipeline | None) -> A
 def time_stages(work: Array, pipeline: Pipeline) -> ActionTimes:
     """Return the time of each computation. work: C of each rank.
 
-    A stage takes as long as its slowest rank, and backward twice as long as forward.
+    A stage takes as long as its median rank, so that a straggler is no bubble, and backward twice as long as forward.
     """
-    stages = np.asarray(pipeline.stage_of_rank)
-    busy = [float(work[stages == stage].max()) for stage in sorted(set(pipeline.stage_of_rank))]
+    busy = find_stage_work(work, pipeline)
     placement = pipeline.order.placement
     parts = tuple(busy[rank] / placement.count(rank) / pipeline.micro_batches / 3 for rank in placement)
     return ActionTimes(parts, parts, parts)
+
+
+def find_stage_work(work: Array, pipeline: Pipeline) -> list[float]:
+    """Return C of the median rank of each stage."""
+    stages = np.asarray(pipeline.stage_of_rank)
+    return [float(np.median(work[stages == stage])) for stage in sorted(set(pipeline.stage_of_rank))]
 
 
 def simulate_bubble(work: Array, pipeline: Pipeline) -> tuple[float, float]:

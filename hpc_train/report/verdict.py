@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.report.efficiency import Pipeline, StepLosses, measure_blocked, measure_work, split_step
+from hpc_train.report.efficiency import Pipeline, StepLosses, find_stage_work, measure_blocked, measure_work, split_step
 from hpc_train.report.step_table import Array, StepTable
 from hpc_train.units import format_seconds
 
@@ -171,10 +171,11 @@ def list_findings(table: StepTable, losses: StepLosses | None, facts: Facts) -> 
     """List the losses that are large enough to be named, the largest first."""
     found = [_find_input(table, facts), _find_checkpoint(table), _find_memory(table, facts)]
     if losses is not None:
+        stragglers = _find_straggler(table, losses, facts)
         found += [
-            *_find_straggler(table, losses, facts),
+            *stragglers,
             *_find_network_and_launch(table, losses),
-            _find_bubble(losses, facts),
+            _find_bubble(losses, facts, straggler=any(one.share >= NAMED_FROM for one in stragglers)),
         ]
     named = [finding for finding in found if finding is not None and finding.share >= NAMED_FROM]
     return sorted(named, key=lambda finding: -finding.share)
@@ -312,14 +313,17 @@ def _find_network_and_launch(table: StepTable, losses: StepLosses) -> list[Findi
     return [Finding("network", transfer / total, evidence=evidence)]
 
 
-def _find_bubble(losses: StepLosses, facts: Facts) -> Finding | None:
+def _find_bubble(losses: StepLosses, facts: Facts, straggler: bool) -> Finding | None:
+    """Find idle stages: by the schedule, and because stages are unequal, unless a straggler makes them so."""
     if facts.pipeline is None or losses.bubble_share is None:
         return None
+    stages = find_stage_work(losses.work, facts.pipeline)
+    uneven = 0.0 if straggler else max(stages) - sum(stages) / len(stages)
     evidence = (
         f"the schedule leaves ranks idle for {losses.bubble_share:.0%} of the pipeline with {facts.micro_batches} "
-        f"micro-batches on {len(set(facts.pipeline.stage_of_rank))} ranks, simulated with the measured stages"
+        f"micro-batches on {len(stages)} ranks, simulated with the measured stages"
     )
-    return Finding("bubble", losses.share("bubble") + max(0.0, losses.share("load_balance")), evidence=evidence)
+    return Finding("bubble", losses.share("bubble") + uneven / losses.total, evidence=evidence)
 
 
 def _nodes(ranks: Sequence[int], facts: Facts) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ def texts(svg: str) -> set[str]:
 
 def test_one_axis_is_a_line_over_its_values(tmp_path: Path) -> None:
     svg = drawn(results(*(({"optim.lr": lr}, 2.0) for lr in (1e-4, 1e-3, 1e-2))), tmp_path)
-    assert {"optim.lr", "loss"} <= texts(svg)
+    assert {"optim.lr", "loss (nats a token)"} <= texts(svg)
     assert any("10^{-3}" in text or "10^" in text for text in texts(svg)), "a logarithmic axis"
     svg = drawn(results(({"model": "small"}, 3.0), ({"model": "large"}, 2.0)), tmp_path)
     assert {"model", "small", "large"} <= texts(svg)
