@@ -18,6 +18,7 @@ from hpc_train.launch.state.merged_lines import AttemptLogs, FoldedLine, LineFil
 from hpc_train.launch.state.run_lookup import find_points, require_single
 from hpc_train.terminal import escape_controls, one_line
 from hpc_train.training.warning_files import read_warnings
+from hpc_train.units import format_seconds
 
 _MOST_RANGES = 8
 """Ranges of ranks that a line lists."""
@@ -59,7 +60,7 @@ def _find_logs(folder: Path, attempt: int, lines: LineFilter) -> AttemptLogs:
 def _print_json(lines: Iterable[FoldedLine]) -> None:
     for folded in lines:
         line = folded.line
-        at = line.time if line.measured else None
+        at = round(line.time, 6) if line.measured else None
         fields = {"time": at, "ranks": sorted(folded.ranks), "level": line.level, "step": line.step}
         print(json.dumps({**fields, "message": line.message}))
 
@@ -81,7 +82,7 @@ def _describe_times(logs: AttemptLogs) -> str:
     largest = logs.largest_offset
     if largest is None:
         return f"in the order of each node's own clock{without}"
-    return f"clocks corrected by at most {largest * 1e3:.3g} ms{without}"
+    return f"clocks corrected by at most {format_seconds(largest)}{without}"
 
 
 def _describe_first_error(folder: Path) -> str:

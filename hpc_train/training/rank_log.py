@@ -33,7 +33,7 @@ _ERROR = re.compile(
     r"Fatal Python error|\b(ERROR|FATAL|CRITICAL)\b|^[\w.]*(Error|Exception|Interrupt)\b(: |$)|^hpc-train: |"
     r"^terminate called|^Segmentation fault"
 )
-_WARNING = re.compile(r"\bWARN(ING)?\b|\bWarning: |^warning: ")
+_WARNING = re.compile(r"\bWARN(ING)?\b|\b\w*Warning: |^warning: ")
 
 
 class LevelGuess:
