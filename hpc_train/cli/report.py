@@ -159,6 +159,7 @@ def report_sweep(path: Path, points: Sequence[RunPoint], out: Path | None, as_js
 def print_verdict(summary: RunSummary) -> None:
     """Print state, verdict, evidence, advice, efficiency and goodput, a line each."""
     from hpc_train.cli.output import print_fields
+    from hpc_train.report.usage import compute_cost, describe_cost
 
     verdict, losses, status = summary.verdict, summary.losses, summary.status
     at = f", step {status.step}" + (f" of {status.steps}" if status.steps else "") if status.step is not None else ""
@@ -174,5 +175,7 @@ def print_verdict(summary: RunSummary) -> None:
         facts.append(("efficiency", f"{losses.useful / losses.total:.0%} = {factors}"))
     if summary.ledger.total:
         facts.append(("goodput", f"{summary.ledger.goodput:.1%} of the node-hours on nodes"))
+    if cost := describe_cost(compute_cost(summary), summary.facts.accelerator):
+        facts.append(("cost", cost))
     facts += [("not read", note) for note in summary.notes]
     print_fields(facts)

@@ -166,9 +166,10 @@ def draw_lines(
             )
     for index, (one, points) in enumerate(drawn):
         path = "M" + "L".join(f"{axes.px(x):.1f} {axes.py(y):.1f}" for x, y in points)
-        if len(points) == 1:
-            path += "h.1"
-        body.append(f'<path class="line c{index % 6}" d="{path}"><title>{escape(one.name)}</title></path>')
+        alone = len(points) == 1
+        path += "h.1" if alone else ""
+        kind = f"line c{index % 6}{' dot' if alone else ''}"
+        body.append(f'<path class="{kind}" d="{path}"><title>{escape(one.name)}</title></path>')
     if len(drawn) > 1:
         body += _legend([one.name for one, _ in drawn])
     return _svg(title, width, height, body)

@@ -23,6 +23,7 @@ from hpc_train.report.charts import Mark, Series
 from hpc_train.report.efficiency import measure_blocked, measure_work
 from hpc_train.report.run_summary import RunSummary
 from hpc_train.report.step_table import Array, StepTable
+from hpc_train.report.usage import compute_cost, describe_usage, list_ledger
 from hpc_train.report.verdict import CLASSES
 from hpc_train.resilience.ledger import CLASSES as LEDGER_CLASSES
 from hpc_train.units import format_seconds
@@ -79,6 +80,7 @@ def make_report(summary: RunSummary, drawn: Sequence[Chart] = ()) -> dict[str, A
         "goodput": summary.ledger.as_json(),
         "phases": list_phases(summary),
         "memory": describe_memory(summary.table),
+        "cost": compute_cost(summary),
         "steps": {
             "made": summary.status.step,
             "planned": summary.status.steps,
@@ -286,12 +288,12 @@ def render_page(summary: RunSummary, drawn: Sequence[Chart], data: dict[str, Any
         charts={chart.name: {"title": chart.title, "svg": mark_safe(chart.svg), "note": chart.note} for chart in drawn},
         curves=[chart.name for chart in drawn if chart.name.startswith("curve_")],
         wide=[chart.name for chart in drawn if chart.name.startswith(("heat_map", "gantt", "memory"))],
-        ledger=_list_ledger(summary),
+        ledger=list_ledger(summary.ledger),
         nodes=_list_nodes(summary),
         settings=list_changed_settings(summary.config),
         everything=flatten(config_to_dict(summary.config)) if summary.config is not None else {},
         incidents=[event for event in summary.events if event["event"] not in _PLAIN_EVENTS][-_EVENTS_SHOWN:],
-        usage=describe_usage(summary),
+        usage=describe_usage(summary, data["cost"]),
     )
 
 
@@ -324,16 +326,6 @@ def write_pages(folder: Path, name: str, page: str, data: Any) -> Path:
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}; give another folder with --out") from error
     return folder / f"{name}.html"
-
-
-def _list_ledger(summary: RunSummary) -> list[dict[str, Any]]:
-    total = summary.ledger.total
-    rows = sorted(summary.ledger.seconds.items(), key=lambda item: -item[1])
-    return [
-        {"kind": name, "text": LEDGER_CLASSES[name], "hours": seconds / 3600, "share": seconds / total}
-        for name, seconds in rows
-        if total > 0 and seconds > 5e-4 * total
-    ]
 
 
 def _list_nodes(summary: RunSummary) -> list[dict[str, Any]]:
@@ -382,46 +374,3 @@ def flatten(values: Any, path: str = "") -> dict[str, Any]:
     for key, value in values.items():
         found |= flatten(value, f"{path}.{key}" if path else str(key))
     return found
-
-
-def describe_usage(summary: RunSummary) -> list[dict[str, str]]:
-    """Describe what was asked for and what was used, with the override to paste where they differ much."""
-    rows: list[dict[str, str]] = []
-    table, config = summary.table, summary.config
-    if table is None:
-        return rows
-    busy = table["cpu"] / table["total"]
-    if np.isfinite(busy).any():
-        rows.append({"what": "processors", "used": f"{np.nanmean(busy):.1f} busy a rank, on average", "advice": ""})
-    if np.isfinite(table["resident"]).any():
-        peak = float(np.nanmax(table["resident"])) / 1024
-        asked = getattr(config.launch, "memory_gib", None) if config is not None else None
-        per_node = peak * max(
-            (
-                len([1 for other in summary.facts.node_of_rank.values() if other == name])
-                for name in set(summary.facts.node_of_rank.values())
-            ),
-            default=1,
-        )
-        advice = f"launch.memory_gib={math.ceil(per_node * 1.25)}" if asked and per_node < 0.5 * asked else ""
-        rows.append(
-            {
-                "what": "memory",
-                "used": f"{peak:.1f} GiB a rank at most, {per_node:.1f} GiB a node"
-                + (f" of {asked:g} GiB" if asked else ""),
-                "advice": advice,
-            }
-        )
-    if np.isfinite(table["gpu_busy"]).any():
-        gpu = float(np.nanmean(table["gpu_busy"]))
-        rows.append({"what": "GPUs", "used": f"busy for {gpu:.0f} % of the time", "advice": ""})
-    limit = getattr(config.launch, "time_minutes", None) if config is not None else None
-    if limit and summary.status.job_id is not None and summary.status.state == "DONE":
-        used = (
-            (summary.ledger.total - summary.ledger.seconds["queue"])
-            / 60
-            / max(len(set(summary.facts.node_of_rank.values())), 1)
-        )
-        advice = f"launch.time_minutes={math.ceil(used * 1.5)}" if used < 0.5 * limit else ""
-        rows.append({"what": "time", "used": f"{used:.0f} of {limit} minutes", "advice": advice})
-    return rows
