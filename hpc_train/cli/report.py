@@ -15,6 +15,7 @@ from hpc_train.errors import EXIT_DONE
 if TYPE_CHECKING:
     from hpc_train.launch.state.run_lookup import RunPoint
     from hpc_train.report.run_summary import RunSummary
+    from hpc_train.report.verdict import Setting
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -165,8 +166,7 @@ def print_verdict(summary: RunSummary) -> None:
     at = f", step {status.step}" + (f" of {status.steps}" if status.steps else "") if status.step is not None else ""
     facts: list[tuple[str, object]] = [("state", f"{status.state}{at}"), ("verdict", verdict.line)]
     facts += [("because", line) for line in verdict.evidence]
-    for setting in verdict.advice:
-        facts.append(("try", f"{setting.override}  ({setting.why})" if setting.override else setting.why))
+    facts += [("try", _describe_setting(setting)) for setting in verdict.advice]
     facts += [
         ("then", f"{finding.name}, {finding.share:.0%} of the step: {finding.evidence}") for finding in verdict.further
     ]
@@ -179,3 +179,11 @@ def print_verdict(summary: RunSummary) -> None:
         facts.append(("cost", cost))
     facts += [("not read", note) for note in summary.notes]
     print_fields(facts)
+
+
+def _describe_setting(setting: Setting) -> str:
+    if not setting.override:
+        return setting.why
+    gain = setting.planned_gain
+    planned = "" if gain is None else f"; the planner expects {gain:+.0%} tokens a second"
+    return f"{setting.override}  ({setting.why}{planned})"

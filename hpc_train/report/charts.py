@@ -9,7 +9,7 @@ import base64
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from hpc_train.report.step_table import Array
 from hpc_train.report.sweep_results import is_number, spans_decades
+from hpc_train.units import format_seconds
 
 WIDTH, HALF = 720, 440
 """Widths of charts, in pixels at their usual size: a whole row of the page, and half of one."""
@@ -201,8 +202,15 @@ def draw_bands(title: str, parts: Sequence[tuple[str, str, float]], height: int 
     return _svg(title, WIDTH, height, body)
 
 
-def draw_stacks(title: str, bars: Sequence[tuple[str, Sequence[tuple[str, str, float]]]]) -> str:
-    """Draw stacked bars to one scale, below each other. bars: (name, its parts as in `draw_bands`)."""
+def draw_stacks(
+    title: str,
+    bars: Sequence[tuple[str, Sequence[tuple[str, str, float]]]],
+    describe: Callable[[float], str] = format_seconds,
+) -> str:
+    """Draw stacked bars to one scale, below each other. bars: (name, its parts as in `draw_bands`).
+
+    describe: formats an amount for the text of a part.
+    """
     row, left, body = 30, 130, []
     longest = max((sum(amount for _, _, amount in parts) for _, parts in bars), default=0.0)
     if longest <= 0:
@@ -214,7 +222,7 @@ def draw_stacks(title: str, bars: Sequence[tuple[str, Sequence[tuple[str, str, f
             width = amount / longest * (WIDTH - left)
             body.append(
                 f'<rect class="band {escape(kind)}" x="{x:.2f}" y="{index * row + 4}" width="{width:.2f}" '
-                f'height="{row - 8}"><title>{escape(text)}: {amount * 1000:.1f} ms</title></rect>'
+                f'height="{row - 8}"><title>{escape(text)}: {describe(amount)}</title></rect>'
             )
             x += width
     return _svg(title, WIDTH, len(bars) * row, body)

@@ -21,12 +21,13 @@ from hpc_train.regular_files import write_private_file
 from hpc_train.report import charts
 from hpc_train.report.charts import Mark, Series
 from hpc_train.report.efficiency import measure_blocked, measure_work
+from hpc_train.report.prediction import predict_memory
 from hpc_train.report.run_summary import RunSummary
 from hpc_train.report.step_table import Array, StepTable
 from hpc_train.report.usage import compute_cost, describe_usage, list_ledger
 from hpc_train.report.verdict import CLASSES
 from hpc_train.resilience.ledger import CLASSES as LEDGER_CLASSES
-from hpc_train.units import format_seconds
+from hpc_train.units import MIB, format_seconds
 
 _CURVES = (
     ("loss", ("loss", "validation_loss"), "nats"),
@@ -79,7 +80,7 @@ def make_report(summary: RunSummary, drawn: Sequence[Chart] = ()) -> dict[str, A
         "efficiency": efficiency,
         "goodput": summary.ledger.as_json(),
         "phases": list_phases(summary),
-        "memory": describe_memory(summary.table),
+        "memory": {**describe_memory(summary.table), "planned_mib": plan_memory(summary)},
         "cost": compute_cost(summary),
         "steps": {
             "made": summary.status.step,
@@ -153,7 +154,8 @@ def draw_charts(summary: RunSummary) -> list[Chart]:
         found.append(Chart("efficiency", "Efficiency", charts.draw_bars("efficiency factors", factors)))
     found.append(Chart("goodput", "Goodput", _draw_goodput(summary)))
     if summary.table is not None:
-        found += [*_draw_heat_map(summary, summary.table), *_draw_memory(summary.table), *_draw_pipeline(summary)]
+        found += [*_draw_heat_map(summary, summary.table), *_draw_memory(summary.table)]
+        found += [*_draw_planned_memory(summary), *_draw_pipeline(summary)]
     return [chart for chart in found if chart.svg]
 
 
@@ -243,6 +245,33 @@ def _draw_memory(table: StepTable) -> list[Chart]:
             svg = charts.draw_lines(title, lines, unit="MiB", width=charts.WIDTH, height=160)
             found.append(Chart(f"memory_{name}", title, svg))
     return found
+
+
+def _draw_planned_memory(summary: RunSummary) -> list[Chart]:
+    """Draw the planned parts of a GPU's memory beside the largest peak of any GPU."""
+    planned, measured = plan_memory(summary), describe_memory(summary.table).get("allocated_mib")
+    if not planned or measured is None:
+        return []
+    kinds = ("p-useful", "p-bubble", "p-checkpoint", "p-transfer", "p-input", "p-serialisation")
+    parts = [(kind, name, amount) for kind, (name, amount) in zip(kinds, planned.items(), strict=True)]
+    bars = [("planned", parts), ("measured peak", [("p-none outlined", "measured peak", measured)])]
+    note = ", ".join(f"{name} {amount:,.0f}" for name, amount in planned.items())
+    return [
+        Chart(
+            "memory_planned",
+            "GPU memory, planned and measured",
+            charts.draw_stacks("planned memory", bars, lambda amount: f"{amount:,.0f} MiB"),
+            f"Planned, in MiB: {note}; together {sum(planned.values()):,.0f}. Measured: {measured:,.0f}.",
+        )
+    ]
+
+
+def plan_memory(summary: RunSummary) -> dict[str, float]:
+    """Return what the planner expects in the memory of the fullest GPU, in MiB by part; {} without GPUs."""
+    if summary.config is None or not summary.facts.accelerator:
+        return {}
+    memory = predict_memory(summary.config, len(summary.ranks))
+    return {name: round(amount / MIB, 1) for name, amount in memory.items()}
 
 
 def _draw_pipeline(summary: RunSummary) -> list[Chart]:

@@ -24,8 +24,9 @@ from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.state.state_names import RunStatus
 from hpc_train.regular_files import read_json
 from hpc_train.report.efficiency import Pipeline, StepLosses
+from hpc_train.report.prediction import rate_advice
 from hpc_train.report.step_table import StepTable, read_newest_steps, read_step_table
-from hpc_train.report.verdict import Facts, Setting, Verdict, judge_run
+from hpc_train.report.verdict import Facts, Verdict, judge_run
 from hpc_train.resilience.ledger import Ledger
 from hpc_train.schedules.generate import generate_order
 from hpc_train.traffic.stages import (
@@ -70,7 +71,7 @@ def summarise_run(point: RunPoint, ask: RunClient) -> RunSummary:
     table = read_step_table(point.run)
     wanted = describe_facts(config, table, ranks, (status.steps or 0) - (status.step or 0))
     verdict, losses = judge_run(table, wanted)
-    verdict = replace(verdict, advice=keep_runnable(verdict.advice, config, len(ranks)))
+    verdict = replace(verdict, advice=rate_advice(verdict.advice, config, len(ranks)))
     return RunSummary(
         point.name,
         point.run,
@@ -172,40 +173,3 @@ def _describe_pipeline(config: RunConfig, degrees: Degrees, table: StepTable) ->
     if set(stage_of_rank) != set(range(degrees.pp)):
         return None
     return Pipeline(order, stage_of_rank, tuple(costs), micro_batches)
-
-
-def keep_runnable(advice: Sequence[Setting], config: RunConfig | None, ranks: int) -> tuple[Setting, ...]:
-    """Keep the advice that this run could be started with: overrides that its own checks accept."""
-    if config is None:
-        return tuple(setting for setting in advice if not setting.override)
-    return tuple(setting for setting in advice if not setting.override or _is_runnable(setting.override, config, ranks))
-
-
-def _is_runnable(overrides: str, config: RunConfig, ranks: int) -> bool:
-    from hpc_train.config.compose import config_from_dict, config_to_dict
-    from hpc_train.launch.freeze import check_run
-
-    values = config_to_dict(config)
-    for override in overrides.split():
-        key, _, text = override.partition("=")
-        *path, last = key.split(".")
-        node = values
-        for part in path:
-            node = node[part]
-        if last not in node:
-            return False
-        node[last] = _parse(text)
-    try:
-        check_run(config_from_dict(values), ranks)
-    except UserError:
-        return False
-    return True
-
-
-def _parse(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    try:
-        return int(text)
-    except ValueError:
-        return text

@@ -53,6 +53,8 @@ class Setting:
     override: str
     """Overrides as given on the command line; empty if it is none."""
     why: str
+    planned_gain: float | None = None
+    """Tokens a second with it, over those without, less 1, as the planner expects; None where it cannot say."""
 
 
 @dataclass(frozen=True)

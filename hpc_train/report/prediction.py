@@ -1,0 +1,109 @@
+"""What the planner expects of a run: what the advice would give, and where its memory goes.
+
+It has no opinion on machines and models that it does not know, and on settings that its model does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.report.verdict import Setting
+
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+"""Parts of a rank's device memory, in the planner's words."""
+
+
+def rate_advice(advice: Sequence[Setting], config: RunConfig | None, ranks: int) -> tuple[Setting, ...]:
+    """Keep the advice that this run could be started with, and add what the planner expects of each.
+
+    Without a configuration, advice with overrides is left out.
+    """
+    rated = []
+    for setting in advice:
+        if not setting.override:
+            rated.append(setting)
+        elif config is not None and (changed := apply_overrides(setting.override, config, ranks)) is not None:
+            rated.append(replace(setting, planned_gain=predict_gain(config, changed, ranks)))
+    return tuple(rated)
+
+
+def apply_overrides(overrides: str, config: RunConfig, ranks: int) -> RunConfig | None:
+    """Return the configuration with overrides; None if a run with so many ranks would be refused."""
+    from hpc_train.config.compose import config_from_dict, config_to_dict
+    from hpc_train.launch.freeze import check_run
+
+    values = config_to_dict(config)
+    for override in overrides.split():
+        key, _, text = override.partition("=")
+        *path, last = key.split(".")
+        node = values
+        for part in path:
+            node = node[part]
+        if last not in node:
+            return None
+        node[last] = _parse(text)
+    try:
+        changed = config_from_dict(values)
+        check_run(changed, ranks)
+    except UserError:
+        return None
+    return changed
+
+
+def _parse(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def predict_gain(config: RunConfig, changed: RunConfig, ranks: int) -> float | None:
+    """Return the planner's tokens a second of `changed` over those of `config`, less 1.
+
+    None for a machine or model that the planner does not know, where it sees no difference between the two, and where
+    the change would not fit into the memory.
+    """
+    from hpc_train.planner.constants import cluster_constants
+    from hpc_train.planner.model.from_config import jobs_from_config, list_assumptions
+    from hpc_train.planner.model.memory import NO
+    from hpc_train.planner.model.step_time import estimate_jobs
+
+    try:
+        if list_assumptions(config.cluster, config.precision.name):
+            return None
+        before, after = jobs_from_config(config, ranks), jobs_from_config(changed, ranks)
+        if all(np.array_equal(getattr(before, one.name), getattr(after, one.name)) for one in fields(before)):
+            return None
+        constants = cluster_constants(config.cluster)
+        old, new = estimate_jobs(before, constants), estimate_jobs(after, constants)
+    except UserError:
+        return None
+    if np.any(new.memory.fits == NO):
+        return None
+    gain = float(np.squeeze(new.tokens_per_second)) / float(np.squeeze(old.tokens_per_second)) - 1
+    return round(gain, 4)
+
+
+def predict_memory(config: RunConfig, ranks: int) -> dict[str, float]:
+    """Return the planned bytes of each part of the device memory, on the stage that needs most.
+
+    {} for a model that the planner does not know.
+    """
+    from hpc_train.planner.constants import cluster_constants
+    from hpc_train.planner.model.from_config import jobs_from_config
+    from hpc_train.planner.model.memory import estimate_memory
+
+    try:
+        memory = estimate_memory(jobs_from_config(config, ranks), cluster_constants(config.cluster))
+    except UserError:
+        return {}
+    stage = int(np.argmax(np.reshape(memory.allocated, (3, -1))[:, 0]))
+    return {name: float(np.reshape(getattr(memory, name), (3, -1))[stage, 0]) for name in MEMORY_PARTS}
