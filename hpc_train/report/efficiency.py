@@ -146,12 +146,13 @@ def _find_transfer(table: StepTable, whole: Any, pipeline: Pipeline | None) -> A
 def time_stages(work: Array, pipeline: Pipeline) -> ActionTimes:
     """Return the time of each computation. work: C of each rank.
 
-    A stage takes as long as its median rank, so that a straggler is no bubble, and backward twice as long as forward.
+    A stage takes as long as its median rank, so that a straggler is no bubble, and backward twice as long as forward:
+    half of it for inputs and half for weights, but on the first stage, which needs no gradient of its inputs.
     """
     busy = find_stage_work(work, pipeline)
     placement = pipeline.order.placement
-    parts = tuple(busy[rank] / placement.count(rank) / pipeline.micro_batches / 3 for rank in placement)
-    return ActionTimes(parts, parts, parts)
+    first, *rest = (busy[rank] / placement.count(rank) / pipeline.micro_batches / 3 for rank in placement)
+    return ActionTimes((first, *rest), (0.0, *rest), (2 * first, *rest))
 
 
 def find_stage_work(work: Array, pipeline: Pipeline) -> list[float]:

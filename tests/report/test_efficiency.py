@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import make_table, waits
 
-from hpc_train.report.efficiency import LOSSES, Pipeline, measure_work, split_step
+from hpc_train.bench.bubble_rank import sleep_times
+from hpc_train.report.efficiency import LOSSES, Pipeline, measure_work, simulate_bubble, split_step
+from hpc_train.report.pipeline_spans import simulate_spans
 from hpc_train.report.step_table import StepTable
-from hpc_train.schedules.generate import generate_order
+from hpc_train.schedules.generate import REQUIREMENTS, generate_order
+from hpc_train.schedules.simulate import simulate_order
 
 WORK = 0.03 + 0.06 + 0.001 + 0.004
 
@@ -61,6 +64,18 @@ def test_the_bubble_is_that_of_the_schedule(tmp_path: Path) -> None:
     assert losses is not None
     assert losses.bubble_share == pytest.approx((p - 1) / (m + p - 1), rel=1e-6)
     assert losses.losses["bubble"] == pytest.approx(idle, rel=1e-3)
+
+
+@pytest.mark.parametrize("schedule", sorted(REQUIREMENTS))
+def test_the_bubble_is_that_of_bench_bubble(schedule: str) -> None:
+    p, m = 4, 8
+    order = generate_order(schedule, p, m)
+    pipeline = Pipeline(order, tuple(range(p)), (1.0,) * p, m)
+    _, share = simulate_bubble(np.full(p, WORK), pipeline)
+    benchmarked = simulate_order(order, sleep_times(order, WORK / m / 3))
+    assert share == pytest.approx(benchmarked.mean_bubble, rel=1e-9)
+    spans, seconds = simulate_spans(np.full(p, WORK), pipeline)
+    assert seconds == pytest.approx(benchmarked.makespan, rel=1e-9)
 
 
 positive = st.floats(0, 1, width=32)
