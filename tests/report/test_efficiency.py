@@ -74,7 +74,7 @@ def test_the_bubble_is_that_of_bench_bubble(schedule: str) -> None:
     _, share = simulate_bubble(np.full(p, WORK), pipeline)
     benchmarked = simulate_order(order, sleep_times(order, WORK / m / 3))
     assert share == pytest.approx(benchmarked.mean_bubble, rel=1e-9)
-    spans, seconds = simulate_spans(np.full(p, WORK), pipeline)
+    _, seconds = simulate_spans(np.full(p, WORK), pipeline)
     assert seconds == pytest.approx(benchmarked.makespan, rel=1e-9)
 
 
