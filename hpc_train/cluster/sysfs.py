@@ -62,6 +62,12 @@ def _count_common(a: PciPath, b: PciPath) -> int:
     return count
 
 
+def format_processors(mask: int) -> str | None:
+    """Write a bit mask of processors as Linux writes a list: 0-31,64-95; None for an empty mask."""
+    runs = ((run.start(), run.end() - 1) for run in re.finditer("1+", f"{mask:b}"[::-1]))
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs) or None
+
+
 @dataclass(frozen=True)
 class NumaNode:
     """One NUMA node."""

@@ -1,8 +1,8 @@
 """Read NCCL's topology XML (NCCL_TOPO_DUMP_FILE, NCCL_TOPO_FILE) and RCCL's: GPUs, NICs and links of a node.
 
-Elements and attributes are those of NCCL, src/graph/xml.cc and topo.cc. From the bottom up: the XML with its lines,
-read safely (no document type, no entities, bounded depth and size); devices and where each hangs (its processor and the
-PCI bridges above it); links (NVLink, xGMI, or what the PCI paths have in common); the node.
+Elements and attributes are those of NCCL, src/graph/xml.cc and topo.cc. From the bottom up: devices and where
+each hangs (its processor and the PCI bridges above it); links (NVLink, xGMI, or what the PCI paths have in common); the
+node.
 """
 
 from __future__ import annotations
@@ -11,96 +11,11 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from xml.parsers import expat
 
+from hpc_train.cluster.readers.xml_elements import XmlElement, parse_xml, read_root_tag
 from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Gpu, Link, Nic, Node
+from hpc_train.cluster.sysfs import format_processors
 from hpc_train.errors import UserError
-
-MAX_BYTES = 32 << 20
-MAX_DEPTH = 64
-MAX_ELEMENTS = 100_000
-"""Limits on bytes, depth and elements of a file; a node of 72 GPUs has under 2,000 elements."""
-
-
-@dataclass
-class XmlElement:
-    """One element; text between elements has no meaning in this format and is dropped."""
-
-    tag: str
-    attributes: dict[str, str]
-    line: int
-    children: list[XmlElement] = field(default_factory=list)
-
-    def list_children(self, tag: str) -> list[XmlElement]:
-        """Return the children with a tag."""
-        return [child for child in self.children if child.tag == tag]
-
-
-def read_root_tag(text: str) -> str | None:
-    """Return the name of the first element, or of the document type if one is declared; None if there is neither."""
-    at = 0
-    while (at := text.find("<", at)) >= 0:
-        if text.startswith("<!--", at):
-            at = text.find("-->", at)
-            if at < 0:
-                return None
-        elif text.startswith("<?", at):
-            at += 2
-        else:
-            match = re.compile(r"<(?:!DOCTYPE\s+)?([A-Za-z_][\w.-]*)").match(text, at)
-            return match[1] if match else None
-    return None
-
-
-def parse_xml(text: str, name: str) -> XmlElement:
-    """Parse the root element. Raises UserError, one line, for text that is not well-formed or beyond the bounds."""
-    if len(text) > MAX_BYTES:
-        raise UserError(f"{name}:1: larger than {MAX_BYTES >> 20} MiB; not a topology of one system")
-    body = text.lstrip("\ufeff \t\r\n")
-    builder = _XmlBuilder(name, text[: len(text) - len(body)].count("\n"))
-    try:
-        builder.parser.Parse(body.encode(), True)
-    except expat.ExpatError as error:
-        what = expat.ErrorString(error.code)
-        raise UserError(f"{name}:{error.lineno + builder.skipped}: XML: {what}; expected a whole file") from None
-    except ValueError:
-        raise UserError(f"{name}:1: characters that XML cannot have; expected a whole NCCL topology") from None
-    assert builder.root is not None
-    return builder.root
-
-
-class _XmlBuilder:
-    def __init__(self, name: str, skipped: int):
-        self.name = name
-        self.skipped = skipped
-        self.root: XmlElement | None = None
-        self.open: list[XmlElement] = []
-        self.count = 0
-        self.parser = expat.ParserCreate(encoding="utf-8")
-        self.parser.StartElementHandler = self._on_start
-        self.parser.EndElementHandler = self._on_end
-        self.parser.StartDoctypeDeclHandler = self._on_doctype
-
-    def _on_start(self, tag: str, attributes: dict[str, str]) -> None:
-        element = XmlElement(tag, attributes, self.skipped + self.parser.CurrentLineNumber)
-        self.count += 1
-        if self.count > MAX_ELEMENTS or len(self.open) >= MAX_DEPTH:
-            raise UserError(
-                f"{self.name}:{element.line}: more than {MAX_ELEMENTS} elements, or {MAX_DEPTH} in one another"
-            )
-        if self.open:
-            self.open[-1].children.append(element)
-        else:
-            self.root = element
-        self.open.append(element)
-
-    def _on_end(self, tag: str) -> None:
-        self.open.pop()
-
-    def _on_doctype(self, *about: object) -> None:
-        line = self.skipped + self.parser.CurrentLineNumber
-        raise UserError(f"{self.name}:{line}: a document type is refused here; expected plain <system version=...>")
-
 
 _BUS_ID = re.compile(r"[0-9a-fA-F]{1,8}:[0-9a-fA-F]{1,2}:[0-9a-fA-F]{1,2}\.[0-9a-fA-F]{1,2}")
 MAX_MASK_GROUPS = 1024
@@ -213,13 +128,7 @@ def _format_cpus(processor: XmlElement, name: str) -> str | None:
     mask = 0
     for group in groups:
         mask = mask << 32 | int(group, 16)
-    return ",".join(_list_ranges(mask)) or None
-
-
-def _list_ranges(mask: int) -> Iterator[str]:
-    for run in re.finditer("1+", f"{mask:b}"[::-1]):
-        first, last = run.start(), run.end() - 1
-        yield f"{first}-{last}" if last > first else f"{first}"
+    return format_processors(mask)
 
 
 _SWITCH = "0x068000"
@@ -313,7 +222,6 @@ MAX_DEVICES = 512
 """Maximum number of devices of a node, since every pair of them becomes a link."""
 _OTHERS = {
     "graphs": "an NCCL graph (NCCL_GRAPH_DUMP_FILE), not a topology; expected the file of NCCL_TOPO_DUMP_FILE",
-    "topology": "hwloc is not read; expected NCCL's topology (NCCL_TOPO_DUMP_FILE)",
 }
 _ROOTS = ("system", "cpu", "pci")
 
