@@ -60,6 +60,32 @@ class FakeFabric:
             lines += ["", *_heading(device, given), *(_port(device, p, full, given) for p in sorted(device.cables))]
         return "\n".join(lines) + "\n"
 
+    def link_info(self, adapters: bool = True) -> str:
+        """As iblinkinfo prints it; without adapters as with --switches-only."""
+        lids = {}
+        for device in self.devices:
+            for port in range(1, device.ports + 1) if device.letter == "H" else (0,):
+                lids[device.id, port] = len(lids) + 1
+        lines = []
+        for device in sorted(self.devices, key=lambda it: "HS".index(it.letter)):
+            if device.letter == "H" and not adapters:
+                continue
+            lines.append(
+                f"Switch: 0x{device.guid:016x} {device.name}:" if device.letter == "S" else f"CA: {device.name}:"
+            )
+            for port in range(1, device.ports + 1):
+                own = lids[device.id, port if device.letter == "H" else 0]
+                guid = f"0x{device.guid + port - 1:016x}" if device.letter == "H" else ""
+                head = f"      {guid:18} {own:6} {port:4}[  ] =="
+                if port not in device.cables:
+                    lines.append(f'{head}(                Down/ Polling)==>             [  ] "" ( )')
+                    continue
+                far, far_port, rate = device.cables[port]
+                lid = lids[far.id, far_port if far.letter == "H" else 0]
+                link = f"( {rate[0]}X {LANES[rate[2:]]:>13} Active/  LinkUp)==>"
+                lines.append(f'{head}{link} {lid:7} {far_port:4}[  ] "{far.name}" ( )')
+        return "\n".join(lines) + "\n"
+
     def net(self) -> str:
         """As a net file of ibsim: names for ids, no GUIDs, no rates."""
         lines = ["# a net", ""]
@@ -69,6 +95,10 @@ class FakeFabric:
             lines += [f'[{p}]\t"{far.name}"[{q}]' for p, (far, q, _) in sorted(device.cables.items())]
             lines += [""]
         return "\n".join(lines)
+
+
+LANES = {"HDR": "53.125 Gbps", "NDR": "106.25 Gbps", "EDR": "25.78125 Gbps", "FDR10": "10.0 Gbps (FDR10)"}
+"""A lane's speed as iblinkinfo prints it."""
 
 
 def _free(device: FakeDevice, taken: int | None = None) -> int:

@@ -358,7 +358,6 @@ def test_a_switch_whose_record_is_cut() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        '   0x0002c90000000110   4   1[  ] ==( 4X 25.78125 Gbps Active/  LinkUp)==>   2   17[  ] "MF0;a:b/U1" ( )\n',
         'Switch\t : 0x0002c90000000110 ports 36 devid 0xd2f0 vendid 0x2c9 "MF0;a:b/U1"\n',
         "SW     5  1 0x0002c90000000110 4x EDR - CA     7  1 0x0002c90000000210 ( 'a' - 'b' )\n",
     ],

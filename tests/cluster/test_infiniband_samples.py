@@ -125,9 +125,13 @@ def test_every_file_of_the_folder_has_at_most_one_reader_of_these() -> None:
             assert path.parent.name == "ib", path
 
 
-def test_iblinkinfo_is_named() -> None:
-    for path in FOLDER.glob("ib/iblinkinfo*"):
-        with pytest.raises(UserError, match="iblinkinfo is not read; expected what ibnetdiscover prints"):
+def test_iblinkinfo_of_two_hosts_and_of_a_file_that_lost_its_headers() -> None:
+    for path in FOLDER.glob("ib/iblinkinfo_ca_mode.txt"):
+        cluster = read_topology_file(path)
+        assert [node.name for node in cluster.nodes] == ["0002c90300002779", "hostname"]
+        assert {nic.gbit_s for node in cluster.nodes for nic in node.nics} == {20}
+    for path in FOLDER.glob("ib/iblinkinfo_edr_switch.txt"):
+        with pytest.raises(UserError, match="1: a port without its device"):
             read_topology_file(path)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpc_train.cluster.readers.hostfile import matches_hostfile, matches_hostlist, read_hostfile, read_hostlist
 from hpc_train.cluster.readers.hwloc_xml import matches_hwloc_xml, read_hwloc_xml
+from hpc_train.cluster.readers.iblinkinfo import matches_iblinkinfo, read_iblinkinfo
 from hpc_train.cluster.readers.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
 from hpc_train.cluster.readers.ibstat import matches_ibstat, read_ibstat
 from hpc_train.cluster.readers.nccl_xml import matches_nccl_xml, read_nccl_xml
@@ -66,6 +67,7 @@ def list_formats() -> tuple[TopologyFormat, ...]:
         TopologyFormat("nccl_xml", matches_nccl_xml, read_nccl_xml, MAX_NODE_BYTES),
         TopologyFormat("hwloc_xml", matches_hwloc_xml, read_hwloc_xml, MAX_NODE_BYTES),
         TopologyFormat("ibnetdiscover", matches_ibnetdiscover, read_ibnetdiscover),
+        TopologyFormat("iblinkinfo", matches_iblinkinfo, read_iblinkinfo),
         TopologyFormat("ibstat", matches_ibstat, read_ibstat, MAX_NODE_BYTES),
         TopologyFormat("hostlist", matches_hostlist, read_hostlist),
         TopologyFormat("hostfile", matches_hostfile, read_hostfile),

@@ -130,7 +130,6 @@ _DUMP = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _OTHERS = {
-    "iblinkinfo": re.compile(r"==\([^()\n]{0,200}\)==>\s"),
     "ibnetdiscover --list": re.compile(r"^(?:Switch|Ca|Router)\s*: 0x[0-9a-f]{16} ports ", re.MULTILINE),
     "ibnetdiscover --ports": re.compile(r"^(?:SW|CA|RT)\s+\d+\s+\d+ 0x[0-9a-f]{16} ", re.MULTILINE),
 }
@@ -151,7 +150,12 @@ def read_ibnetdiscover(text: str, name: str) -> Cluster:
     for tool, pattern in _OTHERS.items():
         if pattern.search(text) and not _DUMP.search(text):
             raise UserError(f"{name}:1: {tool} is not read; expected what ibnetdiscover prints without options")
-    devices = connect_cables(parse_ibnetdiscover(text, name), name)
+    return make_fabric(parse_ibnetdiscover(text, name), name, "ibnetdiscover")
+
+
+def make_fabric(recorded: dict[str, SubnetDevice], name: str, kind: str) -> Cluster:
+    """Make the cluster of the devices of a subnet that have a record. kind: the source. Raises UserError."""
+    devices = connect_cables(recorded, name)
     adapters = [device for device in devices.values() if device.kind == CA and not is_aggregation_node(device)]
     if not adapters:
         raise UserError(
@@ -162,7 +166,7 @@ def read_ibnetdiscover(text: str, name: str) -> Cluster:
     names = name_switches([devices[id] for id in devices if id in levels])
     nodes = _make_nodes(adapters, host_of, names)
     switches = tuple(_make_switches(devices, levels, names, host_of))
-    return Cluster("ibnetdiscover", nodes, (), switches, _list_notes(devices, levels))
+    return Cluster(kind, nodes, (), switches, _list_notes(devices, levels))
 
 
 def _make_nodes(
