@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no public way to see operators
+from torch.utils._pytree import tree_leaves as tree_leaves  # what DDP and fully_shard see of a model's output
 from torch.utils._pytree import tree_map_only as tree_map_only  # no public way to map over their arguments
 
 from hpc_train.step_clock import StepClock

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from hpc_train.step_clock import SilentClock, StepClock
 
@@ -14,13 +14,20 @@ if TYPE_CHECKING:
     from torch.distributed import Store
     from torch.distributed.device_mesh import DeviceMesh
 
+    ModelInputs: TypeAlias = Tensor | dict[str, Tensor]
+
 IGNORED_TARGET = -100
 """A target of this value counts neither in the loss nor in the number of tokens."""
 
 
 @runtime_checkable
 class Model(Protocol):
-    """A model that every technique can be applied to. It knows no mesh. A bare nn.Module gets data parallelism only."""
+    """A model that every technique can be applied to. It knows no mesh. A bare nn.Module gets data parallelism only.
+
+    It is called as model(inputs), or model(**inputs) if the inputs of a micro-batch are a dictionary. It returns a
+    tensor or a mapping (a dict, a transformers ModelOutput). Its loss is, in this order: its own `loss_sum`; the entry
+    `loss`, the mean over the targets that count; the cross entropy of the entry `logits`, or of the tensor.
+    """
 
     plan: dict[str, str]
     """Glob over module names -> col | row | seq | vocab: how tensor parallelism splits the module."""
@@ -31,15 +38,28 @@ class Model(Protocol):
     def stage(self, names: list[str]) -> nn.Module:
         """Build the part of the model with the blocks `names`, on the meta device, under the same parameter names."""
 
-    def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
+    def loss_sum(self, out: Any, target: Tensor) -> Tensor:
         """Sum (do not average) the loss over all targets that are not IGNORED_TARGET, in at least float32."""
 
 
 class MicroBatch(NamedTuple):
-    """Inputs and targets of one forward; the first dimension of both is the micro-batch."""
+    """Inputs and targets of one forward; the first dimension of each tensor is the micro-batch."""
 
-    inputs: Tensor
+    inputs: ModelInputs
+    """One tensor, or several by the names of the model's arguments: map_inputs treats both alike."""
     targets: Tensor
+    """Each that is not IGNORED_TARGET counts: the loss of a step is the mean over them."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Apply `change` to each tensor: to move, pin or cut a micro-batch."""
+        return MicroBatch(map_inputs(self.inputs, change), change(self.targets))
+
+
+def map_inputs(inputs: ModelInputs, change: Callable[[Tensor], Tensor]) -> ModelInputs:
+    """Apply `change` to the inputs: to the one tensor, or to each entry of the dictionary."""
+    if isinstance(inputs, dict):
+        return {name: change(tensor) for name, tensor in inputs.items()}
+    return change(inputs)
 
 
 @dataclass

@@ -37,7 +37,7 @@ from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, Indices
 from hpc_train.interfaces import World
-from hpc_train.parallel.user_model import get_named_blocks
+from hpc_train.parallel.user_model import get_named_blocks, require_one_input
 from hpc_train.runtime.identity import identify_process
 from hpc_train.runtime.start import make_another_mesh
 from hpc_train.training.rank import open_data
@@ -209,6 +209,7 @@ def _fully_sharded(
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)
     for indices in order:
         inputs, targets = data.get(indices)
+        inputs = require_one_input(inputs, "bench step", "the plain loop takes one")
         total = torch.zeros((), device=world.device)
         for x, y, share, last in _micro_batches(inputs.to(world.device), targets.to(world.device), config):
             assert isinstance(model, FSDPModule)
@@ -227,6 +228,7 @@ def _deepspeed_loop(data: Dataset, config: RunConfig, world: World, stage: int) 
         engine = _deepspeed_engine(model, config, world, stage)
         for indices in order:
             inputs, targets = data.get(indices)
+            inputs = require_one_input(inputs, "bench step", "DeepSpeed's loop takes one")
             total = torch.zeros((), device=world.device)
             for x, y, share, _ in _micro_batches(inputs.to(world.device), targets.to(world.device), config):
                 loss = F.cross_entropy(engine(x).flatten(0, -2), y.flatten())

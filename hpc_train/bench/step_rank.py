@@ -31,6 +31,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.materialise import materialise_parameters
 from hpc_train.parallel.precision import autocast_forward, cast_parameters
+from hpc_train.parallel.user_model import require_one_input
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.start import join, leave_process_group, start
 from hpc_train.training.loop import TrainingRun, report_step, train_step
@@ -182,6 +183,7 @@ def hand_written_steps(
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=tuned or None)
     for indices in order:
         inputs, targets = data.get(indices)
+        inputs = require_one_input(inputs, "bench step", "the plain loop takes one")
         loss = _accumulate(model, inputs.to(world.device), targets.to(world.device), config)
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_norm or float("inf"))
         optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from hpc_train.config.model import (
 from hpc_train.data.build import ensure_store
 from hpc_train.data.token_store import Tokens, TokenStore, compute_unigram_entropy
 from hpc_train.errors import UserError
+
+if TYPE_CHECKING:
+    from hpc_train.interfaces import ModelInputs
 
 Split = Literal["train", "validation"]
 Indices = npt.NDArray[np.int64]
@@ -52,7 +55,7 @@ class Dataset(Protocol):
     def __len__(self) -> int:
         """Return the number of samples."""
 
-    def get(self, indices: Indices) -> tuple[Tensor, Tensor]:
+    def get(self, indices: Indices) -> tuple[ModelInputs, Tensor]:
         """Return inputs and targets of some samples, in contiguous tensors. indices: any order, repeats allowed."""
 
 
@@ -212,7 +215,10 @@ def _check_vision_transformer(model: VisionTransformerConfig, data: Dataset) -> 
         raise UserError(f"model {model.name} reads images but data {data.name} are tokens: choose data=digits")
     if model.classes < data.classes:
         raise UserError(f"model.classes={model.classes} but data {data.name} have {data.classes}: set model.classes")
-    shape = tuple(data.get(np.zeros(1, np.int64))[0].shape[1:])
+    images, _ = data.get(np.zeros(1, np.int64))
+    if not isinstance(images, Tensor):
+        raise UserError(f"model {model.name} takes images alone but data {data.name} give {', '.join(images)}")
+    shape = tuple(images.shape[1:])
     expected = (model.channels, model.image_size, model.image_size)
     if shape != expected:
         raise UserError(

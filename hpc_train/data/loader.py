@@ -6,9 +6,11 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from operator import itemgetter
 from types import TracebackType
 
 import torch
+from torch import Tensor
 
 from hpc_train.data.datasets import Dataset
 from hpc_train.data.sample_order import order_samples
@@ -70,11 +72,16 @@ class Loader:
     def _assemble(self, start: int) -> list[MicroBatch]:
         indices = order_samples(self.seed, len(self.dataset), start + self.offset, self.share)
         inputs, targets = self.dataset.get(indices)
+        samples = MicroBatch(inputs, targets)
         if self._device is not None:
             torch.cuda.set_device(self._device)
-            inputs, targets = inputs.pin_memory(), targets.pin_memory()
-        cuts = [slice(begin, begin + self.micro_batch) for begin in range(0, self.share, self.micro_batch)]
-        return [MicroBatch(inputs[cut], targets[cut]) for cut in cuts]
+            samples = samples.map(Tensor.pin_memory)
+        return cut_micro_batches(samples, self.share, self.micro_batch)
+
+
+def cut_micro_batches(samples: MicroBatch, count: int, size: int) -> list[MicroBatch]:
+    """Cut `count` samples into micro-batches of `size`, of which the last may be smaller."""
+    return [samples.map(itemgetter(slice(begin, begin + size))) for begin in range(0, count, size)]
 
 
 def compute_share(global_batch: int, dp_size: int) -> int:

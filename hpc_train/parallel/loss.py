@@ -1,13 +1,16 @@
 """The loss of a micro-batch as a sum over its targets, and its sum over ranks.
 
-Any model: its own `loss_sum`, or cross entropy of the logits that a bare module returns. Logits that tensor parallelism
-has split by vocabulary have a cross entropy of their own, so that no rank ever holds all logits of a token. The number
+Any model: its own `loss_sum`, the mean `loss` that it returns times the targets that count, or cross entropy of the
+logits that it returns. Sums over ranks are over the targets of the global batch, whatever their number on each rank; a
+model's mean is exact if it is one over those targets. Logits that tensor parallelism has split by vocabulary have a
+cross entropy of their own, so that no rank ever holds all logits of a token. The number
 of targets of the global batch is reduced while the first forward runs; the engine divides by it once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,19 +29,30 @@ from hpc_train.parallel.mesh_axes import get_axis_index
 from hpc_train.parallel.user_model import check_loss, check_output
 
 
-def compute_loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
-    """Sum the loss over the targets that count. A bare module's output is taken as logits (..., classes).
+def compute_loss_sum(model: nn.Module, out: Any, target: Tensor) -> Tensor:
+    """Sum the loss over the targets that count. `out` is what the model returned; see interfaces.Model.
 
     A DTensor is taken as logits that are split over their last dimension.
     """
-    if isinstance(out, DTensor):
-        return sum_split_cross_entropy(out, target)
-    own = getattr(model, "loss_sum", cross_entropy_sum)
-    result: Tensor = own(out, target)
-    return result
+    own = getattr(model, "loss_sum", None)
+    if own is not None and not isinstance(out, DTensor):
+        loss: Tensor = own(out, target)
+        return loss
+    if isinstance(out, Mapping):
+        if (mean := out.get("loss")) is not None:
+            return weigh_mean_loss(mean, target)
+        out = out["logits"]
+    return sum_split_cross_entropy(out, target) if isinstance(out, DTensor) else cross_entropy_sum(out, target)
 
 
-def compute_first_loss_sum(model: nn.Module, out: Tensor, target: Tensor) -> Tensor:
+def weigh_mean_loss(mean: Tensor, target: Tensor) -> Tensor:
+    """Multiply a mean loss by the number of targets that count; 0 if none does, where a mean is NaN."""
+    count = (target != IGNORED_TARGET).sum()
+    wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
+    return torch.where(count > 0, wide * count, torch.zeros_like(wide))
+
+
+def compute_first_loss_sum(model: nn.Module, out: Any, target: Tensor) -> Tensor:
     """Compute the loss sum of the first call and check what the model returns. Raises UserError, in one line."""
     if isinstance(out, DTensor) or isinstance(model, (Transformer, VisionTransformer)):
         return compute_loss_sum(model, out, target)

@@ -18,6 +18,7 @@ from hpc_train.config.parallel import AXES
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import MicroBatch, World
+from hpc_train.parallel.user_model import require_one_input
 
 SHARD_CP_AXIS = "dp_shard_cp"
 """dp_shard and cp as one axis: ranks of one sequence hold gradients of different tokens, so they reduce together."""
@@ -84,10 +85,12 @@ def get_sequence_share(config: RunConfig, world: World) -> SequenceShare:
 
 def select_own_tokens(micro: MicroBatch, config: RunConfig, world: World) -> MicroBatch:
     """Select this rank's positions of a micro-batch: inputs and targets (B, T) -> (B, T / cp)."""
-    if get_axis_degree(world, "cp") == 1:
+    cp = get_axis_degree(world, "cp")
+    if cp == 1:
         return micro
-    mine = get_sequence_share(config, world).positions(micro.inputs.shape[1])
-    return MicroBatch(micro.inputs[:, mine], micro.targets[:, mine])
+    inputs = require_one_input(micro.inputs, f"parallel.cp={cp}", "only one tensor of positions is split over ranks")
+    mine = get_sequence_share(config, world).positions(inputs.shape[1])
+    return MicroBatch(inputs[:, mine], micro.targets[:, mine])
 
 
 def provide_positions(part: nn.Module, config: RunConfig, world: World) -> None:
@@ -101,7 +104,7 @@ def provide_positions(part: nn.Module, config: RunConfig, world: World) -> None:
     def fill(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if len(args) > 1 or kwargs.get("positions") is not None:
             return None
-        x: Tensor = args[0]
+        x = require_one_input(args[0] if args else kwargs, f"parallel.tp={tp}", "the plan splits positions of one")
         is_full = getattr(part, "is_first", not x.is_floating_point())  # tp splits hidden states, and no tokens
         length = x.shape[1] * (tp if splits and not is_full else 1)
         positions = mine.positions(length * mine.ranks).to(x.device, non_blocking=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
-from hpc_train._torch import is_memoryless
+from hpc_train._torch import is_memoryless, tree_leaves
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET
 from hpc_train.models.deferred import iterate_plain_tensors
 from hpc_train.user_frames import LOST_PEER, describe_error, find_definition, format_frame, root_cause, user_frames
+
+if TYPE_CHECKING:
+    from hpc_train.interfaces import ModelInputs
 
 _MACHINE = (OSError, MemoryError, torch.OutOfMemoryError, dist.DistError)
 """Errors in a user's code that are faults of the machine."""
@@ -35,12 +38,39 @@ def name_model(model: nn.Module) -> str:
 
 
 def check_interface(model: nn.Module) -> None:
-    """Raise UserError for a model that cannot be called with only the inputs of a micro-batch."""
+    """Raise UserError for a model without forward, or with a loss_sum that cannot be called."""
     if type(model).forward is nn.Module.forward and "forward" not in vars(model):
         raise UserError(f"model: {name_model(model)} has no method forward; give it one that takes the inputs")
-    _check_call(model, "forward", ("the inputs",), "put what else it needs into one tensor, or into the model")
     if callable(getattr(model, "loss_sum", None)):
         _check_call(model, "loss_sum", ("what forward returned", "the targets"), "define loss_sum(self, out, target)")
+
+
+def check_inputs(model: nn.Module, inputs: ModelInputs) -> None:
+    """Raise UserError for a model whose forward does not take the inputs of a micro-batch."""
+    if not isinstance(inputs, dict):
+        instead = "put what else it needs into one tensor, into the model, or into data whose inputs are a dictionary"
+        _check_call(model, "forward", ("the inputs",), instead)
+        return
+    forward = model.forward
+    try:
+        inspect.signature(forward).bind(**inputs)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ValueError):  # built-in code has no signature
+            return
+        raise UserError(
+            f"{_format_place(forward)}{name_model(model)}.forward is called with the data's inputs by name "
+            f"({', '.join(inputs)}): {error}; name the entries of a sample as the arguments of forward"
+        ) from None
+
+
+def require_one_input(inputs: ModelInputs, option: str, reason: str) -> Tensor:
+    """Return the only tensor of a micro-batch's inputs. Raises UserError for a dictionary, naming `option`."""
+    if isinstance(inputs, Tensor):
+        return inputs
+    raise UserError(
+        f"{option}: the data give the inputs {', '.join(inputs)} by name, and {reason}; give one tensor, or "
+        "spread over dp_replicate and dp_shard"
+    )
 
 
 def check_sizes(model: nn.Module) -> None:
@@ -95,11 +125,22 @@ def _is_device_error(error: BaseException) -> bool:
 
 
 def check_output(model: nn.Module, out: object, target: Tensor) -> None:
-    """Raise UserError if a model without its own loss did not return logits (*target.shape, classes)."""
+    """Raise UserError if a model without its own loss returned neither its mean loss nor logits.
+
+    Logits are (*target.shape, classes).
+    """
     title = f"{_format_place(model.forward)}{name_model(model)}.forward returned"
     wanted = f"logits {(*target.shape, 'classes')}".replace("'", "")
+    if isinstance(out, Mapping) and out.get("loss") is not None:
+        _check_scalar(f"{title} {_describe_output(out)} whose loss is", out["loss"], "its mean over the targets")
+        return
+    if isinstance(out, Mapping) and isinstance(out.get("logits"), Tensor):
+        out = out["logits"]
     if not isinstance(out, Tensor):
-        raise UserError(f"{title} {_describe_output(out)}; {_describe_mismatch(out, wanted)}")
+        raise UserError(
+            f"{title} {_describe_output(out)}; return {wanted}, alone or as the entry logits of a dict, or the mean "
+            "loss as its entry loss, or give the model a method loss_sum(out, target) that takes what it returns"
+        )
     if not out.is_floating_point() or out.ndim != target.ndim + 1 or out.shape[:-1] != target.shape:
         raise UserError(
             f"{title} {_describe_output(out)} for targets {tuple(target.shape)}; return {wanted}, or give "
@@ -117,23 +158,28 @@ def check_output(model: nn.Module, out: object, target: Tensor) -> None:
 def _describe_output(out: object) -> str:
     if isinstance(out, Tensor):
         return f"a tensor {tuple(out.shape)} of {str(out.dtype).removeprefix('torch.')}"
-    keys = f" ({', '.join(map(str, list(out)[:5]))})" if isinstance(out, dict) else ""
+    keys = f" ({', '.join(map(str, list(out)[:5]))})" if isinstance(out, Mapping) else ""
     return f"a {type(out).__name__}{keys}"
 
 
-def _describe_mismatch(out: object, wanted: str) -> str:
-    if isinstance(getattr(out, "logits", None), Tensor) or (isinstance(out, dict) and "logits" in out):
-        return f"return its logits, a tensor: wrap the model in a module whose forward returns {wanted}"
-    return f"return {wanted}, or give the model a method loss_sum(out, target) that takes what it returns"
+def check_output_is_seen(model: nn.Module, out: object) -> None:
+    """Raise UserError if torch sees no tensor in what a model returned: hooks on them let fully_shard run backward."""
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
+        raise UserError(
+            f"{_format_place(model.forward)}{name_model(model)}.forward returned a {type(out).__name__}, in which "
+            "fully_shard sees no tensor; return a tensor, a tuple or a dict, or use parallel=ddp"
+        )
 
 
 def check_loss(model: nn.Module, loss: object) -> None:
     """Raise UserError if a model's own loss_sum did not return a scalar that can be differentiated."""
     title = f"{_format_place(model.loss_sum)}{name_model(model)}.loss_sum returned"
+    _check_scalar(title, loss, "the sum of the loss over all targets")
+
+
+def _check_scalar(title: str, loss: object, wanted: str) -> None:
     if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-        raise UserError(
-            f"{title} {_describe_output(loss)}; return the sum of the loss over all targets, a scalar tensor"
-        )
+        raise UserError(f"{title} {_describe_output(loss)}; return {wanted}, a scalar tensor")
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(f"{title} a number that depends on no trained parameter; do not detach it")
 

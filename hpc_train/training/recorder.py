@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hpc_train._torch import watch_waits
+from hpc_train._torch import tree_leaves, watch_waits
 from hpc_train.cluster.local_gpus import load_nvml
 from hpc_train.interfaces import Engine, World
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
@@ -193,8 +193,8 @@ class OperationCount:
         return (self._nodes * micro_batches + _NODES_PER_COLLECTIVE * collectives) * self._seconds_per_node
 
     def _count(self, part: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = [output] if isinstance(output, Tensor) else list(output) if isinstance(output, (tuple, list)) else []
-        roots = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         if roots and id(part) not in self._counted:
             self._counted.add(id(part))
             self._nodes += count_nodes(roots)

@@ -22,7 +22,7 @@ WRONG = ("model=custom", "model.module=wrong_models", "model.name=wrong")
 HERE = r"\S*wrong_models\.py:\d+"
 SAYS = {
     "two": HERE + r": Two\.forward\(tokens: .*, mask: .*\) -> .* is called with the inputs: missing .* 'mask'; put",
-    "dict": HERE + r": Dict\.forward returned a dict \(logits, hidden\); return its logits, a tensor: wrap the model",
+    "dict": HERE + r": Dict\.forward returned a dict \(scores, hidden\); return logits .*, alone or as",
     "raises": HERE + r", in forward: RuntimeError: .* \(in the first call of Raises\)",
     "shape": HERE + r": Shape\.forward returned a tensor \(2, 256\) of float32 for targets \(2, 16\); return logits",
     "few": HERE + r": Few\.forward returned logits over 10 classes, and a target of the data is \d+; give the model",
@@ -35,7 +35,7 @@ SAYS = {
     "empty": r"model: Empty has no method forward; give it one",
     "lazy": r"model: out\.weight of LazyLinear has no shape before the first call; give it its sizes",
     "raising": HERE + r", in raising: ValueError: no luck \(model\.name=wrong cannot be built\)",
-    "directly": r"\S+: GPT2LMHeadModel\.forward returned a CausalLM\w+ \(.*logits.*\); return its logits",
+    "directly": r"\S+: GPT2Model\.forward returned a BaseModel\w+ \(last_hidden_state.*\); return logits",
 }
 
 

@@ -26,7 +26,7 @@ class Two(Plain):
 
 class Dict(Plain):
     def forward(self, tokens: Tensor) -> Any:
-        return {"logits": super().forward(tokens), "hidden": None}
+        return {"scores": super().forward(tokens), "hidden": None}
 
 
 class Raises(Plain):
@@ -92,9 +92,9 @@ def raising() -> nn.Module:
 
 
 def directly() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2Model
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=16, n_embd=8, n_layer=1, n_head=2))
+    return GPT2Model(GPT2Config(vocab_size=256, n_positions=16, n_embd=8, n_layer=1, n_head=2))
 
 
 KINDS = {

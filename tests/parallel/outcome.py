@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train._torch import shard_offset
 from hpc_train.config.run import RunConfig
-from hpc_train.interfaces import IGNORED_TARGET, Engine, TensorShard, World
+from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, TensorShard, World
 
 Array = npt.NDArray[np.float64]
 Arrays = dict[str, Array]
@@ -76,12 +76,18 @@ def _rectangle(name: str, tensor: Tensor) -> Held:
 
 
 def engine_steps(
-    engine: Engine, world: World, config: RunConfig, kind: str, accumulation: str, steps: Sequence[int]
+    engine: Engine,
+    world: World,
+    config: RunConfig,
+    kind: str,
+    accumulation: str,
+    steps: Sequence[int],
+    change: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
 ) -> Outcome:
-    """Train the given steps."""
+    """Train the given steps. change: gives each step's global batch another form."""
     outcome = Outcome([], [], [], [])
     for step in steps:
-        sums = engine.forward_backward(share(global_batch(kind, step), world, accumulation))
+        sums = engine.forward_backward(share(change(global_batch(kind, step)), world, accumulation))
         outcome.losses.append(float(sums.loss) / sums.tokens)
         outcome.gradients.append(gradients(engine.parts[0]))
         outcome.norms.append(float(engine.clip(config.optim.max_norm)))

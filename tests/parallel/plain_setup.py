@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from hpc_train.config.compose import compose
 from hpc_train.config.model import TransformerConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.data.loader import cut_micro_batches
 from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
 from hpc_train.models.initial_values import initialise_parameters
 from hpc_train.models.registry import build_model as build_model
@@ -142,5 +144,5 @@ def share(batch: MicroBatch, world: World, accumulation: str = "one") -> StepBat
     """This rank's part of a global batch, cut into micro-batches."""
     rows = SEQUENCES // world.dp_size
     size = {"one": rows, "two": rows // 2, "short_last": rows // 2 + 1}[accumulation]
-    mine = (tensor[world.dp_index * rows : (world.dp_index + 1) * rows].split(size) for tensor in batch)
-    return StepBatch([MicroBatch(inputs, targets) for inputs, targets in zip(*mine, strict=True)])
+    mine = batch.map(itemgetter(slice(world.dp_index * rows, (world.dp_index + 1) * rows)))
+    return StepBatch(cut_micro_batches(mine, rows, size))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.config.run import RunConfig
-from hpc_train.interfaces import IGNORED_TARGET, MicroBatch, StepBatch, Sums, World
+from hpc_train.interfaces import IGNORED_TARGET, StepBatch, Sums, World
 from hpc_train.parallel.data_parallel.fully_shard import free_gathered_parameters
 from hpc_train.parallel.engines.updating_engine import UpdatingEngine
 from hpc_train.parallel.loss import StepTotals, compute_first_loss_sum, compute_loss_sum, start_loss_sum
@@ -24,7 +24,7 @@ from hpc_train.parallel.mesh_axes import get_axis_degree, get_axis_index, select
 from hpc_train.parallel.optimizer_step import OptimizerUpdates, get_local
 from hpc_train.parallel.pipeline.measurement import Timeline
 from hpc_train.parallel.pipeline.schedule import Pipeline, Schedule
-from hpc_train.parallel.user_model import explain_first_call
+from hpc_train.parallel.user_model import explain_first_call, require_one_input
 
 BetweenStages = Callable[[Tensor], Tensor]
 """Maps a micro-batch's inputs to the tensor that goes from stage to stage; both are on the meta device."""
@@ -121,11 +121,14 @@ class PipelineEngine(UpdatingEngine):
     def _prepare(self, batch: StepBatch, training: bool) -> tuple[Schedule, list[Tensor], Tensor | None]:
         """Return the schedule for this batch, the inputs of the first stage, and the targets of the last."""
         self._pipeline.masks.begin_step(batch, filled=True)
-        joined = join_micro_batches([select_own_tokens(micro, self._config, self._world) for micro in batch.micro])
-        schedule = self._get_schedule(joined.inputs, len(batch.micro), training)
+        own = [select_own_tokens(micro, self._config, self._world) for micro in batch.micro]
+        pp = get_axis_degree(self._world, "pp")
+        tensors = [require_one_input(micro.inputs, f"parallel.pp={pp}", "stages pass on one tensor") for micro in own]
+        joined_inputs, targets = join_micro_batches(tensors, [micro.targets for micro in own])
+        schedule = self._get_schedule(joined_inputs, len(batch.micro), training)
         dtype, device = next(self.parts[0].parameters()).dtype, self._world.device
-        inputs = joined.inputs.to(device, dtype if joined.inputs.is_floating_point() else None, non_blocking=True)
-        target = joined.targets.to(device, non_blocking=True) if self._last else None
+        inputs = joined_inputs.to(device, dtype if joined_inputs.is_floating_point() else None, non_blocking=True)
+        target = targets.to(device, non_blocking=True) if self._last else None
         return schedule, [inputs] if self._first else [], target
 
     def _get_schedule(self, inputs: Tensor, count: int, training: bool) -> Schedule:
@@ -142,15 +145,14 @@ class PipelineEngine(UpdatingEngine):
         return self._world.dp_size * get_axis_degree(self._world, "cp")
 
 
-def join_micro_batches(micro: Sequence[MicroBatch]) -> MicroBatch:
+def join_micro_batches(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Join micro-batches into one batch; a short one is padded with sequences whose targets do not count.
 
     torch's stages take micro-batches of one shape only.
     """
-    rows = max(len(one.targets) for one in micro)
-    padded = [MicroBatch(_pad(one.inputs, rows, 0), _pad(one.targets, rows, IGNORED_TARGET)) for one in micro]
-    inputs, targets = (torch.cat(tensors) for tensors in zip(*padded, strict=True))
-    return MicroBatch(inputs, targets)
+    rows = max(len(one) for one in targets)
+    joined = torch.cat([_pad(one, rows, 0) for one in inputs])
+    return joined, torch.cat([_pad(one, rows, IGNORED_TARGET) for one in targets])
 
 
 def _pad(tensor: Tensor, rows: int, value: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.config.run import RunConfig
-from hpc_train.interfaces import GradientSample, MicroBatch, StepBatch, Sums, World
+from hpc_train.interfaces import GradientSample, MicroBatch, StepBatch, Sums, World, map_inputs
 from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.engines.updating_engine import UpdatingEngine
 from hpc_train.parallel.loss import (
@@ -24,7 +24,7 @@ from hpc_train.parallel.loss import (
 from hpc_train.parallel.mesh_axes import get_axis_degree, select_own_tokens
 from hpc_train.parallel.optimizer_step import GradientUpdate
 from hpc_train.parallel.precision import autocast_forward
-from hpc_train.parallel.user_model import explain_first_call, name_model
+from hpc_train.parallel.user_model import check_inputs, check_output_is_seen, explain_first_call, name_model
 
 
 class WrappedModel(Protocol):
@@ -147,20 +147,26 @@ class PlainEngine(UpdatingEngine):
 
     def _compute_loss(self, micro: MicroBatch) -> Tensor:
         if self._output_checked:
-            return self._run_forward(micro, compute_loss_sum)
+            return self._run_forward(micro)
         with explain_first_call(f"in the first call of {name_model(self._model)}"):
-            loss = self._run_forward(micro, compute_first_loss_sum)
+            loss = self._run_forward(micro, first=True)
         self._output_checked = True
         return loss
 
-    def _run_forward(self, micro: MicroBatch, sum_loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Tensor:
-        device = self._world.device
-        own = select_own_tokens(micro, self._config, self._world)
-        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in own)
-        inputs = inputs.to(next(self._model.parameters()).dtype) if inputs.is_floating_point() else inputs
+    def _run_forward(self, micro: MicroBatch, *, first: bool = False) -> Tensor:
+        """Run the model on a micro-batch and sum its loss. first: check what the model takes and returns."""
+        device, dtype = self._world.device, next(self._model.parameters()).dtype
+        own = select_own_tokens(micro, self._config, self._world).map(lambda one: one.to(device, non_blocking=True))
+        inputs = map_inputs(own.inputs, lambda one: one.to(dtype) if one.is_floating_point() else one)
+        if first:
+            check_inputs(self._model, inputs)
         with self._autocast():
-            out = self._wrapped.module(inputs)
-        return sum_loss(self._model, out, targets)
+            out = self._wrapped.module(**inputs) if isinstance(inputs, dict) else self._wrapped.module(inputs)
+        if not first:
+            return compute_loss_sum(self._model, out, own.targets)
+        if self._wrapped.is_sharded:
+            check_output_is_seen(self._model, out)
+        return compute_first_loss_sum(self._model, out, own.targets)
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._wrapped.is_sharded:
