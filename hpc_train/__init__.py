@@ -8,13 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc_train.api import Run, compose, plan, submit, train
+    from hpc_train.checkpoint.checkpointer import Checkpointer
+    from hpc_train.checkpoint.errors import CheckpointError
     from hpc_train.errors import RunFailed, UserError
 
 __version__ = "0.1.0"
-__all__ = ["Run", "RunFailed", "UserError", "compose", "plan", "submit", "train"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "Run",
+    "RunFailed",
+    "UserError",
+    "compose",
+    "plan",
+    "submit",
+    "train",
+]
 
 _MODULES = {
     "hpc_train.api": ("Run", "compose", "plan", "submit", "train"),
+    "hpc_train.checkpoint.checkpointer": ("Checkpointer",),
+    "hpc_train.checkpoint.errors": ("CheckpointError",),
     "hpc_train.errors": ("RunFailed", "UserError"),
 }
 

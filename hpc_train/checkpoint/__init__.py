@@ -4,6 +4,7 @@ format/    file format of a step: manifest, shard files, digests, HDF5 structure
 save/      write a step: stage tensors in memory, write shard files, commit by one rename
 load/      read a step into any layout, verify a step, choose the step to resume from
 storage/   checkpoint directories: names, lock, retention; file systems, Lustre
+checkpointer.py  the face for any training loop: modules and optimizers in place of shards
 convert/   reshard steps; import and export other libraries' files
 
 checkpoints/step-<n>/manifest.json                 tensors, their places, sizes, checksums, `extra`
@@ -18,6 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpc_train.checkpoint.checkpointer import Checkpointer, LoadedStep
     from hpc_train.checkpoint.errors import CheckpointError, Problem
     from hpc_train.checkpoint.load.load_step import ResumedStep, load_step, resume_from_checkpoint
     from hpc_train.checkpoint.load.verify import find_newest_verified, verify_step
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from hpc_train.checkpoint.storage.step_directory import list_committed_steps, mark_bad, unmark_bad
 
 _MODULES = {
+    "checkpointer": ("Checkpointer", "LoadedStep"),
     "errors": ("CheckpointError", "Problem"),
     "load.load_step": ("ResumedStep", "load_step", "resume_from_checkpoint"),
     "load.verify": ("find_newest_verified", "verify_step"),
@@ -41,7 +44,9 @@ _MODULES = {
 
 __all__ = [
     "CheckpointError",
+    "Checkpointer",
     "IncrementalWriter",
+    "LoadedStep",
     "Problem",
     "ResumedStep",
     "SaveResult",

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -48,6 +48,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.runtime.processes import pause_gc
 
+T = TypeVar("T")
 _BUDGET_BYTES = 1 << 40
 """Bytes of a step above which rank 0 checks all file sizes first: a wrong manifest could ask for any memory."""
 
@@ -220,19 +221,28 @@ def resume_from_checkpoint(
     where, step = run_on_rank_0(world, lambda: _resolve_setting(directory, how))
     if step is not None:
         return _load_resumed(where, step, wanted, world)
-    steps = run_on_rank_0(world, lambda: _list_candidates(where))
+    return load_newest_sound(where, world, lambda candidate: _load_resumed(where, candidate, wanted, world))
+
+
+def load_newest_sound(directory: Path, world: World | None, load: Callable[[int], T]) -> T | None:
+    """Return `load(step)` of the newest step that is sound; None if there are no steps. A collective.
+
+    load: raises CheckpointError, on every rank, if a step is damaged; then a warning says so and the next older one is
+    loaded. Raises CheckpointError if there are steps but none is sound.
+    """
+    steps = run_on_rank_0(world, lambda: _list_candidates(directory))
     for candidate, defect in steps:
         try:
             if defect is not None:
-                raise CheckpointError(f"checkpoint step {candidate} in {where} {defect}")
-            return _load_resumed(where, candidate, wanted, world)
+                raise CheckpointError(f"checkpoint step {candidate} in {directory} {defect}")
+            return load(candidate)
         except CheckpointError as error:
             if world is None or world.rank == 0:
                 _log.warning("%s; it is skipped", error)
     if steps:
         raise CheckpointError(
-            f"every checkpoint in {where} is damaged{_describe_bad(steps)} (`hpc-train checkpoint verify` shows how);"
-            " checkpoint.resume=never starts over"
+            f"every checkpoint in {directory} is damaged{_describe_bad(steps)} (`hpc-train checkpoint verify` shows "
+            "how); checkpoint.resume=never starts over"
         )
     return None
 

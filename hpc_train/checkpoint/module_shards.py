@@ -1,0 +1,162 @@
+"""List the tensors of a module as shards, in whatever way it is split: plain, DDP, FSDP2, tensor parallel, or both.
+
+A DTensor says which rectangle of the whole a rank holds. Which of several ranks with the same rectangle writes it is
+agreed by comparing the rectangles of all ranks, so nobody has to say how the ranks are arranged.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn.parallel import DistributedDataParallel
+
+from hpc_train._torch import shard_offset
+from hpc_train.errors import UserError
+from hpc_train.interfaces import TensorShard, World
+from hpc_train.runtime.consensus import report_lost_ranks
+
+Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+"""A model; the pipeline stages of one; or several models by name, such as a model and its moving average."""
+
+T = TypeVar("T", bound=Tensor)
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""What torch.compile and torch's checkpoint_wrapper put into the names of the modules that they wrap."""
+
+
+def name_tensors(modules: Modules) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """Return (parameters, persistent buffers) by name; names are the same with and without wrappers.
+
+    A parameter that two modules share has the name of the first. Raises UserError for what cannot be saved: FSDP1,
+    state that is no tensor, and two tensors of one name.
+    """
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, Tensor] = {}
+    seen: set[nn.Parameter] = set()
+    for prefix, module in _list_modules(modules):
+        _prepare(module)
+        own = [(name, p) for name, p in module.named_parameters() if p not in seen]
+        seen.update(p for _, p in own)
+        persistent = module.state_dict(keep_vars=True)
+        _refuse_other_state(persistent)
+        for name, parameter in own:
+            _add(parameters, prefix + _clean(name), parameter)
+        for name, buffer in module.named_buffers():
+            if name in persistent:
+                _add(buffers, prefix + _clean(name), buffer)
+    if both := sorted(parameters.keys() & buffers.keys()):
+        raise UserError(f"two tensors of the model have the name {both[0]!r}; give the modules as a dictionary")
+    return parameters, buffers
+
+
+def make_shard(name: str, tensor: Tensor) -> TensorShard | None:
+    """Make the shard of a tensor that this rank holds, sharing its memory; None if it holds nothing of it."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return TensorShard(name, tuple(tensor.shape), tensor.dtype, (0,) * tensor.ndim, tensor)
+    if any(isinstance(how, Partial) for how in tensor.placements):
+        raise UserError(f"tensor {name!r} is a sum that is not reduced yet (Partial); redistribute it first")
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    return TensorShard(name, tuple(tensor.shape), tensor.dtype, shard_offset(tensor), tensor.to_local())
+
+
+def choose_writers(shards: list[TensorShard], first_writes: frozenset[str], world: World) -> list[TensorShard]:
+    """Return the shards with their `replica`: 0 on the one rank that writes it. A collective.
+
+    Ranks that hold the same rectangles write equal parts of them, the largest dealt first. first_writes: names that the
+    first holder writes, because copies of them may differ (buffers).
+    """
+    if world.size == 1:
+        return shards
+    own = np.array([_hash_rectangle(shard) for shard in shards], dtype=np.int64)
+    holders = _find_holders(own, world)
+    order = sorted(range(len(shards)), key=lambda at: (-shards[at].local.numel(), own[at]))
+    dealt: dict[bytes, int] = defaultdict(int)
+    chosen = list(shards)
+    for at in order:
+        ranks = np.flatnonzero(holders[:, at])
+        turn = 0
+        if shards[at].name not in first_writes:
+            group = holders[:, at].tobytes()
+            turn, dealt[group] = dealt[group], dealt[group] + 1
+        mine = int(np.searchsorted(ranks, world.rank))
+        chosen[at] = replace(shards[at], replica=(mine - turn) % len(ranks))
+    return chosen
+
+
+def _list_modules(modules: Modules) -> list[tuple[str, nn.Module]]:
+    if isinstance(modules, nn.Module):
+        return [("", modules)]
+    if isinstance(modules, Mapping):
+        return [(f"{name}.", module) for name, module in modules.items()]
+    return [("", module) for module in modules]
+
+
+def _prepare(module: nn.Module) -> None:
+    """Let fully_shard show its shards: after a forward without a backward it shows gathered parameters."""
+    for part in module.modules():
+        if isinstance(part, FullyShardedDataParallel):
+            raise UserError(
+                "FullyShardedDataParallel (FSDP1) cannot be saved: its flat parameters have no names; "
+                "use torch.distributed.fsdp.fully_shard"
+            )
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _refuse_other_state(state: Mapping[str, object]) -> None:
+    other = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
+    if other is not None:
+        raise UserError(f"{other!r} of the model is no tensor (get_extra_state); save it through extra= instead")
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def strip_wrappers(modules: Modules) -> Modules:
+    """Return the modules without DistributedDataParallel and torch.compile around them."""
+    if isinstance(modules, Mapping):
+        return {name: _unwrap(module) for name, module in modules.items()}
+    return _unwrap(modules) if isinstance(modules, nn.Module) else [_unwrap(module) for module in modules]
+
+
+def _unwrap(module: nn.Module) -> nn.Module:
+    inner = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", None)
+    return _unwrap(inner) if isinstance(inner, nn.Module) else module
+
+
+def _add(tensors: dict[str, T], name: str, tensor: T) -> None:
+    if name in tensors:
+        raise UserError(f"two tensors of the model have the name {name!r}; give the modules as a dictionary")
+    tensors[name] = tensor
+
+
+def _hash_rectangle(shard: TensorShard) -> int:
+    text = repr((shard.name, shard.offset, tuple(shard.local.shape)))
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little", signed=True)
+
+
+def _find_holders(own: NDArray[np.int64], world: World) -> NDArray[np.bool_]:
+    """Return which ranks hold which of this rank's rectangles, (ranks, own rectangles). A collective."""
+    with report_lost_ranks():
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+        dist.all_gather(counts, torch.tensor([len(own)]))
+        most = max(int(count) for count in counts)
+        padded = torch.zeros(most, dtype=torch.int64)
+        padded[: len(own)] = torch.from_numpy(own)
+        tables = [torch.empty_like(padded) for _ in range(world.size)]
+        dist.all_gather(tables, padded)
+    held = [np.isin(own, table[: int(count)].numpy()) for table, count in zip(tables, counts, strict=True)]
+    return np.stack(held)
