@@ -1,14 +1,19 @@
-"""`hpc-train data build|inspect`: make a token store from text, and show what one contains."""
+"""`hpc-train data build|inspect`: make a token store from text or records, and show what one contains."""
 
 from __future__ import annotations
 
 import argparse
 import json as json_module
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.cli.arguments import add_command, add_examples, add_json
+from hpc_train.cli.arguments import add_command, add_examples, add_json, whole_number
 
 if TYPE_CHECKING:
+    from hpc_train.data.part_files import Progress
     from hpc_train.data.token_store import TokenStore
 
 _SUFFIXES = (".py", ".txt", ".md", ".rst")
@@ -20,20 +25,42 @@ _SAMPLE_CHARACTERS = 72
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands build and inspect."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    build, inspect = "make a token store from text files or folders", "show what a token store contains"
+    build, inspect = "make a token store from files or folders of text or records", "show what a token store contains"
     _add_build(add_command(commands, "build", build))
     _add_inspect(add_command(commands, "inspect", inspect))
 
 
 def build_command(args: argparse.Namespace) -> int:
     """Build the store `args.out` and describe it."""
-    from hpc_train.data.build import build_store
+    from hpc_train.data.build import StoreRecipe, build_from_recipe, default_column
 
     vocab_size = args.vocab_size or (_BPE_VOCAB if args.tokenizer == "bpe" else 256)
-    suffixes = args.suffix or _SUFFIXES
-    store = build_store(args.source, suffixes, args.tokenizer, vocab_size, args.out, overwrite=args.overwrite)
+    recipe = StoreRecipe(
+        tuple(args.source),
+        tuple(args.suffix or _SUFFIXES),
+        args.tokenizer,
+        vocab_size,
+        args.column or default_column(args.chat),
+        args.chat,
+        args.end_of_document,
+    )
+    workers = args.workers or len(os.sched_getaffinity(0))
+    with _show_progress() as progress:
+        store = build_from_recipe(recipe, args.out, overwrite=args.overwrite, workers=workers, progress=progress)
     _print_fields(_describe_store(store), args.json)
     return 0
+
+
+@contextmanager
+def _show_progress() -> Iterator[Progress | None]:
+    """Show a bar on standard error while the context lasts, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from hpc_train.cli.data_progress import BuildBar
+
+    with BuildBar() as bar:
+        yield bar
 
 
 def inspect_command(path: str, json: bool, verify: bool = False) -> int:
@@ -51,10 +78,31 @@ def inspect_command(path: str, json: bool, verify: bool = False) -> int:
 def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="store to write, such as text.h5")
     parser.add_argument(
-        "source", metavar="SOURCE", nargs="+", help="text file, folder, or the word stdlib for Python's own sources"
+        "source",
+        metavar="SOURCE",
+        nargs="+",
+        help="file or folder of text, JSON Lines (also .gz, .zst), CSV, Parquet or Arrow, a folder saved "
+        "by `datasets`, or the word stdlib for Python's own sources; recognised by content",
     )
     parser.add_argument(
-        "--tokenizer", choices=("byte", "bpe"), default="byte", help="one token a byte (default), or a trained BPE"
+        "--tokenizer",
+        metavar="byte|bpe|PATH",
+        default="byte",
+        help="one token a byte (default), a BPE trained on the text, or a tokenizer.json or a folder with one",
+    )
+    parser.add_argument(
+        "--column", metavar="NAME", help="column of records to read (default text; with --chat messages)"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="records are conversations: apply the tokenizer's chat template, and count only the assistant's turns",
+    )
+    parser.add_argument(
+        "--end-of-document", metavar="TOKEN", help="token after every document (default: the tokenizer's own)"
+    )
+    parser.add_argument(
+        "--workers", metavar="N", type=whole_number(1), help="processes that tokenize (default: the processors here)"
     )
     parser.add_argument(
         "--vocab-size", metavar="N", type=int, help=f"vocabulary of the bpe tokenizer (default {_BPE_VOCAB})"
@@ -72,6 +120,8 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         parser,
         "hpc-train data build text.h5 stdlib",
         "hpc-train data build notes.h5 notes/ --tokenizer bpe --vocab-size 8192 --suffix .txt .md",
+        "hpc-train data build web.h5 web.jsonl.zst --column content --tokenizer models/tiny/",
+        "hpc-train data build chats.h5 chats.jsonl --chat --tokenizer models/tiny/",
     )
     parser.set_defaults(run=build_command)
 
@@ -91,6 +141,8 @@ def _describe_store(store: TokenStore) -> dict[str, Any]:
         "documents": len(store.documents),
         "vocab_size": store.vocab_size,
         "tokenizer": store.tokenizer,
+        **({"tokenizer_digest": store.tokenizer_digest} if store.tokenizer_json else {}),
+        **({"counted_tokens": int(store.counted.sum())} if store.counted is not None else {}),
         "dtype": store.tokens.dtype.name,
         "bytes": store.path.stat().st_size,
         "unigram_entropy": store.unigram_entropy,

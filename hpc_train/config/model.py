@@ -135,13 +135,24 @@ class TokenDataConfig(DataConfig):
     path: str | None = None
     """A token store made by `hpc-train data build`; None: built from `sources` into `cache` at first use."""
     sources: list[str] = config_field(default=[])
-    """Text files or folders; the word `stdlib` stands for the source code of the running Python's standard library."""
+    """Files or folders of text, JSON Lines (plain, gzip, zstd), CSV, Parquet or Arrow, recognised by content; the word
+    `stdlib` stands for the source code of the running Python's standard library."""
     suffixes: list[str] = config_field(default=[".py", ".txt", ".md", ".rst"])
-    """Files taken from a folder."""
-    tokenizer: str = config_field(default="byte", choices=("byte", "bpe"))
-    """byte: one token a byte; bpe: byte-pair encoding, trained on the text."""
+    """Files taken from a folder; if it has none of them, its files of records are taken."""
+    column: str | None = None
+    """Column of JSON Lines, CSV, Parquet and Arrow to read; None: text, or messages for a chat."""
+    chat: bool = False
+    """Records are conversations for the tokenizer's chat template; only the assistant's turns count in the loss."""
+    tokenizer: str = "byte"
+    """byte: one token a byte; bpe: byte-pair encoding, trained on the text; else a tokenizer.json, or a folder with one
+    as transformers saves it."""
+    end_of_document: str | None = None
+    """Token after every document, for a tokenizer from a folder; None: its own choice, else its eos_token."""
     vocab_size: int = config_field(default=256, ge=256, le=1 << 31)
     """Size of the vocabulary that is trained on the text (bpe); the byte tokenizer always has 256."""
+    samples: str | None = config_field(default=None, choices=("stream", "padded"))
+    """stream: sequences cut out of all text one after another; padded: a document a sample, the rest of the sequence
+    without targets, and a longer document in several samples. None: padded for chats, else stream."""
     cache: str = "${oc.env:HPC_TRAIN_CACHE,'~/.cache/hpc_train'}"
     """Folder of the stores that are built; it must be visible from the compute nodes."""
 

@@ -1,20 +1,30 @@
-"""Build token stores from text files, on request or at the first use of a config that names its sources."""
+"""Build token stores from text and records, on request or at the first use of a config that names its sources."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from hpc_train.config.model import TokenDataConfig
-from hpc_train.data.text_files import SourceFile, TextPiece, check_text_files, find_source_files, iterate_batches
-from hpc_train.data.token_store import VERSION, StoreHeader, TokenBlock, Tokens, TokenStore, write_store
-from hpc_train.data.tokenizer import BYTE_VOCAB, SEPARATOR, ByteTokenizer, Tokenizer, train_bpe
+from hpc_train.data.documents import Part, iterate_batches, plan_parts, read_pieces
+from hpc_train.data.part_files import (
+    Progress,
+    TokenizationRecipe,
+    list_part_files,
+    open_parts_folder,
+    write_part_files,
+)
+from hpc_train.data.sources import SourceFile, find_source_files
+from hpc_train.data.text_files import recognise_files
+from hpc_train.data.token_store import VERSION, StoreHeader, TokenBlock, TokenStore, write_store
+from hpc_train.data.tokenize import LeftOut, Tokenization, describe_assistant_part, tokenize_part
+from hpc_train.data.tokenizer import BYTE_VOCAB, ByteTokenizer, Tokenizer, train_bpe
+from hpc_train.data.tokenizer_folder import load_tokenizer_folder
 from hpc_train.errors import UserError
 
 BPE_TRAINING_BYTES = 1 << 28
@@ -27,15 +37,37 @@ class StoreRecipe:
 
     sources: tuple[str, ...]
     suffixes: tuple[str, ...]
-    tokenizer: str
-    vocab_size: int
+    tokenizer: str = "byte"
+    """byte, bpe, or the path of a tokenizer.json or of a folder with one."""
+    vocab_size: int = BYTE_VOCAB
+    """Of the bpe; 256 for byte, and for a tokenizer that brings its own."""
+    column: str = "text"
+    """Column of records with the text, or with the messages of a chat."""
+    chat: bool = False
+    """Whether records are conversations; only the assistant's turns then count as targets."""
+    end_of_document: str | None = None
+    """Token after every document, for a tokenizer from a folder; None: its own choice."""
 
     def __post_init__(self) -> None:
-        if self.tokenizer == "byte" and self.vocab_size != BYTE_VOCAB:
-            raise UserError(
-                f"vocab_size {self.vocab_size} has no effect on the byte tokenizer, whose vocabulary is {BYTE_VOCAB}: "
-                "leave it out, or choose the bpe tokenizer"
+        if self.tokenizer != "bpe" and self.vocab_size != BYTE_VOCAB:
+            what = (
+                f"the byte tokenizer, whose vocabulary is {BYTE_VOCAB}"
+                if self.tokenizer == "byte"
+                else "a tokenizer that is read"
             )
+            raise UserError(
+                f"vocab_size {self.vocab_size} has no effect on {what}: leave it out, or choose the bpe tokenizer"
+            )
+        if self.end_of_document is not None and self.tokenizer in ("byte", "bpe"):
+            raise UserError(
+                f"end_of_document {self.end_of_document!r} has no effect on the {self.tokenizer} tokenizer, which has "
+                "its own: leave it out, or give a tokenizer from a folder"
+            )
+
+
+def default_column(chat: bool) -> str:
+    """Return the column that is read if none is named."""
+    return "messages" if chat else "text"
 
 
 def build_store(
@@ -47,18 +79,41 @@ def build_store(
     *,
     overwrite: bool = False,
 ) -> TokenStore:
-    """Build the token store `out` from text files and folders, and open it.
+    """Build the token store `out` from text files and folders in this process, and open it; see build_from_recipe."""
+    return build_from_recipe(
+        StoreRecipe(tuple(sources), tuple(suffixes), tokenizer, vocab_size), out, overwrite=overwrite
+    )
 
-    sources, suffixes: see find_source_files. tokenizer: byte or bpe. vocab_size: of the bpe; 256 for byte.
-    Raises UserError if `out` exists, unless it is a store and `overwrite` is set; jobs that read the old one keep it.
+
+def build_from_recipe(
+    recipe: StoreRecipe,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> TokenStore:
+    """Build the token store `out`, and open it. The result does not depend on the number of workers.
+
+    A build that was killed goes on with the parts that are missing. Raises UserError if `out` exists, unless it is a
+    store and `overwrite` is set; jobs that read the old one keep it.
     """
     out = Path(out).expanduser()
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists: give another name, or --overwrite")
     if out.exists():
         TokenStore.open(out)  # refuses to replace what is not a store, such as a source named first by mistake
-    recipe = StoreRecipe(tuple(sources), tuple(suffixes), tokenizer, vocab_size)
-    _write_tokens(recipe, find_source_files(sources, suffixes), out)
+    corpus = _open_corpus(recipe, find_source_files(recipe.sources, recipe.suffixes))
+    how = corpus.make_tokenization()
+    try:
+        with open_parts_folder(out) as folder:
+            files = list_part_files(folder, corpus.parts, TokenizationRecipe.of(how))
+            write_part_files(files, how, workers, progress)
+            left_out = LeftOut()
+            blocks = (block for file in files for block in file.read(how, left_out))
+            corpus.write(out, how, blocks, left_out)
+    except OSError as error:
+        raise UserError(f"cannot write token store {out}: {error.strerror or error}") from error
     return TokenStore.open(out)
 
 
@@ -85,53 +140,80 @@ def locate_store(config: TokenDataConfig) -> Path:
 
 
 def _make_recipe(config: TokenDataConfig) -> tuple[StoreRecipe, list[SourceFile]]:
-    recipe = StoreRecipe(tuple(config.sources), tuple(config.suffixes), config.tokenizer, config.vocab_size)
+    recipe = StoreRecipe(
+        tuple(config.sources),
+        tuple(config.suffixes),
+        config.tokenizer,
+        config.vocab_size,
+        config.column or default_column(config.chat),
+        config.chat,
+        config.end_of_document,
+    )
     return recipe, find_source_files(recipe.sources, recipe.suffixes)
 
 
 def _locate_cached_store(config: TokenDataConfig, recipe: StoreRecipe, files: Sequence[SourceFile]) -> Path:
-    name = f"{recipe.tokenizer}-{recipe.vocab_size}-{_hash_recipe(recipe, files)}.h5"
-    return Path(config.cache).expanduser() / name
+    name = recipe.tokenizer if recipe.tokenizer in ("byte", "bpe") else "folder"
+    return Path(config.cache).expanduser() / f"{name}-{recipe.vocab_size}-{_hash_recipe(recipe, files)}.h5"
 
 
 def _hash_recipe(recipe: StoreRecipe, files: Sequence[SourceFile]) -> str:
     content = [VERSION, asdict(recipe), [(str(file.path.absolute()), file.size, file.mtime_ns) for file in files]]
+    if recipe.tokenizer not in ("byte", "bpe"):
+        tokenizer = load_tokenizer_folder(recipe.tokenizer, recipe.end_of_document)
+        content.append([tokenizer.to_json(), tokenizer.settings_json()])
     return xxhash.xxh3_64_hexdigest(json.dumps(content).encode())
 
 
 def _write_tokens(recipe: StoreRecipe, files: Sequence[SourceFile], out: Path) -> None:
-    check_text_files(files)
-    tokenizer = _make_tokenizer(recipe, files)
-    source = {
-        "sources": recipe.sources,
-        "suffixes": recipe.suffixes,
-        "files": len(files),
-        "bytes": sum(file.size for file in files),
-    }
-    header = StoreHeader(tokenizer.vocab_size, tokenizer.name, tokenizer.to_json(), json.dumps(source))
-    write_store(out, (_make_block(tokenizer, batch) for batch in iterate_batches(files)), header)
+    """Write a store in this process, without part files."""
+    corpus, left_out = _open_corpus(recipe, files), LeftOut()
+    how = corpus.make_tokenization()
+    corpus.write(out, how, (block for part in corpus.parts for block in tokenize_part(part, how, left_out)), left_out)
 
 
-def _make_tokenizer(recipe: StoreRecipe, files: Sequence[SourceFile]) -> Tokenizer:
-    if recipe.tokenizer == "byte":
-        return ByteTokenizer()
-    stride = max(1, sum(file.size for file in files) // BPE_TRAINING_BYTES)
-    return train_bpe(_iterate_texts(islice(iterate_batches(files), 0, None, stride)), recipe.vocab_size)
+@dataclass(frozen=True)
+class Corpus:
+    """The files of a store that is to be built, checked and cut into parts."""
+
+    recipe: StoreRecipe
+    files: tuple[SourceFile, ...]
+    parts: tuple[Part, ...]
+
+    def make_tokenization(self) -> Tokenization:
+        """Load or train the tokenizer."""
+        return Tokenization(self._make_tokenizer(), self.recipe.column, self.recipe.chat)
+
+    def write(self, out: Path, how: Tokenization, blocks: Iterator[TokenBlock], left_out: LeftOut) -> None:
+        """Write the store. left_out: filled while the blocks are read."""
+        one = how.tokenizer
+        header = StoreHeader(one.vocab_size, one.name, one.to_json(), "", one.settings_json(), how.chat)
+        write_store(out, blocks, header, lambda: json.dumps(self._describe(how, left_out)))
+
+    def _make_tokenizer(self) -> Tokenizer:
+        if self.recipe.tokenizer == "byte":
+            return ByteTokenizer()
+        if self.recipe.tokenizer != "bpe":
+            return load_tokenizer_folder(self.recipe.tokenizer, self.recipe.end_of_document)
+        stride = max(1, sum(file.size for file in self.files) // BPE_TRAINING_BYTES)
+        batches = iterate_batches(piece for part in self.parts for piece in read_pieces(part, self.recipe.column))
+        texts = ([piece.text for piece in batch] for batch in islice(batches, 0, None, stride))
+        return train_bpe(texts, self.recipe.vocab_size)
+
+    def _describe(self, how: Tokenization, left_out: LeftOut) -> dict[str, object]:
+        facts: dict[str, object] = {
+            "sources": self.recipe.sources,
+            "suffixes": self.recipe.suffixes,
+            "files": len(self.files),
+            "bytes": sum(file.size for file in self.files),
+        }
+        if any(piece.format is not None for part in self.parts for piece in part):
+            facts["column"] = self.recipe.column
+        if how.chat:
+            facts["assistant_part"] = describe_assistant_part(how)
+        counts = {"empty_documents": left_out.empty, "conversations_without_answer": left_out.unanswered}
+        return facts | {name: count for name, count in counts.items() if count}
 
 
-def _iterate_texts(parts: Iterable[list[TextPiece]]) -> Iterator[list[bytes]]:
-    return ([piece.text for piece in part] for part in parts)
-
-
-def _make_block(tokenizer: Tokenizer, batch: Sequence[TextPiece]) -> TokenBlock:
-    """Tokenize a batch, with a separator after each document that ends in it."""
-    parts: list[Tokens] = []
-    starts: list[int] = []
-    length = 0
-    separator = np.array([SEPARATOR], np.uint8)
-    for piece, tokens in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
-        if piece.first:
-            starts.append(length)
-        parts += [tokens, separator] if piece.last else [tokens]
-        length += len(tokens) + piece.last
-    return TokenBlock(np.concatenate(parts), np.array(starts, np.int64))
+def _open_corpus(recipe: StoreRecipe, files: Sequence[SourceFile]) -> Corpus:
+    return Corpus(recipe, tuple(files), tuple(plan_parts(recognise_files(files))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,10 @@ from hpc_train.config.model import (
     VisionTransformerConfig,
 )
 from hpc_train.data.build import ensure_store
-from hpc_train.data.token_store import Tokens, TokenStore, compute_unigram_entropy
+from hpc_train.data.document_samples import open_padded_documents
+from hpc_train.data.token_store import TokenStore, compute_unigram_entropy
 from hpc_train.errors import UserError
+from hpc_train.interfaces import IGNORED_TARGET
 
 if TYPE_CHECKING:
     from hpc_train.interfaces import ModelInputs
@@ -73,9 +75,12 @@ def open_dataset(config: DataConfig, sequence_length: int, split: Split) -> Data
     raise UserError(f"data.kind={config.kind} is not known: tokens or images")
 
 
-def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Split) -> TokenDataset:
+def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Split) -> Dataset:
     """Open one split of a token dataset: its TokenStore, and where the split begins and ends in it."""
     store = TokenStore.open(ensure_store(config))
+    samples = config.samples or ("stream" if store.counted is None else "padded")
+    if samples == "padded":
+        return open_padded_documents(config, store, sequence_length, split)
     boundary = _find_boundary(len(store.tokens), config.validation_fraction)
     begin, end = (0, boundary) if split == "train" else (boundary, len(store.tokens))
     if end - begin <= sequence_length:
@@ -111,8 +116,11 @@ class TokenDataset:
 
     def get(self, indices: Indices) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, two int64 tensors of shape (indices, T)."""
-        rows = self._rows[indices]
-        return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
+        rows = self._cut(self.store.tokens)[indices].astype(np.int64)
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        if self.store.counted is not None:
+            targets = np.where(self._cut(self.store.counted)[indices][:, 1:], targets, IGNORED_TARGET)
+        return torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(np.ascontiguousarray(targets))
 
     @property
     def tokens_per_sample(self) -> int:
@@ -127,14 +135,12 @@ class TokenDataset:
         return None
 
     @cached_property
-    def unigram_entropy(self) -> float:
-        return compute_unigram_entropy(self.store, self.boundary)
+    def unigram_entropy(self) -> float | None:
+        return compute_unigram_entropy(self.store, self.boundary) if self.store.counted is None else None
 
-    @cached_property
-    def _rows(self) -> Tokens:
-        """View of the memory map as (samples, T + 1), without a copy; neighbouring rows share a token."""
-        tokens = self.store.tokens[self.begin : self.end]
-        windows = np.lib.stride_tricks.sliding_window_view(tokens, self.sequence_length + 1)
+    def _cut(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """View a memory map as (samples, T + 1), without a copy; neighbouring rows share a token."""
+        windows = np.lib.stride_tricks.sliding_window_view(values[self.begin : self.end], self.sequence_length + 1)
         return windows[:: self.sequence_length]
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,8 +23,8 @@ import xxhash
 from hpc_train.errors import UserError
 
 FORMAT = "hpc_train.tokens"
-VERSION = 1
-"""Version of the format; increased whenever older readers could not read a new file."""
+VERSION = 2
+"""Newest version of the format. Version 2 has COUNTED, which older readers would ignore; without it, 1 is written."""
 
 TOKENS = "tokens"
 """1-D, contiguous layout, little-endian: every document followed by the tokenizer's separator."""
@@ -34,6 +34,11 @@ COUNTS = "counts"
 """int64, one a vocabulary entry: how often it occurs in TOKENS."""
 TOKENIZER = "tokenizer_json"
 """uint8, the tokenizer's own JSON; a data set because an attribute ends at 64 KiB. Absent for the byte tokenizer."""
+
+SETTINGS = "tokenizer_settings"
+"""uint8, JSON: special tokens and chat template of a tokenizer that came from a folder; absent for others."""
+COUNTED = "counted"
+"""uint8, one a token: 1 if it is a target that counts. Absent if all of them do."""
 
 SLICE_TOKENS = 1 << 22
 """Tokens read at once by everything that reads a whole store."""
@@ -66,9 +71,18 @@ class TokenStore:
     source: str
     """JSON: what the store was built from."""
     digest: str
-    """XXH3-128 of the bytes of `tokens`, hexadecimal."""
+    """XXH3-128 of the bytes of `tokens` and then of `counted`, hexadecimal."""
     unigram_entropy: float
     """Entropy of the whole store's distribution of tokens, nats per token."""
+    tokenizer_settings: str = ""
+    """JSON of tokenizer_folder.TokenizerSettings; empty for the others."""
+    counted: npt.NDArray[np.uint8] | None = None
+    """(tokens,), a read-only memory map: 1 where the token is a target that counts; None: all of them are."""
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """XXH3-128 of the tokenizer: equal in two stores if their tokens mean the same."""
+        return xxhash.xxh3_128_hexdigest("\0".join((self.tokenizer, self.tokenizer_json)).encode())
 
     @classmethod
     def open(cls, path: str | Path) -> TokenStore:
@@ -89,8 +103,9 @@ class TokenStore:
 def verify_store(store: TokenStore) -> bool:
     """Return whether the tokens still have the digest with which they were written; reads the whole file."""
     state = xxhash.xxh3_128()
-    for start in range(0, len(store.tokens), SLICE_TOKENS):
-        state.update(store.tokens[start : start + SLICE_TOKENS].data)
+    for values in (store.tokens,) if store.counted is None else (store.tokens, store.counted):
+        for start in range(0, len(values), SLICE_TOKENS):
+            state.update(values[start : start + SLICE_TOKENS].data)
     return state.hexdigest() == store.digest
 
 
@@ -104,11 +119,17 @@ def _read_store(file: h5py.File, path: Path) -> TokenStore:
         counts=file[COUNTS][:],
         vocab_size=int(attributes["vocab_size"]),
         tokenizer=str(attributes["tokenizer"]),
-        tokenizer_json=bytes(file[TOKENIZER][:]).decode() if TOKENIZER in file else "",
+        tokenizer_json=_read_text(file, TOKENIZER),
         source=str(attributes["source"]),
         digest=str(attributes["xxh3_128"]),
         unigram_entropy=float(attributes["unigram_entropy"]),
+        tokenizer_settings=_read_text(file, SETTINGS),
+        counted=_map_dataset(file[COUNTED], path) if COUNTED in file else None,
     )
+
+
+def _read_text(file: h5py.File, name: str) -> str:
+    return bytes(file[name][:]).decode() if name in file else ""
 
 
 def _check_header(file: h5py.File, path: Path) -> None:
@@ -182,6 +203,9 @@ class StoreHeader:
     tokenizer: str
     tokenizer_json: str
     source: str
+    tokenizer_settings: str = ""
+    counted: bool = False
+    """Whether the blocks say which tokens count as targets."""
 
 
 @dataclass(frozen=True)
@@ -191,27 +215,41 @@ class TokenBlock:
     tokens: Tokens
     starts: npt.NDArray[np.int64]
     """Indices in `tokens` at which documents begin."""
+    counted: npt.NDArray[np.bool_] | None = None
+    """(tokens,): which of them count as targets; None: all."""
 
 
-def write_store(path: Path, blocks: Iterable[TokenBlock], header: StoreHeader) -> None:
+def write_store(
+    path: Path, blocks: Iterable[TokenBlock], header: StoreHeader, describe: Callable[[], str] | None = None
+) -> None:
     """Write `blocks` to a store, replacing an old one by one rename; the same input gives the same bytes.
 
-    HDF5 must know the length of a contiguous dataset when it is created, so the tokens are first spooled to a nameless
-    file in the same folder: there must be room for the tokens twice. Raises UserError if there are no tokens, or if the
-    folder cannot be written.
+    describe: called after the last block, returns what takes the place of the header's `source`.
+    HDF5 must know the length of a contiguous dataset when it is created, so the tokens are first spooled to nameless
+    files in the same folder: there must be room for the tokens twice. Raises UserError if there are no tokens, or if
+    the folder cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent) as spool:
+        with tempfile.TemporaryFile(dir=path.parent) as tokens, tempfile.TemporaryFile(dir=path.parent) as counted:
+            spool = _Spool(tokens, counted)
             totals = _Totals(np.zeros(header.vocab_size, np.int64))
             for block in blocks:
-                _spool_block(spool, block, token_dtype(header.vocab_size), totals)
+                _spool_block(spool, block, header, totals)
             if not totals.tokens:
-                raise UserError("the sources hold no text: every file is empty")
+                raise UserError("the sources hold no text: every document is empty")
+            if describe is not None:
+                header = replace(header, source=describe())
             with _publish(path) as temporary:
                 _write_file(temporary, spool, header, totals)
     except OSError as error:
         raise UserError(f"cannot write token store {path}: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True)
+class _Spool:
+    tokens: IO[bytes]
+    counted: IO[bytes]
 
 
 @dataclass
@@ -222,7 +260,7 @@ class _Totals:
     digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 
 
-def _spool_block(spool: IO[bytes], block: TokenBlock, dtype: np.dtype[np.unsignedinteger], totals: _Totals) -> None:
+def _spool_block(spool: _Spool, block: TokenBlock, header: StoreHeader, totals: _Totals) -> None:
     if not len(block.tokens):
         return
     vocab_size = len(totals.counts)
@@ -231,29 +269,38 @@ def _spool_block(spool: IO[bytes], block: TokenBlock, dtype: np.dtype[np.unsigne
     totals.counts += counts
     totals.starts.append(block.starts + totals.tokens)
     totals.tokens += len(block.tokens)
-    tokens = np.ascontiguousarray(block.tokens, dtype)
+    tokens = np.ascontiguousarray(block.tokens, token_dtype(header.vocab_size))
     totals.digest.update(tokens.data)
-    spool.write(tokens.data)
+    spool.tokens.write(tokens.data)
+    assert header.counted == (block.counted is not None)
+    if block.counted is not None:
+        spool.counted.write(block.counted.tobytes())
 
 
-def _write_file(path: Path, spool: IO[bytes], header: StoreHeader, totals: _Totals) -> None:
+def _write_file(path: Path, spool: _Spool, header: StoreHeader, totals: _Totals) -> None:
     with h5py.File(path, "w", locking=False) as file:
         file.attrs["format"] = FORMAT
-        file.attrs["version"] = VERSION
+        file.attrs["version"] = 2 if header.counted else 1
         file.attrs["vocab_size"] = header.vocab_size
         file.attrs["tokenizer"] = header.tokenizer
         file.attrs["source"] = header.source
-        file.attrs["xxh3_128"] = totals.digest.hexdigest()
         file.attrs["unigram_entropy"] = compute_entropy(totals.counts)
         file[COUNTS] = totals.counts
         file[DOCUMENTS] = np.concatenate(totals.starts)
-        if header.tokenizer_json:
-            file[TOKENIZER] = np.frombuffer(header.tokenizer_json.encode(), np.uint8)
+        for name, text in ((TOKENIZER, header.tokenizer_json), (SETTINGS, header.tokenizer_settings)):
+            if text:
+                file[name] = np.frombuffer(text.encode(), np.uint8)
         dtype = token_dtype(header.vocab_size)
-        _copy_tokens(spool, file.create_dataset(TOKENS, (totals.tokens,), dtype))
+        _copy_spool(spool.tokens, file.create_dataset(TOKENS, (totals.tokens,), dtype))
+        if header.counted:
+            counted = file.create_dataset(COUNTED, (totals.tokens,), np.uint8)
+            _copy_spool(spool.counted, counted)
+            for start in range(0, totals.tokens, SLICE_TOKENS):
+                totals.digest.update(counted[start : start + SLICE_TOKENS].data)
+        file.attrs["xxh3_128"] = totals.digest.hexdigest()
 
 
-def _copy_tokens(spool: IO[bytes], dataset: h5py.Dataset) -> None:
+def _copy_spool(spool: IO[bytes], dataset: h5py.Dataset) -> None:
     spool.flush()
     spool.seek(0)
     for start in range(0, len(dataset), SLICE_TOKENS):

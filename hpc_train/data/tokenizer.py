@@ -1,4 +1,4 @@
-"""Convert text to tokens and back: one token a byte, or a byte-pair encoding trained on the corpus itself."""
+"""Convert text to tokens and back: a token a byte, a byte-pair encoding trained on the corpus, or one from a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpc_train.data.token_store import Tokens, TokenStore, token_dtype
 from hpc_train.errors import UserError
 
 SEPARATOR = 0
-"""Token after every document, in both tokenizers."""
+"""Token after every document, in our own two tokenizers."""
 
 BYTE_VOCAB = 256
 _END_OF_TEXT = "<|endoftext|>"
@@ -27,14 +27,25 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Tokens before every document."""
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Tokens after every document."""
+
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """Return the tokens of each text, without separators."""
+        """Return the tokens of each text, without those before and after a document."""
 
     def decode(self, tokens: Tokens) -> str:
         """Return the text of tokens; bytes that are not valid UTF-8 become U+FFFD."""
 
     def to_json(self) -> str:
         """Return everything that `load_tokenizer` needs; empty if the name is enough."""
+
+    def settings_json(self) -> str:
+        """Return what belongs to the tokenizer beside `to_json`; empty if there is nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,8 @@ class ByteTokenizer:
 
     name: str = "byte"
     vocab_size: int = BYTE_VOCAB
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = (SEPARATOR,)
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
         return [np.frombuffer(text, np.uint8) for text in texts]
@@ -51,6 +64,9 @@ class ByteTokenizer:
         return bytes(tokens.astype(np.uint8)).decode(errors="replace")
 
     def to_json(self) -> str:
+        return ""
+
+    def settings_json(self) -> str:
         return ""
 
 
@@ -62,13 +78,15 @@ class BpeTokenizer:
     model: Any
     """tokenizers.Tokenizer"""
     name: str = "bpe"
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = (SEPARATOR,)
 
     @property
     def vocab_size(self) -> int:
         return int(self.model.get_vocab_size())
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        encoded = self.model.encode_batch_fast([_decode_text(text) for text in texts], add_special_tokens=False)
+        encoded = self.model.encode_batch_fast([decode_text(text) for text in texts], add_special_tokens=False)
         dtype = token_dtype(self.vocab_size)
         return [np.array(one.ids, dtype) for one in encoded]
 
@@ -78,13 +96,16 @@ class BpeTokenizer:
     def to_json(self) -> str:
         return str(self.model.to_str())
 
+    def settings_json(self) -> str:
+        return ""
+
 
 def train_bpe(batches: Iterable[Sequence[bytes]], vocab_size: int) -> BpeTokenizer:
     """Train a byte-pair encoding of at most `vocab_size` entries; fewer if the texts have fewer pairs.
 
     The first entries are the separator and the 256 bytes. Raises UserError for fewer than 257 entries.
     """
-    package = _import_tokenizers()
+    package = import_tokenizers()
     if vocab_size <= BYTE_VOCAB:
         raise UserError(
             f"vocab_size {vocab_size} is too small for the bpe tokenizer, which starts from {BYTE_VOCAB} bytes and a "
@@ -99,18 +120,29 @@ def train_bpe(batches: Iterable[Sequence[bytes]], vocab_size: int) -> BpeTokeniz
         initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    model.train_from_iterator(([_decode_text(text) for text in texts] for texts in batches), trainer)
+    model.train_from_iterator(([decode_text(text) for text in texts] for texts in batches), trainer)
     assert model.token_to_id(_END_OF_TEXT) == SEPARATOR
     return _make_bpe(model)
 
 
 def load_tokenizer(store: TokenStore) -> Tokenizer:
     """Load the tokenizer that a store was built with, from the store alone."""
-    if store.tokenizer == "byte":
+    if store.tokenizer not in ("byte", "bpe", "folder"):
+        raise UserError(
+            f"{store.path} was built with the tokenizer {store.tokenizer!r}, not known here: byte, bpe, folder"
+        )
+    return restore_tokenizer(store.tokenizer, store.tokenizer_json, store.tokenizer_settings)
+
+
+def restore_tokenizer(name: str, tokenizer_json: str, settings_json: str) -> Tokenizer:
+    """Make a tokenizer again from its name, `to_json` and `settings_json`."""
+    if name == "byte":
         return ByteTokenizer()
-    if store.tokenizer == "bpe":
-        return _make_bpe(_import_tokenizers().Tokenizer.from_str(store.tokenizer_json))
-    raise UserError(f"{store.path} was built with the tokenizer {store.tokenizer!r}, not known here: byte, bpe")
+    if name == "bpe":
+        return _make_bpe(import_tokenizers().Tokenizer.from_str(tokenizer_json))
+    from hpc_train.data.tokenizer_folder import restore_folder_tokenizer
+
+    return restore_folder_tokenizer(tokenizer_json, settings_json)
 
 
 def _make_bpe(model: Any) -> BpeTokenizer:
@@ -118,15 +150,17 @@ def _make_bpe(model: Any) -> BpeTokenizer:
     return BpeTokenizer(model)
 
 
-def _decode_text(data: bytes) -> str:
+def decode_text(data: bytes) -> str:
+    """Decode UTF-8; bytes that are not valid become U+FFFD."""
     return data.decode(errors="replace")
 
 
-def _import_tokenizers() -> Any:
+def import_tokenizers() -> Any:
+    """Import the package tokenizers. Raises UserError if it is not installed."""
     try:
         import tokenizers
     except ImportError as error:
         raise UserError(
-            "the bpe tokenizer needs the package tokenizers: pip install 'hpc_train[bpe]', or use the byte tokenizer"
+            "this tokenizer needs the package tokenizers: pip install 'hpc_train[bpe]', or use the byte tokenizer"
         ) from error
     return tokenizers

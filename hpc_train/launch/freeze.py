@@ -180,7 +180,7 @@ def _check_vocabulary(of_model: int | None, data: TokenDataConfig) -> None:
         raise UserError(
             f"data.vocab_size={data.vocab_size}: the byte tokenizer has {_BYTE_VOCAB}; use data.tokenizer=bpe"
         )
-    if of_model is not None and of_model < data.vocab_size:
+    if data.tokenizer in ("byte", "bpe") and of_model is not None and of_model < data.vocab_size:
         raise UserError(
             f"model.vocab_size={of_model}: smaller than the {data.vocab_size} of data={data.name}; "
             f"use model.vocab_size={data.vocab_size}"
@@ -234,6 +234,20 @@ def _check_text(data: TokenDataConfig, of_model: int | None) -> None:
         raise UserError(
             f"data={data.name}: has no text; give data.path=<token store> or data.sources=[<file or folder>]"
         )
+    if data.tokenizer not in ("byte", "bpe"):
+        _check_tokenizer(data, of_model)
     for source in data.sources:
         if source != _STDLIB and not Path(source).expanduser().exists():
             raise UserError(f"data.sources: {source} does not exist; give text files, folders, or the word {_STDLIB}")
+
+
+def _check_tokenizer(data: TokenDataConfig, of_model: int | None) -> None:
+    """Raise UserError for a tokenizer that cannot be read, or whose vocabulary the model does not cover."""
+    from hpc_train.data.tokenizer_folder import load_tokenizer_folder
+
+    tokens = load_tokenizer_folder(data.tokenizer, data.end_of_document).vocab_size
+    if of_model is not None and of_model < tokens:
+        raise UserError(
+            f"model.vocab_size={of_model}: smaller than the {tokens} of data.tokenizer={data.tokenizer}; "
+            f"use model.vocab_size={tokens}"
+        )

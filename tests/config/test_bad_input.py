@@ -229,7 +229,10 @@ COMMANDS = [
     ("data build new.h5 no", "source no does not exist: give text files, folders, or the word stdlib"),
     ("data build a_file notes", "a_file exists: give another name, or --overwrite"),
     ("data build new.h5 notes --vocab-size x", "argument --vocab-size: invalid int value: 'x'; see ..."),
-    ("data build new.h5 notes --tokenizer x", "argument --tokenizer: invalid choice: 'x' ..."),
+    (
+        "data build new.h5 notes --tokenizer x",
+        "tokenizer x does not exist: give byte, bpe, a tokenizer.json, or a folder with one",
+    ),
     ("data inspect no.h5", "no token store at no.h5: build one with ..."),
     ("data inspect a_file", "a_file cannot be read as a token store: make one with ..."),
     ("bench step --rounds x", "argument --rounds: invalid int value: 'x'; see `hpc-train bench step --help`"),

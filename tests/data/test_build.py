@@ -14,7 +14,9 @@ import pytest
 
 from hpc_train.config.model import TokenDataConfig
 from hpc_train.data.build import build_store, ensure_store
-from hpc_train.data.text_files import BATCH_BYTES, PIECE_BYTES, find_source_files, iterate_batches
+from hpc_train.data.documents import BATCH_BYTES, PIECE_BYTES, iterate_batches, plan_parts, read_pieces
+from hpc_train.data.sources import find_source_files
+from hpc_train.data.text_files import recognise_files
 from hpc_train.data.token_store import TokenStore, verify_store
 from hpc_train.data.tokenizer import load_tokenizer
 from hpc_train.errors import UserError
@@ -94,7 +96,8 @@ def test_a_bpe_store_holds_documents_that_are_not_utf8(tmp_path, corpus):
 def test_a_long_file_is_cut_between_characters_and_held_in_parts(tmp_path):
     text = "日本語é🙂x" * (2 * BATCH_BYTES // 16)
     (tmp_path / "long.txt").write_text(text)
-    found = list(iterate_batches(find_source_files([str(tmp_path / "long.txt")], [])))
+    parts = plan_parts(recognise_files(find_source_files([str(tmp_path / "long.txt")], [])))
+    found = list(iterate_batches(piece for part in parts for piece in read_pieces(part, "text")))
     pieces = [piece for batch in found for piece in batch]
     assert len(found) > 1
     assert max(len(piece.text) for piece in pieces) <= PIECE_BYTES

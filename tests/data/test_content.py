@@ -65,11 +65,12 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.txt", written(bz2.compress(PROSE.encode())), "bzip2"),
     ("a.txt", written(lzma.compress(PROSE.encode())), "xz"),
     ("a.txt", written(b"\x28\xb5\x2f\xfd" + RANDOM.bytes(500)), "zstd"),
+    ("a.jsonl.gz", written(gzip.compress(PROSE.encode())), "packed"),
     ("a.txt", _zip, "zip"),
     ("a.txt", _tar, "tar"),
     ("a.txt", _sqlite, "SQLite"),
     ("a.txt", _hdf5, "data.path="),
-    ("a.txt", lambda path: np.save(path.open("wb"), np.arange(9)), "NumPy"),
+    ("a.txt", lambda path: np.save(path.open("wb"), np.arange(9)), "data.path="),
     ("a.txt", written(pickle.dumps({"a": 1}, protocol=2)), "pickle"),
     ("a.txt", written(pickle.dumps({"a": 1}, protocol=5)), "pickle"),
     ("a.txt", written(b"PAR1" + RANDOM.bytes(500) + b"PAR1"), "Parquet"),
@@ -92,15 +93,18 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
         ),
         "iconv",
     ),
-    ("a.csv", written(CSV.encode()), "table"),
-    ("A.TSV", written(b"a\tb\n1\t2\n"), "table"),
-    ("a.jsonl", written(LINES.encode()), "JSON Lines"),
-    ("a.parquet", written(b"PAR1"), "table"),
-    ("a.txt", written(CSV.encode()), "table (3 columns by ',')"),
-    ("a.txt", written(b"label,text\n" + b'1,"good, very"\n0,bad\n' * 9), "table (2 columns by ',')"),
-    ("a.txt", written(b"hello\tbonjour\n" * 9), "table (2 columns"),
-    ("a", written(CSV.replace(",", "\t").encode()), "table"),
-    ("a.txt", written(LINES.encode()), "JSON Lines"),
+    ("a.csv", written(CSV.encode()), "is a table: no column 'text'; its columns are name, age, town"),
+    ("A.TSV", written(b"a\tb\n1\t2\n"), "its columns are a, b"),
+    ("a.csv", written(b""), "empty"),
+    ("a.jsonl", written(LINES.replace("text", "test").encode()), "did you mean 'test'?"),
+    ("a.jsonl", written(PROSE.encode()), "no JSON objects"),
+    ("a.parquet", written(b"PAR1"), "damaged Parquet file, or cut short"),
+    ("a.parquet", written(PROSE.encode()), "does not begin as one"),
+    ("a.txt", written(CSV.encode()), "its columns are name, age, town"),
+    ("a.txt", written(b"label,name\n" + b'1,"good, very"\n0,bad\n' * 9), "its columns are label, name"),
+    ("a.txt", written(b"hello\tbonjour\n" * 9), "its columns are hello, bonjour"),
+    ("a", written(CSV.replace(",", "\t").encode()), "its columns are name, age, town"),
+    ("a.txt", written(LINES.replace("text", "test").encode()), "did you mean 'test'?"),
     ("a.pkl", written(b"I1\n."), "pickle"),
     ("a.safetensors", written(b"x"), "checkpoint"),
 ]
@@ -165,7 +169,7 @@ def test_a_folder_of_mixed_files_names_the_first_and_counts_the_rest(tmp_path: P
             attempt()
         said = str(raised.value)
         assert said.startswith(f"6 of 9 files are no text that can be read: {corpus}/1.txt ")
-        assert said.endswith("; and 2 more")
+        assert "; and 2 more (known: text, JSON Lines" in said
         assert said.count("\n") == 0
     assert not (tmp_path / "out.h5").exists()
     assert not list((tmp_path / "cache").glob("*")) if (tmp_path / "cache").exists() else True

@@ -90,6 +90,7 @@ def _readable_paths(config: RunConfig, code: Path | None) -> list[Path]:
         paths.append(Path(data.path or data.cache))
         if config.launch.setup and data.path is None:
             paths += [Path(name) for name in data.sources if name != "stdlib"]
+            paths += [Path(data.tokenizer)] if data.tokenizer not in ("byte", "bpe") else []
     return paths
 
 

@@ -1,0 +1,241 @@
+"""Tokenize the parts of a corpus in parallel, each into a file of its own, so that a killed build goes on where it was.
+
+A part's files are named by a hash of all that determines their content. The file with the counts is written last, by
+one rename: a part without it is tokenized again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from hpc_train.data.documents import Part
+from hpc_train.data.token_store import VERSION, TokenBlock, token_dtype
+from hpc_train.data.tokenize import LeftOut, Tokenization, tokenize_part
+from hpc_train.data.tokenizer import restore_tokenizer
+from hpc_train.errors import UserError
+
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+class Progress(Protocol):
+    """Shows how far a build is."""
+
+    def start(self, total: int, done: int) -> None:
+        """Begin; both in bytes of the sources."""
+
+    def advance(self, size: int) -> None:
+        """Another part of this many bytes is done."""
+
+
+@dataclass(frozen=True)
+class TokenizationRecipe:
+    """A Tokenization in a form that another process makes it again from."""
+
+    tokenizer: str
+    tokenizer_json: str
+    settings_json: str
+    column: str
+    chat: bool
+
+    @classmethod
+    def of(cls, how: Tokenization) -> TokenizationRecipe:
+        """Describe a tokenization."""
+        one = how.tokenizer
+        return cls(one.name, one.to_json(), one.settings_json(), how.column, how.chat)
+
+    def make(self) -> Tokenization:
+        """Make the tokenization."""
+        tokenizer = restore_tokenizer(self.tokenizer, self.tokenizer_json, self.settings_json)
+        return Tokenization(tokenizer, self.column, self.chat)
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """The tokens of one part, in files of a folder."""
+
+    folder: Path
+    key: str
+    part: Part
+
+    @property
+    def tokens(self) -> Path:
+        return self.folder / f"{self.key}.tokens"
+
+    @property
+    def starts(self) -> Path:
+        return self.folder / f"{self.key}.starts"
+
+    @property
+    def counted(self) -> Path:
+        return self.folder / f"{self.key}.counted"
+
+    @property
+    def commit(self) -> Path:
+        """Written last: the sizes of the others, and what was left out."""
+        return self.folder / f"{self.key}.json"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the sources."""
+        return sum(piece.size for piece in self.part)
+
+    def is_complete(self) -> bool:
+        """Return whether the part was written to its end."""
+        return self.commit.exists()
+
+    def write(self, how: Tokenization) -> None:
+        """Tokenize the part into its files. Raises UserError for bad sources, OSError if they cannot be written."""
+        beside = {path: path.with_suffix(f"{path.suffix}.{os.getpid()}") for path in self._contents(how.chat)}
+        left_out, length, starts = LeftOut(), 0, [np.zeros(0, np.int64)]
+        dtype = token_dtype(how.tokenizer.vocab_size)
+        try:
+            with (
+                beside[self.tokens].open("wb") as tokens,
+                beside.get(self.counted, Path(os.devnull)).open("wb") as counted,
+            ):
+                for block in tokenize_part(self.part, how, left_out):
+                    tokens.write(np.ascontiguousarray(block.tokens, dtype).data)
+                    if block.counted is not None:
+                        counted.write(block.counted.tobytes())
+                    starts.append(block.starts + length)
+                    length += len(block.tokens)
+            beside[self.starts].write_bytes(np.concatenate(starts).tobytes())
+            beside[self.commit].write_text(json.dumps({"tokens": length, **asdict(left_out)}))
+            for path, temporary in beside.items():  # the commit is the last one
+                _sync(temporary)
+                temporary.replace(path)
+        finally:
+            for temporary in beside.values():
+                temporary.unlink(missing_ok=True)
+
+    def read(self, how: Tokenization, left_out: LeftOut, slice_tokens: int = 1 << 22) -> Iterator[TokenBlock]:
+        """Yield what `write` wrote, in slices of bounded size."""
+        facts = json.loads(self.commit.read_text())
+        left_out.add(LeftOut(facts["empty"], facts["unanswered"]))
+        if not facts["tokens"]:
+            return
+        tokens = np.memmap(self.tokens, token_dtype(how.tokenizer.vocab_size), mode="r", shape=(facts["tokens"],))
+        counted = np.memmap(self.counted, np.bool_, mode="r", shape=(facts["tokens"],)) if how.chat else None
+        starts = np.fromfile(self.starts, np.int64)
+        for begin in range(0, len(tokens), slice_tokens):
+            end = min(begin + slice_tokens, len(tokens))
+            first, last = np.searchsorted(starts, [begin, end])
+            yield TokenBlock(
+                tokens[begin:end], starts[first:last] - begin, None if counted is None else counted[begin:end]
+            )
+
+    def _contents(self, chat: bool) -> list[Path]:
+        return [self.tokens, self.starts, *([self.counted] if chat else []), self.commit]
+
+
+def list_part_files(folder: Path, parts: Sequence[Part], recipe: TokenizationRecipe) -> list[PartFile]:
+    """Name the files of each part by a hash of its sources and of the tokenization."""
+    common = xxhash.xxh3_128_hexdigest(json.dumps([VERSION, asdict(recipe)]).encode())
+    found = []
+    for part in parts:
+        content = [(str(one.path.absolute()), one.format, one.span, one.stamp) for one in part]
+        found.append(PartFile(folder, xxhash.xxh3_128_hexdigest(json.dumps([common, content]).encode()), part))
+    return found
+
+
+def write_part_files(files: Sequence[PartFile], how: Tokenization, workers: int, progress: Progress | None) -> None:
+    """Tokenize the parts that are not complete yet. Raises UserError, after which complete parts stay."""
+    missing = [file for file in files if not file.is_complete()]
+    if progress is not None:
+        progress.start(sum(file.size for file in files), sum(file.size for file in files if file not in missing))
+    if workers == 1 or len(missing) <= 1:
+        for file in missing:
+            file.write(how)
+            if progress is not None:
+                progress.advance(file.size)
+        return
+    _write_in_processes(missing, TokenizationRecipe.of(how), min(workers, len(missing)), progress)
+
+
+def _write_in_processes(
+    missing: Sequence[PartFile], recipe: TokenizationRecipe, workers: int, progress: Progress | None
+) -> None:
+    # spawn, not fork: this process has threads (of tokenizers, of pyarrow) whose locks a fork would copy.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (recipe,))
+    try:
+        futures: dict[Future[None], PartFile] = {pool.submit(_write_part, file): file for file in missing}
+        for future in as_completed(futures):
+            future.result()
+            if progress is not None:
+                progress.advance(futures[future].size)
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker was killed, perhaps for its memory: run the same command again with fewer --workers; the parts "
+            "that are done stay"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: list[Tokenization] = []
+"""The tokenization of this worker process; set once, when it starts."""
+
+
+def _start_worker(recipe: TokenizationRecipe) -> None:
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which then ends this process
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker[:] = [recipe.make()]
+
+
+def _write_part(file: PartFile) -> None:
+    file.write(_worker[0])
+
+
+@contextmanager
+def open_parts_folder(out: Path) -> Iterator[Path]:
+    """Make the folder of a store's part files, and remove it once the store is complete.
+
+    Raises UserError if another build of the same store is running (where the file system knows locks). After an error
+    the folder stays if there are tokens in it, which the next build takes.
+    """
+    folder = out.with_name(f".{out.name}.parts")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another build of {out} is running: wait for it, or give another name") from None
+        except OSError:
+            pass  # a file system without locks
+        try:
+            yield folder
+        except BaseException:
+            if not any(path.stat().st_size for path in folder.glob("*.tokens")):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,117 @@
+"""Apache Arrow files and streams, and the folders that Hugging Face `datasets` saves them in, through pyarrow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpc_train.data.readers.records import (
+    FileSample,
+    Record,
+    Span,
+    first_line,
+    import_pyarrow,
+    refuse_missing_column,
+    split_rows,
+)
+from hpc_train.errors import UserError
+from hpc_train.regular_files import open_to_read, read_regular
+from hpc_train.terminal import one_line
+
+_FILE_MAGIC = b"ARROW1\0\0"
+_CONTINUATION = b"\xff\xff\xff\xff"
+"""A stream begins with this and the length of its schema."""
+_MOST_SCHEMA_BYTES = 64 << 20
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_MOST_JSON_BYTES = 16 << 20
+
+
+def matches_arrow(sample: FileSample) -> bool:
+    """Return whether the file is an Arrow file, or begins as an Arrow stream."""
+    if sample.head.startswith(_FILE_MAGIC):
+        return True
+    length = int.from_bytes(sample.head[4:8], "little")
+    return sample.head.startswith(_CONTINUATION) and len(sample.head) > 8 and 0 < length <= _MOST_SCHEMA_BYTES
+
+
+def split_arrow(path: Path) -> list[Span]:
+    """Group the record batches of a file into spans, by their sizes in memory."""
+    with _open_batches(path) as batches:
+        return split_rows([batch.nbytes for batch in batches])
+
+
+def read_arrow(path: Path, span: Span, column: str) -> Iterator[Record]:
+    """Read one column of the record batches of a span. A record's place is its row in the file, from 0."""
+    row = 0
+    with _open_batches(path) as batches:
+        for index, batch in enumerate(batches):
+            if index >= span.end:
+                return
+            if column not in batch.schema.names:
+                raise refuse_missing_column(str(path), column, batch.schema.names)
+            if index >= span.begin:
+                yield from _read_batch(batch.column(column), row)
+            row += batch.num_rows
+
+
+def describe_arrow_row(path: Path, place: int) -> str:
+    """Return the file and the row, counted from 1."""
+    return f"{path} row {place + 1:,}"
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return whether `datasets` has saved this folder with save_to_disk."""
+    return (folder / _STATE).is_file() or (folder / _SPLITS).is_file()
+
+
+def list_dataset_files(folder: Path) -> list[Path]:
+    """List the Arrow files of a folder made by save_to_disk, in the order of their rows.
+
+    Raises UserError for a folder of several splits, which have to be given one by one, and for a damaged one.
+    """
+    if not (folder / _STATE).is_file():
+        splits = _read_json(folder / _SPLITS).get("splits")
+        shown = ", ".join(str(folder / str(name)) for name in splits) if isinstance(splits, list) else "none"
+        raise UserError(one_line(f"{folder} has several splits: give one of them, {shown}"))
+    files = _read_json(folder / _STATE).get("_data_files")
+    entries = files if isinstance(files, list) else []
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise UserError(f"{folder / _STATE} names no files of this folder: save the dataset again (save_to_disk)")
+    return [folder / str(name) for name in names]
+
+
+def _read_batch(values: Any, row: int, count: int = 1024) -> Iterator[Record]:
+    for start in range(0, len(values), count):  # as Python objects, a batch may be many times its size
+        for offset, value in enumerate(values.slice(start, count).to_pylist(), start):
+            yield Record(row + offset, value)
+
+
+@contextmanager
+def _open_batches(path: Path) -> Iterator[Iterator[Any]]:
+    """Map a file and give its record batches; a batch is read only where it is touched."""
+    pyarrow = import_pyarrow(path)
+    try:
+        with open_to_read(path) as file:
+            head = file.read(len(_FILE_MAGIC))
+        with pyarrow.memory_map(str(path), "r") as source:
+            if head == _FILE_MAGIC:
+                opened = pyarrow.ipc.open_file(source)
+                yield (opened.get_batch(index) for index in range(opened.num_record_batches))
+            else:
+                yield iter(pyarrow.ipc.open_stream(source))
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        raise UserError(f"{path} is a damaged Arrow file, or cut short ({first_line(error)})") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(read_regular(path, _MOST_JSON_BYTES, follow=True))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {path}: {first_line(error)}") from error
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,110 @@
+"""What all readers of records share: their interface, the size limit of a record, and the messages of bad columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from hpc_train.errors import UserError
+from hpc_train.terminal import one_line
+
+MAX_RECORD_BYTES = 64 << 20
+"""Maximum size of a line or a field: a longer one is a file that is not what it seems, and is not read."""
+PART_BYTES = 32 << 20
+"""Source that is tokenized as one part: what is lost when a build is killed, and what one worker takes at a time."""
+_SHOWN_COLUMNS = 12
+
+
+class Span(NamedTuple):
+    """A part of a file, in the unit of its format: bytes, row groups or record batches."""
+
+    begin: int
+    end: int
+
+
+class Record(NamedTuple):
+    """The value of one column in one record."""
+
+    place: int
+    """Where the record is, in the unit of its format; RecordFormat.describe makes text of it."""
+    value: Any
+
+
+@dataclass(frozen=True)
+class FileSample:
+    """The beginning of a file and samples at even distances after it."""
+
+    path: Path
+    head: bytes
+    windows: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """One format of files that hold records with named columns."""
+
+    name: str
+    matches: Callable[[FileSample], bool]
+    """Returns whether a file looks like this format; no two formats claim the same file."""
+    split: Callable[[Path], list[Span]]
+    """Cuts a file into spans of about PART_BYTES that can be read independently of each other."""
+    read: Callable[[Path, Span, str], Iterator[Record]]
+    """Reads the column of all records of a span, in bounded memory. Raises UserError of one line."""
+    describe: Callable[[Path, int], str]
+    """Returns a record's place for a message, such as `FILE:12`."""
+
+
+def refuse_missing_column(where: str, column: str, columns: Iterable[object]) -> UserError:
+    """Make the error for a column that is not there; it names the nearest one."""
+    names = [str(name) for name in columns]
+    near = get_close_matches(column, names, n=1, cutoff=0.5)
+    shown = ", ".join(names[:_SHOWN_COLUMNS]) + (", ..." if len(names) > _SHOWN_COLUMNS else "")
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    there = f"its columns are {shown}" if names else "it has no columns"
+    return UserError(one_line(f"{where}: no column {column!r}; {hint}{there} (choose with --column or data.column)"))
+
+
+def read_bounded_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends. Raises UserError for one of more than MAX_RECORD_BYTES."""
+    number = 0
+    while line := file.readline(MAX_RECORD_BYTES + 1):
+        number += 1
+        if len(line) > MAX_RECORD_BYTES:
+            raise refuse_long_line(f"{path}:{number}")
+        yield line
+
+
+def refuse_long_line(where: str) -> UserError:
+    """Make the error for a line that is too long to be a record."""
+    return UserError(f"{where}: a line of more than {MAX_RECORD_BYTES >> 20} MiB; give one record a line")
+
+
+def split_rows(sizes: Sequence[int]) -> list[Span]:
+    """Group consecutive blocks (row groups, record batches) of these sizes in bytes into spans of about PART_BYTES."""
+    spans: list[Span] = []
+    begin = size = 0
+    for index, block in enumerate(sizes):
+        size += block
+        if size >= PART_BYTES:
+            spans.append(Span(begin, index + 1))
+            begin, size = index + 1, 0
+    if begin < len(sizes):
+        spans.append(Span(begin, len(sizes)))
+    return spans
+
+
+def import_pyarrow(path: Path) -> Any:
+    """Import pyarrow. Raises UserError, naming the file that needs it, if it is not installed."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UserError(f"{path} needs the package pyarrow: pip install 'hpc_train[data]'") from error
+    return pyarrow
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's message."""
+    return one_line((str(error).splitlines() or [type(error).__name__])[0])
