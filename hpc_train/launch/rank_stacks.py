@@ -56,27 +56,37 @@ class RankStack:
     """Whether it most likely waits there for another rank."""
 
 
-def collect_stacks(
-    logs: Path, request: Callable[[], None], seconds: float, unable: Collection[int] = ()
-) -> list[RankStack]:
-    """Ask all tasks of an attempt for their stacks by calling `request`, and wait up to `seconds` for the answers.
+class StackRequest:
+    """Asks all tasks of an attempt for their stacks, and reads the answers later."""
 
-    logs: the attempt's log directory. unable: tasks that cannot answer, which nobody waits for.
-    """
-    tasks = _expected_tasks(logs)
-    sizes = {task: _file_size(_log_path(logs, task)) for task in tasks}
-    request()
-    deadline = time.monotonic() + seconds
-    places: dict[int, _Frame | None] = {}
-    while True:
-        for task in tasks:
-            if places.get(task) is None:
-                places[task] = _innermost_frame(_log_path(logs, task), sizes[task])
-        if time.monotonic() > deadline or all(place or task in unable for task, place in places.items()):
-            break
-        time.sleep(_POLL_SECONDS)
-    names = _rank_names(logs)
-    return [_make_stack(names.get(task, f"task {task}"), task, places[task]) for task in tasks]
+    def __init__(self, logs: Path, send: Callable[[], None]) -> None:
+        """Ask by calling `send`, which has every rank signalled. logs: the attempt's log directory."""
+        self._logs, self._tasks = logs, _expected_tasks(logs)
+        self._sizes = {task: _file_size(_log_path(logs, task)) for task in self._tasks}
+        self.sent = time.monotonic()
+        send()
+
+    def collect(self, deadline: float, unable: Collection[int] = ()) -> list[RankStack]:
+        """Return the answers of all tasks, those that have none by `deadline` (as time.monotonic()) included.
+
+        unable: tasks that cannot answer, which nobody waits for.
+        """
+        places: dict[int, _Frame | None] = {}
+        while True:
+            for task in self._tasks:
+                if places.get(task) is None:
+                    places[task] = _innermost_frame(_log_path(self._logs, task), self._sizes[task])
+            if time.monotonic() > deadline or all(place or task in unable for task, place in places.items()):
+                break
+            time.sleep(_POLL_SECONDS)
+        names = _rank_names(self._logs)
+        return [_make_stack(names.get(task, f"task {task}"), task, places[task]) for task in self._tasks]
+
+
+def collect_stacks(logs: Path, send: Callable[[], None], seconds: float) -> list[RankStack]:
+    """Ask all tasks of an attempt for their stacks by calling `send`, and wait up to `seconds` for the answers."""
+    request = StackRequest(logs, send)
+    return request.collect(time.monotonic() + seconds)
 
 
 def _make_stack(name: str, task: int, frame: _Frame | None) -> RankStack:

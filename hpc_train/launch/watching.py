@@ -5,14 +5,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.launch.rank_stacks import collect_stacks, describe_stacks, find_odd_task
+from hpc_train.launch.rank_stacks import StackRequest, describe_stacks, find_odd_task
 from hpc_train.regular_files import read_json
 from hpc_train.resilience.deadlines import HangLimits, limits_from_settings, read_learned, write_learned
-from hpc_train.resilience.heartbeat import remove_entries
+from hpc_train.resilience.heartbeat import Phase, remove_entries
 from hpc_train.resilience.incident import Incident, mark_hang, write_incident
 from hpc_train.resilience.watch import (
     GONE,
@@ -27,7 +27,9 @@ from hpc_train.resilience.watch import (
 from hpc_train.training.run_records import append_event
 
 _STACK_SECONDS = 3.0
-"""How long ranks have to answer where they are."""
+"""How long ranks have to answer where they are. They are asked so long before the deadline, too."""
+_EARLIEST_SHARE = 0.75
+"""Of a deadline: no rank is asked earlier, however short its deadline is."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,10 @@ class WatchSettings:
 def read_watch_settings(logs: Path) -> WatchSettings | None:
     """Read the settings of the run whose attempt has these logs; None if it is not to be watched, or does not say."""
     try:
-        settings = read_json(logs.parents[1] / "job.json")["config"]["resilience"]
-        watch = WatchSettings(limits_from_settings(settings["hang"]), bool(settings["act"]), settings["notice"])
+        config = read_json(logs.parents[1] / "job.json")["config"]
+        settings = config["resilience"]
+        limits = limits_from_settings(settings["hang"], bool(config["parallel"]["compile"]))
+        watch = WatchSettings(limits, bool(settings["act"]), settings["notice"])
         return watch if settings["watch"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -59,6 +63,7 @@ class HangResponse:
         self._watch = NodeWatch(logs, settings.limits, socket.gethostname(), read_learned(logs.parents[1]))
         self._next = 0.0
         self._reported = False
+        self._request: StackRequest | None = None
 
     def must_end(self) -> bool:
         """Look, at most every half second; return whether the ranks hang and are to be ended."""
@@ -75,15 +80,31 @@ class HangResponse:
         hang = find_hang(views)
         if hang is None:
             self._reported = False
+            self._ask_early(views)
             return False
         if not self._reported:
             self._reported = True
             self._report(hang, views, machines)
         return self._settings.act
 
+    def _ask_early(self, views: Sequence[RankView]) -> None:
+        """Ask for stacks if the ranks will hang in a moment, so that nobody has to wait for them once they do.
+
+        A rank that starts is not asked: one that is not there yet does not handle the signal, and would die of it.
+        """
+        sooner = [
+            replace(view, deadline=max(view.deadline - _STACK_SECONDS, _EARLIEST_SHARE * view.deadline))
+            for view in views
+        ]
+        if find_hang(sooner) is None:
+            self._request = None
+        elif self._request is None and all(view.phase is not Phase.START for view in views):
+            self._request = StackRequest(self._logs, self._request_stacks)
+
     def _report(self, hang: Hang, views: Sequence[RankView], machines: Mapping[str, Any] | None) -> None:
         unable = {view.task for view in views if view.state in (STOPPED, WAITS_FOR_DISK, GONE)}
-        answers = collect_stacks(self._logs, self._request_stacks, _STACK_SECONDS, unable)
+        request = self._request or StackRequest(self._logs, self._request_stacks)
+        answers, self._request = request.collect(request.sent + _STACK_SECONDS, unable), None
         stacks = describe_stacks(answers)
         odd = find_odd_task(answers)
         culprits = hang.culprits or [view for view in views if view.task == odd]

@@ -80,11 +80,12 @@ def decode_report(line: str) -> Report | None:
 def run_agent(logs: Path, settings: dict[str, Any]) -> None:
     """Report until standard input ends.
 
-    settings: the `resilience` part of a configuration, and `learned`: seconds by phase, from earlier attempts.
+    settings: the `resilience` part of a configuration; `learned`: seconds by phase, from earlier attempts; `compiles`:
+    parallel.compile.
     """
     learned = {Phase[name]: float(seconds) for name, seconds in settings["learned"].items()}
     host, due = socket.gethostname(), 0.0
-    watch = NodeWatch(logs, limits_from_settings(settings["hang"]), learned=learned)
+    watch = NodeWatch(logs, limits_from_settings(settings["hang"], settings["compiles"]), learned=learned)
     notices, notice, overdue = NoticeWatch(**settings["notice"]), "", False
     while True:
         views = watch.look()

@@ -20,8 +20,10 @@ LEARNED = "deadlines.json"
 """File in a run directory: seconds by phase."""
 _CARRIED = (Phase.FIRST_STEP, Phase.STEP, Phase.DATA, Phase.EVALUATE)
 """Phases that take as long in the next attempt. Imports and loading depend on caches, and keep their own deadlines."""
-_FIRST_STEP_FLOOR = 60.0
-"""Least deadline of a first step, however quick those of earlier attempts were: another node may have to compile."""
+_FIRST_STEP_FLOOR = 20.0
+"""Least deadline of a first step, however quick those of earlier attempts were: it opens connections between ranks."""
+_COMPILED_FIRST_STEP_FLOOR = 60.0
+"""The same where a first step compiles: another node may have to, where the one before had found it in a cache."""
 
 _FIRST = 5
 """Observations of a phase before its deadline is learned."""
@@ -39,6 +41,8 @@ class HangLimits:
     start: float = 900.0
     load: float = 1800.0
     save: float = 900.0
+    known_first_step: float = _COMPILED_FIRST_STEP_FLOOR
+    """Least deadline of a first step in a run whose earlier attempts have made one."""
 
     def floor(self, phase: Phase) -> float:
         """Return the least deadline of a phase."""
@@ -73,7 +77,7 @@ class Deadlines:
         floor, seen = self.limits.floor(phase), self._seconds.get(phase, ())
         if phase in self.earlier:
             if phase is Phase.FIRST_STEP:
-                floor = min(floor, _FIRST_STEP_FLOOR)
+                floor = min(floor, self.limits.known_first_step)
             typical = max(self.earlier[phase], _find_typical(seen))
         elif len(seen) < _FIRST:
             return max(floor, self.limits.first_step)
@@ -122,8 +126,11 @@ def read_learned(run: Path) -> dict[Phase, float]:
     return {phase: seconds for phase, seconds in found.items() if phase in _CARRIED and 0 <= seconds < 1e6}
 
 
-def limits_from_settings(settings: Mapping[str, float]) -> HangLimits:
-    """Return the limits from the `resilience.hang` part of a configuration, as a mapping."""
+def limits_from_settings(settings: Mapping[str, float], compiles: bool) -> HangLimits:
+    """Return the limits from the `resilience.hang` part of a configuration, as a mapping.
+
+    compiles: whether the first steps of each process compile (parallel.compile).
+    """
     return HangLimits(
         settings["factor"],
         settings["step_seconds"],
@@ -131,4 +138,5 @@ def limits_from_settings(settings: Mapping[str, float]) -> HangLimits:
         settings["start_seconds"],
         settings["load_seconds"],
         settings["save_seconds"],
+        _COMPILED_FIRST_STEP_FLOOR if compiles else _FIRST_STEP_FLOOR,
     )

@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.resilience.deadlines import Deadlines, HangLimits, merge_learned, read_learned, write_learned
+from hpc_train.launch.watching import HangResponse, WatchSettings
+from hpc_train.resilience.deadlines import (
+    Deadlines,
+    HangLimits,
+    limits_from_settings,
+    merge_learned,
+    read_learned,
+    write_learned,
+)
 from hpc_train.resilience.heartbeat import Heartbeat, Phase, find_folder, read_beats, remove_entries
 from hpc_train.resilience.watch import GONE, STOPPED, WAITS_FOR_DISK, NodeWatch, RankView, find_hang
 
@@ -83,6 +91,33 @@ def test_deadline_is_five_times_the_99th_percentile_and_no_less_than_the_floor(s
     expected = 900.0 if len(seen) < 5 else max(10.0, 5 * late[min(len(late) - 1, int(0.99 * len(late)))])
     assert deadlines.seconds(Phase.STEP) == pytest.approx(expected)
     assert deadlines.seconds(Phase.LOAD) == 1800
+
+
+def test_stacks_are_asked_for_before_the_deadline_so_that_a_hang_is_noticed_at_it(tmp_path: Path) -> None:
+    """A rank answers as real ones do: faulthandler's stack in its log."""
+    logs, asked = tmp_path / "logs" / "0", []
+    logs.mkdir(parents=True)
+    (logs / "task-0.log").write_text("a step\n")
+
+    def request_stacks() -> None:
+        asked.append(time.monotonic())
+        with (logs / "task-0.log").open("a") as log:
+            log.write('Current thread 0x0f (most recent call first):\n  File "model.py", line 7 in forward\n')
+
+    response = HangResponse(logs, WatchSettings(LIMITS, act=True), request_stacks)
+    assert not response.respond([view(0, 599, Phase.START)])
+    assert not response.respond([view(0, 7)])
+    assert not asked, "one that starts may not handle the signal yet, and this one has time left"
+    assert not response.respond([view(0, 8)])
+    assert not response.respond([view(0, 9)])
+    assert len(asked) == 1
+    assert not response.respond([view(0, 0.1)])
+    assert not response.respond([view(0, 8)])
+    assert len(asked) == 2, "it had gone on in between"
+    assert response.respond([view(0, 10.5)])
+    assert len(asked) == 2
+    (report,) = (logs / "incident-0").glob("report.json")
+    assert "was in forward (model.py:7)" in report.read_text()
 
 
 # --- real processes
@@ -226,6 +261,14 @@ def test_what_an_attempt_has_learned_is_known_to_the_next(tmp_path: Path) -> Non
     assert again.learned() == read_learned(tmp_path)
     quick = Deadlines(limits, {Phase.FIRST_STEP: 0.1, Phase.STEP: 0.1})
     assert [quick.seconds(phase) for phase in (Phase.FIRST_STEP, Phase.STEP)] == [60, 10]
+
+
+def test_a_first_step_that_compiles_may_take_longer_on_another_node() -> None:
+    hang = {f"{name}_seconds": 900.0 for name in ("first_step", "start", "load", "save")}
+    for compiles, seconds in ((True, 60), (False, 20)):
+        limits = limits_from_settings({**hang, "factor": 5.0, "step_seconds": 10.0}, compiles)
+        assert Deadlines(limits, {Phase.FIRST_STEP: 0.1}).seconds(Phase.FIRST_STEP) == seconds
+        assert Deadlines(limits, {Phase.FIRST_STEP: 40.0}).seconds(Phase.FIRST_STEP) == 200
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"STEP": "soon"}', '{"NAP": 3}', '{"STEP": -1}', '{"STEP": NaN}'])

@@ -349,7 +349,8 @@ def main(logs: str, process: str) -> int:
     settings = read_watch_settings(Path(logs))
     if settings is None:
         return 0
-    resilience = read_json(Path(logs).parents[1] / "job.json")["config"]["resilience"]
+    config = read_json(Path(logs).parents[1] / "job.json")["config"]
+    resilience = {**config["resilience"], "compiles": bool(config["parallel"]["compile"])}
     if (Path(logs) / _AGENT_ERRORS).exists():
         report_watch(Path(logs), "the supervisor has ended before the ranks, and was started again")
     supervise(Path(logs), int(process), settings, resilience, stop_signals)
