@@ -78,9 +78,9 @@ class PlanConfig:
     """This site's own history: `sacct --parsable2` with its header, directories of earlier runs, or events.jsonl."""
     planned_interruptions_per_day: float = config_field(default=0.0, ge=0)
     """Announced interruptions of the job, before which it saves: maintenance, a time limit."""
-    detection_minutes: float = config_field(default=5.0, ge=0)
-    """Minutes from a failure until the job's other ranks end: seconds for a crash, launch.timeout_seconds for a
-    hang."""
+    detection_minutes: float | None = config_field(default=None, ge=0)
+    """Minutes from a failure until it is noticed: seconds for a crash, the deadline of a step for a hang. None: the
+    median of the runs in failure_logs, else 5."""
     restart_minutes: float | None = config_field(default=None, ge=0)
     """Minutes from there to the first new step: getting nodes, starting all ranks, reading the checkpoint. None: the
     median of the runs in failure_logs, else 5. With detection_minutes that makes 10; MegaScale needs less than that to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hpc_train.config.run import PlanConfig
 from hpc_train.errors import UserError
 from hpc_train.planner.reliability.failure_rate import FailureLog, read_events, read_log, read_logs, read_sacct
 from hpc_train.planner.reliability.projection import choose_failure_rate
+from hpc_train.resilience.ledger import LedgerLine
 from hpc_train.training.run_records import append_event
 
 SACCT = """\
@@ -129,6 +131,31 @@ def test_restarts_of_a_run_tell_how_long_one_takes(tmp_path: Path) -> None:
     assert rate.restart_seconds == 8.0
     assert rate.source.endswith("4 restarts took 8 s (median)")
     assert choose_failure_rate(PlanConfig(), 8).restart_seconds is None
+
+
+def test_a_run_directory_tells_how_long_faults_were_not_noticed(tmp_path: Path) -> None:
+    """From the last line of the ledger to the first event about the fault; one without a ledger tells nothing."""
+    lines = [
+        event("start", 0, 0, world=8),
+        event("hang", 112, 0),
+        event("restart", 115, 0, action="restarted"),
+        event("resume", 122, 1, world=8),
+        event("restart", 202, 1, action="requeued"),
+        event("resume", 900, 2, world=8),
+        event("failure", 950, 2),
+        event("restart", 951, 2, action="left alone: resilience.act=false"),
+        event("end", 2000, 2),
+    ]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert read_log(tmp_path, 8).detections == ()
+    ledger = [LedgerLine(0, 90.0, 7, {}), LedgerLine(0, 100.0, 9, {}), LedgerLine(1, 200.0, 20, {})]
+    rows = [json.dumps(asdict(line)) for line in (*ledger, LedgerLine(2, 940.0, 30, {}))]
+    (tmp_path / "goodput.jsonl").write_text("\n".join(rows) + '\n{"att')
+    assert read_log(tmp_path, 8).detections == (12.0, 2.0)
+    rate = choose_failure_rate(PlanConfig(failure_logs=[str(tmp_path)]), 8)
+    assert rate.detection_seconds == 7.0
+    assert rate.source.endswith("; faults were noticed after 7 s (median)")
+    assert read_log(tmp_path / "events.jsonl", 8).detections == ()
 
 
 def test_a_torn_last_line_is_left_out_and_another_one_is_refused() -> None:

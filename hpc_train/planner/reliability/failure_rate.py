@@ -10,7 +10,8 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, variance
 from typing import Any
@@ -19,6 +20,7 @@ from scipy.special import betainc, gammaincinv
 
 from hpc_train.errors import UserError
 from hpc_train.regular_files import parse_json_object, read_text
+from hpc_train.resilience.ledger import GOODPUT, LedgerLine, parse_ledger
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,10 @@ _LOST_NODE = "does not answer"
 """Part of the reason that the batch script records for a requeue after a node failure (launch/slurm/batch.sh)."""
 _RESTARTED = "restarted"
 """Action of a `restart` event after which the ranks start again in the same job."""
+_REQUEUED = "requeued"
+"""Action of a `restart` event after which the job goes back to the queue."""
+_NOTICES = ("hang", "lost_node", "failure")
+"""Kinds of events whose time is when a fault of an attempt was noticed."""
 _ENDINGS = ("end", "signal", "requeue", "failure")
 """Kinds of events that say how an attempt ended."""
 
@@ -195,6 +201,8 @@ class FailureLog:
     """Slurm jobs, or attempts of our runs."""
     restarts: tuple[float, ...] = ()
     """Seconds from each decision to start ranks again, in the same job, to their first step."""
+    detections: tuple[float, ...] = ()
+    """Seconds from the last sign of life of ranks that died or hung until that was noticed."""
 
     @property
     def history(self) -> FailureHistory:
@@ -214,6 +222,7 @@ class FailureLog:
             self.preempted + other.preempted,
             self.runs + other.runs,
             self.restarts + other.restarts,
+            self.detections + other.detections,
         )
 
 
@@ -231,8 +240,15 @@ def read_logs(paths: Sequence[str], ranks_per_node: int = 1) -> FailureLog:
 
 
 def read_log(path: Path, ranks_per_node: int = 1) -> FailureLog:
-    """Read one log file: events.jsonl if it begins with a brace, else output of sacct. A run directory: its events."""
-    path = path / "events.jsonl" if path.is_dir() else path
+    """Read one log file: events.jsonl if it begins with a brace, else output of sacct.
+
+    A run directory: its events, and goodput.jsonl, which tells how long faults were not noticed.
+    """
+    ledger: list[LedgerLine] = []
+    if path.is_dir():
+        with suppress(OSError):  # runs of one step, or with resilience.watch=false, have none
+            ledger = parse_ledger(read_text(path / GOODPUT, errors="replace"))
+        path = path / "events.jsonl"
     try:
         text = read_text(path)
     except OSError as error:
@@ -240,7 +256,8 @@ def read_log(path: Path, ranks_per_node: int = 1) -> FailureLog:
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a text file; give the output of `{SACCT_COMMAND}`") from None
     if text.lstrip().startswith("{"):
-        return read_events(text, str(path), ranks_per_node)
+        log = read_events(text, str(path), ranks_per_node)
+        return replace(log, detections=tuple(_measure_detections(text, str(path), ledger)))
     return read_sacct(text, str(path))
 
 
@@ -338,6 +355,23 @@ def read_events(text: str, name: str, ranks_per_node: int = 1) -> FailureLog:
     begun = {number: attempt for number, attempt in attempts.items() if attempt.begun is not None}
     logs = (attempt.log(ranks_per_node, number < newest) for number, attempt in begun.items())
     return sum(logs, FailureLog(0.0, 0, 0, 0, 0, tuple(restarts)))
+
+
+def _measure_detections(text: str, name: str, ledger: Sequence[LedgerLine]) -> Iterator[float]:
+    """Yield, for each fault after which ranks were started again, the seconds until it was noticed.
+
+    They begin with the attempt's last line in the ledger, which rank 0 wrote up to five seconds before the fault.
+    """
+    last: dict[int, float] = {}
+    for line in ledger:
+        last[line.attempt] = max(line.time, last.get(line.attempt, 0.0))
+    noticed: dict[int, float] = {}
+    for _, event in _parse_events(text, name):
+        attempt, at = int(event["attempt"]), float(event["time"])
+        if event["event"] in (*_NOTICES, "restart"):
+            noticed.setdefault(attempt, at)
+        if event["event"] == "restart" and event.get("action") in (_RESTARTED, _REQUEUED) and attempt in last:
+            yield max(0.0, noticed[attempt] - last[attempt])
 
 
 def _parse_events(text: str, name: str) -> Iterator[tuple[int, dict[str, Any]]]:

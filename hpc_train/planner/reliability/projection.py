@@ -106,6 +106,8 @@ def _times_price(amount: float | None, price: float | None) -> float | None:
 
 _RESTART_SECONDS = 300.0
 """Assumed duration of a restart if no log has one and plan.restart_minutes is not set."""
+_DETECTION_SECONDS = 300.0
+"""Assumed time until a fault is noticed if no log has one and plan.detection_minutes is not set."""
 _SMALL_NODES = 128
 """Up to this many nodes, jobs were interrupted more by other causes than by node failures (arXiv:2410.21680)."""
 _ENDLESS = 1e12
@@ -134,6 +136,8 @@ class AssumedFailureRate:
     """Source of the rate, in one line."""
     restart_seconds: float | None = None
     """Median of the restarts that the same logs have; None if they have none."""
+    detection_seconds: float | None = None
+    """Median time until a fault was noticed, in the same logs; None if they do not tell."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,10 @@ def choose_failure_rate(plan: PlanConfig, ranks_per_node: int) -> AssumedFailure
     unexplained = f"; {log.unexplained} jobs failed for unknown reasons, not counted" if log.unexplained else ""
     restart = median(log.restarts) if log.restarts else None
     measured = f"; {len(log.restarts)} restarts took {restart:.0f} s (median)" if restart is not None else ""
-    return AssumedFailureRate(prior.after(log.history), counts + unexplained + measured, restart)
+    detection = median(log.detections) if log.detections else None
+    noticed = f"; faults were noticed after {detection:.0f} s (median)" if detection is not None else ""
+    source = counts + unexplained + measured + noticed
+    return AssumedFailureRate(prior.after(log.history), source, restart, detection)
 
 
 def planned_steps(config: RunConfig, tokens_per_step: float) -> int | None:
@@ -293,6 +300,13 @@ class _Projector:
         return self.assumed.restart_seconds or _RESTART_SECONDS
 
     @property
+    def _detection(self) -> float:
+        """Seconds from a fault until it is noticed."""
+        if self.config.plan.detection_minutes is not None:
+            return self.config.plan.detection_minutes * 60
+        return _DETECTION_SECONDS if self.assumed.detection_seconds is None else self.assumed.detection_seconds
+
+    @property
     def _interval(self) -> float:
         """Seconds of steps between two saves; all of them if the run never saves."""
         steps = [count for count in (self.config.checkpoint.every, self.steps) if count]
@@ -312,10 +326,9 @@ class _Projector:
         """List the kinds of interruption. rate: failures per node-day."""
         plan = self.config.plan
         failing = rate * self.job.nodes / DAY
-        detect = plan.detection_minutes * 60
         repair = None if plan.repair_hours is None else plan.repair_hours * HOUR
         wait = 0.0 if repair is None else float(spare_wait_seconds(failing, repair, plan.spare_nodes))
-        kinds = [Interruption(failing, detect + wait)]
+        kinds = [Interruption(failing, self._detection + wait)]
         save_seconds = float(self.save.write_seconds)
         if plan.planned_interruptions_per_day:
             kinds.append(Interruption(plan.planned_interruptions_per_day / DAY, save_seconds, saved=True))
