@@ -19,6 +19,7 @@ from hpc_train.launch.state.progress import add_progress
 from hpc_train.launch.state.run_facts import RunFacts, read_files
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.state.state_names import RunStatus, State, describe_exit, parse_ending
+from hpc_train.launch.sweep.sweep_directory import PointPlacement
 
 RUNNING = RunStatus("run", "7", 0, State.RUNNING)
 
@@ -95,6 +96,18 @@ def test_a_run_that_nobody_watches_says_so(tmp_path: Path, begun: AttemptStart, 
     reason = add_progress(RUNNING, facts).reason
     assert reason.startswith(why)
     assert bool(reason) == bool(why)
+
+
+def test_a_point_that_shares_its_job_says_that_nobody_watches_it(tmp_path: Path) -> None:
+    facts = replace(facts_of(tmp_path), attempts=(Attempt(0, AttemptStart("here", 0, job_id="12_3")),))
+    (tmp_path / "metrics.jsonl").write_text(line(3))
+    (tmp_path / "job.json").write_text(json.dumps({"config": {"resilience": {"watch": True}}}))
+    for packed, reason in (
+        (True, "not watched: it shares its job with other points (launch.points_per_job)"),
+        (False, ""),
+    ):
+        point = replace(facts.point, placed=PointPlacement(0.0, "12_3", packed))
+        assert add_progress(RUNNING, replace(facts, point=point)).reason == reason
 
 
 def huge(path: Path) -> None:

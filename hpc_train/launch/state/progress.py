@@ -56,6 +56,8 @@ def explain_unwatched(facts: RunFacts) -> str:
     if begun.launcher != "local" and begun.process:
         by = {"slurm": "srun", "mpi": "mpirun"}.get(begun.launcher, begun.launcher)
         return f"not watched: the ranks were started by {by} itself"
+    if facts.point.packed:
+        return "not watched: it shares its job with other points (launch.points_per_job)"
     try:
         watch = read_json(facts.point.run / "job.json")["config"]["resilience"]["watch"]
     except (OSError, ValueError):
