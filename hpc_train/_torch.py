@@ -281,7 +281,10 @@ def run_pipeline_order(
     for stage in stages:
         stage.stage_index_to_group_rank = runtime.stage_index_to_group_rank
     gathered = {rank: schedules._add_unshard_reshard(row) for rank, row in actions.items()}
-    runtime.pipeline_order_with_comms = schedules._add_send_recv(gathered, ranks.__getitem__, len(ranks))
+    sending = schedules._add_send_recv(gathered, ranks.__getitem__, len(ranks))
+    if hasattr(schedules, "_add_wait_send"):  # from torch 2.15 on each send has an action that waits for it
+        sending = schedules._add_wait_send(sending)
+    runtime.pipeline_order_with_comms = sending
     return runtime
 
 
@@ -404,6 +407,18 @@ def backward_of_weights(module: FSDPModule, pending: PendingWeights, ahead: int)
         stage_backward_weight(iter(weights), mine)
         group.post_backward()
     module._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def finish_backward(module: FSDPModule) -> None:
+    """Reduce and free the groups of a stage that autograd has not reached: those of the inputs of the first stage.
+
+    Private because from torch 2.15 on a pipeline leaves such groups gathered until the end of the step.
+    """
+    for group in reversed(_groups_of(module)):
+        if getattr(group, "_post_backward_pending", False) and group.reduce_grads:
+            state = group._training_state
+            group.post_backward()
+            group._training_state = state
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:

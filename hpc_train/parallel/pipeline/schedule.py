@@ -31,6 +31,7 @@ from hpc_train._torch import (
     backward_of_weights,
     defer_receive_memory,
     drop_last_output,
+    finish_backward,
     release_received,
     run_pipeline_order,
     take_over_gathering,
@@ -142,7 +143,9 @@ class Stage(PipelineStage):
         passed = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
         if backward_type == "input":
             return backward_of_inputs(*passed, self.submod)
-        return backward_of_stage(*passed), None
+        gradients = backward_of_stage(*passed)
+        finish_backward(self.submod)
+        return gradients, None
 
     def _recv_meta(self, src_stage: int) -> Any:
         """Refuse what torch would unpickle from the network: our stages know what they exchange and never ask."""
