@@ -133,7 +133,12 @@ class TokenDataConfig(DataConfig):
     kind: str = "tokens"
     """Always tokens."""
     path: str | None = None
-    """A token store made by `hpc-train data build`; None: built from `sources` into `cache` at first use."""
+    """A token store made by `hpc-train data build`, or a token file of another program (see data=tokens); None: a store
+    built from `sources` into `cache` at first use."""
+    dtype: str | None = config_field(default=None, choices=("uint16", "uint32"))
+    """Type of the tokens in a raw token file; all others say it themselves."""
+    separator: int | None = config_field(default=None, ge=0)
+    """Token that ends a document in a token file that does not say where documents begin."""
     sources: list[str] = config_field(default=[])
     """Files or folders of text, JSON Lines (plain, gzip, zstd), CSV, Parquet or Arrow, recognised by content; the word
     `stdlib` stands for the source code of the running Python's standard library."""
@@ -149,7 +154,8 @@ class TokenDataConfig(DataConfig):
     end_of_document: str | None = None
     """Token after every document, for a tokenizer from a folder; None: its own choice, else its eos_token."""
     vocab_size: int = config_field(default=256, ge=256, le=1 << 31)
-    """Size of the vocabulary that is trained on the text (bpe); the byte tokenizer always has 256."""
+    """Size of the vocabulary that is trained on the text (bpe), or that a token file of another program has; the byte
+    tokenizer always has 256."""
     samples: str | None = config_field(default=None, choices=("stream", "padded"))
     """stream: sequences cut out of all text one after another; padded: a document a sample, the rest of the sequence
     without targets, and a longer document in several samples. None: padded for chats, else stream."""

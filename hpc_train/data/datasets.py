@@ -19,8 +19,8 @@ from hpc_train.config.model import (
     TransformerConfig,
     VisionTransformerConfig,
 )
-from hpc_train.data.build import ensure_store
 from hpc_train.data.document_samples import open_padded_documents
+from hpc_train.data.token_files import TokenSource, open_tokens
 from hpc_train.data.token_store import TokenStore, compute_unigram_entropy
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET
@@ -77,7 +77,7 @@ def open_dataset(config: DataConfig, sequence_length: int, split: Split) -> Data
 
 def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Split) -> Dataset:
     """Open one split of a token dataset: its TokenStore, and where the split begins and ends in it."""
-    store = TokenStore.open(ensure_store(config))
+    store = open_tokens(config)
     samples = config.samples or ("stream" if store.counted is None else "padded")
     if samples == "padded":
         return open_padded_documents(config, store, sequence_length, split)
@@ -104,7 +104,7 @@ class TokenDataset:
     """Adjacent sequences of T tokens: sample i reads tokens [iT, iT + T] of its split; targets are shifted by one."""
 
     name: str
-    store: TokenStore
+    store: TokenSource
     sequence_length: int
     begin: int
     end: int
@@ -136,7 +136,9 @@ class TokenDataset:
 
     @cached_property
     def unigram_entropy(self) -> float | None:
-        return compute_unigram_entropy(self.store, self.boundary) if self.store.counted is None else None
+        if not isinstance(self.store, TokenStore) or self.store.counted is not None:
+            return None  # its counts are not known, or are of other targets
+        return compute_unigram_entropy(self.store, self.boundary)
 
     def _cut(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """View a memory map as (samples, T + 1), without a copy; neighbouring rows share a token."""

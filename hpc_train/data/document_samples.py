@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.model import TokenDataConfig
-from hpc_train.data.token_store import TokenStore
+from hpc_train.data.token_files import TokenSource
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET
 
@@ -42,7 +42,7 @@ class PaddedDocuments:
     """A piece of a document a sample."""
 
     name: str
-    store: TokenStore
+    store: TokenSource
     sequence_length: int
     pieces: DocumentPieces
 
@@ -77,13 +77,13 @@ class PaddedDocuments:
 
 
 def open_padded_documents(
-    config: TokenDataConfig, store: TokenStore, sequence_length: int, split: str
+    config: TokenDataConfig, store: TokenSource, sequence_length: int, split: str
 ) -> PaddedDocuments:
     """Open one split of a store with a document a sample. Raises UserError if the split has none."""
     return PaddedDocuments(config.name, store, sequence_length, cut_documents(config, store, sequence_length, split))
 
 
-def cut_documents(config: TokenDataConfig, store: TokenStore, sequence_length: int, split: str) -> DocumentPieces:
+def cut_documents(config: TokenDataConfig, store: TokenSource, sequence_length: int, split: str) -> DocumentPieces:
     """Cut the documents of a split into pieces of at most a sequence. Raises UserError if the split has none."""
     bounds = np.append(store.documents, len(store.tokens))
     count = len(store.documents)
@@ -104,7 +104,7 @@ def cut_documents(config: TokenDataConfig, store: TokenStore, sequence_length: i
 
 
 def copy_piece(
-    store: TokenStore, begin: np.int64, inputs: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
+    store: TokenSource, begin: np.int64, inputs: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
 ) -> None:
     """Write a piece's inputs and targets into two arrays of its length."""
     tokens = store.tokens[begin : begin + len(inputs) + 1]

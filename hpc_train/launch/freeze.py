@@ -221,9 +221,9 @@ def _check_text(data: TokenDataConfig, of_model: int | None) -> None:
             raise UserError(
                 f"data.path={data.path}: no such file; make it with `hpc-train data build {data.path} TEXT`"
             )
-        from hpc_train.data.token_store import TokenStore  # h5py, which only runs with a store of their own need here
+        from hpc_train.data.token_files import open_tokens  # h5py, which only runs with a file of their own need here
 
-        tokens = TokenStore.open(data.path).vocab_size
+        tokens = open_tokens(data).vocab_size
         if of_model is not None and of_model < tokens:
             raise UserError(
                 f"model.vocab_size={of_model}: smaller than the {tokens} of data.path={data.path}; "

@@ -87,7 +87,9 @@ def _readable_paths(config: RunConfig, code: Path | None) -> list[Path]:
     paths += [code] if code else []
     paths += [Path(name) for name in (config.cluster.topology, config.cluster.calibration) if name]
     if isinstance(data, TokenDataConfig):
-        paths.append(Path(data.path or data.cache))
+        from hpc_train.data.token_files import list_token_files  # h5py, which no other script needs here
+
+        paths += list_token_files(Path(data.path)) if data.path else [Path(data.cache)]
         if config.launch.setup and data.path is None:
             paths += [Path(name) for name in data.sources if name != "stdlib"]
             paths += [Path(data.tokenizer)] if data.tokenizer not in ("byte", "bpe") else []
