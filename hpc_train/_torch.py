@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -99,6 +100,16 @@ def watch_waits(clock: StepClock, compiled: bool) -> Callable[[], None]:
     if not compiled:
         functional.wait_tensor = timed_wait_tensor
     return undo
+
+
+def record_memory_history(active: bool) -> None:
+    """Begin or end recording what the allocator of this process's GPU does. torch has no public way."""
+    torch.cuda.memory._record_memory_history("all" if active else None)
+
+
+def write_memory_snapshot(path: Path) -> None:
+    """Write what was recorded, in the format of https://pytorch.org/memory_viz. torch has no public way."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
 
 
 def shard_offset(tensor: DTensor) -> tuple[int, ...]:

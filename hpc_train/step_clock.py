@@ -8,6 +8,7 @@ later, so that nothing waits for the device.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from threading import get_ident
@@ -50,6 +51,9 @@ class StepTimes:
 class StepClock(Protocol):
     """What engines and the loop call. Marks outside a step are ignored."""
 
+    observer: Callable[[StepPart], None] | None
+    """Called with each part that begins: a profiler's."""
+
     def begin(self) -> None:
         """Begin a step, in DATA."""
 
@@ -78,9 +82,14 @@ class StepClock(Protocol):
 class SilentClock:
     """Measures nothing, where nobody reads it."""
 
+    def __init__(self) -> None:
+        self.observer: Callable[[StepPart], None] | None = None
+
     def begin(self) -> None: ...
 
-    def enter(self, part: StepPart) -> None: ...
+    def enter(self, part: StepPart) -> None:
+        if self.observer is not None:
+            self.observer(part)
 
     def mark_bucket(self) -> None: ...
 
@@ -102,6 +111,7 @@ class HostClock:
     """
 
     def __init__(self) -> None:
+        self.observer: Callable[[StepPart], None] | None = None
         self._thread = get_ident()
         self._active = False
         self._times = StepTimes()
@@ -115,6 +125,8 @@ class HostClock:
         self._part, self._since, self._active = StepPart.DATA, time.perf_counter(), True
 
     def enter(self, part: StepPart) -> None:
+        if self.observer is not None:
+            self.observer(part)
         if not self._active:
             return
         now = time.perf_counter()

@@ -177,7 +177,7 @@ def add_logs(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--rank",
-        type=_rank_ranges,
+        type=rank_ranges,
         metavar="R",
         help="log of this rank (default: 0, which prints the progress); with --merge also several, as 0,8-15",
     )
@@ -231,7 +231,7 @@ _RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 _STEPS = re.compile(r"(\d{1,9})(?::(\d{1,9}))?", re.ASCII)
 
 
-def _rank_ranges(text: str) -> tuple[range, ...]:
+def rank_ranges(text: str) -> tuple[range, ...]:
     """Parse ranks such as 3 or 0,8-15."""
     ranges = []
     for part in text.split(","):

@@ -35,6 +35,7 @@ COMMANDS = {
     "results": ("arguments:add_results", "show overrides and final metrics of a sweep as a table, CSV or plot"),
     "report": ("report", "say how a run is, why it is slow and what to try, and write a page that shows it"),
     "top": ("top", "watch a run: verdict, efficiency and a heat map of its ranks, in a terminal"),
+    "profile": ("profile", "trace some steps operator by operator, of a new run or of one that is running"),
     "tune": ("tune", "find faster settings by short runs, one change at a time"),
     "plan": ("plan.plan_arguments:add_plan", "predict memory, step time and cost, and find the best layouts"),
     "plan validate": ("plan.plan_arguments:add_validate", "compare the planner's predictions with measured runs"),
@@ -108,7 +109,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _moves_cursor(arguments: argparse.Namespace) -> bool:
-    return arguments.command in ("train", "attach", "bench", "top") or getattr(arguments, "watch", False)
+    return arguments.command in ("train", "attach", "bench", "top", "profile") or getattr(arguments, "watch", False)
 
 
 def parse_command_line(argv: Sequence[str] | None) -> argparse.Namespace:

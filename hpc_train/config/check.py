@@ -11,6 +11,7 @@ from typing import Any
 
 from hpc_train.config.overrides import did_you_mean
 from hpc_train.config.parallel import requested_degrees
+from hpc_train.config.profile import check_ranks, parse_steps
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
 from hpc_train.config.secret_variables import is_secret_name
@@ -48,6 +49,7 @@ def check_config(config: RunConfig) -> RunConfig:
     _check_compression(config)
     _check_sharing(config)
     _check_loggers(config)
+    _check_profile(config)
     requested_degrees(config.parallel)
     _check_fixed(config)
     return config
@@ -176,6 +178,13 @@ def _check_sharing(config: RunConfig) -> None:
             f"checkpoint.whole_every={checkpoint.whole_every}: without checkpoint.incremental=true every save is "
             "whole; leave it out, or set that too"
         )
+
+
+def _check_profile(config: RunConfig) -> None:
+    profile, steps = config.profile, config.train.wanted_steps
+    check_ranks(profile.ranks)
+    if profile.steps is not None and steps is not None and parse_steps(profile.steps)[1] > steps:
+        raise UserError(f"profile.steps={profile.steps}: the run has {steps} steps (train.steps)")
 
 
 def _check_loggers(config: RunConfig) -> None:

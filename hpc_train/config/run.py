@@ -9,6 +9,7 @@ from hpc_train.config.launch import ContainerConfig, LaunchConfig
 from hpc_train.config.loggers import LoggersConfig
 from hpc_train.config.model import DataConfig, ModelConfig
 from hpc_train.config.parallel import ParallelConfig
+from hpc_train.config.profile import ProfileConfig
 from hpc_train.config.resilience import ResilienceConfig
 from hpc_train.config.schema import config_dataclass, config_field
 from hpc_train.config.train import CheckpointConfig, OptimConfig, PrecisionConfig, TrainConfig
@@ -103,7 +104,7 @@ class PlanConfig:
 
 @config_dataclass
 class RunConfig:
-    """One run: a group of conf/ for each field but `train`, `plan`, `run_dir` and `schema_version`."""
+    """One run: a group of conf/ for each field but `train`, `plan`, `profile`, `run_dir` and `schema_version`."""
 
     cluster: ClusterConfig = config_field(default=ClusterConfig)
     model: ModelConfig = MISSING
@@ -118,6 +119,7 @@ class RunConfig:
     loggers: LoggersConfig = config_field(default=LoggersConfig)
     train: TrainConfig = config_field(default=TrainConfig)
     plan: PlanConfig = config_field(default=PlanConfig)
+    profile: ProfileConfig = config_field(default=ProfileConfig)
     run_dir: str | None = None
     """Run directory; None: runs/<date>/<time>. If it has a run already, that run is continued."""
     schema_version: int = config_field(default=1, ge=1, le=1)

@@ -20,6 +20,7 @@ from hpc_train.config.model import (
     VisionTransformerConfig,
 )
 from hpc_train.config.parallel import Degrees
+from hpc_train.config.profile import check_ranks
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.command_output import Report
@@ -74,6 +75,8 @@ def check_run(config: RunConfig, ranks: int) -> Degrees:
     from hpc_train.models.shape import check_shape
 
     degrees = check_support(config, ranks)
+    if config.profile.steps is not None:
+        check_ranks(config.profile.ranks, ranks)
     check_shape(config.model)
     check_model_and_data(config)
     if config.container.kind == "none":  # else nobody knows what is installed where it runs

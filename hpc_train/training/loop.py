@@ -56,6 +56,7 @@ from hpc_train.training.run_records import find_event_time
 
 if TYPE_CHECKING:
     from hpc_train.training.node_metrics import NodeMetrics
+    from hpc_train.training.profiler import StepProfiler
 
 
 def find_peak_flops(config: RunConfig, device_name: str | None) -> float | None:
@@ -218,6 +219,8 @@ class TrainingRun:
     """Breaks this rank when ordered to (resilience.chaos)."""
     recorder: StepRecorder | None = None
     """Records what each step of this rank goes into."""
+    profiler: StepProfiler | None = None
+    """Traces single steps of this rank when asked to."""
     ledger: LedgerFile | None = None
     """Of rank 0: what its time went into."""
     node_metrics: NodeMetrics | None = None
@@ -337,6 +340,8 @@ class TrainingRun:
 
     def close(self) -> None:
         """Close the loaders and the files of metrics and events."""
+        if self.profiler is not None:
+            self.profiler.close(self.step)
         if self.recorder is not None:
             self.recorder.close()
         self.loader.close()
@@ -393,6 +398,8 @@ def train_step(run: TrainingRun) -> StepResult:
     """
     config = run.config
     clock = run.world.clock
+    if run.profiler is not None:
+        run.profiler.begin_step(run.step + 1)
     run.heartbeat.enter(Phase.DATA, run.step)
     if run.recorder is not None:
         run.recorder.begin()
@@ -420,6 +427,8 @@ def train_step(run: TrainingRun) -> StepResult:
     seconds = time.perf_counter() - started - waited
     if run.recorder is not None:
         run.recorder.end(run.step, sums.tokens, len(batch.micro))
+    if run.profiler is not None:
+        run.profiler.end_step()
     run.finite &= not updated or (math.isfinite(run.last_loss) and math.isfinite(norm))
     # An update that fp16 loss scaling skips has an infinite gradient by design: only its loss counts.
     scaled = config.precision.name == "fp16" and not updated

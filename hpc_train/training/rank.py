@@ -55,6 +55,7 @@ from hpc_train.training.warning_files import recording_warnings
 
 if TYPE_CHECKING:
     from hpc_train.training.node_metrics import NodeMetrics
+    from hpc_train.training.profiler import StepProfiler
 
 log = logging.getLogger(__name__)
 # Any other error stays on its own rank, and is the first that the run reports, with its traceback.
@@ -126,6 +127,7 @@ def _run_rank(
             if config.train.record_steps:
                 file = directory.step_records(attempt, task.node)
                 run.recorder = StepRecorder(engine, world, heartbeat, file, config.parallel.compile)
+            run.profiler = start_profiler(run, attempt)
             run.ledger = LedgerFile(directory.path / GOODPUT, attempt, task.nodes) if world.rank == 0 else None
             run.node_metrics = start_node_metrics(run, task)
             run.saver.lock = lock
@@ -135,6 +137,8 @@ def _run_rank(
                 evaluate_owed(run)
                 _log_start(run, parameter_count, len(data), [*rank_map.lines, *notes])
                 code = run_training(run)
+                if run.profiler is not None:
+                    run.profiler.close(run.step)
                 raise_if_any_incomplete(find_shortfall(run) if code == EXIT_DONE else None, world)
                 _log_end(run, data)
                 heartbeat.enter(Phase.END, run.step)
@@ -256,6 +260,17 @@ def start_node_metrics(run: TrainingRun, task: Task) -> NodeMetrics | None:
     from hpc_train.training.node_metrics import NodeMetrics
 
     return NodeMetrics(run.config, run.directory, run.reporter.attempt, run.steps, run.step, task)
+
+
+def start_profiler(run: TrainingRun, attempt: int) -> StepProfiler | None:
+    """Make what traces steps of this rank; None if nothing can ask for it."""
+    settings = run.config.profile
+    if settings.steps is None and not settings.poll_seconds:
+        return None
+    from hpc_train.training.profiler import StepProfiler
+
+    say = run.reporter.say if run.world.rank == 0 else log.info
+    return StepProfiler(run.config, run.directory.path, attempt, run.world, run.engine.parts, run.step, say)
 
 
 def count_total_steps(config: RunConfig, samples: int) -> int:
