@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.launch.command_output import CommandOutput
@@ -33,7 +34,14 @@ def print_message(text: str) -> None:
     print(for_stream(text, sys.stderr), file=sys.stderr, flush=True)
 
 
-TERMINAL = CommandOutput(print_line, print_message)
+def describe_pace(run: Path) -> str:
+    """Say what holds a run back, and its goodput, in a few words."""
+    from hpc_train.report.run_summary import describe_pace as describe
+
+    return describe(run)
+
+
+TERMINAL = CommandOutput(print_line, print_message, describe_pace)
 """The output of a command that launches something."""
 
 

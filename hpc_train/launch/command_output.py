@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 Report: TypeAlias = Callable[[str], None]
@@ -22,6 +23,8 @@ class CommandOutput:
     """Prints what the user asked for, to stdout."""
     print_message: Callable[[str], None]
     """Prints what else the user should know, to stderr."""
+    describe_pace: Callable[[Path], str] = lambda run: ""
+    """Says in a few words what holds a running training back, for its progress line; "" if that is not known."""
 
     def report(self, remark: str) -> None:
         """Print a remark as a message of `hpc-train`."""

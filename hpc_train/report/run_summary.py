@@ -100,6 +100,15 @@ def judge_newest_steps(run: Path, steps_left: int = 0) -> tuple[Verdict, StepLos
     return *judge_run(table, facts), table
 
 
+def describe_pace(run: Path) -> str:
+    """Return class, share lost and goodput of a run, as "straggler 42%, goodput 97%"; "" before enough is recorded."""
+    verdict, _, _ = judge_newest_steps(run)
+    if verdict.name == "not enough data":
+        return ""
+    lost = f" {verdict.share_lost:.0%}" if verdict.share_lost else ""
+    return f"{verdict.name}{lost}, goodput {account_run_directory(run).goodput:.0%}"
+
+
 def _has_pipeline(run: Path) -> bool:
     try:
         mesh = read_json(run / RANK_MAP)["mesh"]

@@ -49,6 +49,8 @@ def describe_step(record: dict[str, Any]) -> str:
     parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
     if record.get("mfu") is not None:
         parts.append(f"MFU {record['mfu']:.1%}")
+    if record.get("pace"):
+        parts.append(record["pace"])
     return "  ".join(parts)
 
 

@@ -105,6 +105,8 @@ def threads_per_rank(config: RunConfig, ranks: int) -> int:
 EXIT_KILLED = 128 + signal.SIGINT
 """Exit code after a second Ctrl-C."""
 _POLL_SECONDS = 0.1
+_FIRST_LOOK_SECONDS, _LOOK_SECONDS = 8.0, 20.0
+"""After so long a progress line says what holds the run back, and then looks again. A look takes about 50 ms."""
 
 
 class JsonTail:
@@ -173,6 +175,7 @@ class ProgressFollower:
         self._events, self._metrics = JsonTail(folder.events), JsonTail(folder.metrics)
         self._bar: Progress | None = None
         self._first_step = 0
+        self._run, self._pace, self._next_look = folder.path, "", time.monotonic() + _FIRST_LOOK_SECONDS
 
     def show(self) -> None:
         """Show everything that is new since the last call."""
@@ -192,7 +195,10 @@ class ProgressFollower:
     def _show_steps(self) -> None:
         for record in self._metrics.records() if self._bar is not None else ():
             if record["step"] > self._first_step and self._bar is not None:
-                self._bar.show(record)
+                self._bar.show({**record, "pace": self._pace})
+        if self._bar is not None and time.monotonic() > self._next_look:
+            self._pace = self._output.describe_pace(self._run)
+            self._next_look = time.monotonic() + _LOOK_SECONDS
 
     def _show_event(self, event: dict[str, Any]) -> None:
         self._show_steps()  # those before the event; the last word of a run would otherwise hide its last step
