@@ -106,7 +106,7 @@ EXIT_KILLED = 128 + signal.SIGINT
 """Exit code after a second Ctrl-C."""
 _POLL_SECONDS = 0.1
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 8.0, 20.0
-"""After so long a progress line says what holds the run back, and then looks again. A look takes about 50 ms."""
+"""After so long a progress line says what holds the run back, and then looks again. A look takes some 10 ms."""
 
 
 class JsonTail:
