@@ -205,6 +205,14 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def split_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One axis of a mesh as several, outermost first; every rank of the job calls it.
+
+    Private because torch has no public way to cut an axis within the mesh whose other axes stay in use.
+    """
+    return mesh._unflatten(0, sizes, names)
+
+
 def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     """Join the axes of two meshes of the same job into one mesh.
 

@@ -30,7 +30,7 @@ class Model(Protocol):
     """
 
     plan: dict[str, str]
-    """Glob over module names -> col | row | seq | vocab: how tensor parallelism splits the module."""
+    """Glob over module names -> col | row | seq | vocab | heads | expert: how tensor parallelism splits the module."""
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the blocks by module name, in order: the units of sharding, recomputation and pipeline stages."""
@@ -88,6 +88,24 @@ class GradientSample:
     sequences: int
 
 
+@dataclass(frozen=True)
+class ExpertLoads:
+    """How the routers of a model spread a step's tokens over experts, over all ranks."""
+
+    tokens: Tensor
+    """Tokens computed by each expert, (expert layers, experts)."""
+    dropped: Tensor
+    """Places of tokens beyond the capacity of an expert, a scalar."""
+    loss: Tensor
+    """Sum of the auxiliary loss over tokens and layers, without its coefficient, a scalar."""
+
+    @property
+    def imbalance(self) -> Tensor:
+        """Load of the busiest expert of any layer as a multiple of its layer's mean, a scalar; 1 is balanced."""
+        mean = self.tokens.mean(1, keepdim=True).clamp(min=1e-9)
+        return (self.tokens / mean).max()
+
+
 @dataclass
 class Sums:
     """Sums over the global batch: reduced over all ranks and valid on each of them."""
@@ -104,6 +122,8 @@ class Sums:
     """This rank's part of `loss`, a scalar; None if the engine does not say."""
     sample: GradientSample | None = None
     """Set if StepBatch.measure asked for a sample and the engine can see one."""
+    experts: ExpertLoads | None = None
+    """Set in training by a model with mixtures of experts."""
 
 
 @dataclass(frozen=True)
@@ -200,5 +220,7 @@ class World:
     store: Store | None = field(default=None, compare=False)
     node: int = 0
     """Index of this rank's among the nodes of the job."""
+    expert_mesh: DeviceMesh | None = None
+    """Axes expert_shard and ep, a view of dp_shard x cp; None without expert parallelism."""
     clock: StepClock = field(default_factory=SilentClock, compare=False)
     """Measures the parts of a step of this rank."""

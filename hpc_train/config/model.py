@@ -21,6 +21,42 @@ class ModelConfig:
 
 
 @config_dataclass
+class ExpertsConfig:
+    """Mixture of experts: a router sends each token to `top_k` of `count` feed-forward layers (Shazeer et al. 2017,
+    arXiv:1701.06538)."""
+
+    count: int = config_field(default=0, ge=0)
+    """Routed experts of a layer; 0: every feed-forward layer is dense."""
+    top_k: int = config_field(default=2, ge=1)
+    """Routed experts that compute a token. Of equal scores the expert with the lower index goes first."""
+    feed_forward: int | None = config_field(default=None, ge=1)
+    """Width of an expert; None: model.feed_forward."""
+    shared: int = config_field(default=0, ge=0)
+    """Experts that compute every token (Dai et al. 2024, arXiv:2401.06066), as one layer of their summed width."""
+    first_dense: int = config_field(default=0, ge=0)
+    """Layers at the beginning that have a dense feed-forward layer."""
+    gate: str = config_field(default="softmax", choices=("softmax", "sigmoid"))
+    """Scores of the router; sigmoid as in DeepSeek-V3 (arXiv:2412.19437)."""
+    normalise: bool = True
+    """Divide the scores of a token's chosen experts by their sum."""
+    scale: float = config_field(default=1.0, gt=0)
+    """Factor on the weights of the routed experts."""
+    groups: int = config_field(default=1, ge=1)
+    """Equal groups of experts, of which a token may use `top_groups` (arXiv:2412.19437, section 2.1.2)."""
+    top_groups: int = config_field(default=1, ge=1)
+    """Groups that a token may use: those with the highest sum of their two best scores."""
+    balance_loss: float = config_field(default=0.0, ge=0)
+    """Coefficient of an auxiliary loss for equal loads; 0: none. It is computed for each sequence (arXiv:2412.19437,
+    equations 17 to 20), because only that is the same at any micro-batch and layout; `loss` in metrics is without."""
+    balance_bias: float = config_field(default=0.0, ge=0)
+    """Step of a bias on the scores for equal loads without a loss (Wang et al. 2024, arXiv:2408.15664); 0: no bias.
+    After each update it is raised for experts below the mean load of the global batch, and lowered for those above."""
+    capacity_factor: float | None = config_field(default=None, gt=0)
+    """Tokens of a sequence that an expert takes, as a multiple of the mean load; later ones are dropped, which means
+    that this expert adds nothing to them. None: dropless."""
+
+
+@config_dataclass
 class TransformerConfig(ModelConfig):
     """A decoder-only transformer of the Llama or the GPT family."""
 
@@ -66,6 +102,9 @@ class TransformerConfig(ModelConfig):
     """Probability of dropping an activation after attention, feed-forward and embedding, and an attention weight."""
     init_std: float = config_field(default=0.02, gt=0)
     """Standard deviation of initial weights."""
+    query_key_norm: str = config_field(default="none", choices=("none", "head", "full"))
+    """RMSNorm of queries and keys before rotary positions: of each head (Qwen3) or of all heads together (OLMoE)."""
+    experts: ExpertsConfig = config_field(default=ExpertsConfig)
 
 
 @config_dataclass

@@ -157,6 +157,8 @@ class ParallelConfig:
     """Ranks that share the positions of a sequence (context parallelism)."""
     tp: int = config_field(default=1, ge=-1)
     """Ranks that share the matrices of a layer (tensor parallelism)."""
+    ep: int = config_field(default=1, ge=1)
+    """Ranks that share the experts of a layer (expert parallelism); they are ranks of dp_shard x cp, not more ranks."""
     bucket_mib: float | None = config_field(default=None, gt=0)
     """ddp: size of gradient buckets, MiB; None: torch's, a first one of 1 to start early, then 25. zero1, zero2: size
     of the groups of blocks that are gathered and reduced together; None: 25."""

@@ -1,7 +1,10 @@
-"""Weights between our names and shapes and those of the transformers library (Llama, GPT-2 and ViT), both ways.
+"""Weights between our names and shapes and those of the transformers library, both ways.
+
+The families are Llama, GPT-2, ViT, Mixtral, Qwen3-MoE and OLMoE.
 
 Pure functions of state dicts, also of a state dict of gradients. Linear weights are (out, in) on both sides but for
-GPT-2, whose Conv1D keeps (in, out) and puts q, k and v into one matrix.
+GPT-2, whose Conv1D keeps (in, out) and puts q, k and v into one matrix. Files have a matrix for each expert, which we
+stack as (experts, in, out).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import ExpertsConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.errors import UserError
 
 State = dict[str, Tensor]
@@ -58,20 +61,39 @@ _VIT = {
     "vit.layernorm": "norm",
     "classifier": "head",
 }
-_TABLES = {"llama": _LLAMA, "gpt2": _GPT2, "vit": _VIT}
-_PREFIXES = {"llama": "model.", "gpt2": "transformer.", "vit": "vit."}
+_MIXTRAL = {
+    **{theirs: ours for theirs, ours in _LLAMA.items() if ".mlp." not in theirs},
+    "model.layers.#.block_sparse_moe.gate": "layers.#.feed_forward.router.gate",
+}
+_QWEN3_MOE = {
+    **_LLAMA,
+    "model.layers.#.self_attn.q_norm": "layers.#.attention.q_norm",
+    "model.layers.#.self_attn.k_norm": "layers.#.attention.k_norm",
+    "model.layers.#.mlp.gate": "layers.#.feed_forward.router.gate",
+}
+_TABLES = {
+    "llama": _LLAMA,
+    "gpt2": _GPT2,
+    "vit": _VIT,
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE,
+    "olmoe": _QWEN3_MOE,
+}
+_PREFIXES = dict.fromkeys(_TABLES, "model.") | {"gpt2": "transformer.", "vit": "vit."}
 """Prefix of the names in files of a model with a head; files of the bare model, such as the first GPT-2's, lack it."""
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 """Constants that old files hold."""
 
 
 def find_model_family(config: ModelConfig) -> str:
-    """llama, gpt2 or vit: which of the library's models has this shape. UserError if none of the three has."""
+    """The library's model that has this shape, such as llama or gpt2. Raises UserError if none has."""
     if isinstance(config, VisionTransformerConfig):
         return "vit"
     if isinstance(config, TransformerConfig):
         kind = (config.positions, config.norm, config.activation)
-        if kind == ("rotary", "rmsnorm", "swiglu"):
+        if config.experts.count:
+            return _find_expert_family(config)
+        if kind == ("rotary", "rmsnorm", "swiglu") and config.query_key_norm == "none":
             return "llama"
         if kind[:2] == ("learned", "layernorm") and kind[2] != "swiglu" and config.bias:
             return "gpt2"
@@ -81,14 +103,32 @@ def find_model_family(config: ModelConfig) -> str:
     )
 
 
+def _find_expert_family(config: TransformerConfig) -> str:
+    """mixtral, qwen3_moe or olmoe, by the norm of queries and keys. Raises UserError for what none of them computes."""
+    experts, plain = config.experts, ExpertsConfig()
+    dense = config.positions != "rotary" or config.norm != "rmsnorm" or config.activation != "swiglu"
+    others = ("shared", "first_dense", "gate", "scale", "groups", "balance_bias", "capacity_factor")
+    changed = [name for name in others if getattr(experts, name) != getattr(plain, name)]
+    if config.query_key_norm == "none" and not experts.normalise:
+        changed.append("normalise")
+    if dense or changed:
+        what = f"model.experts.{changed[0]}={getattr(experts, changed[0])}" if changed else "its dense layers"
+        raise UserError(
+            f"model={config.name}: {what}: Mixtral, Qwen3-MoE and OLMoE of transformers compute something else, so its "
+            "weights have no names there; use --format safetensors"
+        )
+    return {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}[config.query_key_norm]
+
+
 def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
     """Our state dict from the library's, by the names in its files. Tensors may share memory with `state`.
 
     A copy of a tied embedding under the name of the head is dropped. UserError for a name that the family lacks.
     """
     kind, out = find_model_family(config), State()
+    experts = _Stacks()
     for name, tensor in state.items():
-        if _BUFFERS.search(name):
+        if _BUFFERS.search(name) or experts.take(name, tensor, kind):
             continue
         module, leaf = _split_name(_full_name(name, kind))
         ours = _rename_module(module, _TABLES[kind])
@@ -100,15 +140,66 @@ def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
             out.update({f"{ours[:-3]}{which}{leaf}": part for which, part in parts})
         elif not (ours == "head" and _is_tied(config)):
             out[ours + leaf] = tensor
-    return out
+    return out | experts.stack(config)
+
+
+_EXPERT = re.compile(r"(?:model\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_MATRICES = {"mixtral": {"w1": "gate", "w3": "up", "w2": "down"}}
+_QWEN_MATRICES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+
+
+class _Stacks:
+    """The matrices of single experts, as files have them, on their way to one tensor for all experts of a layer."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[int, Tensor]] = {}
+
+    def take(self, name: str, tensor: Tensor, kind: str) -> bool:
+        """Take the matrix of one expert; False for any other weight."""
+        match = _EXPERT.fullmatch(name)
+        which = _MATRICES.get(kind, _QWEN_MATRICES).get(match[3]) if match else None
+        if match is None or which is None or kind not in ("mixtral", "qwen3_moe", "olmoe"):
+            return False
+        self._found.setdefault(f"layers.{match[1]}.feed_forward.experts.{which}", {})[int(match[2])] = tensor
+        return True
+
+    def stack(self, config: ModelConfig) -> State:
+        """Stack the matrices, (experts, in, out). Raises UserError where some are missing, or shapes differ."""
+        out = State()
+        for name, matrices in self._found.items():
+            assert isinstance(config, TransformerConfig)
+            if sorted(matrices) != list(range(config.experts.count)) or len({m.shape for m in matrices.values()}) > 1:
+                raise UserError(
+                    f"{name}: needs matrices of one shape of {config.experts.count} experts, and has "
+                    f"{len(matrices)}; is this a checkpoint of {config.name}?"
+                )
+            out[name] = torch.stack([matrices[index].t() for index in range(len(matrices))])
+        return out
+
+
+def _unstack_experts(state: Mapping[str, Tensor], kind: str) -> tuple[State, State]:
+    """(the weights of single experts under the library's names, all other weights under ours)."""
+    names = {ours: theirs for theirs, ours in _MATRICES.get(kind, _QWEN_MATRICES).items()}
+    single, rest = State(), State()
+    for name, tensor in state.items():
+        match = re.fullmatch(r"layers\.(\d+)\.feed_forward\.experts\.(\w+)", name)
+        if match is None:
+            rest[name] = tensor
+            continue
+        layer = "block_sparse_moe" if kind == "mixtral" else "mlp"
+        for index, matrix in enumerate(tensor.unbind()):
+            single[f"model.layers.{match[1]}.{layer}.experts.{index}.{names[match[2]]}.weight"] = (
+                matrix.t().contiguous()
+            )
+    return single, rest
 
 
 def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
     """The library's state dict, as in its files, from ours: a tied head is not in it."""
     kind = find_model_family(config)
     table = {ours: theirs for theirs, ours in _TABLES[kind].items()}
-    out = State()
-    for name, tensor in _fuse_qkv(state).items() if kind == "gpt2" else state.items():
+    out, rest = _unstack_experts(state, kind)
+    for name, tensor in _fuse_qkv(rest).items() if kind == "gpt2" else rest.items():
         module, leaf = _split_name(name)
         theirs = _rename_module(module, table)
         assert theirs is not None, f"{name}: not of this family"

@@ -55,7 +55,7 @@ def gpt2_init_rule(name: str, std: float, layers: int) -> Normal:
         return ZEROS
     if module.endswith("norm"):
         return ONES
-    writes_residual = module.endswith(("attention.o", "feed_forward.down"))
+    writes_residual = name.endswith(("attention.o.weight", "down.weight", "experts.down"))
     return Normal(0.0, std / math.sqrt(2 * layers) if writes_residual else std)
 
 

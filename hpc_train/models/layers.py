@@ -100,6 +100,11 @@ class Attention(nn.Module):
     attends with its own heads.
     """
 
+    normed: str = "none"
+    """Norm of queries and keys; see add_query_key_norms."""
+    q_norm: nn.RMSNorm
+    k_norm: nn.RMSNorm
+
     def __init__(
         self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool, causal: bool, dropout: float
     ) -> None:
@@ -114,12 +119,25 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, table: RotaryTable | None = None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden); `table` is the rotary one of the T positions."""
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x, self.q, self.k, self.v))
+        q, k, v = self.qkv(x, self.q, self.k, self.v)
+        if self.normed == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        if self.normed == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
         if table is not None:
             q, k = apply_rotary(q, table), apply_rotary(k, table)
         mixed: Tensor = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return out
+
+
+def add_query_key_norms(attention: Attention, normed: str, eps: float) -> None:
+    """Add RMSNorm of queries and keys: of each `head`, or of all heads together (`full`)."""
+    for name, layer in (("q_norm", attention.q), ("k_norm", attention.k)):
+        width = attention.head_dim if normed == "head" else layer.out_features
+        attention.add_module(name, nn.RMSNorm(width, eps=eps))
+    attention.normed = normed
 
 
 class SwiGLU(nn.Module):
@@ -188,6 +206,11 @@ def list_block_names(layers: int) -> list[str]:
     return [f"layers.{index}" for index in range(layers)]
 
 
+def get_block_index(name: str) -> int:
+    """Index, from 0, of the block of this name in the whole model."""
+    return int(name.removeprefix("layers."))
+
+
 def find_stage_ends(names: list[str], layers: int) -> tuple[bool, bool]:
     """Whether the stage with the blocks `names` is the first of its model, and whether it is the last."""
     every = list_block_names(layers)
@@ -196,9 +219,9 @@ def find_stage_ends(names: list[str], layers: int) -> tuple[bool, bool]:
     return names[0] == every[0], names[-1] == every[-1]
 
 
-def make_stage_blocks(names: list[str], make: Callable[[], Block]) -> nn.ModuleDict:
-    """The blocks `names` under the keys that give their parameters the names they have in the whole model."""
-    return nn.ModuleDict({name.removeprefix("layers."): make() for name in names})
+def make_stage_blocks(names: list[str], make: Callable[[str], Block]) -> nn.ModuleDict:
+    """The blocks `names`, each made from its name, whose parameters keep the names they have in the whole model."""
+    return nn.ModuleDict({name.removeprefix("layers."): make(name) for name in names})
 
 
 def match_tensor_plan(plan: dict[str, str], module: nn.Module) -> dict[str, str]:

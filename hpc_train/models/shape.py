@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import ExpertsConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.errors import UserError
 
 
@@ -44,6 +44,53 @@ def check_transformer(config: TransformerConfig) -> None:
             f"model.positions=rotary turns pairs of channels"
         )
 
+    if config.experts.count:
+        _check_experts(config)
+    elif config.experts != ExpertsConfig():
+        raise UserError("model.experts: has settings, but model.experts.count=0 makes no experts; set count")
+
+
+def _check_experts(config: TransformerConfig) -> None:
+    experts = config.experts
+    if experts.top_k > experts.count:
+        raise UserError(
+            f"model.experts.top_k={experts.top_k}: a token cannot use more than model.experts.count={experts.count}; "
+            "lower it"
+        )
+    if experts.first_dense >= config.layers:
+        raise UserError(
+            f"model.experts.first_dense={experts.first_dense}: leaves no layer of model.layers={config.layers} with "
+            "experts; lower it"
+        )
+    if config.activation != "swiglu" or config.bias:
+        raise UserError("model.experts: have activation=swiglu and no biases; set both, or model.experts.count=0")
+    _check_divides("experts.groups", experts.groups, "experts.count", experts.count, "groups are equal")
+    if experts.top_groups > experts.groups:
+        raise UserError(f"model.experts.top_groups={experts.top_groups}: there are {experts.groups} groups; lower it")
+    size = experts.count // experts.groups
+    if experts.top_k > experts.top_groups * size:
+        raise UserError(
+            f"model.experts.top_k={experts.top_k}: top_groups={experts.top_groups} groups have "
+            f"{experts.top_groups * size} experts; raise top_groups"
+        )
+    if experts.groups > 1 and size < 2:
+        raise UserError(f"model.experts.groups={experts.groups}: a group's score is that of its two best; use fewer")
+
+
+def has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Whether the feed-forward layer of this block, counted from 0, is a mixture of experts."""
+    return config.experts.count > 0 and layer >= config.experts.first_dense
+
+
+def count_expert_layers(config: TransformerConfig) -> int:
+    """Blocks whose feed-forward layer is a mixture of experts."""
+    return sum(has_experts(config, layer) for layer in range(config.layers))
+
+
+def compute_expert_width(config: TransformerConfig) -> int:
+    """Width of one routed expert."""
+    return config.experts.feed_forward or config.feed_forward
+
 
 def check_vit(config: VisionTransformerConfig) -> None:
     """check_shape of a vision transformer."""
@@ -75,12 +122,35 @@ def _attention(hidden: int, heads: int, groups: int, width: int, bias: bool) -> 
     return _linear(hidden, heads * width, bias) + 2 * kv + _linear(heads * width, hidden, bias)
 
 
-def _block(config: TransformerConfig, bias: bool) -> int:
-    """Parameters of the linear layers of one block."""
-    attention = _attention(config.hidden, config.heads, count_kv_heads(config), compute_head_dim(config), bias)
+def _attention_weights(config: TransformerConfig, bias: bool) -> int:
+    """Parameters of the linear layers of one attention."""
+    return _attention(config.hidden, config.heads, count_kv_heads(config), compute_head_dim(config), bias)
+
+
+def _dense_feed_forward(config: TransformerConfig, bias: bool) -> int:
     branches = 2 if config.activation == "swiglu" else 1
     widen = branches * _linear(config.hidden, config.feed_forward, bias)
-    return attention + widen + _linear(config.feed_forward, config.hidden, bias)
+    return widen + _linear(config.feed_forward, config.hidden, bias)
+
+
+def _expert_feed_forward(config: TransformerConfig, routed: int) -> int:
+    """Parameters of a router, of `routed` experts and of the shared ones."""
+    experts = config.experts
+    return config.hidden * (experts.count + 3 * compute_expert_width(config) * (routed + experts.shared))
+
+
+def _blocks(config: TransformerConfig, bias: bool, routed: int) -> int:
+    """Parameters of the linear layers of all blocks, with `routed` experts in each layer that has any."""
+    sparse = count_expert_layers(config)
+    dense = (config.layers - sparse) * _dense_feed_forward(config, bias)
+    mixed = sparse * _expert_feed_forward(config, routed) if sparse else 0
+    return config.layers * _attention_weights(config, bias) + dense + mixed
+
+
+def _query_key_norms(config: TransformerConfig) -> int:
+    width = compute_head_dim(config)
+    heads = {"none": 0, "head": 2, "full": config.heads + count_kv_heads(config)}[config.query_key_norm]
+    return heads * width
 
 
 def _transformer_parameters(config: TransformerConfig) -> int:
@@ -88,7 +158,8 @@ def _transformer_parameters(config: TransformerConfig) -> int:
     table = config.vocab_size * config.hidden
     embeddings = table * (1 if config.tied_embeddings else 2)
     positions = config.max_positions * config.hidden if config.positions == "learned" else 0
-    return embeddings + positions + config.layers * (_block(config, config.bias) + 2 * norm) + norm
+    blocks = _blocks(config, config.bias, config.experts.count)
+    return embeddings + positions + blocks + config.layers * (2 * norm + _query_key_norms(config)) + norm
 
 
 def _vit_block(config: VisionTransformerConfig, bias: bool) -> int:
@@ -113,16 +184,18 @@ def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float 
 
         6 N + 6 layers heads head_dim T
 
-    N is the number of weights in matrix products: the linear layers of all blocks and the head, but no embedding, norm
-    or bias. Forward is 2 N, backward twice that. Attention takes 2 T' heads head_dim for q k^T and as much for the
-    product with v, where a token attends to T' = T / 2 others on average under the causal mask; times 3 with backward.
+    N is the number of weights in matrix products of a token: the linear layers of all blocks, of routed experts only
+    top_k, and the head, but no embedding, norm or bias. Forward is 2 N, backward twice that. Attention takes 2 T' heads
+    head_dim for q k^T and as much for the product with v, where a token attends to T' = T / 2 others on average under
+    the causal mask; times 3 with backward.
 
     Vision transformer: the target is an image, T = patches + 1 tokens from the shape (sequence_length is not used),
     attention in full (12 layers hidden T a token), the patch projection once a patch and the head once.
     None for a custom model.
     """
     if isinstance(config, TransformerConfig):
-        weights = config.layers * _block(config, bias=False) + config.vocab_size * config.hidden
+        used = _blocks(config, bias=False, routed=config.experts.top_k if config.experts.count else 0)
+        weights = used + config.vocab_size * config.hidden
         attention_width = config.heads * compute_head_dim(config)
         return float(transformer_flops_per_token(weights, config.layers * attention_width, sequence_length))
     if isinstance(config, VisionTransformerConfig):

@@ -15,7 +15,10 @@ from hpc_train.models.layers import (
     Attention,
     Block,
     BlockModel,
+    SwiGLU,
+    add_query_key_norms,
     find_stage_ends,
+    get_block_index,
     list_block_names,
     make_feed_forward,
     make_rotary_table,
@@ -28,6 +31,7 @@ TENSOR_PLAN = {
     "positions": "seq",
     "layers.*.attention_norm": "seq",
     "layers.*.attention.[qkv]": "col",
+    "layers.*.attention.[qk]_norm": "heads",
     "layers.*.attention.o": "row",
     "layers.*.feed_forward_norm": "seq",
     "layers.*.feed_forward.gate": "col",
@@ -74,7 +78,8 @@ class Transformer(BlockModel):
             self.norm = _make_norm(config)
             tied, sizes = config.tied_embeddings, (config.hidden, config.vocab_size)
             self.head = TiedHead() if tied else nn.Linear(*sizes, bias=False)
-        self.plan = match_tensor_plan(TENSOR_PLAN, self)
+        mixtures = [name for name in block_names if shape.has_experts(config, get_block_index(name))]
+        self.plan = match_tensor_plan({**TENSOR_PLAN, **{f"{name}.feed_forward": "expert" for name in mixtures}}, self)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """x: tokens (B, T), int64, or in a stage that is not the first hidden states (B, T, hidden).
@@ -112,7 +117,7 @@ def _make_norm(config: TransformerConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
 
 
-def _make_block(config: TransformerConfig) -> Block:
+def _make_block(config: TransformerConfig, name: str) -> Block:
     attention = Attention(
         config.hidden,
         config.heads,
@@ -122,5 +127,16 @@ def _make_block(config: TransformerConfig) -> Block:
         causal=True,
         dropout=config.dropout,
     )
-    wide = make_feed_forward(config.hidden, config.feed_forward, config.activation, bias=config.bias)
-    return Block(attention, wide, partial(_make_norm, config), config.dropout)
+    if config.query_key_norm != "none":
+        add_query_key_norms(attention, config.query_key_norm, config.norm_eps)
+    return Block(attention, _make_feed_forward(config, name), partial(_make_norm, config), config.dropout)
+
+
+def _make_feed_forward(config: TransformerConfig, name: str) -> nn.Module:
+    if not shape.has_experts(config, get_block_index(name)):
+        return make_feed_forward(config.hidden, config.feed_forward, config.activation, bias=config.bias)
+    from hpc_train.models.experts import MixtureOfExperts  # dense models need none of this
+
+    width, shared = shape.compute_expert_width(config), config.experts.shared
+    always = SwiGLU(config.hidden, shared * width, bias=False) if shared else None
+    return MixtureOfExperts(config.experts, config.hidden, width, always)

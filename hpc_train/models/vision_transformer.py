@@ -52,7 +52,7 @@ class VisionTransformer(BlockModel):
             self.class_token = nn.Parameter(torch.zeros(1, 1, config.hidden))
             self.positions = nn.Parameter(torch.zeros(1, shape.count_vit_tokens(config), config.hidden))
         self.dropout = Dropout(config.dropout)
-        self.layers = make_stage_blocks(block_names, partial(_make_block, config))
+        self.layers = make_stage_blocks(block_names, lambda _: _make_block(config))
         if self.is_last:
             self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
             self.head = nn.Linear(config.hidden, config.classes)

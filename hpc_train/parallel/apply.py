@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from hpc_train.interfaces import Engine, Model, World
 from hpc_train.models.deferred import DeferredValues
 from hpc_train.parallel.dropout import place_dropout
 from hpc_train.parallel.engines.plain_engine import PlainEngine, UnwrappedModel
+from hpc_train.parallel.engines.updating_engine import has_routers
 from hpc_train.parallel.materialise import (
     ParameterValues,
     adopt_buffers,
@@ -67,6 +69,10 @@ def build(
     """
     degrees = check_support(config, world.size)
     check_model(model, config, degrees)
+    if config.parallel.ep > 1 and world.expert_mesh is None:
+        from hpc_train.parallel.expert.expert_parallel import make_expert_mesh
+
+        world = replace(world, expert_mesh=make_expert_mesh(world, config.parallel.ep))
     files: FileMemory | None = None
     if _offloads_parameters(config) or config.parallel.offload.optimizer != "none":
         from hpc_train.parallel.memory.parameter_offload import offload_optimizer, open_offload_files
@@ -137,6 +143,10 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
         yield synchronise_batch_norm(part, config, world)
     yield place_dropout(part, config, world)
 
+    if parallel.ep > 1:
+        from hpc_train.parallel.expert.expert_parallel import apply_expert_parallel
+
+        yield apply_expert_parallel(part, config, world)
     if degrees.tp > 1:
         from hpc_train.parallel.tensor.tensor_parallel import apply_tensor_parallel
 
@@ -145,6 +155,10 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
         from hpc_train.parallel.context.context_parallel import apply_context_parallel
 
         yield apply_context_parallel(part, config, world)
+        if has_routers([part]):
+            from hpc_train.parallel.expert.expert_parallel import share_sequences
+
+            yield share_sequences(part, config, world)
 
     if parallel.recompute.mode != "none":
         from hpc_train.parallel.memory.recompute import recompute_activations

@@ -22,6 +22,8 @@ from hpc_train.parallel.user_model import require_one_input
 
 SHARD_CP_AXIS = "dp_shard_cp"
 """dp_shard and cp as one axis: ranks of one sequence hold gradients of different tokens, so they reduce together."""
+EXPERT_SHARD_AXIS = "expert_shard"
+"""The ranks of dp_shard x cp that hold the same experts: with ep they are that axis."""
 
 
 def get_axis_degree(world: World, axis: str) -> int:
@@ -40,7 +42,8 @@ def find_split_axes(tensor: Tensor) -> set[str]:
         return set()
     names = tensor.device_mesh.mesh_dim_names or ()
     split = {name for name, how in zip(names, tensor.placements, strict=True) if not isinstance(how, Replicate)}
-    return (split - {SHARD_CP_AXIS}) | ({"dp_shard", "cp"} if SHARD_CP_AXIS in split else set())
+    joint = {SHARD_CP_AXIS, EXPERT_SHARD_AXIS, "ep"}  # experts are split over both of the last two
+    return (split - joint) | ({"dp_shard", "cp"} if split & joint else set())
 
 
 def find_replica(tensor: Tensor, world: World) -> tuple[int, int]:

@@ -31,6 +31,10 @@ def compute_flows(config: RunConfig, world: int, parameters: int | None = None) 
     Raises UserError for a custom model without that number, or with degrees other than data-parallel ones.
     """
     degrees = resolve_degrees(config.parallel, world)
+    if isinstance(config.model, TransformerConfig) and config.model.experts.count:
+        raise UserError(
+            f"model={config.model.name}: the traffic of experts is not computed yet; use launch.placement=launcher"
+        )
     weights = list_weights(config.model)
     if weights is None:
         return tuple(_custom_model_flows(config, degrees, parameters))

@@ -449,8 +449,21 @@ def train_step(run: TrainingRun) -> StepResult:
         "mfu": compute_mfu(config, run.peak_flops, sums.tokens, seconds, run.world.size),
         "noise_scale": run.noise.value,
         "skipped": None if updated else True,
+        **_describe_experts(sums),
     }
     return StepResult(record, sums.stop)
+
+
+def _describe_experts(sums: Sums) -> dict[str, float]:
+    """Describe how evenly the step's tokens went to experts; empty for a dense model."""
+    if sums.experts is None:
+        return {}
+    loads = sums.experts
+    return {
+        "expert_imbalance": float(loads.imbalance),
+        "expert_dropped": float(loads.dropped),
+        "balance_loss": float(loads.loss) / max(sums.tokens, 1) / len(loads.tokens),
+    }
 
 
 def _compute_gradient(run: TrainingRun, batch: StepBatch) -> tuple[Sums, torch.Tensor, float]:

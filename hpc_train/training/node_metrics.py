@@ -35,6 +35,7 @@ _FROM_RECORD = {
     "tokens_per_second": ("tokens_per_second", "Tokens a second, over all ranks."),
     "step_seconds": ("step_seconds", "Duration of the newest step."),
     "data_seconds": ("data_seconds", "Part of step_seconds that this node's first rank waited for data."),
+    "expert_imbalance": ("expert_imbalance_ratio", "Load of the busiest expert over the mean; absent without experts."),
     "mfu": ("mfu_ratio", "Model FLOP utilisation; absent where the peak of the GPU is not known."),
 }
 """Key of metrics.jsonl -> metric without its prefix, and what it means."""

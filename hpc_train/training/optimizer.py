@@ -12,6 +12,7 @@ import random
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hpc_train.config.train import OptimConfig, ScheduleConfig
 from hpc_train.errors import UserError
@@ -22,14 +23,16 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise UserError("model: no parameter requires a gradient; there is nothing to train")
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for parameter in trained:
+        # torch's fused kernels take DTensors of one mesh at a time, and experts are on a mesh of their own.
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim < 2, mesh), []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": parameters, "weight_decay": 0.0 if is_vector else config.weight_decay}
+            for (is_vector, _), parameters in sorted(groups.items(), key=lambda item: item[0][0])
+        ],
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,

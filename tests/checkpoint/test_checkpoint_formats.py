@@ -29,6 +29,8 @@ from hpc_train.models.registry import build_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what torch says of one process
 SMALL = ("model.layers=2", "model.hidden=32", "model.heads=4", "model.feed_forward=48")
+EXPERTS = ("model=llama_moe_tiny", *SMALL, "model.experts.balance_loss=0")
+"""Without the auxiliary loss, which is another one there."""
 FAMILIES = {
     "llama": ["model=llama_tiny", *SMALL, "model.kv_heads=2", "model.vocab_size=61"],
     "llama_tied_3": [
@@ -43,6 +45,14 @@ FAMILIES = {
     ],
     "gpt2": ["model=gpt2_tiny", *SMALL, "model.max_positions=256", "model.vocab_size=61"],
     "vit": ["model=vit_tiny", *SMALL],
+    "mixtral": [*EXPERTS, "model.experts.feed_forward=null"],
+    "qwen3_moe": [*EXPERTS, "model.query_key_norm=head", "model.tied_embeddings=false"],
+    "olmoe": [
+        *EXPERTS,
+        "model.query_key_norm=full",
+        "model.experts.normalise=false",
+        "model.experts.feed_forward=null",
+    ],
 }
 
 

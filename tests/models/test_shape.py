@@ -9,7 +9,7 @@ import torch
 from model_shapes import FOLDER, GPT2, LLAMA, VIT, load, shipped
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpc_train.config.model import CustomModelConfig, ModelConfig, TransformerConfig
+from hpc_train.config.model import CustomModelConfig, ExpertsConfig, ModelConfig, TransformerConfig
 from hpc_train.errors import UserError
 from hpc_train.models.registry import build_model
 from hpc_train.models.shape import check_shape, compute_flops_per_token, count_parameters
@@ -28,17 +28,23 @@ PUBLISHED = {
     "llama_70b": 70_553_706_496,
     "llama_7b": 6_738_415_616,
     "llama_8b": 8_030_261_248,
+    "llama_moe_tiny": 1_414_272,  # ours
     "llama_tiny": 820_352,  # ours
+    "mixtral_8x7b": 46_702_792_704,  # the sum over the published checkpoint, as of the next two
+    "olmoe_1b_7b": 6_919_161_856,
+    "qwen3_30b_a3b": 30_532_122_624,
     "vit_large": 304_326_632,
     "vit_small": 22_050_664,
     "vit_tiny": 202_186,  # ours
 }
+OURS = ("llama_tiny", "llama_moe_tiny")
 VARIANTS = [
     LLAMA,
     GPT2,
     VIT,
     replace(LLAMA, tied_embeddings=True, bias=True),
     replace(LLAMA, head_dim=20, norm="layernorm"),
+    replace(LLAMA, experts=ExpertsConfig(count=8, top_k=8, shared=2, first_dense=1), query_key_norm="full"),
     replace(GPT2, bias=False, tied_embeddings=False, activation="swiglu", kv_heads=2),
 ]
 
@@ -56,8 +62,8 @@ def test_every_file_is_listed() -> None:
 def test_the_model_is_named_as_its_file_and_has_a_source(name: str) -> None:
     config = load(name)
     assert config.name == name
-    assert name == "llama_tiny" or all(page.startswith("https://") for page in config.source)  # type: ignore[attr-defined]
-    assert name == "llama_tiny" or config.source  # type: ignore[attr-defined]
+    assert name in OURS or all(page.startswith("https://") for page in config.source)  # type: ignore[attr-defined]
+    assert name in OURS or config.source  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", shipped())

@@ -12,10 +12,11 @@ from torch import nn
 
 from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.compose import compose
-from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import ExpertsConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
 from hpc_train.models.dropout import Dropout, DropoutSite, SampleCounter, list_positions, make_layer_key, make_step_key
+from hpc_train.models.experts import Router
 from hpc_train.models.initial_values import initialise_parameters
 from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.models.registry import build_model as build_model
@@ -61,6 +62,26 @@ MODELS: dict[str, ModelConfig] = {
         max_positions=LENGTH,
         bias=True,
         tied_embeddings=True,
+    ),
+    "experts": _llama(
+        query_key_norm="head", experts=ExpertsConfig(count=8, top_k=2, feed_forward=12, balance_loss=0.1)
+    ),
+    "shared-experts": _llama(
+        tied_embeddings=True,
+        experts=ExpertsConfig(
+            count=8,
+            top_k=3,
+            feed_forward=12,
+            shared=1,
+            first_dense=1,
+            gate="sigmoid",
+            scale=2.5,
+            groups=4,
+            top_groups=2,
+            balance_loss=0.02,
+            balance_bias=0.05,
+            capacity_factor=1.25,
+        ),
     ),
     "llama-dropout": _llama(dropout=0.2),
     "tied-dropout": _llama(tied_embeddings=True, dropout=0.2),
@@ -162,6 +183,11 @@ def _plain_step(
     logits = module(batch.inputs).flatten(0, -2)
     loss = nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORED_TARGET)
     optimizer.zero_grad()
+    tokens = int((batch.targets != IGNORED_TARGET).sum())
+    routers = [one for one in module.modules() if isinstance(one, Router)]
+    for router in routers:
+        router.balance.reset()
+        router.balance.loss_scale = lambda: 1 / tokens
     loss.backward()
     outcome.losses.append(loss.item())
     outcome.gradients.append(gradients(module))
@@ -169,6 +195,10 @@ def _plain_step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
+    for router in routers:
+        if router.config.balance_bias:
+            assert router.balance.loads is not None
+            router.move_bias(router.balance.loads[:-1])
 
 
 def fresh(case: Case, world: World) -> Engine:

@@ -58,6 +58,30 @@ CASES: dict[str, Case] = {
         2, ("parallel=ddp", "parallel.recompute.mode=selective", "parallel.recompute.every=2")
     ),
     "offload-empty-shards": Case(2, ("parallel=fsdp", "parallel.offload.optimizer=file"), "vit"),
+    # experts
+    "ddp-2-experts": Case(2, ("parallel=ddp",), "experts", micro=3),
+    "zero3-3-experts": Case(4, ("parallel=fsdp",), "shared-experts", micro=3),
+    "tp-2-experts": Case(2, ("parallel.tp=2",), "shared-experts"),
+    "tp-2-experts-no-sequence": Case(2, ("parallel.tp=2", "parallel.tensor.sequence=false"), "experts"),
+    "cp-2-experts": Case(2, ("parallel.cp=2",), "shared-experts"),
+    "recompute-selective-experts": Case(2, ("parallel=fsdp", "parallel.recompute.mode=selective"), "experts"),
+    "pp-2-experts": Case(2, _pp("interleaved_1f1b"), "shared-experts"),
+    "ep-2": Case(2, ("parallel=fsdp", "parallel.ep=2"), "experts", micro=5),
+    "ep-2-zero1": Case(2, ("parallel.strategy=zero1", "parallel.ep=2"), "shared-experts"),
+    "ep-2-of-4-zero2": Case(4, ("parallel.strategy=zero2", "parallel.ep=2"), "experts", micro=3),
+    "ep-4-hsdp": Case(8, (*HSDP, "parallel.dp_shard=4", "parallel.ep=4"), "shared-experts", micro=2),
+    "ep-2-recompute": Case(2, ("parallel=fsdp", "parallel.ep=2", "parallel.recompute.mode=full"), "shared-experts"),
+    "ep-2-tp-2": Case(4, ("parallel=fsdp", "parallel.ep=2", "parallel.tp=2"), "shared-experts"),
+    "ep-4-cp-2": Case(4, ("parallel=fsdp", "parallel.ep=4", "parallel.cp=2"), "shared-experts", micro=2),
+    "ep-2-cp-2-unbalanced": Case(
+        2, ("parallel=fsdp", "parallel.ep=2", "parallel.cp=2", "parallel.context.balanced=false"), "shared-experts"
+    ),
+    "ep-2-pp-2": Case(4, ("parallel=fsdp", "parallel.ep=2", "parallel.pp=2"), "shared-experts"),
+    "ep-2-offload": Case(2, ("parallel=fsdp", "parallel.ep=2", "parallel.offload.optimizer=file"), "experts"),
+    "ep-2-pp-2-tp-2": Case(
+        8, ("parallel=fsdp", "parallel.ep=2", "parallel.pp=2", "parallel.tp=2"), "shared-experts", micro=2
+    ),
+    "ep-2-of-4-tp-2": Case(8, ("parallel=fsdp", "parallel.ep=2", "parallel.tp=2"), "experts", micro=2),
     # 3D and 4D
     "pp-2-tp-2": Case(4, _pp("1f1b", "parallel.tp=2"), "tied"),
     "pp-2-zero3-2": Case(4, ("parallel=fsdp", "parallel.pp=2"), "gpt2", micro=2),
@@ -102,7 +126,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
 
 DRAWN = (
     "ddp-3-short", "hsdp-2x2", "tp-4-kv-2-tied", "pp-2-zbv", "cp-2-unbalanced", "offload-empty-shards",
-    "pp-2-zero3-2", "pp-2-cp-2-tp-2-recompute",
+    "pp-2-zero3-2", "pp-2-cp-2-tp-2-recompute", "ddp-2-experts", "ep-2-of-4-zero2", "ep-2-cp-2-unbalanced",
+    "ep-2-tp-2",
 )  # fmt: skip
 """One or two of each kind. Each technique alone has a test file of its own beside this one."""
 

@@ -23,7 +23,7 @@ from hpc_train.parallel.rules.check import check_support
 EXAMPLES = int(os.environ.get("HPC_TRAIN_RANDOM_LAYOUTS", "6"))
 FIRST = int(os.environ.get("HPC_TRAIN_RANDOM_SEED", "12"))
 """From 12 on come six layouts of few ranks in which every axis is split once."""
-KINDS = ("llama", "tied", "deep", "grouped", "gpt2", "vit")
+KINDS = ("llama", "tied", "deep", "grouped", "gpt2", "vit", "experts", "shared-experts")
 DEGREES = {
     "pp": (1, 2, 2, 4),
     "cp": (1, 1, 1, 2, 4),
@@ -54,6 +54,8 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     ("pipeline.virtual_stages=2",),
     ("pipeline.virtual_stages=3",),
     ("pipeline.costs=[0,1,1,3,1,2]",),
+    ("ep=2",),
+    ("ep=4",),
     ("tensor.sequence=false",),
     ("tensor.vocabulary=false",),
     ("tensor.asynchronous=true",),

@@ -13,6 +13,7 @@ from hpc_train.launch.freeze import check_run
 
 TOPK = "parallel.compression.method=topk"
 SERVERS, LATE = "parallel.server.mode=synchronous", "parallel.server.mode=asynchronous"
+EXPERTS, ZERO, EP = ("model=llama_moe_tiny",), ("parallel=fsdp",), "parallel.ep=2"
 IMAGES = ("model=vit_tiny", "data=digits")
 REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     # nobody to exchange with
@@ -38,6 +39,24 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (2, (*IMAGES, "parallel.tp=2", "parallel.tensor.vocabulary=false"), "vocabulary=false: has no effect on a vi"),
     (2, ("parallel.pipeline.schedule=zbv",), "parallel.pipeline.schedule=zbv: has no effect with parallel.pp=1"),
     (2, ("parallel.pipeline.costs=[1,2]",), "parallel.pipeline.costs=[1.0,2.0]: has no effect with parallel.pp=1"),
+    # experts
+    (2, (*ZERO, EP), f"{EP}: model=llama_tiny has no experts; leave it out"),
+    (2, (*EXPERTS, EP), f"{EP}: ddp keeps all experts on each rank; use parallel.strategy=zero1, 2 or 3"),
+    (4, (*EXPERTS, *ZERO, "parallel.ep=3"), "ep=3: is a view of dp_shard 4 x cp 1 = 4 ranks, which do not divide by"),
+    (8, (*EXPERTS, *ZERO, "parallel.ep=8", "model.experts.count=4"), "=8: does not divide model.experts.count=4; ep c"),
+    (2, (*EXPERTS, "model.experts.top_k=9"), "model.experts.top_k=9: a token cannot use more than model.experts.coun"),
+    (2, (*EXPERTS, "parallel.tp=2", "model.experts.feed_forward=7"), "tp=2: does not divide the width 7 of an expert;"),
+    (2, (*EXPERTS, "parallel.tp=2", "model.query_key_norm=full"), "model.query_key_norm=full is a norm over all heads"),
+    (
+        2,
+        (*EXPERTS, "parallel=pp", "parallel.pipeline.schedule=zbv"),
+        "schedule=zbv: splits the backward, which experts",
+    ),
+    (2, (*EXPERTS, "parallel=pp", "train.global_batch=8", "train.micro_batch=3"), "micro_batch=3: a pipeline pads the"),
+    (2, (*EXPERTS, "parallel.compile=true"), "parallel.compile=true: model=llama_moe_tiny has experts, whose numbers"),
+    (2, (*EXPERTS, *ZERO, EP, "parallel.recompute.mode=selective"), "mode=selective: cannot keep results while expert"),
+    (2, (*EXPERTS, *ZERO, EP, "parallel.offload.parameters=cpu"), "parallel.offload.parameters=cpu: not with parallel"),
+    (2, (*EXPERTS, LATE), f"{LATE}: the loads of experts are summed over all ranks in every step"),
     # runs that end before it begins
     (
         2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,14 @@ from hpc_train.config.model import ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.huggingface import find_model_family, from_huggingface
 
-_BASES = {"llama": "llama_tiny", "gpt2": "gpt2_tiny", "vit": "vit_tiny"}
+_BASES = {
+    "llama": "llama_tiny",
+    "gpt2": "gpt2_tiny",
+    "vit": "vit_tiny",
+    "mixtral": "llama_moe_tiny",
+    "qwen3_moe": "llama_moe_tiny",
+    "olmoe": "llama_moe_tiny",
+}
 """Model family -> the shipped model of which an imported model is a variant."""
 
 
@@ -157,9 +164,19 @@ def _model_overrides(model: ModelConfig) -> list[str]:
     """Return the overrides that turn a shipped model into the imported one."""
     base = _BASES[find_model_family(model)]
     shipped: Any = compose([f"model={base}"]).model
-    values = {field.name: getattr(model, field.name) for field in fields(model) if field.name != "source"}
-    differ = {name: value for name, value in values.items() if value != getattr(shipped, name)}
-    return [f"model={base}", *(f"model.{name}={_format_value(value)}" for name, value in differ.items())]
+    return [f"model={base}", *_list_differences(model, shipped, "model")]
+
+
+def _list_differences(config: Any, shipped: Any, key: str) -> list[str]:
+    """Return the overrides that turn the config `shipped` under `key` into `config`."""
+    found = []
+    for field in fields(config):
+        value, other = getattr(config, field.name), getattr(shipped, field.name)
+        if is_dataclass(value):
+            found += _list_differences(value, other, f"{key}.{field.name}")
+        elif field.name != "source" and value != other:
+            found.append(f"{key}.{field.name}={_format_value(value)}")
+    return found
 
 
 def _format_value(value: Any) -> str:

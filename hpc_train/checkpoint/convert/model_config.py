@@ -1,4 +1,4 @@
-"""Convert config.json of transformers (Llama, GPT-2, ViT) from and to our model config.
+"""Convert config.json of transformers from and to our model config, for the families of models/huggingface.py.
 
 `check_tensors_fit_model` compares tensors with a model before anything is written.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.config.compose import config_from_dict
-from hpc_train.config.model import CustomModelConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import (
+    CustomModelConfig,
+    ExpertsConfig,
+    ModelConfig,
+    TransformerConfig,
+    VisionTransformerConfig,
+)
 from hpc_train.config.run import RunConfig
 from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
 from hpc_train.models.huggingface import find_model_family
 from hpc_train.models.registry import build_model
-from hpc_train.models.shape import compute_head_dim, count_kv_heads
+from hpc_train.models.shape import compute_expert_width, compute_head_dim, count_kv_heads
 
 Json = dict[str, Any]
 _GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -29,16 +37,30 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def encode_hf_config(config: ModelConfig, dtype: str) -> Json:
-    """Return the content of config.json. Raises UserError for a model of none of the three families."""
+    """Return the content of config.json. Raises UserError for a model of none of these families."""
     kind = find_model_family(config)
-    makers: dict[str, Any] = {"llama": _encode_llama, "gpt2": _encode_gpt2, "vit": _encode_vit}
+    makers: dict[str, Any] = {
+        "llama": _encode_llama,
+        "gpt2": _encode_gpt2,
+        "vit": _encode_vit,
+        "mixtral": _encode_mixtral,
+        "qwen3_moe": partial(_encode_many_experts, architecture="Qwen3MoeForCausalLM"),
+        "olmoe": partial(_encode_many_experts, architecture="OlmoeForCausalLM"),
+    }
     made: Json = makers[kind](config)
     return {**made, "model_type": kind, "torch_dtype": dtype}
 
 
 def parse_hf_config(body: Mapping[str, Any], name: str) -> ModelConfig:
     """Return the model that a config.json describes. Raises UserError if our models cannot compute it."""
-    readers: dict[Any, Any] = {"llama": _parse_llama, "gpt2": _parse_gpt2, "vit": _parse_vit}
+    readers: dict[Any, Any] = {
+        "llama": _parse_llama,
+        "gpt2": _parse_gpt2,
+        "vit": _parse_vit,
+        "mixtral": _parse_mixtral,
+        "qwen3_moe": _parse_qwen3_moe,
+        "olmoe": _parse_olmoe,
+    }
     kind = body.get("model_type") if isinstance(body, Mapping) else None
     if not isinstance(kind, str) or kind not in readers:
         raise UserError(f"config.json: model_type {kind!r} is not one of {', '.join(readers)}, which are those we have")
@@ -100,6 +122,61 @@ def _parse_llama(body: Mapping[str, Any], name: str) -> TransformerConfig:
         max_positions=int(body["max_position_embeddings"]),
         bias=bool(body.get("attention_bias", False)),
         tied_embeddings=bool(body.get("tie_word_embeddings", False)),
+    )
+
+
+def _encode_mixtral(config: TransformerConfig) -> Json:
+    return {
+        **_encode_llama(config),
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": compute_expert_width(config),
+        "num_local_experts": config.experts.count,
+        "num_experts_per_tok": config.experts.top_k,
+        "sliding_window": None,
+    }
+
+
+def _parse_mixtral(body: Mapping[str, Any], name: str) -> TransformerConfig:
+    _refuse_unknown(body, "sliding_window", {None}, None)
+    experts = ExpertsConfig(count=int(body["num_local_experts"]), top_k=int(body["num_experts_per_tok"]))
+    return replace(_parse_llama(body, name), experts=experts)
+
+
+def _encode_many_experts(config: TransformerConfig, architecture: str) -> Json:
+    olmoe = architecture.startswith("Olmoe")
+    width = compute_expert_width(config)
+    return {
+        **_encode_llama(config),
+        "architectures": [architecture],
+        "intermediate_size": width if olmoe else config.feed_forward,
+        **({"clip_qkv": None} if olmoe else {"moe_intermediate_size": width, "decoder_sparse_step": 1}),
+        "num_experts": config.experts.count,
+        "num_experts_per_tok": config.experts.top_k,
+        "norm_topk_prob": config.experts.normalise,
+    }
+
+
+def _parse_qwen3_moe(body: Mapping[str, Any], name: str) -> TransformerConfig:
+    _refuse_unknown(body, "decoder_sparse_step", {1}, 1)
+    _refuse_unknown(body, "use_sliding_window", {False}, False)
+    if body.get("mlp_only_layers"):
+        raise UserError("config.json: mlp_only_layers names dense layers; our model has them only at its beginning")
+    width = int(body["moe_intermediate_size"])
+    return replace(_parse_llama(body, name), query_key_norm="head", experts=_parse_many_experts(body, width))
+
+
+def _parse_olmoe(body: Mapping[str, Any], name: str) -> TransformerConfig:
+    _refuse_unknown(body, "clip_qkv", {None}, None)
+    return replace(_parse_llama(body, name), query_key_norm="full", experts=_parse_many_experts(body, None))
+
+
+def _parse_many_experts(body: Mapping[str, Any], width: int | None) -> ExpertsConfig:
+    count = body["num_experts"] if "num_experts" in body else body["num_local_experts"]
+    return ExpertsConfig(
+        count=int(count),
+        top_k=int(body["num_experts_per_tok"]),
+        feed_forward=width,
+        normalise=bool(body.get("norm_topk_prob", False)),
     )
 
 

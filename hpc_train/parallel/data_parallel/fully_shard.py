@@ -50,20 +50,30 @@ def shard_parameters(part: nn.Module, config: RunConfig, world: World) -> str:
         what = f"parallel.prefetch={parallel.prefetch}: {type(part).__name__}"
         raise UserError(f"{what} is one group, nothing can be gathered ahead; leave it out")
     reshard = not keeps and parallel.reshard_after_forward
+    policy, offload = make_mixed_precision_policy(config.precision), _make_offload_policy(config, world)
+    experts: list[FSDPModule] = []
+    if parallel.ep > 1:
+        from hpc_train.parallel.expert.expert_parallel import shard_experts
+
+        experts = shard_experts(part, world, policy, offload, reshard=reshard)
     # The last group (embedding, head) stays gathered after forward: backward begins with it.
     for modules, reshards in [*((group, reshard) for group in groups), ([part], not groups and reshard)]:
         fully_shard(
             modules if len(modules) > 1 else modules[0],  # torch treats a list of one as another kind of group
             mesh=make_data_mesh(world),
-            mp_policy=make_mixed_precision_policy(config.precision),
-            offload_policy=_make_offload_policy(config, world),
+            mp_policy=policy,
+            offload_policy=offload,
             reshard_after_forward=reshards,
         )
     # A pipeline names its prefetch targets: by default fully_shard takes the previous group in forward order, which may
     # belong to another micro-batch.
-    _set_prefetch(part, [group[0] for group in groups], parallel.prefetch, named=degrees.pp > 1 and not keeps)
+    named = degrees.pp > 1 and not keeps
+    _set_prefetch(part, [group[0] for group in groups], parallel.prefetch, named=named)
+    for module in experts if named else ():
+        module.set_modules_to_backward_prefetch([module])  # none: see _set_prefetch
     where = f"dp_shard={degrees.dp_shard}, dp_replicate={degrees.dp_replicate}"
     where += f", cp={degrees.cp}" if degrees.cp > 1 else ""
+    where += f", ep={parallel.ep}" if parallel.ep > 1 else ""
     return f"fully_shard: {parallel.strategy}, {where}, groups={len(groups) + 1}"
 
 

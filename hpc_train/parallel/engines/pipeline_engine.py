@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,9 @@ from hpc_train.parallel.optimizer_step import OptimizerUpdates, get_local
 from hpc_train.parallel.pipeline.measurement import Timeline
 from hpc_train.parallel.pipeline.schedule import Pipeline, Schedule
 from hpc_train.parallel.user_model import explain_first_call, require_one_input
+
+if TYPE_CHECKING:
+    from hpc_train.parallel.expert.balance import ExpertBalance
 
 BetweenStages = Callable[[Tensor], Tensor]
 """Maps a micro-batch's inputs to the tensor that goes from stage to stage; both are on the meta device."""
@@ -74,8 +78,10 @@ class PipelineEngine(UpdatingEngine):
         config: RunConfig,
         world: World,
         at_end: Sequence[Callable[[], None]],
+        balance: ExpertBalance | None = None,
     ) -> None:
         """at_end: called at the end of each training step."""
+        self._balance = balance
         self.parts = list(pipeline.parts.values())
         self.timeline = pipeline.timeline
         self._pipeline, self._infer_output, self._updates, self._ties = pipeline, infer_output, updates, ties
@@ -91,9 +97,13 @@ class PipelineEngine(UpdatingEngine):
         """Accumulate the gradient of one step; see interfaces.Engine. Returns no gradient sample: none is visible."""
         totals = StepTotals.start(batch, self._world)
         wait_for_totals = cache(totals.wait)  # the loss needs the count, and so does the result
-        self._loss.begin(
-            lambda: self._updates.loss_scale * self._count_averaged_ranks() / max(wait_for_totals().tokens, 1)
-        )
+
+        def get_scale() -> float:
+            return self._updates.loss_scale * self._count_averaged_ranks() / max(wait_for_totals().tokens, 1)
+
+        self._loss.begin(get_scale)
+        if self._balance is not None:
+            self._balance.begin_step(get_scale)
         schedule, inputs, target = self._prepare(batch, training=True)
         with nullcontext() if self._called else explain_first_call("in the first step of the pipeline"):
             schedule.step(*inputs, target=target, return_outputs=False)
@@ -102,9 +112,10 @@ class PipelineEngine(UpdatingEngine):
         sum_tied_gradients(self._ties, self._world)
         for end in self._at_end:
             end()
+        experts = None if self._balance is None else self._balance.end_step()
         if reduction is not None:
             reduction.wait()
-        return Sums(self._loss.sum, *wait_for_totals())
+        return Sums(self._loss.sum, *wait_for_totals(), experts=experts)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Sums:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import GradientSample, MicroBatch, StepBatch, Sums, World, map_inputs
 from hpc_train.parallel.dropout import StepMasks
-from hpc_train.parallel.engines.updating_engine import UpdatingEngine
+from hpc_train.parallel.engines.updating_engine import UpdatingEngine, has_routers
 from hpc_train.parallel.loss import (
     StepTotals,
     Totals,
@@ -93,6 +93,10 @@ class PlainEngine(UpdatingEngine):
         self._warmup_backwards = wrapped.warmup_backwards
         self._masks = StepMasks([model], config, world)
         self._output_checked = False
+        if has_routers([model]):
+            from hpc_train.parallel.expert.balance import ExpertBalance, list_routers
+
+            self._balance = ExpertBalance([model], list_routers([model]), world)
 
     def forward_backward(self, batch: StepBatch) -> Sums:
         """Accumulate the gradient of one step; see interfaces.Engine."""
@@ -100,10 +104,12 @@ class PlainEngine(UpdatingEngine):
         totals = StepTotals.start(batch, self._world)
         local = torch.zeros((), dtype=torch.float64, device=self._world.device)
         own = local
-        scale, reduction, sample = 0.0, None, None
+        scale, reduction, sample, experts = 0.0, None, None, None
         found = Totals(0, False, True)
         measure = batch.measure and self._can_measure(batch)
         self._masks.begin_step(batch)
+        if self._balance is not None:
+            self._balance.begin_step(lambda: scale)
         for index, micro in enumerate(batch.micro):
             self._masks.select(index)
             last = index == len(batch.micro) - 1
@@ -120,9 +126,11 @@ class PlainEngine(UpdatingEngine):
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             if measure and index == 0:
                 sample = self._sample_gradient(batch)
+        if self._balance is not None:
+            experts = self._balance.end_step()
         if reduction is not None:
             reduction.wait()
-        return Sums(local, *found, own, sample)
+        return Sums(local, *found, own, sample, experts)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Sums:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpc_train.interfaces import TensorShard
 from hpc_train.parallel.optimizer_step import GradientUpdate
+
+if TYPE_CHECKING:
+    from hpc_train.parallel.expert.balance import ExpertBalance
+
+
+def has_routers(parts: Iterable[nn.Module]) -> bool:
+    """Whether a part has a router of a mixture of experts, of which a dense model imports nothing."""
+    return any(hasattr(module, "move_bias") for part in parts for module in part.modules())
 
 
 class UpdatingEngine:
     """The part of interfaces.Engine that passes calls on to a GradientUpdate, which the engine's constructor sets."""
 
     _updates: GradientUpdate
+    _balance: ExpertBalance | None = None
+    """Set where the model has mixtures of experts."""
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Clip the gradient and return its norm before that. An asynchronous worker clips its own."""
@@ -21,7 +32,10 @@ class UpdatingEngine:
 
     def update(self, lr: float) -> bool:
         """Step the optimizer, or send the gradient to the servers, and clear it; False if the step was skipped."""
-        return self._updates.update(lr)
+        updated = self._updates.update(lr)
+        if updated and self._balance is not None:
+            self._balance.move_biases()
+        return updated
 
     def skip_update(self) -> None:
         """Clear the gradients; parameters and optimizer state stay as they are."""

@@ -15,6 +15,7 @@ from hpc_train.interfaces import Model, World
 from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.engines import pipeline_engine
 from hpc_train.parallel.engines.pipeline_engine import BetweenStages, PipelineEngine
+from hpc_train.parallel.engines.updating_engine import has_routers
 from hpc_train.parallel.mesh_axes import get_axis_index
 from hpc_train.parallel.optimizer_step import OptimizerFactory, OptimizerUpdates
 from hpc_train.parallel.pipeline.measurement import BlockTimes, Timeline, get_times_path, read_block_times
@@ -67,8 +68,13 @@ def build_pipeline_engine(
     at_end = [pipeline.timeline.end_step]
     if options.resplit and config.run_dir is not None:
         at_end.append(BlockTimes(parts, len(ranks) - 1, world, get_times_path(config.run_dir)).end_step)
+    balance = None
+    if has_routers(on_meta):
+        from hpc_train.parallel.expert.balance import ExpertBalance, list_routers
+
+        balance = ExpertBalance(list(parts.values()), list_routers(on_meta), world)
     hidden = infer_stage_output(model, names[0], config, degrees)
-    return PipelineEngine(pipeline, hidden, updates, ties, config, world, at_end)
+    return PipelineEngine(pipeline, hidden, updates, ties, config, world, at_end, balance)
 
 
 def _make_pipeline(parts: dict[int, nn.Module], ranks: tuple[int, ...], config: RunConfig, world: World) -> Pipeline:

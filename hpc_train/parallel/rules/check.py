@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.parallel.rules import context, data_parallel, memory, parameter_server, pipeline, tensor
+from hpc_train.parallel.rules import context, data_parallel, experts, memory, parameter_server, pipeline, tensor
 
 RULES = (
     parameter_server.check_server_rules,
@@ -15,6 +15,7 @@ RULES = (
     data_parallel.check_gradient_rules,
     memory.check_memory_rules,
     memory.check_offload_rules,
+    experts.check_expert_rules,
 )
 
 

@@ -139,6 +139,22 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_pipeline.py",
     ),
     Technique(
+        "mixture of experts, auxiliary loss, bias or capacity",
+        "model=llama_moe_tiny",
+        "our own layer; torch's grouped products on GPUs in bfloat16",
+        EXACT,
+        "no compilation; a whole backward; no parameter servers",
+        "tests/parallel/test_matrix.py",
+    ),
+    Technique(
+        "expert parallel, shared experts overlapped",
+        "parallel=fsdp parallel.ep=2 model=llama_moe_tiny",
+        "our own all-to-all of tokens; fully_shard on a second mesh",
+        EXACT,
+        "a zero strategy; ep divides dp_shard x cp and the experts; no selective recompute",
+        "tests/parallel/test_matrix.py",
+    ),
+    Technique(
         "3D: pipeline x data x tensor",
         "parallel=3d",
         "all of the above",

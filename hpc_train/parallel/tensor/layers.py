@@ -254,6 +254,11 @@ def split_positions(module: nn.Module, axis: TensorAxis, layouts: ParameterLayou
         module.register_forward_pre_hook(lambda _, args: (axis.select_own(args[0]), *args[1:]))
 
 
+def split_head_norm(module: nn.Module, layouts: ParameterLayouts) -> None:
+    """Make a norm work on this rank's heads; every rank has its weights, for which all heads have gradients."""
+    layouts.update({(module, key): ParameterLayout(partial=True) for key, _ in module.named_parameters(recurse=False)})
+
+
 def split_embedding(name: str, layer: nn.Embedding, axis: TensorAxis, layouts: ParameterLayouts) -> None:
     """Split an embedding by vocabulary: each rank looks up its own rows, and adds zero for all others.
 

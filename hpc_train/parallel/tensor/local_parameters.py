@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -25,28 +26,54 @@ from hpc_train.errors import UserError
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How a parameter is placed on the tp axis, and which part of it a forward computes with."""
+    """How a parameter is placed on the tp axis, and which part of it a forward computes with.
+
+    Experts are placed on ep instead, or on ep and tp.
+    """
 
     placement: Placement = field(default_factory=Replicate)
+    others: tuple[Placement, ...] = ()
+    """Placements on further axes of the mesh."""
     partial: bool = False
     """Whether the ranks' gradients of a replicated parameter must be summed, rather than being equal."""
     units: tuple[int, ...] | None = None
     """For a replicated parameter, the units of rows (heads) that this rank computes with; None: all rows."""
     unit_rows: int = 1
     """Rows of a unit."""
+    gradient_scale: float = 1.0
+    """Factor on the gradient."""
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One an axis of the mesh."""
+        return (self.placement, *self.others)
 
     def get_local(self, parameter: Tensor) -> Tensor:
         """Return what a forward computes with, differentiably.
 
-        A parameter that fully_shard has not gathered is returned as it is: its mesh has more axes than tp.
+        A parameter that fully_shard has not gathered is returned as it is: its mesh has more axes.
         """
-        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > len(self.placements):
             return parameter
         local = parameter.to_local(grad_placements=(Partial(),) if self.partial else None)
+        if self.gradient_scale != 1.0:
+            local = _ScaleGradient.apply(local, self.gradient_scale)  # type: ignore[no-untyped-call]
         if self.units is None:
             return local
         index = torch.tensor(self.units, device=local.device)
         return local.view(-1, self.unit_rows, *local.shape[1:]).index_select(0, index).flatten(0, 1)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
 
 
 ParameterLayouts = dict[tuple[nn.Module, str], ParameterLayout]
@@ -57,37 +84,54 @@ def distribute_parameters(part: nn.Module, mesh: DeviceMesh, layouts: ParameterL
     """Turn every parameter of `part` into a DTensor on `mesh`, in place and without communication.
 
     A parameter without a layout is replicated, with the same gradient on each rank. From then on `module.weight` is
-    what this rank computes with, while named_parameters() and the optimizer see the DTensor.
+    what this rank computes with, while named_parameters() and the optimizer see the DTensor. Modules that
+    distribute_module has seen stay as they are.
     Raises UserError where two modules share a parameter but split it differently.
     """
     distributed: dict[nn.Parameter, tuple[Placement, nn.Parameter]] = {}
     for module in part.modules():
+        if hasattr(module, "_layouts"):
+            continue
         own_layouts = {}
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             own_layouts[name] = layouts.get((module, name), ParameterLayout())
             placement = own_layouts[name].placement
             if parameter not in distributed:
-                distributed[parameter] = (placement, _distribute_parameter(parameter, mesh, placement))
+                distributed[parameter] = (placement, _distribute_parameter(parameter, mesh, (placement,)))
             if distributed[parameter][0] != placement:
                 kind = type(part).__name__
                 raise UserError(f"{kind}.plan: two modules share a parameter {name}, but split it in different ways")
             module.register_parameter(name, distributed[parameter][1])
         if own_layouts:
-            module._layouts = own_layouts  # type: ignore[assignment]
-            module._tensors_of_call = {}  # type: ignore[assignment]
-            module.__class__ = _make_local_class(type(module), tuple(own_layouts))  # type: ignore[arg-type]  # torch: __hash__(object)
+            _read_local(module, own_layouts)
 
 
-def _distribute_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+def distribute_module(module: nn.Module, mesh: DeviceMesh, layouts: dict[str, ParameterLayout]) -> None:
+    """Do the same to one module's own parameters, by name, on a mesh of its own."""
+    for name, layout in layouts.items():
+        parameter = module.get_parameter(name)
+        module.register_parameter(name, _distribute_parameter(parameter, mesh, layout.placements))
+    _read_local(module, layouts)
+
+
+def _read_local(module: nn.Module, layouts: dict[str, ParameterLayout]) -> None:
+    """Let the module's own code read this rank's part of its parameters."""
+    module._layouts = layouts  # type: ignore[assignment]
+    module._tensors_of_call = {}  # type: ignore[assignment]
+    module.__class__ = _make_local_class(type(module), tuple(layouts))  # type: ignore[arg-type]  # torch: __hash__(object)
+
+
+def _distribute_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> nn.Parameter:
     local = parameter.detach()
-    if isinstance(placement, Shard):
-        # DTensor's own rule: every rank has `chunk` rows (or columns), the last ones fewer, perhaps none.
-        chunk = -(-local.shape[placement.dim] // mesh.size())
-        begin = min(chunk * mesh.get_local_rank(), local.shape[placement.dim])
-        length = min(chunk, local.shape[placement.dim] - begin)
-        local = local.narrow(placement.dim, begin, length).clone(memory_format=torch.contiguous_format)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            # DTensor's own rule: every rank has `chunk` rows (or columns), the last ones fewer, perhaps none.
+            chunk = -(-local.shape[placement.dim] // mesh.size(axis))
+            begin = min(chunk * mesh.get_local_rank(axis), local.shape[placement.dim])
+            length = min(chunk, local.shape[placement.dim] - begin)
+            local = local.narrow(placement.dim, begin, length).clone(memory_format=torch.contiguous_format)
     shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
-    tensor = DTensor.from_local(local, mesh, (placement,), run_check=False, shape=shape, stride=stride)
+    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 

@@ -67,6 +67,12 @@ def _split_layers(
         elif how == "row":
             assert isinstance(module, nn.Linear)
             layers.split_rows(name, module, axis, asynchronous, layouts)
+        elif how == "heads":
+            layers.split_head_norm(module, layouts)
+        elif how == "expert":
+            from hpc_train.parallel.tensor.expert_layers import split_mixture
+
+            split_mixture(name, module, axis, layouts)
     for parent, group in groups.items():
         layers.split_columns(part.get_submodule(parent), group, axis, asynchronous, layouts)
 

@@ -14,11 +14,13 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "row": (nn.Linear,),
     "vocab": (nn.Linear, nn.Embedding),
     "seq": (nn.Module,),
+    "heads": (nn.RMSNorm, nn.LayerNorm),
+    "expert": (nn.Module,),
 }
 
 
 def read_tensor_plan(part: nn.Module, *, whole_model: bool) -> dict[str, str]:
-    """Module name -> col, row, seq or vocab, for every module that a line of the plan matches.
+    """Module name -> how it is split (see _KINDS), for every module that a line of the plan matches.
 
     whole_model: `part` is the model and not one of its stages, so every line of the plan must match a module.
     Raises UserError for a line that matches nothing, contradicts another one, or asks for what its module cannot do.
@@ -35,14 +37,16 @@ def read_tensor_plan(part: nn.Module, *, whole_model: bool) -> dict[str, str]:
             _check_line(title, glob, name, modules[name], how)
             if found.setdefault(name, how) != how:
                 raise UserError(f"{title}: {name} is both {found[name]} and {how}; keep one of these lines")
-    if not set(found.values()) & {"col", "row", "vocab"}:
-        raise UserError(f"{title}: no line col, row or vocab matches a module, so parallel.tp has nothing to split")
+    if not set(found.values()) & {"col", "row", "vocab", "expert"}:
+        raise UserError(
+            f"{title}: no line col, row, vocab or expert matches a module: parallel.tp has nothing to split"
+        )
     return found
 
 
 def _check_line(title: str, glob: str, name: str, module: nn.Module, how: str) -> None:
     if how not in _KINDS:
-        raise UserError(f"{title}: {glob!r} is {how!r}; use col, row, seq or vocab")
+        raise UserError(f"{title}: {glob!r} is {how!r}; use {', '.join(_KINDS)}")
     tied_head = how == "vocab" and not any(True for _ in module.parameters())
     if not isinstance(module, _KINDS[how]) and not tied_head:
         wanted = " or ".join(kind.__name__ for kind in _KINDS[how])

@@ -48,6 +48,11 @@ def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
 def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
     """Return the columns of a model's shape. A vision transformer counts as a transformer whose tokens are patches."""
     if isinstance(model, TransformerConfig):
+        if model.experts.count:
+            raise UserError(
+                f"model={model.name}: the planner has no model of experts yet, in memory or time, so it cannot plan "
+                "this; choose the degrees yourself (docs/experts.md)"
+            )
         return {
             "layers": model.layers,
             "hidden": model.hidden,
