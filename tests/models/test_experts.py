@@ -135,7 +135,7 @@ def _route_token(x: Tensor, router: Router, capacity: list[int]) -> list[tuple[i
     logits = [x @ row for row in router.gate.weight]
     total = sum(logit.exp() for logit in logits)
     scores = [logit.exp() / total if config.gate == "softmax" else 1 / (1 + (-logit).exp()) for logit in logits]
-    biased = [float(score) + (float(router.bias[i]) if config.balance_bias else 0) for i, score in enumerate(scores)]
+    biased = [score.item() + (float(router.bias[i]) if config.balance_bias else 0) for i, score in enumerate(scores)]
     size = config.count // config.groups
     sums = [sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(config.groups)]
     groups = sorted(range(config.groups), key=lambda g: -sums[g])[: config.top_groups]
@@ -193,7 +193,7 @@ def test_the_balance_loss_is_the_formula_and_reaches_the_router() -> None:
     chosen, weights = router(x)
     _, plain = router.eval()(x)
     shares = (x @ router.gate.weight.T).softmax(-1)
-    loads = F.one_hot(chosen, config.count).sum((1, 2))
+    loads = F.one_hot(chosen, config.count).sum((1, 2)).double()
     loss = (loads * config.count / (config.top_k * 9) * shares.mean(1)).sum() * 9
     (wanted,) = torch.autograd.grad(0.5 * 7.0 * loss + plain.sum(), router.gate.weight, retain_graph=True)
     router.balance.loss_scale = lambda: 7.0
@@ -202,7 +202,7 @@ def test_the_balance_loss_is_the_formula_and_reaches_the_router() -> None:
     assert router.balance.loss is not None
     assert router.balance.loads is not None
     torch.testing.assert_close(router.balance.loss, loss.detach())
-    assert router.balance.loads.tolist() == [*loads.sum(0).tolist(), 0]
+    assert router.balance.loads.tolist() == [*loads.sum(0).tolist(), 0.0]
     even = torch.arange(6).view(1, 3, 2)
     assert float(sum_balance_loss(torch.full((1, 3, 6), 1 / 6), even, config)) == pytest.approx(3.0)
 
