@@ -58,6 +58,7 @@ def list_phases(flow: Flow, ranks: int, backend: Backend) -> tuple[CollectivePha
     part = (ranks - 1) / ranks
     rounds = math.ceil(math.log2(ranks))
     ring = CollectivePhase("ring", part, ranks - 1)
+    # An all_reduce is a reduce-scatter and an all-gather: the ring is gone round twice.
     both = CollectivePhase("ring", 2 * part, 2 * (ranks - 1))
     pieces = CollectivePhase("chain", 1.0, ranks - 1)
     gloo = backend == "gloo"
@@ -69,6 +70,7 @@ def list_phases(flow: Flow, ranks: int, backend: Backend) -> tuple[CollectivePha
         case "all_gather":
             return (ring,)
         case "all_to_all":
+            # The messages of a rank go out one after the other, although to different ranks.
             return (CollectivePhase("pairs", 1 / ranks, ranks - 1),)
         case "broadcast":
             return tuple(CollectivePhase("tree", 1.0, 1, number) for number in range(rounds)) if gloo else (pieces,)
@@ -92,6 +94,7 @@ def list_edges(edges: EdgeKind, ranks: int, number: int) -> tuple[NDArray[np.int
         case "star":
             return all_ranks[1:], np.zeros(ranks - 1, np.int64)
         case "tree":
+            # In each round all ranks that have the data pass it on to one more; the last round may have fewer to reach.
             senders = np.arange(min(2**number, ranks - 2**number))
             return senders, senders + 2**number
         case "pairs":
@@ -201,6 +204,7 @@ class LevelLinks:
         if level.name != DOMAIN_LEVEL:
             return LevelLinks(group, len(level.uplink), level.uplink, level.busy_uplink, True)
         each = (level.uplink / np.bincount(level.group))[group]
+        # The link of a position is the position itself.
         return LevelLinks(np.broadcast_to(np.arange(group.shape[1]), group.shape), group.shape[1], each, each, False)
 
     def busiest(self, load: Floats) -> tuple[Floats, Floats]:
@@ -223,6 +227,7 @@ def _list_messages(rows: GroupRows, phase: CollectivePhase) -> ListedMessages:
     source, target = list_edges(phase.edges, rows.position.shape[1], phase.round)
     sources, targets = rows.position[:, source], rows.position[:, target]
     between = sources != targets
+    # Which messages stay inside a node does not depend on the order, as only whole nodes move.
     inside = np.count_nonzero(~between, axis=1)
     row = np.nonzero(between)[0]
     return ListedMessages(
@@ -304,6 +309,7 @@ def _count_message_loads(messages: ListedMessages, link: Ints, crossed: NDArray[
 
     link: [orders, messages], the link of each message; crossed: whether the message leaves its group at all.
     """
+    # One bincount for all orders: the links of order i are numbered from i * count on.
     key = np.nonzero(crossed)[0] * count + link[crossed]
     weight = np.broadcast_to(messages.weight, crossed.shape)[crossed]
     return np.asarray(np.bincount(key, weight, len(link) * count).reshape(-1, count), np.float64)
@@ -337,6 +343,7 @@ def _measure_pairs(pairs: CountedPairs, fabric: Fabric, orders: Ints) -> Measure
         load, together = _count_pair_loads(pairs, group, links.index, links.count)
         alone, shared = links.busiest(load)
         seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
+        # Pairs that this level holds and the one below did not are separated by that one: they take its latency.
         latency += (together - near) * slower
         near, slower = together, level.latency
         if number:
@@ -363,6 +370,7 @@ def _count_pair_loads(pairs: CountedPairs, group: Ints, link: Ints, links: int) 
 def _count_members(pairs: CountedPairs, group: Ints) -> Ints:
     """Return [orders, entries]: ranks of the entry's row in the same group as the entry. group: [orders, entries]."""
     width = pairs.width
+    # Short rows of one length: compare all entries with all, which needs no sorting.
     if width and width <= _COMPARED:
         table, members = group.reshape(len(group), -1, width), pairs.members.reshape(-1, width)
         same = table[..., :, None] == table[..., None, :]

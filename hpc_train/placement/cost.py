@@ -183,6 +183,7 @@ def estimate_cost(
     `ranks_per_node` ranks (default: the launcher's order); fewer than the fabric has leave spares.
     Raises UserError where the degrees do not fill the nodes.
     """
+    # Without a placement the launcher fills nodes in the order in which Slurm lists them.
     order = range(len(fabric.nodes)) if nodes is None else nodes
     assert len(set(order)) == len(order), "a node holds two places"
     return build_cost_model(fabric, sizes, flows, len(order), backend).compute_cost(order)

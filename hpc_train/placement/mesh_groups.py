@@ -59,6 +59,7 @@ def list_groups(sizes: Mapping[str, int], axes: tuple[str, ...]) -> NDArray[np.i
     degrees = list_degrees(sizes)
     inside = [number for number, axis in enumerate(AXES) if axis in axes]
     outside = [number for number in range(len(AXES)) if number not in inside]
+    # With the axes of the group innermost, each row of the reshaped array is one group.
     ranks = np.arange(math.prod(degrees)).reshape(degrees).transpose(*outside, *inside)
     return ranks.reshape(-1, math.prod(degrees[number] for number in inside))
 
@@ -88,6 +89,7 @@ def find_node_grid(sizes: Mapping[str, int], ranks_per_node: int) -> tuple[int, 
     """
     grid, room = list(list_degrees(sizes)), ranks_per_node
     for number in reversed(range(len(grid))):
+        # Axes fill a node from the innermost one on. Each either fits whole, or the node cuts it into equal parts.
         common = math.gcd(grid[number], room)
         if common != min(grid[number], room):
             return (math.prod(list_degrees(sizes)) // ranks_per_node,)

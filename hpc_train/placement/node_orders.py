@@ -30,6 +30,7 @@ def order_along_tree(fabric: Fabric) -> NodeOrder:
 
     This is the least change that makes groups contiguous.
     """
+    # lexsort takes its last key first: levels come innermost first, so the topmost one decides, then the next below.
     return np.lexsort([np.arange(len(fabric.nodes)), *(level.group for level in fabric.levels[1:])])
 
 
@@ -37,6 +38,7 @@ def order_largest_first(fabric: Fabric) -> NodeOrder:
     """Order nodes along the tree, with larger groups before smaller ones within the group above them."""
     keys: list[NDArray[np.int64]] = []
     for level in reversed(fabric.levels[1:]):
+        # The index of a group breaks ties: groups of one size would otherwise be mixed.
         keys += [-np.bincount(level.group)[level.group], level.group]
     return np.lexsort([np.arange(len(fabric.nodes)), *reversed(keys)])
 
@@ -55,6 +57,7 @@ def pack_cells(fabric: Fabric, unit: int) -> NodeOrder:
         cells += packed
     place = np.empty(len(fabric.nodes), np.int64)
     place[order_along_tree(fabric)] = np.arange(len(fabric.nodes))
+    # Cells were found level by level, but neighbours in the mesh should be neighbours in the tree: back to its order.
     cells.sort(key=lambda cell: int(place[cell[0]]))
     return np.concatenate([*cells, *left])
 
@@ -66,6 +69,7 @@ def _pack_level(left: list[NodeOrder], group: NDArray[np.int64], unit: int) -> t
         members.setdefault(int(group[part[0]]), []).append(part)
     cells, rest = list[NodeOrder](), list[NodeOrder]()
     for parts in members.values():
+        # Large rests first, so that a cell that has to cross an edge of the level below crosses as few as possible.
         nodes = np.concatenate(sorted(parts, key=len, reverse=True))
         packed = len(nodes) // unit * unit
         cells += np.split(nodes[:packed], packed // unit) if packed else []
@@ -121,6 +125,7 @@ class SymmetryTree:
         numbers: dict[Hashable, int] = {}
         kinds: list[dict[int, int]] = []
         for level, parts in enumerate(self.parts):
+            # The whole, above the last level, has no uplink.
             uplink = self.fabric.levels[level].uplink if level < len(self.fabric.levels) else [0.0]
             share = self.fabric.levels[level].busy_uplink if level < len(self.fabric.levels) else [0.0]
             below = kinds[-1] if kinds else {}
@@ -146,6 +151,7 @@ def list_order_classes(fabric: Fabric) -> NDArray[np.int64]:
         if len(order) == count:
             orders.append(order)
             return
+        # What may come next depends on which nodes are placed, not on where: orders of the same nodes share the answer.
         used = frozenset(order)
         if used not in choices:
             choices[used] = _list_different_nodes(tree, used)
@@ -192,6 +198,7 @@ def _match_groups(
         for column, target in enumerate(other_parts)
         if kind[part] == kind[target]
     }
+    # Pairs of different kinds must not be matched: they count as worse than all nodes moved.
     unmoved = np.full((len(parts), len(other_parts)), -len(position), np.int64)
     for at, (count, _) in fits.items():
         unmoved[at] = count
@@ -224,6 +231,7 @@ def improve_by_swaps(model: CostModel, order: NodeOrder, cells: Sequence[int], f
     seconds = float(_score_orders(model, best[None])[0])
     in_vain = 0
     for _ in range(_NODES_MEASURED // (_TRIED * len(order))):
+        # `seconds` has the small share of the neighbours in it, and the floor has not.
         if in_vain == _IN_VAIN or seconds * _BETTER <= floor * (1 + _NEIGHBOURS):
             break
         tried = np.stack([_exchange_blocks(best, random, cells) for _ in range(_TRIED)])

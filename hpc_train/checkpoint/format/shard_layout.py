@@ -169,6 +169,7 @@ class SharedLayout:
     def find_overlapping_parts(self, row: int, wanted: Rectangle) -> list[SavedPart]:
         """Return the parts of one row that overlap a rectangle."""
         shape, offsets = self.shapes[row], self.offsets[row]
+        # A rectangle without elements overlaps nothing, wherever it lies.
         if 0 in shape or 0 in wanted.shape:
             return []
         members: Any = range(len(self.files))
@@ -260,6 +261,7 @@ def gather_layouts(file_layouts: Sequence[FileLayout]) -> StepLayout:
     tensors: dict[SavedTensor, int] = {}
     members: dict[Any, list[int]] = {}
     for index, file in enumerate(file_layouts):
+        # Offsets are not in the key: they are what the members of a layout differ in.
         numbered = tuple(tensors.setdefault(_tensor_of_row(row), len(tensors)) for row in file.rows)
         key = (numbered, tuple(row.local_shape for row in file.rows), file.places, file.within)
         members.setdefault(key, []).append(index)
@@ -277,6 +279,7 @@ def find_distinct(values: Iterable[T]) -> tuple[list[T], Integers]:
 
 def _share_layout(key: Any, files: list[int], file_layouts: Sequence[FileLayout]) -> SharedLayout:
     numbered, shapes, places, within = key
+    # One column a row of the layout: its offset in each file. Rows with equal columns share one cut.
     columns = zip(*(map(attrgetter("offset"), file_layouts[file].rows) for file in files), strict=True)
     found, cut = find_distinct(zip(shapes, columns, strict=True))
     cuts = tuple(
@@ -332,6 +335,7 @@ class SingleShardTensors:
         """Return [shards]: the row of each shard that is just what was saved; -1 for the others."""
         rows = np.array([self.rows.get(name, _NONE) for name in map(_NAME, shards)], dtype=np.int64)
         form = np.array([self.forms.get(key, _UNKNOWN) for key in map(_SHARD_FORM, shards)], dtype=np.int64)
+        # Only where a row was found: -1 as an index would be the last row.
         some = np.flatnonzero(rows != _NONE)
         rows[some[self.form[rows[some]] != form[some]]] = _NONE
         return rows

@@ -153,6 +153,7 @@ class Exchange:
         buffers = [memoryview(allocate_pages(most_cells * CELL_BYTES)) for _ in range(2)]
         sent, received = _ReusedMemory(), _ReusedMemory()
         with ThreadPoolExecutor(1) as reader:
+            # The thread only reads files: all collectives are called here, so that every rank calls them in one order.
             read = reader.submit(self._read, self.rounds[0], source, buffers[0])
             for number, this_round in enumerate(self.rounds):
                 if self._has_failed(read):
@@ -215,10 +216,12 @@ class Exchange:
         Returns the requests that this rank received, [strips, 5] of (cell, byte in it, count, stride, run) in the order
         of ranks, and [ranks] how many each rank sent.
         """
+        # Where a rank puts the bytes is its own affair: an owner is only told which bytes of its cells to send.
         asked = np.stack(
             [cells, strips["begin"] % CELL_BYTES, strips["count"], strips["stride"], strips["run"]], axis=1
         )
         number = np.bincount(owners, minlength=self.world.size)
+        # First how many requests come from each rank, so that the buffer for them has the right size.
         number_of_ranks = torch.empty(self.world.size, dtype=torch.int64)
         self._all_to_all(number_of_ranks, torch.from_numpy(number), [1] * self.world.size, [1] * self.world.size)
         requests = torch.empty(int(number_of_ranks.sum()), 5, dtype=torch.int64)
@@ -274,6 +277,7 @@ def _sum_demand(strips: Strips, bytes_of: Sequence[int], group: ProcessGroup | N
     files, blocks = list_blocks(plan_block_reads(strips, bytes_of))
     touched, total = first[files] + blocks // _BLOCKS, int(number.sum())
     wanted = np.zeros(total, dtype=np.int64)
+    # Not wanted[touched] |= ...: of several blocks of one cell that would keep the last one alone.
     np.bitwise_or.at(wanted, touched, np.int64(1) << blocks % _BLOCKS)
     copied = np.bincount(cells, strip_sizes(strips), total).astype(np.int64)
     sums = np.stack([np.bincount(touched, minlength=total), copied])

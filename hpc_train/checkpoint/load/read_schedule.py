@@ -43,6 +43,7 @@ class LoadDestinations:
         """[shards]: address of the memory; 0 on a GPU."""
         for index in self._made:
             self.addresses[index] = self._made[index].address
+        # Whoever copies by address must not write to the address of a GPU's memory.
         self.addresses[~np.array([local.is_cpu for local in self._locals], dtype=np.bool_)] = 0
         self.sizes = np.array(list(map(attrgetter("nbytes"), self._locals)), dtype=np.int64)
         """[shards]: bytes."""
@@ -148,6 +149,7 @@ def copy_strips(
     # continues the spacing of the loop inside it extends that loop; any other becomes a loop of its own. The innermost
     # loop becomes a strip, the outer ones are unrolled into several strips.
     for size, of_saved, of_target, in_saved, in_target in reversed(list(dims)):
+        # `stride` and `step` are by now the bytes between neighbours along this dimension, in the file and in memory.
         begin, at = begin + in_saved * stride, at + in_target * step
         if size > 1:
             if not loops and stride == step == run:
@@ -207,20 +209,17 @@ def _split_at_cells(strips: Strips) -> Strips:
 def _clip_to_cell(strips: Strips, low: NDArray[np.int64]) -> list[Strips]:
     """Clip each strip to the cell that begins at `low`: its whole runs, and parts of its first and last run."""
     high = low + CELL_BYTES
-    inside = np.clip(
-        -((strips["begin"] - low) // strips["stride"]), 0, strips["count"]
-    )  # the first run that begins in the cell
-    within = np.clip(
-        (high - strips["run"] - strips["begin"]) // strips["stride"] + 1, 0, strips["count"]
-    )  # one past the last in it
-    beyond = np.clip(
-        -((strips["begin"] - high) // strips["stride"]), 0, strips["count"]
-    )  # the first that begins after it
+    begin, run, stride, count = (strips[name] for name in ("begin", "run", "stride", "count"))
+    # Run i begins at begin + i * stride; -(a // b) rounds -a / b up.
+    inside = np.clip(-((begin - low) // stride), 0, count)  # the first run that begins in the cell
+    within = np.clip((high - run - begin) // stride + 1, 0, count)  # one past the last run that ends in it
+    beyond = np.clip(-((begin - high) // stride), 0, count)  # the first run that begins after it
     some = within > inside
     clipped = strips[some]
     clipped["begin"] += inside[some] * clipped["stride"]
     clipped["at"] += inside[some] * clipped["step"]
     clipped["count"] = (within - inside)[some]
+    # The run before `inside` may reach into the cell, and the one before `beyond` out of it; each is in two cells.
     into = _clip_run(strips, inside - 1, low, high, (inside > 0))
     out = _clip_run(strips, beyond - 1, low, high, (beyond > inside) & (beyond > within))
     return [clipped, into, out]

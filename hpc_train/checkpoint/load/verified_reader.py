@@ -121,12 +121,15 @@ class ShardReader:
     def _read(self, shard: _OpenShard, begin: int, size: int, memory: memoryview, then: OnVerified) -> None:
         """Read and verify bytes as they are stored."""
         if shard.direct and self._read_directly(shard, begin, size, memory):
+            # The disk's part is done, without a slot: only hashing is bounded, so that many threads may wait for the
+            # disk.
             with self._slots_beside_io:
                 self._verify_parts(shard, begin, memory[:size], then)
             return
         with self._thread_slots:
             for at in range(0, size, CACHE_BYTES):
                 part = memory[at : min(at + CACHE_BYTES, size)]
+                # A part is hashed right after it was read, while it is in the processor's cache.
                 _read_pages(shard, begin + at, part, len(part))
                 self._verify_parts(shard, begin + at, part, then)
 
@@ -279,6 +282,7 @@ def _split_parts(parts: PartTable) -> list[PartTable]:
     if not len(parts):
         return []
     ordered = parts[np.argsort(parts["at"])]
+    # Parts may share a block, and one group is one read: a group ends where a whole block lies between two parts.
     ends = np.maximum.accumulate(ordered["at"] + ordered["stored"])
     apart = ordered["at"][1:] // BLOCK_BYTES - -(-ends[:-1] // BLOCK_BYTES) > 0
     return np.split(ordered, np.flatnonzero(apart) + 1)
@@ -288,6 +292,7 @@ def _copy_part(shard: _OpenShard, part: _Part, data: memoryview, low: int, memor
     """Copy one part into `memory`, the image from byte `begin` on. data: stored bytes of the file from `low` on."""
     stored = data[part.at - low : part.at - low + part.stored]
     first, last = max(part.begin, begin), min(part.begin + part.size, begin + len(memory))
+    # Stored as it is: any bytes of it can be copied. A compressed one has to be inflated as a whole.
     if not part.whole:
         memory[first - begin : last - begin] = stored[first - part.begin : last - part.begin]
         return
@@ -376,6 +381,7 @@ def _is_cached(descriptor: int) -> bool:
     """Return whether most of some sampled pages are in the page cache (preadv2(2), RWF_NOWAIT)."""
     size = os.fstat(descriptor).st_size
     page = bytearray(1)
+    # RWF_NOWAIT fails with EAGAIN instead of reading from the disk.
     samples = [size * k // 8 for k in range(8)]
     return sum(_is_page_cached(descriptor, page, at) for at in samples) > len(samples) // 2
 

@@ -58,6 +58,7 @@ class StagingBuffer:
         Pages that are not reclaimed are reused at no cost by the next save; faulting in new ones takes several times
         the copy. Page-locked memory is freed instead, as it cannot be reclaimed. No view of the buffer may be in use.
         """
+        # Page-locked memory is never reclaimed, whatever madvise says.
         if torch.cuda.is_available() or self._memory is None:
             self.release()
             return
@@ -141,6 +142,7 @@ def _is_adjacent(memory: memoryview, span: FloatSpan, begin: int) -> bool:
     """Return whether only a little zero padding lies between a span and a tensor."""
     # Tensors in a file begin at aligned places, so most gaps are a few zeros, which are finite floats in every dtype.
     gap = begin - span.end
+    # The elements of the second tensor must be elements of the span, counted from its begin.
     aligned = (begin - span.begin) % span.dtype.itemsize == 0
     return aligned and 0 <= gap < _PADDING and memory[span.end : begin] == bytes(gap)
 
@@ -287,6 +289,7 @@ def split_copies(slots: StagingLayout, numbers: Iterable[int]) -> Iterator[CopyS
     for number in numbers:
         slot = slots.slots[number]
         if slot.size > SMALL_TENSOR_BYTES:
+            # Several threads copy one large tensor; small ones go together, since each call has a cost of its own.
             for low in range(slot.begin, slot.begin + slot.size, _SHARE_BYTES):
                 yield CopyShare([number], low, min(low + _SHARE_BYTES, slot.begin + slot.size))
             continue
@@ -308,6 +311,7 @@ def view_bytes(tensor: Tensor) -> ByteArray:
 def _make_slot(buffer: Tensor, file_layout: FileLayout, index: int, place: int) -> TensorSlot:
     row = file_layout.rows[index]
     target = None
+    # torch views bytes in another dtype only at aligned addresses; the others are copied as bytes.
     if place % row.dtype.itemsize == 0:
         target = buffer[place : place + row.bytes].view(row.dtype).view(row.local_shape)
     return TensorSlot(index, place, row.bytes, target)

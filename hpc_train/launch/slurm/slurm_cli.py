@@ -38,6 +38,7 @@ class Answer:
     @property
     def reason(self) -> str:
         """Return its fatal error, else the first line that it printed, without the program's name."""
+        # Warnings come first where a configuration has any; the line that ended the command is the one marked fatal.
         lines = [line.strip() for line in self.err.splitlines() if line.strip()] or [f"exit code {self.code}"]
         line = next((line for line in lines if re.match(r"(\w+: )?fatal: ", line)), lines[0])
         return re.sub(r"^(\w+:? )?(error|fatal): ", "", line)
@@ -87,6 +88,7 @@ def handle_signals(numbers: Sequence[signal.Signals], handler: Handler) -> Itera
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     earlier = {number: signal.getsignal(number) for number in numbers if in_main_thread}
+    # getsignal returns None for a handler that some C library has set.
     replaceable = {number: previous for number, previous in earlier.items() if previous is not None}
     try:
         for number in replaceable:
@@ -108,6 +110,7 @@ def delay_signals() -> Iterator[None]:
         with handle_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda number, _: received.append(number)):
             yield
     finally:
+        # Once: a second Ctrl-C while sbatch ran means the same as the first.
         for number in received[:1]:
             signal.raise_signal(number)
 
@@ -185,6 +188,7 @@ def parse_squeue(text: str) -> list[JobRecord]:
     """Parse what squeue printed; lines of another form are skipped."""
     records = []
     for line in text.splitlines():
+        # 12_[3-9] stands for elements of an array that have no record of their own yet.
         fields = [field.strip() for field in line.split("|", 4)]
         if len(fields) == 5 and fields[0] and "[" not in fields[0]:
             job_id, raw, state, where, reason = fields
@@ -275,11 +279,13 @@ def poll_jobs(job_ids: Iterable[str], ask: RunClient) -> PollResult:
     if not ids:
         return PollResult()
     answer = ask(squeue_command(_whole_arrays(ids)))
+    # That it knows none of these jobs is an answer; that it cannot be reached is not.
     answered = answer.code == 0 or UNKNOWN_JOB in answer.err
     records = {record.job_id: record for record in parse_squeue(answer.out)}
     if answered:
         records |= _complete_records(ids, records, ask)
     missing = [job for job in ids if job not in records or _lacks_exit_code(records[job])]
+    # slurmctld forgets a job MinJobAge (300 s by default) after its end; the accounting keeps it, where there is one.
     if missing:
         for record in parse_sacct(ask(sacct_command(_whole_arrays(missing))).out):
             if record.job_id not in records or _lacks_exit_code(records[record.job_id]):
@@ -341,6 +347,7 @@ _ARRAY_LIMITS = (re.compile(r"^MaxArraySize\s*=\s*(\d+)", re.MULTILINE), re.comp
 def max_array_size(ask: RunClient) -> int:
     """Return how many elements an array may have on this cluster."""
     answer = ask(_SHOW_CONFIG)
+    # max_array_tasks, of SchedulerParameters, may be lower than MaxArraySize, and Slurm applies both.
     limits = [int(match[1]) for limit in _ARRAY_LIMITS if (match := limit.search(answer.out))]
     return min(limits) if answer.code == 0 and limits else DEFAULT_ARRAY_SIZE
 

@@ -108,6 +108,7 @@ def _stage_layers(layers: int, stages: int, head: float) -> tuple[float, ...]:
         costs = (*layers_of_stage[:-1], last + head)
         return max(costs), sum(cost * cost for cost in costs), layers_of_stage
 
+    # Least maximum first; among these the most even split, by the sum of squares, as split_blocks chooses.
     return min(rated(last) for last in range(1, layers - stages + 2))[2]
 
 
@@ -260,6 +261,7 @@ def _moments_of(
     """
     if not split:
         return (((0.0,) * len(fields(PipelineMoment)),) * 3,)
+    # Only whole rounds may be left out: a rest at the end of a step has moments of its own.
     if micro_batches > _ENOUGH * pp and micro_batches % pp == 0:
         micro_batches = _ENOUGH * pp
     order = generate_order(SCHEDULES[schedule], pp, micro_batches, virtual)

@@ -90,7 +90,8 @@ def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
     layer = _layer(jobs, constants, done)
     layers = split_layers(jobs)
     slow, ends = _slowest(jobs, layers, layer, done)
-    others = _all_ranks_seconds(jobs, layers, layer, done) - slow * layer.total - ends
+    # What is left of a micro-batch's way through the pipeline while the slowest rank waits for it.
+    others = _all_ranks_seconds(jobs, layer, done) - slow * layer.total - ends
     m = jobs.micro_batches
     compute = m * (slow * (layer.forward + layer.backward - layer.moved) + ends)
     waiting = _bubble(jobs, layer, done, others)
@@ -113,6 +114,7 @@ def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
     parts = [part * scale for part in parts]
     # The slowest of n ranks is later the more ranks there are: about the same share of a step for each doubling.
     jitter = constants.jitter * doublings * sum(parts[1:], parts[0])
+    # Not scaled by the fit: a copy at a known bandwidth.
     checkpoint = _checkpoint(jobs)
     found = np.broadcast_arrays(*parts, jitter, checkpoint, np.float64(constants.spread), _flops(jobs, done))
     return StepTime(*found)
@@ -198,8 +200,10 @@ def _exchanges(jobs: Jobs, constants: Constants) -> Column:
 def _ring(jobs: Jobs, constants: Constants, done: LayerWork) -> Column:
     """Return the exposed seconds of ring attention (traffic.axes.ring_attention_flows)."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    # With fewer key and value heads than tp ranks each rank holds a whole copy of one head.
     keys = tokens * jobs.kv_heads * jobs.head_dim / np.minimum(jobs.tp, jobs.kv_heads)
     hop = send_seconds(jobs, constants, 2 * keys * jobs.activation_bytes, jobs.tp)
+    # Gradients of keys and values are summed on their way round, in fp32 or wider.
     gradients = send_seconds(jobs, constants, 2 * keys * np.maximum(jobs.activation_bytes, 4), jobs.tp)
     # Keys and values go round in forward and again in backward, the gradients of both in backward.
     moved = (jobs.cp - 1) * (2 * hop + gradients)
@@ -217,6 +221,7 @@ def _slowest(jobs: Jobs, layers: LayerSplit, layer: _Layer, done: LayerWork) -> 
     single = jobs.pp == 1
     first, last = layers.first * layer.total + done.embedding, layers.last * layer.total + done.head
     middle = np.where(jobs.pp > 2, layers.middle * layer.total, 0.0)
+    # Of ranks that take equally long the last one counts, which is the one with the head.
     is_last = (last >= first) & (last >= middle)
     is_first = ~is_last & (first >= middle)
     count = np.where(is_last, layers.last, np.where(is_first, layers.first, layers.middle))
@@ -224,7 +229,7 @@ def _slowest(jobs: Jobs, layers: LayerSplit, layer: _Layer, done: LayerWork) -> 
     return np.where(single, layers.first, count), np.where(single, done.head + done.embedding, ends)
 
 
-def _all_ranks_seconds(jobs: Jobs, layers: LayerSplit, layer: _Layer, done: LayerWork) -> Column:
+def _all_ranks_seconds(jobs: Jobs, layer: _Layer, done: LayerWork) -> Column:
     """Return the seconds of one micro-batch on all ranks of the pipeline together."""
     return jobs.layers * layer.total + done.head + done.embedding
 

@@ -86,6 +86,7 @@ class StoreServer:
         self._strangers: dict[_Connection, None] = {}
         self._poll = select.epoll()
         self._connections: dict[int, _Connection] = {}
+        # `close` is called by another thread: a byte on this pair wakes the one that waits in poll.
         self._ear, self._mouth = socket.socketpair()
         self._poll.register(self._listener, _READ)
         self._poll.register(self._ear, _READ)
@@ -101,6 +102,7 @@ class StoreServer:
     def _serve(self) -> None:
         ear, listener = self._ear.fileno(), self._listener.fileno()
         while True:
+            # Only strangers need a clock: without any, nothing wakes the thread while ranks train.
             for descriptor, events in self._poll.poll(1.0 if self._strangers else None):
                 if descriptor == ear:
                     self._end()
@@ -157,6 +159,7 @@ class StoreServer:
                 self._flush(connection)
                 if not connection.to_send:
                     self._poll.modify(connection.peer, _READ)
+            # Errors and hang-ups, too: recv then raises, or returns nothing.
             if events & ~_WRITE:
                 self._receive(connection)
         except (OSError, ProtocolError):
@@ -185,6 +188,7 @@ class StoreServer:
         if len(connection.received) > ANSWER_BYTES:
             raise ProtocolError("a client that does not wait for our proof")
         nonce, proof = bytes(connection.received[:NONCE_BYTES]), bytes(connection.received[NONCE_BYTES:])
+        # Nothing may follow the proof before our own has been sent: what came early could not have been authenticated.
         connection.received.clear()
         handshake = Handshake(self._secret, self.address, connection.nonce, nonce)
         if not hmac.compare_digest(proof, handshake.client_proof()):
@@ -195,6 +199,7 @@ class StoreServer:
         self._send(connection, handshake.server_proof())
 
     def _answer(self, connection: _Connection, message: Message) -> None:
+        # One request at a time: a client that sends more could fill our memory with requests that wait.
         if connection.waiting is not None:
             raise ProtocolError("a client that asks before it has its answer")
         match message.code, list(message.parts):
@@ -226,6 +231,7 @@ class StoreServer:
                 raise ProtocolError("a request that makes no sense")
 
     def _add(self, key: bytes, number: int) -> int:
+        # Counters are text, as in torch's store, where `set` may have written them.
         before = self._values.get(key, b"0")
         if not before.removeprefix(b"-").isdigit() or len(before) > 20:
             raise ProtocolError("`add` to what is no number")
@@ -247,6 +253,7 @@ class StoreServer:
     def _store(self, key: bytes, value: bytes) -> None:
         self._last_values = None
         self._values[key] = value
+        # Each of these waits for this key first; if another one is missing, it goes on waiting for that.
         for request in self._waiting.pop(key, ()):
             self._resolve(request)
 
@@ -273,6 +280,7 @@ class StoreServer:
             request.found += 1
         if request.found < len(keys):
             return keys[request.found]
+        # All were there at some time, but one may have been deleted since: look at all of them once more.
         request.found = 0
         return next((key for key in keys if key not in self._values), None)
 
@@ -294,6 +302,7 @@ class StoreServer:
             self._send(connection, header, payload.data)
 
     def _send(self, connection: _Connection, *data: bytes) -> None:
+        # If older data waits already, poll says when the socket takes more; sending now would change the order.
         idle = not connection.to_send
         connection.to_send.extend(map(memoryview, data))
         if idle:
@@ -320,6 +329,7 @@ class StoreServer:
             self._waiting[request.missing].pop(request, None)
             if not self._waiting[request.missing]:
                 del self._waiting[request.missing]
+        # The number of a closed descriptor may belong to a new connection by now.
         if self._connections.get(connection.peer.fileno()) is connection:
             del self._connections[connection.peer.fileno()]
         with suppress(OSError):
