@@ -1,8 +1,11 @@
-"""Agents that were killed are started again; a node on which none can start is lost all the same."""
+"""Agents that were killed are started again, a node on which none can start is lost, and a second supervisor leaves."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -63,3 +66,29 @@ def test_a_node_without_an_agent_is_lost_though_the_others_start_again(
 
 def test_agents_that_report_are_left_alone(reports: AgentReports) -> None:
     assert not reports.start_again()
+
+
+def test_a_second_supervisor_leaves_and_one_that_was_killed_can_be_replaced(tmp_path: Path) -> None:
+    logs = tmp_path / "logs" / "0"
+    logs.mkdir(parents=True)
+    hang = {f"{name}_seconds": 60 for name in ("step", "first_step", "start", "load", "save")}
+    resilience = {"watch": True, "act": True, "notice": {}, "hang": {**hang, "factor": 5}}
+    config = {"resilience": resilience, "parallel": {"compile": False}}
+    (tmp_path / "job.json").write_text(json.dumps({"config": config}))
+    claim = "import sys; from pathlib import Path; from hpc_train.launch.slurm.supervise import claim_ranks"
+    hold = f"{claim}; print(claim_ranks(Path(sys.argv[1])), flush=True); sys.stdin.read()"
+    first = subprocess.Popen([sys.executable, "-c", hold, logs], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"True\n"
+        second = subprocess.run(
+            [sys.executable, "-P", "-m", "hpc_train.launch.slurm.supervise", logs, str(os.getpid())],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert second.stdout == "hpc-train: another supervisor watches these ranks; this one leaves\n"
+        assert not (tmp_path / "events.jsonl").exists()
+        first.kill()
+    again = [sys.executable, "-c", f"{claim}; sys.exit(not claim_ranks(Path(sys.argv[1])))", logs]
+    assert subprocess.run(again, check=False).returncode == 0

@@ -98,6 +98,30 @@ def test_a_stopped_rank_is_named_with_its_node_and_the_job_goes_on(
     assert [event["cause"] for event in lines(run / "events.jsonl") if event["event"] == "restart"] == ["a hang"]
 
 
+def test_faults_of_other_kinds_one_after_another(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    """A segmentation fault, an exit without a word, and a system call that does not return, each once a save is there.
+
+    On two nodes in turn: one that is to blame twice would be left out.
+    """
+    run = tmp_path / "run"
+    limit = "resilience.hang.first_step_seconds=12"
+    job = start(run, settings, limit, faults="1:train:33:segfault 1:train:34:exit 0:train:5:disk")
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    assert_same_result(run, undisturbed, STEPS)
+    hosts = hosts_of(run)
+    restarts = [event for event in lines(run / "events.jsonl") if event["event"] == "restart"]
+    assert [(event["cause"], event["host"]) for event in restarts] == [
+        ("a rank was killed", hosts[1]),
+        ("an error in the program", hosts[1]),
+        ("a hang", hosts[0]),
+    ]
+    (hang,) = (event for event in lines(run / "events.jsonl") if event["event"] == "hang")
+    assert "task 0" in hang["why"]
+    assert "requeue" not in kinds(run)
+
+
 @pytest.mark.parametrize("process", ["hpc_train.launch.slurm.supervise", "hpc_train.resilience.agent"])
 def test_a_watcher_that_dies_ends_nothing_and_is_started_again(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path, process: str

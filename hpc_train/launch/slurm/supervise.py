@@ -8,6 +8,7 @@ starts it again. If an agent dies, their srun ends, and all of them are started 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import selectors
@@ -38,6 +39,7 @@ AGENTS = "agents"
 LOST_NODE = "lost-node"
 """File in an attempt's log directory: the name of a node that fell silent. The batch script reads it."""
 _AGENT_ERRORS = "agents.err"
+_CLAIM = "supervisor.lock"
 _TICK_SECONDS = 0.5
 _SIGNAL_SECONDS = 1.0
 """How long to wait for scancel: it acts at once, but then waits for all nodes of the job, also for lost ones."""
@@ -340,6 +342,22 @@ def is_running(process: int) -> bool:
     return read_process_state(process) != GONE
 
 
+def claim_ranks(logs: Path) -> bool:
+    """Return whether this process is the only supervisor of an attempt, and stays so until it ends.
+
+    Two of them would both kill ranks and report each fault twice. The file system may have no locks: then it is taken
+    to be the only one, since a batch script starts no second one beside it.
+    """
+    descriptor = os.open(logs / _CLAIM, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True  # the descriptor stays open: the kernel gives the lock back when this process ends, however it does
+
+
 def main(logs: str, process: str) -> int:
     """Watch the ranks of one attempt; what goes wrong here is printed, and does not touch them."""
     # Handlers, and not SIG_IGN, which children would inherit: Slurm sends these to the whole batch step.
@@ -348,6 +366,9 @@ def main(logs: str, process: str) -> int:
         signal.signal(number, lambda number, _: stop_signals.append(number))
     settings = read_watch_settings(Path(logs))
     if settings is None:
+        return 0
+    if not claim_ranks(Path(logs)):
+        print("hpc-train: another supervisor watches these ranks; this one leaves", flush=True)
         return 0
     config = read_json(Path(logs).parents[1] / "job.json")["config"]
     resilience = {**config["resilience"], "compiles": bool(config["parallel"]["compile"])}
