@@ -11,6 +11,7 @@ from hpc_train.config.model import (
     CustomModelConfig,
     DataConfig,
     ImageDataConfig,
+    MixtureDataConfig,
     ModelConfig,
     TokenDataConfig,
     TransformerConfig,
@@ -38,7 +39,7 @@ SCHEMAS: dict[str, dict[str, type[ModelConfig | DataConfig]]] = {
         "vit_schema": VisionTransformerConfig,
         "custom_schema": CustomModelConfig,
     },
-    "data": {"token_schema": TokenDataConfig, "image_schema": ImageDataConfig},
+    "data": {"token_schema": TokenDataConfig, "image_schema": ImageDataConfig, "mixture_schema": MixtureDataConfig},
 }
 """Types for the files of a group to build on, by the name that their defaults lists use."""
 

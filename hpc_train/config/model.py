@@ -158,7 +158,7 @@ class DataConfig:
     """Fields that every data set has; the kinds below add their own."""
 
     kind: str = MISSING
-    """tokens or images."""
+    """tokens, mixture or images."""
     name: str = MISSING
     """Name of the data set in logs and in the run's configuration."""
     validation_fraction: float = config_field(default=0.02, ge=0, lt=1)
@@ -200,6 +200,28 @@ class TokenDataConfig(DataConfig):
     without targets, and a longer document in several samples. None: padded for chats, else stream."""
     cache: str = "${oc.env:HPC_TRAIN_CACHE,'~/.cache/hpc_train'}"
     """Folder of the stores that are built; it must be visible from the compute nodes."""
+
+
+@config_dataclass
+class MixtureDataConfig(DataConfig):
+    """Several token stores or token files, mixed by weights that may change during the run."""
+
+    kind: str = "mixture"
+    """Always mixture."""
+    paths: list[str] = config_field(default=[])
+    """Token stores made by `hpc-train data build` with the same tokenizer, or token files (see data=tokens)."""
+    weights: list[float] = config_field(default=[])
+    """Share of each source in the samples, in any unit; empty: all the same."""
+    later_tokens: list[int] = config_field(default=[])
+    """Tokens of the run after which weights change, once for each entry."""
+    later_weights: list[float] = config_field(default=[])
+    """Weights from there on: those of every source for the first entry of later_tokens, then for the second, ..."""
+    samples: str | None = config_field(default=None, choices=("stream", "padded"))
+    """As of data=text, for all sources."""
+    dtype: str | None = config_field(default=None, choices=("uint16", "uint32"))
+    """As of data=tokens, for all sources that are raw tokens."""
+    vocab_size: int = config_field(default=256, ge=256, le=1 << 31)
+    """As of data=tokens, for all sources that are token files of other programs."""
 
 
 @config_dataclass

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,16 +13,19 @@ from torch import Tensor
 from hpc_train.config.model import (
     DataConfig,
     ImageDataConfig,
+    MixtureDataConfig,
     ModelConfig,
     TokenDataConfig,
     TransformerConfig,
     VisionTransformerConfig,
 )
-from hpc_train.data.document_samples import open_padded_documents
-from hpc_train.data.token_files import TokenSource, open_tokens
-from hpc_train.data.token_store import TokenStore, compute_unigram_entropy
+from hpc_train.data.document_samples import PaddedDocuments, open_padded_documents
+from hpc_train.data.mixture import MixtureDataset
+from hpc_train.data.mixture_order import list_sources, make_config_order
+from hpc_train.data.token_files import open_tokens
+from hpc_train.data.token_samples import TokenDataset
+from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import UserError
-from hpc_train.interfaces import IGNORED_TARGET
 
 if TYPE_CHECKING:
     from hpc_train.interfaces import ModelInputs
@@ -70,13 +72,15 @@ def open_dataset(config: DataConfig, sequence_length: int, split: Split) -> Data
         raise UserError("data.validation_fraction=0 leaves nothing to evaluate on: raise it, or set train.eval_every=0")
     if isinstance(config, TokenDataConfig):
         return open_token_dataset(config, sequence_length, split)
+    if isinstance(config, MixtureDataConfig):
+        return open_mixture(config, sequence_length, split)
     if isinstance(config, ImageDataConfig):
         return open_image_dataset(config, split)
     raise UserError(f"data.kind={config.kind} is not known: tokens or images")
 
 
-def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Split) -> Dataset:
-    """Open one split of a token dataset: its TokenStore, and where the split begins and ends in it."""
+def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Split) -> TokenDataset | PaddedDocuments:
+    """Open one split of a token dataset: its tokens, and where the split begins and ends in them."""
     store = open_tokens(config)
     samples = config.samples or ("stream" if store.counted is None else "padded")
     if samples == "padded":
@@ -91,59 +95,24 @@ def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Spl
     return TokenDataset(config.name, store, sequence_length, begin, end, boundary)
 
 
+def open_mixture(config: MixtureDataConfig, sequence_length: int, split: Split) -> MixtureDataset:
+    """Open one split of every source of a mixture. Raises UserError if their tokens do not mean the same."""
+    sources = [open_token_dataset(source, sequence_length, split) for source in list_sources(config)]
+    digests = {one.store.tokenizer_digest: one.name for one in sources if isinstance(one.store, TokenStore)}
+    if len(digests) > 1:
+        first, second, *_ = digests.values()
+        raise UserError(f"data.paths: {first} and {second} have different tokenizers: build them with the same one")
+    sizes = [len(source) for source in sources]
+    order = make_config_order(config, sizes, sequence_length) if split == "train" else None
+    return MixtureDataset(config.name, tuple(sources), order)
+
+
 def check_model_fits_data(model: ModelConfig, data: Dataset) -> None:
     """Raise UserError if a built-in model cannot take this data; a user's own model is not checked."""
     if isinstance(model, TransformerConfig):
         _check_transformer(model, data)
     elif isinstance(model, VisionTransformerConfig):
         _check_vision_transformer(model, data)
-
-
-@dataclass(frozen=True)
-class TokenDataset:
-    """Adjacent sequences of T tokens: sample i reads tokens [iT, iT + T] of its split; targets are shifted by one."""
-
-    name: str
-    store: TokenSource
-    sequence_length: int
-    begin: int
-    end: int
-    boundary: int
-    """Index in the store at which the validation split begins."""
-
-    def __len__(self) -> int:
-        return (self.end - self.begin - 1) // self.sequence_length
-
-    def get(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, two int64 tensors of shape (indices, T)."""
-        rows = self._cut(self.store.tokens)[indices].astype(np.int64)
-        inputs, targets = rows[:, :-1], rows[:, 1:]
-        if self.store.counted is not None:
-            targets = np.where(self._cut(self.store.counted)[indices][:, 1:], targets, IGNORED_TARGET)
-        return torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(np.ascontiguousarray(targets))
-
-    @property
-    def tokens_per_sample(self) -> int:
-        return self.sequence_length
-
-    @property
-    def vocab_size(self) -> int:
-        return self.store.vocab_size
-
-    @property
-    def classes(self) -> None:
-        return None
-
-    @cached_property
-    def unigram_entropy(self) -> float | None:
-        if not isinstance(self.store, TokenStore) or self.store.counted is not None:
-            return None  # its counts are not known, or are of other targets
-        return compute_unigram_entropy(self.store, self.boundary)
-
-    def _cut(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """View a memory map as (samples, T + 1), without a copy; neighbouring rows share a token."""
-        windows = np.lib.stride_tricks.sliding_window_view(values[self.begin : self.end], self.sequence_length + 1)
-        return windows[:: self.sequence_length]
 
 
 @dataclass(frozen=True)

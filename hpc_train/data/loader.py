@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.data.datasets import Dataset
+from hpc_train.data.mixture import MixtureDataset
 from hpc_train.data.sample_order import order_samples
 from hpc_train.errors import UserError
 from hpc_train.interfaces import MicroBatch, StepBatch
@@ -70,7 +71,10 @@ class Loader:
         return self._thread.submit(self._assemble, start)
 
     def _assemble(self, start: int) -> list[MicroBatch]:
-        indices = order_samples(self.seed, len(self.dataset), start + self.offset, self.share)
+        if isinstance(self.dataset, MixtureDataset):
+            indices = self.dataset.order(self.seed, start + self.offset, self.share)
+        else:
+            indices = order_samples(self.seed, len(self.dataset), start + self.offset, self.share)
         inputs, targets = self.dataset.get(indices)
         samples = MicroBatch(inputs, targets)
         if self._device is not None:

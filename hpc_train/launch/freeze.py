@@ -15,6 +15,7 @@ from hpc_train.cluster.calibration import read_calibration
 from hpc_train.config.model import (
     CustomModelConfig,
     ImageDataConfig,
+    MixtureDataConfig,
     TokenDataConfig,
     TransformerConfig,
     VisionTransformerConfig,
@@ -170,7 +171,7 @@ def check_model_and_data(config: RunConfig) -> None:
     model, data = config.model, config.data
     if isinstance(model, TransformerConfig) and isinstance(data, ImageDataConfig):
         raise UserError(f"data={data.name}: images, but model={model.name} reads tokens; use model=vit_tiny")
-    if isinstance(model, VisionTransformerConfig) and isinstance(data, TokenDataConfig):
+    if isinstance(model, VisionTransformerConfig) and isinstance(data, (TokenDataConfig, MixtureDataConfig)):
         raise UserError(f"data={data.name}: tokens, but model={model.name} reads images; use data=digits")
     if config.parallel.sync_batchnorm and not isinstance(model, CustomModelConfig):
         raise UserError(f"parallel.sync_batchnorm=true: model={model.name} has no BatchNorm; leave it out")
@@ -197,6 +198,11 @@ def check_files(config: RunConfig, folder: RunDirectory) -> None:
     """
     if isinstance(config.data, TokenDataConfig) and not config.launch.setup:
         _check_text(config.data, config.model.vocab_size if isinstance(config.model, TransformerConfig) else None)
+    if isinstance(config.data, MixtureDataConfig) and not config.launch.setup:
+        from hpc_train.data.mixture_order import check_mixture
+
+        for source in check_mixture(config.data, config.train.sequence_length):
+            _check_text(source, config.model.vocab_size if isinstance(config.model, TransformerConfig) else None)
     check_cluster_files(config)
     offload = config.parallel.offload.dir
     if config.launch.kind == "local" and offload is not None and not Path(offload).is_dir():

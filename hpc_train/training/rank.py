@@ -26,6 +26,7 @@ from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, check_model_fits_data, open_dataset
 from hpc_train.data.loader import Loader
+from hpc_train.data.mixture import MixtureDataset
 from hpc_train.errors import EXIT_DONE, IncompleteRun, UserError
 from hpc_train.interfaces import Engine, RankMap, Task, TensorShard, World
 from hpc_train.messages import gather_values
@@ -135,7 +136,7 @@ def _run_rank(
                 if rank_map.warning:
                     run.reporter.event("warning", about="placement", why=rank_map.warning)
                 evaluate_owed(run)
-                _log_start(run, parameter_count, len(data), [*rank_map.lines, *notes])
+                _log_start(run, parameter_count, len(data), [*rank_map.lines, *notes, *_describe_mixture(run, data)])
                 code = run_training(run)
                 if run.profiler is not None:
                     run.profiler.close(run.step)
@@ -279,6 +280,13 @@ def count_total_steps(config: RunConfig, samples: int) -> int:
         return config.train.wanted_steps
     assert config.train.epochs is not None
     return max(1, math.ceil(config.train.epochs * samples / config.train.global_batch))
+
+
+def _describe_mixture(run: TrainingRun, data: Dataset) -> list[str]:
+    """Say how much of the run each source of a mixture gives, and which are repeated."""
+    if not isinstance(data, MixtureDataset):
+        return []
+    return data.describe_run(run.steps * run.config.train.global_batch)
 
 
 def _does_save(config: RunConfig) -> bool:

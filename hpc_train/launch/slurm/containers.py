@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.config.model import TokenDataConfig
+from hpc_train.config.model import MixtureDataConfig, TokenDataConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_NO_REQUEUE, UserError
 from hpc_train.training.run_directory import RunDirectory
@@ -86,6 +86,10 @@ def _readable_paths(config: RunConfig, code: Path | None) -> list[Path]:
     paths = [] if Path.home().is_relative_to(cwd) else [cwd]
     paths += [code] if code else []
     paths += [Path(name) for name in (config.cluster.topology, config.cluster.calibration) if name]
+    if isinstance(data, MixtureDataConfig):
+        from hpc_train.data.token_files import list_token_files
+
+        paths += [one for path in data.paths for one in list_token_files(Path(path))]
     if isinstance(data, TokenDataConfig):
         from hpc_train.data.token_files import list_token_files  # h5py, which no other script needs here
 
