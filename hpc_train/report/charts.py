@@ -19,7 +19,7 @@ from hpc_train.report.step_table import Array
 from hpc_train.report.sweep_results import is_number, spans_decades
 from hpc_train.units import format_seconds
 
-WIDTH, HALF = 720, 440
+WIDTH, HALF = 920, 440
 """Widths of charts, in pixels at their usual size: a whole row of the page, and half of one."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 18, 30
 _MOST_POINTS = 360

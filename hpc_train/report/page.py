@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
@@ -293,7 +293,9 @@ def _draw_pipeline(summary: RunSummary) -> list[Chart]:
         )
     ]
     measured, length, idle = read_timeline(summary.path, summary.facts)
-    if measured:
+    if not measured:
+        found[0] = replace(found[0], note=f"{note} parallel.pipeline.timeline=true records the real one.")
+    else:
         note = f"One measured step (parallel.pipeline.timeline): {idle:.1%} idle."
         found.append(
             Chart(

@@ -359,10 +359,15 @@ def _advise_network(finding: Finding, facts: Facts) -> list[Setting]:
 
 
 def _advise_straggler(finding: Finding, facts: Facts) -> list[Setting]:
-    nodes = ",".join(finding.nodes)
-    advice = [Setting(f"launch.exclude={nodes}", "leaves out the node of the slow rank")] if nodes else []
-    advice.append(Setting("resilience.preflight=full", "measures nodes before training and leaves slow ones out"))
-    return advice
+    ranks = ",".join(map(str, finding.ranks[:4]))
+    look = Setting("", f"hpc-train profile RUN --ranks {ranks}: shows which operators it spends its time in")
+    if not finding.nodes or not set(facts.node_of_rank.values()) - set(finding.nodes):
+        return [look]  # there is no other node to go to
+    return [
+        Setting(f"launch.exclude={','.join(finding.nodes)}", "leaves out the node of the slow rank"),
+        Setting("resilience.preflight=full", "measures nodes before training and leaves slow ones out"),
+        look,
+    ]
 
 
 def _advise_launch(finding: Finding, facts: Facts) -> list[Setting]:
