@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpc_train.cli.main import make_parser
 from hpc_train.config.reference import KeyReference, default_option, list_keys, options_of
+from hpc_train.models.hf.families import format_family_table
 from hpc_train.parallel.rules.support_table import format_support_table
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -28,6 +29,7 @@ def main(folder: Path = REFERENCE) -> None:
         (folder / name).write_text(text, encoding="utf-8")
     if folder == REFERENCE:
         _replace_table(folder.parent / "parallelism.md", format_support_table())
+        _replace_table(folder.parent / "transformers_models.md", format_family_table())
 
 
 def configuration_page() -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from hpc_train.config.model import (
     CustomModelConfig,
     DataConfig,
+    HfModelConfig,
     ImageDataConfig,
     MixtureDataConfig,
     ModelConfig,
@@ -38,6 +39,7 @@ SCHEMAS: dict[str, dict[str, type[ModelConfig | DataConfig]]] = {
         "transformer_schema": TransformerConfig,
         "vit_schema": VisionTransformerConfig,
         "custom_schema": CustomModelConfig,
+        "hf_schema": HfModelConfig,
     },
     "data": {"token_schema": TokenDataConfig, "image_schema": ImageDataConfig, "mixture_schema": MixtureDataConfig},
 }

@@ -15,7 +15,7 @@ class ModelConfig:
     """Fields that every model has; the kinds below add their own."""
 
     kind: str = MISSING
-    """Name in the registry of models: transformer, vit, custom."""
+    """Name in the registry of models: transformer, vit, hf, custom."""
     name: str = MISSING
     """Name of the model in logs, plans and checkpoints."""
 
@@ -151,6 +151,32 @@ class CustomModelConfig(ModelConfig):
     """Python module to import first, where the decorator is; None for an installed entry point."""
     args: dict[str, float | int | bool | str | None] = config_field(default={})
     """Keyword arguments of the registered function."""
+
+
+@config_dataclass
+class HfModelConfig(ModelConfig):
+    """A model of the transformers library, from a folder that save_pretrained made."""
+
+    kind: str = "hf"
+    """Always hf."""
+    name: str = "hf"
+    """Name of the model in logs and checkpoints."""
+    path: str = MISSING
+    """Folder with config.json and, to fine-tune, weights in model.safetensors or in numbered files with an index."""
+    task: str = config_field(
+        default="auto", choices=("auto", "causal_lm", "masked_lm", "seq2seq_lm", "image_classification")
+    )
+    """What the model is trained for; auto: what the class in config.json (architectures) is for."""
+    weights: str = config_field(default="auto", choices=("auto", "read", "draw"))
+    """read: begin with the folder's weights; draw: from scratch; auto: read them if the folder has any."""
+    attention: str = config_field(
+        default="auto", choices=("auto", "eager", "sdpa", "flash_attention_2", "flex_attention")
+    )
+    """Attention that transformers computes with; auto: its own choice. Context parallelism brings its own."""
+    experts: str = config_field(default="auto", choices=("auto", "eager", "batched_mm", "grouped_mm"))
+    """How transformers multiplies with the experts of a mixture; auto: its own choice. float64 needs eager."""
+    mixed_dtypes: bool = False
+    """Accept files whose weights have several floating-point types; each is cast to what the precision stores."""
 
 
 @config_dataclass

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpc_train.config.model import (
     DataConfig,
+    HfModelConfig,
     ImageDataConfig,
     MixtureDataConfig,
     ModelConfig,
@@ -113,6 +114,8 @@ def check_model_fits_data(model: ModelConfig, data: Dataset) -> None:
         _check_transformer(model, data)
     elif isinstance(model, VisionTransformerConfig):
         _check_vision_transformer(model, data)
+    elif isinstance(model, HfModelConfig):
+        _check_hf_model(model, data)
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,17 @@ def _check_transformer(model: TransformerConfig, data: Dataset) -> None:
         raise UserError(
             f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of data {data.name}, "
             f"{data.vocab_size}: set model.vocab_size={data.vocab_size}"
+        )
+
+
+def _check_hf_model(model: HfModelConfig, data: Dataset) -> None:
+    from hpc_train.models.hf.config_file import read_config_file
+
+    tokens = read_config_file(model).vocab_size
+    if tokens is not None and data.vocab_size is not None and tokens < data.vocab_size:
+        raise UserError(
+            f"model.path={model.path}: its vocabulary of {tokens} is smaller than that of data {data.name}, "
+            f"{data.vocab_size}: use the tokenizer of the model, or a model with more tokens"
         )
 
 

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING
 from hpc_train.cluster.calibration import read_calibration
 from hpc_train.config.model import (
     CustomModelConfig,
+    DataConfig,
+    HfModelConfig,
     ImageDataConfig,
     MixtureDataConfig,
+    ModelConfig,
     TokenDataConfig,
     TransformerConfig,
     VisionTransformerConfig,
@@ -26,6 +29,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.command_output import Report
 from hpc_train.launch.job_spec import JobSpec, make_spec
+from hpc_train.models.hf.config_file import find_task, read_config_file
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.placement.node_locations import read_switch_file
 from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular, write_private_file
@@ -80,6 +84,8 @@ def check_run(config: RunConfig, ranks: int) -> Degrees:
         check_ranks(config.profile.ranks, ranks)
     check_shape(config.model)
     check_model_and_data(config)
+    if isinstance(config.model, HfModelConfig):
+        check_pretrained_model(config.model)
     if config.container.kind == "none":  # else nobody knows what is installed where it runs
         check_loggers(config.loggers.use)
     return degrees
@@ -173,10 +179,41 @@ def check_model_and_data(config: RunConfig) -> None:
         raise UserError(f"data={data.name}: images, but model={model.name} reads tokens; use model=vit_tiny")
     if isinstance(model, VisionTransformerConfig) and isinstance(data, (TokenDataConfig, MixtureDataConfig)):
         raise UserError(f"data={data.name}: tokens, but model={model.name} reads images; use data=digits")
-    if config.parallel.sync_batchnorm and not isinstance(model, CustomModelConfig):
+    if isinstance(model, HfModelConfig):
+        check_task_and_data(model, data)
+    if config.parallel.sync_batchnorm and not isinstance(model, (CustomModelConfig, HfModelConfig)):
         raise UserError(f"parallel.sync_batchnorm=true: model={model.name} has no BatchNorm; leave it out")
     if isinstance(data, TokenDataConfig) and data.path is None:
-        _check_vocabulary(model.vocab_size if isinstance(model, TransformerConfig) else None, data)
+        _check_vocabulary(get_vocabulary(model), data)
+
+
+def get_vocabulary(model: ModelConfig) -> int | None:
+    """Return the size of the model's vocabulary; None where it has none, or only its own code knows."""
+    if isinstance(model, HfModelConfig):
+        return read_config_file(model).vocab_size
+    return model.vocab_size if isinstance(model, TransformerConfig) else None
+
+
+def check_pretrained_model(model: HfModelConfig) -> None:
+    """Build the model without memory and compare it with the headers of its weights. Raises UserError."""
+    import torch
+
+    from hpc_train.checkpoint.convert.pretrained_weights import check_weights
+    from hpc_train.models.hf.build import build_hf_model
+
+    with torch.device("meta"):
+        check_weights(model, build_hf_model(model))
+
+
+def check_task_and_data(model: HfModelConfig, data: DataConfig) -> None:
+    """Raise UserError for a task that needs other data."""
+    task = find_task(model, read_config_file(model))
+    reads_images = task == "image_classification"
+    if isinstance(data, (TokenDataConfig, MixtureDataConfig) if reads_images else ImageDataConfig):
+        raise UserError(
+            f"data={data.name}: {'tokens' if reads_images else 'images'}, but model.path={model.path} reads "
+            f"{'images' if reads_images else 'tokens'} (task {task})"
+        )
 
 
 def _check_vocabulary(of_model: int | None, data: TokenDataConfig) -> None:
@@ -197,12 +234,12 @@ def check_files(config: RunConfig, folder: RunDirectory) -> None:
     Data is not looked for where the batch script has set-up lines: they may be what brings it to the node.
     """
     if isinstance(config.data, TokenDataConfig) and not config.launch.setup:
-        _check_text(config.data, config.model.vocab_size if isinstance(config.model, TransformerConfig) else None)
+        _check_text(config.data, get_vocabulary(config.model))
     if isinstance(config.data, MixtureDataConfig) and not config.launch.setup:
         from hpc_train.data.mixture_order import check_mixture
 
         for source in check_mixture(config.data, config.train.sequence_length):
-            _check_text(source, config.model.vocab_size if isinstance(config.model, TransformerConfig) else None)
+            _check_text(source, get_vocabulary(config.model))
     check_cluster_files(config)
     offload = config.parallel.offload.dir
     if config.launch.kind == "local" and offload is not None and not Path(offload).is_dir():

@@ -277,12 +277,20 @@ _ANSWERS = {
 class DeferredValues(MutableMapping[str, Tensor]):
     """Whole parameters by name, each made on request and not kept."""
 
-    def __init__(self, entries: dict[str, Tensor | _View], record: OperationRecord) -> None:
-        self._entries, self._record = entries, record
+    def __init__(
+        self, entries: dict[str, Tensor | _View | Callable[[], Tensor]], record: OperationRecord | None = None
+    ) -> None:
+        self._entries, self._record = entries, record or OperationRecord()
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
-        return entry if isinstance(entry, Tensor) else self._record.make(entry)
+        if isinstance(entry, Tensor):
+            return entry
+        return self._record.make(entry) if isinstance(entry, _View) else entry()
+
+    def defer(self, name: str, make: Callable[[], Tensor]) -> None:
+        """Let `make` compute a parameter on request, such as by reading it from a file."""
+        self._entries[name] = make
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self._entries[name] = value
@@ -313,7 +321,7 @@ def build_deferred(make: Callable[[], Any]) -> tuple[nn.Module, DeferredValues] 
         if not isinstance(model, nn.Module):
             return None
         _make_plain_tensors(model, mode)
-        entries = {
+        entries: dict[str, Tensor | _View | Callable[[], Tensor]] = {
             name: mode.view(parameter) if mode.is_deferred(parameter) else parameter.detach()
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }

@@ -11,7 +11,13 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpc_train.config.model import CustomModelConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import (
+    CustomModelConfig,
+    HfModelConfig,
+    ModelConfig,
+    TransformerConfig,
+    VisionTransformerConfig,
+)
 from hpc_train.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,8 +51,9 @@ def register(name: str) -> Callable[[F], F]:
 def build_model(config: ModelConfig, seed: int = 0) -> nn.Module:
     """The module that `config` describes, on torch's default device (build under torch.device("meta") to defer memory).
 
-    A transformer and a vision transformer get their values from `init.initialise` later. A custom module draws its own
-    in its constructor, under torch's generators seeded with `seed`, so that all ranks draw the same.
+    A transformer and a vision transformer get their values from `init.initialise` later. A custom module and a model of
+    transformers draw their own in the constructor, under torch's generators seeded with `seed`, so that all ranks draw
+    the same.
     Raises UserError for an unknown kind or name, a shape that does not fit, or wrong arguments of a custom model.
     """
     if isinstance(config, TransformerConfig):
@@ -59,8 +66,12 @@ def build_model(config: ModelConfig, seed: int = 0) -> nn.Module:
         return VisionTransformer(config)
     if isinstance(config, CustomModelConfig):
         return _build_custom(config, seed)
+    if isinstance(config, HfModelConfig):
+        from hpc_train.models.hf.build import build_hf_model
+
+        return build_hf_model(config, seed)
     raise UserError(
-        f"model.kind={config.kind}: no such kind; {_suggest(config.kind, ('transformer', 'vit', 'custom'))}"
+        f"model.kind={config.kind}: no such kind; {_suggest(config.kind, ('transformer', 'vit', 'hf', 'custom'))}"
     )
 
 

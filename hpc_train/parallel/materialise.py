@@ -77,7 +77,7 @@ def materialise_parameters(part: nn.Module, values: ParameterValues, seed: int, 
         part.to(device)
         return
     buffers = [(module, name, buffer) for module, name, buffer in _named_buffers(part) if not buffer.is_meta]
-    part.to_empty(device=device)
+    _allocate_parameters(part, device)
     if any(is_memoryless(parameter) for parameter in part.parameters()):
         return
     moved: dict[int, Tensor] = {}
@@ -91,6 +91,22 @@ def materialise_parameters(part: nn.Module, values: ParameterValues, seed: int, 
             region, value = find_local_region(parameter), values.pop(name)
             window = tuple(slice(o, o + n) for o, n in zip(region.offset, region.local.shape, strict=True))
             region.local.copy_(value[window])
+
+
+def _allocate_parameters(part: nn.Module, device: torch.device) -> None:
+    """Give every tensor of `part` memory on `device`. Modules that share a parameter still do: to_empty parts them."""
+    owners = [
+        (module, name, parameter)
+        for module in part.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    part.to_empty(device=device)
+    made: dict[int, nn.Parameter] = {}
+    for module, name, parameter in owners:
+        own = module._parameters[name]
+        assert own is not None
+        if (shared := made.setdefault(id(parameter), own)) is not own:
+            setattr(module, name, shared)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from hpc_train.config.model import CustomModelConfig
+from hpc_train.config.model import CustomModelConfig, HfModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.rules.check import check_support
@@ -38,7 +38,7 @@ def choose_parallel(config: RunConfig, ranks: int | None = None) -> ParallelChoi
     accelerators, nothing is guessed: the run gets the simplest data parallelism that it supports. Raises UserError if
     nothing fits.
     """
-    if isinstance(config.model, CustomModelConfig):
+    if isinstance(config.model, (CustomModelConfig, HfModelConfig)):
         return _choose_fallback(config, ranks, "only the model itself knows its shape")
     if not known_figures(config).speed and not known_figures(config).memory:
         why = f"cluster={config.cluster.name} does not describe its accelerators"

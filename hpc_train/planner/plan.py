@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hpc_train.config.compose import compose
-from hpc_train.config.model import CustomModelConfig
+from hpc_train.config.model import CustomModelConfig, HfModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.rules.check import check_support
@@ -151,7 +151,7 @@ def make_plan(
     began = time.perf_counter()
     config = request.config
     objective = objective or config.plan.objective
-    if isinstance(config.model, CustomModelConfig):
+    if isinstance(config.model, (CustomModelConfig, HfModelConfig)):
         jobs_from_config(config, 1)  # says why not
     basis = _EstimateBasis(
         constants or cluster_constants(config.cluster),

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.config.model import CustomModelConfig
+from hpc_train.config.model import CustomModelConfig, HfModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import RankMap, Task
@@ -263,7 +263,8 @@ def search_placement(
     where = locate_hosts(config.cluster, make_hosts([members[0] for members in nodes]), "SLURM_JOB_ID" in os.environ)
     if where.problem is not None:
         raise NotPlacedError(where.problem)
-    count = parameters() if parameters is not None and isinstance(config.model, CustomModelConfig) else None
+    is_unknown = isinstance(config.model, (CustomModelConfig, HfModelConfig))
+    count = parameters() if parameters is not None and is_unknown else None
     return place_nodes(make_placement_job(config, where, len(nodes[0]), count))
 
 

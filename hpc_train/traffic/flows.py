@@ -258,8 +258,8 @@ def _custom_model_flows(config: RunConfig, degrees: Degrees, parameters: int | N
     for axis in ("pp", "cp", "tp"):
         if getattr(degrees, axis) > 1:
             raise UserError(
-                f"parallel.{axis}={getattr(degrees, axis)}: the traffic of a model=custom over {axis} is unknown, "
-                "because its shape is; use dp_replicate and dp_shard, or launch.placement=launcher"
+                f"parallel.{axis}={getattr(degrees, axis)}: the traffic of model={config.model.name} over {axis} is "
+                "unknown, because its shape is; use dp_replicate and dp_shard, or launch.placement=launcher"
             )
     if parameters is None:
         raise UserError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,9 +21,10 @@ from torch import nn
 from hpc_train._torch import describe_untested_torch
 from hpc_train.checkpoint import resume_from_checkpoint
 from hpc_train.checkpoint.storage.lock import hold_lock
-from hpc_train.config.model import CustomModelConfig
+from hpc_train.config.model import CustomModelConfig, HfModelConfig
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
+from hpc_train.config.train import OptimConfig
 from hpc_train.data.datasets import Dataset, check_model_fits_data, open_dataset
 from hpc_train.data.loader import Loader
 from hpc_train.data.mixture import MixtureDataset
@@ -34,7 +35,7 @@ from hpc_train.models.deferred import DeferredValues, build_deferred
 from hpc_train.models.initial_values import Initialised, initialise_parameters
 from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import Report, build, splits_parameters
-from hpc_train.parallel.materialise import is_on_meta
+from hpc_train.parallel.materialise import detach_values, is_on_meta
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.parallel.user_model import check_sizes
 from hpc_train.regular_files import write_private_file
@@ -117,6 +118,8 @@ def _run_rank(
         )
         engine = make_engine(config, world, model, notes.append if world.rank == 0 else log.info, values)
         del model, values  # each pipeline stage has its own copy by now
+        if advice := advise_learning_rate(config):
+            notes.append(advice)
         if frozen and (advice := advise_incremental_saves(frozen, engine.shards())):
             notes.append(advice)
         # Before resuming: no other job may change these checkpoints while they are read.
@@ -178,6 +181,8 @@ def open_data(config: RunConfig, world: World) -> Dataset:
 
 def make_model(config: RunConfig) -> nn.Module:
     """Make the model: on the meta device if it can be initialised in parts, else with the same values on every rank."""
+    if isinstance(config.model, HfModelConfig):
+        return build_model(config.model, config.train.seed)
     if not isinstance(config.model, CustomModelConfig):
         with torch.device("meta"):
             return build_model(config.model, config.train.seed)
@@ -193,6 +198,8 @@ def make_deferred_model(config: RunConfig, world: World) -> tuple[nn.Module, Def
 
     So no rank holds the whole model in memory. If its constructor cannot be recorded, every rank builds all of it.
     """
+    if isinstance(config.model, HfModelConfig):
+        return make_pretrained_model(config.model, config.train.seed, log.warning if world.rank == 0 else log.debug)
     if isinstance(config.model, CustomModelConfig) and splits_parameters(
         config, resolve_degrees(config.parallel, world.size)
     ):
@@ -201,6 +208,45 @@ def make_deferred_model(config: RunConfig, world: World) -> tuple[nn.Module, Def
             check_sizes(deferred[0])
             return deferred
     return make_model(config), None
+
+
+def make_pretrained_model(
+    config: HfModelConfig, seed: int, say: Callable[[str], None] = log.warning
+) -> tuple[nn.Module, DeferredValues]:
+    """Make a model of transformers without memory, and its values: read from its folder, or drawn, each on request.
+
+    say: gets a line for what the weights lack or have in excess. Raises UserError for a folder that cannot be trained.
+    """
+    from hpc_train.checkpoint.convert.pretrained_weights import find_weights
+
+    make = partial(build_model, config, seed)
+    deferred = build_deferred(make)
+    if deferred is None:
+        model = make()  # the user's mistake, or a constructor that cannot be recorded
+        values = DeferredValues({name: parameter.detach() for name, parameter in model.named_parameters()})
+    else:
+        model, values = deferred
+    if (weights := find_weights(config)) is not None:
+        plan = weights.plan(model)
+        detach_values(model)  # small parameters have values by now, and their memory
+        plan.fill(model, values)
+        for line in plan.describe():
+            say(f"model.path={config.path}: {line}")
+    return model, values
+
+
+def advise_learning_rate(config: RunConfig) -> str | None:
+    """Return one line if weights are fine-tuned at the default learning rate, which is one for random weights."""
+    from hpc_train.checkpoint.convert.pretrained_weights import find_weights
+
+    if not isinstance(config.model, HfModelConfig) or config.optim.lr != OptimConfig().lr:
+        return None
+    if find_weights(config.model) is None:
+        return None
+    return (
+        f"warning: optim.lr={config.optim.lr:g} is the default for random weights and tends to destroy trained ones; "
+        "fine-tuning usually takes 1e-5 to 5e-5 (optim.lr=2e-5)"
+    )
 
 
 def make_engine(

@@ -8,7 +8,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from hpc_train.config.model import CustomModelConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import (
+    CustomModelConfig,
+    HfModelConfig,
+    ModelConfig,
+    TransformerConfig,
+    VisionTransformerConfig,
+)
 from hpc_train.models.initial_values import initialise_parameters
 from hpc_train.models.registry import build_model
 
@@ -17,6 +23,7 @@ SCHEMAS = {
     "transformer_schema": TransformerConfig,
     "vit_schema": VisionTransformerConfig,
     "custom_schema": CustomModelConfig,
+    "hf_schema": HfModelConfig,
 }
 LLAMA = TransformerConfig(name="llama", vocab_size=97, layers=3, hidden=48, heads=6, kv_heads=2, feed_forward=80)
 GPT2 = TransformerConfig(
@@ -38,7 +45,7 @@ VIT = VisionTransformerConfig(name="vit", image_size=8, patch_size=2, hidden=48,
 
 def shipped() -> list[str]:
     """Names of the models in conf/model that have a shape of their own."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "custom")
+    return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in ("custom", "hf"))
 
 
 def load(name: str) -> ModelConfig:

@@ -39,7 +39,7 @@ def write_safetensors(
     A larger group gets a file of its own. convert: maps the state of a group to that of the file (as cast_state does);
     it may rename and cast.
     """
-    library = _library()
+    library = import_safetensors()
     shards = list(_pack_groups(groups, max_file_bytes))
     names = [_ONE] if len(shards) == 1 else [_format_file_name(index, len(shards)) for index in range(len(shards))]
     places: dict[str, str] = {}
@@ -61,9 +61,9 @@ def write_safetensors(
 
 def read_safetensors(path: Path) -> State:
     """Return the tensors of a file, or of all files of a folder, mapped and not yet read. Raises UserError."""
-    library = _library()
+    library = import_safetensors()
     state: State = {}
-    for file in _list_files(path):
+    for file in list_weight_files(path):
         try:
             with open_foreign_file(file):
                 pass
@@ -81,7 +81,8 @@ def cast_state(state: State, dtype: torch.dtype | None) -> State:
     }
 
 
-def _library() -> ModuleType:
+def import_safetensors() -> ModuleType:
+    """Import the library. Raises UserError if it is not installed."""
     try:
         import safetensors.torch
     except ImportError:
@@ -119,7 +120,8 @@ def _format_file_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _list_files(path: Path) -> list[Path]:
+def list_weight_files(path: Path) -> list[Path]:
+    """Return the file itself, or the safetensors files of a folder, as its index names them. Raises UserError."""
     if path.is_file():
         return [path]
     index = path / _INDEX

@@ -26,7 +26,12 @@ from hpc_train.parallel.mesh_axes import SequenceShare, get_axis_degree, get_seq
 
 
 def apply_context_parallel(part: nn.Module, config: RunConfig, world: World) -> str:
-    """Distribute every attention of `part` over cp, and tell the model which positions it sees."""
+    """Distribute every attention of `part` over cp, and tell the model which positions it sees.
+
+    A model that computes attention in functions, and not in modules, is asked for modules (`expose_attention`).
+    """
+    if (expose := getattr(part, "expose_attention", None)) is not None:
+        expose()
     found = [
         (owner, name, core)
         for owner in part.modules()

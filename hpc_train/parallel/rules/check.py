@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.parallel.rules import context, data_parallel, experts, memory, parameter_server, pipeline, tensor
+from hpc_train.parallel.rules import (
+    context,
+    data_parallel,
+    experts,
+    memory,
+    parameter_server,
+    pipeline,
+    tensor,
+    transformers_models,
+)
 
 RULES = (
     parameter_server.check_server_rules,
     data_parallel.check_data_parallel_rules,
+    transformers_models.check_transformers_rules,
     tensor.check_tensor_rules,
     pipeline.check_pipeline_rules,
     context.check_context_rules,

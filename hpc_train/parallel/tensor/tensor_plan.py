@@ -14,7 +14,7 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "row": (nn.Linear,),
     "vocab": (nn.Linear, nn.Embedding),
     "seq": (nn.Module,),
-    "heads": (nn.RMSNorm, nn.LayerNorm),
+    "heads": (nn.Module,),
     "expert": (nn.Module,),
 }
 

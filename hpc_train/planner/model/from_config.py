@@ -76,8 +76,8 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
         sizes = {"layers": model.layers, "hidden": model.hidden, "feed_forward": model.feed_forward}
         return {**sizes, **shape, **plain}
     raise UserError(
-        f"model.name={model.name}: the shape of a custom model is not known, so it cannot be planned; plan a "
-        "transformer of its size, such as model=llama_1b"
+        f"model.name={model.name}: the shape of a custom model, or of one of transformers, is not known, so it cannot "
+        "be planned; plan a transformer of its size, such as model=llama_1b"
     )
 
 

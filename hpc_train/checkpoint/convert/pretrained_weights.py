@@ -1,0 +1,220 @@
+"""Read the weights of a folder of transformers into a model, one tensor at a time.
+
+Headers come first: names, shapes and types are compared with the model's before any rank starts, and nothing else of
+the files is read for that. Then each parameter is read when a rank asks for it, as a view of the mapped file, so that a
+rank touches only the pages that its shard covers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.checkpoint.convert.safetensors_files import import_safetensors, list_weight_files
+from hpc_train.checkpoint.convert.torch_files import open_foreign_file
+from hpc_train.config.model import HfModelConfig
+from hpc_train.errors import UserError
+from hpc_train.models.deferred import DeferredValues
+from hpc_train.models.hf.config_file import ConfigFile, read_config_file
+from hpc_train.models.hf.library import Conversion, list_ignored_tensors, plan_conversion
+
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types of weights that are read, as safetensors names them."""
+_SHOWN = 3
+"""Names in a message."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as the header of its file describes it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class PretrainedWeights:
+    """The weights of a folder, and how a model's parameters are made of them."""
+
+    def __init__(self, config: HfModelConfig) -> None:
+        """Read the headers. Raises UserError for files that are no safetensors files, or hold no plain weights."""
+        self._folder = Path(config.path).expanduser()
+        self._stored = _read_headers(self._folder)
+        _check_dtypes(self._stored, config, self._folder)
+
+    def plan(self, model: nn.Module) -> WeightsPlan:
+        """Find what each parameter and saved buffer of `model` is read from. Raises UserError where they do not fit.
+
+        The tensors of the head may be missing where a classifier is trained: they keep the values they were drawn with.
+        """
+        targets = model.state_dict(keep_vars=True)
+        found = plan_conversion(model, self._stored, targets)
+        plan = WeightsPlan({}, {}, [], [name for name in found if name not in targets])
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in targets.items():
+            aliases.setdefault(id(tensor), []).append(name)
+        wrong = []
+        for names in aliases.values():
+            source = next((found[name] for name in names if name in found), None)
+            target = names[0]
+            if source is None:
+                plan.missing.extend([] if target in buffers else [target])
+                continue
+            name = next(name for name in names if name in found)
+            wanted = tuple(targets[target].shape)
+            shape = self._find_shape(source, name)
+            if shape != wanted:
+                wrong.append(f"{name} is {shape}, not {wanted}")
+            read = partial(self.read, source, name)
+            (plan.buffers if target in buffers else plan.parameters)[target] = read
+        self._check_fit(plan, wrong, model)
+        return plan
+
+    def read(self, source: Conversion, name: str) -> Tensor:
+        """Return a tensor of the model: a view of the file where it is in the file as it is."""
+        return source.convert(self._read_stored)[name]
+
+    def _read_stored(self, name: str) -> Tensor:
+        with ExitStack() as stack:
+            file = _open(self._stored[name].file, stack)
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def _find_shape(self, source: Conversion, name: str) -> tuple[int, ...]:
+        """Return the shape that the tensor will have, by converting tensors without memory."""
+
+        def empty(stored: str) -> Tensor:
+            entry = self._stored[stored]
+            return torch.empty(entry.shape, dtype=_TYPES[entry.dtype], device="meta")
+
+        try:
+            return tuple(source.convert(empty)[name].shape)
+        except (RuntimeError, ValueError, KeyError, IndexError) as error:
+            parts = ", ".join(stored for _, stored in source.sources[:_SHOWN])
+            raise UserError(
+                f"{self._folder}: {name} cannot be made of the tensors there ({parts}): {' '.join(str(error).split())}"
+            ) from error
+
+    def _check_fit(self, plan: WeightsPlan, wrong: list[str], model: nn.Module) -> None:
+        kind = type(model).__name__
+        if wrong:
+            raise UserError(
+                f"{self._folder}: {_list(wrong)}: the weights are of another shape than config.json says; give the "
+                "folder with the config.json that belongs to them"
+            )
+        body = f"{getattr(model, 'base_model_prefix', '')}."
+        is_classifier = getattr(model, "task", None) == "image_classification"
+        needed = [name for name in plan.missing if not is_classifier or name.startswith(body)]
+        if needed:
+            raise UserError(
+                f"{self._folder}: {_list(needed)}: missing in its weights, and {kind} needs them; use "
+                "model.weights=draw to begin from scratch, or the folder of this model"
+            )
+        ignored = [re.compile(pattern) for pattern in list_ignored_tensors(model)]
+        plan.unused[:] = [name for name in plan.unused if not any(pattern.search(name) for pattern in ignored)]
+
+
+@dataclass(frozen=True)
+class WeightsPlan:
+    """Where the values of a model come from, by name."""
+
+    parameters: dict[str, Callable[[], Tensor]]
+    buffers: dict[str, Callable[[], Tensor]]
+    missing: list[str]
+    """Parameters of a new head: drawn."""
+    unused: list[str]
+    """Tensors of the files that the model has no place for."""
+
+    def fill(self, model: nn.Module, values: DeferredValues) -> None:
+        """Let `values` read the parameters when they are asked for, and read the buffers now."""
+        for name, read in self.parameters.items():
+            values.defer(name, read)
+        with torch.no_grad():
+            for name, read in self.buffers.items():
+                model.get_buffer(name).copy_(read())
+
+    def describe(self) -> list[str]:
+        """Return a line each for what a user should know."""
+        lines = []
+        if self.missing:
+            lines.append(f"the weights have no {_list(self.missing)}: drawn anew, as for a new task")
+        if self.unused:
+            lines.append(f"the weights have {_list(self.unused)}, for which this model has no place: left out")
+        return lines
+
+
+def _list(items: list[str]) -> str:
+    more = len(items) - _SHOWN
+    return "; ".join(items[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def has_weights(file: ConfigFile) -> bool:
+    """Return whether the folder has weights in any format that transformers writes."""
+    return any(file.folder.glob("*.safetensors")) or any(file.folder.glob("pytorch_model*.bin"))
+
+
+def find_weights(config: HfModelConfig) -> PretrainedWeights | None:
+    """Return the weights that the run begins with; None to begin from scratch. Raises UserError for unreadable ones."""
+    if config.weights == "draw":
+        return None
+    file = read_config_file(config)
+    if config.weights == "auto" and not has_weights(file):
+        return None
+    return PretrainedWeights(config)
+
+
+def check_weights(config: HfModelConfig, model: nn.Module) -> None:
+    """Raise UserError if the run's weights do not fit the model, which may be on the meta device."""
+    if (weights := find_weights(config)) is not None:
+        weights.plan(model)
+
+
+def _read_headers(folder: Path) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for path in list_weight_files(folder):
+        with ExitStack() as stack:
+            file = _open(path, stack)
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                if name in stored:
+                    raise UserError(f"{path}: has the tensor {name}, which {stored[name].file.name} has too")
+                stored[name] = StoredTensor(path, tuple(part.get_shape()), str(part.get_dtype()))
+    return stored
+
+
+def _open(path: Path, stack: ExitStack) -> Any:
+    """Open a safetensors file whose header has been checked by its library, which reads at most 100 MB of it."""
+    library = import_safetensors()
+    try:
+        with open_foreign_file(path):
+            pass
+        return stack.enter_context(library.safe_open(path, framework="pt"))
+    except (library.SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors ({' '.join(str(error).split())})") from error
+
+
+def _check_dtypes(stored: dict[str, StoredTensor], config: HfModelConfig, folder: Path) -> None:
+    first: dict[str, str] = {}
+    for name, tensor in stored.items():
+        first.setdefault(tensor.dtype, name)
+    strange = [f"{name} is {dtype}" for dtype, name in first.items() if dtype not in _TYPES]
+    if strange:
+        raise UserError(
+            f"{folder}: {_list(strange)}: only floating-point weights of 16, 32 or 64 bits are trained; "
+            "dequantize them with transformers and save them again"
+        )
+    if len(first) > 1 and not config.mixed_dtypes:
+        kinds = ", ".join(f"{dtype} ({name})" for dtype, name in first.items())
+        raise UserError(
+            f"{folder}: its weights have several types: {kinds}; set model.mixed_dtypes=true to cast each to what the "
+            "precision stores"
+        )

@@ -1,0 +1,149 @@
+"""A model of transformers as an interfaces.Model, under its own parameter names.
+
+The class of a built model is replaced by a subclass with the methods that techniques ask for; nothing is wrapped, so
+checkpoints, adapters and exports know the names that transformers knows.
+"""
+
+from __future__ import annotations
+
+import copy
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.errors import UserError
+from hpc_train.models.hf.families import Family, Task
+from hpc_train.models.hf.library import get_tensor_plan, list_block_classes
+from hpc_train.models.layers import cross_entropy_sum, match_tensor_plan
+
+_SPLITS = {"colwise": "col", "rowwise": "row", "replicated_with_grad_allreduce": "heads"}
+"""transformers' words in a tensor plan -> ours; what is not here, such as packed experts, is not applied."""
+_VOCABULARY = {"colwise_gather_output", "embedding_rowwise"}
+
+
+class HfModel(nn.Module):
+    """What a class of transformers lacks to be an interfaces.Model; `adapt_model` mixes this class into its own."""
+
+    plan: dict[str, str]
+    family: Family
+    task: Task
+    block_names: list[str]
+    is_first: bool
+    is_last: bool
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Any:
+        """Run the model on its main input, or in a later pipeline stage on hidden states (B, T, hidden).
+
+        positions: (T,), int64, where in its sequence each token stands; None: 0 ... T - 1.
+        Returns logits, or in a stage that is not the last hidden states.
+        """
+        if x.is_meta and not self.is_last:  # asked for a shape only: the library looks at the values of positions
+            return torch.empty(*x.shape[:2], self._get_width(), dtype=next(self.parameters()).dtype, device="meta")
+        inputs: dict[str, Any] = {self._name_input(x): x}
+        if self.task == "causal_lm":
+            inputs["use_cache"] = False
+            if positions is not None:
+                inputs["position_ids"] = positions.unsqueeze(0)
+        library = cast(Any, super())
+        if self.is_last:
+            return library.forward(**inputs).logits
+        return cast(Any, self).base_model(**inputs).last_hidden_state
+
+    def _name_input(self, x: Tensor) -> str:
+        if self.task in ("causal_lm", "masked_lm") and x.is_floating_point():
+            return "inputs_embeds"
+        return str(cast(Any, self).main_input_name)
+
+    def _get_width(self) -> int:
+        return int(cast(Any, self).config.get_text_config().hidden_size)
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Return the layers by module name, in order."""
+        return {name: self.get_submodule(name) for name in self.block_names}
+
+    def stage(self, names: list[str]) -> nn.Module:
+        """Return the part that holds the layers `names`, on the meta device."""
+        from hpc_train.models.hf.stages import cut_stage
+
+        return cut_stage(self, names)
+
+    def expose_attention(self) -> None:
+        """Compute attention in children that context parallelism can replace."""
+        from hpc_train.models.hf.attention import expose_attention
+
+        expose_attention(self)
+
+    def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
+        """Sum the cross entropy in nats. out: logits (..., classes); target: (...), int64."""
+        return cross_entropy_sum(out, target)
+
+
+def adapt_model(model: nn.Module, family: Family, task: Task) -> HfModel:
+    """Give a model of transformers the methods of interfaces.Model, in place."""
+    blocks = find_block_names(model)
+    plan = make_tensor_plan(model) if family.tensor is None else {}
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, glob) for glob in family.unused):
+            parameter.requires_grad_(False)
+    model.__class__ = _make_adapted_class(type(model))  # type: ignore[arg-type]  # torch: __hash__(object)
+    adapted = cast(HfModel, model)
+    adapted.family, adapted.task, adapted.block_names, adapted.plan = family, task, blocks, plan
+    adapted.is_first = adapted.is_last = True
+    return adapted
+
+
+@cache
+def _make_adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Make the subclass, under the class's own name and module: the library looks models up by both."""
+    return type(kind.__name__, (HfModel, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def find_block_names(model: nn.Module) -> list[str]:
+    """Return the names of the layers: elements of module lists, of the classes that the model wants left whole."""
+    classes = list_block_classes(model)
+    names = [
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for key, block in module.named_children()
+        if type(block).__name__ in classes
+    ]
+    if not names:
+        raise UserError(f"model: {type(model).__name__} of transformers does not say which of its modules are layers")
+    return names
+
+
+def make_tensor_plan(model: nn.Module) -> dict[str, str]:
+    """Translate the model's tensor plan: name glob -> col, row, heads or vocab.
+
+    An embedding with a padding row stays whole on each rank, and so does a head that is tied to it.
+    """
+    plan: dict[str, str] = {}
+    for glob, how in get_tensor_plan(model).items():
+        if how in _VOCABULARY:
+            continue
+        if how not in _SPLITS:
+            return {}
+        plan[glob] = _SPLITS[how]
+    embedding, head = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
+    whole = embedding.padding_idx is not None
+    for name, module in model.named_modules():
+        splits_head = module is head and not (whole and head.weight is embedding.weight)
+        if splits_head or (module is embedding and not whole):
+            plan[name] = "vocab"
+    return match_tensor_plan(plan, model)
+
+
+def copy_to_meta(model: HfModel) -> HfModel:
+    """Return a copy of the model without memory: parameters and buffers on the meta device."""
+    memo: dict[int, Any] = {}
+    tensors = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        made: Tensor = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = made
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,54 @@
+"""Attention of transformers through modules of ours, so that context parallelism can put its own in their place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+from hpc_train.errors import UserError
+from hpc_train.models.hf.library import register_attention, set_attention
+from hpc_train.models.layers import ScaledDotProduct
+
+ATTENTION = "hpc_train"
+"""Name under which transformers calls `attend`."""
+_HARMLESS = {"sliding_window", "position_ids", "use_cache", "output_attentions", "is_causal", "cu_seq_lens_q"}
+"""Arguments that may come along: a window is checked against the sequence's length by the rules."""
+
+
+def expose_attention(model: nn.Module) -> None:
+    """Let every causal attention of a model of transformers compute with a child `core`, a ScaledDotProduct."""
+    register_attention(ATTENTION, attend)
+    set_attention(model, ATTENTION)
+    for module in model.modules():
+        if getattr(module, "is_causal", False) is True and hasattr(module, "scaling"):
+            module.core = ScaledDotProduct(causal=True, dropout=0.0)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend with the module's own core; the function that transformers calls.
+
+    query: (B, heads, T, head_dim); key and value: (B, kv_heads, T, head_dim). Returns (B, T, heads, head_dim).
+    Raises UserError for a mask or an option that would be left out.
+    """
+    left_out = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
+    if attention_mask is not None or dropout or left_out:
+        what = ", ".join(left_out) or ("dropout" if dropout else "a mask")
+        raise UserError(f"parallel.cp: the attention of {type(module).__name__} wants {what}, which no ring computes")
+    usual = 1 / math.sqrt(query.shape[-1])
+    if scaling is not None and scaling != usual:
+        query = query * (scaling / usual)
+    core: Any = module.core
+    out: Tensor = core(query, key, value)
+    return out.transpose(1, 2).contiguous(), None

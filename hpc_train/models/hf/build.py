@@ -1,0 +1,57 @@
+"""Build a model of transformers from the folder's config.json alone: no weights, and never code from the folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hpc_train.config.model import HfModelConfig
+from hpc_train.errors import UserError
+from hpc_train.models.hf.adapter import HfModel, adapt_model
+from hpc_train.models.hf.config_file import ConfigFile, find_task, read_config_file
+from hpc_train.models.hf.library import import_transformers, make_library_config
+
+_AUTO_CLASSES = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "seq2seq_lm": "AutoModelForSeq2SeqLM",
+    "image_classification": "AutoModelForImageClassification",
+}
+
+
+def build_hf_model(config: HfModelConfig, seed: int = 0) -> HfModel:
+    """Build the model on torch's default device, with the values that transformers draws under this seed.
+
+    Raises UserError for a folder that is not a model's, a type that transformers does not know, and sizes that it
+    refuses.
+    """
+    file = read_config_file(config)
+    task = find_task(config, file)
+    settings = _make_config(file)
+    kind: Any = getattr(import_transformers(), _AUTO_CLASSES[task])
+    options = {"attn_implementation": config.attention, "experts_implementation": config.experts}
+    chosen = {name: option for name, option in options.items() if option != "auto"}
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        try:
+            model = kind.from_config(settings, trust_remote_code=False, dtype=torch.float32, **chosen)
+        except Exception as error:  # the library's own checks of what a config.json says
+            raise UserError(f"model.path={config.path}: {_explain(error)} (model.task={task})") from error
+    return adapt_model(model, file.family, task)
+
+
+def _make_config(file: ConfigFile) -> Any:
+    where = file.folder / "config.json"
+    try:
+        return make_library_config(file.body, file.model_type)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    except Exception as error:  # of any kind, from code that expects a sound file
+        raise UserError(f"{where}: is not a configuration of a {file.model_type} model ({_explain(error)})") from error
+
+
+def _explain(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

@@ -1,0 +1,142 @@
+"""Read the config.json of a folder of transformers: bounded, checked, and without the library.
+
+What comes from it is data. A model that brings its own code (`auto_map`) is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.model import HfModelConfig
+from hpc_train.errors import UserError
+from hpc_train.models.hf.families import Family, Task, find_family
+from hpc_train.regular_files import read_regular
+
+_MAX_BYTES = 16 << 20
+_TASKS: dict[str, Task] = {
+    "ForCausalLM": "causal_lm",
+    "LMHeadModel": "causal_lm",
+    "ForMaskedLM": "masked_lm",
+    "ForConditionalGeneration": "seq2seq_lm",
+    "ForImageClassification": "image_classification",
+}
+"""Endings of the names of classes, and the task of each."""
+_DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "resid_pdrop",
+    "embd_pdrop",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "dropout",
+    "dropout_rate",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+)
+_POSITION_KEYS = ("max_position_embeddings", "n_positions")
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The content of a config.json, and what the rules want to know of it."""
+
+    folder: Path
+    body: dict[str, Any]
+
+    @property
+    def model_type(self) -> str:
+        """The type of the model, such as llama."""
+        return str(self.body["model_type"])
+
+    @cached_property
+    def family(self) -> Family:
+        """What can be done with this type."""
+        return find_family(self.model_type)
+
+    def get_number(self, *keys: str) -> int | None:
+        """Return the first of these keys that is a number, also in the configuration of the text part; or None."""
+        text = self.body.get("text_config")
+        for body in (self.body, text if isinstance(text, dict) else {}):
+            for key in keys:
+                if isinstance(value := body.get(key), int) and not isinstance(value, bool):
+                    return value
+        return None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding; None where the file leaves them to the library's default."""
+        return self.get_number("vocab_size")
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence."""
+        return self.get_number(*_POSITION_KEYS)
+
+    def find_dropout(self) -> str | None:
+        """Return the first setting, as key=value, that drops activations or attention weights."""
+        for key in _DROPOUTS:
+            value = self.body.get(key)
+            if isinstance(value, (int, float)) and value > 0:
+                return f"{key}={value:g}"
+        return None
+
+
+def read_config_file(config: HfModelConfig) -> ConfigFile:
+    """Read model.path/config.json. Raises UserError, in one line, for a folder that cannot be trained."""
+    folder = Path(config.path).expanduser()
+    file = folder / "config.json"
+    if not folder.is_dir():
+        raise UserError(f"model.path={config.path}: no such folder; give one that save_pretrained of transformers made")
+    try:
+        body = json.loads(read_regular(file, _MAX_BYTES, follow=True))
+    except FileNotFoundError:
+        raise UserError(
+            f"model.path={config.path}: has no config.json; give a folder that save_pretrained of transformers made"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        why = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
+        raise UserError(f"{file}: is not a configuration of transformers ({why})") from None
+    _check_body(body, file)
+    return ConfigFile(folder, body)
+
+
+def _check_body(body: Any, file: Path) -> None:
+    model_type = body.get("model_type") if isinstance(body, dict) else None
+    if not isinstance(model_type, str) or not model_type.isprintable():
+        raise UserError(f"{file}: has no model_type, so it is not a configuration of a model of transformers")
+    if "auto_map" in body:
+        raise UserError(
+            f"{file}: this model brings its own Python code (auto_map), which is never run; use a model whose class "
+            "is in transformers, or register the class yourself with model=custom"
+        )
+    if body.get("quantization_config") is not None:
+        raise UserError(
+            f"{file}: its weights are quantized (quantization_config), and only floating-point ones are trained; "
+            "dequantize them with transformers and save them again"
+        )
+    if body.get("output_router_logits"):
+        raise UserError(
+            f"{file}: output_router_logits=true adds a loss of the router, which is not computed here; set it to false"
+        )
+
+
+def find_task(config: HfModelConfig, file: ConfigFile) -> Task:
+    """Return the task that is asked for, or that the class in config.json is for. Raises UserError if that is open."""
+    if config.task != "auto":
+        task: Task = config.task  # type: ignore[assignment]  # checked by its choices
+        return task
+    named = file.body.get("architectures")
+    for name in named if isinstance(named, list) else []:
+        for ending, task in _TASKS.items():
+            if isinstance(name, str) and name.endswith(ending):
+                return task
+    if file.family.tested:
+        return file.family.task
+    raise UserError(
+        f"model.task=auto: {file.folder / 'config.json'} names no class with a task (architectures); give "
+        f"model.task={'|'.join(dict.fromkeys(_TASKS.values()))}"
+    )

@@ -1,0 +1,75 @@
+"""The families of transformers that are tested, and what can be done with each; no torch.
+
+A family that is not listed here is trained too, with every technique that needs only its blocks. What splits a layer
+or the model's forward is refused for it, because nobody has compared its numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Task = Literal["causal_lm", "masked_lm", "seq2seq_lm", "image_classification"]
+
+_FUSED = "its q, k and v are one matrix in an order that no rank can take an equal part of"
+_NORM_OVER_HEADS = "it normalises q and k over all heads at once"
+_EXPERTS = "its experts are one tensor"
+_UNTESTED = "nobody has compared its numbers yet"
+_NO_PLAN = "transformers has no pipeline plan for it"
+_TWO_WAYS = "its attention is not causal"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type of transformers; where a technique is None it can be used, else the text says why not."""
+
+    model_type: str
+    """`model_type` in config.json."""
+    name: str
+    task: Task
+    """The task that is tested."""
+    tensor: str | None = None
+    pipeline: str | None = None
+    context: str | None = None
+    casts: bool = True
+    """Its code computes norms, rotary angles or the softmax in float32 whatever the precision is."""
+    unused: tuple[str, ...] = ()
+    """Globs of parameters that no forward of the task uses: they are frozen."""
+    tested: bool = True
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("llama", "Llama", "causal_lm"),
+    Family("mistral", "Mistral", "causal_lm"),
+    Family("qwen2", "Qwen2", "causal_lm"),
+    Family("qwen3", "Qwen3", "causal_lm"),
+    Family("gemma2", "Gemma 2", "causal_lm", context="it caps attention scores, which no ring does"),
+    Family("gemma3_text", "Gemma 3", "causal_lm"),
+    Family("phi", "Phi", "causal_lm"),
+    Family("olmo2", "OLMo 2", "causal_lm", tensor=_NORM_OVER_HEADS),
+    Family("gpt2", "GPT-2", "causal_lm", tensor=_FUSED, pipeline=_NO_PLAN, casts=False),
+    Family("gpt_neox", "GPT-NeoX", "causal_lm"),
+    Family("mixtral", "Mixtral", "causal_lm", tensor=_EXPERTS, pipeline=_UNTESTED),
+    Family("vit", "ViT", "image_classification", _UNTESTED, _NO_PLAN, _TWO_WAYS, casts=False),
+    Family("dinov2", "DINOv2", "image_classification", _UNTESTED, _NO_PLAN, _TWO_WAYS, False, ("*.mask_token",)),
+    Family("clip", "CLIP", "image_classification", _UNTESTED, _NO_PLAN, _TWO_WAYS, False, ("*.post_layernorm.*",)),
+)
+
+
+def find_family(model_type: str) -> Family:
+    """Return the family of a model type; for one that is not listed, a family that cannot be split."""
+    for family in FAMILIES:
+        if family.model_type == model_type:
+            return family
+    return Family(model_type, model_type, "causal_lm", _UNTESTED, _UNTESTED, _UNTESTED, tested=False)
+
+
+def format_family_table() -> str:
+    """Format the families as Markdown, for docs/transformers_models.md."""
+    heads = ("family", "model_type", "task", "ddp, ZeRO, FSDP, HSDP", "recompute", "tp", "pp", "cp")
+    lines = [f"| {' | '.join(heads)} |", f"| {' | '.join(['---'] * len(heads))} |"]
+    for family in FAMILIES:
+        splits = ("yes" if why is None else f"no: {why}" for why in (family.tensor, family.pipeline, family.context))
+        cells = (family.name, f"`{family.model_type}`", f"`{family.task}`", "yes", "yes", *splits)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,65 @@
+"""One pipeline stage of a model of transformers: the whole structure without memory, minus what other stages have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from hpc_train.models.hf.adapter import HfModel, copy_to_meta
+from hpc_train.models.hf.library import get_pipeline_plan
+from hpc_train.models.layers import match_tensor_plan
+
+
+class SkippedLayer(nn.Module):
+    """A layer of another stage: passes hidden states on. Keeps the attributes that the model asks its layers for."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name in ("attention_type", "layer_idx"):
+            if hasattr(layer, name):
+                setattr(self, name, getattr(layer, name))
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the hidden states."""
+        return x
+
+
+def cut_stage(model: HfModel, names: list[str]) -> HfModel:
+    """Return the part of `model` that has the layers `names`, on the meta device, under the same parameter names.
+
+    By the model's pipeline plan, what comes before the layers is in the first stage, and what comes after in the last.
+    The last one keeps the embedding too where the head is tied to it.
+    """
+    every = model.block_names
+    part = copy_to_meta(model)
+    part.is_first, part.is_last = names[0] == every[0], names[-1] == every[-1]
+    part.block_names = list(names)
+    for name in every:
+        if name not in names:
+            _replace(part, name, SkippedLayer(part.get_submodule(name)))
+    layers = every[0].rpartition(".")[0]
+    path = _order_modules(part, layers)
+    before, after = path[: path.index(layers)], path[path.index(layers) + 1 :]
+    library: Any = part
+    tied = library.get_output_embeddings().weight is library.get_input_embeddings().weight
+    for name in before if not part.is_first else ():
+        if not (part.is_last and tied and part.get_submodule(name) is library.get_input_embeddings()):
+            _replace(part, name, nn.Identity())
+    for name in after if not part.is_last else ():
+        _replace(part, name, nn.Identity())
+    part.plan = match_tensor_plan(model.plan, part)
+    return part
+
+
+def _order_modules(model: nn.Module, layers: str) -> list[str]:
+    """Return the modules of the pipeline plan in the order of a forward: the head, which it lists first, is last."""
+    plan = get_pipeline_plan(model)
+    base = layers.rpartition(".")[0]
+    inner = [name for name in plan if name.rpartition(".")[0] == base]
+    return [*inner, *(name for name in plan if name not in inner)]
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

@@ -1,0 +1,81 @@
+"""Rules of models of transformers: what is exact for which family, read from config.json before any rank starts."""
+
+from __future__ import annotations
+
+from hpc_train.config.model import HfModelConfig
+from hpc_train.config.parallel import Degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.models.hf.config_file import ConfigFile, find_task, read_config_file
+
+_INSTEAD = "spread over dp_replicate and dp_shard"
+
+
+def check_transformers_rules(config: RunConfig, degrees: Degrees) -> None:
+    """Raise UserError for what this family of transformers, or this model of it, cannot do."""
+    model = config.model
+    if not isinstance(model, HfModelConfig):
+        return
+    file = read_config_file(model)
+    _check_family(file, degrees)
+    if find_task(model, file) != file.family.task and degrees.tp * degrees.pp * degrees.cp > 1:
+        raise UserError(f"model.task={model.task}: only {file.family.task} of {file.family.name} is split; {_INSTEAD}")
+    if degrees.tp > 1:
+        _check_heads(file, degrees.tp)
+    if degrees.tp > 1 or degrees.cp > 1:
+        _check_dropout(file, degrees)
+    if degrees.cp > 1:
+        _check_window(file, config, degrees)
+    _check_length(file, config)
+
+
+def _check_family(file: ConfigFile, degrees: Degrees) -> None:
+    family = file.family
+    for axis, why in (("tp", family.tensor), ("pp", family.pipeline), ("cp", family.context)):
+        if getattr(degrees, axis) > 1 and why is not None:
+            raise UserError(
+                f"parallel.{axis}={getattr(degrees, axis)}: not for {family.name} of transformers, because {why}; "
+                f"{_INSTEAD}"
+            )
+
+
+def _check_heads(file: ConfigFile, tp: int) -> None:
+    heads = file.get_number("num_attention_heads", "n_head")
+    for key, count in (
+        ("num_attention_heads", heads),
+        ("num_key_value_heads", file.get_number("num_key_value_heads") or heads),
+        ("intermediate_size", file.get_number("intermediate_size")),
+    ):
+        if count is not None and count % tp:
+            raise UserError(f"parallel.tp={tp}: does not divide {key}={count} of {file.folder / 'config.json'}")
+
+
+def _check_dropout(file: ConfigFile, degrees: Degrees) -> None:
+    if (dropout := file.find_dropout()) is not None:
+        axis = "tp" if degrees.tp > 1 else "cp"
+        raise UserError(
+            f"parallel.{axis}={getattr(degrees, axis)}: {file.folder / 'config.json'} has {dropout}, and transformers "
+            f"would drop the same places on ranks that have other tokens; set it to 0, or {_INSTEAD}"
+        )
+
+
+def _check_window(file: ConfigFile, config: RunConfig, degrees: Degrees) -> None:
+    """Refuse windows of attention that a sequence does not fit into."""
+    window = file.get_number("sliding_window")
+    if window is None and "sliding_window" not in file.body and file.model_type == "mistral":
+        window = 4096  # the library's default
+    unused = file.body.get("use_sliding_window") is False
+    if window is not None and not unused and config.train.sequence_length > window:
+        raise UserError(
+            f"parallel.cp={degrees.cp}: {file.folder / 'config.json'} has sliding_window={window}, and no ring "
+            f"computes windows; use train.sequence_length={window} at most, or {_INSTEAD}"
+        )
+
+
+def _check_length(file: ConfigFile, config: RunConfig) -> None:
+    longest = file.max_positions
+    if longest is not None and file.family.task != "image_classification" and config.train.sequence_length > longest:
+        raise UserError(
+            f"train.sequence_length={config.train.sequence_length}: longer than the {longest} positions of "
+            f"{file.folder / 'config.json'}"
+        )

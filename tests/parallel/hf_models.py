@@ -1,0 +1,222 @@
+"""Models of transformers in a tiny random size, a plain training loop over each, and the same steps in an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from outcome import Outcome, gradients, held, state
+from torch import Tensor, nn
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read once, when the library is imported
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+
+from hpc_train.checkpoint import load_step, save_step
+from hpc_train.config.compose import compose
+from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
+from hpc_train.training.optimizer import make_optimizer
+from hpc_train.training.rank import make_engine, make_pretrained_model
+
+SEQUENCES, LENGTH, VOCABULARY = 8, 16, 48
+STEPS = (0, 1, 2)
+RATES = (1e-2, 2e-2, 5e-3, 1e-2)
+MAX_NORM = 0.05
+COMMON = (
+    "model=hf",
+    "precision=fp64",
+    f"train.global_batch={SEQUENCES}",
+    f"train.sequence_length={LENGTH}",
+    "train.micro_batch=2",
+    f"optim.max_norm={MAX_NORM}",
+    "optim.eps=1e-6",
+)
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+EIGHT = {**TEXT, "head_dim": 8}
+IMAGE = {
+    "image_size": 8,
+    "patch_size": 4,
+    "num_channels": 1,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "initializer_range": 0.2,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**TEXT, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**TEXT, sliding_window=None),
+    "mistral-window": lambda: transformers.MistralConfig(**TEXT, sliding_window=5),
+    "qwen2": lambda: transformers.Qwen2Config(**TEXT),
+    "qwen3": lambda: transformers.Qwen3Config(**EIGHT),
+    "gemma2": lambda: transformers.Gemma2Config(**EIGHT, sliding_window=5, query_pre_attn_scalar=24),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**EIGHT, sliding_window=32, query_pre_attn_scalar=24),
+    "phi": lambda: transformers.PhiConfig(**TEXT),
+    "olmo2": lambda: transformers.Olmo2Config(**TEXT),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        n_positions=64,
+        initializer_range=0.2,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(
+        **{key: value for key, value in TEXT.items() if key != "num_key_value_heads"}
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**TEXT, num_local_experts=4),
+    "vit": lambda: transformers.ViTConfig(**IMAGE, num_labels=10),
+    "dinov2": lambda: transformers.Dinov2Config(**IMAGE, num_labels=10),
+    "clip": lambda: transformers.CLIPConfig(
+        text_config={**TEXT, "num_hidden_layers": 1}, vision_config=IMAGE, num_labels=10, projection_dim=16
+    ),
+}
+EXTRA = {"mixtral": ("model.experts=eager",)}
+"""transformers has no other products with experts in float64."""
+IMAGES = ("vit", "dinov2", "clip")
+EXACT = ("gpt2", *IMAGES)
+"""Families whose code computes in float64 throughout. The others cast norms or angles to float32."""
+
+
+def auto_class(kind: str) -> Any:
+    """The class of transformers' own that loads this kind."""
+    return AutoModelForImageClassification if kind in IMAGES else AutoModelForCausalLM
+
+
+def save_model(kind: str, folder: Path, weights: bool = True, **how: Any) -> Path:
+    """Make the folder of a random model, as a user of transformers would."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(1)
+        model = auto_class(kind).from_config(CONFIGS[kind]())
+    if not weights:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+    else:
+        model.save_pretrained(folder, **how)
+    return folder
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of model, in its folder, in a layout."""
+
+    kind: str
+    folder: Path
+    ranks: int
+    overrides: tuple[str, ...] = ()
+
+    def config(self) -> RunConfig:
+        """float64; always clipping."""
+        return compose((*COMMON, f"model.path={self.folder}", *EXTRA.get(self.kind, ()), *self.overrides))
+
+
+@cache
+def global_batch(kind: str, step: int) -> MicroBatch:
+    """A step's whole batch, the same on every rank; some targets do not count, unevenly over sequences."""
+    generator = torch.Generator().manual_seed(step)
+    if kind in IMAGES:
+        images = torch.randn(SEQUENCES, 1, 8, 8, generator=generator, dtype=torch.float64)
+        targets = torch.randint(10, (SEQUENCES,), generator=generator)
+        targets[3::5] = IGNORED_TARGET
+        return MicroBatch(images, targets)
+    inputs, targets = torch.randint(VOCABULARY, (2, SEQUENCES, LENGTH), generator=generator)
+    for row in range(SEQUENCES):
+        targets[row, : LENGTH * row // SEQUENCES] = IGNORED_TARGET
+    return MicroBatch(inputs, targets)
+
+
+def share(kind: str, step: int, world: World, micro: int = 2) -> StepBatch:
+    """This rank's part of a global batch, cut into micro-batches."""
+    rows = SEQUENCES // world.dp_size
+    batch = global_batch(kind, step)
+    mine = (part[world.dp_index * rows : (world.dp_index + 1) * rows].split(micro) for part in batch)
+    return StepBatch([MicroBatch(inputs, targets) for inputs, targets in zip(*mine, strict=True)], step=step)
+
+
+def truth(kind: str, folder: Path) -> tuple[Outcome, Outcome]:
+    """By transformers alone, in one process: from_pretrained, three steps of AdamW, and the one after them."""
+    how = {"experts_implementation": "eager"} if kind == "mixtral" else {}
+    module = auto_class(kind).from_pretrained(folder, dtype=torch.float64, **how).train()
+    config = compose((*COMMON, "model.path=x"))
+    optimizer = make_optimizer(module, config.optim)
+    outcomes = []
+    for steps in (STEPS, (len(STEPS),)):
+        outcome = Outcome([], [], [], [])
+        for step in steps:
+            _plain_step(module, optimizer, kind, step, outcome)
+        outcome.state = state_of(module, optimizer)
+        outcomes.append(outcome)
+    return outcomes[0], outcomes[1]
+
+
+def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Parameters under one name each, and optimizer state."""
+    names = {name for name, _ in module.named_parameters()}
+    return [piece for piece in state(module, optimizer) if piece.name in names or piece.name.startswith("optim.")]
+
+
+def _plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, kind: str, step: int, outcome: Outcome) -> None:
+    batch = global_batch(kind, step)
+    logits: Tensor = module(batch.inputs).logits
+    loss = nn.functional.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), ignore_index=IGNORED_TARGET)
+    optimizer.zero_grad()
+    loss.backward()
+    outcome.losses.append(loss.item())
+    outcome.gradients.append(gradients(module))
+    outcome.norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)))
+    for group in optimizer.param_groups:
+        group["lr"] = RATES[step]
+    optimizer.step()
+
+
+def fresh(case: Case, world: World) -> Engine:
+    """The engine of a case, with the folder's weights."""
+    config = case.config()
+    model, values = make_pretrained_model(config.model, config.train.seed)  # type: ignore[arg-type]
+    return make_engine(config, world, model, values=values)
+
+
+def run_steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) -> Outcome:
+    """Train some steps and keep all that can be seen of them."""
+    outcome = Outcome([], [], [], [])
+    for step in which:
+        sums = engine.forward_backward(share(case.kind, step, world))
+        outcome.losses.append(float(sums.loss) / sums.tokens)
+        outcome.gradients.append([rectangle for part in engine.parts for rectangle in gradients(part)])
+        outcome.norms.append(float(engine.clip(MAX_NORM)))
+        assert engine.update(RATES[step])
+    outcome.state = held(engine.shards())
+    return outcome
+
+
+def train_and_save(world: World, case: Case, own: Path) -> Outcome:
+    """The three steps, saved into `own` for others."""
+    engine = fresh(case, world)
+    trained = run_steps(engine, case, world, STEPS)
+    save_step(own, len(STEPS), engine.shards(), {}, world).wait()
+    return trained
+
+
+def resume(world: World, case: Case, other: Path) -> Outcome:
+    """The step after the third, from what another layout has saved."""
+    engine = fresh(case, world)
+    load_step(other, len(STEPS), engine.shards(), world)
+    return run_steps(engine, case, world, (len(STEPS),))

@@ -1,0 +1,138 @@
+"""Models of transformers train in every layout as in a plain loop over transformers alone, and resume in any other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drawn import draw
+from hf_models import CONFIGS, EXACT, IMAGES, Case, resume, save_model, train_and_save, truth
+from outcome import Outcome, assert_close, whole
+
+from hpc_train.errors import UserError
+from hpc_train.models.hf.families import FAMILIES, find_family, format_family_table
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.testing import run_ranks
+
+PP = ("parallel=ddp", "parallel.pp=2", "parallel.pipeline.schedule=1f1b")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "ddp-2": (2, ("parallel=ddp",)),
+    "fsdp-2": (2, ("parallel=fsdp",)),
+    "zero1-2": (2, ("parallel=zero1",)),
+    "hsdp-2x2": (4, ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2")),
+    "recompute": (2, ("parallel=fsdp", "parallel.recompute.mode=full")),
+    "tp-2": (2, ("parallel.tp=2",)),
+    "tp-2-whole-vocabulary": (2, ("parallel.tp=2", "parallel.tensor.vocabulary=false")),
+    "fsdp-2-tp-2": (4, ("parallel=fsdp", "parallel.tp=2")),
+    "pp-2": (2, PP),
+    "pp-2-tp-2": (4, (*PP, "parallel.tp=2")),
+    "cp-2": (2, ("parallel.cp=2",)),
+    "cp-2-ulysses": (2, ("parallel.cp=2", "parallel.context.method=ulysses")),
+    "fsdp-2-cp-2": (4, ("parallel=fsdp", "parallel.cp=2")),
+}
+FAMILY_OF = {"mistral-window": "mistral", "gemma3": "gemma3_text"}
+"""Kinds of the tests whose name is not the model type."""
+
+
+def allows(kind: str, layout: str) -> bool:
+    """Whether the table says that this family can be split so."""
+    family = find_family(FAMILY_OF.get(kind, kind))
+    reasons = {"tp": family.tensor, "pp": family.pipeline, "cp": family.context}
+    if kind == "mistral-window" and "cp" in layout:
+        return False
+    return all(why is None for axis, why in reasons.items() if axis in layout)
+
+
+CASES = [f"{kind} {layout}" for kind in CONFIGS for layout in LAYOUTS if allows(kind, layout)]
+DRAWN = ("llama fsdp-2", "qwen3 pp-2-tp-2", "gemma3 cp-2", "gpt2 zero1-2", "olmo2 recompute", "vit ddp-2")
+
+
+class Models:
+    """The folder of each kind, what transformers alone makes of it, and what one process saves; each made once."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._folders: dict[str, Path] = {}
+        self._known: dict[str, tuple[Outcome, Outcome]] = {}
+        self._saved: dict[str, Path] = {}
+
+    def folder(self, kind: str) -> Path:
+        if kind not in self._folders:
+            self._folders[kind] = save_model(kind, self._factory.mktemp(kind))
+        return self._folders[kind]
+
+    def known(self, kind: str) -> tuple[Outcome, Outcome]:
+        if kind not in self._known:
+            self._known[kind] = truth(kind, self.folder(kind))
+        return self._known[kind]
+
+    def saved(self, kind: str) -> Path:
+        """Step 3 of a layout that no case has."""
+        if kind not in self._saved:
+            case = Case(kind, self.folder(kind), 4, ("parallel.strategy=zero2",))
+            path = self._factory.mktemp(f"{kind}-saved")
+            run_ranks(train_and_save, 4, case, path, parallel=case.config().parallel)
+            self._saved[kind] = path
+        return self._saved[kind]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory)
+
+
+def tolerance(kind: str) -> float:
+    """Layouts sum in another order; where the code casts to float32, that may round a number the other way."""
+    return 1e-10 if kind in EXACT else 1e-5
+
+
+@pytest.mark.parametrize("name", draw(CASES, DRAWN))
+def test_layout(name: str, tmp_path: Path, models: Models) -> None:
+    kind, layout = name.split()
+    ranks, overrides = LAYOUTS[layout]
+    case = Case(kind, models.folder(kind), ranks, overrides)
+    steps, after = models.known(kind)
+    trained = run_ranks(train_and_save, ranks, case, tmp_path, parallel=case.config().parallel)
+    _compare(trained, steps, tolerance(kind))
+    resumed = run_ranks(resume, ranks, case, models.saved(kind), parallel=case.config().parallel)
+    _compare(resumed, after, tolerance(kind))
+
+
+def _compare(outcomes: list[Outcome], wanted: Outcome, allowed: float) -> None:
+    for outcome in outcomes:
+        np.testing.assert_allclose(outcome.losses, wanted.losses, rtol=allowed)
+        np.testing.assert_allclose(outcome.norms, wanted.norms, rtol=allowed)
+    for step in range(len(wanted.gradients)):
+        got = whole([outcome.gradients[step] for outcome in outcomes])
+        assert_close(got, whole([wanted.gradients[step]]), allowed)
+    assert_close(whole([outcome.state for outcome in outcomes]), whole([wanted.state]), allowed)
+
+
+def test_the_page_has_the_table_of_families() -> None:
+    page = (Path(__file__).parents[2] / "docs/transformers_models.md").read_text()
+    assert "".join(re.findall(r"^\|.*\n", page, re.MULTILINE)) == format_family_table()
+
+
+def test_every_family_of_the_table_is_in_the_matrix() -> None:
+    tested = {FAMILY_OF.get(kind, kind) for kind in CONFIGS}
+    assert {family.model_type for family in FAMILIES} == tested
+    assert {kind for kind in CONFIGS if kind in IMAGES} == {
+        family.model_type for family in FAMILIES if family.task == "image_classification"
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, layout) for kind in CONFIGS for layout in ("tp-2", "pp-2", "cp-2") if not allows(kind, layout)],
+)
+def test_what_the_table_says_no_to_is_one_line_before_any_rank(kind: str, layout: str, models: Models) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    with pytest.raises(UserError) as raised:
+        check_support(Case(kind, models.folder(kind), ranks, overrides).config(), ranks)
+    text = str(raised.value)
+    assert text.startswith(f"parallel.{layout[:2]}=2: ")
+    assert text.endswith("spread over dp_replicate and dp_shard")
+    assert "\n" not in text
