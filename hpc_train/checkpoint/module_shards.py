@@ -118,7 +118,7 @@ def _prepare(module: nn.Module) -> None:
 def _refuse_other_state(state: Mapping[str, object]) -> None:
     other = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
     if other is not None:
-        raise UserError(f"{other!r} of the model is no tensor (get_extra_state); save it through extra= instead")
+        raise UserError(f"{other!r} of the model is not a tensor (get_extra_state); save it through extra= instead")
 
 
 def _clean(name: str) -> str:

@@ -273,7 +273,7 @@ def reduce_replicas(config: ParallelConfig, ranks: int, world: int) -> ParallelC
     stay = math.prod(size for name, size in degrees.items() if name != axis)
     if world % stay:
         raise UserError(
-            f"parallel: {world} ranks are no multiple of {stay}, the product of all degrees but {axis} in {full}"
+            f"parallel: {world} ranks are not a multiple of {stay}, the product of all degrees but {axis} in {full}"
         )
     return replace(config, **{**degrees, axis: world // stay})
 

@@ -143,7 +143,7 @@ def _map_raw(path: Path, dtype: np.dtype[Any], offset: int = 0, count: int | Non
         size = file.seek(0, 2) - offset
         if count is None:
             if size % dtype.itemsize:
-                raise UserError(f"{path}: {size:,} bytes are no whole number of {dtype.name} tokens: cut short?")
+                raise UserError(f"{path}: {size:,} bytes are not a whole number of {dtype.name} tokens: cut short?")
             count = size // dtype.itemsize
         if count * dtype.itemsize > size:
             raise UserError(f"{path} is cut short: {count:,} {dtype.name} tokens need {count * dtype.itemsize:,} bytes")

@@ -78,7 +78,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     try:
         found = [event for event in json.loads(_uncompress(path))["traceEvents"] if _is_span(event)]
     except (OSError, zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: is no trace that can be read ({type(error).__name__}: {error})") from error
+        raise UserError(f"{path}: not a trace that can be read ({type(error).__name__}: {error})") from error
     if not any(event["name"].startswith(STEP_PREFIX) for event in found):
         raise UserError(f"{path}: holds no step; the run may have ended in its first traced step")
     return found

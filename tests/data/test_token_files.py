@@ -126,7 +126,7 @@ def change(path: Path, offset: int, data: bytes) -> Path:
 
 BAD: list[tuple[Callable[[Path], Path], dict[str, Any], str]] = [
     (lambda folder: write_raw(folder / "a.bin"), {}, "tokens without a header; set data.dtype=uint16"),
-    (lambda folder: cut(write_raw(folder / "a.bin"), 1), {"dtype": "uint16"}, "no whole number of uint16 tokens"),
+    (lambda folder: cut(write_raw(folder / "a.bin"), 1), {"dtype": "uint16"}, "not a whole number of uint16 tokens"),
     (
         lambda folder: write_raw(folder / "a.bin"),
         {"dtype": "uint32", "vocab_size": 1000},

@@ -70,7 +70,7 @@ def test_every_smaller_world_is_used_whole_or_refused() -> None:
     parallel = elastic("parallel=fsdp", "parallel.dp_replicate=6", "parallel.dp_shard=2", "parallel.tp=2").parallel
     for world in range(1, 25):
         if world % 4:
-            with pytest.raises(UserError, match="no multiple of 4, the product of all degrees but dp_replicate"):
+            with pytest.raises(UserError, match="not a multiple of 4, the product of all degrees but dp_replicate"):
                 reduce_replicas(parallel, 24, world)
         else:
             assert math.prod(resolve_degrees(reduce_replicas(parallel, 24, world), world).sizes) == world

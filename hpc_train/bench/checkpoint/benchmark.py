@@ -72,7 +72,7 @@ def _check_options(options: CheckpointBenchOptions, plot: Path | None) -> None:
             raise UserError(f"--sides: only {OUR_SIDE} and {DCP} load in another layout; name one of them")
     for directory in map(Path, options.directories):
         if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-            raise UserError(f"--directory {directory}: is no directory that can be written to; make it first")
+            raise UserError(f"--directory {directory}: not a directory that can be written to; make it first")
         free, need = shutil.disk_usage(directory).free, int((len(options.sides) + _EXTRA_COPIES) * options.gib * 2**30)
         if free < need:
             raise UserError(
