@@ -82,7 +82,9 @@ def suggest_command(overrides: Sequence[str], as_json: bool) -> int:
     """Print the suggested runs as commands to submit."""
     found = suggest_runs(overrides)
     if as_json:
-        print(json.dumps([{"overrides": list(run.overrides), "description": run.description} for run in found], indent=1))
+        print(
+            json.dumps([{"overrides": list(run.overrides), "description": run.description} for run in found], indent=1)
+        )
         return EXIT_DONE
     for run in found:
         print(f"# {run.description}\nhpc-train submit {shlex.join(run.overrides)}")
