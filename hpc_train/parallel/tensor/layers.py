@@ -139,10 +139,7 @@ def make_column_products(axis: TensorAxis, asynchronous: bool) -> ColumnProducts
     all-gather each.
     """
     if asynchronous:
-        from hpc_train.parallel.tensor.ring_matmul import (
-            MatmulRing,
-            gather_matmul,  # its operators take 50 ms
-        )
+        from hpc_train.parallel.tensor.ring_matmul import MatmulRing, gather_matmul  # their operators take 50 ms
 
         ring = MatmulRing(axis.group)
         return lambda x, weights: gather_matmul(x, weights, ring)
@@ -182,6 +179,8 @@ def split_columns(
     for name, layer in layers.items():
         units = layer.out_features // unit  # heads, or single columns
         layout = ParameterLayout(Shard(0))
+        # Each rank has all of such a layer, but only the gradient of the heads that it has used: partial, to be
+        # summed.
         if units % axis.size:
             _check_columns(name, units, heads, axis, unit)
             layout = ParameterLayout(
@@ -239,6 +238,7 @@ def split_rows(name: str, layer: nn.Linear, axis: TensorAxis, asynchronous: bool
             f"use a divisor of {layer.in_features}"
         )
     layouts[layer, "weight"] = ParameterLayout(Shard(1))
+    # The bias is added once, after the sum. Where positions are split, each rank sees only its own in the gradient.
     layouts[layer, "bias"] = ParameterLayout(partial=axis.sequence)
     product = make_row_product(axis, asynchronous)
     layer.forward = lambda x: _add_bias(product(x, layer.weight), layer.bias)  # type: ignore[method-assign, assignment]
@@ -276,6 +276,8 @@ def split_embedding(name: str, layer: nn.Embedding, axis: TensorAxis, layouts: P
         check_on_device(((tokens >= 0) & (tokens < rows)).all(), "a token is not in the vocabulary")
         weight = layer.weight
         is_local = (tokens >= first) & (tokens < first + len(weight))
+        # A token of another rank looks up any row of ours and is masked: nothing here depends on the data, so it
+        # compiles.
         rows_of_tokens = F.embedding((tokens - first).clamp(0, len(weight) - 1), weight)
         return axis.leave(rows_of_tokens * is_local.unsqueeze(-1))
 
@@ -302,6 +304,7 @@ def split_head(head: nn.Module, rows: int, axis: TensorAxis, layouts: ParameterL
     layouts.update({(head, key): ParameterLayout(Shard(0)) for key, _ in head.named_parameters(recurse=False)})
 
     def logits(_: nn.Module, args: Any, out: Tensor) -> DTensor:
+        # Given, not inferred: the last rank may have fewer rows than the others.
         shape = torch.Size((*out.shape[:-1], rows))
         stride = torch.empty(shape, device="meta").stride()
         placements = (Shard(out.ndim - 1),)
