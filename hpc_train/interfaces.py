@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 IGNORED_TARGET = -100
 """A target of this value counts neither in the loss nor in the number of tokens."""
 
+DOCUMENT_STARTS = "document_starts"
+"""Name of the input, (B, T) int64, that says where in its sequence the document of each place begins."""
+
 
 @runtime_checkable
 class Model(Protocol):

@@ -221,9 +221,10 @@ class TokenDataConfig(DataConfig):
     vocab_size: int = config_field(default=256, ge=256, le=1 << 31)
     """Size of the vocabulary that is trained on the text (bpe), or that a token file of another program has; the byte
     tokenizer always has 256."""
-    samples: str | None = config_field(default=None, choices=("stream", "padded"))
+    samples: str | None = config_field(default=None, choices=("stream", "padded", "packed"))
     """stream: sequences cut out of all text one after another; padded: a document a sample, the rest of the sequence
-    without targets, and a longer document in several samples. None: padded for chats, else stream."""
+    without targets, and a longer document in several samples; packed: several whole documents a sample, none of which
+    sees another. None: padded for chats, else stream."""
     cache: str = "${oc.env:HPC_TRAIN_CACHE,'~/.cache/hpc_train'}"
     """Folder of the stores that are built; it must be visible from the compute nodes."""
 

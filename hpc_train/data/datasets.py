@@ -23,6 +23,7 @@ from hpc_train.config.model import (
 from hpc_train.data.document_samples import PaddedDocuments, open_padded_documents
 from hpc_train.data.mixture import MixtureDataset
 from hpc_train.data.mixture_order import list_sources, make_config_order
+from hpc_train.data.packed_samples import open_packed_documents
 from hpc_train.data.token_files import open_tokens
 from hpc_train.data.token_samples import TokenDataset
 from hpc_train.data.token_store import TokenStore
@@ -71,6 +72,8 @@ def open_dataset(config: DataConfig, sequence_length: int, split: Split) -> Data
     """
     if split == "validation" and config.validation_fraction == 0:
         raise UserError("data.validation_fraction=0 leaves nothing to evaluate on: raise it, or set train.eval_every=0")
+    if isinstance(config, TokenDataConfig) and config.samples == "packed":
+        return open_packed_documents(config, open_tokens(config), sequence_length, split)
     if isinstance(config, TokenDataConfig):
         return open_token_dataset(config, sequence_length, split)
     if isinstance(config, MixtureDataConfig):
@@ -81,7 +84,8 @@ def open_dataset(config: DataConfig, sequence_length: int, split: Split) -> Data
 
 
 def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Split) -> TokenDataset | PaddedDocuments:
-    """Open one split of a token dataset: its tokens, and where the split begins and ends in them."""
+    """Open one split of a token dataset that is not packed: its tokens, and where the split begins and ends in them."""
+    assert config.samples != "packed"
     store = open_tokens(config)
     samples = config.samples or ("stream" if store.counted is None else "padded")
     if samples == "padded":

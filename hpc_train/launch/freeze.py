@@ -183,6 +183,8 @@ def check_model_and_data(config: RunConfig) -> None:
         check_task_and_data(model, data)
     if config.parallel.sync_batchnorm and not isinstance(model, (CustomModelConfig, HfModelConfig)):
         raise UserError(f"parallel.sync_batchnorm=true: model={model.name} has no BatchNorm; leave it out")
+    if isinstance(data, TokenDataConfig) and data.samples == "packed":
+        _check_packing(config)
     if isinstance(data, TokenDataConfig) and data.path is None:
         _check_vocabulary(get_vocabulary(model), data)
 
@@ -214,6 +216,18 @@ def check_task_and_data(model: HfModelConfig, data: DataConfig) -> None:
             f"data={data.name}: {'tokens' if reads_images else 'images'}, but model.path={model.path} reads "
             f"{'images' if reads_images else 'tokens'} (task {task})"
         )
+
+
+def _check_packing(config: RunConfig) -> None:
+    """Raise UserError for packed documents beside what cannot keep them apart."""
+    model, instead = config.model, "use data.samples=padded, or stream"
+    if not isinstance(model, (TransformerConfig, CustomModelConfig)):
+        raise UserError(f"data.samples=packed: model={model.name} does not take packed documents; {instead}")
+    if isinstance(model, TransformerConfig) and model.dropout > 0:
+        raise UserError(f"data.samples=packed: not with model.dropout={model.dropout}; set it to 0, or {instead}")
+    for axis, degree in (("cp", config.parallel.cp), ("pp", config.parallel.pp)):
+        if degree != 1:
+            raise UserError(f"data.samples=packed: not with parallel.{axis}={degree}; set it to 1, or {instead}")
 
 
 def _check_vocabulary(of_model: int | None, data: TokenDataConfig) -> None:

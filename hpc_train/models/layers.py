@@ -39,7 +39,8 @@ LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
 """Wavelengths over LENGTH / LOW positions are stretched, those under LENGTH / HIGH are kept (Llama 3.1)."""
 
 RotaryTable = tuple[Tensor, Tensor]
-"""Cosine and sine of every angle, each (positions, 1, head_dim / 2): the 1 stands for the heads."""
+"""Cosine and sine of every angle, each (positions, 1, head_dim / 2), or one more of these for each sequence: the 1
+stands for the heads."""
 
 
 def compute_inverse_frequencies(
@@ -59,10 +60,20 @@ def _scale_llama3(frequencies: Tensor, factor: float) -> Tensor:
 
 
 def make_rotary_table(config: TransformerConfig, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-    """The table for `positions` (T,), in float64 for a float64 model and in float32 for any other."""
+    """The table for `positions` (T,) or (B, T), in float64 for a float64 model and in float32 for any other."""
     wide = torch.promote_types(dtype, torch.float32)
-    angles = torch.outer(positions.to(wide), compute_inverse_frequencies(config, head_dim, wide, positions.device))
-    return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    frequencies = compute_inverse_frequencies(config, head_dim, wide, positions.device)
+    angles = positions.to(wide).unsqueeze(-1) * frequencies
+    return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+
+
+def make_document_mask(document_starts: Tensor) -> Tensor:
+    """Return which keys each query sees, (B, 1, T, T) bool: those of its own document that are not behind it.
+
+    document_starts: (B, T), int64, the place in the sequence at which the document of each place begins.
+    """
+    same = document_starts.unsqueeze(-1) == document_starts.unsqueeze(-2)
+    return same.tril().unsqueeze(1)
 
 
 def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
@@ -83,9 +94,15 @@ class ScaledDotProduct(nn.Module):
         self.causal = causal
         self.dropout = dropout
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (B, heads, T, head_dim); k and v (B, kv_heads, T, head_dim) -> (B, heads, T, head_dim)."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """q (B, heads, T, head_dim); k and v (B, kv_heads, T, head_dim) -> (B, heads, T, head_dim).
+
+        mask: which keys a query sees, (B, 1, T, T) bool, in place of causality; without dropout only.
+        """
         dropout = self.dropout if self.training else 0.0
+        if mask is not None:
+            assert dropout == 0.0, "the rules refuse dropout beside packed documents"
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         if dropout > 0 and self.site is not None:
             places = list_positions(q.shape[2], q.device)
             return attend_with_dropout(q, k, v, places, places, self.causal, self.site, dropout)
@@ -117,8 +134,8 @@ class Attention(nn.Module):
         self.qkv = LinearGroup()
         self.core = ScaledDotProduct(causal=causal, dropout=dropout)
 
-    def forward(self, x: Tensor, table: RotaryTable | None = None) -> Tensor:
-        """x (B, T, hidden) -> (B, T, hidden); `table` is the rotary one of the T positions."""
+    def forward(self, x: Tensor, table: RotaryTable | None = None, mask: Tensor | None = None) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden); `table` is the rotary one of the T positions, mask as the core's."""
         q, k, v = self.qkv(x, self.q, self.k, self.v)
         if self.normed == "full":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -127,7 +144,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if table is not None:
             q, k = apply_rotary(q, table), apply_rotary(k, table)
-        mixed: Tensor = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        masks = () if mask is None else (mask,)  # a core that a technique put there knows none
+        mixed: Tensor = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks)
         out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -194,9 +212,9 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(dropout)
         self.feed_forward_dropout = Dropout(dropout)
 
-    def forward(self, x: Tensor, table: RotaryTable | None = None) -> Tensor:
+    def forward(self, x: Tensor, table: RotaryTable | None = None, mask: Tensor | None = None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), table))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), table, mask))
         out: Tensor = x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out
 

@@ -20,6 +20,7 @@ from hpc_train.models.layers import (
     find_stage_ends,
     get_block_index,
     list_block_names,
+    make_document_mask,
     make_feed_forward,
     make_rotary_table,
     make_stage_blocks,
@@ -81,27 +82,32 @@ class Transformer(BlockModel):
         mixtures = [name for name in block_names if shape.has_experts(config, get_block_index(name))]
         self.plan = match_tensor_plan({**TENSOR_PLAN, **{f"{name}.feed_forward": "expert" for name in mixtures}}, self)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, document_starts: Tensor | None = None) -> Tensor:
         """x: tokens (B, T), int64, or in a stage that is not the first hidden states (B, T, hidden).
 
         positions: (T,), int64, where in its sequence each token stands; None: 0 ... T - 1.
+        document_starts: (B, T), int64, for sequences of several documents: the place at which the document of each
+        place begins. Positions then restart there, and no document sees another; None: a document a sequence.
         Returns logits (B, T, vocab), or in a stage that is not the last hidden states.
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
+        mask = None
+        if document_starts is not None:
+            positions, mask = positions - document_starts, make_document_mask(document_starts)
         if self.is_first:
             x = self._embedded(x, positions)
         table = None
         if self.config.positions == "rotary":
             table = make_rotary_table(self.config, shape.compute_head_dim(self.config), positions, x.dtype)
         for layer in self.layers.values():
-            x = layer(x, table)
+            x = layer(x, table) if mask is None else layer(x, table, mask)
         return self._logits(x) if self.is_last else x
 
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.embed(tokens)
         if self.config.positions == "learned":
-            x = x + self.positions(positions.unsqueeze(0))
+            x = x + self.positions(positions.unsqueeze(0) if positions.ndim == 1 else positions)
         embedded: Tensor = self.dropout(x)
         return embedded
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hpc_train.config.parallel import AXES
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.interfaces import MicroBatch, World
+from hpc_train.interfaces import DOCUMENT_STARTS, MicroBatch, World
 from hpc_train.parallel.user_model import require_one_input
 
 SHARD_CP_AXIS = "dp_shard_cp"
@@ -106,6 +106,8 @@ def provide_positions(part: nn.Module, config: RunConfig, world: World) -> None:
 
     def fill(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if len(args) > 1 or kwargs.get("positions") is not None:
+            return None
+        if DOCUMENT_STARTS in kwargs:  # packed documents, of which every rank has whole sequences (see rules of cp)
             return None
         x = require_one_input(args[0] if args else kwargs, f"parallel.tp={tp}", "the plan splits positions of one")
         is_full = getattr(part, "is_first", not x.is_floating_point())  # tp splits hidden states, and no tokens
