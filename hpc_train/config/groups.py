@@ -24,6 +24,7 @@ GROUPS = (
     "model",
     "data",
     "parallel",
+    "adapter",
     "optim",
     "precision",
     "checkpoint",

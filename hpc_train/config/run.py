@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from omegaconf import MISSING
 
+from hpc_train.config.adapter import AdapterConfig
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.launch import ContainerConfig, LaunchConfig
 from hpc_train.config.loggers import LoggersConfig
@@ -110,6 +111,7 @@ class RunConfig:
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
     parallel: ParallelConfig = config_field(default=ParallelConfig)
+    adapter: AdapterConfig = config_field(default=AdapterConfig)
     optim: OptimConfig = config_field(default=OptimConfig)
     precision: PrecisionConfig = config_field(default=PrecisionConfig)
     checkpoint: CheckpointConfig = config_field(default=CheckpointConfig)

@@ -207,6 +207,16 @@ def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
     return out
 
 
+def name_huggingface_module(module: str, config: ModelConfig) -> str:
+    """Return the library's name of one of our modules; GPT-2's q, k and v are all in one module there."""
+    kind = find_model_family(config)
+    fused = re.sub(r"\.attention\.[qkv]$", ".attention.qkv", module) if kind == "gpt2" else module
+    theirs = _rename_module(fused, {ours: theirs for theirs, ours in _TABLES[kind].items()})
+    if theirs is None:
+        raise UserError(f"{module}: no such module in a {kind} model of transformers")
+    return theirs
+
+
 def _full_name(name: str, kind: str) -> str:
     heads = ("lm_head", "classifier", _PREFIXES[kind])
     return name if name.startswith(heads) else _PREFIXES[kind] + name

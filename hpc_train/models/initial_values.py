@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.errors import UserError
+from hpc_train.models.adapter_names import is_adapter_parameter
 
 CHUNK_ELEMENTS = 1 << 20
 """Values drawn from one generator: small enough for a shard to skip what it does not hold."""
@@ -76,6 +77,8 @@ def initialise_parameters(module: nn.Module, seed: int, region: Callable[[Tensor
         _check_materialised(module)
         return
     for name, parameter in module.named_parameters():
+        if is_adapter_parameter(name):
+            continue
         part = region(parameter)
         part.local.copy_(
             draw_values(module.init_rule(name), seed, name, part.shape, part.offset, tuple(part.local.shape))

@@ -17,6 +17,7 @@ from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, Model, World
+from hpc_train.models.adapter_names import is_adapter_parameter
 from hpc_train.models.deferred import DeferredValues
 from hpc_train.parallel.dropout import place_dropout
 from hpc_train.parallel.engines.plain_engine import PlainEngine, UnwrappedModel
@@ -87,6 +88,10 @@ def build(
         check_aliases(model, splits_parameters(config, degrees), world.device)
     part = cast_parameters(model, config.precision)
     say(f"precision: parameters {next(part.parameters()).dtype}, compute {config.precision.name}")
+    if config.adapter.kind != "none":  # before stages are cut and anything is split, which then treat it as the model's
+        from hpc_train.parallel.adapters import attach_adapters
+
+        say(attach_adapters(part, config.adapter))
     if degrees.pp > 1:
         from hpc_train.parallel.pipeline.build import build_pipeline_engine
 
@@ -190,7 +195,7 @@ def _take_values(
         adopt_buffers(part, model)
         return values
     if deferred is not None:
-        return deferred.subset(name for name, _ in part.named_parameters())
+        return deferred.subset(name for name, _ in part.named_parameters() if not is_adapter_parameter(name))
     if is_on_meta(part):
         return {}
     if splits_parameters(config, resolve_degrees(config.parallel, world.size)):

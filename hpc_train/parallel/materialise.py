@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train._torch import is_memoryless, shard_offset
 from hpc_train.errors import UserError
+from hpc_train.models.adapter_names import is_adapter_parameter
+from hpc_train.models.adapters import initialise_adapters
 from hpc_train.models.deferred import DeferredValues, iterate_plain_tensors
 from hpc_train.models.initial_values import Region, initialise_parameters, whole_region
 
@@ -63,7 +65,7 @@ def select_stage_values(part: nn.Module, source: nn.Module, made: DeferredValues
         kind = type(source).__name__
         raise UserError(f"{kind}.stage: its part has a parameter {missing[0]}, which {kind} has not; keep the names")
     if made is not None:
-        return made.subset(name for name, _ in part.named_parameters())
+        return made.subset(name for name, _ in part.named_parameters() if not is_adapter_parameter(name))
     return {name: values[name] for name, _ in part.named_parameters() if not values[name].is_meta}
 
 
@@ -75,6 +77,7 @@ def materialise_parameters(part: nn.Module, values: ParameterValues, seed: int, 
     """
     if not is_on_meta(part):
         part.to(device)
+        initialise_adapters(part, seed, find_local_region)
         return
     buffers = [(module, name, buffer) for module, name, buffer in _named_buffers(part) if not buffer.is_meta]
     _allocate_parameters(part, device)
@@ -85,12 +88,16 @@ def materialise_parameters(part: nn.Module, values: ParameterValues, seed: int, 
         setattr(module, name, moved.setdefault(id(buffer), buffer.to(device)))
     if not values:
         initialise_parameters(part, seed, find_local_region)
+        initialise_adapters(part, seed, find_local_region)
         return
     with torch.no_grad():
         for name, parameter in part.named_parameters():
+            if is_adapter_parameter(name):
+                continue
             region, value = find_local_region(parameter), values.pop(name)
             window = tuple(slice(o, o + n) for o, n in zip(region.offset, region.local.shape, strict=True))
             region.local.copy_(value[window])
+    initialise_adapters(part, seed, find_local_region)
 
 
 def _allocate_parameters(part: nn.Module, device: torch.device) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.config.run import RunConfig
 from hpc_train.config.train import OptimConfig, ScheduleConfig
 from hpc_train.errors import UserError
 
@@ -56,6 +57,16 @@ def scale_peak_rate(config: OptimConfig, global_batch: int) -> float:
     assert config.base_batch is not None
     ratio = global_batch / config.base_batch
     return config.lr * (ratio if config.lr_scaling == "linear" else math.sqrt(ratio))
+
+
+def doubt_learning_rate(config: RunConfig) -> str | None:
+    """Return a warning if weights are about to be trained further at the rate for training from scratch."""
+    if config.adapter.kind != "none" or config.optim.lr < OptimConfig().lr:
+        return None
+    return (
+        f"warning: optim.lr={config.optim.lr:g} is a rate for training from scratch, and these weights are trained "
+        "already; 1e-5 to 5e-5 is usual for fine-tuning all of them (2e-4 for adapter=lora, its default)"
+    )
 
 
 def compute_learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:

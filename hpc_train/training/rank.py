@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ from hpc_train.data.datasets import Dataset, check_model_fits_data, open_dataset
 from hpc_train.data.loader import Loader
 from hpc_train.data.mixture import MixtureDataset
 from hpc_train.errors import EXIT_DONE, IncompleteRun, UserError
-from hpc_train.interfaces import Engine, RankMap, Task, TensorShard, World
+from hpc_train.interfaces import Engine, RankMap, Task, World
 from hpc_train.messages import gather_values
 from hpc_train.models.deferred import DeferredValues, build_deferred
 from hpc_train.models.initial_values import Initialised, initialise_parameters
@@ -47,7 +47,7 @@ from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
 from hpc_train.runtime.start import leave_process_group, start
 from hpc_train.training.loop import TrainingRun, describe_code_change, evaluate_owed, run_training
-from hpc_train.training.optimizer import make_optimizer, require_determinism
+from hpc_train.training.optimizer import doubt_learning_rate, make_optimizer, require_determinism
 from hpc_train.training.rank_log import RankLog
 from hpc_train.training.recorder import StepRecorder
 from hpc_train.training.reporter import Reporter
@@ -113,14 +113,12 @@ def _run_rank(
             log.warning("%s", untested)
         # Counted now: the engine splits the model over ranks in place.
         parameter_count = sum(parameter.numel() for parameter in model.parameters())
-        frozen = (
-            list_frozen_parameters(model) if _does_save(config) and not config.checkpoint.incremental else frozenset()
-        )
         engine = make_engine(config, world, model, notes.append if world.rank == 0 else log.info, values)
         del model, values  # each pipeline stage has its own copy by now
         if advice := advise_learning_rate(config):
             notes.append(advice)
-        if frozen and (advice := advise_incremental_saves(frozen, engine.shards())):
+        frozen = list_frozen_parameters(engine) if _does_save(config) else frozenset()
+        if frozen and not config.checkpoint.incremental and (advice := advise_incremental_saves(frozen, engine)):
             notes.append(advice)
         # Before resuming: no other job may change these checkpoints while they are read.
         with hold_lock(directory.checkpoints, world) if _does_save(config) else nullcontext() as lock:
@@ -284,6 +282,11 @@ def assemble_run(
             run.guard.restore(resumed.extra["numbers"])
         if run.saved_at is not None:
             run.rollback.add_checkpoint(run.saved_at)
+    loaded = None
+    if config.adapter.path is not None and (resumed is None or resumed.lacks_adapters):
+        from hpc_train.training.adapter_start import load_adapter
+
+        loaded = load_adapter(config, engine, world)
     if run.directory.skipped.exists():
         run.write_skip_list()  # without the steps after the checkpoint, which are about to be done again
 
@@ -293,10 +296,14 @@ def assemble_run(
     _USER_ERRORS.run_on_rank_0(world, start_reporter)  # the reporter of every other rank is silent
     if resumed is not None and (other := describe_code_change(resumed.origin, run.saver.origin)) is not None:
         run.reporter.say(other)
+    if loaded is not None:
+        run.reporter.say(loaded)
     if resumed is not None and resumed.weights_only:
         run.reporter.say(
             f"weights of step {resumed.step} in {resumed.directory}: training starts at step 0 with a fresh optimizer"
         )
+        if (doubt := doubt_learning_rate(config)) is not None:
+            run.reporter.say(doubt)
     return run
 
 
@@ -422,15 +429,16 @@ def _log_end(run: TrainingRun, data: Dataset) -> None:
     run.reporter.say(f"run directory: {run.directory.path}", last=True)
 
 
-def list_frozen_parameters(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that are never trained."""
-    return frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+def list_frozen_parameters(engine: Engine) -> frozenset[str]:
+    """Return the names of this rank's parameters that are never trained."""
+    named = (pair for part in engine.parts for pair in part.named_parameters())
+    return frozenset(name for name, parameter in named if not parameter.requires_grad)
 
 
-def advise_incremental_saves(frozen: frozenset[str], pieces: Iterable[TensorShard]) -> str | None:
+def advise_incremental_saves(frozen: frozenset[str], engine: Engine) -> str | None:
     """Return a line of advice if most bytes that this rank saves are of frozen parameters; None otherwise."""
     total = frozen_bytes = 0
-    for piece in pieces:
+    for piece in engine.shards():
         if piece.replica == 0:
             total += piece.local.nbytes
             frozen_bytes += piece.local.nbytes if piece.name in frozen else 0

@@ -45,9 +45,8 @@ def tune(config: RunConfig, ranks: int = 2, frozen: bool = True) -> list[str | N
         model = make_model(config)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not frozen or name.startswith(TRAINED))
-        names = list_frozen_parameters(model)
         engine = make_engine(config, world, model)
-        advice = advise_incremental_saves(names, engine.shards())
+        advice = advise_incremental_saves(list_frozen_parameters(engine), engine)
         run = assemble_run(config, world, folder, 0, StopRequest(), open_data(config, world), engine)
         run_training(run)
         run.close()

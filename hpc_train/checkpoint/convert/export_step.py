@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from hpc_train.checkpoint.convert import dcp, model_config, safetensors_files
+from hpc_train.checkpoint.convert import dcp, model_config, peft_files, safetensors_files
+from hpc_train.checkpoint.convert.merge_adapters import MergedTensors, find_adapted_layers, read_adapters
 from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, load_run_config
-from hpc_train.checkpoint.convert.rewrite import OnBytes, Progress, SavedStepTensors
+from hpc_train.checkpoint.convert.rewrite import OnBytes, Progress, SavedStepTensors, TensorSource
 from hpc_train.checkpoint.format.hdf5_layout import dtype_name, parse_dtype
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.file_system import sync_directory, sync_tree
@@ -19,7 +20,9 @@ from hpc_train.checkpoint.storage.retention import make_token
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep
 from hpc_train.config.model import ModelConfig
+from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.models.adapter_names import is_adapter_parameter
 from hpc_train.models.huggingface import find_model_family, to_huggingface
 
 
@@ -28,13 +31,15 @@ class ExportOptions:
     """Format and content of an export."""
 
     format: str
-    """hf, safetensors or dcp."""
+    """hf, safetensors, dcp, or adapter: only the adapters, as PEFT's files."""
     weights: bool
     """Leave out the optimizer state; hf never has it."""
     dtype: str | None
     """Convert floating-point tensors; None: as saved."""
     config: Path | None
-    """hf: config.yaml of the run; None: the one in the run directory."""
+    """hf and adapters: config.yaml of the run; None: the one in the run directory."""
+    merged: bool = False
+    """Add the adapters to the weights they change."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,7 @@ def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: 
 
     Raises UserError for a model that the format cannot hold, CheckpointError for a damaged step.
     """
-    weights_only = options.weights or options.format == "hf"
-    tensors = [tensor for tensor in step.manifest.step_layout.tensors if is_weight(tensor.name) or not weights_only]
+    tensors = _select_tensors(step, options)
     total = sum(tensor.rectangle.volume * tensor.itemsize for tensor in tensors)
     temporary = folder.with_name(f".{folder.name}.tmp-{make_token()}")
     temporary.mkdir(parents=True)
@@ -74,7 +78,12 @@ def _write_files(
 ) -> list[str]:
     """Write the tensors in the chosen format, and return the names of the files."""
     dtype = parse_dtype(options.dtype) if options.dtype else None
-    with SavedStepTensors(step.path, step.manifest, step.where) as source:
+    with SavedStepTensors(step.path, step.manifest, step.where) as opened:
+        if options.format == "adapter":
+            return _write_adapter(folder, opened, tensors, _config_of_step(options, step), dtype, on_bytes)
+        source: TensorSource = opened
+        if options.merged:
+            source = MergedTensors(opened, _config_of_step(options, step).adapter)
         if options.format == "dcp":
             return dcp.write_dcp(folder, source, tensors, dtype, on_bytes)
         if options.format == "safetensors":
@@ -82,12 +91,40 @@ def _write_files(
             return safetensors_files.write_safetensors(
                 folder, source, groups, lambda state: safetensors_files.cast_state(state, dtype), on_bytes
             )
-        return _write_hugging_face(folder, source, tensors, _model_of_step(options, step), dtype, on_bytes)
+        return _write_hugging_face(folder, source, tensors, _config_of_step(options, step).model, dtype, on_bytes)
+
+
+def _select_tensors(step: OpenStep, options: ExportOptions) -> list[SavedTensor]:
+    """Return the tensors to export. Raises UserError where adapters are there and not asked for, or the other way."""
+    weights_only = options.weights or options.merged or options.format in ("hf", "adapter")
+    tensors = [tensor for tensor in step.manifest.step_layout.tensors if is_weight(tensor.name) or not weights_only]
+    adapted = {f"{layer}.weight" for layer in find_adapted_layers(tensors)}
+    if not adapted and (options.merged or options.format == "adapter"):
+        raise UserError(f"{step.where}: has no adapters; export it with --format alone")
+    if adapted and options.format == "hf" and not options.merged:
+        raise UserError(f"{step.where}: has adapters; add --merged to export weights with them, or use --adapter")
+    if options.format == "adapter":
+        return [tensor for tensor in tensors if is_adapter_parameter(tensor.name) or tensor.name in adapted]
+    return [tensor for tensor in tensors if not options.merged or not is_adapter_parameter(tensor.name)]
+
+
+def _write_adapter(
+    folder: Path,
+    source: TensorSource,
+    tensors: list[SavedTensor],
+    config: RunConfig,
+    dtype: torch.dtype | None,
+    on_bytes: OnBytes,
+) -> list[str]:
+    """Write PEFT's files. tensors: the adapters, and the weights of their layers."""
+    state = safetensors_files.cast_state(read_adapters(source, tensors, on_bytes), dtype)
+    adapters = peft_files.group_adapters(state, config.adapter.alpha / config.adapter.rank)
+    return peft_files.write_peft(folder, adapters, config.model, config.adapter, None)
 
 
 def _write_hugging_face(
     folder: Path,
-    source: SavedStepTensors,
+    source: TensorSource,
     tensors: list[SavedTensor],
     model: ModelConfig,
     dtype: torch.dtype | None,
@@ -117,8 +154,8 @@ def _group_by_block(tensors: list[SavedTensor]) -> list[list[SavedTensor]]:
     return list(groups.values())
 
 
-def _model_of_step(options: ExportOptions, step: OpenStep) -> ModelConfig:
+def _config_of_step(options: ExportOptions, step: OpenStep) -> RunConfig:
     file = options.config or CheckpointTarget(step.directory).run / "config.yaml"
     if not options.config and not file.is_file():
         raise UserError(f"{file}: is not there, and it says which model this is; give it with --config FILE")
-    return load_run_config(file).model
+    return load_run_config(file)

@@ -74,6 +74,11 @@ def read_safetensors(path: Path) -> State:
     return state
 
 
+def save_state(state: State, path: Path) -> None:
+    """Write tensors into one file."""
+    _save(_library(), state, path)
+
+
 def cast_state(state: State, dtype: torch.dtype | None) -> State:
     """Cast floating-point tensors to a dtype; None leaves them as they are."""
     return {

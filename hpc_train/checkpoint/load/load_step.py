@@ -46,6 +46,7 @@ from hpc_train.checkpoint.storage.step_directory import (
 from hpc_train.checkpoint.storage.step_selection import find_named_step, open_step
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
+from hpc_train.models.adapter_names import is_adapter_parameter
 from hpc_train.runtime.processes import pause_gc
 
 T = TypeVar("T")
@@ -199,6 +200,8 @@ class ResumedStep:
     """Only weights were loaded: the optimizer state and the position in the data are those of a new training."""
     origin: Origin | None = None
     """The code and config that made it, if known."""
+    lacks_adapters: bool = False
+    """The run has adapters and the step has none: they have their initial values."""
 
 
 def resume_from_checkpoint(
@@ -248,15 +251,42 @@ def load_newest_sound(directory: Path, world: World | None, load: Callable[[int]
 
 
 def _load_resumed(directory: Path, step: int, wanted: list[TensorShard], world: World | None) -> ResumedStep:
-    weights_only, origin = run_on_rank_0(world, lambda: _read_content(directory, step))
-    extra = load_step(directory, step, select_weights(wanted) if weights_only else wanted, world)
-    return ResumedStep(directory, step, extra, weights_only, origin)
+    content = run_on_rank_0(world, lambda: _read_content(directory, step, wanted))
+    chosen = select_weights(wanted) if content.weights_only else wanted
+    if content.lacks_adapters:
+        chosen = [shard for shard in chosen if not is_adapter_parameter(shard.name)]
+    extra = load_step(directory, step, chosen, world)
+    return ResumedStep(directory, step, extra, content.weights_only, content.origin, content.lacks_adapters)
 
 
-def _read_content(directory: Path, step: int) -> tuple[bool, Origin | None]:
-    """Return (whether a step has weights only, its origin); of a damaged manifest (False, None): the load will fail."""
+@dataclass(frozen=True)
+class _StepContent:
+    """What a step has for a run."""
+
+    weights_only: bool = False
+    """The step has no optimizer state, or that of another training: of the model without the run's adapters."""
+    lacks_adapters: bool = False
+    """The run has adapters and the step has none: they keep their initial values."""
+    origin: Origin | None = None
+
+
+def _read_content(directory: Path, step: int, wanted: Sequence[TensorShard]) -> _StepContent:
+    """Read what a step has; of a damaged manifest nothing is said, as the load will fail.
+
+    Raises UserError for a step with adapters where the run has none: their training would be lost without a word.
+    """
     manifest = try_read_manifest(locate_step(directory, step), step)
-    return (False, None) if manifest is None else (holds_weights_only(manifest.extra), manifest.origin)
+    if manifest is None:
+        return _StepContent()
+    saved = next((tensor.name for tensor in manifest.step_layout.tensors if is_adapter_parameter(tensor.name)), None)
+    has_adapters = any(is_adapter_parameter(shard.name) for shard in wanted)
+    if saved is not None and not has_adapters:
+        raise UserError(
+            f"checkpoint step {step} in {directory} has adapters ({saved}), and this run has none; use adapter=lora or "
+            "adapter=dora as it was trained, or start from `hpc-train checkpoint export --merged`"
+        )
+    lacks_adapters = has_adapters and saved is None
+    return _StepContent(holds_weights_only(manifest.extra) or lacks_adapters, lacks_adapters, manifest.origin)
 
 
 def _list_candidates(directory: Path) -> list[tuple[int, str | None]]:

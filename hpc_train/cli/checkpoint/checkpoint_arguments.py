@@ -141,29 +141,39 @@ def _add_export(commands: CommandGroup) -> None:
         from hpc_train.cli.checkpoint.convert import export_command
 
         config = Path(arguments.config).expanduser() if arguments.config else None
-        options = ExportOptions(arguments.format, arguments.weights, arguments.dtype, config)
+        format = "adapter" if arguments.adapter else arguments.format or ("hf" if arguments.merged else None)
+        if format is None:
+            command.error("give --format, --adapter or --merged")
+        options = ExportOptions(format, arguments.weights, arguments.dtype, config, arguments.merged)
         return export_command(arguments.dir, arguments.out, options, arguments.json)
 
     summary = "write a step in the format of another library"
     where = ("dir", _NEWEST)
     command = _add_command(commands, "export", summary, run, where, ("out", "new folder to write"))
-    command.add_argument(
+    which = command.add_mutually_exclusive_group()
+    which.add_argument(
         "--format",
         choices=EXPORTS,
-        required=True,
         help="hf: for transformers (Llama, GPT-2, ViT; no tokenizer); safetensors: our tensor names; dcp: for torch",
+    )
+    which.add_argument("--adapter", action="store_true", help="only the LoRA or DoRA adapters, as PEFT's files")
+    command.add_argument(
+        "--merged", action="store_true", help="add the adapters to the weights they change (--format is hf by default)"
     )
     command.add_argument("--weights", action="store_true", help="leave out the optimizer state (hf never has it)")
     command.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="convert the weights (default: as saved)"
     )
     command.add_argument(
-        "--config", metavar="FILE", help="hf: the run's config.yaml, if it is not in the run directory"
+        "--config",
+        metavar="FILE",
+        help="hf, --adapter, --merged: the run's config.yaml, if it is not in the run directory",
     )
     add_examples(
         command,
         "hpc-train checkpoint export runs/first hf_model --format hf --dtype bfloat16",
         "hpc-train checkpoint export runs/first/checkpoints/step-100 weights --format safetensors --weights",
+        "hpc-train checkpoint export runs/tuned adapter --adapter",
     )
 
 

@@ -12,6 +12,7 @@ from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Model, World
+from hpc_train.models.adapters import copy_adapters
 from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.engines import pipeline_engine
 from hpc_train.parallel.engines.pipeline_engine import BetweenStages, PipelineEngine
@@ -129,9 +130,10 @@ def infer_stage_output(model: nn.Module, first: list[str], config: RunConfig, de
 
 
 def _make_stage(model: nn.Module, names: list[str]) -> nn.Module:
-    """Make a stage of the model on the meta device, with the same parameters frozen as in the model."""
+    """Make a stage of the model on the meta device, with the same adapters and frozen parameters as the model."""
     assert isinstance(model, Model)
     part = model.stage(names)
+    copy_adapters(part, model)
     for name, parameter in part.named_parameters():
         parameter.requires_grad_(model.get_parameter(name).requires_grad)
     return part

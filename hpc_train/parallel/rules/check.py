@@ -5,6 +5,7 @@ from __future__ import annotations
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.parallel.rules import (
+    adapter,
     context,
     data_parallel,
     experts,
@@ -26,6 +27,7 @@ RULES = (
     memory.check_memory_rules,
     memory.check_offload_rules,
     experts.check_expert_rules,
+    adapter.check_adapter_rules,
 )
 
 

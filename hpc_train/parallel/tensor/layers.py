@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpc_train._torch import all_gather, check_on_device, reduce_scatter
 from hpc_train.errors import UserError
+from hpc_train.models.adapter_names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
+from hpc_train.models.adapters import AdaptedLinear
 from hpc_train.models.layers import LinearGroup
 from hpc_train.parallel.tensor.local_parameters import ParameterLayout, ParameterLayouts
 from hpc_train.traffic.axes import assign_kv_heads
@@ -186,7 +188,8 @@ def split_columns(
             layout = ParameterLayout(
                 partial=True, units=assign_kv_heads(heads, units, axis.rank, axis.size), unit_rows=unit
             )
-        layouts.update({(layer, key): layout for key in ("weight", "bias")})
+        layouts.update({(layer, key): layout for key in ("weight", "bias", ADAPTER_B, ADAPTER_MAGNITUDE)})
+        layouts[layer, ADAPTER_A] = ParameterLayout(partial=True)  # whole; each rank's columns add to its gradient
     _replace_forwards(parent, list(layers.values()), make_column_products(axis, asynchronous))
 
 
@@ -194,8 +197,13 @@ def _replace_forwards(parent: nn.Module, layers: list[nn.Linear], products: Colu
     """Make `layers` compute this rank's columns: each when called, or all at once in a LinearGroup of `parent`."""
 
     def compute(x: Tensor, *called: nn.Linear) -> tuple[Tensor, ...]:
-        outputs = products(x, [layer.weight for layer in called])
-        return tuple(_add_bias(output, layer.bias) for output, layer in zip(outputs, called, strict=True))
+        adapted = [layer for layer in called if isinstance(layer, AdaptedLinear)]
+        outputs = products(x, [*(layer.weight for layer in called), *(layer.lora_a for layer in adapted)])
+        lows = iter(outputs[len(called) :])
+        return tuple(
+            _add_bias(layer.combine(output, next(lows)) if isinstance(layer, AdaptedLinear) else output, layer.bias)
+            for output, layer in zip(outputs, called, strict=False)
+        )
 
     for layer in layers:
         layer.forward = _single_output(compute, layer)  # type: ignore[method-assign, assignment]
@@ -240,8 +248,24 @@ def split_rows(name: str, layer: nn.Linear, axis: TensorAxis, asynchronous: bool
     layouts[layer, "weight"] = ParameterLayout(Shard(1))
     # The bias is added once, after the sum. Where positions are split, each rank sees only its own in the gradient.
     layouts[layer, "bias"] = ParameterLayout(partial=axis.sequence)
+    if isinstance(layer, AdaptedLinear):
+        _split_adapted_rows(layer, axis, layouts)
+        return
     product = make_row_product(axis, asynchronous)
     layer.forward = lambda x: _add_bias(product(x, layer.weight), layer.bias)  # type: ignore[method-assign, assignment]
+
+
+def _split_adapted_rows(layer: AdaptedLinear, axis: TensorAxis, layouts: ParameterLayouts) -> None:
+    """Make a layer with an adapter row-parallel: A is split as the weight is, and one sum over ranks serves both."""
+    layouts[layer, ADAPTER_A] = ParameterLayout(Shard(1))
+    layouts[layer, ADAPTER_B] = layouts[layer, ADAPTER_MAGNITUDE] = ParameterLayout(partial=True)
+    layer.sum_squares = axis.sum
+
+    def forward(x: Tensor) -> Tensor:
+        out = layer.combine(F.linear(x, layer.weight), F.linear(x, layer.lora_a))
+        return _add_bias(axis.leave(out), layer.bias)
+
+    layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def split_positions(module: nn.Module, axis: TensorAxis, layouts: ParameterLayouts) -> None:
@@ -302,6 +326,8 @@ def split_head(head: nn.Module, rows: int, axis: TensorAxis, layouts: ParameterL
     """
     find_first_row(rows, axis)
     layouts.update({(head, key): ParameterLayout(Shard(0)) for key, _ in head.named_parameters(recurse=False)})
+    if isinstance(head, AdaptedLinear):
+        layouts[head, ADAPTER_A] = ParameterLayout(partial=True)
 
     def logits(_: nn.Module, args: Any, out: Tensor) -> DTensor:
         # Given, not inferred: the last rank may have fewer rows than the others.

@@ -21,6 +21,7 @@ from torch import nn
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET, Model, World
+from hpc_train.models.adapter_names import is_adapter_parameter
 from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.parallel.mesh_axes import get_axis_degree, provide_positions
 from hpc_train.parallel.tensor import layers
@@ -95,7 +96,12 @@ def _split_vocabulary(
 
 
 def _find_vocabulary_size(part: nn.Module, modules: Iterable[nn.Module]) -> int:
-    sizes = {len(parameter) for module in modules for parameter in module.parameters()}
+    sizes = {
+        len(parameter)
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if not is_adapter_parameter(name)
+    }
     if len(sizes) > 1:
         raise UserError(
             f"{type(part).__name__}.plan: the vocab modules have {sorted(sizes)} rows; they must have the same number"

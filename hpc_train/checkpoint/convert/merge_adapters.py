@@ -1,0 +1,84 @@
+"""The weights of a step with its adapters: exported as PEFT's files, or merged into the weights they change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint.convert.rewrite import OnBytes, TensorSource, make_blank_shard, read_whole_tensors
+from hpc_train.checkpoint.format.shard_layout import SavedTensor
+from hpc_train.checkpoint.storage.step_directory import is_weight
+from hpc_train.config.adapter import AdapterConfig
+from hpc_train.errors import UserError
+from hpc_train.interfaces import TensorShard
+from hpc_train.models.adapter_names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE, is_adapter_parameter
+
+
+def find_adapted_layers(tensors: Sequence[SavedTensor]) -> dict[str, list[SavedTensor]]:
+    """Return the tensors of each layer with an adapter: its weight, then the adapter's parameters."""
+    by_name = {tensor.name: tensor for tensor in tensors if is_weight(tensor.name)}
+    layers = sorted({name.rpartition(".")[0] for name in by_name if is_adapter_parameter(name)})
+    leaves = ("weight", ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE)
+    found = {layer: [by_name[f"{layer}.{leaf}"] for leaf in leaves if f"{layer}.{leaf}" in by_name] for layer in layers}
+    for layer, parts in found.items():
+        if len(parts) < 3:
+            raise UserError(f"{layer}: has a part of an adapter in this step, and not its weight, A and B")
+    return found
+
+
+def read_adapters(source: TensorSource, tensors: Sequence[SavedTensor], on_bytes: OnBytes) -> dict[str, Tensor]:
+    """Read all adapters, with DoRA's magnitudes made absolute. Of the weights, one is in memory at a time."""
+    state: dict[str, Tensor] = {}
+    for layer, parts in find_adapted_layers(tensors).items():
+        is_dora = len(parts) == 4
+        values = read_whole_tensors(source, parts if is_dora else parts[1:])
+        weight = values.pop(f"{layer}.weight", None)
+        if weight is not None:
+            values[f"{layer}.{ADAPTER_MAGNITUDE}"] += measure_rows(weight)
+        state |= values
+        on_bytes(sum(tensor.rectangle.volume * tensor.itemsize for tensor in parts[1:]))
+    return state
+
+
+def measure_rows(weight: Tensor) -> Tensor:
+    """Return the length of each row of a weight (outputs, inputs): (outputs,)."""
+    lengths: Tensor = torch.linalg.vector_norm(weight, dim=1)
+    return lengths
+
+
+@dataclass(frozen=True)
+class MergedTensors:
+    """The weights of a source with adapters, as one model without (a TensorSource)."""
+
+    source: TensorSource
+    adapter: AdapterConfig
+
+    @property
+    def tensors(self) -> Sequence[SavedTensor]:
+        """The weights of the source but for adapters."""
+        weights = [tensor for tensor in self.source.tensors if is_weight(tensor.name)]
+        return [tensor for tensor in weights if not is_adapter_parameter(tensor.name)]
+
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Read the shards; of a layer with an adapter, the whole weight is read and changed."""
+        layers = find_adapted_layers(self.source.tensors)
+        adapted = {f"{layer}.weight": parts for layer, parts in layers.items()}
+        self.source.fill([shard for shard in shards if shard.name not in adapted])
+        for shard in shards:
+            if shard.name in adapted:
+                spans = zip(shard.offset, shard.local.shape, strict=True)
+                where = tuple(slice(begin, begin + size) for begin, size in spans)
+                shard.local.copy_(self._merge(adapted[shard.name])[where])
+
+    def _merge(self, parts: Sequence[SavedTensor]) -> Tensor:
+        """Return W + s B A, or with DoRA that with rows of the trained lengths."""
+        wholes = [make_blank_shard(tensor, tensor.rectangle) for tensor in parts]
+        self.source.fill(wholes)
+        weight, a, b, *magnitude = (whole.local for whole in wholes)
+        merged = weight + (self.adapter.alpha / self.adapter.rank) * (b @ a)
+        if magnitude:
+            merged *= ((measure_rows(weight) + magnitude[0]) / measure_rows(merged)).unsqueeze(1)
+        return merged

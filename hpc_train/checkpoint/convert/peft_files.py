@@ -1,0 +1,254 @@
+"""Adapters in PEFT's format: adapter_model.safetensors and adapter_config.json, from and to our parameters.
+
+Both sides have A (rank, inputs) and B (outputs, rank). PEFT keeps DoRA's magnitude m, we its difference to the lengths
+of the weight's rows (models/adapters.py). GPT-2 of transformers has q, k and v in one layer: their adapters become one
+of the sum of their ranks, whose B has blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint.convert.safetensors_files import read_safetensors, save_state
+from hpc_train.checkpoint.convert.torch_files import read_bounded_json
+from hpc_train.config.adapter import AdapterConfig
+from hpc_train.config.model import CustomModelConfig, ModelConfig
+from hpc_train.errors import UserError
+from hpc_train.models.adapter_names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
+from hpc_train.models.huggingface import find_model_family, name_huggingface_module
+
+State = dict[str, Tensor]
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+_SUFFIXES = {".lora_A.weight": ADAPTER_A, ".lora_B.weight": ADAPTER_B, ".lora_magnitude_vector": ADAPTER_MAGNITUDE}
+_UNSUPPORTED = (
+    "modules_to_save", "layer_replication", "lora_bias", "target_parameters", "trainable_token_indices", "use_qalora",
+    "alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config",
+)  # fmt: skip
+"""Settings of PEFT that add something which plain LoRA and DoRA do not compute."""
+
+
+@dataclass(frozen=True)
+class LayerAdapter:
+    """The adapter of one linear layer."""
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+    """DoRA's m (outputs,), as PEFT keeps it."""
+    scale: float
+    """Factor of B A."""
+
+
+def group_adapters(state: Mapping[str, Tensor], scale: float) -> dict[str, LayerAdapter]:
+    """Return the adapters by our layer's name, from our parameters, with magnitudes made absolute already."""
+    layers = {name.rpartition(".")[0] for name in state}
+    return {
+        layer: LayerAdapter(
+            state[f"{layer}.{ADAPTER_A}"],
+            state[f"{layer}.{ADAPTER_B}"],
+            state.get(f"{layer}.{ADAPTER_MAGNITUDE}"),
+            scale,
+        )
+        for layer in sorted(layers)
+    }
+
+
+def write_peft(
+    folder: Path, adapters: Mapping[str, LayerAdapter], model: ModelConfig, adapter: AdapterConfig, base: str | None
+) -> list[str]:
+    """Write both files into `folder`; returns their names. base: where the base model is, for PEFT's config."""
+    theirs = _name_and_fuse(adapters, model)
+    state: State = {}
+    for module, layer in theirs.items():
+        state[f"{_PREFIX}{module}.lora_A.weight"] = layer.a.contiguous()
+        state[f"{_PREFIX}{module}.lora_B.weight"] = layer.b.contiguous()
+        if layer.magnitude is not None:
+            state[f"{_PREFIX}{module}.lora_magnitude_vector"] = layer.magnitude.contiguous()
+    save_state(state, folder / WEIGHTS_FILE)
+    ranks = {module: len(layer.a) for module, layer in theirs.items() if len(layer.a) != adapter.rank}
+    config = {
+        "peft_type": "LORA",
+        "task_type": None if isinstance(model, CustomModelConfig) else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "use_dora": adapter.kind == "dora",
+        "bias": "none",
+        "fan_in_fan_out": _family(model) == "gpt2",
+        "target_modules": sorted(theirs),
+        "rank_pattern": ranks,
+        "alpha_pattern": {module: theirs[module].scale * rank for module, rank in ranks.items()},
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    return [WEIGHTS_FILE, CONFIG_FILE]
+
+
+def read_peft(folder: Path, model: ModelConfig, layers: Mapping[str, tuple[int, int]]) -> dict[str, LayerAdapter]:
+    """Read an adapter that PEFT wrote; returns it by our layers' names.
+
+    layers: (outputs, inputs) of each layer of this run that has an adapter. Raises UserError for files that cannot be
+    read, an adapter of another kind, and one for other layers or shapes.
+    """
+    config = _read_config(folder)
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in read_safetensors(folder / WEIGHTS_FILE).items():
+        suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
+        if suffix is None or not name.startswith(_PREFIX):
+            raise UserError(f"{folder / WEIGHTS_FILE}: {name!r} is not of LoRA or DoRA on a linear layer")
+        found.setdefault(name.removeprefix(_PREFIX).removesuffix(suffix), {})[_SUFFIXES[suffix]] = tensor
+    ours = _match_layers(found, model, layers, folder)
+    adapters = {}
+    for layer, (module, split) in ours.items():
+        adapter = _make_layer_adapter(folder, module, found[module], config)
+        adapters[layer] = _check_shape(folder, layer, split(adapter), layers[layer])
+    return adapters
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG_FILE
+    try:
+        config = read_bounded_json(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({type(error).__name__}); give a folder that PEFT saved") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise UserError(f"{file}: peft_type is {kind!r}; only LORA can be read, with or without use_dora")
+    for key in _UNSUPPORTED:
+        if config.get(key):
+            raise UserError(f"{file}: {key} is set, which is more than LoRA and DoRA; train it without")
+    if config.get("bias", "none") != "none":
+        raise UserError(f"{file}: bias is {config['bias']!r}; biases are not trained with adapters here")
+    return config
+
+
+def _make_layer_adapter(
+    folder: Path, module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> LayerAdapter:
+    a, b, magnitude = (parts.get(leaf) for leaf in (ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE))
+    if a is None or b is None or a.ndim != 2 or b.ndim != 2 or b.shape[1] != a.shape[0]:
+        raise UserError(f"{folder / WEIGHTS_FILE}: {module} lacks lora_A or lora_B, or they do not fit together")
+    if bool(config.get("use_dora")) != (magnitude is not None):
+        raise UserError(f"{folder}: use_dora is {config.get('use_dora')}, which {module} in {WEIGHTS_FILE} contradicts")
+    return LayerAdapter(a, b, magnitude, _find_scale(folder, module, len(a), config))
+
+
+def _find_scale(folder: Path, module: str, rank: int, config: Mapping[str, Any]) -> float:
+    """Return PEFT's factor of B A for a module, whose alpha may follow a pattern."""
+    patterns = config.get("alpha_pattern") or {}
+    try:
+        named = [alpha for key, alpha in patterns.items() if module == key or module.endswith(f".{key}")]
+        alpha = float(named[0] if named else config["lora_alpha"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{folder / CONFIG_FILE}: no number lora_alpha in it ({type(error).__name__})") from error
+    if not math.isfinite(alpha):
+        raise UserError(f"{folder / CONFIG_FILE}: lora_alpha is {alpha}")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+Split = Callable[[LayerAdapter], LayerAdapter]
+
+
+def _match_layers(
+    found: Mapping[str, object], model: ModelConfig, layers: Mapping[str, object], folder: Path
+) -> dict[str, tuple[str, Split]]:
+    """Map each of our layers to PEFT's module, and to how its part is taken from that module's adapter."""
+    ours = {layer: name_module(layer, model) for layer in layers}
+    unknown = sorted(set(found) - set(ours.values()))
+    if unknown:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise UserError(
+            f"{folder}: has adapters of {', '.join(unknown[:3])}{more}, which this run has not; see adapter.targets"
+        )
+    return {
+        layer: (module, _make_split(layer) if _is_fused(layer, model) else _keep_whole)
+        for layer, module in ours.items()
+        if module in found
+    }
+
+
+def _keep_whole(adapter: LayerAdapter) -> LayerAdapter:
+    return adapter
+
+
+def _make_split(layer: str) -> Split:
+    """Return how to take q, k or v out of the adapter of GPT-2's joint layer."""
+    index = "qkv".index(layer[-1])
+
+    def split(adapter: LayerAdapter) -> LayerAdapter:
+        rows = len(adapter.b) // 3
+        own = slice(index * rows, (index + 1) * rows)
+        magnitude = None if adapter.magnitude is None else adapter.magnitude[own]
+        b = adapter.b[own]
+        used = b.abs().sum(0) > 0  # of an adapter that we wrote, only this layer's block
+        if not bool(used.any()) or bool(used.all()):
+            return LayerAdapter(adapter.a, b, magnitude, adapter.scale)
+        return LayerAdapter(adapter.a[used], b[:, used], magnitude, adapter.scale)
+
+    return split
+
+
+def _check_shape(folder: Path, layer: str, adapter: LayerAdapter, shape: tuple[int, int]) -> LayerAdapter:
+    outputs, inputs = shape
+    fits = adapter.b.shape[0] == outputs and adapter.a.shape[1] == inputs
+    if not fits or (adapter.magnitude is not None and tuple(adapter.magnitude.shape) != (outputs,)):
+        raise UserError(
+            f"{folder}: the adapter of {layer} is for {adapter.a.shape[1]} inputs and {adapter.b.shape[0]} outputs, "
+            f"and this model's layer has {inputs} and {outputs}; is it of another model?"
+        )
+    return adapter
+
+
+def name_module(layer: str, model: ModelConfig) -> str:
+    """Return PEFT's name of one of our layers: that of transformers, or for a user's own module its own."""
+    if _family(model) == "vit":
+        raise UserError(
+            f"model={model.name}: transformers names ViT's layers differently in each release; use --merged"
+        )
+    return layer if isinstance(model, CustomModelConfig) else name_huggingface_module(layer, model)
+
+
+def _family(model: ModelConfig) -> str:
+    return "custom" if isinstance(model, CustomModelConfig) else find_model_family(model)
+
+
+def _is_fused(layer: str, model: ModelConfig) -> bool:
+    return _family(model) == "gpt2" and layer.endswith((".attention.q", ".attention.k", ".attention.v"))
+
+
+def _name_and_fuse(adapters: Mapping[str, LayerAdapter], model: ModelConfig) -> dict[str, LayerAdapter]:
+    """Return the adapters by PEFT's module names."""
+    named: dict[str, LayerAdapter] = {}
+    fused: dict[str, dict[str, LayerAdapter]] = {}
+    for layer, adapter in adapters.items():
+        if _is_fused(layer, model):
+            fused.setdefault(name_module(layer, model), {})[layer[-1]] = adapter
+        else:
+            named[name_module(layer, model)] = adapter
+    return named | {module: _fuse(module, parts) for module, parts in fused.items()}
+
+
+def _fuse(module: str, parts: Mapping[str, LayerAdapter]) -> LayerAdapter:
+    """Join the adapters of q, k and v into one of their joint layer; a layer without one gets rows of zeros."""
+    given = [parts[which] for which in "qkv" if which in parts]
+    if len(given) < 3 and given[0].magnitude is not None:
+        raise UserError(f"{module}: PEFT's DoRA needs q, k and v adapted together here; train with all three, or lora")
+    rows, ranks = len(given[0].b), sum(len(part.a) for part in given)
+    a, b, column = torch.cat([part.a for part in given]), given[0].b.new_zeros(3 * rows, ranks), 0
+    for index, which in enumerate("qkv"):
+        if which in parts:
+            rank = len(parts[which].a)
+            b[index * rows : (index + 1) * rows, column : column + rank] = parts[which].b
+            column += rank
+    magnitudes = [part.magnitude for part in given if part.magnitude is not None]
+    return LayerAdapter(a, b, torch.cat(magnitudes) if magnitudes else None, given[0].scale)

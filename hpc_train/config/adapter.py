@@ -1,0 +1,26 @@
+"""conf/adapter: fine-tuning by small trained matrices beside frozen weights."""
+
+from __future__ import annotations
+
+from hpc_train.config.schema import config_dataclass, config_field
+
+
+@config_dataclass
+class AdapterConfig:
+    """LoRA (Hu et al. 2021, arXiv:2106.09685) and DoRA (Liu et al. 2024, arXiv:2402.09353)."""
+
+    kind: str = config_field(default="none", choices=("none", "lora", "dora"))
+    """none: train all parameters. lora: freeze them, and add scaled B A to the weights of `targets`. dora: also train
+    the length of each row of these weights."""
+    targets: list[str] = config_field(default=[])
+    """Globs over module names: the linear layers that get an adapter. Empty: all those inside of blocks, so not the
+    output layer; of a model without blocks, all."""
+    rank: int = config_field(default=8, ge=1, le=1 << 16)
+    """Rows of A and columns of B."""
+    alpha: float = config_field(default=16.0, gt=0)
+    """B A is multiplied by alpha / rank."""
+    dropout: float = config_field(default=0.0, ge=0, lt=1)
+    """Probability of dropping an input of A."""
+    path: str | None = None
+    """Folder with adapter_model.safetensors and adapter_config.json, as PEFT writes them, to start from; None: B starts
+    at zero, so that the first step begins with the model as it is."""

@@ -1,0 +1,78 @@
+"""LoRA and DoRA: freeze a model, and add trained adapters to the linear layers that the config names.
+
+This is the first pass over a model: it changes layers before anything splits them. Tensor parallelism splits A or B as
+it splits the layer's weight (tensor/layers.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from hpc_train.config.adapter import AdapterConfig
+from hpc_train.errors import UserError
+from hpc_train.models.adapter_names import ADAPTER_LEAVES
+from hpc_train.models.adapters import add_adapter
+from hpc_train.parallel.user_model import get_named_blocks, name_model
+
+
+def attach_adapters(model: nn.Module, config: AdapterConfig) -> str:
+    """Freeze all parameters of `model` and add an adapter to each target, in place; returns a line about it.
+
+    Raises UserError for a glob that matches no linear layer, or one whose code would not call an adapter.
+    """
+    layers = find_target_layers(model, config.targets)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for layer in layers.values():
+        add_adapter(layer, config.rank, config.alpha, config.dropout, magnitude=config.kind == "dora")
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"adapter: {config.kind}, rank {config.rank}, on {len(layers)} linear layers; {trained:,} of {total:,} "
+        f"parameters are trained ({trained / total:.2%})"
+    )
+
+
+def find_target_layers(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
+    """Return the linear layers that the globs name, by module name, in the model's order; see AdapterConfig.targets."""
+    layers = {name: module for name, module in model.named_modules() if _takes_adapter(module)}
+    if not layers:
+        raise UserError(f"adapter.kind: {name_model(model)} has no nn.Linear layer that an adapter could change")
+    if not globs:
+        blocks = tuple(f"{name}." for name in get_named_blocks(model))
+        inside = {name: layer for name, layer in layers.items() if name.startswith(blocks)}
+        return inside or layers
+    matched = {glob: [name for name in layers if _matches(name, glob)] for glob in globs}
+    for glob, names in matched.items():
+        if not names:
+            why = _explain_mismatch(model, layers, glob)
+            raise UserError(f"adapter.targets: {glob!r} matches no linear layer{why}")
+    chosen = {name for names in matched.values() for name in names}
+    return {name: layer for name, layer in layers.items() if name in chosen}
+
+
+def _matches(name: str, glob: str) -> bool:
+    """Whether a glob names a layer by its whole name or, like PEFT's target_modules, by the end of it."""
+    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
+
+
+def _takes_adapter(module: nn.Module) -> bool:
+    """Whether this is a linear layer that computes with its own forward, which the adapter replaces.
+
+    nn.MultiheadAttention reads the weight of its out_proj without calling it.
+    """
+    if not isinstance(module, nn.Linear) or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False
+    return type(module).forward is nn.Linear.forward and not any(hasattr(module, leaf) for leaf in ADAPTER_LEAVES)
+
+
+def _explain_mismatch(model: nn.Module, layers: dict[str, nn.Linear], glob: str) -> str:
+    others = {type(module).__name__ for name, module in model.named_modules() if _matches(name, glob)}
+    if others:
+        return f" but {', '.join(sorted(others))}; only nn.Linear layers take an adapter"
+    ends = sorted({name.rpartition(".")[2] for name in layers})
+    near = difflib.get_close_matches(glob, [*layers, *ends], n=3, cutoff=0.4) or ends[:8]
+    return f"; the nearest are {', '.join(near)}"
