@@ -97,7 +97,7 @@ def test_every_candidate_key_composes() -> None:
         return keys.union(*(offered(key) for key in deeper))
 
     groups = {*("cluster", "model", "data", "parallel", "optim", "precision", "checkpoint", "launch", "container")}
-    groups |= {"resilience", "loggers", "experiment"}
+    groups |= {"adapter", "resilience", "loggers", "experiment"}
     assert offered() - groups == leaves(config_to_dict(compose()))
 
 

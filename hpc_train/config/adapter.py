@@ -14,7 +14,7 @@ class AdapterConfig:
     the length of each row of these weights."""
     targets: list[str] = config_field(default=[])
     """Globs over module names: the linear layers that get an adapter. Empty: all those inside of blocks, so not the
-    output layer; of a model without blocks, all."""
+    output layer, but for routers of experts; of a model without blocks, all."""
     rank: int = config_field(default=8, ge=1, le=1 << 16)
     """Rows of A and columns of B."""
     alpha: float = config_field(default=16.0, gt=0)

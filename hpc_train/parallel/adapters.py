@@ -43,6 +43,8 @@ def find_target_layers(model: nn.Module, globs: list[str]) -> dict[str, nn.Linea
         raise UserError(f"adapter.kind: {name_model(model)} has no nn.Linear layer that an adapter could change")
     if not globs:
         blocks = tuple(f"{name}." for name in get_named_blocks(model))
+        routers = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__ == "Router")
+        layers = {name: layer for name, layer in layers.items() if not name.startswith(routers)} if routers else layers
         inside = {name: layer for name, layer in layers.items() if name.startswith(blocks)}
         return inside or layers
     matched = {glob: [name for name in layers if _matches(name, glob)] for glob in globs}

@@ -251,42 +251,34 @@ def load_newest_sound(directory: Path, world: World | None, load: Callable[[int]
 
 
 def _load_resumed(directory: Path, step: int, wanted: list[TensorShard], world: World | None) -> ResumedStep:
-    content = run_on_rank_0(world, lambda: _read_content(directory, step, wanted))
-    chosen = select_weights(wanted) if content.weights_only else wanted
-    if content.lacks_adapters:
+    has_adapters = any(is_adapter_parameter(shard.name) for shard in wanted)
+    weights_only, lacks_adapters, origin = run_on_rank_0(world, lambda: _read_content(directory, step, has_adapters))
+    chosen = select_weights(wanted) if weights_only else wanted
+    if lacks_adapters:
         chosen = [shard for shard in chosen if not is_adapter_parameter(shard.name)]
     extra = load_step(directory, step, chosen, world)
-    return ResumedStep(directory, step, extra, content.weights_only, content.origin, content.lacks_adapters)
+    return ResumedStep(directory, step, extra, weights_only, origin, lacks_adapters)
 
 
-@dataclass(frozen=True)
-class _StepContent:
-    """What a step has for a run."""
+def _read_content(directory: Path, step: int, has_adapters: bool) -> tuple[bool, bool, Origin | None]:
+    """Return (whether only weights are to be loaded, whether the run's adapters are not in the step, its origin).
 
-    weights_only: bool = False
-    """The step has no optimizer state, or that of another training: of the model without the run's adapters."""
-    lacks_adapters: bool = False
-    """The run has adapters and the step has none: they keep their initial values."""
-    origin: Origin | None = None
-
-
-def _read_content(directory: Path, step: int, wanted: Sequence[TensorShard]) -> _StepContent:
-    """Read what a step has; of a damaged manifest nothing is said, as the load will fail.
+    Of a damaged manifest (False, False, None): the load will fail. A step without the run's adapters has the optimizer
+    state of another training.
 
     Raises UserError for a step with adapters where the run has none: their training would be lost without a word.
     """
     manifest = try_read_manifest(locate_step(directory, step), step)
     if manifest is None:
-        return _StepContent()
+        return False, False, None
     saved = next((tensor.name for tensor in manifest.step_layout.tensors if is_adapter_parameter(tensor.name)), None)
-    has_adapters = any(is_adapter_parameter(shard.name) for shard in wanted)
     if saved is not None and not has_adapters:
         raise UserError(
             f"checkpoint step {step} in {directory} has adapters ({saved}), and this run has none; use adapter=lora or "
             "adapter=dora as it was trained, or start from `hpc-train checkpoint export --merged`"
         )
     lacks_adapters = has_adapters and saved is None
-    return _StepContent(holds_weights_only(manifest.extra) or lacks_adapters, lacks_adapters, manifest.origin)
+    return holds_weights_only(manifest.extra) or lacks_adapters, lacks_adapters, manifest.origin
 
 
 def _list_candidates(directory: Path) -> list[tuple[int, str | None]]:

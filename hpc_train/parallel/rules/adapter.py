@@ -21,6 +21,8 @@ def check_adapter_rules(config: RunConfig, degrees: Degrees) -> None:
         raise UserError(f"{option}: parameter servers hold whole models; use parallel=ddp or parallel=fsdp")
     if parallel.tensor.asynchronous:
         raise UserError(f"{option}: parallel.tensor.asynchronous overlaps products with the weight alone; leave it out")
+    if parallel.ep > 1:
+        raise UserError(f"{option}: is not combined with experts over ranks; use parallel.ep=1")
     if adapter.dropout > 0 and degrees.tp > 1:
         raise UserError(
             f"adapter.dropout={adapter.dropout:g}: drops inputs of layers, which parallel.tp={degrees.tp} splits; use "
