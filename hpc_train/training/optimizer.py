@@ -60,12 +60,13 @@ def scale_peak_rate(config: OptimConfig, global_batch: int) -> float:
 
 
 def doubt_learning_rate(config: RunConfig) -> str | None:
-    """Return a warning if weights are about to be trained further at the rate for training from scratch."""
-    if config.adapter.kind != "none" or config.optim.lr < OptimConfig().lr:
+    """Return a warning if trained weights are about to be trained further at the default for random ones."""
+    if config.optim.lr != OptimConfig().lr:
         return None
+    usual = "1e-5 to 5e-5 (optim.lr=2e-5)" if config.adapter.kind == "none" else "2e-4 with adapters (optim.lr=2e-4)"
     return (
-        f"warning: optim.lr={config.optim.lr:g} is a rate for training from scratch, and these weights are trained "
-        "already; 1e-5 to 5e-5 is usual for fine-tuning all of them (2e-4 for adapter=lora, its default)"
+        f"warning: optim.lr={config.optim.lr:g} is the default for random weights and tends to destroy trained ones; "
+        f"fine-tuning usually takes {usual}"
     )
 
 

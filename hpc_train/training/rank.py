@@ -24,7 +24,6 @@ from hpc_train.checkpoint.storage.lock import hold_lock
 from hpc_train.config.model import CustomModelConfig, HfModelConfig
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.config.train import OptimConfig
 from hpc_train.data.datasets import Dataset, check_model_fits_data, open_dataset
 from hpc_train.data.loader import Loader
 from hpc_train.data.mixture import MixtureDataset
@@ -237,14 +236,9 @@ def advise_learning_rate(config: RunConfig) -> str | None:
     """Return one line if weights are fine-tuned at the default learning rate, which is one for random weights."""
     from hpc_train.checkpoint.convert.pretrained_weights import find_weights
 
-    if not isinstance(config.model, HfModelConfig) or config.optim.lr != OptimConfig().lr:
+    if not isinstance(config.model, HfModelConfig) or find_weights(config.model) is None:
         return None
-    if find_weights(config.model) is None:
-        return None
-    return (
-        f"warning: optim.lr={config.optim.lr:g} is the default for random weights and tends to destroy trained ones; "
-        "fine-tuning usually takes 1e-5 to 5e-5 (optim.lr=2e-5)"
-    )
+    return doubt_learning_rate(config)
 
 
 def make_engine(

@@ -76,7 +76,7 @@ def read_safetensors(path: Path) -> State:
 
 def save_state(state: State, path: Path) -> None:
     """Write tensors into one file."""
-    _save(_library(), state, path)
+    _save(import_safetensors(), state, path)
 
 
 def cast_state(state: State, dtype: torch.dtype | None) -> State:
