@@ -23,7 +23,6 @@ from rich.table import Table
 
 from hpc_train.bench.collectives.options import parse_size
 from hpc_train.config.compose import compose
-from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.placement.allocation import find_allocation
@@ -31,7 +30,7 @@ from hpc_train.placement.collective_messages import Backend
 from hpc_train.placement.cost import estimate_cost
 from hpc_train.placement.fabric_from_config import build_located_fabric
 from hpc_train.placement.node_locations import NodeLocations
-from hpc_train.traffic.flows import compute_flows
+from hpc_train.traffic.flows import compute_flows, list_axis_sizes
 
 _REFERENCE_ORDER = "by_leaf"
 
@@ -140,9 +139,7 @@ def predict_communication(config: RunConfig, where: NodeLocations, nodes: Sequen
     world = ranks * len(nodes)
     fabric = build_located_fabric(config, replace(where, nodes=tuple(nodes)), ranks)
     backend: Backend = "nccl" if config.cluster.node.gpus else "gloo"
-    return estimate_cost(
-        fabric, asdict(resolve_degrees(config.parallel, world)), compute_flows(config, world), backend=backend
-    ).total
+    return estimate_cost(fabric, list_axis_sizes(config, world), compute_flows(config, world), backend=backend).total
 
 
 def _print_orders(sides: Sequence[OrderResult]) -> None:

@@ -32,9 +32,13 @@ class GroupRows:
         return np.asarray(1 + np.count_nonzero(np.diff(self.position, axis=1), axis=1))
 
 
+EXPERT_AXES = ("expert_shard", "ep")
+"""The two parts, outermost first, into which expert parallelism cuts dp_shard x cp."""
+
+
 def list_degrees(sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the degrees in the order of AXES; missing axes have degree 1."""
-    unknown = [axis for axis in sizes if axis not in AXES]
+    """Return the degrees in the order of AXES; missing axes have degree 1. `ep` may be given, too: see EXPERT_AXES."""
+    unknown = [axis for axis in sizes if axis not in (*AXES, "ep")]
     if unknown:
         raise UserError(f"{unknown[0]}: not a mesh axis; the axes are {', '.join(AXES)}")
     return tuple(int(sizes.get(axis, 1)) for axis in AXES)
@@ -56,9 +60,12 @@ def list_groups(sizes: Mapping[str, int], axes: tuple[str, ...]) -> NDArray[np.i
 
     Ranks are row-major over AXES, the last fastest.
     """
-    degrees = list_degrees(sizes)
-    inside = [number for number, axis in enumerate(AXES) if axis in axes]
-    outside = [number for number in range(len(AXES)) if number not in inside]
+    degrees, names = list_degrees(sizes), AXES
+    if set(axes) & set(EXPERT_AXES):
+        pp, replicate, shard, cp, tp = degrees
+        degrees, names = (pp, replicate, shard * cp // sizes["ep"], sizes["ep"], tp), (*AXES[:2], *EXPERT_AXES, "tp")
+    inside = [number for number, axis in enumerate(names) if axis in axes]
+    outside = [number for number in range(len(names)) if number not in inside]
     # With the axes of the group innermost, each row of the reshaped array is one group.
     ranks = np.arange(math.prod(degrees)).reshape(degrees).transpose(*outside, *inside)
     return ranks.reshape(-1, math.prod(degrees[number] for number in inside))
@@ -78,7 +85,7 @@ def list_rows(sizes: Mapping[str, int], axes: tuple[str, ...], ranks_per_node: i
 
 def format_axes(axes: tuple[str, ...]) -> str:
     """Name axes as cost tables do: dp_shard, or dp_shard+cp."""
-    return "+".join(axis for axis in AXES if axis in axes)
+    return "+".join(axis for axis in (*AXES, *EXPERT_AXES) if axis in axes)
 
 
 def find_node_grid(sizes: Mapping[str, int], ranks_per_node: int) -> tuple[int, ...]:

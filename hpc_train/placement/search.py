@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.placement.collective_messages import Backend
 from hpc_train.placement.cost import CostModel, build_cost_model
@@ -37,7 +36,7 @@ from hpc_train.placement.node_orders import (
 )
 from hpc_train.placement.placement_result import FAIR_SHARE, NO_NEIGHBOURS, CostCase, Placement
 from hpc_train.traffic.axes import Flow
-from hpc_train.traffic.flows import compute_flows
+from hpc_train.traffic.flows import compute_flows, list_axis_sizes
 
 MAX_EXACT_NODES = 8
 """Maximum number of nodes for which every order is tried."""
@@ -243,7 +242,7 @@ def make_placement_job(
     unknown = find_unknown_tapers(config, locations)
     return PlacementJob(
         fabric=build_located_fabric(config, locations, ranks_per_node),
-        sizes=asdict(resolve_degrees(config.parallel, world)),
+        sizes=list_axis_sizes(config, world),
         flows=tuple(compute_flows(config, world, parameters)),
         backend="nccl" if config.cluster.node.gpus else "gloo",
         tapered=build_located_fabric(config, locations, ranks_per_node, ASSUMED_TAPER) if unknown else None,

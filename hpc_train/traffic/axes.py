@@ -24,7 +24,8 @@ class Flow:
     """All calls of one collective with one kind of content in a step, as every group of its axes makes them."""
 
     axes: tuple[str, ...]
-    """Mesh axes whose ranks form the groups: ("tp",), or ("dp_shard", "cp") if both form one group."""
+    """Mesh axes whose ranks form the groups: ("tp",), or ("dp_shard", "cp") if both form one group; with expert
+    parallelism ("ep",) and ("expert_shard",), into which dp_shard x cp is cut."""
     collective: Collective
     bytes: float
     """Size of one call as nccl-tests defines it. all_reduce, broadcast and reduce: the buffer; all_gather and
@@ -319,6 +320,24 @@ def assign_kv_heads(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[i
     each = own // len(distinct)
     even = [head for head in distinct for _ in range(each)]
     return tuple(distinct if even == wanted else wanted)
+
+
+EXPERT_AXES, EXPERT_SHARD_AXES = ("ep",), ("expert_shard",)
+"""Parts of dp_shard x cp: ranks that share the experts of a layer, and ranks that hold the same ones."""
+
+
+def expert_flows(rows: float, hidden: int, item: int, experts: int, forwards: int, backwards: int) -> list[Flow]:
+    """Return the all-to-all of tokens to the ranks of their experts and back.
+
+    rows: tokens of a rank's micro-batch times the experts of each. hidden: elements of a row. item: bytes of an
+    element. forwards, backwards: passes through layers of experts in a step; a recomputed one counts as a forward.
+    Bytes are the mean over ranks, which routing does not change if no token is dropped: a rank sends its own tokens
+    one way, and those of others, as many as the routing brought it, the other way.
+    """
+    return [
+        Flow(EXPERT_AXES, "all_to_all", experts * 8, forwards, "numbers of tokens"),
+        Flow(EXPERT_AXES, "all_to_all", rows * hidden * item, 2 * (forwards + backwards), "tokens and results"),
+    ]
 
 
 CONTEXT_AXES = ("cp",)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.parallel import AXES, Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.shape import compute_head_dim, count_kv_heads
+from hpc_train.models.shape import compute_head_dim, count_expert_layers, count_kv_heads
 from hpc_train.traffic import axes as axis_flows
 from hpc_train.traffic.axes import Flow, assign_kv_heads, ddp_buckets, fsdp_groups, scalar_flows
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients
@@ -22,6 +22,12 @@ from hpc_train.units import MIB
 Parts = tuple[StagePart, ...]
 
 
+def list_axis_sizes(config: RunConfig, world: int) -> dict[str, int]:
+    """Return the degree of each mesh axis, and with expert parallelism of ep, which is a part of dp_shard x cp."""
+    sizes = asdict(resolve_degrees(config.parallel, world))
+    return {**sizes, "ep": config.parallel.ep} if config.parallel.ep > 1 else sizes
+
+
 def compute_flows(config: RunConfig, world: int, parameters: int | None = None) -> tuple[Flow, ...]:
     """Return the flows of every axis in one training step on `world` ranks; an axis of one rank has none.
 
@@ -31,10 +37,6 @@ def compute_flows(config: RunConfig, world: int, parameters: int | None = None) 
     Raises UserError for a custom model without that number, or with degrees other than data-parallel ones.
     """
     degrees = resolve_degrees(config.parallel, world)
-    if isinstance(config.model, TransformerConfig) and config.model.experts.count:
-        raise UserError(
-            f"model={config.model.name}: the traffic of experts is not computed yet; use launch.placement=launcher"
-        )
     weights = list_weights(config.model)
     if weights is None:
         return tuple(_custom_model_flows(config, degrees, parameters))
@@ -43,9 +45,19 @@ def compute_flows(config: RunConfig, world: int, parameters: int | None = None) 
         *job.data_flows(),
         *job.tensor_flows(),
         *job.context_flows(),
+        *job.expert_flows(),
         *job.pipeline_flows(),
         *_scalar_flows(config, degrees),
+        *_load_flows(config, degrees),
     )
+
+
+def _load_flows(config: RunConfig, degrees: Degrees) -> list[Flow]:
+    """Return the sum of the loads of experts: see parallel.expert.balance."""
+    model, axes = config.model, _axes_in_use(degrees, AXES)
+    if not isinstance(model, TransformerConfig) or not model.experts.count or not axes:
+        return []
+    return [Flow(axes, "all_reduce", 8 * count_expert_layers(model) * (model.experts.count + 2), 1, "loads of experts")]
 
 
 def _scalar_flows(config: RunConfig, degrees: Degrees) -> list[Flow]:
@@ -112,31 +124,66 @@ class _Job:
         """Return the flows of gradients and parameters over dp_replicate, dp_shard and cp."""
         if not is_sharded(self.config, self.degrees):
             return _replicated_flows(self.config, self.degrees, self.work, self._gradient_shapes())
-        return self._of_largest_stage(self._sharded_flows)
+        flows = self._of_largest_stage(self._sharded_flows)
+        return flows + self._of_largest_stage(self._expert_weight_flows) if self.ep > 1 else flows
 
     def _gradient_shapes(self) -> list[tuple[int, ...]]:
         """Return the shapes of all parameters, roughly in the order in which their gradients are ready."""
         # Backward goes through the model from its end, so DDP fills its buckets in reverse order.
-        every = [*self.weights.before, *self.weights.block * self.weights.blocks, *self.weights.after]
+        every = [
+            *self.weights.before,
+            *self._block_weights(StagePart(self.weights.blocks, dense=self.weights.dense_blocks)),
+            *self.weights.after,
+        ]
         return [weight.shape for weight in reversed(every)]
 
     def _sharded_flows(self, parts: Parts) -> list[Flow]:
         groups = [group for part in parts for group in self._shard_groups(part)]
         return _shard_group_flows(self.config, self.degrees, self.work, groups)
 
+    def _expert_weight_flows(self, parts: Parts) -> list[Flow]:
+        """Return the flows of experts that ep splits, over the ranks that hold the same ones."""
+        experts = [group for part in parts for group in self._expert_groups(part)]
+        shards, work = self.degrees.dp_shard * self.degrees.cp // self.ep, self.work
+        shard: tuple[str, ...] = axis_flows.EXPERT_SHARD_AXES if shards > 1 else ()
+        replicate = _axes_in_use(self.degrees, ("dp_replicate",))
+        return axis_flows.fsdp_flows(shard, replicate, shards, experts, work.compute, work.reduce)
+
+    @property
+    def ep(self) -> int:
+        return self.config.parallel.ep
+
+    def _block_weights(self, part: StagePart) -> list[Weight]:
+        """List the weights of a stage's blocks that fully_shard keeps with the block."""
+        experts = self.weights.experts if self.ep == 1 else ()
+        return [*self.weights.dense_block * part.dense, *(*self.weights.block, *experts) * part.mixed]
+
+    def _expert_groups(self, part: StagePart) -> list[axis_flows.ShardGroup]:
+        """Return the groups of experts, one a layer, which ep splits before fully_shard does."""
+        parallel, shards = self.config.parallel, self.degrees.dp_shard * self.degrees.cp // self.ep
+        rule = parallel.strategy, parallel.reshard_after_forward, self.degrees.pp, self.work.micro_batches, part.split
+        held = [replace(one, shape=(one.shape[0] // self.ep, *one.shape[1:])) for one in self.weights.experts]
+        # A stack that does not divide between experts is cut along the hidden dimension, which needs no padding.
+        assert isinstance(self.model, TransformerConfig)
+        padded = shards if held and held[0].shape[0] % shards and self.model.hidden % shards else 1
+        numbers = held_elements(held, Splitting(self.degrees.tp, _heads(self.model), self.vocabulary, padded))
+        return [axis_flows.ShardGroup("experts", numbers, part.mixed, axis_flows.count_block_uses(*rule))]
+
     def _shard_groups(self, part: StagePart) -> list[axis_flows.ShardGroup]:
         parallel, work = self.config.parallel, self.work
-        block = self._held_elements(self.weights.block)
+        blocks = self._held_elements(self._block_weights(part))
         ends = self._held_elements(self._end_weights(part))
         rule = parallel.strategy, parallel.reshard_after_forward, self.degrees.pp, work.micro_batches, part.split
         block_uses, end_uses = axis_flows.count_block_uses(*rule), axis_flows.count_end_uses(*rule)
         if parallel.strategy == "zero3":
             count = part.blocks
         else:
-            count = fsdp_groups(block * work.stored, part.blocks, ends * work.stored, parallel.bucket_mib)
+            # The blocks of a model with dense layers before those of experts are counted as if they were equal.
+            mean = blocks / part.blocks
+            count = fsdp_groups(mean * work.stored, part.blocks, ends * work.stored, parallel.bucket_mib)
         if count == 0:
-            return [axis_flows.ShardGroup("all", block * part.blocks + ends, 1, end_uses)]
-        mean = block * part.blocks / count
+            return [axis_flows.ShardGroup("all", blocks + ends, 1, end_uses)]
+        mean = blocks / count
         return [
             axis_flows.ShardGroup("blocks", mean, count, block_uses),
             axis_flows.ShardGroup("the ends", ends, 1, end_uses),
@@ -167,7 +214,7 @@ class _Job:
     def _whole_gradient_flows(self, parts: Parts) -> list[Flow]:
         """Return the sums over tp of gradients of parameters that tp does not split."""
         weights = [weight for part in parts for weight in self._end_weights(part)]
-        weights += self.weights.block * sum(part.blocks for part in parts)
+        weights += [weight for part in parts for weight in self._block_weights(part)]
         sizes = partial_gradient_sizes(weights, self.degrees.tp, _heads(self.model), self.sequence)
         work, strategy = self.work, self.config.parallel.strategy
         every_micro_batch = not keeps_gradients(ZERO_STAGE[strategy])
@@ -194,6 +241,25 @@ class _Job:
         sent = keys * (cp // math.gcd(keys, cp))
         queries = head * self.model.heads / self.degrees.tp
         return axis_flows.ulysses_flows(queries, head * sent, work.compute, forwards + backwards)
+
+    def expert_flows(self) -> list[Flow]:
+        """Return the flows of tokens over ep."""
+        return self._of_largest_stage(self._token_flows) if self.ep > 1 else []
+
+    def _token_flows(self, parts: Parts) -> list[Flow]:
+        assert isinstance(self.model, TransformerConfig)
+        work, experts = self.work, self.model.experts
+        backwards = sum(part.mixed for part in parts) * work.micro_batches
+        forwards = backwards + sum(self._count_recomputed_mixed(part) for part in parts) * work.micro_batches
+        rows = work.sequences * work.positions * experts.top_k
+        return axis_flows.expert_flows(rows, self.model.hidden, work.compute, experts.count, forwards, backwards)
+
+    def _count_recomputed_mixed(self, part: StagePart) -> int:
+        """Count the blocks of experts of a stage whose forward runs twice: every k-th of its blocks, from the first."""
+        options = self.config.parallel.recompute
+        return len(range(-(-part.dense // options.every) * options.every, part.blocks, options.every)) * (
+            options.mode != "none"
+        )
 
     def pipeline_flows(self) -> list[Flow]:
         """Return the flows of activations over pp."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
@@ -91,11 +91,17 @@ def block_costs(model: ModelConfig, sequence_length: int, blocks: int) -> BlockC
         return BlockCosts(0.0, (1.0,) * blocks, 0.0)
     # FLOPs are known for whole models only: take differences between models with and without the part.
     ends = _flops(replace(model, layers=0), sequence_length)
-    block = _flops(replace(model, layers=1), sequence_length) - ends
+    totals = [_flops(replace(model, layers=count), sequence_length) for count in range(_count_first(model) + 2)]
+    first = [after - before for before, after in pairwise(totals)]  # dense layers before those of experts, and one more
     before = 0.0
     if isinstance(model, VisionTransformerConfig):
         before = _flops(replace(model, layers=0, classes=0), sequence_length)
-    return BlockCosts(before, (block,) * blocks, ends - before)
+    return BlockCosts(before, (*first[:-1], *first[-1:] * (blocks - len(first) + 1)), ends - before)
+
+
+def _count_first(model: ModelConfig) -> int:
+    """Count the blocks at the beginning that are unlike the others."""
+    return model.experts.first_dense if isinstance(model, TransformerConfig) and model.experts.count else 0
 
 
 def _flops(model: ModelConfig, sequence_length: int) -> float:
@@ -172,6 +178,13 @@ class StagePart:
     """Has the head."""
     split: int = 0
     """Number of micro-batches whose backward is split."""
+    dense: int = 0
+    """Blocks without experts in a model of experts."""
+
+    @property
+    def mixed(self) -> int:
+        """Blocks that are not dense ones of a model of experts."""
+        return self.blocks - self.dense
 
 
 def step_work(config: RunConfig, degrees: Degrees) -> StepWork:
@@ -196,8 +209,9 @@ def stage_parts(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0)
 
     micro_batches: in a step; needed only to count split backwards.
     """
+    first_dense = _count_first(config.model)
     if pp == 1:
-        return ((StagePart(blocks),),)
+        return ((StagePart(blocks, dense=first_dense),),)
     pipeline = config.parallel.pipeline
     placement = stage_placement(pipeline, pp)
     costs = (
@@ -207,7 +221,11 @@ def stage_parts(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0)
     )
     sizes, last = _stage_sizes(costs, len(placement)), len(placement) - 1
     split = stage_split_backwards(pipeline, pp, micro_batches) if micro_batches else (0,) * len(placement)
-    parts = [StagePart(count, stage == 0, stage == last, split[stage]) for stage, count in enumerate(sizes)]
+    begins = [0, *accumulate(sizes)]
+    parts = [
+        StagePart(count, stage == 0, stage == last, split[stage], max(0, min(count, first_dense - begins[stage])))
+        for stage, count in enumerate(sizes)
+    ]
     return tuple(
         tuple(part for part, owner in zip(parts, placement, strict=True) if owner == rank) for rank in range(pp)
     )

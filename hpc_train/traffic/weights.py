@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
-from hpc_train.models.shape import compute_head_dim, count_kv_heads, count_vit_tokens
+from hpc_train.models.shape import compute_expert_width, compute_head_dim, count_kv_heads, count_vit_tokens
 
-Split = Literal["outputs", "inputs", "vocabulary", "heads", "whole"]
+Split = Literal["outputs", "inputs", "vocabulary", "heads", "whole", "copied"]
 """How tp splits a parameter.
 
 outputs: column-parallel, in equal parts. inputs: row-parallel, in equal parts. vocabulary: by rows; the last part may
-be short. heads: as outputs if tp divides the number of key and value heads, else not at all. whole: not at all.
+be short. heads: as outputs if tp divides the number of key and value heads, else not at all. whole: not at all. copied:
+not at all, with a gradient that is summed over tp. Stacks of experts have the experts as rows, and count as inputs.
 """
 
 
@@ -39,10 +40,15 @@ class Weights:
     before: tuple[Weight, ...]
     """Parameters of the embedding."""
     block: tuple[Weight, ...]
-    """Parameters of one block."""
+    """Parameters of one block, without the stacks of its experts."""
     after: tuple[Weight, ...]
     """Parameters of the last norm and the head; without the embedding table if it is tied."""
     blocks: int
+    experts: tuple[Weight, ...] = ()
+    """Stacks of the experts of one block, (experts, in, out); empty in a dense model."""
+    dense_block: tuple[Weight, ...] = ()
+    """Parameters of one of the first `dense_blocks` blocks, which have no experts."""
+    dense_blocks: int = 0
     tied: Weight | None = None
     """The tied embedding table, which the last pipeline stage holds too."""
 
@@ -93,7 +99,9 @@ def partial_gradient_sizes(weights: Iterable[Weight], tp: int, heads: int, seque
     if tp == 1:
         return []
     return [
-        weight.count for weight in weights if (weight.summed and sequence) or (weight.split == "heads" and heads % tp)
+        weight.count
+        for weight in weights
+        if (weight.summed and sequence) or weight.split == "copied" or (weight.split == "heads" and heads % tp)
     ]
 
 
@@ -115,15 +123,38 @@ def _transformer(model: TransformerConfig) -> Weights:
     queries, keys = model.heads * compute_head_dim(model), count_kv_heads(model) * compute_head_dim(model)
     attention = _linear(hidden, queries, bias, "outputs") + 2 * _linear(hidden, keys, bias, "heads")
     attention += _linear(queries, hidden, bias, "inputs")
+    if model.query_key_norm == "head":
+        attention += 2 * [Weight((compute_head_dim(model),), "copied")]
+    elif model.query_key_norm == "full":
+        attention += [Weight((queries,)), Weight((keys,))]
     branches = 2 if model.activation == "swiglu" else 1
     wide = branches * _linear(hidden, model.feed_forward, bias, "outputs")
     wide += _linear(model.feed_forward, hidden, bias, "inputs")
     table = Weight((model.vocab_size, hidden), "vocabulary")
     positions = [Weight((model.max_positions, hidden), summed=True)] if model.positions == "learned" else []
-    block = (*norm, *attention, *norm, *wide)
-    if model.tied_embeddings:
-        return Weights((table, *positions), block, (*norm,), model.layers, table)
-    return Weights((table, *positions), block, (*norm, table), model.layers)
+    dense = (*norm, *attention, *norm, *wide)
+    weights = Weights((table, *positions), dense, (*norm, table), model.layers)
+    if model.experts.count:
+        mixture = (*norm, *attention, *norm, *_router_and_shared(model))
+        weights = replace(weights, block=mixture, experts=_expert_stacks(model))
+        weights = replace(weights, dense_block=dense, dense_blocks=model.experts.first_dense)
+    return replace(weights, after=(*norm,), tied=table) if model.tied_embeddings else weights
+
+
+def _router_and_shared(model: TransformerConfig) -> list[Weight]:
+    """List the weights of a mixture that every rank of ep holds."""
+    router = Weight((model.experts.count, model.hidden), "copied")
+    width = model.experts.shared * compute_expert_width(model)
+    if not width:
+        return [router]
+    shared = 2 * _linear(model.hidden, width, False, "outputs") + _linear(width, model.hidden, False, "inputs")
+    return [router, *shared]
+
+
+def _expert_stacks(model: TransformerConfig) -> tuple[Weight, ...]:
+    count, hidden, width = model.experts.count, model.hidden, compute_expert_width(model)
+    up, down = Weight((count, hidden, width), "inputs"), Weight((count, width, hidden), "inputs")
+    return up, up, down
 
 
 def _vit(model: VisionTransformerConfig) -> Weights:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from drawn import draw
 from traffic_ledger import Key, Ledger
-from traffic_steps import GPT2, VIT, Layout, engine_after_setup, share_of
+from traffic_steps import EXPERTS, GPT2, VIT, Layout, engine_after_setup, share_of
 
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.interfaces import World
@@ -71,6 +71,15 @@ LAYOUTS = {
     ),
     "pp-tp-bf16-short-last": Layout(4, (*PP, "parallel.tp=2", "precision=bf16", "train.micro_batch=6")),
     "3d": Layout(8, ("parallel=3d", "parallel.dp_shard=2", "train.micro_batch=2")),
+    "ddp-experts": Layout(2, ("parallel=ddp",), EXPERTS),
+    "zero3-tp-experts": Layout(4, (*TP, ZERO3, "parallel.dp_shard=2"), EXPERTS),
+    "ep-of-4": Layout(4, (ZERO3, "parallel.ep=2"), EXPERTS),
+    "ep-of-4-zero1-recomputed": Layout(4, (ZERO1, "parallel.ep=2", FULL, "parallel.recompute.every=3"), EXPERTS),
+    "ep-hsdp": Layout(8, (*HYBRID, "parallel.dp_shard=4", "parallel.ep=2", "train.micro_batch=2"), EXPERTS),
+    "ep-tp": Layout(8, (*TP, ZERO3, "parallel.dp_shard=4", "parallel.ep=2", "train.micro_batch=2"), EXPERTS),
+    "ep-pp-bf16": Layout(
+        8, (*PP, ZERO3, "parallel.dp_shard=4", "parallel.ep=2", "train.micro_batch=2", "precision=bf16"), EXPERTS
+    ),
     "cp-tp-zero3": Layout(8, (*CP, "parallel.tp=2", ZERO3, "parallel.dp_shard=2")),
 }
 
@@ -78,7 +87,7 @@ LAYOUTS = {
 DRAWN = (
     "ddp", "zero1-groups", "zero2-accumulated", "zero3-gpt2-short-last", "hsdp",
     "tp-asynchronous-recomputed", "cp-ring-bf16", "cp-ulysses", "pp-gpt2-tied", "pp-interleaved",
-    "pp-zero3-dualpipev", "3d",
+    "pp-zero3-dualpipev", "3d", "ddp-experts", "ep-of-4-zero1-recomputed", "ep-tp",
 )  # fmt: skip
 """One or two of each kind."""
 
@@ -96,7 +105,7 @@ def _third_step(world: World, layout: Layout) -> dict[Key, list[int]]:
     """Every collective of it; the first two also set up, and in the second ddp makes its buckets anew."""
     config = layout.config()
     engine = engine_after_setup(config, world)
-    with Ledger(resolve_degrees(config.parallel, world.size)) as ledger:
+    with Ledger(resolve_degrees(config.parallel, world.size), config.parallel.ep) as ledger:
         engine.forward_backward(share_of(config, world))
         engine.clip(1.0)
         engine.update(0.0)
@@ -127,9 +136,18 @@ def _seen(ranks: Sequence[dict[Key, list[int]]], degrees: Degrees) -> Total:
         each = [(float(sum(rank.get(key, []))), float(len(rank.get(key, [])))) for rank in ranks]
         if key[1] == "send_recv":
             totals[key] = (sum(size for size, _ in each), sum(calls for _, calls in each))
+        elif key[0] == ("ep",):
+            totals[key] = _mean_of_largest_stage(each, degrees.pp)
         else:
             totals[key] = each[_busiest(ranks, key[0])]
     return totals
+
+
+def _mean_of_largest_stage(each: Sequence[tuple[float, float]], pp: int) -> tuple[float, float]:
+    """Mean over the ranks of a pp index: what one of them sends depends on the routing. pp is the outermost axis."""
+    ranks = len(each) // pp
+    stages = [each[at : at + ranks] for at in range(0, len(each), ranks)]
+    return max((sum(size for size, _ in stage) / ranks, sum(n for _, n in stage) / ranks) for stage in stages)
 
 
 def _busiest(ranks: Sequence[dict[Key, list[int]]], axes: tuple[str, ...]) -> int:

@@ -24,7 +24,8 @@ def test_weights_are_all_parameters(name: str) -> None:
     model = compose((f"model={name}", "train.sequence_length=64")).model
     weights = list_weights(model)
     assert weights is not None
-    every = [*weights.before, *weights.block * weights.blocks, *weights.after]
+    mixed = (*weights.block, *weights.experts) * (weights.blocks - weights.dense_blocks)
+    every = [*weights.before, *weights.dense_block * weights.dense_blocks, *mixed, *weights.after]
     assert sum(weight.count for weight in every) == count_parameters(model)
 
 

@@ -35,21 +35,25 @@ Key = tuple[tuple[str, ...], str]
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes and calls of every collective of this rank."""
 
-    def __init__(self, degrees: Degrees) -> None:
+    def __init__(self, degrees: Degrees, ep: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._degrees = degrees
+        self._degrees, self._ep = degrees, ep
         self.calls: dict[Key, list[int]] = defaultdict(list)
         """Bytes of each call."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and name not in IGNORED:
-            self.calls[axes(_ranks(args), self._degrees), KINDS[name]].append(_bytes(name, args))
+            kind = KINDS[name]
+            self.calls[axes(_ranks(args), self._degrees, self._ep), kind].append(_bytes(name, args))
         return func(*args, **(kwargs or {}))
 
 
 def _bytes(name: str, args: Any) -> int:
     """Of the buffer that the definitions mean: the largest one, but for a list of gathered parts their sum."""
+    if name == "alltoall_base_":
+        sent: Tensor = args[1]
+        return sent.nbytes
     if name == "allgather_":
         return sum(tensor.nbytes for tensor in tree_leaves(args[0]))
     return max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
@@ -62,9 +66,12 @@ def _ranks(args: Any) -> list[int]:
     return dist.get_process_group_ranks(_resolve_process_group(args[-1]))
 
 
-def axes(ranks: Iterable[int], degrees: Degrees) -> tuple[str, ...]:
-    """The mesh axes over which the ranks of a group differ."""
+def axes(ranks: Iterable[int], degrees: Degrees, ep: int = 1) -> tuple[str, ...]:
+    """The mesh axes over which the ranks of a group differ: those of experts for a part of dp_shard x cp."""
     places = [coordinates(rank, degrees) for rank in ranks]
+    within = [place[2] * degrees.cp + place[3] for place in places]
+    if 1 < len(set(within)) < degrees.dp_shard * degrees.cp:
+        return ("ep",) if max(within) - min(within) < ep else ("expert_shard",)
     return tuple(axis for index, axis in enumerate(AXES) if len({place[index] for place in places}) > 1)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch._dynamo  # once here and not in every forked rank: torch loads it at the first optimizer step
 
 from hpc_train.config.compose import compose
-from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import ExpertsConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import Engine, MicroBatch, StepBatch, World
 from hpc_train.models.registry import build_model as build_model
@@ -31,6 +31,9 @@ GPT2 = replace(
 )
 VIT = VisionTransformerConfig(
     name="vit", image_size=8, patch_size=4, channels=1, classes=8, layers=4, hidden=32, heads=4, feed_forward=48
+)
+EXPERTS = replace(
+    LLAMA, query_key_norm="head", experts=ExpertsConfig(count=8, top_k=2, feed_forward=16, shared=1, first_dense=1)
 )
 
 

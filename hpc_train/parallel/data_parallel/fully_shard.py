@@ -192,7 +192,10 @@ def group_tied_blocks(part: nn.Module, blocks: Sequence[nn.Module]) -> list[list
 
 
 def _count_bytes(modules: Sequence[nn.Module]) -> int:
-    parameters = {parameter for module in modules for parameter in module.parameters()}
+    """Count the bytes that a rank has of modules, without experts, which are sharded already as groups of their own."""
+    inside = [child for module in modules for child in module.modules() if isinstance(child, FSDPModule)]
+    sharded = {parameter for child in inside for parameter in child.parameters()}
+    parameters = {parameter for module in modules for parameter in module.parameters()} - sharded
     return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
 
 

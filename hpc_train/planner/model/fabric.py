@@ -11,13 +11,12 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from hpc_train.cluster.switch_tree import UnitUplink
 from hpc_train.config.cluster import ClusterConfig
-from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.placement.collective_messages import Backend
 from hpc_train.placement.cost import estimate_cost
@@ -31,7 +30,7 @@ from hpc_train.placement.fabric_from_config import (
 from hpc_train.placement.node_locations import JobHost, NodeLocations, locate_hosts
 from hpc_train.placement.search import search_placement
 from hpc_train.planner.model.step_time import Estimate
-from hpc_train.traffic.flows import compute_flows
+from hpc_train.traffic.flows import compute_flows, list_axis_sizes
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def first_nodes(config: RunConfig, ranks: int) -> tuple[str, ...]:
 
 def _time_factors(config: RunConfig, ranks: int, nodes: Sequence[str]) -> dict[str, float]:
     """Return by how much the real switches slow down each part of the step, compared with switches that are alike."""
-    sizes, moved = asdict(resolve_degrees(config.parallel, ranks)), compute_flows(config, ranks)
+    sizes, moved = list_axis_sizes(config, ranks), compute_flows(config, ranks)
     backend: Backend = "nccl" if config.cluster.node.gpus else "gloo"
     where = locate_hosts(config.cluster, [JobHost(name) for name in nodes], in_slurm=False)
     real, alike = _fabric(config, where), _fabric(config, _uniform_switches(config, nodes))
