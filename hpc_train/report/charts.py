@@ -258,7 +258,7 @@ def draw_heat_map(title: str, values: Array, rows: Sequence[str], steps: Sequenc
     ]
     every = max(1, math.ceil(len(rows) / max(1, len(rows) * cell // 12)))
     for index in range(0, len(rows), every):
-        body.append(_text("tick", 114, index * cell + cell / 2 + 3.5, rows[index][:18], "end"))
+        body.append(_text("tick", 114, max(index * cell + cell / 2 + 3.5, 8), rows[index][:18], "end"))
     for tick in choose_ticks(steps[0], steps[-1], 8) if len(steps) > 1 else []:
         x = 120 + (tick - steps[0]) / (steps[-1] - steps[0]) * width
         body.append(_text("tick", x, height - 10, format_tick(tick), "middle"))

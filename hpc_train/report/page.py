@@ -42,7 +42,7 @@ _MARKS = {
     "skipped": "skip",
     "rollback": "rollback",
 }
-_EVENTS_SHOWN = 200
+_EVENTS_SHOWN, _PHASES_SHOWN = 200, 16
 _MOST_ROWS, _MOST_COLUMNS = 128, 180
 _PLAIN_EVENTS = frozenset({"checkpoint", "weights", "note", "submit"})
 
@@ -99,6 +99,17 @@ def find_mfu(steps: Sequence[dict[str, Any]]) -> float | None:
     """Return the mean MFU of the second half of the steps; None if it is not known."""
     known = [value for step in steps[len(steps) // 2 :] if isinstance(value := step.get("mfu"), (int, float))]
     return round(sum(known) / len(known), 4) if known else None
+
+
+def choose_phases(phases: Sequence[dict[str, Any]], named: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the rows of the page's table: all, or of many those of the ranks named and of those that compute most."""
+    if len(phases) <= _PHASES_SHOWN:
+        return list(phases)
+
+    def busy(row: dict[str, Any]) -> tuple[bool, float]:
+        return row["rank"] in named, (row["forward"] or 0.0) + (row["backward"] or 0.0)
+
+    return sorted(phases, key=busy, reverse=True)[:_PHASES_SHOWN]
 
 
 def list_phases(summary: RunSummary) -> list[dict[str, Any]]:
@@ -316,6 +327,7 @@ def render_page(summary: RunSummary, drawn: Sequence[Chart], data: dict[str, Any
         verdict=summary.verdict,
         classes=CLASSES,
         data=data,
+        phases=choose_phases(data["phases"], summary.verdict.ranks),
         charts={chart.name: {"title": chart.title, "svg": mark_safe(chart.svg), "note": chart.note} for chart in drawn},
         curves=[chart.name for chart in drawn if chart.name.startswith("curve_")],
         wide=[chart.name for chart in drawn if chart.name.startswith(("heat_map", "gantt", "memory"))],

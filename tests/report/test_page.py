@@ -15,7 +15,11 @@ import pytest
 from synthetic import waits, write_run
 
 from hpc_train.cli.main import main
+from hpc_train.cli.output import TERMINAL
+from hpc_train.launch.local import rank_pool
 from hpc_train.report.charts import downsample, draw_parallel, encode_png
+from hpc_train.report.page import choose_phases
+from hpc_train.training.run_directory import RunDirectory
 from hpc_train.training.run_records import read_metrics
 
 HOSTILE = "<script>alert(1)</script>\"&'\x1b[31m"
@@ -174,6 +178,27 @@ def test_a_large_run_has_a_small_page(tmp_path: Path) -> None:
     write_whole_run(tmp_path / "run", ranks=64, steps=1000)
     assert main(["report", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/report.html").stat().st_size < 300_000
+
+
+def test_of_many_ranks_the_named_and_the_busiest_are_shown() -> None:
+    phases = [{"rank": rank, "forward": 1.0, "backward": rank / 100} for rank in range(40)]
+    shown = [row["rank"] for row in choose_phases(phases, (3,))]
+    assert shown == [3, *range(39, 24, -1)]
+    assert choose_phases(phases[:16], (3,)) == phases[:16]
+
+
+def test_the_progress_line_says_what_holds_a_run_back(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_pool, "_FIRST_LOOK_SECONDS", -1.0)
+    (run / "metrics.jsonl").write_text("")
+    follower = rank_pool.ProgressFollower(RunDirectory(run, run / "checkpoints"), 0, 1, TERMINAL)
+    follower.show()
+    step = {"step": 1, "loss": 2.0, "lr": 0.1, "tokens_per_second": 10.0, "step_seconds": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(step) + "\n")
+    follower.show()
+    follower.close()
+    assert "10 tokens/s  straggler 3" in capsys.readouterr().out
 
 
 def test_top_draws_a_run_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
