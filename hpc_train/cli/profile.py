@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--ranks", type=rank_ranges, metavar="R", help="ranks that write a trace, as 0,8-15 (default: 0)"
     )
     command.add_argument(
+        "--stacks",
+        type=whole_number(1),
+        metavar="N",
+        help="instead of a trace: look N times at which line of Python each rank of a running job is",
+    )
+    command.add_argument(
         "--rows", type=whole_number(1), default=12, metavar="N", help="rows of each table (default 12)"
     )
     add_json(command, "print the tables as JSON, whole")
@@ -49,6 +56,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "hpc-train profile model=llama_tiny parallel=fsdp --steps 10:14 --ranks 0,1",
         "hpc-train profile runs/first",
         "hpc-train profile 4711 --ranks 0,64 --steps 1200:1204",
+        "hpc-train profile 4711 --stacks 20",
         "hpc-train submit cluster=slurm profile.steps=10:14 'profile.ranks=[0,7]'",
     )
     command.set_defaults(run=_profile)
@@ -62,7 +70,13 @@ def _profile(arguments: argparse.Namespace) -> int:
     if words and "=" not in words[0] and not words[0].startswith("~"):
         if len(words) > 1:
             raise UserError(f"{words[1]}: a run that exists is traced as it is; leave it out")
+        if arguments.stacks:
+            if arguments.steps or arguments.ranks:
+                raise UserError("--stacks: looks at all ranks, now; leave out --steps and --ranks")
+            return sample_run(words[0], arguments.stacks, arguments.json)
         return profile_run(words[0], arguments.steps, ranks or None, arguments.rows, arguments.json)
+    if arguments.stacks:
+        raise UserError("--stacks: looks at a job that is running; give its run directory or job id")
     steps = arguments.steps or _NEW_STEPS
     return profile_new_run(words, arguments.config_dir, steps, ranks or [0], arguments.rows, arguments.json)
 
@@ -117,6 +131,34 @@ def profile_run(target: str, steps: str | None, ranks: list[int] | None, rows: i
     if state == "PENDING":
         raise UserError(f"{target}: waits for its nodes; ask again when it runs, or submit it with profile.steps=10:14")
     raise UserError(f"{target}: is {state} and has no such trace; start one with hpc-train profile or profile.steps=")
+
+
+def sample_run(target: str, samples: int, as_json: bool) -> int:
+    """Print in which lines of Python the ranks of a running job are found; returns the exit code.
+
+    Raises UserError for a run that is not running.
+    """
+    from hpc_train.cli.output import print_line, print_table
+    from hpc_train.launch.slurm.slurm_cli import run_client
+    from hpc_train.launch.stack_samples import sample_stacks
+    from hpc_train.launch.state.run_facts import gather_facts
+    from hpc_train.launch.state.run_lookup import find_points, require_single
+    from hpc_train.units import format_percent
+
+    point = require_single(find_points(target, run_client), target)
+    if (state := read_state(point)) != "RUNNING":
+        raise UserError(f"{target}: is {state}; only ranks that run can be looked at")
+    found = sample_stacks(gather_facts([point], run_client)[0], samples, run_client)
+    if as_json:
+        print(json.dumps([asdict(place) for place in found.places]))
+        return EXIT_DONE
+    rows = [
+        (place.name, format_percent(place.count / max(found.answers, 1)), ", ".join(place.ranks[:8]))
+        for place in found.places
+    ]
+    print_table(("line of Python", "share", "ranks"), rows, ("share",))
+    print_line(f"{found.answers} answers of {samples} looks; the whole stacks are in {found.logs}/task-*.log")
+    return EXIT_DONE
 
 
 def read_state(point: RunPoint) -> str:

@@ -206,7 +206,7 @@ def _cancel_local(run: CancelCandidate, now: bool, output: CommandOutput) -> Non
 
 _DEFAULT_SECONDS = 120
 """Default for runs frozen before launch.cancel_seconds existed, or whose job.json cannot be read."""
-_ANSWER_SECONDS = {True: 6.0, False: 3.0}
+ANSWER_SECONDS = {True: 6.0, False: 3.0}
 """Seconds to wait for the ranks' stacks, by whether it is a Slurm job (True) or local (False)."""
 _GRACE_SECONDS = {True: 45.0, False: 5.0}
 """Seconds from then until the batch script (Slurm sends TERM, then KILL after KillWait) or controller must end."""
@@ -285,19 +285,25 @@ def _kill_hanging_ranks(facts: RunFacts, shared: bool, waited: int, ask: RunClie
     newest = facts.newest
     if newest is None or newest.begun is None:
         return  # waiting for its turn in a local sweep: _kill_jobs_and_controllers ends the process of the sweep
-    if facts.jobs:
-        ids = find_job_steps(facts, ask) if shared else jobs_in_state(facts, running=True)
-        send: Callable[[signal.Signals], None] = partial(_signal_jobs, ids, ask)
-    else:
-        send = partial(_signal_ranks, newest.begun)
+    send = address_ranks(facts, newest.begun, shared, ask)
     stacks = collect_stacks(
-        facts.point.run / "logs" / str(newest.number), partial(send, STACK_SIGNAL), _ANSWER_SECONDS[bool(facts.jobs)]
+        facts.point.run / "logs" / str(newest.number), partial(send, STACK_SIGNAL), ANSWER_SECONDS[bool(facts.jobs)]
     )
     why = f"it did not end within {waited} s and was ended: {describe_stacks(stacks) or 'no rank left a log'}"
     job = {"job_id": facts.jobs[-1]} if facts.jobs else {}
     append_event(facts.point.run / "events.jsonl", "cancel", newest.number, now=True, why=why, **job)
     output.print_result(f"{facts.point.name}: {why}")
     send(signal.SIGKILL)
+
+
+def address_ranks(
+    facts: RunFacts, begun: AttemptStart, shared: bool, ask: RunClient
+) -> Callable[[signal.Signals], None]:
+    """Return a function that sends a signal to the ranks. shared: other points run in the same job."""
+    if not facts.jobs:
+        return partial(_signal_ranks, begun)
+    ids = find_job_steps(facts, ask) if shared else jobs_in_state(facts, running=True)
+    return partial(_signal_jobs, ids, ask)
 
 
 def _signal_jobs(ids: Sequence[str], ask: RunClient, number: signal.Signals) -> None:

@@ -134,6 +134,11 @@ def test_a_running_job_is_traced_on_request(store: Path, tmp_path: Path, capsys:
         assert found["first"] >= request.first
         assert found["last"] - found["first"] == 4
         assert [trace.rank for trace in list_traces(run)] == [1]
+        assert main(["profile", str(run), "--stacks", "3", "--json"]) == 0
+        places = json.loads(capsys.readouterr().out)
+        assert sum(place["count"] for place in places) == 3 * 2
+        assert {rank for place in places for rank in place["ranks"]} == {"rank 0", "rank 1"}
+        assert "(no answer)" not in {place["name"] for place in places}
         (run / "profile" / "request.json").write_text('{"number": 1, "first": "x"}')  # nobody stops for it
         assert main(["cancel", str(run), "--yes", "--now"]) == 0
     finally:
@@ -143,6 +148,7 @@ def test_a_running_job_is_traced_on_request(store: Path, tmp_path: Path, capsys:
     assert main(["profile", str(run)]) == 0  # what there is
     assert "rank 1, steps" in capsys.readouterr().out
     assert main(["profile", str(run), "--ranks", "0"]) == 2
+    assert main(["profile", str(run), "--stacks", "1"]) == 2
 
 
 def event(name: str, category: str, ts: float, dur: float, tid: int = 1, **arguments: Any) -> dict[str, Any]:
@@ -210,6 +216,7 @@ def test_a_damaged_trace_is_one_line(content: bytes, tmp_path: Path) -> None:
         (("--steps", "2:3", "train.steps=2"), "has 2 steps"),
         (("launch=slurm",), "hpc-train submit"),
         (("profile.ranks=[]",), "list the ranks"),
+        (("--stacks", "3"), "run directory or job id"),
     ],
 )
 def test_wrong_requests_are_one_line(
