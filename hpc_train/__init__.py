@@ -7,29 +7,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc_train.api import Run, compose, plan, submit, train
+    from hpc_train.api import Run, compose, parallelize, place, plan, submit, train
     from hpc_train.checkpoint.checkpointer import Checkpointer
     from hpc_train.checkpoint.errors import CheckpointError
+    from hpc_train.data.sample_sampler import SampleOrder
     from hpc_train.errors import RunFailed, UserError
+    from hpc_train.runtime.init import init
+    from hpc_train.runtime.preemption import Preemption
 
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "Checkpointer",
+    "Preemption",
     "Run",
     "RunFailed",
+    "SampleOrder",
     "UserError",
     "compose",
+    "init",
+    "parallelize",
+    "place",
     "plan",
     "submit",
     "train",
 ]
 
 _MODULES = {
-    "hpc_train.api": ("Run", "compose", "plan", "submit", "train"),
+    "hpc_train.api": ("Run", "compose", "parallelize", "place", "plan", "submit", "train"),
     "hpc_train.checkpoint.checkpointer": ("Checkpointer",),
     "hpc_train.checkpoint.errors": ("CheckpointError",),
+    "hpc_train.data.sample_sampler": ("SampleOrder",),
     "hpc_train.errors": ("RunFailed", "UserError"),
+    "hpc_train.runtime.init": ("init",),
+    "hpc_train.runtime.preemption": ("Preemption",),
 }
 
 

@@ -22,7 +22,12 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, EXIT_REQUEUE, RunFailed, UserError
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from hpc_train.interfaces import Engine, World
     from hpc_train.launch.state.state_names import RunStatus
+    from hpc_train.parallel.optimizer_step import OptimizerFactory
+    from hpc_train.placement.placement_result import Placement
     from hpc_train.planner.plan import Plan
 
 _SECONDS_BETWEEN_LOOKS = 2.0
@@ -139,3 +144,34 @@ def plan(config: RunConfig) -> Plan:
     from hpc_train.planner.request import make_request
 
     return make_plan(make_request(config, ()))
+
+
+def place(nodes: str | Sequence[str], config: RunConfig) -> Placement:
+    """Find the order of nodes in which the ranks of a run communicate fastest, as a job on these nodes would.
+
+    nodes: names, or a Slurm host list; their order is the launcher's. The network is that of `config.cluster`. The
+    result's `rank_to_slot` says which slot each rank takes, in the order of `nodes`; `identity` and `placed` are the
+    costs before and after. Raises UserError for nodes that the topology does not have, and degrees that do not fit.
+    """
+    from hpc_train.cli.topology.place import make_checked_job
+    from hpc_train.placement.allocation import find_allocation
+    from hpc_train.placement.search import place_nodes
+
+    names = nodes if isinstance(nodes, str) else ",".join(nodes)
+    return place_nodes(make_checked_job(config, find_allocation(config, names, {})))
+
+
+def parallelize(
+    model: nn.Module, config: RunConfig, world: World, make_optimizer: OptimizerFactory | None = None
+) -> Engine:
+    """Apply the techniques of `config` to a model of one's own, in place, and return the engine that trains it.
+
+    The engine owns gradient accumulation, clipping and the optimizer (interfaces.Engine): `forward_backward(batch)`,
+    `clip(max_norm)`, `update(lr)`, `evaluate(batch)`; `parts` are the modules of this rank. make_optimizer: called with
+    the model after it was split; default: the optimizer of `config.optim`. world: from `init`, with the same degrees.
+    Raises UserError for what cannot be combined, or a model that a technique finds nothing in.
+    """
+    from hpc_train.parallel.apply import build
+    from hpc_train.training.optimizer import make_optimizer as make_configured
+
+    return build(model, make_optimizer or (lambda split: make_configured(split, config.optim)), config, world)

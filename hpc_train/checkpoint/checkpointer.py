@@ -163,7 +163,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:
+        if kind is None or issubclass(kind, SystemExit):  # such as Preemption.requeue, on all ranks
             self.close()
         else:
             self._release()  # other ranks may never come: do not wait for them

@@ -50,8 +50,7 @@ def place_command(
     where = find_allocation(config, options.nodes, env)
     if options.shuffle is not None:
         where = shuffle_nodes(where, options.shuffle)
-    ranks = count_ranks_per_node(config) if len(where.nodes) == 1 else config.cluster.ranks_per_node
-    job = _placement_job(config, where, ranks)
+    job = make_checked_job(config, where)
     found = place_nodes(job)
     if options.picture is not None:
         _draw_placement(job, where, found, options.axis, Path(options.picture))
@@ -65,8 +64,9 @@ def place_command(
     return 0
 
 
-def _placement_job(config: RunConfig, where: NodeLocations, ranks: int) -> PlacementJob:
+def make_checked_job(config: RunConfig, where: NodeLocations) -> PlacementJob:
     """Make the job. Raises UserError for a model with fewer blocks than stages, or that an axis cannot split."""
+    ranks = count_ranks_per_node(config) if len(where.nodes) == 1 else config.cluster.ranks_per_node
     world = ranks * len(where.nodes)
     degrees, layers = resolve_degrees(config.parallel, world), getattr(config.model, "layers", None)
     if degrees.pp > 1 and layers is not None:
