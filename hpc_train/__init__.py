@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from hpc_train.errors import RunFailed, UserError
     from hpc_train.runtime.init import init
     from hpc_train.runtime.preemption import Preemption
+    from hpc_train.training.loop_recorder import LoopRecorder
 
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "Checkpointer",
+    "LoopRecorder",
     "Preemption",
     "Run",
     "RunFailed",
@@ -41,6 +43,7 @@ _MODULES = {
     "hpc_train.errors": ("RunFailed", "UserError"),
     "hpc_train.runtime.init": ("init",),
     "hpc_train.runtime.preemption": ("Preemption",),
+    "hpc_train.training.loop_recorder": ("LoopRecorder",),
 }
 
 
