@@ -23,6 +23,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     _add_gemm(kinds)
     _add_placement(kinds)
     _add_checkpoint(kinds)
+    _add_loop_checkpoint(kinds)
     _add_submit(kinds)
     _add_scaling(kinds)
 
@@ -326,3 +327,23 @@ def _scaling(arguments: argparse.Namespace) -> int:
 
     a = arguments
     return scaling_command(a.overrides, a.sizes, a.steps, a.folder, a.json, a.plot)
+
+
+def _add_loop_checkpoint(kinds: _SubCommands) -> None:
+    summary = "compare Checkpointer with torch.distributed.checkpoint in one FSDP2 loop"
+    bench = _add_benchmark(kinds, "loop-checkpoint", summary, _loop_checkpoint)
+    _add_number(bench, "--ranks", 2, "ranks, as processes on this machine")
+    _add_number(bench, "--mib", 256, "MiB of parameters and optimizer state, over all ranks")
+    _add_number(bench, "--rounds", 5, "rounds, in each of which every side saves and loads once")
+    bench.add_argument(
+        "--dir", default=None, metavar="DIR", help="a directory of the file system (default: the temporary directory)"
+    )
+    add_json(bench)
+    add_examples(bench, "hpc-train bench loop-checkpoint", "hpc-train bench loop-checkpoint --mib 2048 --dir /scratch")
+
+
+def _loop_checkpoint(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.loop_checkpoint import LoopCheckpointOptions, loop_checkpoint_command
+
+    a = arguments
+    return loop_checkpoint_command(LoopCheckpointOptions(a.ranks, a.mib, a.rounds, a.dir), a.json)

@@ -1,0 +1,32 @@
+"""`bench loop-checkpoint` runs both sides on two ranks, and says what is wrong with its numbers in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def bench(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hpc_train", "bench", "loop-checkpoint", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250)
+
+
+def test_both_sides_are_measured(tmp_path: Path) -> None:
+    done = bench("--mib", "1", "--rounds", "2", "--dir", str(tmp_path), "--json")
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout)
+    assert (table["ranks"], table["mib"]) == (2, 1)
+    for operation in ("save", "stall", "load"):
+        assert set(table["seconds"][operation]) == {"Checkpointer", "DCP"}
+        ratio = table["dcp_over_ours"][operation]
+        assert 0 < ratio["least"] <= ratio["median"] <= ratio["most"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_numbers_are_one_line(tmp_path: Path) -> None:
+    for words, why in ((("--rounds", "0"), "--rounds 0"), (("--dir", str(tmp_path / "no")), "no such directory")):
+        done = bench(*words)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert why in done.stderr
