@@ -269,6 +269,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
+        if x.is_meta:
+            return torch.empty_like(x)  # a pipeline asks for the shape; without values there is nothing to route by
         chosen, weights = self.router(x)
         shared = self.shared
         meanwhile = None if shared is None else lambda: shared(x)

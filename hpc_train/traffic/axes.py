@@ -264,6 +264,21 @@ def count_recompute_calls(sequence: bool, asynchronous: bool) -> TensorCalls:
     return TensorCalls(gathers=2, scatters=2 if asynchronous else 1)
 
 
+def count_half_block_calls(sequence: bool) -> TensorCalls:
+    """Count the calls of attention alone, or of a mixture of experts alone, forward and backward."""
+    return TensorCalls(gathers=2, scatters=2) if sequence else TensorCalls(reductions=2)
+
+
+def count_half_recompute_calls(sequence: bool) -> TensorCalls:
+    """Count the additional calls of an attention that is recomputed, with what follows it."""
+    return TensorCalls(gathers=1, scatters=1) if sequence else TensorCalls(reductions=1)
+
+
+def count_last_recompute_calls(sequence: bool) -> TensorCalls:
+    """Count the additional calls of a mixture of experts that is recomputed: all before its last sum."""
+    return TensorCalls(gathers=1) if sequence else TensorCalls()
+
+
 def count_end_calls(sequence: bool, vocabulary: bool) -> TensorCalls:
     """Count the calls of the embedding, or of the head, which has as many. vocabulary: whether tp splits them."""
     if vocabulary:

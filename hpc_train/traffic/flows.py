@@ -195,11 +195,19 @@ class _Job:
 
     def _tensor_flows_of(self, parts: Parts) -> list[Flow]:
         work, asynchronous = self.work, self.config.parallel.tensor.asynchronous
-        blocks = axis_flows.count_block_calls(self.sequence).times(sum(part.blocks for part in parts))
-        blocks += axis_flows.count_recompute_calls(self.sequence, asynchronous).times(self._count_recomputed(parts))
+        mixed = sum(part.mixed for part in parts) if self.weights.experts else 0
+        again = sum(self._count_recomputed_mixed(part) for part in parts) if self.weights.experts else 0
+        blocks = axis_flows.count_block_calls(self.sequence).times(sum(part.blocks for part in parts) - mixed)
+        blocks += axis_flows.count_recompute_calls(self.sequence, asynchronous).times(
+            self._count_recomputed(parts) - again
+        )
+        # Attention makes half of the calls, the mixture of experts the other half, and those not asynchronously.
+        half = axis_flows.count_half_block_calls(self.sequence).times(mixed)
+        blocks += half + axis_flows.count_half_recompute_calls(self.sequence).times(again)
         ends = sum(part.first + part.last for part in parts)
         ends *= isinstance(self.model, TransformerConfig)  # tp does not split those of a vision transformer
-        single = axis_flows.count_end_calls(self.sequence, self.vocabulary).times(ends)
+        single = axis_flows.count_end_calls(self.sequence, self.vocabulary).times(ends) + half
+        single += axis_flows.count_last_recompute_calls(self.sequence).times(again)
         hidden, flows = self.hidden * work.compute, []
         if asynchronous:
             flows = axis_flows.ring_tensor_flows(blocks, hidden, work.micro_batches, self.degrees.tp)

@@ -65,7 +65,8 @@ CASES: dict[str, Case] = {
     "tp-2-experts-no-sequence": Case(2, ("parallel.tp=2", "parallel.tensor.sequence=false"), "experts"),
     "cp-2-experts": Case(2, ("parallel.cp=2",), "shared-experts"),
     "recompute-selective-experts": Case(2, ("parallel=fsdp", "parallel.recompute.mode=selective"), "experts"),
-    "pp-2-experts": Case(2, _pp("interleaved_1f1b"), "shared-experts"),
+    "pp-2-experts": Case(2, _pp("interleaved_1f1b"), "experts"),
+    "tp-2-experts-asynchronous": Case(2, ("parallel.tp=2", "parallel.tensor.asynchronous=true"), "shared-experts"),
     "ep-2": Case(2, ("parallel=fsdp", "parallel.ep=2"), "experts", micro=5),
     "ep-2-zero1": Case(2, ("parallel.strategy=zero1", "parallel.ep=2"), "shared-experts"),
     "ep-2-of-4-zero2": Case(4, ("parallel.strategy=zero2", "parallel.ep=2"), "experts", micro=3),
@@ -81,6 +82,24 @@ CASES: dict[str, Case] = {
     "ep-2-pp-2-tp-2": Case(
         8, ("parallel=fsdp", "parallel.ep=2", "parallel.pp=2", "parallel.tp=2"), "shared-experts", micro=2
     ),
+    "ep-2-pp-2-kept": Case(
+        4, ("parallel=fsdp", "parallel.ep=2", "parallel.pp=2", "parallel.reshard_after_forward=false"), "shared-experts"
+    ),
+    "ep-2-pp-2-groups-recompute": Case(
+        4,
+        (
+            "parallel.strategy=zero1",
+            "parallel.ep=2",
+            "parallel.pp=2",
+            "parallel.bucket_mib=0.01",
+            "parallel.pipeline.schedule=looped_bfs",
+            "parallel.recompute.mode=full",
+            "parallel.recompute.every=3",
+        ),
+        "experts",
+        micro=2,
+    ),
+    "ep-2-hsdp-zero2": Case(4, ("parallel.strategy=zero2", *HSDP[1:], "parallel.ep=2"), "experts", micro=2),
     "ep-2-of-4-tp-2": Case(8, ("parallel=fsdp", "parallel.ep=2", "parallel.tp=2"), "experts", micro=2),
     # 3D and 4D
     "pp-2-tp-2": Case(4, _pp("1f1b", "parallel.tp=2"), "tied"),
@@ -126,7 +145,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
 
 DRAWN = (
     "ddp-3-short", "hsdp-2x2", "tp-4-kv-2-tied", "pp-2-zbv", "cp-2-unbalanced", "offload-empty-shards",
-    "pp-2-zero3-2", "pp-2-cp-2-tp-2-recompute", "ddp-2-experts", "ep-2-of-4-zero2", "ep-2-cp-2-unbalanced",
+    "pp-2-zero3-2", "pp-2-cp-2-tp-2-recompute", "pp-2-experts", "ep-2-of-4-zero2", "ep-2-cp-2-unbalanced",
     "ep-2-tp-2",
 )  # fmt: skip
 """One or two of each kind. Each technique alone has a test file of its own beside this one."""

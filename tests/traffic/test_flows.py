@@ -73,6 +73,8 @@ LAYOUTS = {
     "3d": Layout(8, ("parallel=3d", "parallel.dp_shard=2", "train.micro_batch=2")),
     "ddp-experts": Layout(2, ("parallel=ddp",), EXPERTS),
     "zero3-tp-experts": Layout(4, (*TP, ZERO3, "parallel.dp_shard=2"), EXPERTS),
+    "tp-asynchronous-experts": Layout(2, (*TP, "parallel.tensor.asynchronous=true", FULL), EXPERTS),
+    "tp-whole-positions-experts": Layout(2, (*TP, "parallel.tensor.sequence=false", FULL), EXPERTS),
     "ep-of-4": Layout(4, (ZERO3, "parallel.ep=2"), EXPERTS),
     "ep-of-4-zero1-recomputed": Layout(4, (ZERO1, "parallel.ep=2", FULL, "parallel.recompute.every=3"), EXPERTS),
     "ep-hsdp": Layout(8, (*HYBRID, "parallel.dp_shard=4", "parallel.ep=2", "train.micro_batch=2"), EXPERTS),
