@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.arguments import add_examples, add_json, add_overrides
+from hpc_train.cli.arguments import add_examples, add_json, add_overrides, whole_number
 
 _SubCommands = Any
 _PLOT = "also plot the result, as .png or .svg"
@@ -21,6 +21,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     _add_bubble(kinds)
     _add_collectives(kinds)
     _add_gemm(kinds)
+    _add_data(kinds)
     _add_placement(kinds)
     _add_checkpoint(kinds)
     _add_loop_checkpoint(kinds)
@@ -207,6 +208,27 @@ def _add_gemm(kinds: _SubCommands) -> None:
     add_json(gemm)
     add_examples(
         gemm, "hpc-train bench gemm --out gemm.json", "hpc-train bench gemm --precision bf16 --max 8192 --plot gemm.png"
+    )
+
+
+def _add_data(kinds: _SubCommands) -> None:
+    data = _add_benchmark(kinds, "data", "compare `data build` with its tokenizer's library alone", _data)
+    data.add_argument("source", nargs="+", metavar="SOURCE", help="files or folders, as for `data build`")
+    data.add_argument("--tokenizer", required=True, metavar="PATH", help="tokenizer.json, or a folder with one")
+    data.add_argument("--column", default="text", metavar="NAME", help="column of records to read (default text)")
+    data.add_argument("--workers", type=whole_number(1), metavar="N", help="processes (default: the processors here)")
+    _add_number(data, "--rounds", 3, "rounds, of which the median counts")
+    data.add_argument("--datasets", action="store_true", help="measure the map of Hugging Face `datasets`, too")
+    add_json(data)
+    add_examples(data, "hpc-train bench data web.jsonl --tokenizer models/tiny/")
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.tokenization import DataBenchOptions, data_command
+
+    a = arguments
+    return data_command(
+        DataBenchOptions(tuple(a.source), a.tokenizer, a.column, a.workers, a.rounds, a.datasets, a.json)
     )
 
 
