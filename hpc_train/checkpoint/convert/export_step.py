@@ -119,7 +119,7 @@ def _write_adapter(
     """Write PEFT's files. tensors: the adapters, and the weights of their layers."""
     state = safetensors_files.cast_state(read_adapters(source, tensors, on_bytes), dtype)
     adapters = peft_files.group_adapters(state, config.adapter.alpha / config.adapter.rank)
-    return peft_files.write_peft(folder, adapters, config.model, config.adapter, None)
+    return peft_files.write_peft(folder, adapters, config.model, config.adapter, getattr(config.model, "path", None))
 
 
 def _write_hugging_face(

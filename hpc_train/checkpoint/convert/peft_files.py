@@ -20,7 +20,7 @@ from torch import Tensor
 from hpc_train.checkpoint.convert.safetensors_files import read_safetensors, save_state
 from hpc_train.checkpoint.convert.torch_files import read_bounded_json
 from hpc_train.config.adapter import AdapterConfig
-from hpc_train.config.model import CustomModelConfig, ModelConfig
+from hpc_train.config.model import CustomModelConfig, HfModelConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.adapter_names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
 from hpc_train.models.huggingface import find_model_family, name_huggingface_module
@@ -215,11 +215,16 @@ def name_module(layer: str, model: ModelConfig) -> str:
         raise UserError(
             f"model={model.name}: transformers names ViT's layers differently in each release; use --merged"
         )
-    return layer if isinstance(model, CustomModelConfig) else name_huggingface_module(layer, model)
+    return layer if _has_own_names(model) else name_huggingface_module(layer, model)
 
 
 def _family(model: ModelConfig) -> str:
-    return "custom" if isinstance(model, CustomModelConfig) else find_model_family(model)
+    return "own" if _has_own_names(model) else find_model_family(model)
+
+
+def _has_own_names(model: ModelConfig) -> bool:
+    """Whether our names of layers are those that PEFT sees: of a user's module, and of a model of transformers."""
+    return isinstance(model, (CustomModelConfig, HfModelConfig))
 
 
 def _is_fused(layer: str, model: ModelConfig) -> bool:

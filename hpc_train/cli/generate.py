@@ -1,0 +1,107 @@
+"""`hpc-train generate`: let a trained model go on with a text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_train.cli.arguments import add_examples, add_json, whole_number
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_PROMPT_BYTES = 64 << 20
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `generate`."""
+    command.add_argument("where", metavar="RUN", help="run directory, step-<n>, or a folder of transformers")
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", action="append", help="text to go on with; repeatable")
+    source.add_argument("--file", metavar="FILE", help="a file with a prompt a line")
+    command.add_argument("--tokens", metavar="N", type=whole_number(1), default=128, help="new tokens (default 128)")
+    command.add_argument("--temperature", metavar="T", type=_number(0, 100), default=0.0, help="0 (default): greedy")
+    command.add_argument("--top-k", metavar="K", type=whole_number(0), default=0, help="0 (default): all tokens")
+    command.add_argument("--top-p", metavar="P", type=_number(1e-6, 1), default=1.0, help="1 (default): all tokens")
+    command.add_argument("--seed", metavar="N", type=whole_number(0), default=0, help="of the sampling (default 0)")
+    command.add_argument("--batch", metavar="N", type=whole_number(1), default=8, help="prompts at once (default 8)")
+    command.add_argument("--chat", action="store_true", help="prompts are a user's turns, for the chat template")
+    command.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer to use (default: the run's)")
+    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add_json(command, "print a JSON line a prompt")
+    add_examples(
+        command,
+        "hpc-train generate runs/first --prompt 'def main(' --tokens 200",
+        "hpc-train generate runs/tuned --file questions.txt --chat --temperature 0.7 --top-p 0.9 --json",
+    )
+    command.set_defaults(run=_generate)
+
+
+def _number(least: float, most: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:  # NaN, too
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
+        return value
+
+    return parse
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    prompts = arguments.prompt or _read_prompts(Path(arguments.file))
+    from hpc_train.cli.output import print_json
+    from hpc_train.inference.generate import GenerateOptions, generate_texts
+    from hpc_train.inference.load_model import load_model
+
+    a = arguments
+    options = GenerateOptions(a.tokens, a.temperature, a.top_k, a.top_p, a.seed, a.chat, a.batch)
+    loaded = load_model(a.where, a.tokenizer, _choose_device(a.device))
+    if len(prompts) == 1 and not a.json:
+        sys.stdout.write("" if a.chat else prompts[0])
+        for _ in generate_texts(loaded, prompts, options, _show_at_once):
+            print()
+        return 0
+    for prompt, text in zip(prompts, generate_texts(loaded, prompts, options), strict=True):
+        if a.json:
+            print_json({"prompt": prompt, "text": text})
+        else:
+            print(text if a.chat else prompt + text)
+            print("---")
+    return 0
+
+
+def _show_at_once(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _choose_device(name: str | None) -> torch.device:
+    import torch
+
+    from hpc_train.errors import UserError
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: there is no GPU here; leave it out")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _read_prompts(path: Path) -> list[str]:
+    from hpc_train.errors import UserError
+    from hpc_train.regular_files import read_regular
+
+    try:
+        text = read_regular(path.expanduser(), _MOST_PROMPT_BYTES, follow=True).decode()
+    except OSError as error:
+        raise UserError(f"--file {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--file {path}: is not text in UTF-8 (byte {error.start})") from error
+    prompts = [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise UserError(f"--file {path}: has no prompt; write one a line")
+    return prompts

@@ -1,0 +1,137 @@
+"""Load a trained model as one of transformers, with its tokenizer: from a run's checkpoint, or a transformers folder.
+
+A run of our own Llama and GPT-2 family becomes the library's model of the same function; adapters are merged into the
+weights. Code from outside is never run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint.convert.merge_adapters import MergedTensors, find_adapted_layers
+from hpc_train.checkpoint.convert.model_config import encode_hf_config, load_run_config
+from hpc_train.checkpoint.convert.rewrite import SavedStepTensors, TensorSource, read_whole_tensors
+from hpc_train.checkpoint.storage.step_directory import is_weight
+from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep, open_one_step
+from hpc_train.config.model import DataConfig, HfModelConfig, TokenDataConfig, TransformerConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from hpc_train.errors import UserError
+from hpc_train.models.hf.config_file import read_config_file
+from hpc_train.models.hf.library import import_transformers, make_library_config
+from hpc_train.models.huggingface import to_huggingface
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model of transformers that generates text."""
+
+    model: Any
+    """transformers.PreTrainedModel, in evaluation mode."""
+    tokenizer: Tokenizer
+
+
+def load_model(where: str, tokenizer: str | None, device: torch.device) -> LoadedModel:
+    """Load the model at `where`: a run, one of its steps, or a folder that save_pretrained made.
+
+    tokenizer: a folder to use in place of the run's own. Raises UserError for a model that generates no text, and one
+    without a tokenizer.
+    """
+    path = Path(where).expanduser()
+    if (path / "config.json").is_file():
+        return _load_folder(path, tokenizer or where, device)
+    step = open_one_step(where)
+    file = CheckpointTarget(step.directory).run / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{file}: is not there, and it says which model this is; give the directory of a run")
+    config = load_run_config(file)
+    model = _make_model(config)
+    _load_weights(model, _read_step(step, config), where)
+    return LoadedModel(model.to(device).eval(), _open_tokenizer(config.data, tokenizer))
+
+
+def _load_folder(path: Path, tokenizer: str, device: torch.device) -> LoadedModel:
+    config = HfModelConfig(path=str(path))
+    read_config_file(config)
+    try:
+        model = import_transformers().AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype="auto"
+        )
+    except Exception as error:  # of any kind, from code that expects sound files
+        text = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: cannot be loaded as a model that generates text ({text})") from error
+    return LoadedModel(model.to(device).eval(), _open_folder_tokenizer(tokenizer))
+
+
+def _make_model(config: RunConfig) -> Any:
+    """Make the library's model of a run's, without its weights."""
+    if isinstance(config.model, HfModelConfig):
+        file = read_config_file(config.model)
+        settings = make_library_config(file.body, file.model_type)
+    elif isinstance(config.model, TransformerConfig):
+        body = encode_hf_config(config.model, "float32")
+        settings = make_library_config(body, body["model_type"])
+    else:
+        raise UserError(f"model={config.model.name}: generates no text; give a run of a language model")
+    library = import_transformers()
+    dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
+    try:
+        return library.AutoModelForCausalLM.from_config(settings, trust_remote_code=False, dtype=dtype)
+    except ValueError as error:
+        text = " ".join(str(error).split())[:200]
+        raise UserError(f"model={config.model.name}: generates no text in transformers ({text})") from error
+
+
+def _read_step(step: OpenStep, config: RunConfig) -> dict[str, Tensor]:
+    """Read a step's weights, with adapters merged, under the library's names."""
+    with SavedStepTensors(step.path, step.manifest, step.where) as opened:
+        source: TensorSource = opened
+        if find_adapted_layers(opened.tensors):
+            source = MergedTensors(opened, config.adapter)
+        state = read_whole_tensors(source, [tensor for tensor in source.tensors if is_weight(tensor.name)])
+    return state if isinstance(config.model, HfModelConfig) else to_huggingface(state, config.model)
+
+
+def _load_weights(model: Any, state: dict[str, Tensor], where: str) -> None:
+    """Copy the weights into the model. Raises UserError where some are missing; a tied one has another name."""
+    try:
+        report = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        text = " ".join(str(error).split())[:200]
+        raise UserError(f"{where}: the checkpoint does not fit the run's model ({text})") from error
+    loaded = {id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in state}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing = [name for name in report.missing_keys if name in parameters and id(parameters[name]) not in loaded]
+    if missing or report.unexpected_keys:
+        wrong = (missing or report.unexpected_keys)[0]
+        raise UserError(f"{where}: the checkpoint and the run's model do not agree on {wrong}")
+
+
+def _open_tokenizer(config: DataConfig, folder: str | None) -> Tokenizer:
+    """Open the tokenizer of a run's data, or that in `folder`."""
+    if folder is not None:
+        return _open_folder_tokenizer(folder)
+    if not isinstance(config, TokenDataConfig):
+        raise UserError(f"data={config.name}: does not say which tokenizer; give --tokenizer FOLDER")
+    if config.path is None and config.tokenizer == "byte":
+        return ByteTokenizer()
+    if config.path is None and config.tokenizer != "bpe":
+        return _open_folder_tokenizer(config.tokenizer)
+    from hpc_train.data.token_files import open_tokens
+    from hpc_train.data.token_store import TokenStore
+
+    store = open_tokens(config)
+    if not isinstance(store, TokenStore):
+        raise UserError(f"data.path={config.path}: a token file has no tokenizer; give --tokenizer FOLDER")
+    return load_tokenizer(store)
+
+
+def _open_folder_tokenizer(folder: str) -> Tokenizer:
+    from hpc_train.data.tokenizer_folder import load_tokenizer_folder
+
+    return load_tokenizer_folder(folder)

@@ -1,0 +1,127 @@
+"""`hpc-train generate`: greedy text equals transformers' own, alone and in a batch; bad input is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpc_train.checkpoint import save_step
+from hpc_train.cli.main import main
+from hpc_train.config.compose import compose, config_to_yaml
+from hpc_train.data.tokenizer import ByteTokenizer
+from hpc_train.inference.generate import GenerateOptions, TextStreamer, generate_texts
+from hpc_train.inference.load_model import load_model
+from hpc_train.interfaces import TensorShard
+from hpc_train.models.adapter_names import is_adapter_parameter
+from hpc_train.models.initial_values import initialise_parameters
+from hpc_train.models.registry import build_model
+from hpc_train.parallel.adapters import attach_adapters
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+SMALL = ["model.layers=2", "model.hidden=32", "model.heads=4", "model.feed_forward=48", "train.sequence_length=64"]
+FAMILIES = {
+    "llama": ["model=llama_tiny", *SMALL, "adapter=lora"],
+    "gpt2": ["model=gpt2_tiny", *SMALL, "model.max_positions=64"],
+}
+PROMPTS = ["def main(", "x", "a longer line of text"]
+
+
+def save_run(run: Path, kind: str) -> None:
+    """A run of random weights, far enough from zero that the likeliest token depends on the text."""
+    config = compose([*FAMILIES[kind], f"run_dir={run}"])
+    module = build_model(config.model)
+    if config.adapter.kind != "none":
+        attach_adapters(module, config.adapter)
+    initialise_parameters(module, 3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim > 1:
+                scale = 0.1 if is_adapter_parameter(name) else 0.3
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    pieces = [
+        TensorShard(name, tuple(value.shape), value.dtype, (0,) * value.ndim, value.detach())
+        for name, value in module.state_dict().items()
+    ]
+    run.mkdir()
+    save_step(run / "checkpoints", 8, pieces, {}, None).wait()
+    (run / "config.yaml").write_text(config_to_yaml(config))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_greedy_text_is_that_of_transformers(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run, hf = tmp_path / "run", tmp_path / "hf"
+    save_run(run, kind)
+    assert (
+        main(["checkpoint", "export", str(run), str(hf), *(["--merged"] if kind == "llama" else ["--format", "hf"])])
+        == 0
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(hf).eval()
+    wanted = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([list(prompt.encode())])
+        out = theirs.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=0, pad_token_id=0)[0, len(prompt) :]
+        tokens = out.tolist()
+        wanted.append(bytes(tokens[: tokens.index(0)] if 0 in tokens else tokens).decode(errors="replace"))
+    assert len({*wanted}) == len(wanted)
+    capsys.readouterr()
+    words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    assert main(["generate", str(run), *words, "--tokens", "20", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [{"prompt": prompt, "text": text} for prompt, text in zip(PROMPTS, wanted, strict=True)]
+    assert main(["generate", str(run), "--prompt", PROMPTS[0], "--tokens", "20"]) == 0
+    assert capsys.readouterr().out == f"{PROMPTS[0]}{wanted[0]}\n"
+
+
+def test_sampling_follows_its_seed(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", "llama")
+    loaded = load_model(str(tmp_path / "run"), None, torch.device("cpu"))
+
+    def sample(**changes: float) -> list[str]:
+        options = GenerateOptions(tokens=24, temperature=1.5, **changes)  # type: ignore[arg-type]
+        return list(generate_texts(loaded, PROMPTS, options))
+
+    state = torch.get_rng_state()
+    assert sample(seed=1) == sample(seed=1) != sample(seed=2)
+    assert torch.equal(state, torch.get_rng_state())
+    greedy = list(generate_texts(loaded, PROMPTS, GenerateOptions(tokens=24)))
+    assert sample(top_k=1) == greedy
+    assert sample(top_p=1e-6) == greedy
+
+
+def test_a_stream_shows_whole_characters() -> None:
+    pieces: list[str] = []
+    streamer = TextStreamer(ByteTokenizer(), pieces.append, {0})
+    streamer.put(torch.tensor([[65, 66]]))
+    for token in [*"é€x".encode(), 0]:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert pieces == ["é", "€", "x"]
+    assert np.uint8(0) == 0
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    save_run(run, "gpt2")
+
+    def refused(*words: str) -> str:
+        capsys.readouterr()
+        assert main(["generate", *words]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.count("\n") == 1
+        return printed.err
+
+    assert "no such directory" in refused(str(tmp_path / "nothing"), "--prompt", "a")
+    assert "are more than the 64 positions" in refused(str(run), "--prompt", "a", "--tokens", "64")
+    assert "the prompt is empty" in refused(str(run), "--prompt", "")
+    assert "has no chat template" in refused(str(run), "--prompt", "a", "--chat")
+    assert "cannot be read" in refused(str(run), "--file", str(tmp_path))
+    (tmp_path / "empty").write_text("\n\n")
+    assert "has no prompt" in refused(str(run), "--file", str(tmp_path / "empty"))
+    (tmp_path / "config.json").write_text("{")
+    assert "is not a configuration of transformers" in refused(str(tmp_path), "--prompt", "a")
