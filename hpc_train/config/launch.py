@@ -82,6 +82,9 @@ class LaunchConfig:
     """Additional sbatch options by long name, such as mail-type: END; an empty value for options without one."""
     setup: list[str] = config_field(default=[])
     """Shell lines to run in the batch script before the ranks start, such as `module load cuda`."""
+    wrap: list[str] = config_field(default=[])
+    """Words that start each rank's Python, such as [nsys,profile] or [numactl,--interleave=all]; no shell reads
+    them."""
 
 
 @config_dataclass

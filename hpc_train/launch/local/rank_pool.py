@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from typing import Any, cast
 from submitit.local.local import LocalExecutor, LocalJob
 
 from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
 from hpc_train.launch.command_output import CommandOutput
 from hpc_train.launch.local.node_sharing import SHARE_VARIABLE, visible_gpus
 from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
@@ -38,15 +40,26 @@ from hpc_train.training.warning_files import NewWarnings, describe_record
 class RankPoolExecutor(LocalExecutor):
     """submitit's local executor with our controller and our task entry."""
 
-    def __init__(self, folder: RunDirectory, attempt: int, ranks: int, threads: int, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: RunDirectory,
+        attempt: int,
+        ranks: int,
+        threads: int,
+        env: Mapping[str, str],
+        wrap: Sequence[str],
+    ) -> None:
         super().__init__(folder.submitit)
+        self._wrap = wrap
         self._run, self._attempt, self._ranks, self._threads = folder, attempt, ranks, threads
         self._env = env
         self.update_parameters(tasks_per_node=ranks)
 
     @property
     def _submitit_command_str(self) -> str:
-        return shlex.join([sys.executable, "-u", "-m", "hpc_train.launch.rank_entrypoint", str(self._run.path)])
+        return shlex.join(
+            [*self._wrap, sys.executable, "-u", "-m", "hpc_train.launch.rank_entrypoint", str(self._run.path)]
+        )
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
         logs = self._run.logs(self._attempt)
@@ -80,11 +93,26 @@ class RankPoolExecutor(LocalExecutor):
         }
 
 
+def check_wrap(words: Sequence[str]) -> None:
+    """Raise UserError if there is no such program on this machine."""
+    if words and shutil.which(words[0]) is None:
+        raise UserError(f"launch.wrap={list(words)}: there is no program {words[0]} here")
+
+
 def start_ranks(
-    folder: RunDirectory, attempt: int, ranks: int, threads: int, env: Mapping[str, str] | None = None
+    folder: RunDirectory,
+    attempt: int,
+    ranks: int,
+    threads: int,
+    env: Mapping[str, str] | None = None,
+    wrap: Sequence[str] = (),
 ) -> LocalJob[int]:
-    """Start the ranks of the job whose spec is in `folder`; returns at once. env: more variables for them."""
-    executor = RankPoolExecutor(folder, attempt, ranks, threads, env or {})
+    """Start the ranks of the job whose spec is in `folder`; returns at once.
+
+    env: more variables for them. wrap: words that start their Python. Raises UserError if there is no such program.
+    """
+    check_wrap(wrap)
+    executor = RankPoolExecutor(folder, attempt, ranks, threads, env or {}, wrap)
     with make_files_private():
         make_submitit_directory(folder)
         return cast("LocalJob[int]", executor.submit(run_task, str(folder.path)))

@@ -122,9 +122,8 @@ def srun_line(
     options += ["--mpi=pmix"] if needs_mpi(config) else []
     options += container.srun
     inside = config.container.kind != "none"
-    task = " ".join(
-        [*container.words, shlex.join(python_command(config, inside, "-u", "-m", "hpc_train.launch.rank_entrypoint"))]
-    )
+    python = python_command(config, inside, "-u", "-m", "hpc_train.launch.rank_entrypoint")
+    task = " ".join([*container.words, shlex.join([*config.launch.wrap, *python])])
     return f'run_ranks srun {" ".join(options)} --output="${{logs//%/%%}}/srun.log" {task} "$run"'
 
 

@@ -204,7 +204,7 @@ class _PointRunner:
         attempt = make_attempt(run)
         self._first_attempts.setdefault(point.id, attempt)
         threads, environment = self._share.threads_per_rank(point), self._share.environment(slot, point)
-        job = start_ranks(run, attempt, point.spec.ranks, threads, environment)
+        job = start_ranks(run, attempt, point.spec.ranks, threads, environment, point.spec.run_config().launch.wrap)
         assert job._process is not None
         return _RunningPoint(point, run, attempt, job._process, NewWarnings(run.logs(attempt)))
 
