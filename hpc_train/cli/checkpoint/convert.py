@@ -22,7 +22,7 @@ def reshard_command(where: str, out: str, ranks: int, dim: int, json: bool) -> i
         facts = {"step": resharded.step, "path": str(resharded.path)}
         print_json({**facts, "files": resharded.files, "bytes": resharded.bytes})
     else:
-        print(f"{resharded.path}: {format_bytes(resharded.bytes)} in {resharded.files} files")
+        print(f"{resharded.path}: {format_bytes(resharded.bytes)} in {_count_files(resharded.files)}")
     return 0
 
 
@@ -38,7 +38,7 @@ def export_command(where: str, out: str, options: ExportOptions, json: bool) -> 
         print_json({**facts, "tensors": exported.tensors, "files": exported.files})
     else:
         size = f"{exported.tensors:,} tensors, {format_bytes(exported.bytes)}"
-        print(f"{folder}: {size}, as {options.format} in {len(exported.files)} files")
+        print(f"{folder}: {size}, as {options.format} in {_count_files(len(exported.files))}")
     return 0
 
 
@@ -56,3 +56,7 @@ def import_command(source: str, run_dir: str, options: ImportOptions, json: bool
     print(f"{imported.path}: {size}; left out: {imported.left_out}")
     print(f"train from step 0, with a fresh optimizer: hpc-train train {' '.join(imported.overrides)}")
     return 0
+
+
+def _count_files(count: int) -> str:
+    return f"{count} file{'s' if count != 1 else ''}"
