@@ -123,6 +123,8 @@ class Sums:
     """All ranks had the same StepBatch.norm."""
     own: Tensor | None = None
     """This rank's part of `loss`, a scalar; None if the engine does not say."""
+    metrics: Tensor | None = None
+    """Of an evaluation: sum and weight of each of train.metrics that is added up, (metrics, 2)."""
     sample: GradientSample | None = None
     """Set if StepBatch.measure asked for a sample and the engine can see one."""
     experts: ExpertLoads | None = None

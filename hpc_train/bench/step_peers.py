@@ -35,7 +35,7 @@ from hpc_train.bench.step_rank import (
 from hpc_train.config.compose import compose
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.data.datasets import Dataset, Indices
+from hpc_train.data.datasets import Dataset, Indices, require_indexed
 from hpc_train.interfaces import World
 from hpc_train.parallel.user_model import get_named_blocks, require_one_input
 from hpc_train.runtime.identity import identify_process
@@ -82,7 +82,7 @@ def measure_peers(overrides: Sequence[str], rounds: int, steps: int) -> PeerResu
     """Measure on all ranks of this job; every rank gets the result. Raises UserError as a run would."""
     base = compose(overrides)
     with start_job(base, StartupTimer()) as (world, folder), ExitStack() as stack:
-        data = open_data(base, world)
+        data = require_indexed(open_data(base, world))
         ours = list(SIDES_OF_SEVERAL_RANKS if world.size > 1 else SIDES_OF_ONE_RANK) + (
             list(SIDES_WITH_MPI) if _started_by_mpi() and world.size > 1 else []
         )

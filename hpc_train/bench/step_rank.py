@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_train.bench.rounds import WARM_UP_STEPS, RoundTimings, Samples, Side, time_rounds, warm_up_side
 from hpc_train.bench.step import StartupTimer
 from hpc_train.config.run import RunConfig
-from hpc_train.data.datasets import Dataset, Indices
+from hpc_train.data.datasets import Dataset, Indices, require_indexed
 from hpc_train.data.loader import compute_share
 from hpc_train.data.sample_order import order_samples
 from hpc_train.errors import UserError
@@ -71,7 +71,7 @@ def measure_step(config: RunConfig, rounds: int, steps: int, startup: StartupTim
 def _measure(
     config: RunConfig, world: World, folder: RunDirectory, rounds: int, steps: int, startup: StartupTimer
 ) -> StepResult:
-    data = open_data(config, world)
+    data = require_indexed(open_data(config, world))
     startup.mark("data")
     with assemble_bench_run(config, world, folder, data, startup) as run:
         train_step(run)

@@ -25,6 +25,7 @@ EXIT_BROKEN_PIPE = 141
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """Errors of a full, failing or read-only file system, for which one line says more than a traceback."""
 COMMANDS = {
+    "new": ("new", "write a small project with a model, data, settings and a test"),
     "train": ("arguments:add_train", "train on this machine, or as a rank inside srun, torchrun or mpirun"),
     "submit": ("arguments:add_submit", "submit a run or a sweep to Slurm and return at once"),
     "status": ("arguments:add_status", "show the progress of a run, or of every point of a sweep"),

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from importlib.metadata import entry_points
 from typing import Any
 
 from hpc_train.config.overrides import did_you_mean
@@ -15,7 +16,7 @@ from hpc_train.config.profile import check_ranks, parse_steps
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
 from hpc_train.config.secret_variables import is_secret_name
-from hpc_train.config.train import CheckpointConfig
+from hpc_train.config.train import SCHEDULES, CheckpointConfig
 from hpc_train.errors import UserError
 
 _POOL = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_-]{0,7}\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,14}")
@@ -42,6 +43,7 @@ def check_config(config: RunConfig) -> RunConfig:
     _check_fields(config, "")
     _check_length(config)
     _check_optim(config)
+    _check_components(config)
     _check_train(config)
     _check_resume(config)
     _check_lustre(config)
@@ -155,6 +157,24 @@ def _check_train(config: RunConfig) -> None:
             f"train.micro_batch={train.micro_batch}: larger than train.global_batch={train.global_batch}; "
             "a rank cannot take more sequences at once than there are in a step"
         )
+
+
+def _check_components(config: RunConfig) -> None:
+    """Check the names that a user's Python module or an installed package may add to, where none was named."""
+    optim = config.optim
+    for where, value, own, group in (
+        ("optim.name", optim.name, ("adamw",), "hpc_train.optimizers"),
+        ("optim.schedule.name", optim.schedule.name, SCHEDULES, "hpc_train.schedules"),
+    ):
+        if value in own or optim.module is not None or value in {point.name for point in entry_points(group=group)}:
+            continue
+        near = get_close_matches(value, own, cutoff=_NEAR)
+        hint = did_you_mean(near) if near else "set optim.module to the Python module that registers it"
+        raise UserError(f"{where}={value}: must be one of {', '.join(own)}; {hint}")
+    if optim.name == "adamw" and optim.args:
+        raise UserError(f"optim.args ({', '.join(optim.args)}): is for optim=custom; adamw has settings of its own")
+    if optim.schedule.name in SCHEDULES and optim.schedule.args:
+        raise UserError(f"optim.schedule.args: {optim.schedule.name} has settings of its own; leave it out")
 
 
 def _check_resume(config: RunConfig) -> None:

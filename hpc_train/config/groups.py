@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.model import (
+    CustomDataConfig,
     CustomModelConfig,
     DataConfig,
     HfModelConfig,
@@ -42,7 +43,12 @@ SCHEMAS: dict[str, dict[str, type[ModelConfig | DataConfig]]] = {
         "custom_schema": CustomModelConfig,
         "hf_schema": HfModelConfig,
     },
-    "data": {"token_schema": TokenDataConfig, "image_schema": ImageDataConfig, "mixture_schema": MixtureDataConfig},
+    "data": {
+        "token_schema": TokenDataConfig,
+        "image_schema": ImageDataConfig,
+        "mixture_schema": MixtureDataConfig,
+        "custom_data_schema": CustomDataConfig,
+    },
 }
 """Types for the files of a group to build on, by the name that their defaults lists use."""
 

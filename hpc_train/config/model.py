@@ -184,11 +184,28 @@ class DataConfig:
     """Fields that every data set has; the kinds below add their own."""
 
     kind: str = MISSING
-    """tokens, mixture or images."""
+    """tokens, mixture, images or custom."""
     name: str = MISSING
     """Name of the data set in logs and in the run's configuration."""
     validation_fraction: float = config_field(default=0.02, ge=0, lt=1)
     """Part of the data kept for validation, taken from its end; 0: no validation."""
+
+
+@config_dataclass
+class CustomDataConfig(DataConfig):
+    """A user's own data set, by the name it was registered under."""
+
+    kind: str = "custom"
+    """Always custom."""
+    name: str = MISSING
+    """Name given to `hpc_train.components.register_dataset`, or of an entry point in the group hpc_train.datasets."""
+    module: str | None = None
+    """Python module to import first, where the decorator is; None for an installed entry point."""
+    args: dict[str, float | int | bool | str | None] = config_field(default={})
+    """Keyword arguments of the registered function."""
+    resume: str = config_field(default="exact", choices=("exact", "beginning"))
+    """How an iterable data set goes on after a resume. exact: where it was, on the same number of data-parallel ranks;
+    beginning: at its beginning."""
 
 
 @config_dataclass

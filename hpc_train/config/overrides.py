@@ -17,7 +17,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig
 
 from hpc_train.config.groups import GROUPS, default_options, option_files
-from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import SEALED_ATTRIBUTE
@@ -212,7 +211,7 @@ _LABELLED = ("data", "model", "cluster")
 """Groups whose `name` and `kind` only label the option."""
 _LABELS = ("name", "kind")
 _OF_YOUR_OWN = {
-    "data": "for text of your own data=text data.sources=[FILE]",
+    "data": "for text of your own data=text data.sources=[FILE], for a data set of your own data=custom",
     "model": "for a model of your own model=custom model.module=MODULE model.name=NAME",
     "cluster": "for a cluster of your own --config-dir DIR with a file in DIR/cluster/",
 }
@@ -236,7 +235,9 @@ def _check_label(config: RunConfig, overrides: Sequence[str], text: str, key: st
     group, _, field = key.partition(".")
     if group not in _LABELLED or field not in _LABELS:
         return
-    if (group, field) == ("model", "name") and (_is_custom(config) or _changes_model(overrides)):
+    if field == "name" and getattr(config, group).kind == "custom" if group != "cluster" else False:
+        return
+    if (group, field) == ("model", "name") and _changes_model(overrides):
         return
     option = _option(group, overrides)
     value, named = get_value(config, key), _declared_value(config, group, option, field, config_dir)
@@ -247,10 +248,6 @@ def _check_label(config: RunConfig, overrides: Sequence[str], text: str, key: st
     raise UserError(
         f"{text}: only labels what {group}={option} is, and chooses nothing; {meant}; {_OF_YOUR_OWN[group]}"
     )
-
-
-def _is_custom(config: RunConfig) -> bool:
-    return isinstance(config.model, CustomModelConfig)
 
 
 def _changes_model(overrides: Sequence[str]) -> bool:

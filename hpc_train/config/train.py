@@ -5,6 +5,8 @@ from __future__ import annotations
 from hpc_train.config.schema import config_dataclass, config_field
 
 _DEFAULT_STEPS = 200
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+"""Learning-rate schedules that come with the package."""
 
 
 @config_dataclass
@@ -45,6 +47,13 @@ class TrainConfig:
     """Write the metrics for TensorBoard too, into the run directory."""
     record_steps: bool = True
     """Record what each rank spends each step on, 200 bytes a step, for `hpc-train report`, `top` and `status`."""
+    module: str | None = None
+    """Python module to import first, where `loss` and `metrics` of your own are registered."""
+    loss: str | None = None
+    """Loss of your own, by the name given to hpc_train.components.register_loss; None: the model's own, else cross
+    entropy."""
+    metrics: list[str] = config_field(default=[])
+    """What an evaluation measures besides the loss: accuracy, perplexity, or names given to register_metric."""
     noise_scale: NoiseScaleConfig = config_field(default=NoiseScaleConfig)
 
     @property
@@ -139,8 +148,11 @@ class CheckpointConfig:
 class ScheduleConfig:
     """The learning rate as a function of the step."""
 
-    name: str = config_field(default="cosine", choices=("cosine", "linear", "wsd", "constant"))
-    """wsd is warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395)."""
+    name: str = "cosine"
+    """cosine, linear, constant, wsd (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395), or a name given to
+    hpc_train.components.register_schedule."""
+    args: dict[str, float | int | bool | str | None] = config_field(default={})
+    """Keyword arguments of a registered schedule, which decides alone: no other setting of this part has an effect."""
     warmup_steps: int = config_field(default=20, ge=0)
     """Steps of linear warm-up from 0; at most the steps of the run."""
     decay_fraction: float = config_field(default=0.1, ge=0, le=1)
@@ -151,10 +163,14 @@ class ScheduleConfig:
 
 @config_dataclass
 class OptimConfig:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), or an optimizer of your own."""
 
-    name: str = config_field(default="adamw", choices=("adamw",))
-    """The optimizer."""
+    name: str = "adamw"
+    """adamw, or a name given to hpc_train.components.register_optimizer."""
+    module: str | None = None
+    """Python module to import first, where an optimizer or a schedule of your own is registered."""
+    args: dict[str, float | int | bool | str | None] = config_field(default={})
+    """Keyword arguments of a registered optimizer, which gets no other setting of this part but `lr`."""
     lr: float = config_field(default=3e-3, gt=0)
     """Peak learning rate, at a global batch of `base_batch` sequences."""
     betas: list[float] = config_field(default=[0.9, 0.95])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.model import (
+    CustomDataConfig,
     DataConfig,
     HfModelConfig,
     ImageDataConfig,
@@ -23,6 +24,7 @@ from hpc_train.config.model import (
 from hpc_train.data.document_samples import PaddedDocuments, open_padded_documents
 from hpc_train.data.mixture import MixtureDataset
 from hpc_train.data.mixture_order import list_sources, make_config_order
+from hpc_train.data.own_dataset import OwnStream, StreamPart, open_own_dataset
 from hpc_train.data.packed_samples import open_packed_documents
 from hpc_train.data.token_files import open_tokens
 from hpc_train.data.token_samples import TokenDataset
@@ -80,7 +82,25 @@ def open_dataset(config: DataConfig, sequence_length: int, split: Split) -> Data
         return open_mixture(config, sequence_length, split)
     if isinstance(config, ImageDataConfig):
         return open_image_dataset(config, split)
-    raise UserError(f"data.kind={config.kind} is not known: tokens or images")
+    if isinstance(config, CustomDataConfig):
+        return require_indexed(open_own_dataset(config, split))
+    raise UserError(f"data.kind={config.kind} is not known: tokens, images or custom")
+
+
+def open_samples(
+    config: DataConfig, sequence_length: int, split: Split, part: StreamPart | None = None
+) -> Dataset | OwnStream:
+    """Open one split as open_dataset does, or a user's iterable data set. part: of a stream, this rank's."""
+    if isinstance(config, CustomDataConfig) and not (split == "validation" and config.validation_fraction == 0):
+        return open_own_dataset(config, split, part)
+    return open_dataset(config, sequence_length, split)
+
+
+def require_indexed(data: Dataset | OwnStream) -> Dataset:
+    """Return a data set whose samples have an index. Raises UserError for a stream."""
+    if isinstance(data, OwnStream):
+        raise UserError(f"data.name={data.name}: is an iterable data set; this needs one with __len__ and __getitem__")
+    return data
 
 
 def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Split) -> TokenDataset | PaddedDocuments:

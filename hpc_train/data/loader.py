@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import itemgetter
 from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,20 @@ from hpc_train.data.mixture import MixtureDataset
 from hpc_train.data.sample_order import order_samples
 from hpc_train.errors import UserError
 from hpc_train.interfaces import MicroBatch, StepBatch
+
+
+class BatchLoader(Protocol):
+    """Gives the training loop its batches, one step after the other."""
+
+    global_batch: int
+
+    def batch(self, step_start_sample: int) -> StepBatch:
+        """Return this rank's share of the step that begins with this sample of all ranks."""
+
+    def state(self) -> Any:
+        """Return what a checkpoint must hold besides the number of samples, as JSON has it; None: nothing."""
+
+    def close(self) -> None: ...
 
 
 class Loader:
@@ -37,7 +52,7 @@ class Loader:
         # Pinning happens on the thread, and would otherwise make a context on GPU 0 in every rank of a node.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._next: tuple[int, Future[list[MicroBatch]]] | None = None
-        self._thread = _start_thread()
+        self._thread = start_loader_thread()
 
     def batch(self, step_start_sample: int) -> StepBatch:
         """Return this rank's contiguous share of the samples [step_start_sample, step_start_sample + global_batch).
@@ -53,6 +68,9 @@ class Loader:
         following = step_start_sample + self.global_batch
         self._next = (following, self._submit(following))
         return StepBatch(micro, first=self.offset)
+
+    def state(self) -> None:
+        """Return nothing: the position in the run decides everything."""
 
     def close(self) -> None:
         """End the thread; the loader cannot be used afterwards."""
@@ -99,7 +117,7 @@ def compute_share(global_batch: int, dp_size: int) -> int:
     )
 
 
-def _start_thread() -> ThreadPoolExecutor:
+def start_loader_thread() -> ThreadPoolExecutor:
     """Start one thread with every signal blocked.
 
     Signals belong to the main thread: one that the kernel delivers to this thread would not interrupt the main thread's

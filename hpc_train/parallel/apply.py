@@ -22,6 +22,7 @@ from hpc_train.models.deferred import DeferredValues
 from hpc_train.parallel.dropout import place_dropout
 from hpc_train.parallel.engines.plain_engine import PlainEngine, UnwrappedModel
 from hpc_train.parallel.engines.updating_engine import has_routers
+from hpc_train.parallel.loss import use_own_loss
 from hpc_train.parallel.materialise import (
     ParameterValues,
     adopt_buffers,
@@ -147,6 +148,7 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
 
         yield synchronise_batch_norm(part, config, world)
     yield place_dropout(part, config, world)
+    yield use_own_loss(part, config.train)
 
     if parallel.ep > 1:
         from hpc_train.parallel.expert.expert_parallel import apply_expert_parallel

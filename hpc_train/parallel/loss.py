@@ -21,6 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from hpc_train._torch import check_on_device, shard_offset
+from hpc_train.components import LOSSES
+from hpc_train.config.train import TrainConfig
 from hpc_train.interfaces import IGNORED_TARGET, StepBatch, World
 from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.models.transformer import Transformer
@@ -45,6 +47,15 @@ def compute_loss_sum(model: nn.Module, out: Any, target: Tensor) -> Tensor:
     return sum_split_cross_entropy(out, target) if isinstance(out, DTensor) else cross_entropy_sum(out, target)
 
 
+def use_own_loss(part: nn.Module, config: TrainConfig) -> str | None:
+    """Give a model, or a stage, the registered loss that train.loss names, in place of its own; returns a log line."""
+    if config.loss is None:
+        return None
+    own = LOSSES.find(config.loss, config.module)
+    part.loss_sum = own  # type: ignore[assignment]
+    return f"loss: {config.loss}"
+
+
 def weigh_mean_loss(mean: Tensor, target: Tensor) -> Tensor:
     """Multiply a mean loss by the number of targets that count; 0 if none does, where a mean is NaN."""
     count = (target != IGNORED_TARGET).sum()
@@ -54,7 +65,8 @@ def weigh_mean_loss(mean: Tensor, target: Tensor) -> Tensor:
 
 def compute_first_loss_sum(model: nn.Module, out: Any, target: Tensor) -> Tensor:
     """Compute the loss sum of the first call and check what the model returns. Raises UserError, in one line."""
-    if isinstance(out, DTensor) or isinstance(model, (Transformer, VisionTransformer)):
+    ours = isinstance(model, (Transformer, VisionTransformer)) and "loss_sum" not in vars(model)
+    if isinstance(out, DTensor) or ours:
         return compute_loss_sum(model, out, target)
     own = callable(getattr(model, "loss_sum", None))
     if not own:

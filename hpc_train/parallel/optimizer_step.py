@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapreplace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train._torch import multiply_tensors, shard_offset
+from hpc_train.components import explain_user_code
+from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
+from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.mesh_axes import find_replica, find_split_axes, get_axis_degree
 from hpc_train.parallel.precision import LossScale
 
@@ -131,8 +134,9 @@ class OptimizerUpdates:
             self.clear_gradients()
             return False
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+            group["lr"] = lr * group.get("lr_factor", 1.0)
+        with explain_user_code("in the optimizer's step"):
+            self._optimizer.step()
         self.clear_gradients()
         return True
 
@@ -159,19 +163,67 @@ class OptimizerUpdates:
 def initialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer's state, which torch makes at the first step only, so that it can be saved and loaded.
 
-    A step with a learning rate and a gradient of 0 leaves every parameter as it is.
+    A step with a learning rate and a gradient of 0 leaves every parameter as it is. Raises UserError for an optimizer
+    of the user's own that changes parameters then, or whose state cannot be saved.
     """
+    own = type(optimizer) is not torch.optim.AdamW and not is_rehearsal()
+    before = _describe_start(optimizer) if own else None
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    with explain_user_code("in the optimizer's first step, with gradients and a learning rate of 0"):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
         for parameter in group["params"]:
-            optimizer.state[parameter]["step"].zero_()
+            step = optimizer.state[parameter].get("step")
+            if isinstance(step, Tensor):
+                step.zero_()
+    if before is not None:
+        _check_own_state(optimizer, before)
+
+
+def _describe_start(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return what a step with a gradient of 0 must not change: sums of parameters, and settings of their groups."""
+    sums = [get_local(p).detach().double().sum() for group in optimizer.param_groups for p in group["params"]]
+    plain = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+    return [torch.stack(sums).tolist() if sums else [], plain]
+
+
+def _check_own_state(optimizer: torch.optim.Optimizer, before: list[Any]) -> None:
+    """Raise UserError for an optimizer that could not be resumed as it was: all its state must be tensors."""
+    name = type(optimizer).__name__
+    sums, plain = _describe_start(optimizer)
+    if sums != before[0]:
+        raise UserError(
+            f"optim: {name} changes parameters in a step whose gradient and learning rate are 0, which makes its state"
+        )
+    for group, earlier in zip(plain, before[1], strict=True):
+        changed = [key for key in group if repr(group[key]) != repr(earlier.get(key))]
+        if changed:
+            raise UserError(
+                f"optim: {name} keeps {changed[0]} in its parameter groups and changes it, so it would not be saved; "
+                "keep it as a tensor in state[parameter]"
+            )
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            _check_state_value(name, key, value, parameter)
+
+
+def _check_state_value(name: str, key: object, value: object, parameter: Tensor) -> None:
+    if not isinstance(key, str) or not isinstance(value, Tensor):
+        raise UserError(
+            f"optim: {name} has the state {key}, a {type(value).__name__}, which cannot be saved; make it a tensor"
+        )
+    partial = isinstance(value, DTensor) and any(one.is_partial() for one in value.placements)
+    if isinstance(parameter, DTensor) and (partial or (value.ndim > 0 and value.shape != parameter.shape)):
+        raise UserError(
+            f"optim: {name} has the state {key} of shape {tuple(value.shape)} for a parameter {tuple(parameter.shape)} "
+            "that is split over ranks, so it would not fit another layout; use parallel=ddp"
+        )
 
 
 def list_tensor_shards(

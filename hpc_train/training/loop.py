@@ -33,19 +33,21 @@ from hpc_train.checkpoint.storage.step_directory import WEIGHTS_FOLDER, mark_wei
 from hpc_train.config.compose import config_to_yaml
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.data.loader import Loader
+from hpc_train.data.loader import BatchLoader
 from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.interfaces import Engine, StepBatch, Sums, TensorShard, World
 from hpc_train.models.shape import compute_flops_per_token
 from hpc_train.parallel.mesh_axes import get_axis_index
+from hpc_train.parallel.metrics import PERPLEXITY
 from hpc_train.resilience.chaos import FaultInjector
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import LedgerFile
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.step_clock import StepPart
 from hpc_train.training.anomalies import UpdateGuard
+from hpc_train.training.data_position import gather_positions
 from hpc_train.training.number_checks import RanksDisagree, check_last_norm, check_numbers, distrust_steps
-from hpc_train.training.optimizer import compute_learning_rate, scale_peak_rate, seed_step
+from hpc_train.training.optimizer import make_schedule, scale_peak_rate, seed_step
 from hpc_train.training.recorder import StepRecorder
 from hpc_train.training.replay import replay_step
 from hpc_train.training.replica_check import ReplicaCheck
@@ -131,15 +133,36 @@ def make_update_guard(config: RunConfig) -> UpdateGuard:
     return UpdateGuard(config.resilience.numbers, config.resilience.act, able)
 
 
-def compute_validation_loss(
-    engine: Engine, loader: Loader, batches: int, stop: StopRequest, beat: Callable[[], None] = lambda: None
-) -> float | None:
-    """Return the mean loss per token over the first `batches` global batches of the validation split.
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over the targets of an evaluation, the same on all ranks."""
+
+    loss: float
+    """Nats per target."""
+    metrics: dict[str, float]
+    """Those of train.metrics, by name."""
+
+    def as_record(self) -> dict[str, float]:
+        """Return the fields of the step's line in metrics.jsonl."""
+        return {"validation_loss": self.loss, **{f"validation_{name}": value for name, value in self.metrics.items()}}
+
+
+def evaluate_batches(
+    engine: Engine,
+    loader: BatchLoader,
+    batches: int,
+    metrics: Sequence[str],
+    stop: StopRequest,
+    beat: Callable[[], None] = lambda: None,
+) -> Evaluation | None:
+    """Return the mean loss per token and `metrics` over the first `batches` global batches of the validation split.
 
     None if any rank was asked to stop meanwhile; all ranks leave the evaluation at the same batch.
     beat: called before each batch.
     """
     total, tokens = 0.0, 0
+    added = [name for name in dict.fromkeys(metrics) if name != PERPLEXITY]
+    measured = torch.zeros(len(added), 2, dtype=torch.float64)
     for index in range(batches):
         beat()
         batch = loader.batch(index * loader.global_batch)
@@ -149,7 +172,14 @@ def compute_validation_loss(
             return None
         total += float(sums.loss)
         tokens += sums.tokens
-    return total / max(tokens, 1)
+        if sums.metrics is not None:
+            measured += sums.metrics.cpu()
+    loss = total / max(tokens, 1)
+    pairs = zip(added, measured.tolist(), strict=True)
+    means = {name: value / weight if weight else math.nan for name, (value, weight) in pairs}
+    if PERPLEXITY in metrics:
+        means[PERPLEXITY] = math.exp(loss) if loss < 700 else math.inf
+    return Evaluation(loss, {name: means[name] for name in dict.fromkeys(metrics)})
 
 
 def describe_origin(config: RunConfig, attempt: int) -> Origin:
@@ -208,8 +238,8 @@ class TrainingRun:
     world: World
     directory: RunDirectory
     engine: Engine
-    loader: Loader
-    validation: Loader | None
+    loader: BatchLoader
+    validation: BatchLoader | None
     steps: int
     reporter: Reporter
     stop: StopRequest
@@ -232,8 +262,8 @@ class TrainingRun:
     noise: NoiseScale = field(init=False)
     guard: UpdateGuard = field(init=False)
     rollback: RollbackState = field(init=False)
-    peak_lr: float = field(init=False)
-    """Scaled to the global batch."""
+    schedule: Callable[[int], float] = field(init=False)
+    """Learning rate of each update."""
     peak_flops: float | None = field(init=False)
     """FLOP/s of this rank's device, where they are known."""
     saver: Saver = field(init=False)
@@ -269,7 +299,8 @@ class TrainingRun:
         self.noise = NoiseScale(self.config.train.noise_scale.decay)
         self.guard = make_update_guard(self.config)
         self.rollback = RollbackState(self.config.resilience.numbers.good_after)
-        self.peak_lr = scale_peak_rate(self.config.optim, self.config.train.global_batch)
+        peak = scale_peak_rate(self.config.optim, self.config.train.global_batch)
+        self.schedule = make_schedule(self.config.optim, peak, self.steps)
         checkpoint, device = self.config.checkpoint, self.world.device
         overlap = checkpoint.overlap == "always" or (checkpoint.overlap == "auto" and device.type == "cuda")
         saves = self.world.rank == 0 and (checkpoint.every > 0 or checkpoint.weights_every > 0)
@@ -411,7 +442,7 @@ def train_step(run: TrainingRun) -> StepResult:
     if run.injector is not None:
         run.injector.before_step(run.step, run.engine.parts)
     sums, norm, waited = _compute_gradient(run, batch)
-    lr = compute_learning_rate(config.optim.schedule, run.peak_lr, run.step, run.steps)
+    lr = run.schedule(run.step)
     # Waits for the device. The optimizer's work on it is part of the next step's time.
     run.last_loss = float(sums.loss) / max(sums.tokens, 1)
     replayed = run.guard.wants_replay(run.last_loss, float(norm), run.consumed_samples)
@@ -516,11 +547,11 @@ def _track_lost_steps(run: TrainingRun, finite: bool) -> None:
         run.lost_since = run.step
 
 
-def report_step(run: TrainingRun, step: StepResult, validation: float | None) -> None:
+def report_step(run: TrainingRun, step: StepResult, validation: Evaluation | None) -> None:
     """Write the step's line of metrics.jsonl."""
     if validation is not None:
-        run.last_validation, run.validated_at = validation, run.step
-    record = {**step.record, "validation_loss": validation}
+        run.last_validation, run.validated_at = validation.loss, run.step
+    record = {**step.record, **(validation.as_record() if validation is not None else {})}
     run.reporter.step(record)
     if run.node_metrics is not None:
         run.node_metrics.update(record, run.heartbeat)
@@ -544,8 +575,8 @@ def _measure_noise(run: TrainingRun, sums: Sums, norm: torch.Tensor) -> None:
         run.reporter.noise(critical, batch)
 
 
-def _evaluate_if_due(run: TrainingRun, stop: bool) -> float | None:
-    """Return the validation loss if it is due; if a stop was agreed on, before or meanwhile, the run owes it."""
+def _evaluate_if_due(run: TrainingRun, stop: bool) -> Evaluation | None:
+    """Return the evaluation if it is due; if a stop was agreed on, before or meanwhile, the run owes it."""
     train_config = run.config.train
     due = train_config.eval_every and (run.step % train_config.eval_every == 0 or run.step == run.steps)
     run.owes_validation = False
@@ -553,11 +584,12 @@ def _evaluate_if_due(run: TrainingRun, stop: bool) -> float | None:
         return None
     if not stop:
         beat = partial(run.heartbeat.enter, Phase.EVALUATE, run.step)
-        loss = compute_validation_loss(run.engine, run.validation, train_config.eval_batches, run.stop, beat)
+        batches, metrics = train_config.eval_batches, train_config.metrics
+        result = evaluate_batches(run.engine, run.validation, batches, metrics, run.stop, beat)
     else:
-        loss = None
-    run.owes_validation = loss is None
-    return loss
+        result = None
+    run.owes_validation = result is None
+    return result
 
 
 def evaluate_owed(run: TrainingRun) -> None:
@@ -567,10 +599,10 @@ def evaluate_owed(run: TrainingRun) -> None:
     """
     if not run.owes_validation:
         return
-    loss = _evaluate_if_due(run, stop=False)
-    if loss is not None:
-        run.last_validation, run.validated_at = loss, run.step
-        run.reporter.validated(run.step, loss)
+    result = _evaluate_if_due(run, stop=False)
+    if result is not None:
+        run.last_validation, run.validated_at = result.loss, run.step
+        run.reporter.validated(run.step, result.as_record())
 
 
 def explain_too_late(run: TrainingRun) -> str:
@@ -611,6 +643,7 @@ def save_checkpoint(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
         "schema_version": run.config.schema_version,
         "owes_validation": run.owes_validation,
         "numbers": run.guard.state(),
+        "data": gather_positions(run.loader, run.world),
     }
     validation = run.last_validation if run.validated_at == run.step else None
     # With the latest update skipped the parameters may be what makes the loss infinite.

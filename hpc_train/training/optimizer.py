@@ -8,22 +8,27 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train import components
+from hpc_train.components import OPTIMIZERS
 from hpc_train.config.run import RunConfig
-from hpc_train.config.train import OptimConfig, ScheduleConfig
+from hpc_train.config.train import SCHEDULES, OptimConfig, ScheduleConfig
 from hpc_train.errors import UserError
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Make AdamW with weight decay on matrices only. Raises UserError if no parameter is trained."""
+    """Make AdamW with weight decay on matrices only, or the user's own. Raises UserError if nothing is trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise UserError("model: no parameter requires a gradient; there is nothing to train")
+    if config.name != "adamw":
+        return _make_own_optimizer(trained, config)
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in trained:
         # torch's fused kernels take DTensors of one mesh at a time, and experts are on a mesh of their own.
@@ -39,6 +44,17 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
         eps=config.eps,
         **_implementation(config.implementation, trained[0].device),
     )
+
+
+def _make_own_optimizer(trained: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    """Call the registered optimizer with the parameters of this rank, the peak rate and the user's arguments."""
+    factory = OPTIMIZERS.find(config.name, config.module, ("adamw",))
+    optimizer = OPTIMIZERS.call(config.name, factory, config.args, trained, lr=config.lr)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"optim.name={config.name}: returned a {type(optimizer).__name__}; return a torch.optim.Optimizer"
+        )
+    return optimizer
 
 
 def _implementation(name: str, device: torch.device) -> dict[str, bool]:
@@ -92,6 +108,30 @@ def _decay_shape(config: ScheduleConfig, step: int, warmup: int, steps: int) -> 
             return 1.0
     done = (step - start + 1) / max(steps - start, 1)
     return 0.5 * (1 + math.cos(math.pi * done)) if config.name == "cosine" else 1 - done
+
+
+def make_schedule(config: OptimConfig, peak: float, steps: int) -> Callable[[int], float]:
+    """Return the learning rate as a function of the update (0-based): a built-in schedule, or the user's own.
+
+    A registered schedule is called as function(step, steps, **args) and returns a factor of the peak. It is a function
+    of the step alone, so that a resumed run needs no state of it. Raises UserError for a factor that is no number.
+    """
+    schedule = config.schedule
+    if schedule.name in SCHEDULES:
+        return lambda step: compute_learning_rate(schedule, peak, step, steps)
+    own = components.SCHEDULES.find(schedule.name, config.module, SCHEDULES)
+
+    def compute_rate(step: int) -> float:
+        factor = components.SCHEDULES.call(schedule.name, own, schedule.args, step, steps)
+        if not isinstance(factor, (int, float)) or not math.isfinite(factor) or factor < 0:
+            raise UserError(
+                f"optim.schedule.name={schedule.name}: returned {factor!r} for step {step}; return a factor of "
+                "optim.lr, 0 or more"
+            )
+        return peak * factor
+
+    compute_rate(0)  # mistakes show before the first step
+    return compute_rate
 
 
 def seed_step(seed: int, step: int, index: int) -> None:

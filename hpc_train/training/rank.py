@@ -24,9 +24,11 @@ from hpc_train.checkpoint.storage.lock import hold_lock
 from hpc_train.config.model import CustomModelConfig, HfModelConfig
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.data.datasets import Dataset, check_model_fits_data, open_dataset
-from hpc_train.data.loader import Loader
+from hpc_train.data.datasets import Dataset, check_model_fits_data, open_samples
+from hpc_train.data.loader import BatchLoader, Loader
 from hpc_train.data.mixture import MixtureDataset
+from hpc_train.data.own_dataset import OwnStream, StreamPart
+from hpc_train.data.stream_loader import StreamLoader
 from hpc_train.errors import EXIT_DONE, IncompleteRun, UserError
 from hpc_train.interfaces import Engine, RankMap, Task, World
 from hpc_train.messages import gather_values
@@ -45,6 +47,7 @@ from hpc_train.runtime.consensus import Consensus
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
 from hpc_train.runtime.start import leave_process_group, start
+from hpc_train.training.data_position import restore_position
 from hpc_train.training.loop import TrainingRun, describe_code_change, evaluate_owed, run_training
 from hpc_train.training.optimizer import doubt_learning_rate, make_optimizer, require_determinism
 from hpc_train.training.rank_log import RankLog
@@ -136,7 +139,8 @@ def _run_rank(
                 if rank_map.warning:
                     run.reporter.event("warning", about="placement", why=rank_map.warning)
                 evaluate_owed(run)
-                _log_start(run, parameter_count, len(data), [*rank_map.lines, *notes, *_describe_mixture(run, data)])
+                notes = [*rank_map.lines, *notes, *_describe_mixture(run, data)]
+                _log_start(run, parameter_count, _count_samples(data), notes)
                 code = run_training(run)
                 if run.profiler is not None:
                     run.profiler.close(run.step)
@@ -167,13 +171,19 @@ def _count_parameters(config: RunConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def open_data(config: RunConfig, world: World) -> Dataset:
+def open_data(config: RunConfig, world: World) -> Dataset | OwnStream:
     """Open the training samples. Rank 0 first builds the token store if it is not there yet."""
     data = _USER_ERRORS.run_on_rank_0_first(
-        world, lambda: open_dataset(config.data, config.train.sequence_length, "train")
+        world, lambda: open_samples(config.data, config.train.sequence_length, "train", get_stream_part(world))
     )
-    check_model_fits_data(config.model, data)
+    if not isinstance(data, OwnStream):
+        check_model_fits_data(config.model, data)
     return data
+
+
+def get_stream_part(world: World) -> StreamPart:
+    """Return which samples of a stream this rank reads."""
+    return StreamPart(world.dp_index, world.dp_size)
 
 
 def make_model(config: RunConfig) -> nn.Module:
@@ -254,16 +264,17 @@ def assemble_run(
     directory: RunDirectory,
     attempt: int,
     stop: StopRequest,
-    data: Dataset,
+    data: Dataset | OwnStream,
     engine: Engine,
 ) -> TrainingRun:
     """Assemble the run, ready for its next step: the one after the checkpoint that is resumed, or the first."""
-    steps = count_total_steps(config, len(data))
+    steps = count_total_steps(config, _count_samples(data))
     loader, validation = _make_loader(config, data, world), _make_validation_loader(config, world)
     run = TrainingRun(config, world, directory, engine, loader, validation, steps, Reporter(directory, attempt), stop)
     before = _USER_ERRORS.run_on_rank_0(world, lambda: read_rollbacks(directory.path / ROLLBACKS))
     run.rollback.restore(before)
     run.guard.skip_samples(run.rollback.entries)
+    restarted = ""
     resumed = resume_from_checkpoint(directory.checkpoints, config.checkpoint.resume, engine.shards(), world)
     if resumed is not None and not resumed.weights_only:
         run.step = run.equal_at = resumed.step
@@ -274,6 +285,8 @@ def assemble_run(
         run.noise.restore(resumed.extra["noise_scale"])
         if "numbers" in resumed.extra:  # not in checkpoints of earlier releases
             run.guard.restore(resumed.extra["numbers"])
+        exact = getattr(config.data, "resume", "exact") == "exact"
+        restarted = restore_position(loader, resumed.extra.get("data"), run.consumed_samples, exact, world)
         if run.saved_at is not None:
             run.rollback.add_checkpoint(run.saved_at)
     loaded = None
@@ -292,6 +305,8 @@ def assemble_run(
         run.reporter.say(other)
     if loaded is not None:
         run.reporter.say(loaded)
+    if restarted:
+        run.reporter.say(restarted)
     if resumed is not None and resumed.weights_only:
         run.reporter.say(
             f"weights of step {resumed.step} in {resumed.directory}: training starts at step 0 with a fresh optimizer"
@@ -321,15 +336,21 @@ def start_profiler(run: TrainingRun, attempt: int) -> StepProfiler | None:
     return StepProfiler(run.config, run.directory.path, attempt, run.world, run.engine.parts, run.step, say)
 
 
-def count_total_steps(config: RunConfig, samples: int) -> int:
-    """Return the number of updates of the whole run; epochs are rounded up to whole steps."""
+def _count_samples(data: Dataset | OwnStream) -> int | None:
+    return None if isinstance(data, OwnStream) else len(data)
+
+
+def count_total_steps(config: RunConfig, samples: int | None) -> int:
+    """Return the number of updates of the whole run; epochs are rounded up to whole steps. samples: None if unknown."""
     if config.train.wanted_steps is not None:
         return config.train.wanted_steps
     assert config.train.epochs is not None
+    if samples is None:
+        raise UserError(f"train.epochs={config.train.epochs:g}: an iterable data set has no length; set train.steps")
     return max(1, math.ceil(config.train.epochs * samples / config.train.global_batch))
 
 
-def _describe_mixture(run: TrainingRun, data: Dataset) -> list[str]:
+def _describe_mixture(run: TrainingRun, data: Dataset | OwnStream) -> list[str]:
     """Say how much of the run each source of a mixture gives, and which are repeated."""
     if not isinstance(data, MixtureDataset):
         return []
@@ -340,17 +361,20 @@ def _does_save(config: RunConfig) -> bool:
     return config.checkpoint.every > 0 or config.checkpoint.weights_every > 0
 
 
-def _make_loader(config: RunConfig, data: Dataset, world: World) -> Loader:
+def _make_loader(config: RunConfig, data: Dataset | OwnStream, world: World) -> BatchLoader:
     train_config = config.train
+    if isinstance(data, OwnStream):
+        return StreamLoader(data, train_config.global_batch, train_config.micro_batch, world.dp_index, world.dp_size)
     return Loader(
         data, train_config.seed, train_config.global_batch, train_config.micro_batch, world.dp_index, world.dp_size
     )
 
 
-def _make_validation_loader(config: RunConfig, world: World) -> Loader | None:
+def _make_validation_loader(config: RunConfig, world: World) -> BatchLoader | None:
     if not config.train.eval_every or not config.data.validation_fraction:
         return None
-    return _make_loader(config, open_dataset(config.data, config.train.sequence_length, "validation"), world)
+    part = get_stream_part(world)
+    return _make_loader(config, open_samples(config.data, config.train.sequence_length, "validation", part), world)
 
 
 def _check_position(consumed: int, run: TrainingRun) -> None:
@@ -392,15 +416,15 @@ def _write_rank_map(world: World, task: Task, rank_map: RankMap, directory: RunD
             write_private_file(path, json.dumps(content, indent=1) + "\n")
 
 
-def _log_start(run: TrainingRun, parameters: int, samples: int, notes: list[str]) -> None:
+def _log_start(run: TrainingRun, parameters: int, samples: int | None, notes: list[str]) -> None:
     """Report what is trained, on what, over which mesh, with notes on placement and techniques."""
     resumed = run.step > 0
     axes = zip(run.world.mesh.mesh_dim_names or (), run.world.mesh.shape, strict=True)
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "all degrees 1"
-    config = run.config
+    config, amount = run.config, "a stream" if samples is None else f"{samples:,} samples"
     run.reporter.say(
         f"{config.model.name}: {parameters:,} parameters, {config.precision.name}, {config.parallel.strategy} "
-        f"over {run.world.size} ranks ({mesh}); {config.data.name}: {samples:,} samples"
+        f"over {run.world.size} ranks ({mesh}); {config.data.name}: {amount}"
     )
     for line in notes:
         run.reporter.say(line)
@@ -410,15 +434,16 @@ def _log_start(run: TrainingRun, parameters: int, samples: int, notes: list[str]
     run.reporter.event("resume" if resumed else "start", step=run.step, steps=run.steps, world=run.world.size)
 
 
-def _log_end(run: TrainingRun, data: Dataset) -> None:
+def _log_end(run: TrainingRun, data: Dataset | OwnStream) -> None:
     if run.step < run.steps:
         return
     run.reporter.event("end", step=run.step)
     losses = [f"loss {run.last_loss:.4f}"] if run.last_loss is not None else []
     if run.last_validation is not None:
         losses.append(f"validation {run.last_validation:.4f}")
-    if run.world.rank == 0 and data.unigram_entropy is not None:  # it counts the tokens of the validation split
-        losses.append(f"a unigram model of the same text {data.unigram_entropy:.4f} nats a token")
+    entropy = data.unigram_entropy if run.world.rank == 0 and not isinstance(data, OwnStream) else None
+    if entropy is not None:
+        losses.append(f"a unigram model of the same text {entropy:.4f} nats a token")
     run.reporter.say(f"done: {run.step} steps; {', '.join(losses)}", last=True)
     run.reporter.say(f"run directory: {run.directory.path}", last=True)
 

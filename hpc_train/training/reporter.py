@@ -45,6 +45,9 @@ def describe_step(record: dict[str, Any]) -> str:
     parts = [f"loss {record['loss']:.4f}" if record["loss"] is not None else "loss not finite"]
     if record.get("validation_loss") is not None:
         parts.append(f"validation {record['validation_loss']:.4f}")
+    for name, value in record.items():
+        if name.startswith("validation_") and name != "validation_loss" and value is not None:
+            parts.append(f"{name.removeprefix('validation_')} {value:.4g}")
     parts.append(f"lr {record['lr']:.2e}")
     parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
     if record.get("mfu") is not None:
@@ -156,12 +159,12 @@ class Reporter:
             self.bar.show(record)
         self._log(record)
 
-    def validated(self, step: int, loss: float) -> None:
-        """Add the validation loss to a step that an earlier attempt has reported."""
+    def validated(self, step: int, values: dict[str, float]) -> None:
+        """Add the results of an evaluation to a step that an earlier attempt has reported."""
         if self.metrics is None:
             return
-        self.metrics.amend(step, validation_loss=loss)
-        self._log({"step": step, "validation_loss": loss})
+        self.metrics.amend(step, **values)
+        self._log({"step": step, **values})
 
     def _log(self, record: dict[str, Any]) -> None:
         for logger in self.loggers:

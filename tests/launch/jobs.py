@@ -103,7 +103,7 @@ class Workshop:
         clean = {key: value for key, value in os.environ.items() if not LAUNCHERS.search(key)}
         settings = {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
         settings |= {"FAULTS": faults, "FAULT_FOLDER": str(self.folder)}
-        text = () if "data=digits" in overrides else ("data=text", f"data.path={self.store}")
+        text = () if {"data=digits", "data=custom"} & {*overrides} else ("data=text", f"data.path={self.store}")
         words = (*command, f"run_dir={run_dir}", *text, *TINY, *overrides)
         popen = subprocess.Popen(
             words,

@@ -16,9 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 
 import hpc_train
-from hpc_train.config.model import CustomModelConfig
+from hpc_train.components import DATASETS, LOSSES, METRICS, MODELS, OPTIMIZERS, SCHEDULES, ComponentKind
 from hpc_train.config.run import RunConfig
-from hpc_train.models.registry import ENTRY_POINTS
 
 _INSTALLED_FOLDERS = frozenset({"site-packages", "dist-packages"})
 PACKAGE_FOLDER = Path(hpc_train.__file__).resolve().parent
@@ -37,12 +36,25 @@ def shipped_conf() -> Path:
 def user_modules(configs: Sequence[RunConfig]) -> list[str]:
     """Return the users' Python modules that these runs name, by import or by entry point."""
     names: dict[str, None] = {}
-    offered = {point.name: point.module for point in entry_points(group=ENTRY_POINTS)}
     for config in configs:
-        if isinstance(config.model, CustomModelConfig):
-            name = config.model.module or offered.get(config.model.name)
-            names |= {name: None} if name else {}
+        for kind, module, chosen in _list_components(config):
+            offered = {point.name: point.module for point in entry_points(group=kind.entry_points)}
+            found = [module] if module else [offered[name] for name in chosen if name in offered]
+            names |= dict.fromkeys(found)
     return list(names)
+
+
+def _list_components(config: RunConfig) -> Iterator[tuple[ComponentKind, str | None, list[str]]]:
+    """Yield (kind, Python module, names) of what may be the user's own."""
+    train, optim = config.train, config.optim
+    if config.model.kind == "custom":
+        yield MODELS, getattr(config.model, "module", None), [config.model.name]
+    if config.data.kind == "custom":
+        yield DATASETS, getattr(config.data, "module", None), [config.data.name]
+    yield OPTIMIZERS, optim.module, [optim.name]
+    yield SCHEDULES, optim.module, [optim.schedule.name]
+    yield LOSSES, train.module, [train.loss] if train.loss else []
+    yield METRICS, train.module, train.metrics
 
 
 def locate_module(module: str) -> Path | None:

@@ -22,6 +22,7 @@ from hpc_train.parallel.data_parallel.fully_shard import free_gathered_parameter
 from hpc_train.parallel.engines.updating_engine import UpdatingEngine
 from hpc_train.parallel.loss import StepTotals, compute_first_loss_sum, compute_loss_sum, start_loss_sum
 from hpc_train.parallel.mesh_axes import get_axis_degree, get_axis_index, select_own_tokens
+from hpc_train.parallel.metrics import EvaluationSums, load_metrics
 from hpc_train.parallel.optimizer_step import OptimizerUpdates, get_local
 from hpc_train.parallel.pipeline.measurement import Timeline
 from hpc_train.parallel.pipeline.schedule import Pipeline, Schedule
@@ -44,6 +45,8 @@ class StepLoss:
         self.sum = torch.zeros((), dtype=torch.float64, device=device)
         self._losses_seen = 0
         self._checked = False
+        self.measured: EvaluationSums | None = None
+        """Set during an evaluation."""
 
     def begin(self, scale: Callable[[], float]) -> None:
         """Begin a step. `scale` is called at the first loss, because it may have to wait for other ranks."""
@@ -55,6 +58,8 @@ class StepLoss:
         with self._timeline.record("L", self._stage, self._losses_seen):
             loss = (compute_loss_sum if self._checked else compute_first_loss_sum)(self._last_part, out, target)
             self._checked = True
+            if self.measured is not None:
+                self.measured.add(loss, out, target)
             self.sum += loss.detach()
             self._losses_seen += 1
             return loss * self._get_scale()
@@ -86,6 +91,7 @@ class PipelineEngine(UpdatingEngine):
         self.timeline = pipeline.timeline
         self._pipeline, self._infer_output, self._updates, self._ties = pipeline, infer_output, updates, ties
         self._config, self._world, self._at_end = config, world, at_end
+        self._metrics = load_metrics(config.train)
         self._first = 0 in pipeline.parts
         last = len(pipeline.ranks) - 1
         self._last = last in pipeline.parts
@@ -122,12 +128,14 @@ class PipelineEngine(UpdatingEngine):
         """Compute the sums of a step without a gradient."""
         totals = StepTotals.start(batch, self._world)
         self._loss.begin(lambda: 1.0)
+        measured = self._loss.measured = EvaluationSums(self._metrics, self._world.device)
         with evaluation_mode(self.parts):
             schedule, inputs, target = self._prepare(batch, training=False)
             schedule.eval(*inputs, target=target, return_outputs=False)
-        if (reduction := start_loss_sum(self._loss.sum, self._world)) is not None:
+        self._loss.measured = None
+        if (reduction := start_loss_sum(measured.values, self._world)) is not None:
             reduction.wait()
-        return Sums(self._loss.sum, *totals.wait())
+        return Sums(measured.loss, *totals.wait(), metrics=measured.metrics)
 
     def _prepare(self, batch: StepBatch, training: bool) -> tuple[Schedule, list[Tensor], Tensor | None]:
         """Return the schedule for this batch, the inputs of the first stage, and the targets of the last."""

@@ -22,6 +22,7 @@ from hpc_train.parallel.loss import (
     start_sum,
 )
 from hpc_train.parallel.mesh_axes import get_axis_degree, select_own_tokens
+from hpc_train.parallel.metrics import EvaluationSums, load_metrics
 from hpc_train.parallel.optimizer_step import GradientUpdate
 from hpc_train.parallel.precision import autocast_forward
 from hpc_train.parallel.user_model import check_inputs, check_output_is_seen, explain_first_call, name_model
@@ -92,6 +93,7 @@ class PlainEngine(UpdatingEngine):
         self._config, self._world = config, world
         self._warmup_backwards = wrapped.warmup_backwards
         self._masks = StepMasks([model], config, world)
+        self._metrics = load_metrics(config.train)
         self._output_checked = False
         if has_routers([model]):
             from hpc_train.parallel.expert.balance import ExpertBalance, list_routers
@@ -130,19 +132,19 @@ class PlainEngine(UpdatingEngine):
             experts = self._balance.end_step()
         if reduction is not None:
             reduction.wait()
-        return Sums(local, *found, own, sample, experts)
+        return Sums(local, *found, own, sample=sample, experts=experts)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Sums:
         """Compute the sums of a step without a gradient."""
         totals = StepTotals.start(batch, self._world)
-        local = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        measured = EvaluationSums(self._metrics, self._world.device)
         with self._evaluation_mode():
             for micro in batch.micro:
-                local += self._compute_loss(micro)
-        if (reduction := start_loss_sum(local, self._world)) is not None:
+                self._compute_loss(micro, measured)
+        if (reduction := start_loss_sum(measured.values, self._world)) is not None:
             reduction.wait()
-        return Sums(local, *totals.wait())
+        return Sums(measured.loss, *totals.wait(), metrics=measured.metrics)
 
     def _warm_up(self, micro: MicroBatch) -> None:
         """Run the backwards that are thrown away, once, so that a resumed run rounds as one that never stopped."""
@@ -153,16 +155,19 @@ class PlainEngine(UpdatingEngine):
             self._updates.clear_gradients()
             self._warmup_backwards -= 1
 
-    def _compute_loss(self, micro: MicroBatch) -> Tensor:
+    def _compute_loss(self, micro: MicroBatch, measured: EvaluationSums | None = None) -> Tensor:
         if self._output_checked:
-            return self._run_forward(micro)
+            return self._run_forward(micro, measured)
         with explain_first_call(f"in the first call of {name_model(self._model)}"):
-            loss = self._run_forward(micro, first=True)
+            loss = self._run_forward(micro, measured, first=True)
         self._output_checked = True
         return loss
 
-    def _run_forward(self, micro: MicroBatch, *, first: bool = False) -> Tensor:
-        """Run the model on a micro-batch and sum its loss. first: check what the model takes and returns."""
+    def _run_forward(self, micro: MicroBatch, measured: EvaluationSums | None, *, first: bool = False) -> Tensor:
+        """Run the model on a micro-batch and sum its loss. first: check what the model takes and returns.
+
+        measured: gets the loss and what the model returned, in an evaluation.
+        """
         device, dtype = self._world.device, next(self._model.parameters()).dtype
         own = select_own_tokens(micro, self._config, self._world).map(lambda one: one.to(device, non_blocking=True))
         inputs = map_inputs(own.inputs, lambda one: one.to(dtype) if one.is_floating_point() else one)
@@ -170,11 +175,12 @@ class PlainEngine(UpdatingEngine):
             check_inputs(self._model, inputs)
         with self._autocast():
             out = self._wrapped.module(**inputs) if isinstance(inputs, dict) else self._wrapped.module(inputs)
-        if not first:
-            return compute_loss_sum(self._model, out, own.targets)
-        if self._wrapped.is_sharded:
+        if first and self._wrapped.is_sharded:
             check_output_is_seen(self._model, out)
-        return compute_first_loss_sum(self._model, out, own.targets)
+        loss = (compute_first_loss_sum if first else compute_loss_sum)(self._model, out, own.targets)
+        if measured is not None:
+            measured.add(loss, out, own.targets)
+        return loss
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._wrapped.is_sharded:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -25,9 +26,10 @@ from hpc_train._torch_rehearsal import (
     unreduced_gradients,
     watch_storage_sizes,
 )
-from hpc_train.config.model import ImageDataConfig, VisionTransformerConfig
+from hpc_train.config.model import CustomDataConfig, ImageDataConfig, VisionTransformerConfig
 from hpc_train.config.parallel import AXES, Degrees
 from hpc_train.config.run import RunConfig
+from hpc_train.data.datasets import open_dataset
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, MicroBatch, StepBatch, TensorShard, World
 from hpc_train.models.registry import build_model as build_model
@@ -146,7 +148,10 @@ def _step(
 def _batch(config: RunConfig, degrees: Degrees, micro_batches: int) -> StepBatch:
     """Make a batch of one data-parallel rank; only its shape matters."""
     rows, model = min(config.train.micro_batch, config.train.global_batch // degrees.data_parallel), config.model
-    if isinstance(model, VisionTransformerConfig) or isinstance(config.data, ImageDataConfig):
+    if isinstance(config.data, CustomDataConfig):
+        inputs, targets = open_dataset(config.data, config.train.sequence_length, "train").get(np.zeros(rows, np.int64))
+        one = MicroBatch(inputs, targets).map(torch.zeros_like)
+    elif isinstance(model, VisionTransformerConfig) or isinstance(config.data, ImageDataConfig):
         shape = _DIGITS
         if isinstance(model, VisionTransformerConfig):
             shape = (model.channels, model.image_size, model.image_size)

@@ -1,0 +1,81 @@
+"""Write the small project of `hpc-train new`: what `project_template/` holds, under the user's name.
+
+The folder is written beside its place and renamed, so that it is there as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import keyword
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from hpc_train.errors import UserError
+
+_PLACEHOLDER = "my_project"
+"""Name in the template's files that the user's takes the place of."""
+
+
+@dataclass(frozen=True)
+class NewProject:
+    """A project that was written."""
+
+    folder: Path
+    files: list[Path]
+    override: str
+    """Options of `hpc-train train` that choose its settings."""
+
+
+def write_project(folder: str) -> NewProject:
+    """Write the project. Raises UserError if the folder exists, or if its name cannot be a Python package."""
+    target = Path(folder)
+    name = target.name.replace("-", "_")
+    _check_name(folder, name)
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{folder}: is there already; give another name, or move it away")
+    if not target.parent.is_dir():
+        raise UserError(f"{folder}: there is no folder {target.parent}; make it first")
+    beside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    try:
+        for path, text in _list_template():
+            file = beside / path.replace(_PLACEHOLDER, name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text.replace(_PLACEHOLDER, name), encoding="utf-8")
+        beside.chmod(0o777 & ~_get_umask())
+        beside.rename(target)
+    except OSError:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    written = sorted(path for path in target.rglob("*") if path.is_file())
+    return NewProject(target, written, f"--config-dir conf experiment={name}")
+
+
+def _check_name(folder: str, name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,59}", name) or keyword.iskeyword(name):
+        raise UserError(
+            f"{folder}: cannot be the name of a Python package; use letters, digits and _, such as my_model"
+        )
+    if name in sys.stdlib_module_names or name in ("hpc_train", "torch", "conf", "tests"):
+        raise UserError(f"{folder}: Python or this project has a package of that name; choose another one")
+
+
+def _get_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _list_template(folder: Traversable | None = None, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield path and text of each file; a template's name ends in .txt, so that no tool takes it for code of ours."""
+    for entry in (folder or files("hpc_train.project_template")).iterdir():
+        if entry.is_dir() and entry.name != "__pycache__":
+            yield from _list_template(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".txt"):
+            yield f"{prefix}{entry.name.removesuffix('.txt')}", entry.read_text(encoding="utf-8")

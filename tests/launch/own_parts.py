@@ -1,0 +1,155 @@
+"""Components of a user: data sets by index and iterable, a loss, metrics, optimizers and a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpc_train.components import (
+    register_dataset,
+    register_loss,
+    register_metric,
+    register_optimizer,
+    register_schedule,
+)
+from hpc_train.models import register
+
+FEATURES, CLASSES = 4, 3
+
+
+def sample(index: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(index)
+    left, right = torch.randn(2, FEATURES, generator=generator, dtype=torch.float64)
+    return {"left": left, "right": right, "targets": int((left - right).sum() > 0)}
+
+
+@register("pair")
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(2 * FEATURES, 8), nn.Linear(8, CLASSES)
+
+    def blocks(self) -> dict[str, nn.Module]:
+        return {"hidden": self.hidden}
+
+    def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.out(torch.tanh(self.hidden(torch.cat((left, right), -1))))}
+
+
+@register_dataset("pairs")
+class Pairs:
+    def __init__(self, samples: int = 64, broken: int = -1) -> None:
+        self.samples, self.broken = samples, broken
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.broken:
+            raise ValueError("this sample is damaged")
+        return sample(index)
+
+
+@register_dataset("words")
+def words(kind: str, split: str) -> Any:
+    """Data sets with a mistake; `split` has no effect."""
+    return {
+        "ragged": [(torch.zeros(index % 3 + 1), 0) for index in range(64)],
+        "single": [torch.zeros(3)] * 64,
+        "unnamed": [{"x": torch.zeros(3)}] * 64,
+        "objects": [({"x": object()}, 0)] * 64,
+        "number": 3,
+        "empty": [],
+    }[kind]
+
+
+class Stream:
+    """Yields samples first, first + step, ... and can save where it is."""
+
+    def __init__(self, first: int, step: int, samples: int) -> None:
+        self.first, self.step, self.samples, self.position = first, step, samples, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.first + self.position * self.step < self.samples:
+            self.position += 1
+            yield sample(self.first + (self.position - 1) * self.step)
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@register_dataset("stream")
+def stream(split: str, dp_index: int, dp_size: int, samples: int = 40) -> Stream:
+    return Stream(dp_index, dp_size, samples)
+
+
+class Forgetful(Iterable[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (sample(index) for index in range(1000))
+
+
+@register_dataset("forgetful")
+def forgetful(split: str) -> Any:
+    return Forgetful()
+
+
+@register_loss("doubled")
+def doubled(out: Any, target: Tensor) -> Tensor:
+    return 2 * F.cross_entropy(out["logits"].double(), target, reduction="sum")
+
+
+@register_metric("margin")
+def margin(out: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A mean over the samples of class 1 only."""
+    chosen = target == 1
+    return (out["logits"][chosen, 1] - out["logits"][chosen, 0]).double().sum(), chosen.sum()
+
+
+@register_metric("crashing")
+def crashing(out: Any, target: Tensor) -> Tensor:
+    raise KeyError("nothing here")
+
+
+@register_optimizer("momentum")
+def momentum(parameters: list[nn.Parameter], lr: float, momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum)
+
+
+class Counting(torch.optim.Optimizer):
+    """Sign descent whose state is no tensor."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float, where: str) -> None:
+        super().__init__(parameters, {"lr": lr, "count": 0})
+        self.where = where
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += self.where == "group"
+            for parameter in group["params"]:
+                parameter -= (1.0 if self.where == "moving" else group["lr"]) * (parameter.grad.sign() + 1)
+                if self.where == "state":
+                    self.state[parameter]["count"] = 1
+                if self.where == "raising":
+                    raise IndexError("off by one")
+
+
+register_optimizer("counting")(Counting)
+
+
+@register_schedule("halving")
+def halving(step: int, steps: int, every: int) -> float:
+    return 0.5 ** (step // every)
+
+
+@register_schedule("negative")
+def negative(step: int, steps: int) -> float:
+    return -1.0
