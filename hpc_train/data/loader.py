@@ -89,10 +89,11 @@ class Loader:
         return self._thread.submit(self._assemble, start)
 
     def _assemble(self, start: int) -> list[MicroBatch]:
+        first = start + self.offset
         if isinstance(self.dataset, MixtureDataset):
-            indices = self.dataset.order(self.seed, start + self.offset, self.share)
+            indices = self.dataset.order(self.seed, first, self.share)
         else:
-            indices = order_samples(self.seed, len(self.dataset), start + self.offset, self.share)
+            indices = order_samples(self.seed, len(self.dataset), first, self.share)
         inputs, targets = self.dataset.get(indices)
         samples = MicroBatch(inputs, targets)
         if self._device is not None:

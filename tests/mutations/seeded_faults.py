@@ -502,8 +502,8 @@ FAULTS = (
     Fault(
         "every rank reads the samples of the first",
         "data/loader.py",
-        "start + self.offset, self.share)",
-        "start, self.share)",
+        "first = start + self.offset",
+        "first = start",
         ("data",),
     ),
     Fault(
