@@ -101,21 +101,21 @@ def test_a_stopped_rank_is_named_with_its_node_and_the_job_goes_on(
 def test_faults_of_other_kinds_one_after_another(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
-    """A segmentation fault, an exit without a word, and a system call that does not return, each once a save is there.
+    """A system call that does not return, a segmentation fault, and an exit without a word once a save is there.
 
-    On two nodes in turn: one that is to blame twice would be left out.
+    On two nodes: one that is to blame twice for a rank that was killed, or that hung, would be left out.
     """
     run = tmp_path / "run"
     limit = "resilience.hang.first_step_seconds=12"
-    job = start(run, settings, limit, faults="1:train:33:segfault 1:train:34:exit 0:train:5:disk")
+    job = start(run, settings, limit, faults="0:train:5:disk 1:train:33:segfault 1:train:34:exit")
     slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
     assert_same_result(run, undisturbed, STEPS)
     hosts = hosts_of(run)
     restarts = [event for event in lines(run / "events.jsonl") if event["event"] == "restart"]
     assert [(event["cause"], event["host"]) for event in restarts] == [
-        ("a rank was killed", hosts[1]),
-        ("an error in the program", hosts[1]),
         ("a hang", hosts[0]),
+        ("a rank was killed", hosts[1]),
+        ("an exception", hosts[1]),
     ]
     (hang,) = (event for event in lines(run / "events.jsonl") if event["event"] == "hang")
     assert "task 0" in hang["why"]
