@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from hpc_train.checkpoint.errors import CheckpointError
     from hpc_train.data.sample_sampler import SampleOrder
     from hpc_train.errors import RunFailed, UserError
+    from hpc_train.launch.loop_recorder import LoopRecorder
     from hpc_train.runtime.init import init
     from hpc_train.runtime.preemption import Preemption
-    from hpc_train.training.loop_recorder import LoopRecorder
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,7 +43,7 @@ _MODULES = {
     "hpc_train.errors": ("RunFailed", "UserError"),
     "hpc_train.runtime.init": ("init",),
     "hpc_train.runtime.preemption": ("Preemption",),
-    "hpc_train.training.loop_recorder": ("LoopRecorder",),
+    "hpc_train.launch.loop_recorder": ("LoopRecorder",),
 }
 
 
