@@ -91,16 +91,19 @@ class LaunchConfig:
 class ContainerConfig:
     """An image for the ranks. The batch script and Slurm's commands stay outside of it."""
 
-    kind: str = config_field(default="none", choices=("none", "apptainer", "pyxis"))
-    """apptainer: `apptainer exec` around each rank; pyxis: srun's --container options (Enroot)."""
+    kind: str = config_field(default="none", choices=("none", "apptainer", "charliecloud", "pyxis"))
+    """apptainer: `apptainer exec` around each rank; charliecloud: `ch-run`; pyxis: srun's --container options (Enroot).
+    """
     image: str | None = None
-    """A file (SIF; squashfs of Enroot) that the nodes see, or the address of an image, such as docker://..."""
+    """A file (SIF; squashfs of Enroot) or folder (Charliecloud) that the nodes see; not with charliecloud, also the
+    address of an image, such as docker://..."""
     command: str = config_field(default="apptainer", choices=("apptainer", "singularity"))
     """Program that starts containers, for kind=apptainer."""
     python: str = "python3"
     """Python inside of the image; hpc_train is found there, or in the snapshot of the code."""
     gpu: str = config_field(default="auto", choices=("auto", "nvidia", "amd", "none"))
-    """apptainer: vendor of the GPU libraries to add (--nv, --rocm); auto: as cluster.gpu.name says."""
+    """apptainer: vendor of the GPU libraries to add (--nv, --rocm); auto: as cluster.gpu.name says. Images of
+    Charliecloud have them inside (ch-fromhost)."""
     read: list[str] = config_field(default=[])
     """Additional files or folders that ranks read, under the same path inside; /outside:/inside for another path."""
     write: list[str] = config_field(default=[])

@@ -149,6 +149,31 @@ load_modules() {
   module -t list >"$logs/modules.txt" 2>&1
 }
 
+# Charliecloud refuses to start without USER.
+find_charliecloud() {
+  command -v ch-run >/dev/null || refuse_container "ch-run is not on the PATH of $(hostname)"
+  export USER="${USER:-$(id -un)}"
+}
+
+# make_bind_places IMAGE SOURCE DESTINATION ...: Charliecloud binds only onto what is there in the image's folder.
+make_bind_places() {
+  local image="$1" source place
+  shift
+  while [ "$#" -gt 0 ]; do
+    source="$1" place="$image$2"
+    shift 2
+    if [ -e "$place" ]; then continue; fi
+    mkdir -p "$(dirname "$place")" 2>/dev/null || true
+    if [ -d "$source" ]; then mkdir "$place" 2>/dev/null || true; else touch "$place" 2>/dev/null || true; fi
+    [ -e "$place" ] || refuse_container "there is no ${place#"$image"} in $image to bind to, and you may not make it"
+  done
+}
+
+refuse_container() {
+  why="container: $1"
+  refuse "$why"
+}
+
 # --- the ranks, and how they ended
 
 # run_ranks SRUN OPTION...: nothing starts in a job that was cancelled by then.

@@ -2,6 +2,7 @@
 
 Apptainer: https://apptainer.org/docs/user/latest/bind_paths_and_mounts.html (`source:destination:options`, with commas
 between several and no way to quote). Pyxis: https://github.com/NVIDIA/pyxis (--container-mounts is split likewise).
+Charliecloud: https://hpc.github.io/charliecloud/ch-run.html (it cannot bind read-only, and binds /tmp and /dev itself).
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OVERRIDING_PREFIXES = "NCCL|RCCL|GLOO|UCX|FI|MPICH|OMP|MKL|KMP|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|HPC_TRAIN"
 """Prefixes of variables whose value outside wins over the image's."""
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
-_SCHEMES = {"apptainer": ("docker", "oras", "library", "shub"), "pyxis": ("docker", "dockerd", "podman")}
+_SCHEMES = {
+    "apptainer": ("docker", "oras", "library", "shub"),
+    "charliecloud": (),
+    "pyxis": ("docker", "dockerd", "podman"),
+}
 _GPU_OPTIONS = {"nvidia": ["--nv"], "amd": ["--rocm"], "none": []}
 
 
@@ -63,11 +68,12 @@ def make_container(config: RunConfig, folder: RunDirectory, code: Path | None) -
     for name in settings.env:
         if not _VARIABLE_NAME.fullmatch(name):
             raise UserError(f"container.env: {name!r} is not the name of a variable; give names, not values")
-    return (
-        _make_apptainer_container(config, image, binds)
-        if settings.kind == "apptainer"
-        else _make_pyxis_container(config, image, binds)
-    )
+    make = {
+        "apptainer": _make_apptainer_container,
+        "charliecloud": _make_charliecloud_container,
+        "pyxis": _make_pyxis_container,
+    }
+    return make[settings.kind](config, image, binds)
 
 
 def make_binds(config: RunConfig, folder: RunDirectory, code: Path | None) -> list[Bind]:
@@ -139,13 +145,18 @@ def _locate_image(kind: str, image: str | None) -> str:
     if address := _ADDRESS.fullmatch(image):
         if address[1] not in _SCHEMES[kind]:
             schemes = ", ".join(f"{name}://" for name in _SCHEMES[kind])
-            raise UserError(f"container.image={image}: {kind} does not take {address[1]}://; use a file, or {schemes}")
+            others = f"a file, or {schemes}" if schemes else "a folder, such as ch-convert makes of an image"
+            raise UserError(f"container.image={image}: {kind} does not take {address[1]}://; use {others}")
         return _format_enroot_address(address[1], address[2]) if kind == "pyxis" else image
     path = Path(image).expanduser().absolute()
     if not path.exists():
         raise UserError(f"container.image={path}: No such file; give a file that the nodes see, or docker://...")
     if not os.access(path, os.R_OK):
         raise UserError(f"container.image={path}: you may not read it")
+    if kind == "charliecloud" and not (path / "usr").is_dir():
+        raise UserError(
+            f"container.image={path}: not the folder of an image, which has a folder usr; make it: ch-convert"
+        )
     return str(path)
 
 
@@ -185,6 +196,27 @@ def _make_apptainer_container(config: RunConfig, image: str, binds: Sequence[Bin
         "done",
     ]
     return Container(tuple(before), (), (shlex.join(words),))
+
+
+def _make_charliecloud_container(config: RunConfig, image: str, binds: Sequence[Bind]) -> Container:
+    if config.container.gpu not in ("auto", "none"):
+        raise UserError(
+            f"container.gpu={config.container.gpu}: Charliecloud adds no GPU libraries when it starts; put them into "
+            "the image with ch-fromhost, and leave container.gpu out"
+        )
+    words = [
+        "ch-run",
+        *(f"--bind={bind.source}:{bind.destination}" for bind in binds),
+        f"--cd={_choose_workdir(binds)}",
+    ]
+    # Libraries of modules outside are of another system.
+    words += [f"--unset-env={name}" for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if name not in config.container.env]
+    # Charliecloud binds the node's own names and addresses by itself, where the image has the files.
+    files = ["/etc/hosts", "/etc/resolv.conf"]
+    places = [word for file in files for word in (file, file)]
+    places += [word for bind in binds for word in (bind.source, bind.destination)]
+    before = ["find_charliecloud", shlex.join(["make_bind_places", image, *places])]
+    return Container(tuple(before), (), (shlex.join([*words, image, "--"]),))
 
 
 def _make_pyxis_container(config: RunConfig, image: str, binds: Sequence[Bind]) -> Container:

@@ -1,0 +1,116 @@
+"""Ranks in an image of Charliecloud, for real: made of Debian's packages and this environment, on two nodes.
+
+It takes over a minute because the image's Debian packages are unpacked first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_client import SlurmCluster
+from training_client import assert_same_result, hpc_train, kinds, steps_done, submit, tasks_of, wait_until
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of an image: Debian's Python, this environment in /opt/env, and hpc_train from its wheel."""
+    for tool in ("ch-run", "mmdebstrap"):
+        assert shutil.which(tool), f"{tool} is not installed: apt-get install charliecloud mmdebstrap"
+    made = tmp_path_factory.mktemp("image") / "debian"
+    subprocess.run(
+        ["mmdebstrap", "--quiet", "--variant=essential", "--include=python3,libstdc++6,libgomp1", "--mode=root", "bookworm", str(made)],
+        check=True,
+        timeout=600,
+    )
+    (made / "etc/image-name").write_text("an image of the tests\n")
+    if (base := Path(sys.base_prefix)) != Path("/usr"):
+        link_tree(base, made / base.relative_to("/"))
+    link_tree(Path(sys.prefix), made / "opt/env")
+    (packages,) = (made / "opt/env/lib").glob("python3*/site-packages")
+    for editable in packages.glob("__editable__*hpc_train*"):
+        editable.unlink()
+    source = made.parent / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "tests"))
+    build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(made.parent), str(source)]
+    subprocess.run(build, check=True, capture_output=True, timeout=600)
+    (wheel,) = made.parent.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(packages)
+    yield made
+    shutil.rmtree(made)
+
+
+def link_tree(source: Path, destination: Path) -> None:
+    """Copy a folder, as hard links where it is on the same file system: nothing writes to an image."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    if subprocess.run(["cp", "-al", source, destination], capture_output=True, check=False).returncode:
+        shutil.rmtree(destination, ignore_errors=True)
+        subprocess.run(["cp", "-a", source, destination], check=True)
+
+
+@pytest.mark.timeout(900)
+def test_ranks_in_an_image_stop_go_on_and_compute_the_same(
+    slurm_cluster: SlurmCluster, image: Path, store: Path, tmp_path: Path
+) -> None:
+    secret = Path.home() / f".witness-{os.getpid()}"
+    settings = (
+        "model=custom",
+        "model.module=container_witness",
+        "train.steps=400",
+        "train.sequence_length=16",
+        "train.global_batch=8",
+        "checkpoint.every=100",
+        "train.eval_every=0",
+        f"data.path={store}",
+        "data=text",
+        "launch.export=[WITNESS_SECRET]",
+    )
+    env = {"WITNESS_SECRET": str(secret), "PYTHONPATH": str(HERE)}
+    inside = ("container=charliecloud", f"container.image={image}", "container.python=/opt/env/bin/python")
+    run, reference = tmp_path / "inside", tmp_path / "outside"
+    secret.touch()
+    try:
+        outside = submit(reference, *settings, "model.name=outside", **env)
+        job = submit(run, *settings, *inside, "model.name=witness", **env)
+        wait_until("20 steps", lambda: steps_done(run) >= 20, timeout=300)
+        assert len(tasks_of(run)) == 4
+        slurm_cluster.command("scancel", "--signal=USR2", job)
+        slurm_cluster.wait_for_state(job, "PENDING", timeout=120)
+        assert (run / f"checkpoints/step-{steps_done(run)}").is_dir()
+        slurm_cluster.command("scontrol", "update", f"job={job}", "starttime=now")
+        slurm_cluster.wait_for_state(job, "COMPLETED", timeout=300)
+        slurm_cluster.wait_for_state(outside, "COMPLETED", timeout=300)
+    finally:
+        secret.unlink()
+    assert [kind for kind in kinds(run) if kind in ("signal", "requeue", "resume", "end")] == [
+        "signal",
+        "requeue",
+        "resume",
+        "end",
+    ]
+    assert "done: 400 steps" in (run / "logs/1/task-0.log").read_text()
+    assert_same_result(run, reference, 400)
+
+
+def test_what_is_no_image_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "image.sif").touch()
+    for image, line in (
+        (str(tmp_path), "not the folder of an image, which has a folder usr"),
+        (str(tmp_path / "image.sif"), "not the folder of an image"),
+        ("docker://debian", "charliecloud does not take docker://; use a folder, such as ch-convert makes"),
+        (str(tmp_path / "none"), "No such file"),
+    ):
+        asked = hpc_train(
+            "submit", "--dry-run", "container=charliecloud", f"container.image={image}", f"run_dir={tmp_path}/run"
+        )
+        assert (asked.returncode, asked.stderr.count("\n")) == (2, 1)
+        assert line in asked.stderr
