@@ -27,11 +27,9 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for tool in ("ch-run", "mmdebstrap"):
         assert shutil.which(tool), f"{tool} is not installed: apt-get install charliecloud mmdebstrap"
     made = tmp_path_factory.mktemp("image") / "debian"
-    subprocess.run(
-        ["mmdebstrap", "--quiet", "--variant=essential", "--include=python3,libstdc++6,libgomp1", "--mode=root", "bookworm", str(made)],
-        check=True,
-        timeout=600,
-    )
+    unpack = ["mmdebstrap", "--quiet", "--mode=root", "--variant=essential"]
+    unpack += ["--include=python3,libstdc++6,libgomp1", "bookworm", str(made)]
+    subprocess.run(unpack, check=True, timeout=600)
     (made / "etc/image-name").write_text("an image of the tests\n")
     if (base := Path(sys.base_prefix)) != Path("/usr"):
         link_tree(base, made / base.relative_to("/"))
