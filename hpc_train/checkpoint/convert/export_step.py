@@ -58,7 +58,10 @@ def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: 
     Raises UserError for a model that the format cannot hold, CheckpointError for a damaged step.
     """
     tensors = _select_tensors(step, options)
-    total = sum(tensor.rectangle.volume * tensor.itemsize for tensor in tensors)
+    written = tensors
+    if options.format == "adapter":  # of the weights, only the lengths of DoRA's rows are read
+        written = [tensor for tensor in tensors if is_adapter_parameter(tensor.name)]
+    total = sum(tensor.rectangle.volume * tensor.itemsize for tensor in written)
     temporary = folder.with_name(f".{folder.name}.tmp-{make_token()}")
     temporary.mkdir(parents=True)
     try:
@@ -70,7 +73,7 @@ def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: 
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return ExportedStep(folder, len(tensors), total, files)
+    return ExportedStep(folder, len(written), total, files)
 
 
 def _write_files(
