@@ -19,7 +19,7 @@ from hpc_train.checkpoint.storage.file_system import sync_directory, sync_tree
 from hpc_train.checkpoint.storage.retention import make_token
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep
-from hpc_train.config.model import ModelConfig
+from hpc_train.config.model import HfModelConfig, ModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.adapter_names import is_adapter_parameter
@@ -133,6 +133,10 @@ def _write_hugging_face(
     dtype: torch.dtype | None,
     on_bytes: OnBytes,
 ) -> list[str]:
+    if isinstance(model, HfModelConfig):
+        from hpc_train.checkpoint.convert.export_pretrained import write_pretrained
+
+        return write_pretrained(folder, source, tensors, model, dtype, on_bytes)
     check_tensors_fit_model(tensors, model, "this step")
     find_model_family(model)
     groups = _group_by_block(tensors)
