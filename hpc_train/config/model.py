@@ -175,6 +175,8 @@ class HfModelConfig(ModelConfig):
     """Attention that transformers computes with; auto: its own choice. Context parallelism brings its own."""
     experts: str = config_field(default="auto", choices=("auto", "eager", "batched_mm", "grouped_mm"))
     """How transformers multiplies with the experts of a mixture; auto: its own choice. float64 needs eager."""
+    mask_token: int | None = config_field(default=None, ge=0)
+    """masked_lm: the token that hides others; null: the one that the folder's tokenizer has."""
     mixed_dtypes: bool = False
     """Accept files whose weights have several floating-point types; each is cast to what the precision stores."""
 

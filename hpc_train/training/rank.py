@@ -176,9 +176,24 @@ def open_data(config: RunConfig, world: World) -> Dataset | OwnStream:
     data = _USER_ERRORS.run_on_rank_0_first(
         world, lambda: open_samples(config.data, config.train.sequence_length, "train", get_stream_part(world))
     )
-    if not isinstance(data, OwnStream):
-        check_model_fits_data(config.model, data)
-    return data
+    if isinstance(data, OwnStream):
+        return data
+    check_model_fits_data(config.model, data)
+    return make_task_samples(config, data)
+
+
+def make_task_samples(config: RunConfig, data: Dataset) -> Dataset:
+    """Return the data as the task of a model of transformers wants it; any other model takes it as it is."""
+    if not isinstance(config.model, HfModelConfig):
+        return data
+    from hpc_train.data.task_samples import ContinuationDataset, MaskedDataset
+    from hpc_train.models.hf.config_file import find_mask_token, find_start_token, find_task, read_config_file
+
+    file = read_config_file(config.model)
+    task = find_task(config.model, file)
+    if task == "masked_lm":
+        return MaskedDataset(data, config.train.seed, find_mask_token(config.model, file))
+    return ContinuationDataset(data, find_start_token(file)) if task == "seq2seq_lm" else data
 
 
 def get_stream_part(world: World) -> StreamPart:
@@ -374,7 +389,10 @@ def _make_validation_loader(config: RunConfig, world: World) -> BatchLoader | No
     if not config.train.eval_every or not config.data.validation_fraction:
         return None
     part = get_stream_part(world)
-    return _make_loader(config, open_samples(config.data, config.train.sequence_length, "validation", part), world)
+    validation = open_samples(config.data, config.train.sequence_length, "validation", part)
+    if not isinstance(validation, OwnStream):
+        validation = make_task_samples(config, validation)
+    return _make_loader(config, validation, world)
 
 
 def _check_position(consumed: int, run: TrainingRun) -> None:

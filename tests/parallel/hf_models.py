@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read once, when the library is imported
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
 
 from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.compose import compose
@@ -83,6 +88,21 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **{key: value for key, value in TEXT.items() if key != "num_key_value_heads"}
     ),
     "mixtral": lambda: transformers.MixtralConfig(**TEXT, num_local_experts=4),
+    "bert": lambda: transformers.BertConfig(
+        **{key: value for key, value in TEXT.items() if key != "num_key_value_heads"},
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+    ),
+    "t5": lambda: transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=40,
+        num_layers=3,
+        num_heads=4,
+        dropout_rate=0,
+        decoder_start_token_id=0,
+    ),
     "vit": lambda: transformers.ViTConfig(**IMAGE, num_labels=10),
     "dinov2": lambda: transformers.Dinov2Config(**IMAGE, num_labels=10),
     "clip": lambda: transformers.CLIPConfig(
@@ -92,13 +112,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 EXTRA = {"mixtral": ("model.experts=eager",)}
 """transformers has no other products with experts in float64."""
 IMAGES = ("vit", "dinov2", "clip")
-EXACT = ("gpt2", *IMAGES)
+EXACT = ("gpt2", "bert", *IMAGES)
 """Families whose code computes in float64 throughout. The others cast norms or angles to float32."""
 
 
 def auto_class(kind: str) -> Any:
     """The class of transformers' own that loads this kind."""
-    return AutoModelForImageClassification if kind in IMAGES else AutoModelForCausalLM
+    other = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}
+    return AutoModelForImageClassification if kind in IMAGES else other.get(kind, AutoModelForCausalLM)
 
 
 def save_model(kind: str, folder: Path, weights: bool = True, **how: Any) -> Path:
@@ -140,6 +161,8 @@ def global_batch(kind: str, step: int) -> MicroBatch:
     inputs, targets = torch.randint(VOCABULARY, (2, SEQUENCES, LENGTH), generator=generator)
     for row in range(SEQUENCES):
         targets[row, : LENGTH * row // SEQUENCES] = IGNORED_TARGET
+    if kind == "t5":
+        return MicroBatch({"input_ids": inputs[:, :9], "decoder_input_ids": inputs[:, 3:]}, targets[:, 3:])
     return MicroBatch(inputs, targets)
 
 
@@ -147,8 +170,9 @@ def share(kind: str, step: int, world: World, micro: int = 2) -> StepBatch:
     """This rank's part of a global batch, cut into micro-batches."""
     rows = SEQUENCES // world.dp_size
     batch = global_batch(kind, step)
-    mine = (part[world.dp_index * rows : (world.dp_index + 1) * rows].split(micro) for part in batch)
-    return StepBatch([MicroBatch(inputs, targets) for inputs, targets in zip(*mine, strict=True)], step=step)
+    begin = world.dp_index * rows
+    cuts = [slice(first, first + micro) for first in range(begin, begin + rows, micro)]
+    return StepBatch([batch.map(lambda tensor, cut=cut: tensor[cut]) for cut in cuts], step=step)
 
 
 def truth(kind: str, folder: Path) -> tuple[Outcome, Outcome]:
@@ -175,7 +199,8 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def _plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, kind: str, step: int, outcome: Outcome) -> None:
     batch = global_batch(kind, step)
-    logits: Tensor = module(batch.inputs).logits
+    inputs = batch.inputs
+    logits: Tensor = (module(**inputs) if isinstance(inputs, dict) else module(inputs)).logits
     loss = nn.functional.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), ignore_index=IGNORED_TARGET)
     optimizer.zero_grad()
     loss.backward()

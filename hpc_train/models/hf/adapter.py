@@ -34,19 +34,23 @@ class HfModel(nn.Module):
     is_first: bool
     is_last: bool
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor | None = None, positions: Tensor | None = None, **inputs: Any) -> Any:
         """Run the model on its main input, or in a later pipeline stage on hidden states (B, T, hidden).
 
-        positions: (T,), int64, where in its sequence each token stands; None: 0 ... T - 1.
+        positions: (T,), int64, where in its sequence each token stands; None: 0 ... T - 1. inputs: further ones, or all
+        of them, by the names that transformers has for them.
         Returns logits, or in a stage that is not the last hidden states.
         """
-        if x.is_meta and not self.is_last:  # asked for a shape only: the library looks at the values of positions
+        if (
+            x is not None and x.is_meta and not self.is_last
+        ):  # asked for a shape only: the library looks at the values of positions
             return torch.empty(*x.shape[:2], self._get_width(), dtype=next(self.parameters()).dtype, device="meta")
-        inputs: dict[str, Any] = {self._name_input(x): x}
-        if self.task == "causal_lm":
+        if x is not None:
+            inputs[self._name_input(x)] = x
+        if self.task in ("causal_lm", "seq2seq_lm"):
             inputs["use_cache"] = False
-            if positions is not None:
-                inputs["position_ids"] = positions.unsqueeze(0)
+        if positions is not None:
+            inputs["position_ids"] = positions.unsqueeze(0)
         library = cast(Any, super())
         if self.is_last:
             return library.forward(**inputs).logits
@@ -76,7 +80,7 @@ class HfModel(nn.Module):
 
         expose_attention(self)
 
-    def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
+    def loss_sum(self, out: Any, target: Tensor) -> Tensor:
         """Sum the cross entropy in nats. out: logits (..., classes); target: (...), int64."""
         return cross_entropy_sum(out, target)
 

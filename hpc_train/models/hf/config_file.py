@@ -17,6 +17,7 @@ from hpc_train.models.hf.families import Family, Task, find_family
 from hpc_train.regular_files import read_regular
 
 _MAX_BYTES = 16 << 20
+_MAX_TOKENIZER_BYTES = 256 << 20
 _TASKS: dict[str, Task] = {
     "ForCausalLM": "causal_lm",
     "LMHeadModel": "causal_lm",
@@ -140,3 +141,27 @@ def find_task(config: HfModelConfig, file: ConfigFile) -> Task:
         f"model.task=auto: {file.folder / 'config.json'} names no class with a task (architectures); give "
         f"model.task={'|'.join(dict.fromkeys(_TASKS.values()))}"
     )
+
+
+def find_mask_token(config: HfModelConfig, file: ConfigFile) -> int:
+    """Return the token that hides others: model.mask_token, or the tokenizer's. Raises UserError if there is none."""
+    if config.mask_token is not None:
+        return config.mask_token
+    try:
+        settings = json.loads(read_regular(file.folder / "tokenizer_config.json", _MAX_BYTES, follow=True))
+        tokenizer = json.loads(read_regular(file.folder / "tokenizer.json", _MAX_TOKENIZER_BYTES, follow=True))
+        mask = settings["mask_token"]
+        word = mask["content"] if isinstance(mask, dict) else mask
+        return next(int(token["id"]) for token in tokenizer["added_tokens"] if token["content"] == word)
+    except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
+        raise UserError(
+            f"model.mask_token: the tokenizer in {file.folder} has none; give the number of a token that hides others"
+        ) from None
+
+
+def find_start_token(file: ConfigFile) -> int:
+    """Return the token that a decoder begins with. Raises UserError if config.json has none."""
+    token = file.get_number("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    if token is None:
+        raise UserError(f"{file.folder / 'config.json'}: has no decoder_start_token_id; add it")
+    return token

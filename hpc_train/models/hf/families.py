@@ -50,6 +50,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("gpt2", "GPT-2", "causal_lm", tensor=_FUSED, pipeline=_NO_PLAN, casts=False),
     Family("gpt_neox", "GPT-NeoX", "causal_lm"),
     Family("mixtral", "Mixtral", "causal_lm", tensor=_EXPERTS, pipeline=_UNTESTED),
+    Family("bert", "BERT", "masked_lm", _UNTESTED, _NO_PLAN, _TWO_WAYS, casts=False),
+    Family("t5", "T5", "seq2seq_lm", _UNTESTED, _NO_PLAN, _TWO_WAYS),
     Family("vit", "ViT", "image_classification", _UNTESTED, _NO_PLAN, _TWO_WAYS, casts=False),
     Family("dinov2", "DINOv2", "image_classification", _UNTESTED, _NO_PLAN, _TWO_WAYS, False, ("*.mask_token",)),
     Family("clip", "CLIP", "image_classification", _UNTESTED, _NO_PLAN, _TWO_WAYS, False, ("*.post_layernorm.*",)),

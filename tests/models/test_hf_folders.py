@@ -1,0 +1,192 @@
+"""Folders of transformers that cannot be trained are refused in one line, before anything is built."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read once, when the library is imported
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hpc_train.checkpoint.convert.pretrained_weights import PretrainedWeights
+from hpc_train.config.compose import compose
+from hpc_train.config.model import HfModelConfig
+from hpc_train.errors import UserError
+from hpc_train.launch.freeze import check_run
+from hpc_train.models.hf.build import build_hf_model
+from hpc_train.training.rank import advise_learning_rate, make_pretrained_model
+
+
+def _save_llama(folder: Path, **how: Any) -> Path:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, **how)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return _save_llama(tmp_path / "model")
+
+
+def refuse(folder: Path, *overrides: str) -> str:
+    """The one line that this folder is refused with."""
+    with pytest.raises(UserError) as raised:
+        check_run(compose(["model=hf", f"model.path={folder}", "train.sequence_length=32", *overrides]), 1)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    file = folder / "config.json"
+    body = json.loads(file.read_text())
+    change(body)
+    file.write_text(json.dumps(body))
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    change(state)
+    save_file(state, file)
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    assert refuse(tmp_path / "none").startswith(f"model.path={tmp_path / 'none'}: no such folder")
+    assert refuse(tmp_path).startswith(f"model.path={tmp_path}: has no config.json; give a folder that")
+    (tmp_path / "config.json").write_text("{")
+    assert "is not a configuration of transformers (" in refuse(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    assert "has no model_type" in refuse(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    assert "it is a named pipe" in refuse(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("auto_map", {"AutoModelForCausalLM": "modeling_mine.Mine"}, "brings its own Python code (auto_map)"),
+        ("quantization_config", {"quant_method": "fp8"}, "its weights are quantized"),
+        ("output_router_logits", True, "adds a loss of the router"),
+        ("model_type", "lama", "model_type 'lama' is not one that transformers"),
+        ("num_attention_heads", "four", "is not a configuration of a llama model"),
+        ("vocab_size", 100, "model.vocab_size=100: smaller than the 256 of data=stdlib"),
+        ("max_position_embeddings", 8, "train.sequence_length=32: longer than the 8 positions"),
+    ],
+)
+def test_a_config_that_cannot_be_trained(folder: Path, key: str, value: object, said: str) -> None:
+    _edit(folder, lambda body: body.update({key: value}))
+    assert said in refuse(folder)
+
+
+def test_weights_that_do_not_fit(folder: Path) -> None:
+    _edit(folder, lambda body: body.update(intermediate_size=32))
+    said = refuse(folder)
+    assert said.count(" not (") == 3
+    assert "model.layers.0.mlp.down_proj.weight is (16, 24), not (16, 32); " in said
+    assert "; and 3 more: the weights are of another shape" in said
+    _edit(folder, lambda body: body.update(intermediate_size=24, num_hidden_layers=3))
+    assert "model.layers.2.self_attn.q_proj.weight; " in refuse(folder)
+    assert "and 6 more: missing in its weights, and LlamaForCausalLM needs them; use model.weights=draw" in refuse(
+        folder
+    )
+    check_run(compose(["model=hf", f"model.path={folder}", "train.sequence_length=32", "model.weights=draw"]), 1)
+
+
+def test_weights_of_other_types(folder: Path) -> None:
+    _rewrite(folder, lambda state: state.update({"model.norm.weight": state["model.norm.weight"].bfloat16()}))
+    said = refuse(folder)
+    assert "its weights have several types: F32 (lm_head.weight), BF16 (model.norm.weight)" in said
+    mixed = ("train.sequence_length=32", "model.mixed_dtypes=true")
+    check_run(compose(["model=hf", f"model.path={folder}", *mixed]), 1)
+    _rewrite(folder, lambda state: state.update({"model.norm.weight": state["model.norm.weight"].to(torch.int8)}))
+    assert "model.norm.weight is I8: only floating-point weights" in refuse(folder, "model.mixed_dtypes=true")
+
+
+@pytest.mark.parametrize("damage", ["empty", "huge", "cut", "text", "pipe"])
+def test_files_that_are_no_safetensors_files(folder: Path, damage: str) -> None:
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    file.unlink()
+    if damage == "pipe":
+        os.mkfifo(file)
+        assert refuse(folder).endswith("is not a regular file")
+        return
+    broken = {
+        "empty": b"",
+        "huge": struct.pack("<Q", 1 << 60) + data[8:],
+        "cut": data[: len(data) // 2],
+        "text": struct.pack("<Q", 40) + b"x" * 64,
+    }
+    file.write_bytes(broken[damage])
+    assert refuse(folder).startswith(f"{file}: cannot be read as safetensors (")
+
+
+def test_weights_in_a_pickle_are_named_and_not_read(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "there is no .safetensors file; save with save_pretrained" in refuse(folder)
+
+
+def test_numbered_files_are_read_by_their_index(tmp_path: Path) -> None:
+    folder = _save_llama(tmp_path / "model", max_shard_size="4KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    model, values = make_pretrained_model(HfModelConfig(path=str(folder)), 0)
+    wanted = AutoModelForCausalLM.from_pretrained(folder)
+    for name, parameter in wanted.named_parameters():
+        assert torch.equal(values[name], parameter), name
+    buffers = dict(model.named_buffers())
+    assert torch.equal(buffers["model.rotary_emb.inv_freq"], wanted.model.rotary_emb.inv_freq)
+
+
+def test_from_scratch_has_the_values_that_transformers_draws(folder: Path) -> None:
+    model, values = make_pretrained_model(HfModelConfig(path=str(folder), weights="draw"), 7)
+    torch.manual_seed(7)
+    wanted = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(folder).config)
+    for name, parameter in wanted.named_parameters():
+        assert torch.equal(values[name], parameter), name
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in wanted.named_parameters()}
+
+
+def test_what_is_left_out_or_drawn_is_said(folder: Path) -> None:
+    _rewrite(folder, lambda state: state.update({"cls.extra": torch.zeros(2)}))
+    lines: list[str] = []
+    make_pretrained_model(HfModelConfig(path=str(folder)), 0, lines.append)
+    assert lines == [f"model.path={folder}: the weights have cls.extra, for which this model has no place: left out"]
+
+
+def test_a_from_scratch_learning_rate_is_noticed(folder: Path) -> None:
+    def advise(*overrides: str) -> str | None:
+        return advise_learning_rate(compose(["model=hf", f"model.path={folder}", *overrides]))
+
+    assert (advise() or "").startswith("warning: optim.lr=0.003 is the default for random weights")
+    assert advise("optim.lr=2e-5") is None
+    assert advise("model.weights=draw") is None
+
+
+def test_only_headers_are_read_before_ranks_start(folder: Path) -> None:
+    """The file's data may be gone: nothing of it is looked at."""
+    file = folder / "model.safetensors"
+    header = 8 + struct.unpack("<Q", file.read_bytes()[:8])[0]
+    size = file.stat().st_size
+    with file.open("r+b") as opened:
+        opened.truncate(header)
+        opened.truncate(size)  # a hole
+    config = HfModelConfig(path=str(folder))
+    with torch.device("meta"):
+        PretrainedWeights(config).plan(build_hf_model(config))
