@@ -10,12 +10,8 @@ import pytest
 from drawn import draw
 from hf_models import CONFIGS, EXACT, IMAGES, Case, resume, save_model, train_and_save, truth
 from outcome import Outcome, assert_close, whole
-from peak_bytes import PeakBytes
-from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hpc_train.errors import UserError
-from hpc_train.interfaces import World
 from hpc_train.models.hf.families import FAMILIES, find_family, format_family_table
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
@@ -113,26 +109,6 @@ def _compare(outcomes: list[Outcome], wanted: Outcome, allowed: float) -> None:
         got = whole([outcome.gradients[step] for outcome in outcomes])
         assert_close(got, whole([wanted.gradients[step]]), allowed)
     assert_close(whole([outcome.state for outcome in outcomes]), whole([wanted.state]), allowed)
-
-
-def _load_sharded(world: World, case: Case) -> tuple[int, int, int, int]:
-    """Bytes of all parameters, of this rank's, of the largest one, and the most at once while they are loaded."""
-    with PeakBytes() as counted:
-        engine = fresh(case, world)
-    parameters = list(engine.parts[0].parameters())
-    own = sum(parameter.to_local().nbytes for parameter in parameters if isinstance(parameter, DTensor))
-    whole = [parameter.numel() * parameter.element_size() for parameter in parameters]
-    return sum(whole), own, max(whole), counted.peak
-
-
-def test_a_rank_loads_its_shards_and_one_tensor_at_most(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
-    case = Case("llama", tmp_path, 2, ("parallel=fsdp", "precision=fp32"))
-    for whole_bytes, own, largest, peak in run_ranks(_load_sharded, 2, case, parallel=case.config().parallel):
-        assert own < 0.51 * whole_bytes
-        assert peak < own + largest + 2**20
 
 
 def test_the_page_has_the_table_of_families() -> None:
