@@ -36,7 +36,7 @@ from hpc_train.models.deferred import DeferredValues, build_deferred
 from hpc_train.models.initial_values import Initialised, initialise_parameters
 from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import Report, build, splits_parameters
-from hpc_train.parallel.materialise import detach_values, is_on_meta
+from hpc_train.parallel.materialise import detach_values, is_on_meta, remake_buffers
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.parallel.user_model import check_sizes
 from hpc_train.regular_files import write_private_file
@@ -242,18 +242,26 @@ def make_pretrained_model(
     from hpc_train.checkpoint.convert.pretrained_weights import find_weights
 
     make = partial(build_model, config, seed)
-    deferred = build_deferred(make)
-    if deferred is None:
-        model = make()  # the user's mistake, or a constructor that cannot be recorded
-        values = DeferredValues({name: parameter.detach() for name, parameter in model.named_parameters()})
-    else:
-        model, values = deferred
-    if (weights := find_weights(config)) is not None:
+    weights = find_weights(config)
+    if weights is not None:
+        with torch.device("meta"):
+            model = make()
         plan = weights.plan(model)
-        detach_values(model)  # small parameters have values by now, and their memory
-        plan.fill(model, values)
         for line in plan.describe():
             say(f"model.path={config.path}: {line}")
+        if not plan.missing:
+            remake_buffers(model, seed)
+            values = DeferredValues({})
+            plan.fill(model, values)
+            return model, values
+    deferred = build_deferred(make)
+    if deferred is None:
+        model = make()  # a constructor that cannot be recorded
+        deferred = model, DeferredValues({name: parameter.detach() for name, parameter in model.named_parameters()})
+    model, values = deferred
+    if weights is not None:
+        weights.plan(model).fill(model, values)
+        detach_values(model)  # small parameters have values by now, and their memory
     return model, values
 
 
