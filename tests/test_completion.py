@@ -34,7 +34,8 @@ def test_flags_of_the_command() -> None:
     assert candidates("train", "--c") == ["--cfg", "--config-dir"]
     assert candidates("submit", "optim.lr=1", "--dry") == ["--dry-run"]
     assert candidates("data", "build", "--tok") == ["--tokenizer"]
-    assert candidates("data", "build", "--tokenizer", "") == ["bpe", "byte"]
+    assert candidates("data", "build", "--tokenizer", "") == []
+    assert "hf" in candidates("checkpoint", "export", "--format", "")
     assert candidates("train", "--config-dir", "") == []
 
 
@@ -75,7 +76,7 @@ def test_options_of_the_users_own_folder(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [vit_schema, _self_]\nname: mine\n")
     (tmp_path / "model" / "mine_too.yaml").write_text("defaults: [\n")
-    assert candidates("train", f"--config-dir={tmp_path}", "model=mi") == ["model=mine", "model=mine_too"]
+    assert candidates("train", f"--config-dir={tmp_path}", "model=min") == ["model=mine", "model=mine_too"]
     assert candidates("train", "--config-dir", str(tmp_path), "model=mine", "model.pa") == ["model.patch_size="]
     assert candidates("train", "--config-dir", str(tmp_path), "model=mine_too", "model.patch") == []
 
