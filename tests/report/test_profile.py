@@ -191,11 +191,11 @@ def test_kernels_and_backward_go_to_the_module_that_started_them() -> None:
     [
         b"",
         b"{}",
-        gzip.compress(b"{"),
-        gzip.compress(b'{"traceEvents": []}'),
-        gzip.compress(b'{"traceEvents": [1]}')[:-3],
-        gzip.compress(b'{"traceEvents": 3}'),
-        gzip.compress(b"[" * 100_000),
+        gzip.compress(b"{", mtime=0),
+        gzip.compress(b'{"traceEvents": []}', mtime=0),
+        gzip.compress(b'{"traceEvents": [1]}', mtime=0)[:-3],
+        gzip.compress(b'{"traceEvents": 3}', mtime=0),
+        gzip.compress(b"[" * 100_000, mtime=0),
     ],
 )
 def test_a_damaged_trace_is_one_line(content: bytes, tmp_path: Path) -> None:
