@@ -36,7 +36,6 @@ _DROPOUTS = (
     "dropout",
     "dropout_rate",
     "attention_probs_dropout_prob",
-    "classifier_dropout",
 )
 _POSITION_KEYS = ("max_position_embeddings", "n_positions")
 
