@@ -13,7 +13,7 @@ from hpc_train.models.layers import ScaledDotProduct
 
 ATTENTION = "hpc_train"
 """Name under which transformers calls `attend`."""
-_HARMLESS = {"sliding_window", "position_ids", "use_cache", "output_attentions", "is_causal", "cu_seq_lens_q"}
+_HARMLESS = {"sliding_window", "position_ids", "use_cache", "output_attentions", "output_router_logits", "is_causal"}
 """Arguments that may come along: a window is checked against the sequence's length by the rules."""
 
 
