@@ -67,5 +67,7 @@ def test_an_example_parses_and_its_settings_compose(command: str, line: str) -> 
         assert stopped.value.code == 0
         return
     arguments = parse_command_line(words)
+    if command == "profile" and "=" not in arguments.overrides[0]:
+        return  # a run in place of settings
     if hasattr(arguments, "overrides") and not getattr(arguments, "multirun", False):
         compose(arguments.overrides)

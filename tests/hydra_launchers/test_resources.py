@@ -18,7 +18,16 @@ from hydra_plugins.hpc_train_launchers._config import HpcLocalConf, HpcSlurmConf
 from hydra_plugins.hpc_train_launchers._slurm import PointArray, PointResources, point_resources, share_parallel_points
 
 NOT_FOR_ANY_APPLICATION = {
-    *("kind", "chain", "placement", "bind", "spares", "timeout_seconds", "rendezvous_seconds"),  # of our own training
+    *(
+        "kind",
+        "chain",
+        "placement",
+        "bind",
+        "spares",
+        "timeout_seconds",
+        "rendezvous_seconds",
+        "wrap",
+    ),  # of our training
     "cancel_seconds",  # of `hpc-train cancel`
     *("ranks", "threads"),  # hpc_local's; Slurm has ranks_per_node and the CPUs of a task
 }

@@ -20,6 +20,7 @@ ALWAYS = {
     "loss",
     "materialise",
     "mesh_axes",
+    "metrics",  # what evaluations add up
     "optimizer_step",
     "precision",
     "user_model",

@@ -151,7 +151,7 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "parallel=fsdp parallel.ep=2 model=llama_moe_tiny",
         "our own all-to-all of tokens; fully_shard on a second mesh",
         EXACT,
-        "a zero strategy; ep divides dp_shard x cp and the experts; no selective recompute",
+        "zero strategies; ep divides dp_shard x cp and experts; no selective recompute",
         "tests/parallel/test_matrix.py",
     ),
     Technique(
