@@ -87,6 +87,8 @@ def test_commands_on_the_pages_parse_and_their_settings_compose(page: str, line:
         join_plan_command([word for word in words if word not in given])
     )
     assert not [word for word in unknown if word.startswith("-")], unknown
+    if "--config-dir" in words:
+        return  # a folder of the reader's own
     if arguments.command in ("train", "submit", "plan") and "-m" not in words:
         settings = [word for word in given if not any(mark in word for mark in PLACEHOLDERS if mark != "[")]
         compose(settings)
@@ -109,7 +111,7 @@ def test_a_key_is_found_by_its_name_and_a_typo_gets_a_suggestion() -> None:
     assert (steps.type, steps.default, steps.range) == ("int | null", "null", ">= 1, <= 1,000,000,000,000")
     assert "train.epochs" in related_keys(steps)
     assert {item.variant for item in describe_key("model.layers")} == {"transformer", "vit"}
-    assert len(describe_key("optim.schedule")) == 4
+    assert len(describe_key("optim.schedule")) == 5
     for typo, meant in (("train.stesp", "train.steps"), ("lr", "optim.lr")):
         with pytest.raises(UserError, match=meant):
             describe_key(typo)

@@ -54,9 +54,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_examples(
         command,
         "hpc-train profile model=llama_tiny parallel=fsdp --steps 10:14 --ranks 0,1",
+        "hpc-train profile runs/first",
         "hpc-train profile 4711 --ranks 0,64 --steps 1200:1204",
         "hpc-train profile 4711 --stacks 20",
-        "hpc-train submit cluster=slurm profile.steps=10:14 'profile.ranks=[0,7]'",
     )
     command.set_defaults(run=_profile)
 

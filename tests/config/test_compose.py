@@ -84,7 +84,7 @@ WRONG_FILES = [
     ),
     ("optim/x.yaml", "schedule: 4\n", "optim/x.yaml: settings (key: value) belong here"),
     ("optim/x.yaml", 'lr: "${nope.lr}"\n', "optim=x: optim.lr: Interpolation key 'nope.lr' not found"),
-    ("optim/x.yaml", "_target_: os.system\n", "optim/x.yaml: optim._target_: no key '_target_'; there are"),
+    ("optim/x.yaml", "_target_: os.system\n", "optim/x.yaml: optim._target_: no key '_target_'; did you mean 'args'?"),
     (
         "launch/x.yaml",
         'kind: local\nname: "a\\nb"\n',

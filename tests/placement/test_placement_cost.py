@@ -176,7 +176,7 @@ def test_link_bytes_are_what_the_busiest_link_carries(data):
     ("sizes", "line"),
     [
         ({"dp_shard": 3}, "dp_shard 3 x cp 1 x tp 1 = 3 ranks, but 4 nodes x 1 ranks a node are 4"),
-        ({"ep": 4}, "ep: not a mesh axis"),
+        ({"xp": 4}, "xp: not a mesh axis"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_one_line(sizes, line):
