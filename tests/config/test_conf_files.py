@@ -17,7 +17,7 @@ NEEDS = {
     ("model", "custom"): ["model.name=mine"],
     ("model", "hf"): ["model.path=models/mine"],
     ("data", "custom"): ["data.name=mine"],
-    ("optim", "custom"): ["optim.name=mine"],
+    ("optim", "custom"): ["optim.name=mine", "optim.module=mine"],
 }
 """What an option asks its user to fill in."""
 OF_THE_USER = ("custom", "hf")
