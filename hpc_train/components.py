@@ -28,7 +28,7 @@ _USER_OS_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, Per
 
 @dataclass(frozen=True)
 class ComponentKind:
-    """What users can bring of their own, and where the configuration names it."""
+    """A kind of component that users can register, and the setting that names one."""
 
     noun: str
     setting: str

@@ -124,7 +124,7 @@ class Sums:
     own: Tensor | None = None
     """This rank's part of `loss`, a scalar; None if the engine does not say."""
     metrics: Tensor | None = None
-    """Of an evaluation: sum and weight of each of train.metrics that is added up, (metrics, 2)."""
+    """Sum and weight of each of train.metrics that an evaluation adds up, (metrics, 2)."""
     sample: GradientSample | None = None
     """Set if StepBatch.measure asked for a sample and the engine can see one."""
     experts: ExpertLoads | None = None

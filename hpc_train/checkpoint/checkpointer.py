@@ -48,7 +48,7 @@ class LoadedStep(NamedTuple):
 
 
 class _SavedState(NamedTuple):
-    """What a load needs to know of a step before it reads tensors."""
+    """Contents of a step's manifest that a load needs before it reads tensors."""
 
     extra: dict[str, Any]
     optimizer_names: list[str]

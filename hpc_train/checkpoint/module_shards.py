@@ -31,7 +31,7 @@ Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 T = TypeVar("T", bound=Tensor)
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""What torch.compile and torch's checkpoint_wrapper put into the names of the modules that they wrap."""
+"""Parts of names that torch.compile and torch's checkpoint_wrapper add to the modules that they wrap."""
 
 
 def name_tensors(modules: Modules) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:

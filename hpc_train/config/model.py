@@ -166,7 +166,7 @@ class HfModelConfig(ModelConfig):
     task: str = config_field(
         default="auto", choices=("auto", "causal_lm", "masked_lm", "seq2seq_lm", "image_classification")
     )
-    """What the model is trained for; auto: what the class in config.json (architectures) is for."""
+    """Training task; auto: that of the class in config.json (architectures)."""
     weights: str = config_field(default="auto", choices=("auto", "read", "draw"))
     """read: begin with the folder's weights; draw: from scratch; auto: read them if the folder has any."""
     attention: str = config_field(

@@ -53,7 +53,7 @@ class TrainConfig:
     """Loss of your own, by the name given to hpc_train.components.register_loss; None: the model's own, else cross
     entropy."""
     metrics: list[str] = config_field(default=[])
-    """What an evaluation measures besides the loss: accuracy, perplexity, or names given to register_metric."""
+    """Measures of an evaluation besides the loss: accuracy, perplexity, or names given to register_metric."""
     noise_scale: NoiseScaleConfig = config_field(default=NoiseScaleConfig)
 
     @property

@@ -40,7 +40,7 @@ class StoreRecipe:
     tokenizer: str = "byte"
     """byte, bpe, or the path of a tokenizer.json or of a folder with one."""
     vocab_size: int = BYTE_VOCAB
-    """Of the bpe; 256 for byte, and for a tokenizer that brings its own."""
+    """Vocabulary of the bpe tokenizer; 256 for byte, and for a tokenizer that has its own."""
     column: str = "text"
     """Column of records with the text, or with the messages of a chat."""
     chat: bool = False

@@ -79,7 +79,7 @@ _WIDE = (
 
 
 KINDS = "text, JSON Lines (plain, gzip, zstd), CSV, Parquet, Arrow, and folders saved by `datasets`"
-"""What a corpus can be made of, for messages."""
+"""Kinds of files that a corpus can be made of, for messages."""
 
 
 @dataclass(frozen=True)

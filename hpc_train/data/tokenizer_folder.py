@@ -36,7 +36,7 @@ _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What a folder says about its tokenizer beside `tokenizer.json`."""
+    """Settings of a folder's tokenizer from the files beside `tokenizer.json`."""
 
     special: dict[str, str] = field(default_factory=dict)
     """Role (bos_token, eos_token, ...) -> token."""

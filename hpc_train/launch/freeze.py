@@ -186,7 +186,7 @@ def check_model_and_data(config: RunConfig) -> None:
     if isinstance(data, TokenDataConfig) and data.samples == "packed":
         _check_packing(config)
     if isinstance(data, TokenDataConfig) and data.path is None:
-        _check_vocabulary(get_vocabulary(model), data)
+        _check_vocabulary(model, data)
 
 
 def get_vocabulary(model: ModelConfig) -> int | None:
@@ -230,16 +230,26 @@ def _check_packing(config: RunConfig) -> None:
             raise UserError(f"data.samples=packed: not with parallel.{axis}={degree}; set it to 1, or {instead}")
 
 
-def _check_vocabulary(of_model: int | None, data: TokenDataConfig) -> None:
+def _check_vocabulary(model: ModelConfig, data: TokenDataConfig) -> None:
     if data.tokenizer == "byte" and data.vocab_size != _BYTE_VOCAB:
         raise UserError(
             f"data.vocab_size={data.vocab_size}: the byte tokenizer has {_BYTE_VOCAB}; use data.tokenizer=bpe"
         )
-    if data.tokenizer in ("byte", "bpe") and of_model is not None and of_model < data.vocab_size:
+    if data.tokenizer in ("byte", "bpe"):
+        _check_model_covers(model, data.vocab_size, f"data={data.name}")
+
+
+def _check_model_covers(model: ModelConfig, tokens: int, where: str) -> None:
+    """Raise UserError if the model's vocabulary is smaller than the `tokens` of the data. where: the data's setting."""
+    of_model = get_vocabulary(model)
+    if of_model is None or of_model >= tokens:
+        return
+    if isinstance(model, HfModelConfig):
         raise UserError(
-            f"model.vocab_size={of_model}: smaller than the {data.vocab_size} of data={data.name}; "
-            f"use model.vocab_size={data.vocab_size}"
+            f"model.path={model.path}: its vocabulary of {of_model} is smaller than the {tokens} of {where}; use the "
+            "tokenizer of that folder for the data, or a model with more tokens"
         )
+    raise UserError(f"model.vocab_size={of_model}: smaller than the {tokens} of {where}; use model.vocab_size={tokens}")
 
 
 def check_files(config: RunConfig, folder: RunDirectory) -> None:
@@ -248,12 +258,12 @@ def check_files(config: RunConfig, folder: RunDirectory) -> None:
     Data is not looked for where the batch script has set-up lines: they may be what brings it to the node.
     """
     if isinstance(config.data, TokenDataConfig) and not config.launch.setup:
-        _check_text(config.data, get_vocabulary(config.model))
+        _check_text(config.data, config.model)
     if isinstance(config.data, MixtureDataConfig) and not config.launch.setup:
         from hpc_train.data.mixture_order import check_mixture
 
         for source in check_mixture(config.data, config.train.sequence_length):
-            _check_text(source, get_vocabulary(config.model))
+            _check_text(source, config.model)
     check_cluster_files(config)
     offload = config.parallel.offload.dir
     if config.launch.kind == "local" and offload is not None and not Path(offload).is_dir():
@@ -274,8 +284,8 @@ def check_cluster_files(config: RunConfig) -> None:
         read_calibration(Path(config.cluster.calibration).expanduser())
 
 
-def _check_text(data: TokenDataConfig, of_model: int | None) -> None:
-    """Raise UserError for text or a token store that a rank could not read. of_model: the model's vocabulary."""
+def _check_text(data: TokenDataConfig, model: ModelConfig) -> None:
+    """Raise UserError for text or a token store that a rank could not read, or whose tokens the model lacks."""
     if data.path is not None:
         if not Path(data.path).expanduser().is_file():
             raise UserError(
@@ -283,31 +293,22 @@ def _check_text(data: TokenDataConfig, of_model: int | None) -> None:
             )
         from hpc_train.data.token_files import open_tokens  # h5py, which only runs with a file of their own need here
 
-        tokens = open_tokens(data).vocab_size
-        if of_model is not None and of_model < tokens:
-            raise UserError(
-                f"model.vocab_size={of_model}: smaller than the {tokens} of data.path={data.path}; "
-                f"use model.vocab_size={tokens}"
-            )
+        _check_model_covers(model, open_tokens(data).vocab_size, f"data.path={data.path}")
         return
     if not data.sources:
         raise UserError(
             f"data={data.name}: has no text; give data.path=<token store> or data.sources=[<file or folder>]"
         )
     if data.tokenizer not in ("byte", "bpe"):
-        _check_tokenizer(data, of_model)
+        _check_tokenizer(data, model)
     for source in data.sources:
         if source != _STDLIB and not Path(source).expanduser().exists():
             raise UserError(f"data.sources: {source} does not exist; give text files, folders, or the word {_STDLIB}")
 
 
-def _check_tokenizer(data: TokenDataConfig, of_model: int | None) -> None:
+def _check_tokenizer(data: TokenDataConfig, model: ModelConfig) -> None:
     """Raise UserError for a tokenizer that cannot be read, or whose vocabulary the model does not cover."""
     from hpc_train.data.tokenizer_folder import load_tokenizer_folder
 
     tokens = load_tokenizer_folder(data.tokenizer, data.end_of_document).vocab_size
-    if of_model is not None and of_model < tokens:
-        raise UserError(
-            f"model.vocab_size={of_model}: smaller than the {tokens} of data.tokenizer={data.tokenizer}; "
-            f"use model.vocab_size={tokens}"
-        )
+    _check_model_covers(model, tokens, f"data.tokenizer={data.tokenizer}")

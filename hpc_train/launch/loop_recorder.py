@@ -46,7 +46,7 @@ PHASES = {"load": Phase.LOAD, "evaluate": Phase.EVALUATE, "save": Phase.SAVE}
 
 @dataclass
 class _Parts:
-    """What the step recorder needs to know of an engine."""
+    """The part of an engine's interface that the step recorder reads."""
 
     parts: list[nn.Module]
 

@@ -32,7 +32,7 @@ class PlaceCount:
 
 @dataclass(frozen=True)
 class StackSamples:
-    """What some looks at all ranks have found."""
+    """Counts of the stacks that several samples of all ranks found."""
 
     places: tuple[PlaceCount, ...]
     """The most frequent first."""

@@ -1,4 +1,4 @@
-"""What all readers of records share: their interface, the size limit of a record, and the messages of bad columns."""
+"""Shared parts of the readers of records: their interface, the size limit of a record, messages of bad columns."""
 
 from __future__ import annotations
 
