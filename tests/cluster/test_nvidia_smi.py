@@ -185,7 +185,7 @@ def test_what_is_missing_is_refused_with_its_line() -> None:
 
 def test_peer_capabilities_are_no_topology() -> None:
     text = " \tGPU0\tGPU1\t\n GPU0\tX\tGNS\t\n GPU1\tGNS\tX\t\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n"
-    assert nvidia_smi.matches_nvidia_smi(text)
+    assert not nvidia_smi.matches_nvidia_smi(text)
     with pytest.raises(UserError, match=r"^topo.txt:1: `nvidia-smi topo -p2p`; expected .*topo -m"):
         nvidia_smi.read_nvidia_smi(text, "topo.txt")
     both = render(machine(1), Style()) + text

@@ -31,6 +31,11 @@ TEXTS = {
     "nvidia-smi": "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV12\t0-7\nGPU1\tNV12\t X \t0-7\n",
     "hostfile": "n1 slots=8\nn2 slots=8\n",
     "environment": "SLURM_JOB_NODELIST=n[1-2]\nSLURM_NNODES=2\n",
+    "p2p": "\tGPU0\tGPU1\nGPU0\tX\tOK\nGPU1\tOK\tX\n",
+    "nvlink": "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\n",
+    "NCCL log": "n1:7:8 [0] NCCL INFO comm 0x1 rank 0 nranks 1 cudaDev 0 busId 1000 - Init COMPLETE\n",
+    "NCCL graph": '<graphs version="1">\n<graph typeintra="NVL" typeinter="PIX">\n<channel><gpu dev="0"/></channel>\n'
+    "</graph>\n</graphs>\n",
     "nccl": '<system version="1">\n<cpu numaid="0" affinity="ff">\n</cpu>\n</system>\n',
 }
 
@@ -70,11 +75,17 @@ def test_a_section_of_rocm_smi_alone_says_what_it_lacks() -> None:
     assert "no link types" in cluster.notes[0]
 
 
+def test_an_output_of_rocm_smi_that_lost_its_link_types_is_refused() -> None:
+    text = render_text(Spec((0, 1), ("XGMI",), (0, 0)), sections=("weight", "hops", "numa"))
+    with pytest.raises(UserError, match="but no section 'Link Type between two GPUs'"):
+        read_topology_text(text, "rocm.txt")
+
+
 def test_large_files_are_one_line(tmp_path: Path) -> None:
     file = tmp_path / "large"
     with file.open("wb") as sparse:
         sparse.truncate(formats.MAX_FILE_BYTES + 1)
-    with pytest.raises(UserError, match="larger than 64 MiB; not a topology file"):
+    with pytest.raises(UserError, match="larger than 128 MiB; not a topology file"):
         read_topology_file(file)
     for name, most in (("nvidia_smi", 4), ("slurm_topology_conf", 8), ("ibstat", 4), ("slurm_topology_yaml", 8)):
         with pytest.raises(UserError, match=f"expected at most {most} MiB"):

@@ -13,8 +13,12 @@ from hpc_train.cluster.readers.hwloc_xml import matches_hwloc_xml, read_hwloc_xm
 from hpc_train.cluster.readers.iblinkinfo import matches_iblinkinfo, read_iblinkinfo
 from hpc_train.cluster.readers.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
 from hpc_train.cluster.readers.ibstat import matches_ibstat, read_ibstat
+from hpc_train.cluster.readers.nccl_graph_xml import matches_nccl_graph, read_nccl_graph
+from hpc_train.cluster.readers.nccl_log import matches_nccl_log, read_nccl_log
 from hpc_train.cluster.readers.nccl_xml import matches_nccl_xml, read_nccl_xml
 from hpc_train.cluster.readers.nvidia_smi import matches_nvidia_smi, read_nvidia_smi
+from hpc_train.cluster.readers.nvidia_smi_nvlinks import matches_nvidia_smi_nvlinks, read_nvidia_smi_nvlinks
+from hpc_train.cluster.readers.nvidia_smi_peers import matches_nvidia_smi_peers, read_nvidia_smi_peers
 from hpc_train.cluster.readers.rocm_smi import matches_rocm_smi, read_rocm_smi
 from hpc_train.cluster.readers.slurm_environment import matches_slurm_environment, read_slurm_environment
 from hpc_train.cluster.readers.slurm_topology import (
@@ -32,8 +36,10 @@ from hpc_train.cluster.readers.topology_yaml import (
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
 
-MAX_FILE_BYTES = 64 << 20
-"""Size limit in bytes; ibnetdiscover writes about a kilobyte per adapter, so this is a fabric of 60,000."""
+MAX_FILE_BYTES = 128 << 20
+"""Size limit in bytes: an InfiniBand subnet of 100,000 adapters, or the log of a large job."""
+MATCHED_CHARACTERS = 1 << 20
+"""Length of the beginning of a text by which its format is recognised."""
 MAX_TEXT_BYTES = 8 << 20
 """Size limit in bytes of files that an administrator writes."""
 MAX_NODE_BYTES = 4 << 20
@@ -63,8 +69,12 @@ def list_formats() -> tuple[TopologyFormat, ...]:
         TopologyFormat("topograph", matches_topograph, read_topograph, MAX_TEXT_BYTES),
         TopologyFormat("slurm_environment", matches_slurm_environment, read_slurm_environment),
         TopologyFormat("nvidia_smi", matches_nvidia_smi, read_nvidia_smi, MAX_NODE_BYTES),
+        TopologyFormat("nvidia_smi_peers", matches_nvidia_smi_peers, read_nvidia_smi_peers, MAX_NODE_BYTES),
+        TopologyFormat("nvidia_smi_nvlinks", matches_nvidia_smi_nvlinks, read_nvidia_smi_nvlinks, MAX_NODE_BYTES),
         TopologyFormat("rocm_smi", matches_rocm_smi, read_rocm_smi, MAX_NODE_BYTES),
         TopologyFormat("nccl_xml", matches_nccl_xml, read_nccl_xml, MAX_NODE_BYTES),
+        TopologyFormat("nccl_graph", matches_nccl_graph, read_nccl_graph, MAX_NODE_BYTES),
+        TopologyFormat("nccl_log", matches_nccl_log, read_nccl_log),
         TopologyFormat("hwloc_xml", matches_hwloc_xml, read_hwloc_xml, MAX_NODE_BYTES),
         TopologyFormat("ibnetdiscover", matches_ibnetdiscover, read_ibnetdiscover),
         TopologyFormat("iblinkinfo", matches_iblinkinfo, read_iblinkinfo),
@@ -87,7 +97,7 @@ def read_topology_text(text: str, name: str, format: str | None = None) -> Clust
         chosen = [candidate for candidate in formats if candidate.name == format]
         if not chosen:
             raise UserError(f"--format {format}: choose one of {', '.join(candidate.name for candidate in formats)}")
-    elif not (chosen := [candidate for candidate in formats if candidate.matches(text)]):
+    elif not (chosen := _find_formats(text)):
         raise UserError(
             f"{name}: not a topology in a known format; known: {', '.join(candidate.name for candidate in formats)}"
         )
@@ -95,6 +105,14 @@ def read_topology_text(text: str, name: str, format: str | None = None) -> Clust
         limit = chosen[0].largest >> 20
         raise UserError(f"{name}: {len(text) >> 20} MiB that look like {chosen[0].name}; expected at most {limit} MiB")
     return chosen[0].read(text, name)
+
+
+def _find_formats(text: str) -> list[TopologyFormat]:
+    """List the formats that claim a text; a long one by its beginning, as each format would scan all of it."""
+    head = text[:MATCHED_CHARACTERS]
+    if len(head) < len(text):
+        head = head[: head.rfind("\n") + 1] or head
+    return [candidate for candidate in list_formats() if candidate.matches(head)]
 
 
 def decode_text(content: bytes) -> str:

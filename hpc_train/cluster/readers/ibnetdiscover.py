@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from hpc_train.cluster.hostlist import natural_key
+from hpc_train.cluster.readers.direct_networks import DirectNetwork, recognise_direct_network
 from hpc_train.cluster.readers.ibnetdiscover_text import (
     CA,
     SWITCH,
@@ -166,7 +167,11 @@ def make_fabric(recorded: dict[str, SubnetDevice], name: str, kind: str) -> Clus
     names = name_switches([devices[id] for id in devices if id in levels])
     nodes = _make_nodes(adapters, host_of, names)
     switches = tuple(_make_switches(devices, levels, names, host_of))
-    return Cluster(kind, nodes, (), switches, _list_notes(devices, levels))
+    joined = _list_joined_switches(devices, levels)
+    network = recognise_direct_network(levels, _list_neighbours(devices, levels)) if joined else None
+    if network is not None and network.kind == "dragonfly":
+        switches += tuple(_make_groups(network, switches, names))
+    return Cluster(kind, nodes, (), switches, _list_notes(network, joined, len(levels)))
 
 
 def _make_nodes(
@@ -232,17 +237,56 @@ def _make_uplinks(
     )
 
 
-def _list_notes(devices: Mapping[str, SubnetDevice], levels: Mapping[str, int]) -> tuple[str, ...]:
-    """List what the tree of switches leaves out: cables between switches of one level."""
-    joined = [
+def _list_neighbours(devices: Mapping[str, SubnetDevice], levels: Mapping[str, int]) -> dict[str, list[str]]:
+    """Map each switch to the other switches that it is cabled to, each once."""
+    return {
+        id: list(
+            dict.fromkeys(cable.far for cable in devices[id].cables.values() if cable.far in levels and cable.far != id)
+        )
+        for id in levels
+    }
+
+
+def _list_joined_switches(devices: Mapping[str, SubnetDevice], levels: Mapping[str, int]) -> list[str]:
+    """List the switches that are cabled to others of their own level."""
+    return [
         id
         for id, level in levels.items()
-        if sum(levels.get(cable.far) == level and cable.far != id for cable in devices[id].cables.values())
+        if any(levels.get(cable.far) == level and cable.far != id for cable in devices[id].cables.values())
     ]
+
+
+def _make_groups(network: DirectNetwork, switches: Sequence[Switch], names: Mapping[str, str]) -> Iterator[Switch]:
+    """Yield the groups of a dragonfly as switches above their own, with the cables between groups as uplinks."""
+    by_name = {switch.name: switch for switch in switches}
+    members = [[names[id] for id in group] for group in network.groups]
+    titles = [f"dragonfly group {number}" for number in range(1, len(members) + 1)]
+    title_of = {name: title for title, group in zip(titles, members, strict=True) for name in group}
+    for title, group in zip(titles, members, strict=True):
+        trunks: dict[str, list[Trunk]] = defaultdict(list)
+        for trunk in (trunk for name in group for trunk in by_name[name].uplinks):
+            if title_of.get(trunk.switch) != title:
+                trunks[title_of.get(trunk.switch, trunk.switch)].append(trunk)
+        uplinks = tuple(
+            Trunk(far, sum(trunk.cables for trunk in cables), sum_rates(trunk.gbit_s for trunk in cables))
+            for far, cables in trunks.items()
+        )
+        yield Switch(title, 1, (), tuple(group), uplinks)
+
+
+def _list_notes(network: DirectNetwork | None, joined: Sequence[str], switches: int) -> tuple[str, ...]:
+    """Say what network the cables between switches of one level make, and what is not read of it."""
+    if network is not None and network.kind == "torus":
+        return (
+            f"the cables are those of {network.describe()}: distances in it do not count, each switch is a leaf of its "
+            "own",
+        )
+    if network is not None:
+        return (f"the cables are those of {network.describe()}",)
     if len(joined) < 3:
         return ()
     return (
-        f"{len(joined)} of {len(levels)} switches are cabled to others of their own level, as in a dragonfly or torus: "
+        f"{len(joined)} of {switches} switches are cabled to others of their own level, as in a dragonfly or torus: "
         "its groups are not read, each such switch counts as a leaf of its own; to place by groups give Slurm's "
         "topology.conf with one switch a group",
     )

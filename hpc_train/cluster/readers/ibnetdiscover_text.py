@@ -97,13 +97,13 @@ class _Parser:
         """Whether port lines, and whether headers, have names in this file."""
 
     def take(self, line: str, number: int) -> None:
-        if not line or line.startswith("#"):
+        if not line or line.startswith(("#", "vendid=0x", "devid=0x")):
             return
         if len(line) > _LONGEST:
             raise UserError(f"{self.name}:{number}: {len(line)} characters in a line; expected at most {_LONGEST}")
         if line.startswith("[") and (port := _PORT.fullmatch(line)):
             self._parse_port(port, number)
-        elif header := _HEADER.fullmatch(line):
+        elif '"' in line and (header := _HEADER.fullmatch(line)):
             self._parse_header(header, number)
         elif system := _SYSTEM.match(line):
             self.system = system[1].lower().zfill(16)

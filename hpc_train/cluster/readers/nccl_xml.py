@@ -220,15 +220,12 @@ def _get_root_bus(place: PciPlace) -> str:
 
 MAX_DEVICES = 512
 """Maximum number of devices of a node, since every pair of them becomes a link."""
-_OTHERS = {
-    "graphs": "an NCCL graph (NCCL_GRAPH_DUMP_FILE), not a topology; expected the file of NCCL_TOPO_DUMP_FILE",
-}
 _ROOTS = ("system", "cpu", "pci")
 
 
 def matches_nccl_xml(text: str) -> bool:
-    """Whether the text is XML with NCCL's root element, a fragment of it, or XML that is often mistaken for it."""
-    return text.lstrip("\ufeff \t\r\n")[:1] == "<" and read_root_tag(text) in (*_ROOTS, *_OTHERS)
+    """Whether the text is XML with NCCL's root element, or a fragment of it."""
+    return text.lstrip("\ufeff \t\r\n")[:1] == "<" and read_root_tag(text) in _ROOTS
 
 
 def read_nccl_xml(text: str, name: str) -> Cluster:
@@ -237,9 +234,6 @@ def read_nccl_xml(text: str, name: str) -> Cluster:
     GPUs are named by NCCL's own index. `nvlinks` counts what each GPU itself lists, so that one that lost its links
     shows; None in files of vendors, which list none. Raises UserError for other XML and for truncated or odd files.
     """
-    tag = read_root_tag(text)
-    if tag in _OTHERS:
-        raise UserError(f"{name}:1: {_OTHERS[tag]}")
     root = parse_xml(text, name)
     if root.tag not in _ROOTS:
         raise UserError(f"{name}:{root.line}: <{root.tag}>; expected NCCL's <system version=...>")

@@ -44,7 +44,7 @@ LinkCells = dict[tuple[str, str], tuple[str, int]]
 
 
 def matches_nvidia_smi(text: str) -> bool:
-    """Whether the text has a matrix of GPUs printed by `topo` (`topo -p2p` too, which `read_nvidia_smi` refuses)."""
+    """Whether the text has a matrix of GPUs printed by `topo -m`."""
     return "GPU" in text and not _OWN_ROCM.search(text) and looks_like_matrix(text)
 
 

@@ -58,7 +58,14 @@ def clean_lines(text: str) -> list[str]:
 
 def looks_like_matrix(text: str) -> bool:
     """Whether there is a header of GPUs with its CPU column, or with a row of link kinds below it."""
-    return any(matrix.rows or matrix.peers or _has_affinity(matrix) for matrix in find_matrices(clean_lines(text)))
+    return any(
+        not matrix.peers and (matrix.rows or _has_affinity(matrix)) for matrix in find_matrices(clean_lines(text))
+    )
+
+
+def looks_like_peer_matrix(text: str) -> bool:
+    """Whether there is a header of GPUs with a row of `topo -p2p` below it."""
+    return any(matrix.peers for matrix in find_matrices(clean_lines(text)))
 
 
 def find_matrices(lines: list[str]) -> Iterator[TextMatrix]:

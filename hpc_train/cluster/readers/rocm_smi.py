@@ -69,7 +69,18 @@ def _read_text(lines: list[str], name: str) -> _GpuTopology:
     if facts.gpus and set(facts.numa) - set(facts.gpus):
         raise UserError(f"{name}:1: NUMA nodes of GPUs that no matrix has; expected the output of one node")
     facts.gpus = facts.gpus or list(facts.numa)
+    _check_sections(lines, facts, name)
     return facts
+
+
+def _check_sections(lines: list[str], facts: _GpuTopology, name: str) -> None:
+    """Refuse a --showtopo that lost its link types. Other options print some of its sections only."""
+    shown = {section[1].lower() for line in lines if (section := _SECTION.search(line))}
+    if {"weight", "hops"} <= shown and facts.numa and "link type" not in shown and len(facts.gpus) > 1:
+        raise UserError(
+            f"{name}:{len(lines)}: weights, hops and NUMA nodes, but no section 'Link Type between two GPUs'; "
+            "expected all of `rocm-smi --showtopo`"
+        )
 
 
 def _read_section(facts: _GpuTopology, lines: list[str], start: int, what: str, name: str) -> None:
