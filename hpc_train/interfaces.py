@@ -33,7 +33,7 @@ class Model(Protocol):
     """
 
     plan: dict[str, str]
-    """Glob over module names -> col | row | seq | vocab | heads | expert: how tensor parallelism splits the module."""
+    """Glob over module names -> how tensor parallelism splits it: col, row, seq, vocab, heads, enter or expert."""
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the blocks by module name, in order: the units of sharding, recomputation and pipeline stages."""

@@ -57,6 +57,25 @@ class ExpertsConfig:
 
 
 @config_dataclass
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): keys and values of all heads are expanded from
+    one narrow vector a token, and positions are in a part of each key that all heads share."""
+
+    kv_rank: int = config_field(default=0, ge=0)
+    """Width of the latent of keys and values (kv_lora_rank); 0: attention with keys and values of their own."""
+    q_rank: int | None = config_field(default=None, ge=1)
+    """Width of the latent of queries (q_lora_rank); None: queries come from the hidden states."""
+    nope_head_dim: int = config_field(default=128, ge=1)
+    """Width of the part of a query or key that has no positions (qk_nope_head_dim)."""
+    rope_head_dim: int = config_field(default=64, ge=2)
+    """Width of the part that rotary positions turn (qk_rope_head_dim)."""
+    value_head_dim: int = config_field(default=128, ge=1)
+    """Width of a value (v_head_dim); at most that of a query."""
+    interleaved: bool = True
+    """Rotary positions turn channels 2 i and 2 i + 1 as in DeepSeek's checkpoints; else i and i + rope_head_dim / 2."""
+
+
+@config_dataclass
 class TransformerConfig(ModelConfig):
     """A decoder-only transformer of the Llama or the GPT family."""
 
@@ -104,6 +123,7 @@ class TransformerConfig(ModelConfig):
     """Standard deviation of initial weights."""
     query_key_norm: str = config_field(default="none", choices=("none", "head", "full"))
     """RMSNorm of queries and keys before rotary positions: of each head (Qwen3) or of all heads together (OLMoE)."""
+    latent: LatentConfig = config_field(default=LatentConfig)
     experts: ExpertsConfig = config_field(default=ExpertsConfig)
 
 

@@ -51,7 +51,11 @@ def load_model(where: str, tokenizer: str | None, device: torch.device) -> Loade
         raise UserError(f"{file}: is not there, and it says which model this is; give the directory of a run")
     config = load_run_config(file)
     model = _make_model(config)
-    _load_weights(model, _read_step(step, config), where)
+    state = _read_step(step, config)
+    if isinstance(config.model, TransformerConfig) and config.model.experts.count:
+        model = _load_experts(model, state, where)
+    else:
+        _load_weights(model, state, where)
     return LoadedModel(model.to(device).eval(), _open_tokenizer(config.data, tokenizer))
 
 
@@ -110,6 +114,19 @@ def _load_weights(model: Any, state: dict[str, Tensor], where: str) -> None:
     if missing or report.unexpected_keys:
         wrong = (missing or report.unexpected_keys)[0]
         raise UserError(f"{where}: the checkpoint and the run's model do not agree on {wrong}")
+
+
+def _load_experts(model: Any, state: dict[str, Tensor], where: str) -> Any:
+    """Return the model with these weights; the library itself stacks the matrices of single experts."""
+    if model.dtype == torch.float64:
+        model.set_experts_implementation("eager")  # grouped products take no float64
+    loaded, report = type(model).from_pretrained(
+        None, config=model.config, state_dict=state, dtype=model.dtype, output_loading_info=True
+    )
+    wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[kind]]
+    if wrong:
+        raise UserError(f"{where}: the checkpoint and the run's model do not agree on {wrong[0]}")
+    return loaded
 
 
 def _open_tokenizer(config: DataConfig, folder: str | None) -> Tokenizer:

@@ -1,6 +1,6 @@
 """Weights between our names and shapes and those of the transformers library, both ways.
 
-The families are Llama, GPT-2, ViT, Mixtral, Qwen3-MoE and OLMoE.
+The families are Llama, GPT-2, ViT, Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3.
 
 Pure functions of state dicts, also of a state dict of gradients. Linear weights are (out, in) on both sides but for
 GPT-2, whose Conv1D keeps (in, out) and puts q, k and v into one matrix. Files have a matrix for each expert, which we
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hpc_train.config.model import ExpertsConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.errors import UserError
+from hpc_train.models.shape import has_latent_attention
 
 State = dict[str, Tensor]
 
@@ -71,6 +72,20 @@ _QWEN3_MOE = {
     "model.layers.#.self_attn.k_norm": "layers.#.attention.k_norm",
     "model.layers.#.mlp.gate": "layers.#.feed_forward.router.gate",
 }
+_DEEPSEEK_V3 = {
+    **{theirs: ours for theirs, ours in _LLAMA.items() if not theirs.endswith(("k_proj", "v_proj"))},
+    "model.layers.#.self_attn.q_a_proj": "layers.#.attention.q_a",
+    "model.layers.#.self_attn.q_a_layernorm": "layers.#.attention.q_a_norm",
+    "model.layers.#.self_attn.q_b_proj": "layers.#.attention.q_b",
+    "model.layers.#.self_attn.kv_a_proj_with_mqa": "layers.#.attention.kv_a",
+    "model.layers.#.self_attn.kv_a_layernorm": "layers.#.attention.kv_a_norm",
+    "model.layers.#.self_attn.kv_b_proj": "layers.#.attention.kv_b",
+    "model.layers.#.mlp.gate": "layers.#.feed_forward.router.gate",
+    "model.layers.#.mlp.gate.e_score_correction_bias": "layers.#.feed_forward.router.bias",
+    "model.layers.#.mlp.shared_experts.gate_proj": "layers.#.feed_forward.shared.gate",
+    "model.layers.#.mlp.shared_experts.up_proj": "layers.#.feed_forward.shared.up",
+    "model.layers.#.mlp.shared_experts.down_proj": "layers.#.feed_forward.shared.down",
+}
 _TABLES = {
     "llama": _LLAMA,
     "gpt2": _GPT2,
@@ -78,7 +93,9 @@ _TABLES = {
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
     "olmoe": _QWEN3_MOE,
+    "deepseek_v3": _DEEPSEEK_V3,
 }
+_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3")
 _PREFIXES = dict.fromkeys(_TABLES, "model.") | {"gpt2": "transformer.", "vit": "vit."}
 """Prefix of the names in files of a model with a head; files of the bare model, such as the first GPT-2's, lack it."""
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
@@ -91,6 +108,8 @@ def find_model_family(config: ModelConfig) -> str:
         return "vit"
     if isinstance(config, TransformerConfig):
         kind = (config.positions, config.norm, config.activation)
+        if has_latent_attention(config):
+            return _check_deepseek(config)
         if config.experts.count:
             return _find_expert_family(config)
         if kind == ("rotary", "rmsnorm", "swiglu") and config.query_key_norm == "none":
@@ -118,6 +137,28 @@ def _find_expert_family(config: TransformerConfig) -> str:
             "weights have no names there; use --format safetensors"
         )
     return {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}[config.query_key_norm]
+
+
+def _check_deepseek(config: TransformerConfig) -> str:
+    """deepseek_v3. Raises UserError for what it does not compute."""
+    experts = config.experts
+    wanted = {
+        "experts.gate": experts.gate == "sigmoid",
+        "experts.shared": experts.shared > 0,
+        "experts.balance_bias": experts.balance_bias > 0,
+        "experts.capacity_factor": experts.capacity_factor is None,
+        "norm": config.norm == "rmsnorm",
+        "activation": config.activation == "swiglu",
+    }
+    wrong = [key for key, agrees in wanted.items() if not agrees]
+    if wrong or not experts.count:
+        key = wrong[0] if experts.count else "experts.count"
+        raise UserError(
+            f"model={config.name}: model.latent makes it one of DeepSeek-V3's family in transformers, which has "
+            "experts with a sigmoid gate, a bias (balance_bias) and shared ones, and no capacity; "
+            f"model.{key} is another, so its weights have no names there; use --format safetensors"
+        )
+    return "deepseek_v3"
 
 
 def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
@@ -158,7 +199,7 @@ class _Stacks:
         """Take the matrix of one expert; False for any other weight."""
         match = _EXPERT.fullmatch(name)
         which = _MATRICES.get(kind, _QWEN_MATRICES).get(match[3]) if match else None
-        if match is None or which is None or kind not in ("mixtral", "qwen3_moe", "olmoe"):
+        if match is None or which is None or kind not in _EXPERT_FAMILIES:
             return False
         self._found.setdefault(f"layers.{match[1]}.feed_forward.experts.{which}", {})[int(match[2])] = tensor
         return True
@@ -200,7 +241,7 @@ def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
     table = {ours: theirs for theirs, ours in _TABLES[kind].items()}
     out, rest = _unstack_experts(state, kind)
     for name, tensor in _fuse_qkv(rest).items() if kind == "gpt2" else rest.items():
-        module, leaf = _split_name(name)
+        module, leaf = (name, "") if _rename_module(name, table) else _split_name(name)
         theirs = _rename_module(module, table)
         assert theirs is not None, f"{name}: not of this family"
         out[theirs + leaf] = tensor.t().contiguous() if _is_conv1d(module, leaf, kind) else tensor

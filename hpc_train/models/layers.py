@@ -83,6 +83,15 @@ def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
+def apply_interleaved_rotary(x: Tensor, table: RotaryTable) -> Tensor:
+    """Turn each pair of channels (2 i, 2 i + 1) of x (..., T, heads, width).
+
+    The result has the first ones of all pairs before the second ones. Queries and keys come out in the same order,
+    which is all that their product needs.
+    """
+    return apply_rotary(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), table)
+
+
 class ScaledDotProduct(nn.Module):
     """softmax(q k^T / sqrt(head_dim)) v. A module of its own so that a technique can put another in its place."""
 
@@ -202,7 +211,7 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)), with dropout on both branches."""
 
     def __init__(
-        self, attention: Attention, feed_forward: nn.Module, norm: Callable[[], nn.Module], dropout: float
+        self, attention: nn.Module, feed_forward: nn.Module, norm: Callable[[], nn.Module], dropout: float
     ) -> None:
         super().__init__()
         self.attention_norm = norm()

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_train.config.model import ExpertsConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import (
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    TransformerConfig,
+    VisionTransformerConfig,
+)
 from hpc_train.errors import UserError
 
 
 def compute_head_dim(config: TransformerConfig) -> int:
-    """Width of one attention head."""
+    """Width of one attention head: of its queries and keys."""
+    if has_latent_attention(config):
+        return config.latent.nope_head_dim + config.latent.rope_head_dim
     return config.head_dim or config.hidden // config.heads
+
+
+def compute_mean_head_dim(config: TransformerConfig) -> float:
+    """Mean of the width of a key and that of a value."""
+    width = compute_head_dim(config)
+    return (width + config.latent.value_head_dim) / 2 if has_latent_attention(config) else width
+
+
+def compute_rotary_dim(config: TransformerConfig) -> int:
+    """Width of the part of a head that rotary positions turn."""
+    return config.latent.rope_head_dim if has_latent_attention(config) else compute_head_dim(config)
+
+
+def has_latent_attention(config: TransformerConfig) -> bool:
+    """Whether attention is multi-head latent attention."""
+    return config.latent.kv_rank > 0
 
 
 def count_kv_heads(config: TransformerConfig) -> int:
@@ -33,21 +57,51 @@ def check_shape(config: ModelConfig) -> None:
 
 def check_transformer(config: TransformerConfig) -> None:
     """check_shape of a transformer."""
-    if config.head_dim is None:
+    if has_latent_attention(config):
+        _check_latent_attention(config)
+    elif config.latent != LatentConfig():
+        raise UserError("model.latent: has settings, but model.latent.kv_rank=0 makes no latent attention; set kv_rank")
+    elif config.head_dim is None:
         _check_divides("heads", config.heads, "hidden", config.hidden, "set model.head_dim to choose a head's width")
     if config.kv_heads is not None:
         why = "each key and value head serves equally many heads"
         _check_divides("kv_heads", config.kv_heads, "heads", config.heads, why)
-    if config.positions == "rotary" and compute_head_dim(config) % 2:
+    if config.positions == "rotary" and compute_rotary_dim(config) % 2:
+        key = "latent.rope_head_dim" if has_latent_attention(config) else "head_dim"
         raise UserError(
-            f"model.head_dim={compute_head_dim(config)}: must be even, as "
-            f"model.positions=rotary turns pairs of channels"
+            f"model.{key}={compute_rotary_dim(config)}: must be even, as model.positions=rotary turns pairs of channels"
         )
 
     if config.experts.count:
         _check_experts(config)
     elif config.experts != ExpertsConfig():
         raise UserError("model.experts: has settings, but model.experts.count=0 makes no experts; set count")
+
+
+def _check_latent_attention(config: TransformerConfig) -> None:
+    latent, width = config.latent, compute_head_dim(config)
+    if latent.value_head_dim > width:
+        raise UserError(
+            f"model.latent.value_head_dim={latent.value_head_dim}: is wider than a query, {width}; lower it"
+        )
+    wanted: dict[str, tuple[object, object]] = {
+        "positions": (config.positions, "rotary"),
+        "query_key_norm": (config.query_key_norm, "none"),
+        "bias": (config.bias, False),
+        "dropout": (config.dropout, 0.0),
+        "head_dim": (config.head_dim, None),
+    }
+    for key, (value, only) in wanted.items():
+        if value != only:
+            raise UserError(
+                f"model.{key}={str(value).lower()}: model.latent.kv_rank={latent.kv_rank} goes only with "
+                f"model.{key}={'null' if only is None else str(only).lower()}"
+            )
+    if config.kv_heads not in (None, config.heads):
+        raise UserError(
+            f"model.kv_heads={config.kv_heads}: latent attention expands keys and values for each of "
+            f"model.heads={config.heads}; leave it out"
+        )
 
 
 def _check_experts(config: TransformerConfig) -> None:
@@ -124,7 +178,17 @@ def _attention(hidden: int, heads: int, groups: int, width: int, bias: bool) -> 
 
 def _attention_weights(config: TransformerConfig, bias: bool) -> int:
     """Parameters of the linear layers of one attention."""
+    if has_latent_attention(config):
+        return _latent_attention_weights(config)
     return _attention(config.hidden, config.heads, count_kv_heads(config), compute_head_dim(config), bias)
+
+
+def _latent_attention_weights(config: TransformerConfig) -> int:
+    latent, hidden, queries = config.latent, config.hidden, config.heads * compute_head_dim(config)
+    query = hidden * queries if latent.q_rank is None else latent.q_rank * (hidden + queries)
+    narrow = hidden * (latent.kv_rank + latent.rope_head_dim)
+    expanded = latent.kv_rank * config.heads * (latent.nope_head_dim + latent.value_head_dim)
+    return query + narrow + expanded + config.heads * latent.value_head_dim * hidden
 
 
 def _dense_feed_forward(config: TransformerConfig, bias: bool) -> int:
@@ -148,6 +212,9 @@ def _blocks(config: TransformerConfig, bias: bool, routed: int) -> int:
 
 
 def _query_key_norms(config: TransformerConfig) -> int:
+    """Parameters of the norms inside of one attention."""
+    if has_latent_attention(config):
+        return config.latent.kv_rank + (config.latent.q_rank or 0)
     width = compute_head_dim(config)
     heads = {"none": 0, "head": 2, "full": config.heads + count_kv_heads(config)}[config.query_key_norm]
     return heads * width
@@ -187,7 +254,8 @@ def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float 
     N is the number of weights in matrix products of a token: the linear layers of all blocks, of routed experts only
     top_k, and the head, but no embedding, norm or bias. Forward is 2 N, backward twice that. Attention takes 2 T' heads
     head_dim for q k^T and as much for the product with v, where a token attends to T' = T / 2 others on average under
-    the causal mask; times 3 with backward.
+    the causal mask; times 3 with backward. Where values are narrower than keys (latent attention), head_dim is the mean
+    of both widths.
 
     Vision transformer: the target is an image, T = patches + 1 tokens from the shape (sequence_length is not used),
     attention in full (12 layers hidden T a token), the patch projection once a patch and the head once.
@@ -196,7 +264,7 @@ def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float 
     if isinstance(config, TransformerConfig):
         used = _blocks(config, bias=False, routed=config.experts.top_k if config.experts.count else 0)
         weights = used + config.vocab_size * config.hidden
-        attention_width = config.heads * compute_head_dim(config)
+        attention_width = config.heads * compute_mean_head_dim(config)
         return float(transformer_flops_per_token(weights, config.layers * attention_width, sequence_length))
     if isinstance(config, VisionTransformerConfig):
         return _vit_flops(config)

@@ -33,6 +33,13 @@ TENSOR_PLAN = {
     "layers.*.attention_norm": "seq",
     "layers.*.attention.[qkv]": "col",
     "layers.*.attention.[qk]_norm": "heads",
+    "layers.*.attention.q_a": "seq",
+    "layers.*.attention.q_a_norm": "seq",
+    "layers.*.attention.q_b": "col",
+    "layers.*.attention.kv_a": "seq",
+    "layers.*.attention.kv_a_norm": "seq",
+    "layers.*.attention.kv_b": "col",
+    "layers.*.attention.rope_key": "enter",
     "layers.*.attention.o": "row",
     "layers.*.feed_forward_norm": "seq",
     "layers.*.feed_forward.gate": "col",
@@ -41,7 +48,10 @@ TENSOR_PLAN = {
     "norm": "seq",
     "head": "vocab",
 }
-"""Megatron's split (Shoeybi et al. 2019, arXiv:1909.08053; seq: Korthikanti et al. 2022, arXiv:2205.05198)."""
+"""Megatron's split (Shoeybi et al. 2019, arXiv:1909.08053; seq: Korthikanti et al. 2022, arXiv:2205.05198).
+
+Latent attention makes its narrow vectors from a rank's own positions, so that only these are gathered.
+"""
 
 
 class TiedHead(nn.Module):
@@ -99,7 +109,7 @@ class Transformer(BlockModel):
             x = self._embedded(x, positions)
         table = None
         if self.config.positions == "rotary":
-            table = make_rotary_table(self.config, shape.compute_head_dim(self.config), positions, x.dtype)
+            table = make_rotary_table(self.config, shape.compute_rotary_dim(self.config), positions, x.dtype)
         for layer in self.layers.values():
             x = layer(x, table) if mask is None else layer(x, table, mask)
         return self._logits(x) if self.is_last else x
@@ -124,6 +134,15 @@ def _make_norm(config: TransformerConfig) -> nn.Module:
 
 
 def _make_block(config: TransformerConfig, name: str) -> Block:
+    attention, feed_forward = _make_attention(config), _make_feed_forward(config, name)
+    return Block(attention, feed_forward, partial(_make_norm, config), config.dropout)
+
+
+def _make_attention(config: TransformerConfig) -> nn.Module:
+    if shape.has_latent_attention(config):
+        from hpc_train.models.latent_attention import LatentAttention  # other models need none of this
+
+        return LatentAttention(config.hidden, config.heads, config.latent)
     attention = Attention(
         config.hidden,
         config.heads,
@@ -135,7 +154,7 @@ def _make_block(config: TransformerConfig, name: str) -> Block:
     )
     if config.query_key_norm != "none":
         add_query_key_norms(attention, config.query_key_norm, config.norm_eps)
-    return Block(attention, _make_feed_forward(config, name), partial(_make_norm, config), config.dropout)
+    return attention
 
 
 def _make_feed_forward(config: TransformerConfig, name: str) -> nn.Module:

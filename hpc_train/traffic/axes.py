@@ -274,6 +274,11 @@ def count_half_recompute_calls(sequence: bool) -> TensorCalls:
     return TensorCalls(gathers=1, scatters=1) if sequence else TensorCalls(reductions=1)
 
 
+def count_entry_calls(sequence: bool, blocks: int, recomputed: int) -> TensorCalls:
+    """Count the calls that bring the input of the attention of `blocks` blocks to the heads of each rank, and back."""
+    return TensorCalls(blocks + recomputed, blocks) if sequence else TensorCalls(reductions=blocks)
+
+
 def count_last_recompute_calls(sequence: bool) -> TensorCalls:
     """Count the additional calls of a mixture of experts that is recomputed: all before its last sum."""
     return TensorCalls(gathers=1) if sequence else TensorCalls()

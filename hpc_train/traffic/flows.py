@@ -10,7 +10,7 @@ from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransfo
 from hpc_train.config.parallel import AXES, Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.shape import compute_head_dim, count_expert_layers, count_kv_heads
+from hpc_train.models.shape import compute_head_dim, count_expert_layers, count_kv_heads, has_latent_attention
 from hpc_train.traffic import axes as axis_flows
 from hpc_train.traffic.axes import Flow, assign_kv_heads, ddp_buckets, fsdp_groups, scalar_flows
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients
@@ -209,8 +209,14 @@ class _Job:
         single = axis_flows.count_end_calls(self.sequence, self.vocabulary).times(ends) + half
         single += axis_flows.count_last_recompute_calls(self.sequence).times(again)
         hidden, flows = self.hidden * work.compute, []
+        if entries := self._list_latent_widths():
+            entering = axis_flows.count_entry_calls(
+                self.sequence, sum(part.blocks for part in parts), self._count_recomputed(parts)
+            )
+            blocks += entering.times(-1)
+            flows = self._latent_flows(entering, entries)
         if asynchronous:
-            flows = axis_flows.ring_tensor_flows(blocks, hidden, work.micro_batches, self.degrees.tp)
+            flows += axis_flows.ring_tensor_flows(blocks, hidden, work.micro_batches, self.degrees.tp)
         else:
             single += blocks
         flows += axis_flows.tensor_flows(single, hidden, work.micro_batches)
@@ -218,6 +224,26 @@ class _Job:
             tokens = work.sequences * work.positions
             flows += axis_flows.loss_flows(tokens, max(4, work.compute), work.micro_batches)
         return flows + self._whole_gradient_flows(parts)
+
+    def _list_latent_widths(self) -> tuple[int, ...]:
+        """Return the widths of what enters the heads of latent attention: queries, keys and values, shared key."""
+        if not isinstance(self.model, TransformerConfig) or not has_latent_attention(self.model):
+            return ()
+        latent = self.model.latent
+        return latent.q_rank or self.model.hidden, latent.kv_rank, latent.rope_head_dim
+
+    def _latent_flows(self, entering: axis_flows.TensorCalls, widths: tuple[int, ...]) -> list[Flow]:
+        """Return the flows of what enters the heads; no product follows the shared key, so it goes in one piece."""
+        work, asynchronous = self.work, self.config.parallel.tensor.asynchronous
+        tokens = work.sequences * work.positions * work.compute
+        *expanded, shared = (tokens * width for width in widths)
+        flows = axis_flows.tensor_flows(entering, shared, work.micro_batches)
+        for size in expanded:
+            if asynchronous:
+                flows += axis_flows.ring_tensor_flows(entering, size, work.micro_batches, self.degrees.tp)
+            else:
+                flows += axis_flows.tensor_flows(entering, size, work.micro_batches)
+        return flows
 
     def _whole_gradient_flows(self, parts: Parts) -> list[Flow]:
         """Return the sums over tp of gradients of parameters that tp does not split."""

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
-from hpc_train.models.shape import compute_expert_width, compute_head_dim, count_kv_heads, count_vit_tokens
+from hpc_train.models.shape import (
+    compute_expert_width,
+    compute_head_dim,
+    count_kv_heads,
+    count_vit_tokens,
+    has_latent_attention,
+)
 
 Split = Literal["outputs", "inputs", "vocabulary", "heads", "whole", "copied"]
 """How tp splits a parameter.
@@ -120,13 +126,7 @@ def _norm(hidden: int, bias: bool) -> list[Weight]:
 def _transformer(model: TransformerConfig) -> Weights:
     hidden, bias = model.hidden, model.bias
     norm = _norm(hidden, model.norm == "layernorm" and bias)
-    queries, keys = model.heads * compute_head_dim(model), count_kv_heads(model) * compute_head_dim(model)
-    attention = _linear(hidden, queries, bias, "outputs") + 2 * _linear(hidden, keys, bias, "heads")
-    attention += _linear(queries, hidden, bias, "inputs")
-    if model.query_key_norm == "head":
-        attention += 2 * [Weight((compute_head_dim(model),), "copied")]
-    elif model.query_key_norm == "full":
-        attention += [Weight((queries,)), Weight((keys,))]
+    attention = _latent_attention(model) if has_latent_attention(model) else _attention(model)
     branches = 2 if model.activation == "swiglu" else 1
     wide = branches * _linear(hidden, model.feed_forward, bias, "outputs")
     wide += _linear(model.feed_forward, hidden, bias, "inputs")
@@ -139,6 +139,32 @@ def _transformer(model: TransformerConfig) -> Weights:
         weights = replace(weights, block=mixture, experts=_expert_stacks(model))
         weights = replace(weights, dense_block=dense, dense_blocks=model.experts.first_dense)
     return replace(weights, after=(*norm,), tied=table) if model.tied_embeddings else weights
+
+
+def _attention(model: TransformerConfig) -> list[Weight]:
+    hidden, bias = model.hidden, model.bias
+    queries, keys = model.heads * compute_head_dim(model), count_kv_heads(model) * compute_head_dim(model)
+    attention = _linear(hidden, queries, bias, "outputs") + 2 * _linear(hidden, keys, bias, "heads")
+    attention += _linear(queries, hidden, bias, "inputs")
+    if model.query_key_norm == "head":
+        attention += 2 * [Weight((compute_head_dim(model),), "copied")]
+    elif model.query_key_norm == "full":
+        attention += [Weight((queries,)), Weight((keys,))]
+    return attention
+
+
+def _latent_attention(model: TransformerConfig) -> list[Weight]:
+    """List the weights of latent attention: tp splits what expands the latents, and not what makes them."""
+    latent, hidden, queries = model.latent, model.hidden, model.heads * compute_head_dim(model)
+    narrow = latent.kv_rank + latent.rope_head_dim
+    expanded = model.heads * (latent.nope_head_dim + latent.value_head_dim)
+    found = (
+        [] if latent.q_rank is None else [Weight((latent.q_rank, hidden), summed=True), *_norm(latent.q_rank, False)]
+    )
+    found += _linear(latent.q_rank or hidden, queries, False, "outputs")
+    found += [Weight((narrow, hidden), summed=True), *_norm(latent.kv_rank, False)]
+    found += _linear(latent.kv_rank, expanded, False, "outputs")
+    return found + _linear(model.heads * latent.value_head_dim, hidden, False, "inputs")
 
 
 def _router_and_shared(model: TransformerConfig) -> list[Weight]:

@@ -46,6 +46,7 @@ FAMILIES = {
     "gpt2": ["model=gpt2_tiny", *SMALL, "model.max_positions=256", "model.vocab_size=61"],
     "vit": ["model=vit_tiny", *SMALL],
     "mixtral": [*EXPERTS, "model.experts.feed_forward=null"],
+    "deepseek_v3": ["model=deepseek_tiny", *SMALL, "model.experts.balance_loss=0"],
     "qwen3_moe": [*EXPERTS, "model.query_key_norm=head", "model.tied_embeddings=false"],
     "olmoe": [
         *EXPERTS,

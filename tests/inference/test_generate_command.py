@@ -26,6 +26,8 @@ SMALL = ["model.layers=2", "model.hidden=32", "model.heads=4", "model.feed_forwa
 FAMILIES = {
     "llama": ["model=llama_tiny", *SMALL, "adapter=lora"],
     "gpt2": ["model=gpt2_tiny", *SMALL, "model.max_positions=64"],
+    "mixtral": ["model=llama_moe_tiny", *SMALL, "precision=fp64"],
+    "deepseek_v3": ["model=deepseek_tiny", *SMALL],
 }
 PROMPTS = ["def main(", "x", "a longer line of text"]
 

@@ -17,6 +17,8 @@ from model_shapes import LLAMA, drawn, tokens
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -27,7 +29,7 @@ from transformers import (
 )
 
 from hpc_train.checkpoint.convert.model_config import encode_hf_config, parse_hf_config
-from hpc_train.config.model import ExpertsConfig, TransformerConfig
+from hpc_train.config.model import ExpertsConfig, LatentConfig, TransformerConfig
 from hpc_train.errors import UserError
 from hpc_train.models.experts import Experts, MixtureOfExperts, Router, find_overflow, list_mixtures, sum_balance_loss
 from hpc_train.models.huggingface import from_huggingface, to_huggingface
@@ -43,10 +45,38 @@ MODELS: dict[str, TransformerConfig] = {
     ),
     "olmoe": replace(LLAMA, query_key_norm="full", experts=ExpertsConfig(count=8, top_k=4, normalise=False)),
 }
+DEEPSEEK = replace(
+    LLAMA,
+    kv_heads=None,
+    norm_eps=1e-5,  # not that of the latents' norms
+    latent=LatentConfig(kv_rank=20, q_rank=28, nope_head_dim=12, rope_head_dim=8, value_head_dim=10),
+    experts=ExpertsConfig(
+        count=8,
+        top_k=3,
+        feed_forward=24,
+        shared=2,
+        first_dense=1,
+        gate="sigmoid",
+        scale=2.5,
+        groups=4,
+        top_groups=2,
+        balance_bias=0.001,
+    ),
+)
+MODELS |= {
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3 of whole queries": replace(
+        DEEPSEEK,
+        latent=replace(DEEPSEEK.latent, q_rank=None, interleaved=False, value_head_dim=20),
+        experts=replace(DEEPSEEK.experts, normalise=False, groups=1, top_groups=1, first_dense=0),
+    ),
+}
 FAMILIES = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "olmoe": (OlmoeConfig, OlmoeForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "deepseek_v3 of whole queries": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
 
 
@@ -61,6 +91,9 @@ def reference(family: str) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        for name, buffer in theirs.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
     return theirs
 
 
@@ -84,6 +117,7 @@ def test_models_of_experts_equal_those_of_transformers(family: str, tmp_path: Pa
         for parameter in theirs.parameters():
             parameter.copy_(parameter.grad)
     gradients = from_huggingface(write_weights(theirs, tmp_path / "gradients"), config)
+    gradients = {name: gradient for name, gradient in gradients.items() if not name.endswith("router.bias")}
     assert gradients.keys() == dict(ours.named_parameters()).keys()
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None

@@ -9,12 +9,14 @@ import torch
 from model_shapes import FOLDER, GPT2, LLAMA, VIT, load, shipped
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpc_train.config.model import CustomModelConfig, ExpertsConfig, ModelConfig, TransformerConfig
+from hpc_train.config.model import CustomModelConfig, ExpertsConfig, LatentConfig, ModelConfig, TransformerConfig
 from hpc_train.errors import UserError
 from hpc_train.models.registry import build_model
 from hpc_train.models.shape import check_shape, compute_flops_per_token, count_parameters
 
 PUBLISHED = {
+    "deepseek_tiny": 1_366_464,  # ours
+    "deepseek_v3": 671e9,  # DeepSeek-AI 2024, arXiv:2412.19437, abstract
     "gpt2_tiny": 957_184,  # ours; pinned so that it stays what its comment says
     "gpt3_175b": 174.6e9,  # Narayanan et al. 2021, arXiv:2104.04473, table 2
     "gpt3_1_3b": 1.316e9,  # Dey et al. 2023, arXiv:2304.03208
@@ -37,7 +39,10 @@ PUBLISHED = {
     "vit_small": 22_050_664,
     "vit_tiny": 202_186,  # ours
 }
-OURS = ("llama_tiny", "llama_moe_tiny")
+OURS = ("llama_tiny", "llama_moe_tiny", "deepseek_tiny")
+LATENT = replace(
+    LLAMA, kv_heads=None, latent=LatentConfig(kv_rank=20, nope_head_dim=12, rope_head_dim=8, value_head_dim=14)
+)
 VARIANTS = [
     LLAMA,
     GPT2,
@@ -46,6 +51,8 @@ VARIANTS = [
     replace(LLAMA, head_dim=20, norm="layernorm"),
     replace(LLAMA, experts=ExpertsConfig(count=8, top_k=8, shared=2, first_dense=1), query_key_norm="full"),
     replace(GPT2, bias=False, tied_embeddings=False, activation="swiglu", kv_heads=2),
+    LATENT,
+    replace(LATENT, latent=replace(LATENT.latent, q_rank=30)),
 ]
 
 
@@ -77,7 +84,9 @@ def test_parameter_count_is_that_of_the_built_model(config: ModelConfig) -> None
     assert count_parameters(config) == sum(parameter.numel() for parameter in meta(config).parameters())
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2, load("llama_8b"), load("gpt3_22b")], ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "config", [LLAMA, GPT2, LATENT, load("llama_8b"), load("gpt3_22b")], ids=["llama", "gpt2", "latent", "8b", "22b"]
+)
 def test_flops_are_those_that_torch_counts(config: TransformerConfig) -> None:
     length = 64
     model = meta(config)
@@ -91,7 +100,11 @@ def test_flops_are_those_that_torch_counts(config: TransformerConfig) -> None:
 def _attention(config: TransformerConfig, length: int) -> float:
     """Half of the FLOPs of both products of attention without a mask, forward."""
     width = config.head_dim or config.hidden // config.heads
-    return 2.0 * config.layers * config.heads * width * length * length
+    whole = 4.0 * config.layers * config.heads * length * length
+    if config.latent.kv_rank:  # values are computed as wide as keys; only their own width counts
+        queries = config.latent.nope_head_dim + config.latent.rope_head_dim
+        return whole * (queries - (queries + config.latent.value_head_dim) / 4)
+    return whole * width / 2
 
 
 def test_flops_of_an_image_are_those_that_torch_counts() -> None:
@@ -123,6 +136,15 @@ def test_the_shipped_custom_model_lacks_only_its_name() -> None:
         (replace(LLAMA, kv_heads=4), "model.kv_heads=4: does not divide model.heads=6; "),
         (replace(LLAMA, kv_heads=12), "model.kv_heads=12: does not divide model.heads=6; "),
         (replace(LLAMA, head_dim=7), "model.head_dim=7: must be even"),
+        (replace(LATENT, kv_heads=2), "model.kv_heads=2: latent attention expands keys and values for each of "),
+        (
+            replace(LATENT, latent=replace(LATENT.latent, value_head_dim=21)),
+            "model.latent.value_head_dim=21: is wider ",
+        ),
+        (replace(LATENT, latent=replace(LATENT.latent, rope_head_dim=7)), "model.latent.rope_head_dim=7: must be even"),
+        (replace(LATENT, dropout=0.1), "model.dropout=0.1: model.latent.kv_rank=20 goes only with model.dropout=0.0"),
+        (replace(LATENT, head_dim=8), "model.head_dim=8: model.latent.kv_rank=20 goes only with model.head_dim=null"),
+        (replace(LLAMA, latent=LatentConfig(q_rank=4)), "model.latent: has settings, but model.latent.kv_rank=0 "),
         (replace(VIT, heads=5), "model.heads=5: does not divide model.hidden=48; "),
         (replace(VIT, patch_size=3), "model.patch_size=3: does not divide model.image_size=8; "),
     ],

@@ -12,7 +12,7 @@ from torch import nn
 
 from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.compose import compose
-from hpc_train.config.model import ExpertsConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import ExpertsConfig, LatentConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
 from hpc_train.models.dropout import Dropout, DropoutSite, SampleCounter, list_positions, make_layer_key, make_step_key
@@ -82,6 +82,26 @@ MODELS: dict[str, ModelConfig] = {
             balance_bias=0.05,
             capacity_factor=1.25,
         ),
+    ),
+    "latent": _llama(
+        kv_heads=None,
+        latent=LatentConfig(kv_rank=12, q_rank=20, nope_head_dim=6, rope_head_dim=4, value_head_dim=7),
+        experts=ExpertsConfig(
+            count=8,
+            top_k=2,
+            feed_forward=12,
+            shared=1,
+            first_dense=1,
+            gate="sigmoid",
+            groups=4,
+            top_groups=2,
+            balance_loss=0.02,
+            balance_bias=0.05,
+        ),
+    ),
+    "latent-dense": _llama(
+        kv_heads=None,
+        latent=LatentConfig(kv_rank=12, nope_head_dim=6, rope_head_dim=4, value_head_dim=10, interleaved=False),
     ),
     "llama-dropout": _llama(dropout=0.2),
     "tied-dropout": _llama(tied_embeddings=True, dropout=0.2),

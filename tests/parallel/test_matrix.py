@@ -101,6 +101,28 @@ CASES: dict[str, Case] = {
     ),
     "ep-2-hsdp-zero2": Case(4, ("parallel.strategy=zero2", *HSDP[1:], "parallel.ep=2"), "experts", micro=2),
     "ep-2-of-4-tp-2": Case(8, ("parallel=fsdp", "parallel.ep=2", "parallel.tp=2"), "experts", micro=2),
+    # latent attention, with and without experts
+    "ddp-2-latent": Case(2, ("parallel=ddp",), "latent", micro=3),
+    "zero3-3-latent": Case(4, ("parallel=fsdp",), "latent-dense", micro=3),
+    "tp-2-latent": Case(2, ("parallel.tp=2",), "latent"),
+    "tp-4-latent-dense": Case(4, ("parallel.tp=4",), "latent-dense"),
+    "tp-2-latent-no-sequence": Case(2, ("parallel.tp=2", "parallel.tensor.sequence=false"), "latent"),
+    "tp-2-latent-asynchronous": Case(2, ("parallel.tp=2", "parallel.tensor.asynchronous=true"), "latent"),
+    "cp-2-latent": Case(2, ("parallel.cp=2",), "latent"),
+    "cp-2-latent-ulysses": Case(2, ("parallel.cp=2", "parallel.context.method=ulysses"), "latent-dense"),
+    "pp-2-latent": Case(2, _pp("interleaved_1f1b"), "latent"),
+    "pp-2-zbv-latent": Case(2, _pp("zbv"), "latent-dense"),
+    "latent-recompute-selective": Case(2, ("parallel=fsdp", "parallel.recompute.mode=selective"), "latent-dense"),
+    "ep-2-latent": Case(2, ("parallel=fsdp", "parallel.ep=2"), "latent", micro=5),
+    "ep-2-tp-2-cp-2-latent": Case(
+        8,
+        ("parallel=fsdp", "parallel.ep=2", "parallel.tp=2", "parallel.cp=2", "parallel.dp_shard=2"),
+        "latent",
+        micro=2,
+    ),
+    "ep-2-pp-2-tp-2-latent": Case(
+        8, ("parallel=fsdp", "parallel.ep=2", "parallel.pp=2", "parallel.tp=2"), "latent", micro=2
+    ),
     # 3D and 4D
     "pp-2-tp-2": Case(4, _pp("1f1b", "parallel.tp=2"), "tied"),
     "pp-2-zero3-2": Case(4, ("parallel=fsdp", "parallel.pp=2"), "gpt2", micro=2),
@@ -146,7 +168,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
 DRAWN = (
     "ddp-3-short", "hsdp-2x2", "tp-4-kv-2-tied", "pp-2-zbv", "cp-2-unbalanced", "offload-empty-shards",
     "pp-2-zero3-2", "pp-2-cp-2-tp-2-recompute", "pp-2-experts", "ep-2-of-4-zero2", "ep-2-cp-2-unbalanced",
-    "ep-2-tp-2",
+    "ep-2-tp-2", "tp-2-latent", "cp-2-latent", "ep-2-pp-2-tp-2-latent",
 )  # fmt: skip
 """One or two of each kind. Each technique alone has a test file of its own beside this one."""
 

@@ -23,7 +23,7 @@ from hpc_train.parallel.rules.check import check_support
 EXAMPLES = int(os.environ.get("HPC_TRAIN_RANDOM_LAYOUTS", "6"))
 FIRST = int(os.environ.get("HPC_TRAIN_RANDOM_SEED", "12"))
 """From 12 on come six layouts of few ranks in which every axis is split once."""
-KINDS = ("llama", "tied", "deep", "grouped", "gpt2", "vit", "experts", "shared-experts")
+KINDS = ("llama", "tied", "deep", "grouped", "gpt2", "vit", "experts", "shared-experts", "latent")
 DEGREES = {
     "pp": (1, 2, 2, 4),
     "cp": (1, 1, 1, 2, 4),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from drawn import draw
 from traffic_ledger import Key, Ledger
-from traffic_steps import EXPERTS, GPT2, VIT, Layout, engine_after_setup, share_of
+from traffic_steps import EXPERTS, GPT2, LATENT, VIT, Layout, engine_after_setup, share_of
 
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.interfaces import World
@@ -82,6 +83,14 @@ LAYOUTS = {
     "ep-pp-bf16": Layout(
         8, (*PP, ZERO3, "parallel.dp_shard=4", "parallel.ep=2", "train.micro_batch=2", "precision=bf16"), EXPERTS
     ),
+    "latent-tp-recomputed": Layout(2, (*TP, FULL), LATENT),
+    "latent-tp-asynchronous": Layout(2, (*TP, "parallel.tensor.asynchronous=true", FULL), LATENT),
+    "latent-tp-whole-positions": Layout(
+        2, (*TP, "parallel.tensor.sequence=false"), replace(LATENT, latent=replace(LATENT.latent, q_rank=None))
+    ),
+    "latent-cp-ring": Layout(2, CP, LATENT),
+    "latent-cp-ulysses-tp": Layout(4, (*CP, ULYSSES, "parallel.tp=2"), LATENT),
+    "latent-ep-of-4": Layout(4, (ZERO3, "parallel.ep=2"), LATENT),
     "cp-tp-zero3": Layout(8, (*CP, "parallel.tp=2", ZERO3, "parallel.dp_shard=2")),
 }
 
@@ -90,6 +99,7 @@ DRAWN = (
     "ddp", "zero1-groups", "zero2-accumulated", "zero3-gpt2-short-last", "hsdp",
     "tp-asynchronous-recomputed", "cp-ring-bf16", "cp-ulysses", "pp-gpt2-tied", "pp-interleaved",
     "pp-zero3-dualpipev", "3d", "ddp-experts", "ep-of-4-zero1-recomputed", "ep-tp",
+    "latent-tp-recomputed",
 )  # fmt: skip
 """One or two of each kind."""
 

@@ -8,7 +8,7 @@ import torch
 import torch._dynamo  # once here and not in every forked rank: torch loads it at the first optimizer step
 
 from hpc_train.config.compose import compose
-from hpc_train.config.model import ExpertsConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import ExpertsConfig, LatentConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import Engine, MicroBatch, StepBatch, World
 from hpc_train.models.registry import build_model as build_model
@@ -34,6 +34,12 @@ VIT = VisionTransformerConfig(
 )
 EXPERTS = replace(
     LLAMA, query_key_norm="head", experts=ExpertsConfig(count=8, top_k=2, feed_forward=16, shared=1, first_dense=1)
+)
+LATENT = replace(
+    EXPERTS,
+    kv_heads=None,
+    query_key_norm="none",
+    latent=LatentConfig(kv_rank=12, q_rank=20, nope_head_dim=6, rope_head_dim=4, value_head_dim=8),
 )
 
 

@@ -33,6 +33,7 @@ _BASES = {
     "mixtral": "llama_moe_tiny",
     "qwen3_moe": "llama_moe_tiny",
     "olmoe": "llama_moe_tiny",
+    "deepseek_v3": "deepseek_tiny",
 }
 """Model family -> the shipped model of which an imported model is a variant."""
 

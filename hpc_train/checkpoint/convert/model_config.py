@@ -19,6 +19,7 @@ from hpc_train.config.compose import config_from_dict
 from hpc_train.config.model import (
     CustomModelConfig,
     ExpertsConfig,
+    LatentConfig,
     ModelConfig,
     TransformerConfig,
     VisionTransformerConfig,
@@ -46,6 +47,7 @@ def encode_hf_config(config: ModelConfig, dtype: str) -> Json:
         "mixtral": _encode_mixtral,
         "qwen3_moe": partial(_encode_many_experts, architecture="Qwen3MoeForCausalLM"),
         "olmoe": partial(_encode_many_experts, architecture="OlmoeForCausalLM"),
+        "deepseek_v3": _encode_deepseek_v3,
     }
     made: Json = makers[kind](config)
     return {**made, "model_type": kind, "torch_dtype": dtype}
@@ -60,6 +62,7 @@ def parse_hf_config(body: Mapping[str, Any], name: str) -> ModelConfig:
         "mixtral": _parse_mixtral,
         "qwen3_moe": _parse_qwen3_moe,
         "olmoe": _parse_olmoe,
+        "deepseek_v3": _parse_deepseek_v3,
     }
     kind = body.get("model_type") if isinstance(body, Mapping) else None
     if not isinstance(kind, str) or kind not in readers:
@@ -178,6 +181,67 @@ def _parse_many_experts(body: Mapping[str, Any], width: int | None) -> ExpertsCo
         feed_forward=width,
         normalise=bool(body.get("norm_topk_prob", False)),
     )
+
+
+def _encode_deepseek_v3(config: TransformerConfig) -> Json:
+    latent, experts = config.latent, config.experts
+    plain = {key: value for key, value in _encode_llama(config).items() if key not in ("head_dim", "mlp_bias")}
+    return {
+        **plain,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "moe_intermediate_size": compute_expert_width(config),
+        "n_shared_experts": experts.shared,
+        "n_routed_experts": experts.count,
+        "num_experts_per_tok": experts.top_k,
+        "first_k_dense_replace": experts.first_dense,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": experts.groups,
+        "topk_group": experts.top_groups,
+        "norm_topk_prob": experts.normalise,
+        "routed_scaling_factor": experts.scale,
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_head_dim,
+        "qk_rope_head_dim": latent.rope_head_dim,
+        "v_head_dim": latent.value_head_dim,
+        "rope_interleave": latent.interleaved,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+_BIAS_STEP = 0.001
+"""Step of the router's bias in DeepSeek-V3's own training (arXiv:2412.19437, section 4.2), which no file says."""
+
+
+def _parse_deepseek_v3(body: Mapping[str, Any], name: str) -> TransformerConfig:
+    _refuse_unknown(body, "scoring_func", {"sigmoid"}, "sigmoid")
+    _refuse_unknown(body, "topk_method", {"noaux_tc"}, "noaux_tc")
+    _refuse_unknown(body, "moe_layer_freq", {1}, 1)
+    _refuse_unknown(body, "attention_bias", {False}, False)
+    latent = LatentConfig(
+        kv_rank=int(body["kv_lora_rank"]),
+        q_rank=body.get("q_lora_rank"),
+        nope_head_dim=int(body["qk_nope_head_dim"]),
+        rope_head_dim=int(body["qk_rope_head_dim"]),
+        value_head_dim=int(body["v_head_dim"]),
+        interleaved=bool(body.get("rope_interleave", True)),
+    )
+    experts = ExpertsConfig(
+        count=int(body["n_routed_experts"]),
+        top_k=int(body["num_experts_per_tok"]),
+        feed_forward=int(body["moe_intermediate_size"]),
+        shared=int(body["n_shared_experts"]),
+        first_dense=int(body.get("first_k_dense_replace") or 0),
+        gate="sigmoid",
+        normalise=bool(body.get("norm_topk_prob", True)),
+        scale=float(body.get("routed_scaling_factor", 1.0)),
+        groups=int(body.get("n_group") or 1),
+        top_groups=int(body.get("topk_group") or 1),
+        balance_bias=_BIAS_STEP,
+    )
+    return replace(_parse_llama(body, name), kv_heads=None, head_dim=None, latent=latent, experts=experts)
 
 
 def _encode_gpt2(config: TransformerConfig) -> Json:

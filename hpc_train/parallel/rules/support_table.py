@@ -147,6 +147,14 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_matrix.py",
     ),
     Technique(
+        "multi-head latent attention (DeepSeek-V3)",
+        "model=deepseek_tiny",
+        "our own layer; tp and cp as any attention, tp gathers latents",
+        EXACT,
+        "rotary positions; no dropout; values no wider than keys",
+        "tests/parallel/test_matrix.py",
+    ),
+    Technique(
         "expert parallel, shared experts overlapped",
         "parallel=fsdp parallel.ep=2 model=llama_moe_tiny",
         "our own all-to-all of tokens; fully_shard on a second mesh",

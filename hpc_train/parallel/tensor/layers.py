@@ -278,6 +278,11 @@ def split_positions(module: nn.Module, axis: TensorAxis, layouts: ParameterLayou
         module.register_forward_pre_hook(lambda _, args: (axis.select_own(args[0]), *args[1:]))
 
 
+def enter_heads(module: nn.Module, axis: TensorAxis) -> None:
+    """Let an activation that all heads share pass to the heads of each rank, whose gradients for it are summed."""
+    module.forward = axis.enter
+
+
 def split_head_norm(module: nn.Module, layouts: ParameterLayouts) -> None:
     """Make a norm work on this rank's heads; every rank has its weights, for which all heads have gradients."""
     layouts.update({(module, key): ParameterLayout(partial=True) for key, _ in module.named_parameters(recurse=False)})

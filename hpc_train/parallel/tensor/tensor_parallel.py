@@ -68,6 +68,8 @@ def _split_layers(
         elif how == "row":
             assert isinstance(module, nn.Linear)
             layers.split_rows(name, module, axis, asynchronous, layouts)
+        elif how == "enter":
+            layers.enter_heads(module, axis)
         elif how == "heads":
             layers.split_head_norm(module, layouts)
         elif how == "expert":

@@ -15,6 +15,7 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "vocab": (nn.Linear, nn.Embedding),
     "seq": (nn.Module,),
     "heads": (nn.Module,),
+    "enter": (nn.Identity,),
     "expert": (nn.Module,),
 }
 
