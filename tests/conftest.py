@@ -50,6 +50,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileByFile:
     return FileByFile(config, log)
 
 
+class FailuresAsTheyCome:
+    """Names each test that fails at once, for a run that may be cut before its summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome in ("failed", "rerun"):
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = crash.message if crash else report.longreprtext
+            reason = (reason.strip().splitlines() or [""])[0]
+            self._terminal.write_line(f"\n{report.outcome} ({report.when}): {report.nodeid}: {reason[:200]}")
+
+
+@pytest.hookimpl(trylast=True)  # after the reporter itself
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput") and os.environ.get("CI") == "true":
+        config.pluginmanager.register(FailuresAsTheyCome(terminal))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the rooms of FIRST; what is left for the end are short files, so that no worker idles there."""
     items.sort(key=lambda item: next((at for at, room in enumerate(FIRST) if item.nodeid.startswith(room)), len(FIRST)))

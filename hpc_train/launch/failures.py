@@ -160,6 +160,15 @@ def _find_in_srun_errors(logs: Path) -> FirstError | None:
     return _find_out_of_memory(logs, memory["host"]) if memory else None
 
 
+def list_exit_codes(srun_errors: str) -> list[int]:
+    """Return how the tasks ended that srun reports as failed: exit codes, and 128 for those that a signal ended.
+
+    srun_errors: what srun has written to standard error, in whole lines.
+    """
+    ends = [_EXITED.match(line["how"]) for line in _SRUN_LINE.finditer(srun_errors)]
+    return [int(exited["code"]) if exited else 128 for exited in ends]
+
+
 def _expand_tasks(listed: str) -> list[int]:
     """Return the tasks of srun's list, such as 0,2-4."""
     tasks: list[int] = []

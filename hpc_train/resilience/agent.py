@@ -2,8 +2,9 @@
 
 `python -m hpc_train.resilience.agent LOGS SETTINGS`, started by the supervisor as a job step of its own on every
 node. It opens no port and reads nothing from shared storage. A line `kill` on its standard input has it kill the ranks
-of its node, a line `end` has it end. If its standard input ends without that, the supervisor was killed: the agent
-reports no more, and leaves the ranks' entries to the agent of the next supervisor. Standard library only.
+of its node, `end` has it end after the ranks, `leave` has it end before them. If its standard input ends without that,
+the supervisor was killed: the agent reports no more, and leaves the ranks' entries to the agent of the next supervisor.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ REPORT_SECONDS = 1.0
 KILL = b"kill\n"
 """Message by which the supervisor has the ranks killed."""
 END = b"end\n"
-"""Message by which the supervisor has the agents end."""
+"""Message by which the supervisor has the agents end, once the ranks have."""
+LEAVE = b"leave\n"
+"""Message by which it has them end while the ranks go on, for agents that it starts again."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,9 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
         order = os.read(0, 4096)
         if KILL in order:
             kill_ranks(logs)
+        if LEAVE in order:
+            notices.close()
+            return
         if END in order or not order:
             notices.close()
             if not order:

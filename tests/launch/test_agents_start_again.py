@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launch.slurm import supervise
-from hpc_train.launch.slurm.supervise import AgentReports
+from hpc_train.launch.slurm.supervise import AgentReports, PeerFailures, SrunErrors
 from hpc_train.resilience.agent import Report, encode_report
 from hpc_train.resilience.heartbeat import Phase
 
@@ -41,7 +41,7 @@ def reports(
         started.append(learned)
         return subprocess.Popen(["cat", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    made = AgentReports(start)
+    made = AgentReports(start, SrunErrors(tmp_path / "agents.err"))
     yield made
     made.close()
 
@@ -66,6 +66,49 @@ def test_a_node_without_an_agent_is_lost_though_the_others_start_again(
 
 def test_agents_that_report_are_left_alone(reports: AgentReports) -> None:
     assert not reports.start_again()
+
+
+def test_when_an_agent_was_killed_the_others_leave_and_all_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_AGENTS_AGAIN_SECONDS", 0.0)
+    orders, errors = tmp_path / "orders", tmp_path / "agents.err"
+    errors.write_text("srun: error: node1: task 0: Killed\n")  # of agents of an earlier supervisor
+    words = ["sh", "-c", f"head -n 1 >> {orders}"]
+    made = AgentReports(
+        lambda _: subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE), SrunErrors(errors)
+    )
+    made.read(0.1)
+    assert not made.start_again()
+    with errors.open("a") as file:
+        file.write("srun: error: node2: task 1: Killed\n")
+    assert not made.start_again(), "the others have to end first"
+    made.read(0.5)
+    assert made.ended
+    assert made.start_again()
+    made.read(0.1)
+    assert not made.start_again()
+    made.close()
+    assert orders.read_text() == "leave\nend\n"
+
+
+def test_ranks_are_ended_some_time_after_a_peer_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(supervise.time, "monotonic", lambda: clock[0])
+    errors = tmp_path / "srun.err"
+    failures = PeerFailures(SrunErrors(errors))
+    assert not failures.are_due(), "srun has said nothing yet"
+    errors.write_text("srun: error: node1: task 0: Exited with exit code 75\nsrun: error: node2: task 1: Kil")
+    assert not failures.are_due()
+    clock[0] += supervise._PEER_SECONDS + 1
+    assert not failures.are_due(), "all ranks stop on purpose, and may save"
+    with errors.open("a") as file:
+        file.write("led\n")
+    assert not failures.are_due()
+    clock[0] += supervise._PEER_SECONDS - 0.5
+    assert not failures.are_due()
+    clock[0] += 1
+    assert failures.are_due()
 
 
 def test_a_second_supervisor_leaves_and_one_that_was_killed_can_be_replaced(tmp_path: Path) -> None:

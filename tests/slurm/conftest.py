@@ -43,6 +43,23 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
             dev_cluster("down")
 
 
+@pytest.fixture(autouse=True)
+def _no_node_is_drained(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail where Slurm could not end the processes of a job, which takes the node out of service, and take it back.
+
+    That happens a minute after the job, so that an earlier test may be to blame.
+    """
+    yield
+    cluster = request.node.funcargs.get("slurm_cluster")
+    if cluster is None:
+        return
+    nodes = [line.split() for line in cluster.command("sinfo", "-hN", "-p", "batch", "-o", "%N %T %E").splitlines()]
+    drained = {name for name, state, *why in nodes if state.startswith("drain") and "Kill task failed" in " ".join(why)}
+    for name in drained:
+        cluster.scontrol("update", f"nodename={name}", "state=resume")
+    assert not drained, f"drained because a job's processes could not be ended, maybe of an earlier test: {drained}"
+
+
 def demand_root_on_debian() -> None:
     if os.geteuid() == 0 and shutil.which("dpkg-query"):
         return

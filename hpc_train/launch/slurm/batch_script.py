@@ -34,6 +34,10 @@ def shell_functions(kind: Literal["batch", "callables"] = "batch") -> str:
 
 END_TOGETHER = ("--kill-on-bad-exit=1", "--wait=60")
 """srun's options by which a rank that fails ends the others."""
+_SUPERVISOR_ENDS = ("--kill-on-bad-exit=0", "--wait=60")
+"""The same where a supervisor ends them. Slurm's own way takes KillWait (30 s by default): the slurmstepd of each node
+sends TERM, sleeps for so long before it sends KILL, and only then tells srun which ranks have ended. --wait is for
+ranks whose supervisor is gone."""
 
 
 def checked_lines(name: str, lines: Sequence[str]) -> list[str]:
@@ -114,10 +118,11 @@ def srun_line(
 ) -> str:
     """Return the line that starts the ranks: one task a rank; a task that fails ends the others.
 
-    share: srun's options for a step that has only a part of the job.
+    share: srun's options for a step that has only a part of the job, which nobody watches.
     """
     cpus = cpus_per_rank(config)
-    options = ["--unbuffered", *END_TOGETHER, *share]
+    watched = config.resilience.watch and not share
+    options = ["--unbuffered", *(_SUPERVISOR_ENDS if watched else END_TOGETHER), *share]
     options += [f"--cpus-per-task={cpus}"] if cpus else []
     options += ["--mpi=pmix"] if needs_mpi(config) else []
     options += container.srun

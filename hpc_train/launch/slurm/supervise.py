@@ -1,9 +1,10 @@
-"""The supervisor of a Slurm job: watches its ranks through an agent on every node, and ends those that hang.
+"""The supervisor of a Slurm job: watches its ranks through an agent on every node, and ends those that hang or whose
+peer has failed.
 
 `python -m hpc_train.launch.slurm.supervise LOGS PROCESS`, beside the ranks in the batch script. PROCESS is the srun
 that started the ranks. It only ever ends ranks; whether they are started again is decided by the script after them
 (hpc_train.launch.restarting). If it dies, nothing else does: its agents see the end of their input, and the script
-starts it again. If an agent dies, their srun ends, and all of them are started again.
+starts it again. If an agent dies, the others are told to leave, and all of them are started again.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.cluster.hostlist import expand_hostlist
+from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_REQUEUE
+from hpc_train.launch.failures import SRUN_ERRORS, list_exit_codes
 from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
 from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
 from hpc_train.regular_files import read_json
-from hpc_train.resilience.agent import END, KILL, Report, decode_report
+from hpc_train.resilience.agent import END, KILL, LEAVE, Report, decode_report
 from hpc_train.resilience.deadlines import merge_learned, read_learned, write_learned
 from hpc_train.resilience.exclusion import EXCLUDE, choose_excluded, read_strikes
 from hpc_train.resilience.heartbeat import Phase
@@ -40,6 +43,8 @@ LOST_NODE = "lost-node"
 """File in an attempt's log directory: the name of a node that fell silent. The batch script reads it."""
 _AGENT_ERRORS = "agents.err"
 _CLAIM = "supervisor.lock"
+_ERROR_BYTES = 1 << 20
+"""How much of srun's messages is read at a time."""
 _TICK_SECONDS = 0.5
 _SIGNAL_SECONDS = 1.0
 """How long to wait for scancel: it acts at once, but then waits for all nodes of the job, also for lost ones."""
@@ -48,6 +53,10 @@ _SRUN_SECONDS = 6.0
 _SRUN_SECONDS_WITHOUT_A_NODE = 2.0
 """The same where a node is lost, for which srun would wait as long as Slurm does. In this time the nodes that are left
 tell it that their ranks have ended: a slurmstepd whose srun is gone goes on trying, which may drain its node."""
+_PEER_SECONDS = 2.0
+"""How long ranks have to end by themselves after one of them has failed, and to write down what they saw of that."""
+_AGREED_SECONDS = 30.0
+"""The same after an exit code that all ranks agree on, when they stop on purpose."""
 _END_SECONDS = 5.0
 """How long agents have to end once they are told to."""
 _AGENT_START_SECONDS = 20.0
@@ -68,11 +77,47 @@ class _Node:
 
 
 @dataclass
+class SrunErrors:
+    """What an srun says of its tasks that have failed, read as it comes."""
+
+    path: Path
+    """Where its standard error goes."""
+    _position: int = 0
+
+    def read_exit_codes(self) -> list[int]:
+        """Return how tasks have ended that were reported since the last call; see list_exit_codes."""
+        with suppress(OSError), self.path.open("rb") as file:
+            file.seek(self._position)
+            text, newline, _ = file.read(_ERROR_BYTES).rpartition(b"\n")
+            self._position += len(text + newline)
+            return list_exit_codes((text + newline).decode(errors="replace"))
+        return []
+
+
+@dataclass
+class PeerFailures:
+    """Decides when ranks are to be ended because one of them has failed."""
+
+    errors: SrunErrors
+    """Of the ranks' srun."""
+    _due: float = float("inf")
+
+    def are_due(self) -> bool:
+        """Return whether a rank has failed, and the others had enough time to end by themselves."""
+        for code in self.errors.read_exit_codes():
+            seconds = _AGREED_SECONDS if code in (EXIT_REQUEUE, EXIT_NO_REQUEUE) else _PEER_SECONDS
+            self._due = min(self._due, time.monotonic() + seconds)
+        return time.monotonic() >= self._due
+
+
+@dataclass
 class AgentReports:
     """The newest report of each node, read from the agents' srun as it comes."""
 
     start: Callable[[Mapping[Phase, float]], subprocess.Popen[bytes]]
     """Starts the agents, with the deadlines that were learned so far."""
+    errors: SrunErrors
+    """Of the agents' srun."""
     nodes: dict[str, _Node] = field(default_factory=dict)
     ended: bool = False
     """Whether the agents have ended by themselves."""
@@ -83,6 +128,7 @@ class AgentReports:
         self._begin()
 
     def _begin(self) -> None:
+        self.errors.read_exit_codes()  # of earlier agents
         self.process = self.start(self.merge_learned())
         self._started, self.ended, self._unparsed = time.monotonic(), False, b""
         assert self.process.stdout is not None
@@ -91,7 +137,9 @@ class AgentReports:
         self._selector.register(self.process.stdout, selectors.EVENT_READ)
 
     def start_again(self) -> bool:
-        """Start the agents again if one of them was killed, which ends them all; returns whether that was done."""
+        """Have all agents end if one of them was killed, and start them again; returns whether they were started."""
+        if self.errors.read_exit_codes():
+            self.send(LEAVE)
         if not self.ended or time.monotonic() < self._started + _AGENTS_AGAIN_SECONDS:
             return False
         self.close()
@@ -174,7 +222,7 @@ def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]
         "--mpi=none",
         "--cpu-bind=none",
         "--unbuffered",
-        "--kill-on-bad-exit=1",
+        "--kill-on-bad-exit=0",  # for which Slurm takes KillWait: the supervisor has the others end
         f"--job-name={AGENTS}",
     ]
     agent = [sys.executable, "-P", "-m", "hpc_train.resilience.agent", str(logs), json.dumps(dict(resilience))]
@@ -207,9 +255,10 @@ def supervise(
         seconds = {phase.name: value for phase, value in {**read_learned(run), **learned}.items()}
         return start_agents(logs, {**resilience, "learned": seconds}, nodes)
 
-    reports, learned_due = AgentReports(start), time.monotonic() + _LEARNED_SECONDS
+    reports, learned_due = AgentReports(start, SrunErrors(logs / _AGENT_ERRORS)), time.monotonic() + _LEARNED_SECONDS
     growth = GrowthCheck(run, nodes, float(resilience["elastic"]["grow_seconds"]))
     response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1))
+    failures = PeerFailures(SrunErrors(logs / SRUN_ERRORS))
     try:
         while is_running(ranks):
             reports.read(_TICK_SECONDS)
@@ -233,7 +282,7 @@ def supervise(
                 report_growth(logs, len(nodes), growth.wanted, settings)
                 if settings.act:
                     signal_ranks(job, signal.SIGUSR2)
-            if response.respond(reports.list_views(), reports.list_machines()):
+            if failures.are_due() or response.respond(reports.list_views(), reports.list_machines()):
                 end_ranks(job, ranks, reports)
                 return
     finally:
