@@ -229,6 +229,14 @@ def multiply_tensors(tensors: list[Tensor], factor: float | Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def interpolate_tensors(targets: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    """Move every target, in place, towards its end by a share `weight` of the way.
+
+    Private because torch has no public way to do it to many tensors with one kernel.
+    """
+    torch._foreach_lerp_(targets, ends, weight)
+
+
 def copy_tensor_lists(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy every source into its target, of the same shape. Lets other threads run meanwhile.
 
@@ -236,6 +244,17 @@ def copy_tensor_lists(targets: list[Tensor], sources: list[Tensor]) -> None:
     """
     with torch.no_grad():
         torch._foreach_copy_(targets, sources)
+
+
+def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
+    """Return the matrix with singular values near 1, in bfloat16, by Newton-Schulz iterations; may change the matrix.
+
+    Private because torch offers it only inside torch.optim.Muon, which needs the whole matrix on each rank.
+    """
+    from torch.optim import _muon  # few runs need it
+
+    coefficients = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
+    return _muon._zeropower_via_newtonschulz(matrix, coefficients, steps, _muon.EPS)
 
 
 def tensor_version(tensor: Tensor) -> int:

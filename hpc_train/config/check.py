@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
+from hpc_train.config.optim import OPTIMIZERS
 from hpc_train.config.overrides import did_you_mean
 from hpc_train.config.parallel import requested_degrees
 from hpc_train.config.profile import check_ranks, parse_steps
@@ -67,6 +68,9 @@ def _check_fields(config: Any, path: str) -> None:
         value, where = getattr(config, item.name), f"{path}{item.name}"
         if is_dataclass(value):
             _check_fields(value, f"{where}.")
+        elif isinstance(value, list) and any(is_dataclass(one) for one in value):
+            for index, one in enumerate(value):
+                _check_fields(one, f"{where}.{index}.")
         else:
             _check_value(value, where, item.metadata.get("range"))
 
@@ -163,7 +167,7 @@ def _check_components(config: RunConfig) -> None:
     """Check the names that a user's Python module or an installed package may add to, where none was named."""
     optim = config.optim
     for where, value, own, group in (
-        ("optim.name", optim.name, ("adamw",), "hpc_train.optimizers"),
+        ("optim.name", optim.name, OPTIMIZERS, "hpc_train.optimizers"),
         ("optim.schedule.name", optim.schedule.name, SCHEDULES, "hpc_train.schedules"),
     ):
         if value in own or optim.module is not None or value in {point.name for point in entry_points(group=group)}:
@@ -171,8 +175,10 @@ def _check_components(config: RunConfig) -> None:
         near = get_close_matches(value, own, cutoff=_NEAR)
         hint = did_you_mean(near) if near else "set optim.module to the Python module that registers it"
         raise UserError(f"{where}={value}: must be one of {', '.join(own)}; {hint}")
-    if optim.name == "adamw" and optim.args:
-        raise UserError(f"optim.args ({', '.join(optim.args)}): is for optim=custom; adamw has settings of its own")
+    if optim.name in OPTIMIZERS and optim.args:
+        raise UserError(
+            f"optim.args ({', '.join(optim.args)}): is for optim=custom; {optim.name} has settings of its own"
+        )
     if optim.schedule.name in SCHEDULES and optim.schedule.args:
         raise UserError(f"optim.schedule.args: {optim.schedule.name} has settings of its own; leave it out")
 

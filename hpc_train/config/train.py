@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpc_train.config.optim import AdafactorConfig, EmaConfig, MuonConfig, ParameterGroupConfig, SgdConfig
 from hpc_train.config.schema import config_dataclass, config_field
 
 _DEFAULT_STEPS = 200
@@ -163,10 +164,10 @@ class ScheduleConfig:
 
 @config_dataclass
 class OptimConfig:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), or an optimizer of your own."""
+    """The optimizer: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), another one, or one of your own."""
 
     name: str = "adamw"
-    """adamw, or a name given to hpc_train.components.register_optimizer."""
+    """adamw, muon, sgd, adafactor, or a name given to hpc_train.components.register_optimizer."""
     module: str | None = None
     """Python module to import first, where an optimizer or a schedule of your own is registered."""
     args: dict[str, float | int | bool | str | None] = config_field(default={})
@@ -187,4 +188,10 @@ class OptimConfig:
     """Sequences in the global batch that `lr` was tuned at; needed by linear and sqrt."""
     implementation: str = config_field(default="auto", choices=("auto", "fused", "foreach", "for_loop"))
     """Implementation of torch's AdamW; auto: fused if torch has it for the device."""
+    groups: list[ParameterGroupConfig] = config_field(default=[])
+    """Settings of parameters by glob: [{match: '*.bias', lr_scale: 0.5}, {match: head.*, weight_decay: 0}]."""
+    muon: MuonConfig = config_field(default=MuonConfig)
+    sgd: SgdConfig = config_field(default=SgdConfig)
+    adafactor: AdafactorConfig = config_field(default=AdafactorConfig)
+    ema: EmaConfig = config_field(default=EmaConfig)
     schedule: ScheduleConfig = config_field(default=ScheduleConfig)

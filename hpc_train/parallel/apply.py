@@ -230,7 +230,8 @@ def _build_plain_engine(
 def _make_updates(
     part: nn.Module, make_optimizer: OptimizerFactory, config: RunConfig, world: World
 ) -> OptimizerUpdates:
-    return OptimizerUpdates([part], make_optimizer(part), world, scaling=make_loss_scale(config.precision))
+    scaling = make_loss_scale(config.precision)
+    return OptimizerUpdates([part], make_optimizer(part), world, scaling=scaling, ema=config.optim.ema)
 
 
 def _offloads_parameters(config: RunConfig) -> bool:

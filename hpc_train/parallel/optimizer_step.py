@@ -8,9 +8,10 @@ sees. The order of the list is the same on every call and on every rank that hol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from heapq import heapreplace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,22 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train._torch import multiply_tensors, shard_offset
 from hpc_train.components import explain_user_code
+from hpc_train.config.optim import EmaConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.mesh_axes import find_replica, find_split_axes, get_axis_degree
 from hpc_train.parallel.precision import LossScale
 
+if TYPE_CHECKING:
+    from hpc_train.parallel.weight_average import WeightAverage
+
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 """Makes an optimizer over the parameters that a rank keeps of a model after it has been split."""
+
+
+class Stages(nn.ModuleList):
+    """The pipeline stages of a rank, for an OptimizerFactory; parameters have the same names as in the model."""
 
 
 def compute_total_norm(parameters: Sequence[nn.Parameter], world: World, borrowed: frozenset[nn.Parameter]) -> Tensor:
@@ -99,14 +108,23 @@ class OptimizerUpdates:
         world: World,
         borrowed: frozenset[nn.Parameter] = frozenset(),
         scaling: LossScale | None = None,
+        ema: EmaConfig | None = None,
     ) -> None:
-        """borrowed: parameters of this rank that another stage owns (tied embeddings). scaling: for fp16."""
+        """borrowed: parameters of this rank that another stage owns (tied embeddings). scaling: for fp16.
+
+        ema: of the average of the weights; None, or without a decay: none is kept.
+        """
         self._parts, self._optimizer, self._world, self._borrowed = parts, optimizer, world, borrowed
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._scaling = scaling
         self._norm: Tensor | None = None
         """Norm of the gradient after unscaling."""
         initialise_optimizer_state(optimizer)
+        self._average: WeightAverage | None = None
+        if ema is not None and ema.decay is not None:
+            from hpc_train.parallel.weight_average import WeightAverage
+
+            self._average = WeightAverage(optimizer, ema)
 
     @property
     def loss_scale(self) -> float:
@@ -138,6 +156,8 @@ class OptimizerUpdates:
         with explain_user_code("in the optimizer's step"):
             self._optimizer.step()
         self.clear_gradients()
+        if self._average is not None:
+            self._average.update()
         return True
 
     def _usable(self) -> bool:
@@ -149,13 +169,19 @@ class OptimizerUpdates:
         self._scaling.adjust(finite)
         return finite
 
+    def use_evaluation_weights(self) -> AbstractContextManager[None]:
+        """Let the average of the weights, if one is kept for that, take their place in a block of code."""
+        return nullcontext() if self._average is None else self._average.replace_weights()
+
     def clear_gradients(self) -> None:
         """Drop the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def shards(self) -> Iterator[TensorShard]:
         """See interfaces.Engine."""
-        yield from list_tensor_shards(self._parts, self._optimizer, self._world, self._borrowed)
+        exchanged = self._average is not None and self._average.evaluates
+        for shard in list_tensor_shards(self._parts, self._optimizer, self._world, self._borrowed):
+            yield replace(shard, still=False) if exchanged else shard  # an evaluation exchanges weights and average
         if self._scaling is not None:
             yield from self._scaling.shards(self._world)
 
@@ -168,16 +194,17 @@ def initialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """
     own = type(optimizer) is not torch.optim.AdamW and not is_rehearsal()
     before = _describe_start(optimizer) if own else None
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    changed = ("lr", "weight_decay")
+    usual: list[dict[str, Any]] = [{key: g[key] for key in changed if key in g} for g in optimizer.param_groups]
+    for group, settings in zip(optimizer.param_groups, usual, strict=True):
+        group.update(dict.fromkeys(settings, 0.0))  # SGD's decay would go into its momentum
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     with explain_user_code("in the optimizer's first step, with gradients and a learning rate of 0"):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, settings in zip(optimizer.param_groups, usual, strict=True):
+        group.update(settings)
         for parameter in group["params"]:
             step = optimizer.state[parameter].get("step")
             if isinstance(step, Tensor):

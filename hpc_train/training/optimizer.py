@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,38 +17,91 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train import components
 from hpc_train.components import OPTIMIZERS
+from hpc_train.config.optim import OPTIMIZERS as BUILT_IN
 from hpc_train.config.run import RunConfig
 from hpc_train.config.train import SCHEDULES, OptimConfig, ScheduleConfig
 from hpc_train.errors import UserError
+from hpc_train.interfaces import World
+from hpc_train.parallel.optimizers.parameter_groups import (
+    TrainedParameter,
+    check_globs,
+    list_trained,
+    make_groups,
+    select_for_muon,
+)
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Make AdamW with weight decay on matrices only, or the user's own. Raises UserError if nothing is trained."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise UserError("model: no parameter requires a gradient; there is nothing to train")
-    if config.name != "adamw":
-        return _make_own_optimizer(trained, config)
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for parameter in trained:
-        # torch's fused kernels take DTensors of one mesh at a time, and experts are on a mesh of their own.
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((parameter.ndim < 2, mesh), []).append(parameter)
+def make_optimizer(model: nn.Module, config: OptimConfig, world: World | None = None) -> torch.optim.Optimizer:
+    """Make the optimizer of a model or of a rank's stages, after they have been split.
+
+    Weight decay is on matrices only, unless optim.groups says otherwise. world: needed where ranks share the work of an
+    update (Muon); with it every rank of the job makes its optimizer at the same time. Raises UserError if nothing is
+    trained, and for globs that match nothing.
+    """
+    trained = list_trained(model)
+    if config.name not in BUILT_IN:
+        return _make_own_optimizer([one.value for one in trained], config)
+    if config.groups:
+        check_globs([group.match for group in config.groups], "optim.groups", trained, world)
+    if config.name == "muon":
+        return _make_muon(trained, config, world)
+    if config.name == "sgd":
+        return _make_sgd(trained, config)
+    if config.name == "adafactor":
+        return _make_adafactor(trained, config)
+    return _make_adamw(trained, config)
+
+
+def _make_adamw(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
-        [
-            {"params": parameters, "weight_decay": 0.0 if is_vector else config.weight_decay}
-            for (is_vector, _), parameters in sorted(groups.items(), key=lambda item: item[0][0])
-        ],
+        make_groups(trained, config),
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
-        **_implementation(config.implementation, trained[0].device),
+        **_implementation(config.implementation, trained[0].value.device),
+    )
+
+
+def _make_muon(trained: Sequence[TrainedParameter], config: OptimConfig, world: World | None) -> torch.optim.Optimizer:
+    """Make Muon for hidden matrices, and AdamW for everything else."""
+    from hpc_train.parallel.optimizers.muon import JointOptimizer, Muon
+
+    assert world is not None, "Muon's ranks share its work"
+    chosen = select_for_muon(trained, config, world)
+    groups = make_groups([one for one in trained if one.value in chosen], config, by_mesh=False)
+    for group in groups:
+        group["lr_factor"] *= config.muon.lr_scale
+    muon = Muon(groups or [{"params": []}], config.lr, config.weight_decay, config.muon, world)
+    others = [one for one in trained if one.value not in chosen]
+    return JointOptimizer([muon, _make_adamw(others, config)] if others else [muon])
+
+
+def _make_sgd(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:
+    implementation = config.implementation
+    if implementation == "auto" and any(isinstance(one.value, DTensor) for one in trained):
+        implementation = "foreach"  # DTensor knows no fused SGD
+    return torch.optim.SGD(
+        make_groups(trained, config),
+        lr=config.lr,
+        momentum=config.sgd.momentum,
+        nesterov=config.sgd.nesterov,
+        **_implementation(implementation, trained[0].value.device),
+    )
+
+
+def _make_adafactor(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(
+        make_groups(trained, config),
+        lr=config.lr,
+        beta2_decay=config.adafactor.beta2_decay,
+        d=config.adafactor.clip_threshold,
+        foreach=False,
     )
 
 
 def _make_own_optimizer(trained: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
     """Call the registered optimizer with the parameters of this rank, the peak rate and the user's arguments."""
-    factory = OPTIMIZERS.find(config.name, config.module, ("adamw",))
+    factory = OPTIMIZERS.find(config.name, config.module, BUILT_IN)
     optimizer = OPTIMIZERS.call(config.name, factory, config.args, trained, lr=config.lr)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(

@@ -278,7 +278,7 @@ def make_engine(
     config: RunConfig, world: World, model: nn.Module, say: Report = log.info, values: DeferredValues | None = None
 ) -> Engine:
     """Build the engine that the config asks for, with its optimizer. say, values: see parallel.apply.build."""
-    return build(model, lambda split: make_optimizer(split, config.optim), config, world, say, values)
+    return build(model, lambda split: make_optimizer(split, config.optim, world), config, world, say, values)
 
 
 def assemble_run(

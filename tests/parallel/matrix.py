@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -173,10 +174,12 @@ def share(batch: MicroBatch, world: World, micro: int, step: int = 0) -> StepBat
     return StepBatch([MicroBatch(inputs, targets) for inputs, targets in zip(*mine, strict=True)], step=step)
 
 
-def truth(kind: str) -> tuple[Outcome, Outcome]:
-    """By plain autograd and torch's AdamW in one process: the three steps, and the one after them."""
+def truth(
+    kind: str, make: Callable[[nn.Module, RunConfig], torch.optim.Optimizer] | None = None
+) -> tuple[Outcome, Outcome]:
+    """By plain autograd in one process: the three steps, and the one after them. make: the optimizer; None: AdamW."""
     module, config = model(kind), Case(1, (), kind).config()
-    optimizer = make_optimizer(module, config.optim)
+    optimizer = make_optimizer(module, config.optim) if make is None else make(module, config)
     outcomes, counter = [], count_samples(module)
     for steps in (STEPS, (len(STEPS),)):
         outcome = Outcome([], [], [], [])
@@ -213,7 +216,7 @@ def _plain_step(
     outcome.gradients.append(gradients(module))
     outcome.norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)))
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)
     optimizer.step()
     for router in routers:
         if router.config.balance_bias:
@@ -226,7 +229,7 @@ def fresh(case: Case, world: World) -> Engine:
     config = case.config()
     with torch.device("meta"):
         whole = build_model(config.model)
-    return build(whole, lambda split: make_optimizer(split, config.optim), config, world)
+    return build(whole, lambda split: make_optimizer(split, config.optim, world), config, world)
 
 
 def steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) -> Outcome:

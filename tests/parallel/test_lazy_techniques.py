@@ -22,6 +22,7 @@ ALWAYS = {
     "mesh_axes",
     "metrics",  # what evaluations add up
     "optimizer_step",
+    "optimizers.parameter_groups",  # what is decayed
     "precision",
     "user_model",
 }

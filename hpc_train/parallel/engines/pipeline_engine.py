@@ -129,7 +129,7 @@ class PipelineEngine(UpdatingEngine):
         totals = StepTotals.start(batch, self._world)
         self._loss.begin(lambda: 1.0)
         measured = self._loss.measured = EvaluationSums(self._metrics, self._world.device)
-        with evaluation_mode(self.parts):
+        with self._use_evaluation_weights(), evaluation_mode(self.parts):
             schedule, inputs, target = self._prepare(batch, training=False)
             schedule.eval(*inputs, target=target, return_outputs=False)
         self._loss.measured = None

@@ -139,7 +139,7 @@ class PlainEngine(UpdatingEngine):
         """Compute the sums of a step without a gradient."""
         totals = StepTotals.start(batch, self._world)
         measured = EvaluationSums(self._metrics, self._world.device)
-        with self._evaluation_mode():
+        with self._use_evaluation_weights(), self._evaluation_mode():
             for micro in batch.micro:
                 self._compute_loss(micro, measured)
         if (reduction := start_loss_sum(measured.values, self._world)) is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from hpc_train.interfaces import TensorShard
-from hpc_train.parallel.optimizer_step import GradientUpdate
+from hpc_train.parallel.optimizer_step import GradientUpdate, OptimizerUpdates
 
 if TYPE_CHECKING:
     from hpc_train.parallel.expert.balance import ExpertBalance
@@ -36,6 +37,10 @@ class UpdatingEngine:
         if updated and self._balance is not None:
             self._balance.move_biases()
         return updated
+
+    def _use_evaluation_weights(self) -> AbstractContextManager[None]:
+        """Evaluate with the average of the weights, where one is kept; servers keep none."""
+        return self._updates.use_evaluation_weights() if isinstance(self._updates, OptimizerUpdates) else nullcontext()
 
     def skip_update(self) -> None:
         """Clear the gradients; parameters and optimizer state stay as they are."""

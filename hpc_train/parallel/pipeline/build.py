@@ -18,7 +18,7 @@ from hpc_train.parallel.engines import pipeline_engine
 from hpc_train.parallel.engines.pipeline_engine import BetweenStages, PipelineEngine
 from hpc_train.parallel.engines.updating_engine import has_routers
 from hpc_train.parallel.mesh_axes import get_axis_index
-from hpc_train.parallel.optimizer_step import OptimizerFactory, OptimizerUpdates
+from hpc_train.parallel.optimizer_step import OptimizerFactory, OptimizerUpdates, Stages
 from hpc_train.parallel.pipeline.measurement import BlockTimes, Timeline, get_times_path, read_block_times
 from hpc_train.parallel.pipeline.schedule import Pipeline
 from hpc_train.parallel.precision import make_loss_scale, make_mixed_precision_policy
@@ -61,9 +61,14 @@ def build_pipeline_engine(
     for stage, part in parts.items():
         prepare(part, model, config, world, _report_for_stage(stage, say))
     ties = pipeline_engine.find_tied_parameters(trained, ranks, parts)
-    optimizer = make_optimizer(nn.ModuleList(parts.values()))
+    optimizer = make_optimizer(Stages(parts.values()))
     updates = OptimizerUpdates(
-        list(parts.values()), optimizer, world, pipeline_engine.select_borrowed(ties), make_loss_scale(config.precision)
+        list(parts.values()),
+        optimizer,
+        world,
+        pipeline_engine.select_borrowed(ties),
+        make_loss_scale(config.precision),
+        config.optim.ema,
     )
     pipeline = _make_pipeline(parts, ranks, config, world)
     at_end = [pipeline.timeline.end_step]

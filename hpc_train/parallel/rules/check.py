@@ -10,6 +10,7 @@ from hpc_train.parallel.rules import (
     data_parallel,
     experts,
     memory,
+    optimizer,
     parameter_server,
     pipeline,
     tensor,
@@ -28,6 +29,7 @@ RULES = (
     memory.check_offload_rules,
     experts.check_expert_rules,
     adapter.check_adapter_rules,
+    optimizer.check_optimizer_rules,
 )
 
 

@@ -49,9 +49,10 @@ def time_to_loss(seconds: float, batch: float, critical: float) -> float:
 def scaling_rule(optimizer: str) -> str:
     """Return the optim.lr_scaling for an optimizer.
 
-    sqrt for Adam (Malladi et al. 2022, arXiv:2205.10287), linear for SGD (Goyal et al. 2017, arXiv:1706.02677).
+    sqrt for Adam (Malladi et al. 2022, arXiv:2205.10287) and others whose updates do not grow with the gradient, linear
+    for SGD (Goyal et al. 2017, arXiv:1706.02677).
     """
-    return "sqrt" if optimizer.startswith("adam") else "linear"
+    return "sqrt" if optimizer.startswith(("adam", "adafactor", "muon")) else "linear"
 
 
 def min_batch_for_bubble(data_parallel: int, micro_batch: int, pp: int, virtual_stages: int, bubble: float) -> int:

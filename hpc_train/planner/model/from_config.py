@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_train.cluster.calibration import DeviceMeasurement as Measured
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
+from hpc_train.config.train import OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.models.shape import compute_head_dim, count_kv_heads, count_vit_tokens
 from hpc_train.placement.fabric_from_config import collect_figures, count_nodes, count_ranks_per_node
 from hpc_train.planner.model.accelerators import attention_peak, find_accelerator
 from hpc_train.planner.model.fabric import switch_sizes
-from hpc_train.planner.model.jobs import OFFLOAD, PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column, recomputed_share
+from hpc_train.planner.model.jobs import (
+    OFFLOAD,
+    PCIE,
+    RECOMPUTE,
+    SCHEDULES,
+    STACKS,
+    Column,
+    Jobs,
+    as_column,
+    recomputed_share,
+)
 from hpc_train.schedules.generate import REQUIREMENTS
 from hpc_train.traffic.sharding import uses_fully_shard
 from hpc_train.traffic.stages import ELEMENT_BYTES
@@ -42,7 +53,21 @@ def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
         **_formats(config, degrees),
         "checkpoint_every": config.checkpoint.every or math.inf,
     }
-    return Jobs(**{name: as_column(value) for name, value in columns.items()})
+    jobs = Jobs(**{name: as_column(value) for name, value in columns.items()})
+    return replace(jobs, optimizer_bytes=jobs.weight_bytes * _count_optimizer_states(config.optim, jobs))
+
+
+def _count_optimizer_states(optim: OptimConfig, jobs: Jobs) -> Column:
+    """Return the elements of optimizer state per parameter, on average over the model; 2 for AdamW and users' own."""
+    in_layers = jobs.layers * jobs.layer_parameters / jobs.parameters
+    states: Column = as_column(2.0)
+    if optim.name == "muon":  # a momentum of matrices in layers, AdamW's two moments of the rest
+        states = 2 - in_layers
+    if optim.name == "sgd":
+        states = as_column(float(optim.sgd.momentum > 0))
+    if optim.name == "adafactor":  # a row and a column of each matrix
+        states = in_layers * 2 / jobs.hidden + (1 - in_layers) * (1 / jobs.hidden + 1 / jobs.vocab)
+    return states + (optim.ema.decay is not None)
 
 
 def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:

@@ -79,7 +79,7 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
     batch = _batch(config, degrees, micro_batches)
     with watch_storage_sizes(ledger.resized), assume_known_shapes(), MemorylessMode(ledger.see):
         model = build_whole_model(config)
-        engine = build(model, lambda split: make_optimizer(split, config.optim), config, world, said.append)
+        engine = build(model, lambda split: make_optimizer(split, config.optim, world), config, world, said.append)
         pieces = list(engine.shards())
         host = list_host_parts(config)
         parameters = ledger.label(_parameters(engine), "host" if "parameters" in host else "parameters")
