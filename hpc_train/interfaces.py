@@ -11,7 +11,7 @@ from hpc_train.step_clock import SilentClock, StepClock
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from torch.distributed import Store
+    from torch.distributed import ProcessGroup, Store
     from torch.distributed.device_mesh import DeviceMesh
 
     ModelInputs: TypeAlias = Tensor | dict[str, Tensor]
@@ -229,3 +229,5 @@ class World:
     """Axes expert_shard and ep, a view of dp_shard x cp; None without expert parallelism."""
     clock: StepClock = field(default_factory=SilentClock, compare=False)
     """Measures the parts of a step of this rank."""
+    group: ProcessGroup | None = field(default=None, compare=False)
+    """Process group of these ranks; None: of all processes. With loose synchronisation a copy has its own."""

@@ -132,6 +132,30 @@ class ServerConfig:
     """Workers of a node first reduce among themselves, and one of them communicates with the servers."""
 
 
+@config_dataclass
+class SyncConfig:
+    """Loose synchronisation: the copies of the model (dp_replicate) train on their own and exchange what they learned
+    every few steps. Local SGD (Stich 2018, arXiv:1805.09767), DiLoCo (Douillard et al. 2023, arXiv:2311.08105)."""
+
+    every: int | None = config_field(default=None, ge=1)
+    """Steps between two exchanges of a parameter; None: gradients are averaged in every step. The outer gradient is the
+    mean over the copies of the parameters after the last exchange minus those of now."""
+    outer_lr: float = config_field(default=0.7, gt=0)
+    """Learning rate of the outer SGD; 1 without momentum averages the copies."""
+    outer_momentum: float = config_field(default=0.9, ge=0, lt=1)
+    """Nesterov momentum of the outer SGD; 0: none."""
+    fragments: int = config_field(default=1, ge=1)
+    """Parts of about equal size that are exchanged in different steps (Douillard et al. 2025, arXiv:2501.18512)."""
+    overlap: int = config_field(default=0, ge=0)
+    """Steps that go on while an exchange is under way, before its result is used; less than `every`."""
+    merge: float = config_field(default=0.5, ge=0, lt=1)
+    """overlap: share of a copy's own parameters when the result is merged into them; 0: they are replaced."""
+    compression: str = config_field(default="none", choices=("none", "int8", "int4"))
+    """Integers that outer gradients are rounded to before they are sent, with a scale for each block of elements."""
+    block: int = config_field(default=256, ge=2, le=1 << 20)
+    """int8, int4: elements that share a scale."""
+
+
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
@@ -184,6 +208,7 @@ class ParallelConfig:
     offload: OffloadConfig = config_field(default=OffloadConfig)
     compression: CompressionConfig = config_field(default=CompressionConfig)
     server: ServerConfig = config_field(default=ServerConfig)
+    sync: SyncConfig = config_field(default=SyncConfig)
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from hpc_train.config.loose_copies import is_loose
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
@@ -71,6 +72,10 @@ def build(
     """
     degrees = check_support(config, world.size)
     check_model(model, config, degrees)
+    if is_loose(config):
+        from hpc_train.parallel.engines.loose_engine import build_loose_engine
+
+        return build_loose_engine(build, model, make_optimizer, config, world, degrees, say, values)
     if config.parallel.ep > 1 and world.expert_mesh is None:
         from hpc_train.parallel.expert.expert_parallel import make_expert_mesh
 

@@ -169,7 +169,7 @@ class StepTotals:
 
 def start_sum(values: Tensor, world: World) -> dist.Work | None:
     """Begin to add up `values`, in place, over all ranks."""
-    return dist.all_reduce(values, async_op=True) if world.size > 1 else None
+    return dist.all_reduce(values, group=world.group, async_op=True) if world.size > 1 else None
 
 
 def start_loss_sum(loss: Tensor, world: World) -> dist.Work | None:

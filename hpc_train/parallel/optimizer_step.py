@@ -51,7 +51,7 @@ def compute_total_norm(parameters: Sequence[nn.Parameter], world: World, borrowe
     if local or world.size == 1:
         return norm
     square = norm.double().square()
-    dist.all_reduce(square)
+    dist.all_reduce(square, group=world.group)
     return square.sqrt()
 
 

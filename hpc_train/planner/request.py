@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hpc_train.config.loose_copies import is_loose
 from hpc_train.config.overrides import MICRO_BATCH, chosen_parallel_option, explicit_settings, get_value
 from hpc_train.config.parallel import AXES, smallest_world
 from hpc_train.config.run import RunConfig
@@ -55,6 +56,7 @@ def make_request(config: RunConfig, overrides: Sequence[str]) -> PlanRequest:
     A run is complete if an option of the group parallel, or all degrees and train.micro_batch, are given.
     """
     _check_lists(config, overrides)
+    check_not_loose(config)
     _check_goals(config)
     keys = config.parallel.fixed if config.parallel.fixed is not None else explicit_settings(config, overrides)
     option = chosen_parallel_option(overrides)
@@ -65,6 +67,7 @@ def make_request(config: RunConfig, overrides: Sequence[str]) -> PlanRequest:
 
 def make_job_request(config: RunConfig, ranks: int | None) -> PlanRequest:
     """Return the request of parallel=auto. ranks: of the job; None: the planner chooses."""
+    check_not_loose(config)
     _check_goals(config)
     worlds = (ranks,) if ranks is not None else _ranks(config, config.parallel.fixed or [], complete=False)
     return PlanRequest(config, fixed_columns(config, config.parallel.fixed or ()), False, worlds, _batches(config))
@@ -120,6 +123,15 @@ def _check_lists(config: RunConfig, overrides: Sequence[str]) -> None:
     for name, example in (("nodes", "[8,16]"), ("global_batches", "[256,512]")):
         if f"plan.{name}" in named and not getattr(config.plan, name):
             raise UserError(f"plan.{name}=[]: nothing to compare; give numbers such as {example}, or leave it out")
+
+
+def check_not_loose(config: RunConfig) -> None:
+    """Raise UserError for copies of the model that train on their own."""
+    if is_loose(config):
+        raise UserError(
+            f"parallel.sync.every={config.parallel.sync.every}: the planner knows neither the anchors that each copy "
+            "keeps nor what rare exchanges cost in convergence; plan one copy without it, and give the degrees"
+        )
 
 
 def _check_goals(config: RunConfig) -> None:

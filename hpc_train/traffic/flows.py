@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from hpc_train.config.loose_copies import describe_one_copy, is_loose
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.parallel import AXES, Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
@@ -13,6 +14,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.shape import compute_head_dim, count_expert_layers, count_kv_heads, has_latent_attention
 from hpc_train.traffic import axes as axis_flows
 from hpc_train.traffic.axes import Flow, assign_kv_heads, ddp_buckets, fsdp_groups, scalar_flows
+from hpc_train.traffic.outer_exchange import outer_flows
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients
 from hpc_train.traffic.sharding import uses_fully_shard as is_sharded
 from hpc_train.traffic.stages import StagePart, StepWork, stage_parts, stage_placement, step_work
@@ -37,6 +39,27 @@ def compute_flows(config: RunConfig, world: int, parameters: int | None = None) 
     Raises UserError for a custom model without that number, or with degrees other than data-parallel ones.
     """
     degrees = resolve_degrees(config.parallel, world)
+    if is_loose(config):
+        own, alone = describe_one_copy(config, degrees)
+        return (*_compute_flows(own, alone, parameters), *_loose_flows(config, degrees, parameters))
+    return _compute_flows(config, degrees, parameters)
+
+
+def _loose_flows(config: RunConfig, degrees: Degrees, parameters: int | None) -> list[Flow]:
+    """Return what the copies of a loosely synchronised run exchange."""
+    weights, copies = list_weights(config.model), _axes_in_use(degrees, ("dp_replicate",))
+    work = step_work(config, degrees)
+    if weights is None:
+        assert parameters is not None
+        elements = float(parameters)
+    else:
+        elements = _Job(config, config.model, degrees, work, weights).count_held_elements()
+    elements /= degrees.dp_shard * degrees.cp if is_sharded(config, degrees) else 1
+    outer = outer_flows(config.parallel.sync, elements, work.stored, degrees.dp_replicate)
+    return [*outer, *scalar_flows(copies, norm=True)]
+
+
+def _compute_flows(config: RunConfig, degrees: Degrees, parameters: int | None) -> tuple[Flow, ...]:
     weights = list_weights(config.model)
     if weights is None:
         return tuple(_custom_model_flows(config, degrees, parameters))
@@ -119,6 +142,11 @@ class _Job:
         """List the weights of a stage outside blocks: embedding, last norm, head."""
         weights = [*(self.weights.before if part.first else ()), *(self.weights.after if part.last else ())]
         return [*weights, self.weights.tied] if self.weights.tied and part.last and not part.first else weights
+
+    def count_held_elements(self) -> int:
+        """Count the elements of all parameters on one tp rank, all its shards together."""
+        whole = StagePart(self.weights.blocks, dense=self.weights.dense_blocks)
+        return self._held_elements([*self._block_weights(whole), *self._end_weights(whole)])
 
     def data_flows(self) -> list[Flow]:
         """Return the flows of gradients and parameters over dp_replicate, dp_shard and cp."""

@@ -21,6 +21,7 @@ from torch import nn
 from hpc_train._torch import describe_untested_torch
 from hpc_train.checkpoint import resume_from_checkpoint
 from hpc_train.checkpoint.storage.lock import hold_lock
+from hpc_train.config.loose_copies import is_loose
 from hpc_train.config.model import CustomModelConfig, HfModelConfig
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
@@ -317,6 +318,11 @@ def assemble_run(
         from hpc_train.training.adapter_start import load_adapter
 
         loaded = load_adapter(config, engine, world)
+    if is_loose(config) and (loaded is not None or (resumed is not None and resumed.weights_only)):
+        from hpc_train.parallel.engines.loose_engine import LooseEngine
+
+        assert isinstance(engine, LooseEngine)
+        engine.start_from_anchors()
     if run.directory.skipped.exists():
         run.write_skip_list()  # without the steps after the checkpoint, which are about to be done again
 

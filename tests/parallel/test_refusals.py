@@ -13,6 +13,7 @@ from hpc_train.launch.freeze import check_run
 
 TOPK = "parallel.compression.method=topk"
 SERVERS, LATE = "parallel.server.mode=synchronous", "parallel.server.mode=asynchronous"
+APART = "parallel.sync.every=10"
 EXPERTS, ZERO, EP = ("model=llama_moe_tiny",), ("parallel=fsdp",), "parallel.ep=2"
 IMAGES = ("model=vit_tiny", "data=digits")
 REFUSED: list[tuple[int, tuple[str, ...], str]] = [
@@ -39,6 +40,19 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (2, (*IMAGES, "parallel.tp=2", "parallel.tensor.vocabulary=false"), "vocabulary=false: has no effect on a vi"),
     (2, ("parallel.pipeline.schedule=zbv",), "parallel.pipeline.schedule=zbv: has no effect with parallel.pp=1"),
     (2, ("parallel.pipeline.costs=[1,2]",), "parallel.pipeline.costs=[1.0,2.0]: has no effect with parallel.pp=1"),
+    # copies that train on their own
+    (2, ("parallel.sync.outer_lr=1",), "parallel.sync.outer_lr=1.0: has no effect without parallel.sync.every"),
+    (2, (APART, "parallel=fsdp"), f"{APART}: there is a single copy of the model, because parallel.dp_replicate"),
+    (4, (APART, "parallel=pp", "parallel.dp_replicate=2"), f"{APART}: pipeline stages are the outermost axis"),
+    (2, (APART, "train.global_batch=9"), "train.global_batch=9: does not divide over 2"),
+    (2, (APART, SERVERS), f"{APART}: not with {SERVERS}"),
+    (2, (APART, TOPK), f"{APART}: no gradients are sent between copies; leave out parallel.compression"),
+    (2, (APART, "precision=fp16"), f"{APART}: each copy would have a loss scale of its own; use precision=bf16"),
+    (2, (APART, "parallel.sync.overlap=10"), f"parallel.sync.overlap=10: must be less than {APART}"),
+    (2, (APART, "parallel.sync.fragments=11"), "parallel.sync.fragments=11: one is exchanged in a step"),
+    (2, (APART, "parallel.sync.merge=0.1"), "parallel.sync.merge=0.1: has no effect without parallel.sync.overlap"),
+    (2, (APART, "parallel.sync.block=16"), "parallel.sync.block=16: has no effect without parallel.sync.compression"),
+    (2, (APART, "train.steps=25"), "train.steps=25: the last 5 steps would come after the last exchange"),
     # experts
     (2, (*ZERO, EP), f"{EP}: model=llama_tiny has no experts; leave it out"),
     (2, (*EXPERTS, EP), f"{EP}: ddp keeps all experts on each rank; use parallel.strategy=zero1, 2 or 3"),

@@ -19,6 +19,7 @@ from hpc_train.traffic.flows import compute_flows
 
 TP, CP, PP = ("parallel=tp",), ("parallel=cp",), ("parallel=pp",)
 HYBRID = ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2")
+LOOSE = ("parallel.sync.every=1", "train.steps=4")
 FULL, ULYSSES = "parallel.recompute.mode=full", "parallel.context.method=ulysses"
 ZERO1, ZERO3 = "parallel.strategy=zero1", "parallel.strategy=zero3"
 LAYOUTS = {
@@ -30,6 +31,11 @@ LAYOUTS = {
     "zero3-gpt2-short-last": Layout(2, ("parallel=fsdp", "train.micro_batch=3"), GPT2),
     "zero3-vit": Layout(2, ("parallel=fsdp",), VIT),
     "hsdp": Layout(4, HYBRID),
+    "loose-ddp": Layout(2, ("parallel=ddp", *LOOSE)),
+    "loose-zero3": Layout(4, (*HYBRID, *LOOSE)),
+    "loose-tp-fragments-int4": Layout(
+        4, ("parallel.dp_replicate=2", "parallel.tp=2", *LOOSE, "parallel.sync.compression=int4")
+    ),
     "tp": Layout(2, TP),
     "tp-whole-positions": Layout(2, (*TP, "parallel.tensor.sequence=false", FULL)),
     "tp-whole-vocabulary": Layout(2, (*TP, "parallel.tensor.vocabulary=false")),

@@ -7,8 +7,9 @@ Every rank reads only what it needs and verifies what it reads: `plan_reads` tur
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -252,25 +253,27 @@ def load_newest_sound(directory: Path, world: World | None, load: Callable[[int]
 
 def _load_resumed(directory: Path, step: int, wanted: list[TensorShard], world: World | None) -> ResumedStep:
     has_adapters = any(is_adapter_parameter(shard.name) for shard in wanted)
-    weights_only, lacks_adapters, origin = run_on_rank_0(world, lambda: _read_content(directory, step, has_adapters))
-    chosen = select_weights(wanted) if weights_only else wanted
+    weights_only, lacks_adapters, origin, copies = run_on_rank_0(
+        world, lambda: _read_content(directory, step, has_adapters)
+    )
+    chosen = select_weights(wanted) if weights_only else rename_copies(wanted, copies)
     if lacks_adapters:
         chosen = [shard for shard in chosen if not is_adapter_parameter(shard.name)]
     extra = load_step(directory, step, chosen, world)
     return ResumedStep(directory, step, extra, weights_only, origin, lacks_adapters)
 
 
-def _read_content(directory: Path, step: int, has_adapters: bool) -> tuple[bool, bool, Origin | None]:
-    """Return (whether only weights are to be loaded, whether the run's adapters are not in the step, its origin).
+def _read_content(directory: Path, step: int, has_adapters: bool) -> tuple[bool, bool, Origin | None, int]:
+    """Return (only weights are to be loaded, the run's adapters are not in the step, its origin, its copies).
 
-    Of a damaged manifest (False, False, None): the load will fail. A step without the run's adapters has the optimizer
-    state of another training.
+    Copies: those of a loosely synchronised run, else 0. Of a damaged manifest (False, False, None, 0): the load will
+    fail. A step without the run's adapters has the optimizer state of another training.
 
     Raises UserError for a step with adapters where the run has none: their training would be lost without a word.
     """
     manifest = try_read_manifest(locate_step(directory, step), step)
     if manifest is None:
-        return False, False, None
+        return False, False, None, 0
     saved = next((tensor.name for tensor in manifest.step_layout.tensors if is_adapter_parameter(tensor.name)), None)
     if saved is not None and not has_adapters:
         raise UserError(
@@ -278,7 +281,28 @@ def _read_content(directory: Path, step: int, has_adapters: bool) -> tuple[bool,
             "adapter=dora as it was trained, or start from `hpc-train checkpoint export --merged`"
         )
     lacks_adapters = has_adapters and saved is None
-    return holds_weights_only(manifest.extra) or lacks_adapters, lacks_adapters, manifest.origin
+    copies = count_copies(tensor.name for tensor in manifest.step_layout.tensors)
+    return holds_weights_only(manifest.extra) or lacks_adapters, lacks_adapters, manifest.origin, copies
+
+
+_COPY = re.compile(r"optim\.copy(\d+)_")
+
+
+def count_copies(names: Iterable[str]) -> int:
+    """Return how many copies of the model a step has state of (loose synchronisation); 0 if it has none."""
+    return max((int(found[1]) + 1 for found in map(_COPY.match, names) if found), default=0)
+
+
+def rename_copies(shards: Sequence[TensorShard], saved: int) -> list[TensorShard]:
+    """Let the copies beyond those that were saved start as one of these, in turn; returns the shards to load."""
+
+    def rename(shard: TensorShard) -> TensorShard:
+        found = _COPY.match(shard.name)
+        if not saved or found is None or int(found[1]) < saved:
+            return shard
+        return replace(shard, name=f"optim.copy{int(found[1]) % saved}_{shard.name[found.end() :]}")
+
+    return [rename(shard) for shard in shards]
 
 
 def _list_candidates(directory: Path) -> list[tuple[int, str | None]]:

@@ -10,6 +10,7 @@ arrived.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,7 @@ class GradientHook:
     complete: bool = False
     """Whether every bucket of the last backward has arrived."""
     clock: StepClock = field(default_factory=SilentClock)
+    group: dist.ProcessGroup | None = None
 
 
 class ReplicatedModel:
@@ -65,12 +67,13 @@ class ReplicatedModel:
 
     def __init__(self, model: nn.Module, config: ParallelConfig, world: World) -> None:
         """A collective. Raises UserError if parallel.reduce_with=mpi and MPI did not start the ranks."""
-        self._hook = GradientHook(_choose_reduction(config, world), clock=world.clock)
+        self._hook = GradientHook(_choose_reduction(config, world), clock=world.clock, group=world.group)
         self.module = DistributedDataParallel(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
             bucket_cap_mb=config.bucket_mib,
             gradient_as_bucket_view=True,
+            process_group=world.group,
             static_graph=config.static_graph,
             find_unused_parameters=config.unused_parameters,
         )
@@ -119,7 +122,7 @@ class ReplicatedModel:
 
 def _choose_reduction(config: ParallelConfig, world: World) -> ReduceBucket:
     if config.reduce_with == "torch" and config.compression.method == "none":
-        return _average_bucket
+        return partial(_average_bucket, group=world.group)
     from hpc_train.parallel.data_parallel.gradient_reduction import (
         make_background_reduction,
         make_compression,
@@ -157,14 +160,14 @@ def _reduce_bucket(hook: GradientHook, bucket: dist.GradBucket) -> torch.futures
     hook.norm.add_bucket(bucket.buffer())
     hook.complete = bucket.is_last()
     hook.clock.mark_bucket()
-    return _average_bucket(bucket) if hook.discard else hook.reduce(bucket)
+    return _average_bucket(bucket, hook.group) if hook.discard else hook.reduce(bucket)
 
 
-def _average_bucket(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _average_bucket(bucket: dist.GradBucket, group: dist.ProcessGroup | None) -> torch.futures.Future[Tensor]:
     """Average a bucket by torch's all-reduce."""
     buffer = bucket.buffer()
-    buffer.div_(dist.get_world_size())
-    work = dist.all_reduce(buffer, async_op=True)
+    buffer.div_(dist.get_world_size(group))
+    work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
 
     def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpc_train.config.loose_copies import describe_one_copy, is_loose
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.parallel.rules import (
@@ -9,6 +10,7 @@ from hpc_train.parallel.rules import (
     context,
     data_parallel,
     experts,
+    loose_sync,
     memory,
     optimizer,
     parameter_server,
@@ -19,6 +21,7 @@ from hpc_train.parallel.rules import (
 
 RULES = (
     parameter_server.check_server_rules,
+    loose_sync.check_loose_rules,
     data_parallel.check_data_parallel_rules,
     transformers_models.check_transformers_rules,
     tensor.check_tensor_rules,
@@ -41,4 +44,6 @@ def check_support(config: RunConfig, world: int) -> Degrees:
     degrees = resolve_degrees(config.parallel, world)
     for rule in RULES:
         rule(config, degrees)
+    if is_loose(config):
+        check_support(describe_one_copy(config, degrees)[0], world // degrees.dp_replicate)
     return degrees

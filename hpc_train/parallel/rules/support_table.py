@@ -331,6 +331,22 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_compression.py",
     ),
     Technique(
+        "loose synchronisation: local SGD, DiLoCo, streaming",
+        "parallel.sync.every=50 parallel.dp_replicate=2",
+        "our own exchange; torch's SGD for the outer step",
+        INEXACT + "copies train apart; exact against a loop over copies",
+        "pp = 1; dense models; ddp or a zero strategy, tp and cp in a copy",
+        "tests/parallel/test_loose_sync.py",
+    ),
+    Technique(
+        "loose synchronisation, compressed (int8, int4)",
+        "parallel.sync.every=50 parallel.sync.compression=int8",
+        "our own; rounded to levels of a block",
+        INEXACT + "outer gradients are rounded",
+        "the same; another layout of a copy has other blocks",
+        "tests/parallel/test_loose_sync.py",
+    ),
+    Technique(
         "parameter servers, synchronous",
         "parallel=server",
         "our own, over MPI windows",

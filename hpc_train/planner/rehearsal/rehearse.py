@@ -43,6 +43,7 @@ from hpc_train.planner.rehearsal.one_rank import (
 )
 from hpc_train.planner.rehearsal.pipeline_order import choose_micro_batches, prove_order
 from hpc_train.planner.rehearsal.result import SHARED_AXES, Rehearsal, RehearsedRank
+from hpc_train.planner.request import check_not_loose
 
 MOST_PROCESSES = 4
 """Limit on processes at a time: each needs up to a gigabyte."""
@@ -55,6 +56,7 @@ def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes
     Raises UserError for a layout that is refused, an order that cannot complete, and a rank that cannot be built.
     """
     started = time.perf_counter()
+    check_not_loose(config)
     degrees = check_support(config, world)
     stood_in, notes = replace_unavailable(config)
     chosen = choose_ranks(which, degrees)

@@ -1,0 +1,218 @@
+"""Loose synchronisation: copies of the model train on their own and now and then exchange what they have learned.
+
+Every copy has, beside its own parameters, the *anchor*: the parameters after the last exchange, equal on all copies.
+An exchange of a fragment of the parameters averages the outer gradients (anchor - own) over the copies; an SGD with
+Nesterov momentum steps the anchor by that; then the copy goes on from the anchor. With momentum 0 and a learning rate
+of 1 this is local SGD, with momentum DiLoCo (Douillard et al. 2023, arXiv:2311.08105), with fragments and overlap its
+streaming form (arXiv:2501.18512), where a copy merges the anchor into what it has trained meanwhile.
+
+When a fragment is exchanged is a function of the step alone, so a resumed run goes on as one that never stopped.
+Ranks at the same place of their copies exchange: each sends only the shards that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpc_train.config.parallel import SyncConfig
+from hpc_train.errors import UserError
+from hpc_train.parallel.optimizer_step import get_local
+from hpc_train.traffic.outer_exchange import list_exchange_steps
+
+Named = tuple[str, nn.Parameter]
+
+
+@dataclass
+class OuterParameter:
+    """A trained parameter of this rank (its shard), and its anchor."""
+
+    name: str
+    own: Tensor
+    anchor: Tensor
+    momentum: Tensor | None
+    """None with parallel.sync.outer_momentum=0."""
+    delta: Tensor | None = None
+    """overlap: the mean outer gradient from the end of an exchange until it is used; 0 otherwise."""
+
+
+@dataclass
+class Fragment:
+    """Parameters that are exchanged together."""
+
+    parameters: list[OuterParameter]
+    step: int
+    """Exchanged after every step that equals this modulo parallel.sync.every."""
+    pending: PendingMean | None = None
+
+
+@dataclass
+class PendingMean:
+    """A mean over copies that is under way."""
+
+    result: Tensor
+    """Outer gradients of a fragment, one after the other, (elements,)."""
+    message: Tensor | None
+    """Compressed outer gradients of all copies, (copies, bytes)."""
+    work: dist.Work | None
+
+
+class OuterOptimizer:
+    """Exchanges outer gradients and steps the anchor; see the module."""
+
+    def __init__(self, trained: Sequence[Named], sync: SyncConfig, group: dist.ProcessGroup) -> None:
+        """trained: the same names in the same order on every copy. group: the ranks that hold copies of these shards.
+
+        Raises UserError for more fragments than there are parameters.
+        """
+        assert sync.every is not None
+        self._sync, self._every, self._group = sync, sync.every, group
+        self._copies = dist.get_world_size(group)
+        self.parameters = {name: _make_outer_parameter(name, parameter, sync) for name, parameter in trained}
+        sizes = [parameter.numel() for _, parameter in trained]
+        cuts = cut_fragments(sizes, sync.fragments)
+        outer, steps = list(self.parameters.values()), list_exchange_steps(sync.every, sync.fragments)
+        self._fragments = [Fragment(outer[part], step) for part, step in zip(cuts, steps, strict=True)]
+        self._sgd = _make_sgd(outer, sync)
+
+    def end_step(self, step: int) -> None:
+        """Begin and end the exchanges that are due after `step` updates. A collective if any is."""
+        for fragment in self._fragments:
+            if self._is_due(fragment, step):
+                fragment.pending = self._begin_mean(fragment)
+            if self._is_due(fragment, step - self._sync.overlap):
+                self._end_exchange(fragment)
+
+    def finish_communication(self) -> None:
+        """Wait for the exchanges under way; their results are then in OuterParameter.delta."""
+        for fragment in self._fragments:
+            self._finish_mean(fragment)
+
+    @contextmanager
+    def use_anchors(self) -> Iterator[None]:
+        """Let the model compute with the anchors inside; the copy's own parameters are back afterwards."""
+        self._swap_anchors()
+        try:
+            yield
+        finally:
+            self._swap_anchors()
+
+    @torch.no_grad()
+    def start_from_anchors(self) -> None:
+        """Give the copy the anchors as its own parameters, as after weights have been loaded into them."""
+        for parameter in self.parameters.values():
+            parameter.own.copy_(parameter.anchor)
+
+    def _is_due(self, fragment: Fragment, step: int) -> bool:
+        return step > 0 and (step - fragment.step) % self._every == 0
+
+    @torch.no_grad()
+    def _begin_mean(self, fragment: Fragment) -> PendingMean:
+        delta = torch.cat([(one.anchor - one.own).flatten() for one in fragment.parameters])
+        if self._copies == 1 and self._sync.compression == "none":
+            return PendingMean(delta, None, None)
+        if self._sync.compression == "none":
+            return PendingMean(delta, None, dist.all_reduce(delta, group=self._group, async_op=True))
+        from hpc_train.parallel.data_parallel.outer_compression import compress_vector
+
+        message = compress_vector(delta, self._sync.compression, self._sync.block)
+        every = message.new_empty(self._copies * len(message))
+        work = dist.all_gather_into_tensor(every, message, group=self._group, async_op=True)
+        return PendingMean(delta, every.view(self._copies, -1), work)
+
+    @torch.no_grad()
+    def _finish_mean(self, fragment: Fragment) -> list[Tensor] | None:
+        """Wait for a mean and return it cut into the fragment's parameters; None if none is under way."""
+        pending, fragment.pending = fragment.pending, None
+        if pending is None:
+            return None
+        if pending.work is not None:
+            pending.work.wait()
+        total = pending.result if pending.message is None else self._sum_messages(pending)
+        total.div_(self._copies)
+        pieces = torch.split(total, [one.own.numel() for one in fragment.parameters])
+        means = [piece.view_as(one.own) for piece, one in zip(pieces, fragment.parameters, strict=True)]
+        for one, mean in zip(fragment.parameters, means, strict=True):
+            if one.delta is not None:
+                one.delta.copy_(mean)
+        return means
+
+    def _sum_messages(self, pending: PendingMean) -> Tensor:
+        """Add up the messages of all copies in the order of copies, which makes the sum bitwise equal on each."""
+        from hpc_train.parallel.data_parallel.outer_compression import decompress_vector
+
+        assert pending.message is not None
+        total, sync = torch.zeros_like(pending.result), self._sync
+        for message in pending.message:
+            total += decompress_vector(message, len(total), sync.compression, sync.block)
+        return total
+
+    @torch.no_grad()
+    def _end_exchange(self, fragment: Fragment) -> None:
+        """Step the anchors of a fragment and hand them to the copy."""
+        means = self._finish_mean(fragment)
+        if means is None:  # finished for a save, or loaded from one
+            means = [one.delta for one in fragment.parameters if one.delta is not None]
+        for one, mean in zip(fragment.parameters, means, strict=True):
+            one.anchor.grad = mean
+        self._sgd.step()
+        keep = self._sync.merge if self._sync.overlap else 0.0
+        for one in fragment.parameters:
+            one.anchor.grad = None  # the other fragments' steps leave these anchors as they are
+            if keep:
+                one.own.mul_(keep).add_(one.anchor, alpha=1 - keep)
+            else:
+                one.own.copy_(one.anchor)
+            if one.delta is not None:
+                one.delta.zero_()
+
+    @torch.no_grad()
+    def _swap_anchors(self) -> None:
+        for one in self.parameters.values():
+            own = one.own.clone()
+            one.own.copy_(one.anchor)
+            one.anchor.copy_(own)
+
+
+def cut_fragments(sizes: Sequence[int], count: int) -> list[slice]:
+    """Cut a list of parameters into `count` parts of about equal size, each of one parameter at least.
+
+    sizes: elements of each. Raises UserError for more parts than parameters.
+    """
+    if count > len(sizes):
+        raise UserError(
+            f"parallel.sync.fragments={count}: the model trains {len(sizes)} tensors; use {len(sizes)} at most"
+        )
+    total, begin, done, cuts = sum(sizes), 0, 0, []
+    for index in range(count):
+        end, goal = begin + 1, total * (index + 1) / count
+        done += sizes[begin]
+        while end < len(sizes) - (count - index - 1) and (index == count - 1 or done + sizes[end] / 2 <= goal):
+            done += sizes[end]
+            end += 1
+        cuts.append(slice(begin, end))
+        begin = end
+    return cuts
+
+
+def _make_outer_parameter(name: str, parameter: nn.Parameter, sync: SyncConfig) -> OuterParameter:
+    own = get_local(parameter).detach()
+    momentum = torch.zeros_like(own) if sync.outer_momentum else None
+    return OuterParameter(name, own, own.clone(), momentum, torch.zeros_like(own) if sync.overlap else None)
+
+
+def _make_sgd(parameters: Sequence[OuterParameter], sync: SyncConfig) -> torch.optim.SGD:
+    """Make torch's SGD over the anchors. Its momentum exists from the beginning, as 0, so that it can be saved."""
+    momentum = sync.outer_momentum
+    sgd = torch.optim.SGD(
+        [one.anchor for one in parameters], lr=sync.outer_lr, momentum=momentum, nesterov=momentum > 0
+    )
+    for one in parameters:
+        if one.momentum is not None:
+            sgd.state[one.anchor]["momentum_buffer"] = one.momentum
+    return sgd

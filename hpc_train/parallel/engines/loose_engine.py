@@ -1,0 +1,195 @@
+"""The engine of copies that train on their own: each has an engine of its own, and OuterOptimizer joins them.
+
+In every step the copies add up three numbers and the loss, and then the square of the gradient norm, so that all ranks
+agree on stops and wrong numbers: some 40 bytes. `loss` is that of the global batch, each share by its own copy. The
+norm is the root mean square of the copies' norms, and each copy is clipped by its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpc_train.config.loose_copies import describe_one_copy
+from hpc_train.config.parallel import AXES, Degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+from hpc_train.interfaces import Engine, StepBatch, Sums, TensorShard, World
+from hpc_train.models.deferred import DeferredValues
+from hpc_train.parallel.data_parallel.loose_sync import OuterOptimizer
+from hpc_train.parallel.engines.updating_engine import has_routers
+from hpc_train.parallel.mesh_axes import get_axis_index
+from hpc_train.parallel.optimizer_step import OptimizerFactory
+
+
+class Report(Protocol):
+    """See apply.Report."""
+
+    def __call__(self, line: str, /) -> None: ...
+
+
+class Build(Protocol):
+    """See apply.build."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        make_optimizer: OptimizerFactory,
+        config: RunConfig,
+        world: World,
+        say: Report,
+        values: DeferredValues | None,
+    ) -> Engine: ...
+
+
+class LooseEngine:
+    """interfaces.Engine of one copy among several, which meet at exchanges."""
+
+    def __init__(self, engine: Engine, outer: OuterOptimizer, world: World, copy_world: World) -> None:
+        """engine: of this copy, over copy_world. world: all copies."""
+        self.parts = engine.parts
+        self._engine, self._outer, self._world, self._copy_world = engine, outer, world, copy_world
+        self._group = world.mesh["dp_replicate"].get_group()
+        self._copy, self._copies = get_axis_index(world, "dp_replicate"), dist.get_world_size(self._group)
+        self._step = 0
+
+    def forward_backward(self, batch: StepBatch) -> Sums:
+        """Accumulate this copy's gradient, of the mean loss over its own tokens; the sums are over all copies."""
+        self._step = batch.step + 1
+        return self._add_up(self._engine.forward_backward(self._place_samples(batch)))
+
+    def evaluate(self, batch: StepBatch) -> Sums:
+        """Compute the sums of a step with the anchors, without a gradient."""
+        with self._outer.use_anchors():
+            return self._add_up(self._engine.evaluate(self._place_samples(batch)))
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Clip this copy's gradient; return the root mean square of the norms of all copies."""
+        square = self._engine.clip(max_norm).double().square()
+        dist.all_reduce(square, group=self._group)
+        return (square / self._copies).sqrt()
+
+    def update(self, lr: float) -> bool:
+        """Step this copy's optimizer, then make the exchanges that are due after this step."""
+        updated = self._engine.update(lr)
+        self._outer.end_step(self._step)
+        return updated
+
+    def skip_update(self) -> None:
+        """Leave this copy's parameters as they are; exchanges that are due take place all the same."""
+        self._engine.skip_update()
+        self._outer.end_step(self._step)
+
+    def start_from_anchors(self) -> None:
+        """Go on from weights that were loaded without the copies' own parameters."""
+        self._outer.start_from_anchors()
+
+    def shards(self) -> Iterator[TensorShard]:
+        """List the anchors as the model's parameters, the outer momentum, and this copy's own state.
+
+        The latter is `optim.copy<c>_parameter.<name>` and `optim.copy<c>_<state>.<name>`.
+        """
+        self._outer.finish_communication()
+        for shard in self._engine.shards():
+            # A copy's ranks write its own state; the first copy's what is the same on all.
+            common = replace(shard, replica=shard.replica + self._copy * self._copy_world.size)
+            if shard.name.startswith("optim."):
+                yield replace(shard, name=f"optim.copy{self._copy}_{shard.name.removeprefix('optim.')}")
+            elif (outer := self._outer.parameters.get(shard.name)) is not None:
+                yield replace(common, local=outer.anchor)
+                yield replace(shard, name=f"optim.copy{self._copy}_parameter.{shard.name}")
+                for key, tensor in (("momentum", outer.momentum), ("delta", outer.delta)):
+                    if tensor is not None:
+                        yield replace(common, name=f"optim.outer_{key}.{shard.name}", local=tensor)
+            else:
+                yield common
+
+    def _place_samples(self, batch: StepBatch) -> StepBatch:
+        """Say which samples of the global batch these are: the copy's engine would count from its own first."""
+        rows = sum(len(micro.targets) for micro in batch.micro)
+        first = self._world.dp_index * rows if batch.first is None else batch.first
+        return replace(batch, first=first, measure=False)
+
+    def _add_up(self, sums: Sums) -> Sums:
+        counts = torch.tensor([sums.tokens, int(sums.stop), int(not sums.agree)], dtype=torch.int64)
+        totals = sums.loss.clone()
+        metrics = None if sums.metrics is None else sums.metrics.clone()
+        for tensor in (counts, totals, metrics):
+            if tensor is not None:
+                dist.all_reduce(tensor, group=self._group)
+        tokens, stops, disagree = counts.tolist()
+        return replace(sums, loss=totals, tokens=tokens, stop=stops > 0, agree=disagree == 0, metrics=metrics)
+
+
+def build_loose_engine(
+    build: Build,
+    model: nn.Module,
+    make_optimizer: OptimizerFactory,
+    config: RunConfig,
+    world: World,
+    degrees: Degrees,
+    say: Report,
+    values: DeferredValues | None,
+) -> LooseEngine:
+    """Build the engine of this rank's copy, and join it to the others. A collective. build: apply.build.
+
+    Raises UserError for models that keep statistics beside their parameters, which would differ between copies.
+    """
+    _check_buffers(model, config)
+    own_config, own_degrees = describe_one_copy(config, degrees)
+    copy_world = make_copy_world(world, own_degrees)
+    engine = build(model, make_optimizer, own_config, copy_world, say, values)
+    trained = [(name, p) for part in engine.parts for name, p in part.named_parameters() if p.requires_grad]
+    sync, group = config.parallel.sync, world.mesh["dp_replicate"].get_group()
+    outer = OuterOptimizer(trained, sync, group)
+    momentum = f"Nesterov {sync.outer_momentum:g}" if sync.outer_momentum else "no momentum"
+    say(
+        f"loose synchronisation: {degrees.dp_replicate} copies, every {sync.every} steps, {sync.fragments} fragments, "
+        f"outer lr {sync.outer_lr:g}, {momentum}, compression {sync.compression}"
+    )
+    return LooseEngine(engine, outer, world, copy_world)
+
+
+def make_copy_world(world: World, degrees: Degrees) -> World:
+    """Make the World of this rank's copy of the model. degrees: of one copy. A collective of all ranks."""
+    copies = world.mesh.mesh.unbind(AXES.index("dp_replicate"))
+    mine = get_axis_index(world, "dp_replicate")
+    meshes, groups = [], []
+    for ranks in copies:  # every rank takes part in making every group, as torch demands
+        kind = world.device.type
+        meshes.append(DeviceMesh(kind, ranks.reshape(degrees.sizes), mesh_dim_names=AXES))
+        groups.append(dist.new_group(ranks.flatten().tolist()))
+    own = copies[mine].flatten().tolist()
+    index = get_axis_index(world, "dp_shard")
+    return replace(
+        world,
+        rank=own.index(world.rank),
+        size=len(own),
+        mesh=meshes[mine],
+        group=groups[mine],
+        dp_index=index,
+        dp_size=degrees.data_parallel,
+    )
+
+
+def _check_buffers(model: nn.Module, config: RunConfig) -> None:
+    every = f"parallel.sync.every={config.parallel.sync.every}"
+    if has_routers([model]):
+        raise UserError(f"{every}: the loads of experts are balanced over all ranks in every step; use a dense model")
+    names = _list_saved_buffers(model)
+    if names:
+        raise UserError(
+            f"{every}: model: {names[0]} is a buffer that is saved; the copies would have different ones, and only one "
+            "would be kept; use a layer without such statistics"
+        )
+
+
+def _list_saved_buffers(model: nn.Module) -> Sequence[str]:
+    saved = set(model.state_dict(keep_vars=True))
+    return [name for name, _ in model.named_buffers() if name in saved]

@@ -1,0 +1,86 @@
+"""Rules of loose synchronisation."""
+
+from __future__ import annotations
+
+from hpc_train.config.loose_copies import is_loose
+from hpc_train.config.overrides import format_changed_setting
+from hpc_train.config.parallel import Degrees, SyncConfig
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+
+
+def check_loose_rules(config: RunConfig, degrees: Degrees) -> None:
+    """Raise UserError for what copies that train on their own cannot do."""
+    sync = config.parallel.sync
+    if not is_loose(config):
+        if sync != SyncConfig():
+            changed = format_changed_setting(sync)
+            raise UserError(f"parallel.sync.{changed}: has no effect without parallel.sync.every; set that to 50 or so")
+        return
+    every = f"parallel.sync.every={sync.every}"
+    _check_copies(config, degrees, every)
+    _check_techniques(config, every)
+    _check_exchange(config, every)
+
+
+def _check_copies(config: RunConfig, degrees: Degrees, every: str) -> None:
+    if degrees.dp_replicate == 1 and config.parallel.dp_replicate != 1:
+        raise UserError(
+            f"{every}: there is a single copy of the model, because parallel.dp_replicate is 1 unless given; give the "
+            "number of copies (1 for an outer optimizer over one copy), or leave it out"
+        )
+    if degrees.pp > 1:
+        raise UserError(
+            f"{every}: pipeline stages are the outermost axis, so a pipeline would cross the link between the copies "
+            f"(parallel.pp={degrees.pp}); use tp, cp or dp_shard in a copy"
+        )
+    batch, copies = config.train.global_batch, degrees.dp_replicate
+    if batch % copies:
+        lower = batch // copies * copies
+        legal = f"{lower} or {lower + copies}" if lower else str(copies)
+        raise UserError(f"train.global_batch={batch}: does not divide over {copies} copies ({degrees}); use {legal}")
+
+
+def _check_techniques(config: RunConfig, every: str) -> None:
+    parallel = config.parallel
+    if parallel.server.mode != "none":
+        raise UserError(f"{every}: not with parallel.server.mode={parallel.server.mode}; leave one of them out")
+    if parallel.reduce_with != "torch" or parallel.compression.method != "none":
+        raise UserError(
+            f"{every}: no gradients are sent between copies; leave out parallel.compression and reduce_with "
+            "(parallel.sync.compression is for outer gradients)"
+        )
+    if parallel.sync_batchnorm:
+        raise UserError(f"{every}: copies do not meet in a step, so parallel.sync_batchnorm cannot; leave it out")
+    if (parallel.offload.parameters, parallel.offload.optimizer) != ("none", "none"):
+        raise UserError(f"{every}: outer gradients are formed where the parameters are; leave out parallel.offload")
+    if config.precision.name == "fp16":
+        raise UserError(f"{every}: each copy would have a loss scale of its own; use precision=bf16 or fp32")
+
+
+def _check_exchange(config: RunConfig, every: str) -> None:
+    sync, steps = config.parallel.sync, config.train.wanted_steps
+    assert sync.every is not None
+    default = SyncConfig()
+    if sync.overlap >= sync.every:
+        raise UserError(f"parallel.sync.overlap={sync.overlap}: must be less than {every}; lower it, or raise every")
+    if sync.fragments > sync.every:
+        raise UserError(
+            f"parallel.sync.fragments={sync.fragments}: one is exchanged in a step, and there are {sync.every} steps "
+            f"until its turn comes again; use {sync.every} at most, or a larger parallel.sync.every"
+        )
+    if sync.merge != default.merge and sync.overlap == 0:
+        raise UserError(
+            f"parallel.sync.merge={sync.merge:g}: has no effect without parallel.sync.overlap; leave it out"
+        )
+    if sync.block != default.block and sync.compression == "none":
+        raise UserError(
+            f"parallel.sync.block={sync.block}: has no effect without parallel.sync.compression; leave it out"
+        )
+    if steps is not None and steps % sync.every:
+        lower = steps // sync.every * sync.every
+        legal = f"{lower} or {lower + sync.every}" if lower else str(sync.every)
+        raise UserError(
+            f"train.steps={steps}: the last {steps % sync.every} steps would come after the last exchange ({every}) "
+            f"and be lost; use {legal}"
+        )
