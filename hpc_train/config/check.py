@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
+from hpc_train.config.cluster_check import check_cluster
 from hpc_train.config.optim import OPTIMIZERS
 from hpc_train.config.overrides import did_you_mean
 from hpc_train.config.parallel import requested_degrees
@@ -42,6 +43,7 @@ _UNCOMPRESSED = {
 def check_config(config: RunConfig) -> RunConfig:
     """Raise UserError for the first value that is out of range or contradicts another; returns the config."""
     _check_fields(config, "")
+    check_cluster(config.cluster)
     _check_length(config)
     _check_optim(config)
     _check_components(config)

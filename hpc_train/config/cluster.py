@@ -38,7 +38,12 @@ class NodeConfig:
     gpu_link: str = config_field(default="none", choices=("none", "pcie", "nvlink", "nvswitch", "xgmi"))
     """Links between the GPUs of a node: nvlink is point to point, nvswitch any to any."""
     gpu_link_gb_s: float = config_field(default=0.0, ge=0)
-    """Bandwidth of one GPU to its peers over that link, one direction, 10^9 bytes/s."""
+    """Bandwidth of one GPU to all its peers together over that link, one direction, 10^9 bytes/s."""
+    gpu_pair_gb_s: float = config_field(default=0.0, ge=0)
+    """Bandwidth of the link that two GPUs have for themselves, one direction, 10^9 bytes/s; 0: a GPU can send all of
+    gpu_link_gb_s to one peer (a switch), or unknown."""
+    gpu_pairs_gb_s: dict[str, float] = config_field(default={})
+    """Pairs of GPUs with a bandwidth of their own, such as {0-1: 200}: halves of a module, NVLink bridges."""
     nvlink_domain_gpus: int = config_field(default=0, ge=0)
     """GPUs that reach each other over NVLink: of a node, or of several (72 in an NVL72 rack); 0 without NVLink."""
     pcie_gb_s: float = config_field(default=0.0, ge=0)
@@ -128,6 +133,9 @@ class ClusterConfig:
     """Folders of modulefiles to look in first, beside the site's."""
     module_purge: bool = False
     """Unload first what the submitting shell had loaded."""
+    environment: dict[str, str | None] = config_field(default={})
+    """Variables of communication libraries (NCCL_, RCCL_, TORCH_NCCL_, GLOO_, FI_, UCX_) to set on every rank, such as
+    {NCCL_TOPO_FILE: /opt/topo.xml}; null: never set by hpc_train. What the user has set stays."""
     topology: str | None = None
     """File that describes switches and nodes, in any format of `hpc-train topology read`; None: what Slurm says."""
     calibration: str | None = None

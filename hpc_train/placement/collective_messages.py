@@ -142,6 +142,8 @@ class ListedMessages:
     """Messages of one group, inside and between nodes."""
     port: float
     """Maximum number of messages that one rank sends, or receives, inside its node."""
+    peers: int
+    """Ranks of its group in its node over whose links a rank can spread its messages, where these are fewest."""
     slowest: bool
     """Whether the slowest message is the latency, or the mean of them all."""
 
@@ -238,9 +240,19 @@ def _list_messages(rows: GroupRows, phase: CollectivePhase) -> ListedMessages:
         inside=inside,
         count=len(source),
         port=float(inside.max() if phase.edges == "star" else inside.any()),
+        peers=_count_peers(rows, phase),
         slowest=phase.hops == 1,
         closed=phase.edges == "ring",
     )
+
+
+def _count_peers(rows: GroupRows, phase: CollectivePhase) -> int:
+    """Count the ranks over whose links a rank of the smallest group in a node can spread its messages.
+
+    NCCL cuts a buffer into several rings, each over other links. A message that nothing follows goes to one rank.
+    """
+    members = _count_pairs(rows).members
+    return 1 if phase.hops == 1 else int(members[members > 1].min(initial=rows.position.shape[1])) - 1
 
 
 def _count_pairs(rows: GroupRows) -> CountedPairs:
@@ -277,7 +289,7 @@ def count_loads(pattern: MessagePattern, level: FabricLevel, orders: Ints) -> tu
 
 
 def _measure_messages(messages: ListedMessages, fabric: Fabric, orders: Ints) -> MeasuredPhase:
-    seconds = np.full(len(orders), messages.port / fabric.inside_bandwidth)
+    seconds = np.full(len(orders), messages.port / fabric.get_inside_bandwidth(messages.peers))
     beside = seconds
     latency = np.full((len(orders), len(messages.source)), fabric.levels[0].latency)
     crossings = np.zeros(len(orders))
@@ -331,7 +343,8 @@ def _measure_hops(messages: ListedMessages, inside_latency: float, latency: Floa
 
 
 def _measure_pairs(pairs: CountedPairs, fabric: Fabric, orders: Ints) -> MeasuredPhase:
-    seconds = beside = np.full(len(orders), (pairs.members.max() - 1) / fabric.inside_bandwidth)
+    peers = int(pairs.members.max()) - 1
+    seconds = beside = np.full(len(orders), peers / fabric.get_inside_bandwidth(peers))
     shape = (len(orders), len(pairs.copies))
     near = np.full(shape, pairs.count, np.float64)
     latency = np.zeros(shape)

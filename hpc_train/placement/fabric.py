@@ -6,6 +6,7 @@ the bandwidth out of each group, and answers the questions that the search asks 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -165,6 +166,13 @@ class Fabric:
     levels: tuple[FabricLevel, ...]
     """Innermost first; the first is always `node`, whose groups are the nodes. A group of a level lies within one group
     of the next."""
+    pair_bandwidth: float = math.inf
+    """Bytes/s between two ranks of a node over the link that these two have, one direction; infinite if a rank can
+    send all of inside_bandwidth to one other."""
+
+    def get_inside_bandwidth(self, peers: int) -> float:
+        """Return bytes/s between a rank and `peers` others of its node together, one direction."""
+        return min(self.inside_bandwidth, max(peers, 1) * self.pair_bandwidth)
 
 
 _EQUAL = 1e-6

@@ -45,6 +45,8 @@ class FabricFigures:
     """Bandwidths of a cluster, bytes/s in one direction, and latencies, seconds."""
 
     inside_bandwidth: float
+    pair_bandwidth: float
+    """Of the link that two GPUs of a node have for themselves; infinite if a GPU can send all to one peer."""
     inside_latency: float
     nic_uplink: float
     """Network bandwidth of a node, all its NICs together."""
@@ -97,6 +99,7 @@ def collect_figures(cluster: ClusterConfig, nics: int = 0, node_gbit_s: float = 
     within = measured.get_level("inside") if measured else None
     return FabricFigures(
         inside_bandwidth=within.bandwidth if within else inside,
+        pair_bandwidth=node.gpu_pair_gb_s * 1e9 or math.inf,
         inside_latency=within.latency if within else _INSIDE_LATENCY[node.gpu_link],
         nic_uplink=nic_uplink,
         nvlink_uplink=node.gpus * node.gpu_link_gb_s * 1e9 or nic_uplink,
@@ -183,6 +186,7 @@ def build_located_fabric(
         levels=tuple(
             _make_level(level, figures, number, spans, locations, unknown_taper) for number, level in enumerate(levels)
         ),
+        pair_bandwidth=figures.pair_bandwidth,
     )
 
 

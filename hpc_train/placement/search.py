@@ -113,6 +113,7 @@ def compute_lower_bound(problem: CostModel) -> float:
         fabric.inside_bandwidth,
         fabric.inside_latency,
         (type(node)(node.name, node.group, np.full_like(node.uplink, node.uplink.max()), _find_least_latency(fabric)),),
+        fabric.pair_bandwidth,
     )
     alone = CostModel(fastest, problem.groups, problem.patterns, problem.terms, problem.labels)
     return float(alone.compute_seconds(np.arange(len(fabric.nodes))[None])[0])

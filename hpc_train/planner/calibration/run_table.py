@@ -469,6 +469,7 @@ def _machine_columns(row: CsvRow, accelerator: Accelerator, software: SoftwareTr
         "memory_bytes": (float(stated[1]) if stated else accelerator.memory_gb) * GIB,
         "memory_bandwidth": accelerator.bandwidth,
         "link_bandwidth": (row.number("intra_link_gbs", 600) or _NO_NVLINK) / 2 * 1e9,
+        "pair_bandwidth": math.inf,
         "nic_bandwidth": (row.number("inter_link_gbps_per_gpu", nic) or nic) / 8 * 1e9,
         "host_bandwidth": 0,
         "leaf_gpus": math.inf,

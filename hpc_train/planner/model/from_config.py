@@ -207,6 +207,7 @@ def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[
         "memory_bytes": speeds.memory,
         "memory_bandwidth": speeds.bandwidth,
         "link_bandwidth": figures.inside_bandwidth,
+        "pair_bandwidth": figures.pair_bandwidth,
         "nic_bandwidth": uplink / ranks,
         "host_bandwidth": node.pcie_gb_s * 1e9 or PCIE,
         "checkpoint_bandwidth": node.pcie_gb_s * 1e9 or PCIE,

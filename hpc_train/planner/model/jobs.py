@@ -133,6 +133,8 @@ class Jobs:
     """Bytes/s."""
     link_bandwidth: Column
     """Bandwidth of one GPU inside its NVLink domain, one direction, bytes/s."""
+    pair_bandwidth: Column
+    """Bandwidth of the link between two GPUs of a node, one direction, bytes/s; infinite behind a switch."""
     nic_bandwidth: Column
     """Network bandwidth per GPU, one direction, bytes/s: the NICs of a node together, over gpus_per_node."""
     host_bandwidth: Column

@@ -44,7 +44,9 @@ def make_rank_group(
     within = np.clip(jobs.nvlink_domain / stride, 1.0, ranks)
     nodes = ranks / within
     crosses = ranks * stride > jobs.nvlink_domain
-    link = 1 / (jobs.link_bandwidth * constants.link_efficiency)
+    # Without a switch a rank has a link of its own to each peer: rings over all of them use all, a single ring one.
+    links = within - 1 if single is None else np.where(single > 0, 1.0, within - 1)
+    link = 1 / (_get_link_bandwidth(jobs, links) * constants.link_efficiency)
     # Groups in the same node share its NICs: each group has those of its own members.
     rails = within if single is None else np.where(single > 0, 1.0, within)
     single_nic = _oversubscribed(jobs, ranks * stride) / (jobs.nic_bandwidth * constants.nic_efficiency)
@@ -52,6 +54,11 @@ def make_rank_group(
     slowest = np.where(crosses, np.maximum(nic, link), link)
     per_hop = np.where(crosses, (nodes * constants.nic_latency + (ranks - nodes) * constants.link_latency) / ranks, 0)
     return RankGroup(ranks, within, slowest, np.where(crosses, per_hop, constants.link_latency), link, single_nic)
+
+
+def _get_link_bandwidth(jobs: Jobs, peers: Column) -> Column:
+    """Return bytes/s of a rank to `peers` others of its node together."""
+    return np.minimum(jobs.link_bandwidth, np.maximum(peers, 1.0) * jobs.pair_bandwidth)
 
 
 def _oversubscribed(jobs: Jobs, extent: Column) -> Column:
@@ -97,7 +104,7 @@ def send_seconds(jobs: Jobs, constants: Constants, size: Column, stride: Column)
     """Return the seconds of a message from every rank to the one `stride` ranks later, all at the same time."""
     crosses = stride * 2 > jobs.nvlink_domain
     nic = _oversubscribed(jobs, stride * 2) / (jobs.nic_bandwidth * constants.nic_efficiency)
-    link = 1 / (jobs.link_bandwidth * constants.link_efficiency)
+    link = 1 / (_get_link_bandwidth(jobs, np.ones(())) * constants.link_efficiency)
     latency = np.where(crosses, constants.nic_latency, constants.link_latency)
     return size * np.where(crosses, nic, link) + latency
 
