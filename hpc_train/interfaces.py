@@ -207,6 +207,8 @@ class RankMap:
     """Further contents of rankmap.json: hash, costs before and after, straddling groups, environment."""
     own: dict[str, Any] = field(default_factory=dict, compare=False)
     """This process's entry in rankmap.json: processors, memory, threads, GPU, NIC."""
+    gpu: int | None = None
+    """Index of this process's GPU among the visible ones; None: its local rank."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,26 @@ def choose_cpu_settings(gpu_is_far: bool) -> list[VariableSetting]:
         return []
     why = "the launcher holds ranks to processors away from their GPUs; NCCL's own threads need not be"
     return [VariableSetting("NCCL_IGNORE_CPU_AFFINITY", "1", why)]
+
+
+def combine_with_site(
+    settings: Sequence[VariableSetting], site: Mapping[str, str | None]
+) -> tuple[list[VariableSetting], list[str]]:
+    """Put the site's own values (cluster.environment) in place of ours.
+
+    Returns (settings, names of those that would have been set, had the site not refused them).
+    """
+    chosen = [setting for setting in settings if setting.name not in site]
+    chosen += [VariableSetting(name, value, "cluster.environment") for name, value in site.items() if value is not None]
+    return chosen, [setting.name for setting in settings if setting.name in site and site[setting.name] is None]
+
+
+def find_missing_file(site: Mapping[str, str | None], host: str) -> str | None:
+    """Return one line if the topology file that the site names for NCCL is no file on this host: NCCL only warns."""
+    name = site.get("NCCL_TOPO_FILE")
+    if name is None or Path(name).is_file():
+        return None
+    return f"cluster.environment: NCCL_TOPO_FILE={name} is no file on {host}; expected NCCL's topology XML there"
 
 
 def apply_settings(

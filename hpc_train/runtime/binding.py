@@ -40,6 +40,8 @@ class NodeSurvey:
     """Other devices that are up -> why they are not fit."""
     nic_of: dict[str, str] = field(default_factory=dict)
     """PCI address of a GPU -> the device that serves it."""
+    gpu_links: dict[str, str] = field(default_factory=dict)
+    """Two PCI addresses of GPUs, with a blank between -> kind of the link between them."""
 
 
 def find_pci_address(device: torch.device) -> str | None:
@@ -75,6 +77,9 @@ def survey_node(read: Callable[[], Cluster] = describe_this_node) -> NodeSurvey:
         nics=[devices[nic.id] for nic in node.nics if nic.id not in assignment.dropped],
         dropped={devices[nic]: why for nic, why in assignment.dropped.items() if why != NO_PORT_UP},
         nic_of={pci[gpu]: devices[nic] for gpu, nic in assignment.nic_of.items()},
+        gpu_links={
+            f"{pci[link.a]} {pci[link.b]}": link.kind for link in cluster.links if link.a in pci and link.b in pci
+        },
     )
 
 

@@ -42,6 +42,10 @@ class ProcessInfo:
     """PCI address of its GPU."""
     near: str = ""
     """Processors next to its GPU."""
+    visible_gpus: int = 0
+    """Number of GPUs that it sees."""
+    gpu_links: dict[str, str] = field(default_factory=dict)
+    """Two PCI addresses of GPUs, with a blank between -> kind of the link between them, of local rank 0."""
     clique: str | None = None
     """NVLink domain that spans nodes, of its GPU; of local rank 0."""
     slurm: dict[str, str] = field(default_factory=dict)
@@ -66,9 +70,14 @@ _SLURM = ("SLURMD_NODENAME", "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN
 
 
 def collect_process_info(
-    task: Task, env: Mapping[str, str], address: str, gpu: str | None = None, mpi: tuple[int, int] | None = None
+    task: Task,
+    env: Mapping[str, str],
+    address: str,
+    gpu: str | None = None,
+    mpi: tuple[int, int] | None = None,
+    visible_gpus: int = 0,
 ) -> ProcessInfo:
-    """Collect what this process knows of itself. gpu: PCI address of the GPU it will use."""
+    """Collect what this process knows of itself. gpu: PCI address of the GPU it would use in the launcher's order."""
     from hpc_train.runtime.binding import NodeSurvey, find_nearby_processors, survey_node
 
     first = task.local == 0
@@ -84,6 +93,8 @@ def collect_process_info(
         cpus=format_cpus(os.sched_getaffinity(0)),
         gpu=gpu,
         near=format_cpus(find_nearby_processors(gpu)) if gpu else "",
+        visible_gpus=visible_gpus,
+        gpu_links=survey.gpu_links,
         clique=survey.cliques.get(gpu) if gpu else None,
         slurm={name: env[name] for name in _SLURM if name in env} if first else {},
         nics=survey.nics,

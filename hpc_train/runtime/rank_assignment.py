@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hpc_train.config.model import CustomModelConfig, HfModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
@@ -28,11 +30,14 @@ from hpc_train.placement.communication_environment import (
     choose_cpu_settings,
     choose_nic_settings,
     choose_socket_settings,
+    combine_with_site,
     find_harmful_variables,
+    find_missing_file,
 )
 from hpc_train.placement.placement_result import Placement, placement_to_json
 from hpc_train.runtime.binding import RankBinding, bind_rank, find_pci_address
 from hpc_train.runtime.consensus import decide_on_process_0, leave_together
+from hpc_train.runtime.gpu_assignment import GpuAssignment, assign_gpus, seat_ranks
 from hpc_train.runtime.host_info import (
     ProcessInfo,
     collect_process_info,
@@ -92,6 +97,10 @@ class RankAssignment:
     """As `topology place --json` prints it, without the ranks."""
     settings: list[list[str]] = field(default_factory=list)
     """[variable, value, reason] to set on every rank, where the user has set nothing."""
+    gpus: list[int] = field(default_factory=list)
+    """gpus[n]: the GPU of local rank n, on every node; empty: its own."""
+    gpu_reason: str | None = None
+    """One line on the GPUs of local ranks; None if there is nothing to choose."""
 
     def find_rank(self, process: int, node: int, local: int) -> int:
         """Return the rank of a process; local: its local rank on `node`."""
@@ -330,6 +339,8 @@ def find_assignment_problem(text: str, hashed: str, task: Task) -> str | None:
     assignment = parse_assignment(text)
     if assignment.world != task.processes:
         return f"the plan is for {assignment.world} processes, the job has {task.processes}"
+    if assignment.gpus and sorted(assignment.gpus) != list(range(assignment.ranks_per_node)):
+        return "the plan gives two local ranks the same GPU"
     ranks = assignment.map_processes()
     if sorted(ranks) != list(range(assignment.world)):
         return "the plan gives two processes the same rank"
@@ -384,24 +395,31 @@ def arrange_ranks(
     # All of this comes before the process group: ranks, and so the group's members, are only decided here.
     address, interface = find_own_address(task.host, task.nodes, config.cluster.fabric.interface)
     gpu = find_pci_address(pick_device(task, config))
+    visible = torch.cuda.device_count() if gpu is not None else 0
     if needs_mpi and (missing := find_missing_mpi(task.launcher, env)):
         raise UserError(f"{needs_mpi}: {missing}")
-    own_info = collect_process_info(task, env, address, gpu, read_mpi_rank_and_size() if needs_mpi else None)
+    own_info = collect_process_info(task, env, address, gpu, read_mpi_rank_and_size() if needs_mpi else None, visible)
     timeout = timedelta(seconds=config.launch.timeout_seconds)
     assignment, hashed = agree_on_assignment(
         task, own_info, timeout, lambda infos: _decide_on_process_0(config, task, infos, needs_mpi, env, find)
     )
     _check_assignment(assignment, task, config)
     node_infos = gather_node_info(task)
-    binding = bind_rank(config.launch, [info.seat for info in node_infos], task.local, env, mpi=needs_mpi is not None)
+    seats = seat_ranks(node_infos, assignment.gpus)
+    binding = bind_rank(config.launch, seats, task.local, env, mpi=needs_mpi is not None)
+    if assignment.gpus:
+        gpu = node_infos[assignment.gpus[task.local]].gpu
     settings = [VariableSetting(*setting) for setting in assignment.settings]
     # Before a library reads them: gloo, NCCL and OpenMP look at their variables once.
     sockets = choose_socket_settings(interface, task.nodes, config.cluster.fabric.interface is not None)
-    applied, left_alone = apply_settings([*sockets, *settings], env)
+    chosen, refused = combine_with_site([*sockets, *settings], config.cluster.environment)
+    applied, left_alone = apply_settings(chosen, env)
     if task.launcher != "single":
         export_environment(assignment, task, env)
     own = {**binding.as_json(), "gpu": gpu, "nic": node_infos[0].nic_of.get(gpu or "")}
-    lines = _report_lines(assignment, task, binding, applied if task.nodes > 1 else applied[len(sockets) :], left_alone)
+    shown = [setting for setting in applied if task.nodes > 1 or setting not in sockets]
+    lines = _report_lines(assignment, task, binding, shown, left_alone)
+    lines += [f"did not set {name}, as cluster.environment asks" for name in refused]
     return RankMap(
         assignment.map_processes(),
         assignment.reason,
@@ -409,6 +427,7 @@ def arrange_ranks(
         tuple(lines),
         _describe_assignment(assignment, hashed, applied, left_alone),
         own,
+        assignment.gpus[task.local] if assignment.gpus else None,
     )
 
 
@@ -423,17 +442,38 @@ def _decide_on_process_0(
     """Decide the assignment on process 0, with the settings and notes that are the same for all ranks."""
     assignment = decide_assignment(config, infos, task.processes, find)
     heads = [info for info in infos if info.local == 0]
+    gpus = _assign_gpus_of_placed(config, assignment, infos)
     settings = [
         *choose_nic_settings([info.nics for info in heads], [info.dropped_nics for info in heads]),
-        *choose_cpu_settings(any(seat.near and not seat.near & seat.allowed for seat in (info.seat for info in infos))),
+        *choose_cpu_settings(_are_gpus_far(infos, gpus)),
     ]
     differs = compare_with_slurm(task, env)
     return replace(
         assignment,
-        refusal=find_mpi_disagreement(infos, task.launcher, needs_mpi) if needs_mpi else None,
+        refusal=(find_mpi_disagreement(infos, task.launcher, needs_mpi) if needs_mpi else None)
+        or find_missing_file(config.cluster.environment, task.host),
         notes=[*assignment.result.get("notes", []), *_find_harmful_settings(infos), *([differs] if differs else [])],
         settings=[[setting.name, setting.value, setting.reason] for setting in settings],
+        gpus=list(gpus.gpus),
+        gpu_reason=gpus.reason,
     )
+
+
+def _assign_gpus_of_placed(
+    config: RunConfig, assignment: RankAssignment, infos: Sequence[ProcessInfo]
+) -> GpuAssignment:
+    """Assign the GPUs where each node has consecutive ranks: only then a node's groups are known."""
+    return assign_gpus(config, group_by_node(infos, assignment.world)) if assignment.nodes else GpuAssignment()
+
+
+def _are_gpus_far(infos: Sequence[ProcessInfo], gpus: GpuAssignment) -> bool:
+    """Whether the launcher allows some rank no processor next to the GPU that it takes."""
+    seats = (
+        [seat for members in group_by_node(infos, len(infos)) for seat in seat_ranks(members, gpus.gpus)]
+        if gpus.gpus
+        else [info.seat for info in infos]
+    )
+    return any(seat.near and not seat.near & seat.allowed for seat in seats)
 
 
 def _find_harmful_settings(infos: Sequence[ProcessInfo]) -> list[str]:
@@ -470,6 +510,9 @@ def _report_lines(
     lines = []
     if task.nodes > 1 or assignment.warning:
         lines.append(f"{'warning: ' if assignment.warning else ''}placement: {assignment.reason}")
+    if assignment.gpu_reason is not None:
+        order = f"local ranks take GPUs {', '.join(map(str, assignment.gpus))}: " if assignment.gpus else ""
+        lines.append(f"GPUs: {order}{assignment.gpu_reason}")
     lines.append(f"binding: {binding.describe()}")
     lines += [f"set {setting}" for setting in applied]
     lines += [f"kept your {name}" for name in left_alone]
@@ -489,5 +532,6 @@ def _describe_assignment(
             {"name": setting.name, "value": setting.value, "reason": setting.reason} for setting in applied
         ],
         "kept": list(left_alone),
+        **({"gpus": assignment.gpus} if assignment.gpus else {}),
         "notes": assignment.notes,
     }

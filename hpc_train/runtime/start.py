@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.parallel import AXES, Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import RankMap, Task, World
-from hpc_train.placement.communication_environment import apply_settings, choose_socket_settings
+from hpc_train.placement.communication_environment import apply_settings, choose_socket_settings, combine_with_site
 from hpc_train.runtime.identity import find_own_address, identify_process, make_single_identity
 from hpc_train.runtime.rendezvous import open_job_store
 from hpc_train.step_clock import HostClock, SilentClock, StepClock
@@ -58,14 +59,18 @@ def make_identity_map(task: Task) -> RankMap:
     return RankMap(tuple(range(task.processes)))
 
 
-def pick_device(task: Task, config: RunConfig) -> torch.device:
-    """Return this rank's GPU, by its local index among the visible ones; the CPU if the cluster has no GPUs."""
+def pick_device(task: Task, config: RunConfig, gpu: int | None = None) -> torch.device:
+    """Return this rank's GPU; the CPU if the cluster has no GPUs.
+
+    gpu: its index among the visible ones; None: the local rank.
+    """
     if torch.cuda.is_available():
         visible = torch.cuda.device_count()
         if task.local >= visible and visible > 1:
             raise UserError(f"local rank {task.local} on {task.host} has no GPU: {visible} are visible")
         # A launcher that binds one GPU to each task leaves it as the only visible one.
-        return torch.device("cuda", task.local if visible > 1 else 0)
+        index = task.local if gpu is None else gpu
+        return torch.device("cuda", index if visible > 1 else 0)
     if config.cluster.node.gpus:
         raise UserError(
             f"cluster={config.cluster.name}: {config.cluster.node.gpus} GPUs a node, torch sees none on {task.host}; "
@@ -74,10 +79,12 @@ def pick_device(task: Task, config: RunConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def _use_interface(task: Task, interface: str | None) -> None:
-    """Set on which network gloo and NCCL open their sockets, unless the user has."""
+def _use_interface(task: Task, cluster: ClusterConfig) -> None:
+    """Set on which network gloo and NCCL open their sockets, and the site's variables, unless the user has."""
+    interface = cluster.fabric.interface
     _, name = find_own_address(task.host, task.nodes, interface)
-    apply_settings(choose_socket_settings(name, task.nodes, interface is not None), os.environ)
+    sockets = choose_socket_settings(name, task.nodes, interface is not None)
+    apply_settings(combine_with_site(sockets, cluster.environment)[0], os.environ)
 
 
 def _mesh_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
@@ -95,8 +102,8 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
     Raises UserError if the degrees do not multiply to the number of processes.
     """
     degrees = resolve_degrees(config.parallel, task.processes)  # first: wrong degrees need no process group
-    device = pick_device(task, config)
-    _use_interface(task, config.cluster.fabric.interface)
+    device = pick_device(task, config, rank_map.gpu)
+    _use_interface(task, config.cluster)
     rank = rank_map.process_to_rank[task.process]
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,0 +1,87 @@
+"""Bandwidth between the GPUs of one node, from the links that its topology or the cluster's description lists.
+
+Links of their own (NVLink, xGMI) add up. All other traffic of a GPU shares its PCIe port, whatever the peer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.cluster.spec import Link
+from hpc_train.config.cluster import NodeConfig
+from hpc_train.config.cluster_check import parse_gpu_pairs
+
+Floats = NDArray[np.float64]
+
+NVLINK_BANDWIDTH = 25e9
+"""Of one NVLink, one direction, bytes/s: generations 2 to 4. Only ratios within a node decide."""
+XGMI_BANDWIDTH = 50e9
+"""Of a pair over xGMI, one direction, where the description does not say, bytes/s: one link of MI200; likewise."""
+PCIE_BANDWIDTH = 25e9
+"""Of a PCIe port where the description does not say, one direction, bytes/s: 4.0 x16 with its overhead."""
+_FAR = {"SYS": 0.5}
+"""Share of a PCIe port that reaches a GPU by the way of a link's kind, an assumption: SYS shares the link between
+sockets; other ways do not leave the socket."""
+
+
+@dataclass(frozen=True)
+class GpuLinks:
+    """The links between the GPUs of a node."""
+
+    direct: Floats
+    """[gpus, gpus]: bytes/s over links that only these two have, one direction, symmetric; 0 without any."""
+    port: float
+    """Bytes/s of a GPU's PCIe port, one direction; 0 where all traffic takes direct links."""
+    share: Floats
+    """[gpus, gpus]: share of the port that reaches the other GPU, 0 to 1."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of GPUs."""
+        return len(self.direct)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every two GPUs are joined alike, so that no order of them is better than another."""
+        apart = ~np.eye(self.count, dtype=bool)
+        return all(np.ptp(table[apart]) <= 1e-9 * table[apart].max(initial=0.0) for table in (self.direct, self.share))
+
+
+def build_described_links(node: NodeConfig) -> GpuLinks | None:
+    """Build the links that conf/cluster describes; None where all pairs are alike."""
+    pairs = parse_gpu_pairs(node)
+    if node.gpus < 2 or not pairs:
+        return None
+    over_port = node.gpu_link in ("none", "pcie")
+    others = 0.0 if over_port else (node.gpu_pair_gb_s or node.gpu_link_gb_s) * 1e9
+    direct = np.full((node.gpus, node.gpus), others)
+    for (a, b), bandwidth in pairs.items():
+        direct[a, b] = direct[b, a] = bandwidth * 1e9
+    np.fill_diagonal(direct, 0.0)
+    port = (node.pcie_gb_s or node.gpu_link_gb_s) * 1e9 or PCIE_BANDWIDTH
+    return GpuLinks(direct, 0.0 if others else port, np.ones_like(direct))
+
+
+def build_listed_links(gpus: Sequence[str], links: Sequence[Link] | Mapping[tuple[str, str], str]) -> GpuLinks:
+    """Build the links of GPUs from their kinds. gpus: ids in the order of the result; others are left out."""
+    kinds = links if isinstance(links, Mapping) else {(link.a, link.b): link.kind for link in links}
+    place = {gpu: number for number, gpu in enumerate(gpus)}
+    direct, share = np.zeros((len(gpus), len(gpus))), np.ones((len(gpus), len(gpus)))
+    for (a, b), kind in kinds.items():
+        if a in place and b in place:
+            pair = place[a], place[b]
+            for ends in (pair, pair[::-1]):
+                direct[ends], share[ends] = _get_direct_bandwidth(kind), _FAR.get(kind, 1.0)
+    return GpuLinks(direct, PCIE_BANDWIDTH, share)
+
+
+def _get_direct_bandwidth(kind: str) -> float:
+    if kind.startswith("XGMI"):
+        return XGMI_BANDWIDTH
+    match = re.fullmatch(r"NV(\d{1,2})", kind)
+    return int(match[1]) * NVLINK_BANDWIDTH if match else 0.0
