@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 
 import numpy as np
 import pytest
 
+from hpc_train.cli.main import main
 from hpc_train.cluster.spec import Link
 from hpc_train.config.compose import compose
 from hpc_train.placement.gpu_links import (
@@ -180,3 +182,13 @@ def test_a_group_that_reaches_into_other_nodes_counts_with_its_part() -> None:
     assert sorted(found.gpus) == [0, 1, 2, 3]
     pair = order_gpus(links, {"dp_shard": 4, "tp": 2}, [Flow(("tp",), "all_reduce", 1e9, 1, "x")])
     assert pair.is_identity, "one pair of tp has the bridge, the other is as slow as before"
+
+
+def test_the_preview_names_the_gpus_of_described_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    four = ["cluster.nodes=1", "cluster.node.gpus=4", "cluster.node.gpu_link=pcie", "cluster.node.gpu_link_gb_s=31.5"]
+    run = ["cluster=slurm", *four, "parallel.tp=2", "model=llama_1b", "train.global_batch=256"]
+    for pairs, expected in (("{0-2: 300, 1-3: 300}", [0, 2, 1, 3]), ("{0-1: 300, 2-3: 300}", [0, 1, 2, 3])):
+        assert main(["topology", "place", *run, f"+cluster.node.gpu_pairs_gb_s={pairs}", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["gpus"] == expected
+        assert any("local ranks take GPUs 0, 2, 1, 3" in note for note in found["notes"]) == (expected[1] == 2)

@@ -21,6 +21,8 @@ from hpc_train.placement.diagram.picture import PlacementPanels, choose_axes
 from hpc_train.placement.explanation import advise_allocation, name_taper_settings
 from hpc_train.placement.fabric import build_levels
 from hpc_train.placement.fabric_from_config import count_ranks_per_node, list_assumptions
+from hpc_train.placement.gpu_links import build_described_links
+from hpc_train.placement.gpu_order import GpuOrder, order_gpus
 from hpc_train.placement.node_locations import NodeLocations
 from hpc_train.placement.placement_result import Placement, placement_to_json
 from hpc_train.placement.placement_view import PlacementView
@@ -54,11 +56,14 @@ def place_command(
     found = place_nodes(job)
     if options.picture is not None:
         _draw_placement(job, where, found, options.axis, Path(options.picture))
+    gpus = _order_described_gpus(config, job)
     notes = _placement_notes(config, job, where)
+    if gpus is not None and not gpus.is_identity:
+        notes.append(f"local ranks take GPUs {', '.join(map(str, gpus.gpus))}: {gpus.reason}")
     fabric = job.tapered or job.fabric
     wanted = advise_allocation(fabric, job.sizes, job.flows, found)
     if options.json:
-        print(json_module.dumps(_placement_json(job, where, found, notes, wanted)))
+        print(json_module.dumps(_placement_json(job, where, found, notes, wanted, gpus)))
     else:
         print_rich(*PlacementView(where, fabric, job.sizes, job.flows, found, notes, wanted).render())
     return 0
@@ -88,6 +93,14 @@ def _draw_placement(job: PlacementJob, where: NodeLocations, found: Placement, a
     draw_panels(PlacementPanels(prepared, job.sizes, levels, axes).panels(found), "+".join(axes), path)
 
 
+def _order_described_gpus(config: RunConfig, job: PlacementJob) -> GpuOrder | None:
+    """Choose the GPU of each local rank where the cluster describes pairs of GPUs; None where it does not."""
+    links = build_described_links(config.cluster.node)
+    if links is None or links.count != job.fabric.ranks_per_node:
+        return None
+    return order_gpus(links, job.sizes, job.flows, job.backend)
+
+
 def _placement_notes(config: RunConfig, job: PlacementJob, where: NodeLocations) -> list[str]:
     notes = [*list_assumptions(config.cluster, where.node_gbit_s), *job.notes]
     if where.problem is not None:
@@ -102,7 +115,12 @@ def _placement_notes(config: RunConfig, job: PlacementJob, where: NodeLocations)
 
 
 def _placement_json(
-    job: PlacementJob, where: NodeLocations, found: Placement, notes: Sequence[str], wanted: Sequence[str]
+    job: PlacementJob,
+    where: NodeLocations,
+    found: Placement,
+    notes: Sequence[str],
+    wanted: Sequence[str],
+    gpus: GpuOrder | None,
 ) -> dict[str, Any]:
     order = [job.fabric.nodes[node] for node in found.nodes]
     more = {
@@ -111,5 +129,6 @@ def _placement_json(
         "unknown_tapers": list(job.unknown),
         "notes": list(notes),
         "advice": list(wanted),
+        **({"gpus": list(gpus.gpus)} if gpus is not None else {}),
     }
     return {**placement_to_json(found), **more}
