@@ -143,11 +143,12 @@ class _Route:
 
 @dataclass
 class Transfer:
-    """An all-to-all under way, and the memory that it uses."""
+    """An all-to-all under way, and the memory that it uses; or parts that stay on this rank."""
 
-    arriving: Tensor
-    sent: Tensor
-    work: dist.Work | None
+    parts: list[Tensor]
+    arriving: Tensor | None = None
+    sent: Tensor | None = None
+    work: dist.Work | None = None
 
 
 @dataclass
@@ -226,8 +227,12 @@ class MatrixExchange:
 
     def finish_gather(self, number: int, transfer: Transfer) -> dict[Matrix, Tensor]:
         """Wait, and return the whole matrices that this rank owns."""
-        whole = {matrix: transfer.arriving.new_empty(matrix.shape) for matrix in self.rounds[number].owned}
-        for piece, values in self._finish(self.rounds[number].there, transfer):
+        arrived = self._finish(self.rounds[number].there, transfer)
+        if self._inner_group is None:  # a rank that has all of a copy
+            return {piece.matrix: values for piece, values in arrived}
+        shapes = {matrix: matrix.shape for matrix in self.rounds[number].owned}
+        whole = {m: torch.empty(shape, dtype=self._dtype, device=self._device) for m, shape in shapes.items()}
+        for piece, values in arrived:
             whole[piece.matrix][piece.part.rows, piece.part.columns] = values
         return whole
 
@@ -245,7 +250,7 @@ class MatrixExchange:
             yield from own.items()
             return
         sizes = [sum(piece.part.size for piece in pieces) for pieces in by_copy]
-        mine = transfer.arriving.new_zeros(max(sizes))
+        mine = torch.zeros(max(sizes), dtype=self._dtype, device=self._device)
         for piece, place in _split(by_copy[self._copy], mine):
             place.copy_(own[piece.matrix])
         everyone = mine.new_empty(self._copies, max(sizes))
@@ -255,18 +260,22 @@ class MatrixExchange:
                 yield piece.matrix, part
 
     def _start(self, route: _Route, parts: list[Tensor]) -> Transfer:
+        if self._inner_group is None:
+            return Transfer([part.to(self._dtype) for part in parts])
         flat = [part.reshape(-1).to(self._dtype) for part in parts]
         sent = torch.cat(flat) if flat else torch.empty(0, dtype=self._dtype, device=self._device)
-        if self._inner_group is None:
-            return Transfer(sent, sent, None)
         arriving = sent.new_empty(sum(route.received_sizes))
         sizes = route.received_sizes, route.sent_sizes
         work = dist.all_to_all_single(arriving, sent, *sizes, group=self._inner_group, async_op=True)
-        return Transfer(arriving, sent, work)
+        return Transfer([], arriving, sent, work)
 
     def _finish(self, route: _Route, transfer: Transfer) -> Iterator[tuple[_Piece, Tensor]]:
-        if transfer.work is not None:
-            transfer.work.wait()
+        """Wait, and return what has arrived."""
+        if self._inner_group is None:
+            return zip(route.received, transfer.parts, strict=True)
+        assert transfer.work is not None
+        assert transfer.arriving is not None
+        transfer.work.wait()
         return _split(route.received, transfer.arriving)
 
 

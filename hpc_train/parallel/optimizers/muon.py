@@ -73,11 +73,11 @@ class Muon(torch.optim.Optimizer):
             momentum.lerp_(get_local(parameter.grad), 1 - self._config.momentum)
 
     def _compute_direction(self, matrix: Matrix) -> Tensor:
-        """Return this rank's part of what is made orthogonal."""
+        """Return this rank's part of what is made orthogonal, in memory that may be changed."""
         assert matrix.parameter.grad is not None
         gradient = matrix.select_local(get_local(matrix.parameter.grad), self._rank)
         momentum = matrix.select_local(get_local(self.state[matrix.parameter]["momentum_buffer"]), self._rank)
-        return gradient.lerp(momentum, self._config.momentum) if self._config.nesterov else momentum
+        return gradient.lerp(momentum, self._config.momentum) if self._config.nesterov else momentum.clone()
 
     def _orthogonalise(self, matrix: Matrix, values: Tensor) -> Tensor:
         if matrix.index is None:
