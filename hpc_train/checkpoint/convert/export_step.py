@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from hpc_train.checkpoint.convert import dcp, model_config, peft_files, safetensors_files
+from hpc_train.checkpoint.convert.averaged_weights import AveragedTensors, check_average
 from hpc_train.checkpoint.convert.merge_adapters import MergedTensors, find_adapted_layers, read_adapters
 from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, load_run_config
 from hpc_train.checkpoint.convert.rewrite import OnBytes, Progress, SavedStepTensors, TensorSource
@@ -40,6 +41,8 @@ class ExportOptions:
     """hf and adapters: config.yaml of the run; None: the one in the run directory."""
     merged: bool = False
     """Add the adapters to the weights they change."""
+    averaged: bool = False
+    """Write the moving average of the weights in their place."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,11 @@ def _write_files(
 ) -> list[str]:
     """Write the tensors in the chosen format, and return the names of the files."""
     dtype = parse_dtype(options.dtype) if options.dtype else None
-    with SavedStepTensors(step.path, step.manifest, step.where) as opened:
+    with SavedStepTensors(step.path, step.manifest, step.where) as saved:
+        opened: TensorSource = AveragedTensors(saved) if options.averaged else saved
         if options.format == "adapter":
             return _write_adapter(folder, opened, tensors, _config_of_step(options, step), dtype, on_bytes)
-        source: TensorSource = opened
+        source = opened
         if options.merged:
             source = MergedTensors(opened, _config_of_step(options, step).adapter)
         if options.format == "dcp":
@@ -99,7 +103,9 @@ def _write_files(
 
 def _select_tensors(step: OpenStep, options: ExportOptions) -> list[SavedTensor]:
     """Return the tensors to export. Raises UserError where adapters are there and not asked for, or the other way."""
-    weights_only = options.weights or options.merged or options.format in ("hf", "adapter")
+    if options.averaged:
+        check_average(step.manifest.step_layout.tensors, step.where)
+    weights_only = options.weights or options.merged or options.averaged or options.format in ("hf", "adapter")
     tensors = [tensor for tensor in step.manifest.step_layout.tensors if is_weight(tensor.name) or not weights_only]
     adapted = {f"{layer}.weight" for layer in find_adapted_layers(tensors)}
     if not adapted and (options.merged or options.format == "adapter"):

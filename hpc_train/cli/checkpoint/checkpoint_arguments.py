@@ -144,7 +144,7 @@ def _add_export(commands: CommandGroup) -> None:
         format = "adapter" if arguments.adapter else arguments.format or ("hf" if arguments.merged else None)
         if format is None:
             command.error("give --format, --adapter or --merged")
-        options = ExportOptions(format, arguments.weights, arguments.dtype, config, arguments.merged)
+        options = ExportOptions(format, arguments.weights, arguments.dtype, config, arguments.merged, arguments.average)
         return export_command(arguments.dir, arguments.out, options, arguments.json)
 
     summary = "write a step in the format of another library"
@@ -161,6 +161,9 @@ def _add_export(commands: CommandGroup) -> None:
         "--merged", action="store_true", help="add the adapters to the weights they change (--format is hf by default)"
     )
     command.add_argument("--weights", action="store_true", help="leave out the optimizer state (hf never has it)")
+    command.add_argument(
+        "--average", action="store_true", help="write the average of the weights (optim.ema.decay) in their place"
+    )
     command.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="convert the weights (default: as saved)"
     )
