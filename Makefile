@@ -73,6 +73,7 @@ test-quick: $(VENV)/test.stamp
 	$(BIN)/pytest $(SIDE_BY_SIDE) --timeout 120 $(QUICK)
 
 test-long: test-packages $(VENV)/test.stamp
+	$(PIP_INSTALL) -e '.[lm-eval]' $(TORCH)
 	@$(WITH_CLUSTER); $(BIN)/pytest $(SIDE_BY_SIDE) -m long
 
 test-packages:

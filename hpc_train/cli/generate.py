@@ -6,12 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpc_train.cli.arguments import add_examples, add_json, whole_number
-
-if TYPE_CHECKING:
-    import torch
 
 _MOST_PROMPT_BYTES = 64 << 20
 
@@ -55,13 +51,14 @@ def _number(least: float, most: float) -> Callable[[str], float]:
 
 def _generate(arguments: argparse.Namespace) -> int:
     prompts = arguments.prompt or _read_prompts(Path(arguments.file))
+    from hpc_train.cli.device import choose_device
     from hpc_train.cli.output import print_json
     from hpc_train.inference.generate import GenerateOptions, generate_texts
     from hpc_train.inference.load_model import load_model
 
     a = arguments
     options = GenerateOptions(a.tokens, a.temperature, a.top_k, a.top_p, a.seed, a.chat, a.batch)
-    loaded = load_model(a.where, a.tokenizer, _choose_device(a.device))
+    loaded = load_model(a.where, a.tokenizer, choose_device(a.device))
     if len(prompts) == 1 and not a.json:
         sys.stdout.write("" if a.chat else prompts[0])
         for _ in generate_texts(loaded, prompts, options, _show_at_once):
@@ -79,16 +76,6 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _show_at_once(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _choose_device(name: str | None) -> torch.device:
-    import torch
-
-    from hpc_train.errors import UserError
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no GPU here; leave it out")
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _read_prompts(path: Path) -> list[str]:

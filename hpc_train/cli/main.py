@@ -44,6 +44,7 @@ COMMANDS = {
     "plan calibrate": ("plan.plan_arguments:add_calibrate", "calibrate the planner for a cluster from measurements"),
     "plan fit": ("plan.plan_arguments:add_fit", "fit the planner's constants to measured runs"),
     "data": ("data", "build and inspect token stores"),
+    "eval": ("evaluate", "measure a checkpoint on data: loss, perplexity, accuracy, or the tasks of lm-eval"),
     "generate": ("generate", "let a trained model go on with a text"),
     "checkpoint": ("checkpoint.checkpoint_arguments", "list, inspect, verify, convert and remove checkpoints"),
     "topology": ("topology.topology_arguments", "show what a cluster is made of, and place ranks on it"),

@@ -10,6 +10,7 @@ from operator import itemgetter
 from types import TracebackType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,6 +101,32 @@ class Loader:
             torch.cuda.set_device(self._device)
             samples = samples.map(Tensor.pin_memory)
         return cut_micro_batches(samples, self.share, self.micro_batch)
+
+
+class SequentialLoader:
+    """Loads each sample of a data set once, in the order of their indices; the last batch may be smaller.
+
+    For measuring a model on all of a data set: the order of training would begin again to fill its last batch.
+    """
+
+    def __init__(self, dataset: Dataset, global_batch: int, micro_batch: int) -> None:
+        self.dataset, self.global_batch, self.micro_batch = dataset, global_batch, micro_batch
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return -(-len(self.dataset) // self.global_batch)
+
+    def batch(self, step_start_sample: int) -> StepBatch:
+        """Return the samples from this one on, at most a global batch."""
+        end = min(step_start_sample + self.global_batch, len(self.dataset))
+        inputs, targets = self.dataset.get(np.arange(step_start_sample, end))
+        return StepBatch(cut_micro_batches(MicroBatch(inputs, targets), end - step_start_sample, self.micro_batch))
+
+    def state(self) -> None:
+        """Return nothing: the index decides everything."""
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
 
 
 def cut_micro_batches(samples: MicroBatch, count: int, size: int) -> list[MicroBatch]:

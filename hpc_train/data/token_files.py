@@ -100,6 +100,17 @@ def open_tokens(config: TokenDataConfig) -> TokenSource:
     return TokenStore.open(path)
 
 
+def is_token_file(path: Path, dtype: str | None) -> bool:
+    """Return whether `open_tokens` reads this file: a store, or tokens of another program. dtype: data.dtype.
+
+    Raises UserError for a file that is not there or cannot be read.
+    """
+    head = _read_head(path)
+    llm_c = len(head) >= 12 and int.from_bytes(head[:4], "little") in _LLM_C
+    known = head.startswith((_NUMPY, _HDF5)) or llm_c or _find_index(path, head) is not None
+    return known or dtype is not None or path.suffix in (".bin", ".npy", ".dat")
+
+
 def list_token_files(path: Path) -> list[Path]:
     """List the files that a token file consists of: two for Megatron's."""
     pair = [path.with_suffix(".bin"), path.with_suffix(".idx")]

@@ -46,10 +46,7 @@ def load_model(where: str, tokenizer: str | None, device: torch.device) -> Loade
     if (path / "config.json").is_file():
         return _load_folder(path, tokenizer or where, device)
     step = open_one_step(where)
-    file = CheckpointTarget(step.directory).run / "config.yaml"
-    if not file.is_file():
-        raise UserError(f"{file}: is not there, and it says which model this is; give the directory of a run")
-    config = load_run_config(file)
+    config = load_run_config(find_run_config(step))
     model = _make_model(config)
     state = _read_step(step, config)
     if isinstance(config.model, TransformerConfig) and config.model.experts.count:
@@ -57,6 +54,14 @@ def load_model(where: str, tokenizer: str | None, device: torch.device) -> Loade
     else:
         _load_weights(model, state, where)
     return LoadedModel(model.to(device).eval(), _open_tokenizer(config.data, tokenizer))
+
+
+def find_run_config(step: OpenStep) -> Path:
+    """Return the config.yaml of a step's run. Raises UserError if it is not there."""
+    file = CheckpointTarget(step.directory).run / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{file}: is not there, and it says which model this is; give the directory of a run")
+    return file
 
 
 def _load_folder(path: Path, tokenizer: str, device: torch.device) -> LoadedModel:

@@ -141,6 +141,8 @@ class Evaluation:
     """Nats per target."""
     metrics: dict[str, float]
     """Those of train.metrics, by name."""
+    targets: int = 0
+    """Targets that count."""
 
     def as_record(self) -> dict[str, float]:
         """Return the fields of the step's line in metrics.jsonl."""
@@ -179,7 +181,7 @@ def evaluate_batches(
     means = {name: value / weight if weight else math.nan for name, (value, weight) in pairs}
     if PERPLEXITY in metrics:
         means[PERPLEXITY] = math.exp(loss) if loss < 700 else math.inf
-    return Evaluation(loss, {name: means[name] for name in dict.fromkeys(metrics)})
+    return Evaluation(loss, {name: means[name] for name in dict.fromkeys(metrics)}, tokens)
 
 
 def describe_origin(config: RunConfig, attempt: int) -> Origin:

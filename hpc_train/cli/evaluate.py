@@ -1,0 +1,114 @@
+"""`hpc-train eval`: measure a checkpoint on data, or on the tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hpc_train.cli.arguments import add_examples, add_json, whole_number
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `eval`."""
+    command.add_argument("where", metavar="RUN", help="run directory, step-<n>, or a folder of transformers")
+    what = command.add_mutually_exclusive_group()
+    what.add_argument("--data", metavar="PATH", help="token store, text or conversations (default: the run's own data)")
+    what.add_argument("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
+    command.add_argument(
+        "--split",
+        choices=("validation", "train", "all"),
+        help="part of the data (default: all of --data, else validation)",
+    )
+    command.add_argument(
+        "--batches",
+        metavar="N",
+        type=whole_number(1),
+        help="only the first N global batches of the run's evaluations, in their order (default: every sample once)",
+    )
+    command.add_argument("--batch", metavar="N", type=whole_number(1), help="sequences at once (default: the run's)")
+    command.add_argument("--sequence-length", metavar="N", type=whole_number(1), help="tokens (default: the run's)")
+    command.add_argument("--chat", action="store_true", help="PATH has conversations: the assistant's turns count")
+    command.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer of text (default: the model's)")
+    command.add_argument("--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="default: the run's")
+    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    command.add_argument("--include-path", metavar="DIR", help="folder with task files of your own")
+    command.add_argument("--limit", metavar="N", type=whole_number(1), help="examples of each task (default: all)")
+    command.add_argument("--shots", metavar="N", type=whole_number(0), help="solved examples in a prompt")
+    add_json(command)
+    add_examples(
+        command,
+        "hpc-train eval runs/first",
+        "hpc-train eval runs/tuned --data test.h5 --json",
+        "hpc-train eval runs/tuned --tasks my_task --include-path tasks",
+    )
+    command.set_defaults(run=_evaluate)
+
+
+_OF_DATA = ("split", "batches", "sequence_length", "chat", "precision")
+_OF_TASKS = ("include_path", "limit", "shots")
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    _refuse_without_effect(arguments)
+    if arguments.tasks is not None:
+        return _evaluate_tasks(arguments)
+    from hpc_train.cli.device import choose_device
+    from hpc_train.inference.evaluate import EvaluationRequest, evaluate_checkpoint
+
+    a = arguments
+    request = EvaluationRequest(
+        a.where, a.data, a.split, a.batches, a.batch, a.sequence_length, a.tokenizer, a.chat, a.precision
+    )
+    score = evaluate_checkpoint(request, choose_device(a.device))
+    result: dict[str, Any] = {
+        "step": score.step,
+        "data": score.data,
+        "split": score.split,
+        "sequences": score.sequences,
+        "targets": score.result.targets,
+        "loss": score.result.loss,
+        **score.result.metrics,
+    }
+    if a.json:
+        from hpc_train.cli.output import print_json
+
+        print_json(result)
+        return 0
+    which = a.where if score.step is None else f"{a.where}, step {score.step}"
+    print(f"{which}; {score.data} ({score.split}): {score.sequences:,} sequences, {score.result.targets:,} targets")
+    for name in ("loss", *score.result.metrics):
+        print(f"{name:<12} {result[name]:.6g}")
+    return 0
+
+
+def _refuse_without_effect(arguments: argparse.Namespace) -> None:
+    """Raise UserError for an option that only the other way of measuring reads."""
+    from hpc_train.errors import UserError
+
+    other = _OF_TASKS if arguments.tasks is None else _OF_DATA
+    for name in other:
+        if getattr(arguments, name) not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            needs = "needs --tasks" if arguments.tasks is None else "has no effect with --tasks"
+            raise UserError(f"{option}: {needs}; leave it out")
+    if arguments.chat and arguments.data is None:
+        raise UserError("--chat: needs --data with conversations")
+
+
+def _evaluate_tasks(arguments: argparse.Namespace) -> int:
+    from hpc_train.cli.device import choose_device
+    from hpc_train.cli.output import print_json, print_table
+    from hpc_train.inference.load_model import load_model
+    from hpc_train.inference.task_harness import TaskOptions, evaluate_tasks, import_harness
+
+    import_harness()
+    a = arguments
+    names = [name.strip() for name in a.tasks.split(",") if name.strip()]
+    options = TaskOptions(tuple(names), a.include_path, a.limit, a.shots, a.batch or 8)
+    scores = evaluate_tasks(load_model(a.where, a.tokenizer, choose_device(a.device)), options)
+    if a.json:
+        print_json({"tasks": scores})
+        return 0
+    rows = [(task, metric, f"{value:.6g}") for task, found in scores.items() for metric, value in found.items()]
+    print_table(("task", "metric", "value"), rows, numbers=("value",))
+    return 0

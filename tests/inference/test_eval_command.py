@@ -1,0 +1,202 @@
+"""`hpc-train eval`: the loss that the run wrote for the same data, and that of a plain loop of transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from torch import Tensor
+
+from hpc_train.cli.main import main
+from hpc_train.config.compose import compose
+from hpc_train.config.run import RunConfig
+from hpc_train.data.build import build_store
+from hpc_train.data.token_store import TokenStore
+from hpc_train.errors import EXIT_DONE
+from hpc_train.interfaces import World
+from hpc_train.runtime.processes import StopRequest
+from hpc_train.testing import run_ranks
+from hpc_train.training.loop import run_training
+from hpc_train.training.rank import assemble_run, make_deferred_model, make_engine, open_data
+from hpc_train.training.run_directory import locate_run_directory, make_attempt, prepare_run_directory
+from hpc_train.training.run_records import read_metrics
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+OWN = ("model=llama_tiny", "model.layers=2", "model.hidden=32", "model.heads=2", "model.feed_forward=48")
+COMMON = (
+    "data=text",
+    "data.validation_fraction=0.2",
+    "train.sequence_length=32",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.steps=2",
+    "train.eval_every=1",
+    "train.eval_batches=3",
+    "train.metrics=[accuracy]",
+    "train.tensorboard=false",
+    "checkpoint.every=1",
+    "precision=fp64",
+    "parallel=fsdp",
+)
+SIZES = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 260}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("store") / "json.h5"
+    build_store([str(Path(json.__file__).parent)], [".py"], "byte", 256, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of random weights: GPT-2, whose code in transformers casts nothing to float32."""
+    folder = tmp_path_factory.mktemp("hf") / "gpt2"
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, initializer_range=0.3)).save_pretrained(folder)
+    return folder
+
+
+def train(config: RunConfig) -> list[dict[str, Any]]:
+    """Train on two ranks, and return the lines of metrics.jsonl."""
+
+    def rank(world: World) -> int:
+        model, values = make_deferred_model(config, world)
+        engine = make_engine(config, world, model, values=values)
+        directory = locate_run_directory(config)
+        run = assemble_run(
+            config, world, directory, make_attempt(directory), StopRequest(), open_data(config, world), engine
+        )
+        code = run_training(run)
+        run.close()
+        return code
+
+    prepare_run_directory(locate_run_directory(config), config)
+    assert run_ranks(rank, 2, parallel=config.parallel) == [EXIT_DONE] * 2
+    return list(read_metrics(locate_run_directory(config).metrics))
+
+
+def evaluate(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["eval", *map(str, words), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["own", "hf-lora"])
+def test_the_numbers_are_those_that_the_run_wrote(
+    kind: str, store: Path, gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = OWN if kind == "own" else ("model=hf", f"model.path={gpt2}", "adapter=lora", "optim.lr=0.05")
+    run_dir = tmp_path / "run"
+    lines = train(compose([*COMMON, *model, f"data.path={store}", f"run_dir={run_dir}"]))
+    assert lines[0]["validation_loss"] != lines[1]["validation_loss"]
+    for step, line in enumerate(lines, 1):
+        found = evaluate(capsys, run_dir / "checkpoints" / f"step-{step}", "--batches", 3)
+        assert (found["step"], found["split"], found["sequences"], found["targets"]) == (step, "validation", 24, 768)
+        assert found["loss"] == pytest.approx(line["validation_loss"], rel=1e-12)
+        assert found["accuracy"] == line["validation_accuracy"]
+        assert found["perplexity"] == pytest.approx(math.exp(line["validation_loss"]), rel=1e-12)
+    whole = evaluate(capsys, run_dir)
+    assert whole == evaluate(capsys, run_dir)
+    other = evaluate(capsys, run_dir, "--batch", 7)
+    assert other["loss"] == pytest.approx(whole["loss"], rel=1e-12)
+    assert (other["accuracy"], other["targets"]) == (whole["accuracy"], whole["targets"])
+    assert whole["targets"] == whole["sequences"] * 32 > 768
+
+
+@torch.no_grad()
+def measure_plainly(model: Any, rows: list[tuple[Tensor, Tensor]]) -> tuple[float, float, int]:
+    """(mean loss, accuracy, targets) over (inputs, targets) with -100 where nothing counts."""
+    total, right, count = 0.0, 0, 0
+    for inputs, targets in rows:
+        logits = model(inputs[None]).logits[0]
+        counted = targets != -100
+        total += float(torch.nn.functional.cross_entropy(logits[counted], targets[counted], reduction="sum"))
+        right += int((logits.argmax(-1) == targets)[counted].sum())
+        count += int(counted.sum())
+    return total / count, right / count, count
+
+
+def test_a_folder_has_the_loss_of_transformers(store: Path, gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluate(capsys, gpt2, "--data", store, "--precision", "fp64", "--sequence-length", 48)
+    tokens = torch.from_numpy(TokenStore.open(store).tokens[:].astype("int64"))
+    rows = [(tokens[at : at + 48], tokens[at + 1 : at + 49]) for at in range(0, len(tokens) - 48, 48)]
+    model = transformers.GPT2LMHeadModel.from_pretrained(gpt2, dtype=torch.float64).eval()
+    loss, accuracy, count = measure_plainly(model, rows)
+    assert (found["step"], found["split"], found["targets"]) == (None, "all", count)
+    assert found["loss"] == pytest.approx(loss, rel=1e-12)
+    assert found["accuracy"] == accuracy
+
+
+def save_chat_tokenizer(folder: Path) -> Any:
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|end|>", "<|user|>", "<|assistant|>"]
+    model.train_from_iterator(
+        [], tokenizers.trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet)
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|end|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def test_of_conversations_the_assistant_counts(
+    gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "chat"
+    transformers.GPT2LMHeadModel.from_pretrained(gpt2).save_pretrained(folder)
+    tokenizer = save_chat_tokenizer(folder)
+    talks = [
+        [{"role": "user", "content": f"{a}+{a}"}, {"role": "assistant", "content": "=" * (a % 4) + str(2 * a)}]
+        for a in range(9)
+    ]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    words = (folder, "--data", file, "--chat", "--precision", "fp64", "--sequence-length", 32)
+    found = evaluate(capsys, *words)
+    rows = []
+    for talk in talks:
+        made = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = torch.tensor(made["input_ids"]), torch.tensor(made["assistant_masks"])
+        rows.append((ids[:-1], torch.where(mask[1:] == 1, ids[1:], -100)))
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval()
+    loss, accuracy, count = measure_plainly(model, rows)
+    assert (found["sequences"], found["targets"]) == (9, count)
+    assert found["loss"] == pytest.approx(loss, rel=1e-12)
+    assert found["accuracy"] == accuracy
+
+
+def test_bad_input_of_eval(
+    store: Path, gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*words: object) -> str:
+        capsys.readouterr()
+        assert main(["eval", *map(str, words)]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.count("\n") == 1
+        return printed.err
+
+    assert "no such directory" in refused(tmp_path / "nothing")
+    assert "has no data of its own; give --data" in refused(gpt2)
+    assert "is not there; give a token store" in refused(gpt2, "--data", tmp_path / "nothing")
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    assert "its tokenizer is not known here" in refused(gpt2, "--data", tmp_path / "text.txt")
+    assert "needs --tasks" in refused(gpt2, "--data", store, "--limit", 3)
+    assert "has no effect with --tasks" in refused(gpt2, "--tasks", "a", "--split", "all")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert "pip install 'hpc_train[lm-eval]'" in refused(gpt2, "--tasks", "a")
