@@ -31,6 +31,9 @@ HIDDEN_DIMENSIONS = {"gate": 1, "up": 1, "down": 2}
 class Experts(nn.Module):
     """Routed experts: down(silu(gate(x)) * up(x)) of each, with weights stacked over experts."""
 
+    grouped: bool | None = None
+    """Whether to use torch's grouped products; None: on GPUs in bfloat16."""
+
     def __init__(self, count: int, hidden: int, width: int) -> None:
         super().__init__()
         self.gate = nn.Parameter(torch.empty(count, hidden, width))
@@ -45,7 +48,8 @@ class Experts(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, gate, up, down = (tensor.to(dtype) for tensor in (x, gate, up, down))
-        if x.is_cuda and x.dtype == torch.bfloat16:
+        grouped = x.is_cuda and x.dtype == torch.bfloat16 if self.grouped is None else self.grouped
+        if grouped:
             return _multiply_grouped(x, gate, up, down, counts)
         return _multiply_each(x, gate, up, down, counts.tolist())
 
@@ -112,6 +116,22 @@ class WholeSequences(nn.Module):
         return whole
 
 
+class BestExperts(nn.Module):
+    """Choose the experts with the highest scores. A module, so that a rehearsal can choose without scores."""
+
+    def __init__(self, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """scores (B, t, count), with the bias -> chosen experts (B, t, K), int64."""
+        config = self.config
+        if config.groups > 1:
+            scores = mask_groups(scores, config.groups, config.top_groups)
+        # Not topk, which leaves open what comes first of equal scores.
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., : config.top_k]
+
+
 @dataclass
 class BalanceState:
     """What a training step tells the router, and what the router has seen in it."""
@@ -139,6 +159,7 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.gate = nn.Linear(hidden, config.count, bias=False)
+        self.choice: nn.Module = BestExperts(config)
         self.sequences: WholeSequences = WholeSequences()
         self.balance = BalanceState()
         if config.balance_bias:
@@ -158,7 +179,8 @@ class Router(nn.Module):
         logits = self.gate(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.softmax(-1) if config.gate == "softmax" else logits.sigmoid()
-        chosen = self._choose(scores.detach())
+        biased = scores.detach()
+        chosen = self.choice(biased + self.bias.to(biased.dtype) if config.balance_bias else biased)
         weights = scores.gather(-1, chosen)
         if config.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if config.gate == "sigmoid" else 0.0))
@@ -172,14 +194,6 @@ class Router(nn.Module):
         if self.training and torch.is_grad_enabled():
             weights = self._observe(weights, scores, whole, placed)
         return placed, weights.to(x.dtype)
-
-    def _choose(self, scores: Tensor) -> Tensor:
-        config = self.config
-        biased = scores + self.bias.to(scores.dtype) if config.balance_bias else scores
-        if config.groups > 1:
-            biased = mask_groups(biased, config.groups, config.top_groups)
-        # Not topk, which leaves open what comes first of equal scores.
-        return biased.sort(dim=-1, descending=True, stable=True).indices[..., : config.top_k]
 
     def _observe(self, weights: Tensor, scores: Tensor, whole: Tensor, placed: Tensor) -> Tensor:
         """Let the backward of the weights record loads, and start that of the auxiliary loss."""

@@ -93,16 +93,16 @@ class ExchangedDispatch(Dispatch):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self._group = group
+        self.group = group
 
     def forward(
         self, x: Tensor, chosen: Tensor, experts: Experts, config: ExpertsConfig, meanwhile: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
         """See Dispatch."""
         order, counts = sort_by_expert(chosen, config)
-        given, taken = self._exchange_counts(counts)
+        given, taken = self.exchange_counts(counts)
         given_rows, taken_rows = torch.stack((given, taken)).sum(2).tolist()  # waits for the device once
-        there = RowExchange(given_rows, taken_rows, self._group)
+        there = RowExchange(given_rows, taken_rows, self.group)
         arriving = start_exchange(x[order // chosen.shape[1]], there)
         other = None if meanwhile is None else meanwhile()
         rows = finish_exchange(arriving, there)
@@ -111,13 +111,13 @@ class ExchangedDispatch(Dispatch):
         by_expert = held.argsort(stable=True)
         results = experts(rows[by_expert], taken.sum(0))
         results = torch.zeros_like(results).index_copy(0, by_expert, results)
-        back = RowExchange(taken_rows, given_rows, self._group)
+        back = RowExchange(taken_rows, given_rows, self.group)
         returned = finish_exchange(start_exchange(results, back), back)
         return restore_order(returned, order, chosen), other
 
-    def _exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows that this rank sends and gets: (ranks, experts of a rank), for and from each rank."""
-        given = counts.view(self._group.size(), -1)
+        given = counts.view(self.group.size(), -1)
         taken = torch.empty_like(given)
-        dist.all_to_all_single(taken, given.contiguous(), group=self._group)
+        dist.all_to_all_single(taken, given.contiguous(), group=self.group)
         return given, taken

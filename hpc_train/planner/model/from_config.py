@@ -12,7 +12,7 @@ from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.config.train import OptimConfig
 from hpc_train.errors import UserError
-from hpc_train.models.shape import compute_head_dim, count_kv_heads, count_vit_tokens
+from hpc_train.models.shape import compute_head_dim, count_kv_heads, count_vit_tokens, has_latent_attention
 from hpc_train.placement.fabric_from_config import collect_figures, count_nodes, count_ranks_per_node
 from hpc_train.planner.model.accelerators import attention_peak, find_accelerator
 from hpc_train.planner.model.fabric import switch_sizes
@@ -76,7 +76,13 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
         if model.experts.count:
             raise UserError(
                 f"model={model.name}: the planner has no model of experts yet, in memory or time, so it cannot plan "
-                "this; choose the degrees yourself (docs/experts.md)"
+                "this; choose the degrees yourself, and count their memory with hpc-train plan rehearse "
+                "(docs/experts.md)"
+            )
+        if has_latent_attention(model):
+            raise UserError(
+                f"model={model.name}: the planner has no model of latent attention (model.latent) yet, so it cannot "
+                "plan this; choose the degrees yourself, and count their memory with hpc-train plan rehearse"
             )
         return {
             "layers": model.layers,

@@ -182,7 +182,8 @@ def optimizer_state_bytes(numbers: int, tensors: int, number_bytes: int) -> int:
 def _stage_weights(weights: Weights, stage: StagePart) -> Iterable[Weight]:
     if stage.first:
         yield from weights.before
-    yield from weights.block * stage.blocks
+    yield from weights.dense_block * stage.dense
+    yield from (*weights.block, *weights.experts) * stage.mixed
     if stage.last:
         yield from weights.after
     if weights.tied and stage.last and not stage.first:

@@ -35,6 +35,7 @@ from hpc_train.interfaces import Engine, MicroBatch, StepBatch, TensorShard, Wor
 from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.memory.parameter_offload import get_optimizer_device, get_parameter_device
+from hpc_train.planner.rehearsal.even_loads import route_evenly
 from hpc_train.planner.rehearsal.memory_ledger import MemoryLedger
 from hpc_train.planner.rehearsal.result import CountedMemory, HeldShard, RehearsedRank, Tilings
 from hpc_train.runtime.start import leave_process_group, make_world
@@ -80,6 +81,8 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
     with watch_storage_sizes(ledger.resized), assume_known_shapes(), MemorylessMode(ledger.see):
         model = build_whole_model(config)
         engine = build(model, lambda split: make_optimizer(split, config.optim, world), config, world, said.append)
+        for part in engine.parts:
+            route_evenly(part, grouped=config.precision.name == "bf16")
         pieces = list(engine.shards())
         host = list_host_parts(config)
         parameters = ledger.label(_parameters(engine), "host" if "parameters" in host else "parameters")

@@ -6,7 +6,7 @@ It is converted here to JSON for scripts and to text for people.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train._torch import cut_dimension, shard_rectangle
 from hpc_train.config.parallel import Degrees
-from hpc_train.parallel.mesh_axes import SHARD_CP_AXIS
+from hpc_train.parallel.mesh_axes import EXPERT_SHARD_AXIS, SHARD_CP_AXIS
 from hpc_train.planner.rehearsal.pipeline_order import OrderProof
 from hpc_train.units import MIB, choose_memory_unit, format_bytes
 
@@ -37,6 +37,13 @@ class Tiling:
     intervals: tuple[tuple[Interval, ...], ...]
     """For each dimension, the intervals that ranks hold, in the order of their coordinates on these axes; the last axis
     varies fastest."""
+    ep: int = 1
+    """Degree of ep for a tensor of experts, which is split over (expert_shard, ep) in place of (dp_shard, cp)."""
+
+    @property
+    def shared_axes(self) -> tuple[str, ...]:
+        """Return the axes along which the ranks of one stage differ, as this tensor's mesh has them."""
+        return SHARED_AXES if self.ep == 1 else ("dp_replicate", EXPERT_SHARD_AXIS, "ep", "tp")
 
     @property
     def split(self) -> set[str]:
@@ -45,17 +52,31 @@ class Tiling:
 
     def copies(self, degrees: Degrees) -> int:
         """Return how many ranks hold the same rectangle."""
-        return math.prod(getattr(degrees, axis) for axis in SHARED_AXES if axis not in self.split)
+        return math.prod(self._place(axis, {}, degrees)[0] for axis in self.shared_axes if axis not in self.split)
 
     def copy(self, at: Mapping[str, int], degrees: Degrees) -> int:
         """Return the number of the copy, from 0, that the rank at these coordinates holds."""
-        return _flat([axis for axis in SHARED_AXES if axis not in self.split], at, degrees)
+        return self._flat([axis for axis in self.shared_axes if axis not in self.split], at, degrees)
 
     def find_rectangle(self, at: Mapping[str, int], degrees: Degrees) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (offset, shape) of the rectangle that the rank at these coordinates holds."""
         pairs = zip(self.cuts, self.intervals, strict=True)
-        found = [intervals[_flat(axes, at, degrees)] for axes, intervals in pairs]
+        found = [intervals[self._flat(axes, at, degrees)] for axes, intervals in pairs]
         return tuple(begin for begin, _ in found), tuple(length for _, length in found)
+
+    def _flat(self, axes: Sequence[str], at: Mapping[str, int], degrees: Degrees) -> int:
+        index = 0
+        for axis in axes:
+            size, own = self._place(axis, at, degrees)
+            index = index * size + own
+        return index
+
+    def _place(self, axis: str, at: Mapping[str, int], degrees: Degrees) -> tuple[int, int]:
+        """Return the degree of an axis and the index on it; ep is the inner part of dp_shard x cp."""
+        if axis not in ("ep", EXPERT_SHARD_AXIS):
+            return int(getattr(degrees, axis)), at.get(axis, 0)
+        outer, inner = divmod(at.get("dp_shard", 0) * degrees.cp + at.get("cp", 0), self.ep)
+        return (self.ep, inner) if axis == "ep" else (degrees.dp_shard * degrees.cp // self.ep, outer)
 
     @property
     def rectangles(self) -> int:
@@ -74,13 +95,6 @@ class Tiling:
             if end != size:
                 return f"of dimension {dimension}, only {end} of {size} are on any rank"
         return None
-
-
-def _flat(axes: tuple[str, ...] | list[str], at: Mapping[str, int], degrees: Degrees) -> int:
-    index = 0
-    for axis in axes:
-        index = index * int(getattr(degrees, axis)) + at[axis]
-    return index
 
 
 @dataclass(frozen=True)
@@ -113,7 +127,8 @@ def _tiling(tensor: DTensor) -> Tiling:
         axes = [axis for axis, how in enumerate(tensor.placements) if cut_dimension(how) == dimension]
         cuts.append(tuple(axis for index in axes for axis in _axis_parts(names[index])))
         intervals.append(tuple(_intervals(tensor, dimension, axes)))
-    return Tiling(tuple(tensor.shape), tuple(cuts), tuple(intervals))
+    ep = tensor.device_mesh.size(names.index("ep")) if "ep" in names else 1
+    return Tiling(tuple(tensor.shape), tuple(cuts), tuple(intervals), ep)
 
 
 def _axis_parts(axis: str) -> tuple[str, ...]:
