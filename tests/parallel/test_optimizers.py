@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from drawn import draw
 from matrix import SEQUENCES, Case, resume, train_and_resume, train_and_save, truth
 from outcome import Outcome
 from test_matrix import HSDP, assert_outcome
+from test_random_layouts import draw as draw_layout
+from test_random_layouts import legal
 from torch import nn
 
 from hpc_train.config.run import RunConfig
@@ -183,8 +186,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.mark.parametrize("name", draw(CASES, DRAWN))
 def test_every_optimizer_equals_the_library_on_one_device(name: str, folders: Folders) -> None:
+    optimizer, case = CASES[name]
+    _check(_with_optimizer(case, optimizer), optimizer, folders)
+
+
+@pytest.mark.parametrize("seed", draw(range(12), ()))
+def test_muon_in_any_legal_layout(seed: int, folders: Folders) -> None:
+    random = Random(seed)
+    case = _with_optimizer(draw_layout(random), "muon")
+    while not legal(case):
+        case = _with_optimizer(draw_layout(random), "muon")
+    print(case)  # which pytest shows of a failure
+    _check(case, "muon", folders)
+
+
+def _check(case: Case, optimizer: str, folders: Folders) -> None:
     """Three steps, the fourth from another layout's checkpoint, and the fourth in one process from this one's."""
-    optimizer, case = CASES[name][0], _with_optimizer(CASES[name][1], CASES[name][0])
     first, after = _truth(case.kind, optimizer)
     own, other = folders.factory.mktemp("own"), folders.saved(case.kind, optimizer)
     ranks = run_ranks(train_and_resume, case.ranks, case, other, own, parallel=case.config().parallel, timeout=200)
