@@ -69,8 +69,8 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
 """Each changes what ranks do, and not what comes out."""
 
 
-def draw(random: Random) -> Case:
-    """A product of degrees up to 8, with those of some techniques that the rules let be together."""
+def draw(random: Random, kinds: tuple[str, ...] = KINDS, first: tuple[str, ...] = ()) -> Case:
+    """A product of degrees up to 8, with `first` and those of some techniques that the rules let be together."""
     while True:
         degrees = {axis: random.choice(values) for axis, values in DEGREES.items()}
         ranks = math.prod(degrees.values())
@@ -78,7 +78,8 @@ def draw(random: Random) -> Case:
         words = [*(f"{axis}={degree}" for axis, degree in degrees.items()), f"strategy={strategy}", *ways]
         if degrees["pp"] > 1:
             words.append(f"pipeline.schedule={random.choice(SCHEDULES)}")
-        case = _with(Case(ranks, (), random.choice(KINDS), random.choice((1, 2, 3, 5, SEQUENCES))), words)
+        words += first
+        case = _with(Case(ranks, (), random.choice(kinds), random.choice((1, 2, 3, 5, SEQUENCES))), words)
         if 1 < ranks <= 8 and legal(case):
             return _optioned(case, random.sample(OPTIONS, 8))
 
@@ -112,4 +113,15 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
 def test_any_legal_layout(seed: int, elsewhere: Elsewhere) -> None:
     case = draw(Random(seed))
     print(case)  # which pytest shows of a failure
+    check_case(case, elsewhere)
+
+
+EXPERT_KINDS = ("experts", "shared-experts", "latent")
+
+
+@pytest.mark.parametrize("seed", draw_every(range(FIRST, FIRST + EXAMPLES), 6))
+def test_any_legal_layout_of_expert_parallelism(seed: int, elsewhere: Elsewhere) -> None:
+    random = Random(f"experts {seed}")
+    case = draw(random, EXPERT_KINDS, (f"ep={random.choice((2, 4))}",))
+    print(case)
     check_case(case, elsewhere)
