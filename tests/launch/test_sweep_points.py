@@ -59,7 +59,7 @@ def test_glob_finds_the_options_that_a_user_can_choose(tmp_path: Path) -> None:
     [
         ("optim.lr=interval(0,1)", "an interval has no points of its own; use range"),
         ("optim.lr=glob(a*)", "glob finds options of a group"),
-        ("model=glob(zz*)", "model=glob(zz*): matches none of custom, gpt2_tiny"),
+        ("model=glob(zz*)", "model=glob(zz*): matches none of custom, "),
         ("train.seed=range(3,0)", "train.seed=range(3,0): has no values"),
         ("train.seed=range(1,5,0)", "must not be zero"),
         ("train.seed=range(0,1000000000)", "a sweep has at most 100,000"),
