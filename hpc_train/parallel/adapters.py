@@ -46,6 +46,12 @@ def find_target_layers(model: nn.Module, globs: list[str]) -> dict[str, nn.Linea
         routers = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__ == "Router")
         layers = {name: layer for name, layer in layers.items() if not name.startswith(routers)} if routers else layers
         inside = {name: layer for name, layer in layers.items() if name.startswith(blocks)}
+        if blocks and not inside:
+            raise UserError(
+                f"adapter.kind: {name_model(model)} has no nn.Linear layer in its blocks that an adapter could change "
+                "(GPT-2 of transformers has Conv1D there); import it as model=gpt2 (`hpc-train checkpoint import`), or "
+                f"name layers with adapter.targets: {', '.join(layers)}"
+            )
         return inside or layers
     matched = {glob: [name for name in layers if _matches(name, glob)] for glob in globs}
     for glob, names in matched.items():

@@ -19,8 +19,10 @@ from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.data.build import build_store
 from hpc_train.data.token_store import TokenStore
-from hpc_train.errors import EXIT_DONE
+from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.interfaces import World
+from hpc_train.models.registry import build_model
+from hpc_train.parallel.adapters import attach_adapters
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.loop import run_training
@@ -64,6 +66,16 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "llama"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=260, max_position_embeddings=64, initializer_range=0.3)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def train(config: RunConfig) -> list[dict[str, Any]]:
     """Train on two ranks, and return the lines of metrics.jsonl."""
 
@@ -90,11 +102,11 @@ def evaluate(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, An
     return found
 
 
-@pytest.mark.parametrize("kind", ["own", "hf-lora"])
+@pytest.mark.parametrize("kind", ["own", "hf"])
 def test_the_numbers_are_those_that_the_run_wrote(
     kind: str, store: Path, gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = OWN if kind == "own" else ("model=hf", f"model.path={gpt2}", "adapter=lora", "optim.lr=0.05")
+    model = OWN if kind == "own" else ("model=hf", f"model.path={gpt2}", "optim.lr=0.01")
     run_dir = tmp_path / "run"
     lines = train(compose([*COMMON, *model, f"data.path={store}", f"run_dir={run_dir}"]))
     assert lines[0]["validation_loss"] != lines[1]["validation_loss"]
@@ -110,6 +122,25 @@ def test_the_numbers_are_those_that_the_run_wrote(
     assert other["loss"] == pytest.approx(whole["loss"], rel=1e-12)
     assert (other["accuracy"], other["targets"]) == (whole["accuracy"], whole["targets"])
     assert whole["targets"] == whole["sequences"] * 32 > 768
+
+
+def test_a_merged_export_has_the_loss_of_its_run(
+    store: Path, llama: Path, gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In float64, but for the parts that transformers' Llama computes in float32."""
+    lora = ("model=hf", f"model.path={llama}", "adapter=lora", "optim.lr=0.05")
+    run_dir, merged = tmp_path / "run", tmp_path / "merged"
+    (*_, last) = train(compose([*COMMON, *lora, f"data.path={store}", f"run_dir={run_dir}"]))
+    found = evaluate(capsys, run_dir, "--batches", 3)
+    assert found["loss"] == pytest.approx(last["validation_loss"], rel=1e-7)
+    assert main(["checkpoint", "export", str(run_dir), str(merged), "--merged"]) == 0
+    words = ("--data", store, "--precision", "fp64", "--sequence-length", 32)
+    of_run, of_merged, of_base = (evaluate(capsys, where, *words)["loss"] for where in (run_dir, merged, llama))
+    assert of_merged == pytest.approx(of_run, rel=1e-7)
+    assert abs(of_base - of_run) > 1e-3
+    refused = compose([*COMMON, "model=hf", f"model.path={gpt2}", "adapter=lora", f"run_dir={tmp_path / 'gpt2'}"])
+    with pytest.raises(UserError, match=r"has no nn\.Linear layer in its blocks"):
+        attach_adapters(build_model(refused.model), refused.adapter)
 
 
 @torch.no_grad()

@@ -179,6 +179,14 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_matrix.py",
     ),
     Technique(
+        "fine-tuning with adapters: LoRA, DoRA",
+        "adapter=lora",
+        "our own layers, PEFT's file format",
+        EXACT,
+        "no asynchronous tensor parallelism, ep, servers; dropout: tp=1",
+        "tests/parallel/test_adapters.py",
+    ),
+    Technique(
         "recomputation of whole blocks, all or every k-th",
         "parallel.recompute.mode=full",
         "torch.utils.checkpoint",
