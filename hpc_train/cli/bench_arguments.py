@@ -18,6 +18,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     kinds = command.add_subparsers(dest="bench", required=True, metavar="kind")
     _add_step(kinds)
     _add_overlap(kinds)
+    _add_sync(kinds)
     _add_bubble(kinds)
     _add_collectives(kinds)
     _add_gemm(kinds)
@@ -90,6 +91,28 @@ def _overlap(arguments: argparse.Namespace) -> int:
         rounds=a.rounds, steps=a.steps, tokens=a.tokens, hidden=a.hidden, ratio=a.ratio, rate=a.rate
     )
     return overlap_command(options, a.json)
+
+
+def _add_sync(kinds: _SubCommands) -> None:
+    sync = _add_benchmark(kinds, "sync", "compare loosely synchronised copies with ddp over a thin link (root)", _sync)
+    add_overrides(sync, config_dir=False)
+    _add_number(sync, "--rounds", 3, "rounds, in each of which both sides run once")
+    _add_number(sync, "--steps", 2, "steps of ddp in a round")
+    _add_number(sync, "--every", 50, "steps from one exchange to the next, and of the loose copies in a round")
+    sync.add_argument("--rate", type=float, default=100.0, metavar="MBIT", help="link rate in Mbit/s (default 100)")
+    add_json(sync)
+    add_examples(
+        sync,
+        "hpc-train bench sync",
+        "hpc-train bench sync model.hidden=512 parallel.sync.compression=int8 --rate 50 --every 20 --json",
+    )
+
+
+def _sync(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.sync import SyncOptions, sync_command
+
+    a = arguments
+    return sync_command(SyncOptions(a.overrides, a.rounds, a.steps, a.every, a.rate), a.json)
 
 
 def _add_bubble(kinds: _SubCommands) -> None:
