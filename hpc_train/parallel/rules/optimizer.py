@@ -17,6 +17,7 @@ def check_optimizer_rules(config: RunConfig, degrees: Degrees) -> None:
     """Raise UserError for an optimizer that this layout does not allow, and for settings without effect."""
     _check_effect(config)
     _check_servers(config)
+    _check_loose_sync(config)
     _check_offload(config)
     if uses_fully_shard(config, degrees):
         _check_shards(config)
@@ -51,6 +52,17 @@ def _check_servers(config: RunConfig) -> None:
         raise UserError(f"optim.groups: not with {where}, whose servers know no names; use parallel=ddp")
     if optim.ema.decay is not None:
         raise UserError(f"optim.ema.decay={optim.ema.decay:g}: not with {where}; use parallel=ddp")
+
+
+def _check_loose_sync(config: RunConfig) -> None:
+    every, optim = config.parallel.sync.every, config.optim
+    if every is None:
+        return
+    where = f"parallel.sync.every={every}, whose copies differ between exchanges"
+    if optim.name == "muon":
+        raise UserError(f"optim.name=muon: not with {where}; use optim=adamw, or leave parallel.sync out")
+    if optim.ema.decay is not None:
+        raise UserError(f"optim.ema.decay={optim.ema.decay:g}: not with {where}; leave one of them out")
 
 
 def _check_offload(config: RunConfig) -> None:
