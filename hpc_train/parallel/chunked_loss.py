@@ -46,7 +46,7 @@ def compute_loss_in_chunks(part: nn.Module, config: RunConfig, world: World) -> 
     owner = part.embed if part.config.tied_embeddings else part.head
     policy = make_mixed_precision_policy(config.precision)
     keeps = get_axis_degree(world, "pp") > 1 and splits_backward(config.parallel.pipeline)
-    chunks = _Chunks(config.train.loss_chunk, part.config.vocab_size, policy.param_dtype, axis, keeps)
+    chunks = LossChunks(config.train.loss_chunk, part.config.vocab_size, policy.param_dtype, axis, keeps)
     part.head.forward = _pass_on  # type: ignore[method-assign]
     part.loss_sum = ChunkedLoss(owner, chunks)  # type: ignore[method-assign]
     return f"loss: {config.train.loss_chunk} tokens at a time"
@@ -73,24 +73,25 @@ def _find_own_classes(part: Transformer, world: World) -> _OwnClasses:
 
 
 @dataclass(frozen=True)
-class _Chunks:
-    """How the loss is computed."""
+class LossChunks:
+    """How a loss is computed in chunks."""
 
     tokens: int
     """Of a chunk; the last one may be shorter."""
     classes: int
     """Of the whole vocabulary."""
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None = None
     """Of the products; None: that of the hidden states."""
-    own: _OwnClasses | None
-    keeps_gradients: bool
+    own: _OwnClasses | None = None
+    """This rank's part of the vocabulary; None: all of it."""
+    keeps_gradients: bool = False
     """Whether a backward may run again: a split backward asks for the gradients of activations and weights in turn."""
 
 
 class ChunkedLoss:
     """The loss_sum of a model whose output layer passes hidden states on."""
 
-    def __init__(self, owner: nn.Module, chunks: _Chunks) -> None:
+    def __init__(self, owner: nn.Module, chunks: LossChunks) -> None:
         """owner: the module whose `weight` is the output layer's."""
         self._owner, self._chunks = owner, chunks
 
@@ -109,7 +110,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Maps x (tokens, hidden) and weight (own classes, hidden) to the sum of the cross entropy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, chunks: _Chunks, wants: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, chunks: LossChunks, wants: bool) -> Tensor:
         of_x = torch.empty_like(x) if wants and ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight) if wants and ctx.needs_input_grad[1] else None
         losses = [
@@ -139,7 +140,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _add_chunk(
-    x: Tensor, weight: Tensor, target: Tensor, chunks: _Chunks, of_x: Tensor | None, of_weight: Tensor | None
+    x: Tensor, weight: Tensor, target: Tensor, chunks: LossChunks, of_x: Tensor | None, of_weight: Tensor | None
 ) -> Tensor:
     """Return the loss of one chunk; write its gradient into of_x, and add its part to of_weight."""
     counts = (target != IGNORED_TARGET).unsqueeze(-1)
