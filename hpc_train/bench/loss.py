@@ -118,23 +118,24 @@ def _make_sides(options: LossBenchOptions, device: torch.device) -> dict[str, Ca
     }
 
 
-class _CountMemory(TorchDispatchMode):
+class _CountMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows a ledger every result of an operator."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = MemoryLedger()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.ledger.see(out, tensors_in((args, kwargs)))
+        self.ledger.see(out, list(tensors_in((args, kwargs))))
         return out
 
 
 def _count_peak(side: Callable[[], None]) -> int:
     with _CountMemory() as counted:
         side()
-    return counted.ledger.worst().total
+    peak: int = counted.ledger.worst().total
+    return peak
 
 
 def _time_sides(sides: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, list[float]]:

@@ -47,7 +47,7 @@ def compute_loss_in_chunks(part: nn.Module, config: RunConfig, world: World) -> 
     policy = make_mixed_precision_policy(config.precision)
     keeps = get_axis_degree(world, "pp") > 1 and splits_backward(config.parallel.pipeline)
     chunks = LossChunks(config.train.loss_chunk, part.config.vocab_size, policy.param_dtype, axis, keeps)
-    part.head.forward = _pass_on  # type: ignore[method-assign]
+    part.head.forward = _pass_on  # type: ignore[method-assign, assignment]
     part.loss_sum = ChunkedLoss(owner, chunks)  # type: ignore[method-assign]
     return f"loss: {config.train.loss_chunk} tokens at a time"
 
