@@ -53,9 +53,6 @@ class TrainConfig:
     loss: str | None = None
     """Loss of your own, by the name given to hpc_train.components.register_loss; None: the model's own, else cross
     entropy."""
-    loss_chunk: int = config_field(default=0, ge=0, le=1 << 30)
-    """Tokens whose logits a rank has at a time: the output layer and the loss are computed in chunks, with the same
-    result and far less memory for a large vocabulary; 0: all of a micro-batch at once. For our transformers."""
     metrics: list[str] = config_field(default=[])
     """Measures of an evaluation besides the loss: accuracy, perplexity, or names given to register_metric."""
     noise_scale: NoiseScaleConfig = config_field(default=NoiseScaleConfig)
@@ -74,6 +71,9 @@ class PrecisionConfig:
     """Format of the computation. Parameters and optimizer state are fp32 (fp64 for fp64)."""
     reduce: str = config_field(default="fp32", choices=("fp64", "fp32", "bf16", "fp16"))
     """Format in which gradients are reduced over ranks."""
+    float8: str = config_field(default="none", choices=("none", "tensorwise", "rowwise", "rowwise_with_gw_hp"))
+    """How linear layers of blocks compute in 8 bits: a scale for a tensor, for a row, or for a row with weight
+    gradients in the format of `name`. Needs torchao. A CPU emulates the rounding."""
 
 
 @config_dataclass

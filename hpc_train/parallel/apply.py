@@ -154,6 +154,10 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
         yield synchronise_batch_norm(part, config, world)
     yield place_dropout(part, config, world)
     yield use_own_loss(part, config.train)
+    if config.precision.float8 != "none":
+        from hpc_train.parallel.float8 import convert_linear_layers
+
+        yield convert_linear_layers(part, config.precision, world.device)
 
     if parallel.ep > 1:
         from hpc_train.parallel.expert.expert_parallel import apply_expert_parallel
@@ -163,10 +167,6 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
         from hpc_train.parallel.tensor.tensor_parallel import apply_tensor_parallel
 
         yield apply_tensor_parallel(part, config, world)
-    if config.train.loss_chunk:
-        from hpc_train.parallel.chunked_loss import compute_loss_in_chunks
-
-        yield compute_loss_in_chunks(part, config, world)
     if degrees.cp > 1:
         from hpc_train.parallel.context.context_parallel import apply_context_parallel
 

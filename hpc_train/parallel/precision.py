@@ -19,6 +19,8 @@ from hpc_train.config.train import PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
 
+_FLOAT8_CAPABILITY = (8, 9)
+"""Of the first NVIDIA GPUs with products of 8 bits (Ada Lovelace)."""
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,6 +34,12 @@ def cast_parameters(model: nn.Module, config: PrecisionConfig) -> nn.Module:
 
 def check_precision_device(config: PrecisionConfig, device: torch.device) -> None:
     """Raise UserError for a number format that this rank's device does not compute in."""
+    if device.type == "cuda" and config.float8 != "none":
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        if torch.version.hip is None and capability < _FLOAT8_CAPABILITY:
+            raise UserError(f"precision.float8: {name} has no products of 8 bits; use precision=bf16")
+        if config.name == "fp64":
+            raise UserError("precision.float8: with precision=fp64 is emulated on CPUs only; use precision=fp8")
     if device.type != "cuda" or config.name != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False):
         return
     raise UserError(f"precision=bf16: {torch.cuda.get_device_name(device)} has no bfloat16; use precision=fp16 or fp32")

@@ -52,6 +52,7 @@ def _llama(**changes: object) -> TransformerConfig:
 
 MODELS: dict[str, ModelConfig] = {
     "llama": _llama(),
+    "sixteens": _llama(feed_forward=48),  # no size that 8-bit products cannot have
     "tied": _llama(tied_embeddings=True),
     "deep": _llama(layers=8),
     "grouped": _llama(hidden=36, heads=6, kv_heads=3),  # over tp=2, a key head serves query heads of both ranks

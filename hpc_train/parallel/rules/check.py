@@ -10,8 +10,8 @@ from hpc_train.parallel.rules import (
     context,
     data_parallel,
     experts,
+    float8,
     loose_sync,
-    loss,
     memory,
     optimizer,
     parameter_server,
@@ -31,9 +31,9 @@ RULES = (
     data_parallel.check_gradient_rules,
     memory.check_memory_rules,
     memory.check_offload_rules,
-    loss.check_loss_rules,
     experts.check_expert_rules,
     adapter.check_adapter_rules,
+    float8.check_float8_rules,
     optimizer.check_optimizer_rules,
 )
 

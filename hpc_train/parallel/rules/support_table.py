@@ -227,14 +227,6 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_offload.py",
     ),
     Technique(
-        "loss in chunks of tokens",
-        "train.loss_chunk=1024",
-        "our own: output layer, loss and gradients of a chunk together",
-        EXACT,
-        "our transformers; no loss of your own, no accuracy",
-        "tests/parallel/test_chunked_loss.py",
-    ),
-    Technique(
         "compilation",
         "parallel.compile=true",
         "torch.compile of each block",
@@ -289,6 +281,14 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         INEXACT + "computed in float16; a step that overflows is skipped",
         "no parameter servers",
         "tests/parallel/test_fp16.py",
+    ),
+    Technique(
+        "products in 8 bits",
+        "precision=fp8",
+        "torchao's Float8Linear; emulated on CPUs",
+        INEXACT + "rounded to 8 bits; rowwise_with_gw_hp: the same in every layout",
+        "not tp, adapters, fp16, parameter servers; torchao",
+        "tests/parallel/test_float8.py",
     ),
     Technique(
         "dropout",

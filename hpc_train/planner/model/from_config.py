@@ -41,8 +41,14 @@ not; list_assumptions says so to the user."""
 def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
     """Convert a run to one job. world: number of ranks; None: as the configuration says.
 
-    Raises UserError for a model whose shape is unknown, and for degrees that do not multiply to the world.
+    Raises UserError for a model whose shape is unknown, for degrees that do not multiply to the world, and for products
+    in 8 bits.
     """
+    if config.precision.float8 != "none":
+        raise UserError(
+            f"precision.float8={config.precision.float8}: the planner has no times of products in 8 bits; plan with "
+            "precision=bf16, whose memory is the same and whose step is an upper bound"
+        )
     world = world or count_nodes(config) * count_ranks_per_node(config)
     degrees = resolve_degrees(config.parallel, world)
     shape = model_columns(config.model, config.train.sequence_length)
@@ -122,7 +128,6 @@ def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, 
     return {
         "global_batch": train.global_batch,
         "micro_batch": min(train.micro_batch, train.global_batch / degrees.data_parallel),
-        "loss_chunk": train.loss_chunk,
         "dp_replicate": degrees.dp_replicate,
         "dp_shard": degrees.dp_shard,
         "cp": degrees.cp,

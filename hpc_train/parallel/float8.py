@@ -1,0 +1,82 @@
+"""Compute the linear layers of blocks in 8 bits, by torchao.
+
+The formats are those of Micikevicius et al. 2022, arXiv:2209.05433; the scales and recipes are torchao's (float8). The
+parameters stay as they are: each product rounds its inputs anew. So parameters, optimizer state, checkpoints and what
+ranks gather are those of a run without. Embedding, head, norms, routers and experts are left alone.
+
+A CPU has no such products. torchao then rounds to 8 bits and multiplies in the format of the layer, so that a layout
+can be proved equal to one process without a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.config.train import PrecisionConfig
+from hpc_train.errors import UserError
+from hpc_train.parallel.adapters import find_target_layers
+from hpc_train.parallel.user_model import name_model
+
+_MULTIPLE = 16
+"""The products need inner and outer sizes that are multiples of this."""
+
+
+def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torch.device) -> str:
+    """Have the linear layers of the blocks of `part` compute in 8 bits, in place; returns a line about it.
+
+    Layers whose sizes are no multiples of 16 are left alone. Raises UserError without torchao, or if no layer is left.
+    """
+    torchao = _import_torchao()
+    found = find_target_layers(part, [])
+    chosen = {
+        name for name, layer in found.items() if not (layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE)
+    }
+    if not chosen:
+        raise UserError(
+            f"precision.float8={config.float8}: none of the {len(found)} linear layers of {name_model(part)} has sizes "
+            f"that are multiples of {_MULTIPLE}; choose such a width, or precision=bf16"
+        )
+    recipe = torchao.Float8LinearConfig.from_recipe_name(config.float8)
+    emulates = device.type != "cuda"
+    torchao.convert_to_float8_training(
+        part, config=replace(recipe, emulate=emulates), module_filter_fn=lambda _, name: name in chosen
+    )
+    if emulates:
+        for name in chosen:
+            part.get_submodule(name).register_forward_pre_hook(_cast_as_autocast_does)
+    left = f", {len(found) - len(chosen)} left alone for their sizes" if len(found) > len(chosen) else ""
+    how = ", emulated: this device has no products of 8 bits" if emulates else ""
+    return f"float8: {config.float8}, {len(chosen)} linear layers{left}{how}"
+
+
+def _cast_as_autocast_does(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+    """Cast a layer's input: torchao itself knows only the autocast of GPUs."""
+    if not torch.is_autocast_enabled("cpu"):
+        return None
+    return (inputs[0].to(torch.get_autocast_dtype("cpu")),)
+
+
+def _import_torchao() -> Any:
+    try:
+        with _without_warnings():  # of compiled parts for GPUs that are not here
+            from torchao import float8
+    except ImportError:
+        raise UserError("precision.float8 needs the package torchao: pip install 'hpc_train[float8]'") from None
+    return float8
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,28 @@
+"""Rules of products in 8 bits (precision.float8)."""
+
+from __future__ import annotations
+
+from hpc_train.config.parallel import Degrees
+from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
+
+
+def check_float8_rules(config: RunConfig, degrees: Degrees) -> None:
+    """Raise UserError for what products in 8 bits cannot be combined with."""
+    precision, parallel = config.precision, config.parallel
+    if precision.float8 == "none":
+        return
+    option = f"precision.float8={precision.float8}"
+    if precision.name == "fp16":
+        raise UserError(
+            f"{option}: is not combined with the loss scale of fp16; use precision=fp8, which is bf16 elsewhere"
+        )
+    if degrees.tp > 1:
+        raise UserError(
+            f"{option}: a scale is that of a whole layer, which parallel.tp={degrees.tp} splits; use parallel=fsdp, "
+            "context or pipeline parallelism, or precision=bf16"
+        )
+    if config.adapter.kind != "none":
+        raise UserError(f"{option}: adapter={config.adapter.kind} changes the same layers; use precision=bf16")
+    if parallel.server.mode != "none":
+        raise UserError(f"{option}: is not combined with parameter servers; use parallel=ddp or parallel=fsdp")
