@@ -64,6 +64,14 @@ def test_a_node_without_an_agent_is_lost_though_the_others_start_again(
     assert started[1:] == [{Phase.STEP: 1.5}] * 10
 
 
+def test_a_node_that_is_late_may_be_lost_until_that_is_sure(reports: AgentReports) -> None:
+    reports.read(0.2)
+    node = reports.nodes["node2"]
+    for seconds, late in ((1.0, False), (4.0, True), (10.5, True), (12.0, False)):
+        node.silent = seconds
+        assert reports.may_miss_a_node(10.0) is late
+
+
 def test_agents_that_report_are_left_alone(reports: AgentReports) -> None:
     assert not reports.start_again()
 

@@ -55,6 +55,8 @@ _SRUN_SECONDS_WITHOUT_A_NODE = 2.0
 tell it that their ranks have ended: a slurmstepd whose srun is gone goes on trying, which may drain its node."""
 _PEER_SECONDS = 2.0
 """How long ranks have to end by themselves after one of them has failed, and to write down what they saw of that."""
+_LATE_SECONDS = 3.0
+"""Silence after which a node is late: agents report each second."""
 _AGREED_SECONDS = 30.0
 """The same after an exit code that all ranks agree on, when they stop on purpose."""
 _END_SECONDS = 5.0
@@ -101,6 +103,8 @@ class PeerFailures:
     errors: SrunErrors
     """Of the ranks' srun."""
     _due: float = float("inf")
+    killed: float | None = None
+    """When the others were killed."""
 
     def are_due(self) -> bool:
         """Return whether a rank has failed, and the others had enough time to end by themselves."""
@@ -193,6 +197,13 @@ class AgentReports:
         silent = [host for host, node in self.nodes.items() if node.silent > seconds]
         return silent[0] if silent and len(silent) < max(2, len(self.nodes)) else None
 
+    def may_miss_a_node(self, seconds: float) -> bool:
+        """Return whether a node is late that may yet turn out to be lost, after `seconds` of silence.
+
+        The ranks on the other nodes often fail first, because their connections break.
+        """
+        return any(_LATE_SECONDS < node.silent <= seconds + 2 * _TICK_SECONDS for node in self.nodes.values())
+
     def send(self, order: bytes) -> None:
         """Write to the standard input of all agents; nothing happens if they are gone."""
         with suppress(OSError):
@@ -282,7 +293,10 @@ def supervise(
                 report_growth(logs, len(nodes), growth.wanted, settings)
                 if settings.act:
                     signal_ranks(job, signal.SIGUSR2)
-            if failures.are_due() or response.respond(reports.list_views(), reports.list_machines()):
+            if failures.are_due():
+                if end_peers(failures, job, ranks, reports, silent):
+                    return
+            elif response.respond(reports.list_views(), reports.list_machines()):
                 end_ranks(job, ranks, reports)
                 return
     finally:
@@ -364,19 +378,42 @@ def signal_ranks(job: str, number: signal.Signals) -> None:
 
 
 def end_ranks(job: str, srun: int, reports: AgentReports, seconds: float = _SRUN_SECONDS) -> None:
-    """Kill the ranks of a job, and their srun if it has not ended `seconds` later.
-
-    The agents kill them, too: a node whose slurmstepd was killed does not get Slurm's signal, and srun then waits for
-    that node. srun: its process id.
-    """
-    reports.send(KILL)
-    signal_ranks(job, signal.SIGKILL)
+    """Kill the ranks of a job, and their srun (a process id) if it has not ended `seconds` later."""
+    kill_ranks(job, reports)
     end = time.monotonic() + seconds
     while is_running(srun) and time.monotonic() < end:
         time.sleep(0.1)
-    if is_running(srun):
+    kill_srun(srun)
+
+
+def end_peers(failures: PeerFailures, job: str, srun: int, reports: AgentReports, silent: float) -> bool:
+    """Kill the ranks that are left after one has failed, and later their srun; returns whether that was done, too.
+
+    srun is left while a node may turn out to be lost, which happens after `silent` seconds without a report.
+    """
+    if failures.killed is None:
+        kill_ranks(job, reports)
+        failures.killed = time.monotonic()
+    if time.monotonic() < failures.killed + _SRUN_SECONDS or reports.may_miss_a_node(silent):
+        return False
+    kill_srun(srun)
+    return True
+
+
+def kill_ranks(job: str, reports: AgentReports) -> None:
+    """Kill the ranks of a job, by its agents and by Slurm.
+
+    By the agents, as a node whose slurmstepd was killed does not get Slurm's signal, and srun then waits for that node.
+    """
+    reports.send(KILL)
+    signal_ranks(job, signal.SIGKILL)
+
+
+def kill_srun(process: int) -> None:
+    """Kill an srun that has not ended after its ranks."""
+    if is_running(process):
         with suppress(ProcessLookupError):
-            os.kill(srun, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
 
 
 def list_steps(job: str) -> list[tuple[str, str]]:
