@@ -105,8 +105,9 @@ def find_wrong_choice(groups: Iterable[Override], options: ListOptions) -> str |
         have, value = options(item.key_or_group), item.value()
         if value is None and item.key_or_group == "experiment":
             continue
-        if str(value) not in have:
-            return f"{item.input_line}: no such {item.key_or_group}; {suggest_names(str(value), have)}"
+        name = "" if value is None else str(value)  # null resembles no option
+        if name not in have:
+            return f"{item.input_line}: no such {item.key_or_group}; {suggest_names(name, have)}"
     return None
 
 

@@ -59,6 +59,7 @@ def test_a_loop_is_seen_as_a_run(tmp_path: Path) -> None:
     assert (status.state, status.step, status.steps) == ("FAILED", 12, 30)
     seen = run_ranks(train, 2, run, 5, 30)
     assert (0, Phase.SAVE, 6) in seen[0]
+    assert {task for task, _, _ in seen[0]} == {0, 1}
     assert not find_folder(run / "logs/1").exists()
     lines = hpc_train.Run(run).metrics()
     assert [line["step"] for line in lines] == list(range(1, 31))
