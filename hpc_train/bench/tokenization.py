@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.data.build import StoreRecipe, build_from_recipe
-from hpc_train.data.documents import plan_parts, read_pieces
-from hpc_train.data.sources import find_source_files
-from hpc_train.data.text_files import recognise_files
-from hpc_train.data.tokenizer_folder import FolderTokenizer, load_tokenizer_folder
+from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe
+from hpc_train.data.corpus.documents import plan_parts, read_pieces
+from hpc_train.data.corpus.sources import find_source_files
+from hpc_train.data.corpus.text_files import recognise_files
+from hpc_train.data.tokenizers.tokenizer_folder import FolderTokenizer, load_tokenizer_folder
 from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.units import format_bytes
 

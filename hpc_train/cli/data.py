@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_train.cli.arguments import add_command, add_examples, add_json, whole_number
 
 if TYPE_CHECKING:
-    from hpc_train.data.part_files import Progress
+    from hpc_train.data.corpus.part_files import Progress
     from hpc_train.data.token_store import TokenStore
 
 _SUFFIXES = (".py", ".txt", ".md", ".rst")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build_command(args: argparse.Namespace) -> int:
     """Build the store `args.out` and describe it."""
-    from hpc_train.data.build import StoreRecipe, build_from_recipe, default_column
+    from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe, default_column
 
     vocab_size = args.vocab_size or (_BPE_VOCAB if args.tokenizer == "bpe" else 256)
     recipe = StoreRecipe(
@@ -154,7 +154,7 @@ def _describe_store(store: TokenStore) -> dict[str, Any]:
 
 def _sample(store: TokenStore) -> str | None:
     """Decode the first characters; None without the tokenizer's package."""
-    from hpc_train.data.tokenizer import load_tokenizer
+    from hpc_train.data.tokenizers.tokenizer import load_tokenizer
     from hpc_train.errors import UserError
 
     try:

@@ -21,13 +21,13 @@ from hpc_train.config.model import (
     TransformerConfig,
     VisionTransformerConfig,
 )
-from hpc_train.data.document_samples import PaddedDocuments, open_padded_documents
-from hpc_train.data.mixture import MixtureDataset
-from hpc_train.data.mixture_order import list_sources, make_config_order
 from hpc_train.data.own_dataset import OwnStream, StreamPart, open_own_dataset
-from hpc_train.data.packed_samples import open_packed_documents
+from hpc_train.data.samples.document_samples import PaddedDocuments, open_padded_documents
+from hpc_train.data.samples.mixture import MixtureDataset
+from hpc_train.data.samples.mixture_order import list_sources, make_config_order
+from hpc_train.data.samples.packed_samples import open_packed_documents
+from hpc_train.data.samples.token_samples import TokenDataset
 from hpc_train.data.token_files import open_tokens
-from hpc_train.data.token_samples import TokenDataset
 from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import UserError
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hpc_train.data.datasets import Dataset
-from hpc_train.data.mixture import MixtureDataset
 from hpc_train.data.sample_order import order_samples
+from hpc_train.data.samples.mixture import MixtureDataset
 from hpc_train.errors import UserError
 from hpc_train.interfaces import MicroBatch, StepBatch
 

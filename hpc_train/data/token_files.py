@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpc_train.config.model import TokenDataConfig
-from hpc_train.data.build import ensure_store
+from hpc_train.data.corpus.build import ensure_store
 from hpc_train.data.readers.records import first_line
 from hpc_train.data.token_store import SLICE_TOKENS, TokenStore
 from hpc_train.errors import UserError

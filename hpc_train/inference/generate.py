@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_train.data.tokenizer import Tokenizer
-from hpc_train.data.tokenizer_folder import FolderTokenizer
+from hpc_train.data.tokenizers.tokenizer import Tokenizer
+from hpc_train.data.tokenizers.tokenizer_folder import FolderTokenizer
 from hpc_train.errors import UserError
 from hpc_train.inference.load_model import LoadedModel
 
@@ -65,7 +65,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
 
 
 def _render_chat(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    from hpc_train.data.chat import make_chat_encoder
+    from hpc_train.data.tokenizers.chat import make_chat_encoder
 
     if not isinstance(tokenizer, FolderTokenizer):
         raise UserError(f"--chat: the tokenizer {tokenizer.name} has no chat template; leave it out")

@@ -20,7 +20,7 @@ from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep, open_one_step
 from hpc_train.config.model import DataConfig, HfModelConfig, TokenDataConfig, TransformerConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from hpc_train.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from hpc_train.errors import UserError
 from hpc_train.models.hf.config_file import read_config_file
 from hpc_train.models.hf.library import import_transformers, make_library_config
@@ -154,6 +154,6 @@ def _open_tokenizer(config: DataConfig, folder: str | None) -> Tokenizer:
 
 
 def _open_folder_tokenizer(folder: str) -> Tokenizer:
-    from hpc_train.data.tokenizer_folder import load_tokenizer_folder
+    from hpc_train.data.tokenizers.tokenizer_folder import load_tokenizer_folder
 
     return load_tokenizer_folder(folder)

@@ -131,7 +131,7 @@ def find_token_store(config: RunConfig, build: bool = True) -> Path | None:
 
     if not isinstance(config.data, TokenDataConfig) or config.launch.setup:
         return None
-    from hpc_train.data.build import ensure_store, locate_store
+    from hpc_train.data.corpus.build import ensure_store, locate_store
 
     return ensure_store(config.data) if build else locate_store(config.data)
 
@@ -260,7 +260,7 @@ def check_files(config: RunConfig, folder: RunDirectory) -> None:
     if isinstance(config.data, TokenDataConfig) and not config.launch.setup:
         _check_text(config.data, config.model)
     if isinstance(config.data, MixtureDataConfig) and not config.launch.setup:
-        from hpc_train.data.mixture_order import check_mixture
+        from hpc_train.data.samples.mixture_order import check_mixture
 
         for source in check_mixture(config.data, config.train.sequence_length):
             _check_text(source, config.model)
@@ -308,7 +308,7 @@ def _check_text(data: TokenDataConfig, model: ModelConfig) -> None:
 
 def _check_tokenizer(data: TokenDataConfig, model: ModelConfig) -> None:
     """Raise UserError for a tokenizer that cannot be read, or whose vocabulary the model does not cover."""
-    from hpc_train.data.tokenizer_folder import load_tokenizer_folder
+    from hpc_train.data.tokenizers.tokenizer_folder import load_tokenizer_folder
 
     tokens = load_tokenizer_folder(data.tokenizer, data.end_of_document).vocab_size
     _check_model_covers(model, tokens, f"data.tokenizer={data.tokenizer}")

@@ -27,8 +27,8 @@ from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, check_model_fits_data, open_samples
 from hpc_train.data.loader import BatchLoader, Loader
-from hpc_train.data.mixture import MixtureDataset
 from hpc_train.data.own_dataset import OwnStream, StreamPart
+from hpc_train.data.samples.mixture import MixtureDataset
 from hpc_train.data.stream_loader import StreamLoader
 from hpc_train.errors import EXIT_DONE, IncompleteRun, UserError
 from hpc_train.interfaces import Engine, RankMap, Task, World
@@ -187,7 +187,7 @@ def make_task_samples(config: RunConfig, data: Dataset) -> Dataset:
     """Return the data as the task of a model of transformers wants it; any other model takes it as it is."""
     if not isinstance(config.model, HfModelConfig):
         return data
-    from hpc_train.data.task_samples import ContinuationDataset, MaskedDataset
+    from hpc_train.data.samples.task_samples import ContinuationDataset, MaskedDataset
     from hpc_train.models.hf.config_file import find_mask_token, find_start_token, find_task, read_config_file
 
     file = read_config_file(config.model)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.model import TokenDataConfig
-from hpc_train.data.build import ensure_store
+from hpc_train.data.corpus.build import ensure_store
 
 
 @pytest.fixture(scope="session")

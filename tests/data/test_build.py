@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from hpc_train.config.model import TokenDataConfig
-from hpc_train.data.build import build_store, ensure_store
-from hpc_train.data.documents import BATCH_BYTES, PIECE_BYTES, iterate_batches, plan_parts, read_pieces
-from hpc_train.data.sources import find_source_files
-from hpc_train.data.text_files import recognise_files
+from hpc_train.data.corpus.build import build_store, ensure_store
+from hpc_train.data.corpus.documents import BATCH_BYTES, PIECE_BYTES, iterate_batches, plan_parts, read_pieces
+from hpc_train.data.corpus.sources import find_source_files
+from hpc_train.data.corpus.text_files import recognise_files
 from hpc_train.data.token_store import TokenStore, verify_store
-from hpc_train.data.tokenizer import load_tokenizer
+from hpc_train.data.tokenizers.tokenizer import load_tokenizer
 from hpc_train.errors import UserError
 
 
@@ -68,7 +68,7 @@ def test_the_standard_library_is_real_text_without_what_was_installed():
 def test_a_build_is_deterministic_over_processes(tmp_path, corpus, tokenizer):
     vocab_size = {"byte": 256, "bpe": 270}[tokenizer]
     program = (
-        "import sys; from hpc_train.data.build import build_store as build; "
+        "import sys; from hpc_train.data.corpus.build import build_store as build; "
         "build(sys.argv[1:2], ['.py'], *eval(sys.argv[2]))"
     )
     for out in ("one.h5", "two.h5"):
@@ -136,7 +136,7 @@ def test_bad_input_is_one_line_and_leaves_no_file(tmp_path, corpus, sources, suf
 
 UNREADABLE = """
 import os, sys
-from hpc_train.data.build import build_store as build
+from hpc_train.data.corpus.build import build_store as build
 from hpc_train.errors import UserError
 if os.geteuid() == 0:
     os.setgid(65534); os.setuid(65534)
@@ -218,7 +218,7 @@ def test_processes_that_build_at_once_agree(tmp_path, corpus):
     (corpus / "big.py").write_text("x = 1\n" * 500_000)
     program = (
         "import sys; from hpc_train.config.model import TokenDataConfig\n"
-        "from hpc_train.data.build import ensure_store as ensure\n"
+        "from hpc_train.data.corpus.build import ensure_store as ensure\n"
         "sys.stdin.read()\n"
         "print(ensure(TokenDataConfig(name='test', sources=[sys.argv[1]], cache=sys.argv[2])))"
     )

@@ -16,12 +16,12 @@ from transformers import AutoTokenizer
 
 from hpc_train.cli.main import main
 from hpc_train.config.model import TokenDataConfig
-from hpc_train.data.build import ensure_store
-from hpc_train.data.chat import make_chat_encoder
+from hpc_train.data.corpus.build import ensure_store
 from hpc_train.data.datasets import open_dataset
 from hpc_train.data.token_store import TokenStore, verify_store
-from hpc_train.data.tokenizer import load_tokenizer
-from hpc_train.data.tokenizer_folder import FolderTokenizer, load_tokenizer_folder, write_tokenizer_folder
+from hpc_train.data.tokenizers.chat import make_chat_encoder
+from hpc_train.data.tokenizers.tokenizer import load_tokenizer
+from hpc_train.data.tokenizers.tokenizer_folder import FolderTokenizer, load_tokenizer_folder, write_tokenizer_folder
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.interfaces import IGNORED_TARGET
 

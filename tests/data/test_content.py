@@ -22,8 +22,8 @@ import pytest
 
 from hpc_train.cli.main import main
 from hpc_train.config.model import TokenDataConfig
-from hpc_train.data.build import build_store, ensure_store
-from hpc_train.data.text_files import find_text_problem
+from hpc_train.data.corpus.build import build_store, ensure_store
+from hpc_train.data.corpus.text_files import find_text_problem
 from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 

@@ -15,8 +15,8 @@ from hpc_train.cli.main import main
 from hpc_train.config.model import MixtureDataConfig
 from hpc_train.data.datasets import open_dataset
 from hpc_train.data.loader import Loader
-from hpc_train.data.mixture import MixtureDataset
-from hpc_train.data.mixture_order import make_order, make_slots
+from hpc_train.data.samples.mixture import MixtureDataset
+from hpc_train.data.samples.mixture_order import make_order, make_slots
 from hpc_train.errors import EXIT_USER_ERROR
 
 LENGTH = 4

@@ -17,12 +17,12 @@ import pytest
 from pyarrow import parquet
 
 from hpc_train.cli.main import main
-from hpc_train.data import documents
-from hpc_train.data.build import StoreRecipe, build_from_recipe, build_store
+from hpc_train.data.corpus import documents
+from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe, build_store
+from hpc_train.data.corpus.sources import find_source_files
+from hpc_train.data.corpus.text_files import recognise_files
 from hpc_train.data.readers import json_lines, records
 from hpc_train.data.readers.records import MAX_RECORD_BYTES, Span
-from hpc_train.data.sources import find_source_files
-from hpc_train.data.text_files import recognise_files
 from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
@@ -276,8 +276,8 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path, monkeypatch:
 
 KILLED = """
 import os, signal, sys
-from hpc_train.data import documents, part_files
-from hpc_train.data.build import StoreRecipe, build_from_recipe
+from hpc_train.data.corpus import documents, part_files
+from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe
 documents.PART_BYTES = 1000
 write, number = part_files.PartFile.write, 0
 def count(self, how):
@@ -309,7 +309,7 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_two_builds_of_one_store_do_not_mix(tmp_path: Path) -> None:
-    from hpc_train.data.part_files import open_parts_folder
+    from hpc_train.data.corpus.part_files import open_parts_folder
 
     with open_parts_folder(tmp_path / "out.h5") as folder:
         assert folder.is_dir()

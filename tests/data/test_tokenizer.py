@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.data.tokenizer import SEPARATOR, ByteTokenizer, train_bpe
+from hpc_train.data.tokenizers.tokenizer import SEPARATOR, ByteTokenizer, train_bpe
 from hpc_train.errors import UserError
 
 TEXT = [b"def area(radius):\n    return 3.14159 * radius ** 2\n" * 20, "naïve façade, 日本語\n".encode() * 20]
@@ -47,7 +47,7 @@ def test_invalid_utf8_is_replaced():
 
 def test_the_same_text_trains_the_same_bpe_in_another_process():
     program = (
-        "import sys; from hpc_train.data.tokenizer import train_bpe;"
+        "import sys; from hpc_train.data.tokenizers.tokenizer import train_bpe;"
         f"sys.stdout.write(train_bpe([{TEXT!r}], 400).to_json())"
     )
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
@@ -63,7 +63,7 @@ def test_a_vocabulary_without_room_for_bytes_and_separator_is_refused():
 def test_without_the_package_one_line_says_how_to_get_it():
     program = (
         "import sys; sys.modules['tokenizers'] = None\n"
-        "from hpc_train.data.tokenizer import train_bpe\n"
+        "from hpc_train.data.tokenizers.tokenizer import train_bpe\n"
         "from hpc_train.errors import UserError\n"
         "try: train_bpe([], 300)\n"
         "except UserError as error: print(error)\n"

@@ -17,7 +17,7 @@ from torch import Tensor
 from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
-from hpc_train.data.build import build_store
+from hpc_train.data.corpus.build import build_store
 from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.interfaces import World

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from jobs import LONG, Workshop
 
-from hpc_train.data.build import build_store
+from hpc_train.data.corpus.build import build_store
 
 
 @pytest.fixture(scope="session")

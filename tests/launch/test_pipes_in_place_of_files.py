@@ -15,7 +15,7 @@ from hpc_train.checkpoint.format.hdf5_index import INDEX_FILE, find_index_proble
 from hpc_train.checkpoint.storage.lock import refuse_if_locked, take_lock
 from hpc_train.cli.logs import LogSelection, logs_command
 from hpc_train.config.compose import compose
-from hpc_train.data.text_files import find_text_problem
+from hpc_train.data.corpus.text_files import find_text_problem
 from hpc_train.errors import UserError
 from hpc_train.launch.cancel import read_cancel_seconds
 from hpc_train.launch.freeze import read_schedule_file

@@ -16,8 +16,8 @@ from torch import nn
 from hpc_train.cli.main import main
 from hpc_train.config.model import TokenDataConfig
 from hpc_train.data.datasets import Dataset, open_dataset
-from hpc_train.data.document_samples import DocumentPieces
-from hpc_train.data.packed_samples import PackedDocuments, pack_pieces
+from hpc_train.data.samples.document_samples import DocumentPieces
+from hpc_train.data.samples.packed_samples import PackedDocuments, pack_pieces
 from hpc_train.data.token_files import TokenFile
 from hpc_train.errors import EXIT_USER_ERROR
 from hpc_train.interfaces import IGNORED_TARGET, MicroBatch, StepBatch, World

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.data.build import build_store
+from hpc_train.data.corpus.build import build_store
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import pytest
 from slurm_client import SHAPE, SlurmCluster, dev_cluster, slurm_conf
 from sweep_client import Sweep
 
-from hpc_train.data.build import build_store
+from hpc_train.data.corpus.build import build_store
 
 HERE = Path(__file__).resolve().parent
 DOWN = 3

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from hpc_train.data.document_samples import PaddedDocuments
-from hpc_train.data.mixture_order import MixtureOrder
 from hpc_train.data.sample_order import order_samples
-from hpc_train.data.token_samples import TokenDataset
+from hpc_train.data.samples.document_samples import PaddedDocuments
+from hpc_train.data.samples.mixture_order import MixtureOrder
+from hpc_train.data.samples.token_samples import TokenDataset
 
 Indices = npt.NDArray[np.int64]
 MixtureSource: TypeAlias = TokenDataset | PaddedDocuments

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpc_train.data.documents import Part, TextPiece, iterate_batches, read_pieces, read_values
+from hpc_train.data.corpus.documents import Part, TextPiece, iterate_batches, read_pieces, read_values
 from hpc_train.data.token_store import TokenBlock, Tokens
-from hpc_train.data.tokenizer import Tokenizer
-from hpc_train.data.tokenizer_folder import FolderTokenizer
+from hpc_train.data.tokenizers.tokenizer import Tokenizer
+from hpc_train.data.tokenizers.tokenizer_folder import FolderTokenizer
 from hpc_train.errors import UserError
 
 _CHAT_BLOCK_TOKENS = 1 << 20
@@ -60,7 +60,7 @@ def tokenize_part(part: Part, how: Tokenization, left_out: LeftOut) -> Iterator[
 
 def describe_assistant_part(how: Tokenization) -> str:
     """Return how the assistant's part of a chat is found."""
-    from hpc_train.data.chat import has_marks
+    from hpc_train.data.tokenizers.chat import has_marks
 
     assert isinstance(how.tokenizer, FolderTokenizer)
     template = how.tokenizer.settings.chat_template or ""
@@ -96,7 +96,7 @@ def _refuse_zero_bytes(batch: Sequence[TextPiece], part: Part) -> None:
 
 
 def _tokenize_chats(part: Part, how: Tokenization, left_out: LeftOut) -> Iterator[TokenBlock]:
-    from hpc_train.data.chat import ASSISTANT, EncodedChat, make_chat_encoder
+    from hpc_train.data.tokenizers.chat import ASSISTANT, EncodedChat, make_chat_encoder
 
     assert isinstance(how.tokenizer, FolderTokenizer)
     encoder = make_chat_encoder(how.tokenizer)

@@ -140,7 +140,7 @@ def restore_tokenizer(name: str, tokenizer_json: str, settings_json: str) -> Tok
         return ByteTokenizer()
     if name == "bpe":
         return _make_bpe(import_tokenizers().Tokenizer.from_str(tokenizer_json))
-    from hpc_train.data.tokenizer_folder import restore_folder_tokenizer
+    from hpc_train.data.tokenizers.tokenizer_folder import restore_folder_tokenizer
 
     return restore_folder_tokenizer(tokenizer_json, settings_json)
 

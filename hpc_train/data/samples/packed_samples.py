@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.model import TokenDataConfig
-from hpc_train.data.document_samples import PADDING, DocumentPieces, copy_piece, cut_documents
+from hpc_train.data.samples.document_samples import PADDING, DocumentPieces, copy_piece, cut_documents
 from hpc_train.data.token_files import TokenSource
 from hpc_train.interfaces import DOCUMENT_STARTS, IGNORED_TARGET
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc_train.data.readers.records import first_line
 from hpc_train.data.token_store import Tokens, token_dtype
-from hpc_train.data.tokenizer import decode_text, import_tokenizers
+from hpc_train.data.tokenizers.tokenizer import decode_text, import_tokenizers
 from hpc_train.errors import UserError
 from hpc_train.regular_files import read_regular
 from hpc_train.terminal import one_line

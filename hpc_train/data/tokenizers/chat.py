@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hpc_train.data.readers.records import first_line
 from hpc_train.data.token_store import Tokens, token_dtype
-from hpc_train.data.tokenizer_folder import FolderTokenizer
+from hpc_train.data.tokenizers.tokenizer_folder import FolderTokenizer
 from hpc_train.errors import UserError
 from hpc_train.terminal import one_line
 
@@ -100,7 +100,7 @@ def make_chat_encoder(tokenizer: FolderTokenizer) -> ChatEncoder:
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
         raise UserError("chats need the package transformers: pip install 'hpc_train[hf]'") from error
-    from hpc_train.data.tokenizer import import_tokenizers
+    from hpc_train.data.tokenizers.tokenizer import import_tokenizers
 
     # A model of its own: transformers changes how it treats special tokens, which in a template are meant.
     model = import_tokenizers().Tokenizer.from_str(tokenizer.source)

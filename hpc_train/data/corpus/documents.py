@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from hpc_train.data.corpus.sources import is_of_stdlib
+from hpc_train.data.corpus.text_files import KnownFile
 from hpc_train.data.readers.formats import find_format
 from hpc_train.data.readers.records import PART_BYTES, Record, Span
-from hpc_train.data.sources import is_of_stdlib
-from hpc_train.data.text_files import KnownFile
 from hpc_train.errors import UserError
 from hpc_train.regular_files import open_to_read
 

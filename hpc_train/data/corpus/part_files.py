@@ -24,10 +24,10 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from hpc_train.data.documents import Part
+from hpc_train.data.corpus.documents import Part
+from hpc_train.data.corpus.tokenize import LeftOut, Tokenization, tokenize_part
 from hpc_train.data.token_store import VERSION, TokenBlock, token_dtype
-from hpc_train.data.tokenize import LeftOut, Tokenization, tokenize_part
-from hpc_train.data.tokenizer import restore_tokenizer
+from hpc_train.data.tokenizers.tokenizer import restore_tokenizer
 from hpc_train.errors import UserError
 
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.data.corpus.sources import SourceFile, is_of_stdlib
 from hpc_train.data.readers.formats import recognise_format
 from hpc_train.data.readers.records import FileSample
-from hpc_train.data.sources import SourceFile, is_of_stdlib
 from hpc_train.errors import UserError
 from hpc_train.regular_files import open_to_read
 

@@ -11,20 +11,20 @@ from pathlib import Path
 import xxhash
 
 from hpc_train.config.model import TokenDataConfig
-from hpc_train.data.documents import Part, iterate_batches, plan_parts, read_pieces
-from hpc_train.data.part_files import (
+from hpc_train.data.corpus.documents import Part, iterate_batches, plan_parts, read_pieces
+from hpc_train.data.corpus.part_files import (
     Progress,
     TokenizationRecipe,
     list_part_files,
     open_parts_folder,
     write_part_files,
 )
-from hpc_train.data.sources import SourceFile, find_source_files
-from hpc_train.data.text_files import recognise_files
+from hpc_train.data.corpus.sources import SourceFile, find_source_files
+from hpc_train.data.corpus.text_files import recognise_files
+from hpc_train.data.corpus.tokenize import LeftOut, Tokenization, describe_assistant_part, tokenize_part
 from hpc_train.data.token_store import VERSION, StoreHeader, TokenBlock, TokenStore, write_store
-from hpc_train.data.tokenize import LeftOut, Tokenization, describe_assistant_part, tokenize_part
-from hpc_train.data.tokenizer import BYTE_VOCAB, ByteTokenizer, Tokenizer, train_bpe
-from hpc_train.data.tokenizer_folder import load_tokenizer_folder
+from hpc_train.data.tokenizers.tokenizer import BYTE_VOCAB, ByteTokenizer, Tokenizer, train_bpe
+from hpc_train.data.tokenizers.tokenizer_folder import load_tokenizer_folder
 from hpc_train.errors import UserError
 
 BPE_TRAINING_BYTES = 1 << 28
