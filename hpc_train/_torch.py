@@ -6,10 +6,13 @@ The ones of `plan rehearse` are in _torch_rehearsal.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -24,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 from torch.utils._pytree import tree_leaves as tree_leaves  # what DDP and fully_shard see of a model's output
 from torch.utils._pytree import tree_map_only as tree_map_only  # no public way to map over their arguments
 
-from hpc_train.step_clock import StepClock
+from hpc_train.step_clock import DeviceClock, StepClock
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -68,38 +71,59 @@ def abort_process_groups() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
-def watch_waits(clock: StepClock, compiled: bool) -> Callable[[], None]:
+def watch_waits(clock: StepClock, device: torch.device, compiled: bool) -> Callable[[], None]:
     """Tell the clock of every wait for a collective in Python; returns what undoes it.
 
-    torch has no hook that sees waits of all backends, and its flight recorder sees NCCL alone. fully_shard, pipelines
-    and this project wait by Work.wait, DTensor by wait_tensor. compiled: leave wait_tensor alone, because torch.compile
-    traces into it; waits inside compiled blocks are then counted as computation.
+    torch has no hook that sees waits of all backends, and its flight recorder sees NCCL alone. Pipelines and this
+    project wait by Work.wait, DTensor by wait_tensor, and fully_shard by Work.wait on CPUs and by Stream.wait_event on
+    GPUs. device: of this rank. compiled: leave wait_tensor alone, because torch.compile traces into it; waits inside
+    compiled blocks are then counted as computation.
     """
-    functional = dist._functional_collectives
-    wait, wait_tensor = dist.Work.wait, functional.wait_tensor
-
-    def timed_wait(work: dist.Work, *arguments: Any, **named: Any) -> Any:
-        begun = clock.begin_wait()
-        try:
-            return wait(work, *arguments, **named)
-        finally:
-            clock.end_wait(begun)
-
-    def timed_wait_tensor(tensor: Tensor) -> Tensor:
-        begun = clock.begin_wait()
-        try:
-            arrived: Tensor = wait_tensor(tensor)  # type: ignore[no-untyped-call]
-            return arrived
-        finally:
-            clock.end_wait(begun)
-
-    def undo() -> None:
-        dist.Work.wait, functional.wait_tensor = wait, wait_tensor  # type: ignore[method-assign]
-
-    dist.Work.wait = timed_wait  # type: ignore[method-assign, assignment]
+    undo = [_time_calls(dist.Work, "wait", clock)]
     if not compiled:
-        functional.wait_tensor = timed_wait_tensor
-    return undo
+        undo.append(_time_calls(dist._functional_collectives, "wait_tensor", clock))
+    if device.type == "cuda":
+        undo.append(_time_calls(torch.cuda.Stream, "wait_event", clock, caller="torch.distributed.fsdp."))
+
+    def undo_all() -> None:
+        for restore in undo:
+            restore()
+
+    return undo_all
+
+
+def _time_calls(owner: Any, name: str, clock: StepClock, caller: str = "") -> Callable[[], None]:
+    """Have the clock time every call of a function that waits for a collective; returns what undoes it.
+
+    caller: count only calls from modules whose names begin so. Streams also wait for copies.
+    """
+    wait = getattr(owner, name)
+
+    def timed_wait(*arguments: Any, **named: Any) -> Any:
+        if caller and not sys._getframe(1).f_globals.get("__name__", "").startswith(caller):
+            return wait(*arguments, **named)
+        begun = clock.begin_wait()
+        try:
+            return wait(*arguments, **named)
+        finally:
+            clock.end_wait(begun)
+
+    setattr(owner, name, timed_wait)
+    return lambda: setattr(owner, name, wait)
+
+
+def make_device_clock() -> DeviceClock:
+    """Make the clock of a rank whose computation goes to the current stream of its GPU."""
+    computation, own_thread = torch.cuda.current_stream(), get_ident()
+
+    def is_own_work() -> bool:
+        # Backward runs in a thread of autograd, in the stream of the forward. The threads of saves wait for collectives
+        # of their own. Private because torch has no public way to ask whether a thread runs a backward.
+        thread = get_ident() == own_thread or torch._C._current_graph_task_id() != -1
+        own = thread and torch.cuda.current_stream() == computation
+        return own and not torch.cuda.is_current_stream_capturing()
+
+    return DeviceClock(partial(torch.cuda.Event, enable_timing=True), is_own_work)
 
 
 def record_memory_history(active: bool) -> None:

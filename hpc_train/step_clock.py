@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -53,6 +54,8 @@ class StepClock(Protocol):
 
     observer: Callable[[StepPart], None] | None
     """Called with each part that begins: a profiler's."""
+    late: bool
+    """The times of a step can be read only after one more step."""
 
     def begin(self) -> None:
         """Begin a step, in DATA."""
@@ -75,12 +78,18 @@ class StepClock(Protocol):
     def end_wait(self, begun: Any) -> None:
         """End the waiting."""
 
-    def take(self) -> StepTimes | None:
-        """Return the times of the step that ended last; None if they were not measured."""
+    def take(self) -> ReadTimes:
+        """Return what reads the times of the step that ended last: at once, or after one more step if `late`."""
+
+
+ReadTimes = Callable[[], StepTimes | None]
+"""Reads the times of one step, once; None if they were not measured, or are not there yet."""
 
 
 class SilentClock:
     """Measures nothing, where nobody reads it."""
+
+    late = False
 
     def __init__(self) -> None:
         self.observer: Callable[[StepPart], None] | None = None
@@ -101,7 +110,8 @@ class SilentClock:
 
     def end_wait(self, begun: Any) -> None: ...
 
-    def take(self) -> StepTimes | None: ...
+    def take(self) -> ReadTimes:
+        return lambda: None
 
 
 class HostClock:
@@ -109,6 +119,8 @@ class HostClock:
 
     Waits of other threads, such as those of a save in the background, do not count.
     """
+
+    late = False
 
     def __init__(self) -> None:
         self.observer: Callable[[StepPart], None] | None = None
@@ -160,9 +172,138 @@ class HostClock:
             self._times.blocked[self._part] += seconds
             self._waits.append(seconds)
 
-    def take(self) -> StepTimes | None:
-        self._times.waits, self._times.collectives = sum_bins(self._waits), len(self._waits)
-        return self._times
+    def take(self) -> ReadTimes:
+        times = self._times
+        times.waits, times.collectives = sum_bins(self._waits), len(self._waits)
+        return lambda: times
+
+
+class DeviceEvent(Protocol):
+    """A mark in the work of a device, such as torch.cuda.Event with timing."""
+
+    def record(self) -> None:
+        """Put the mark behind the work that this thread has given to the device so far."""
+
+    def query(self) -> bool:
+        """Tell, without waiting, whether the device has passed the mark."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the milliseconds from this mark to a later one. The device must have passed both."""
+
+
+@dataclass
+class _DeviceWait:
+    """A stretch of a step in which the device could only wait for other ranks, less earlier waits inside it."""
+
+    part: StepPart
+    begun: DeviceEvent
+    ended: DeviceEvent
+    inside: tuple[_DeviceWait, ...] = ()
+
+
+@dataclass
+class _DeviceStep:
+    """The marks of one step, in order of time."""
+
+    parts: list[tuple[StepPart, DeviceEvent]] = field(default_factory=list)
+    """Each part that began. The last one ends the step."""
+    waits: list[_DeviceWait] = field(default_factory=list)
+
+
+class DeviceClock:
+    """Measures a rank that computes on a GPU, by events in the stream of its computation.
+
+    The host runs ahead of the device, so its own clock says nothing of the parts. An event is passed when all work
+    before it is done: the time between two events is what the device computed and waited in between, and also the time
+    in which it had no work because the host was late. Where the stream waits for a collective, an event before and one
+    after the wait say how long it was held up.
+
+    The events of a step are read after the next one, in which the host has read a loss and so knows that the device is
+    past them. No call here waits for the device; a step whose events it has not passed is not measured.
+    """
+
+    late = True
+
+    def __init__(self, make_event: Callable[[], DeviceEvent], is_own_work: Callable[[], bool]) -> None:
+        """is_own_work: whether the calling thread gives work to the stream of this rank's computation right now."""
+        self.observer: Callable[[StepPart], None] | None = None
+        self._make_event, self._is_own_work = make_event, is_own_work
+        self._unused: list[DeviceEvent] = []
+        """Events that were read and can be recorded again: making one is ten times as dear."""
+        self._active = False
+        self._step = _DeviceStep()
+        self._bucket: tuple[DeviceEvent, int] | None = None
+        """Where the last bucket was ready, and how many waits had ended by then."""
+
+    def begin(self) -> None:
+        self._step, self._bucket, self._active = _DeviceStep(), None, True
+        self._step.parts.append((StepPart.DATA, self._mark()))
+
+    def enter(self, part: StepPart) -> None:
+        if self.observer is not None:
+            self.observer(part)
+        if self._active and self._is_own_work():
+            self._step.parts.append((part, self._mark()))
+
+    def mark_bucket(self) -> None:
+        if self._active and self._is_own_work():
+            self._bucket = self._mark(), len(self._step.waits)
+
+    def end_backward(self) -> None:
+        if self._bucket is None:
+            return
+        begun, waits = self._bucket
+        inside = tuple(self._step.waits[waits:])  # as that for the loss, which counts already
+        self._step.waits.append(_DeviceWait(self._part, begun, self._mark(), inside))
+        self._bucket = None
+
+    def end(self) -> None:
+        if self.observer is not None:
+            self.observer(StepPart.REST)
+        if self._active:
+            self._step.parts.append((StepPart.REST, self._mark()))
+        self._active = False
+
+    def begin_wait(self) -> DeviceEvent | None:
+        return self._mark() if self._active and self._is_own_work() else None
+
+    def end_wait(self, begun: DeviceEvent | None) -> None:
+        if begun is not None:
+            self._step.waits.append(_DeviceWait(self._part, begun, self._mark()))
+
+    def take(self) -> ReadTimes:
+        step, self._step = self._step, _DeviceStep()
+        return lambda: self._read(step)
+
+    @property
+    def _part(self) -> StepPart:
+        return self._step.parts[-1][0]
+
+    def _mark(self) -> DeviceEvent:
+        event = self._unused.pop() if self._unused else self._make_event()
+        event.record()
+        return event
+
+    def _read(self, step: _DeviceStep) -> StepTimes | None:
+        """Add up the times between the events of a step, which can be used again then."""
+        if not step.parts or not step.parts[-1][1].query():
+            return None  # events that are still to be passed are left to the garbage collector
+        times, blocked = StepTimes(), []
+        for (part, begun), (_, ended) in pairwise(step.parts):
+            times.seconds[part] += begun.elapsed_time(ended) / 1000
+        for wait in step.waits:
+            seconds = _read_wait(wait) - sum(map(_read_wait, wait.inside))
+            times.blocked[wait.part] += seconds
+            blocked.append(seconds)
+        times.waits, times.collectives = sum_bins(blocked), len(blocked)
+        self._unused += [event for _, event in step.parts]
+        self._unused += [event for wait in step.waits for event in (wait.begun, wait.ended)]
+        return times
+
+
+def _read_wait(wait: _DeviceWait) -> float:
+    """Return the seconds between the events of a wait."""
+    return wait.begun.elapsed_time(wait.ended) / 1000
 
 
 def sum_bins(values: list[float], bins: int = WAIT_BINS) -> list[float]:

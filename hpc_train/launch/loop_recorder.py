@@ -25,6 +25,7 @@ from typing import Any, Self
 from torch import nn
 from torch.optim import Optimizer
 
+from hpc_train._torch import make_device_clock
 from hpc_train.checkpoint.checkpointer import describe_ranks
 from hpc_train.errors import EXIT_DONE, EXIT_FAILED, UserError
 from hpc_train.interfaces import World
@@ -74,8 +75,10 @@ class LoopRecorder:
         self._directory = RunDirectory(path, path / "checkpoints")
         self._model, self._optimizer, self._steps, self._compiled = model, optimizer, steps, compiled
         world = world or describe_ranks()
-        silent = isinstance(world.clock, SilentClock) and next(model.parameters()).device.type == "cpu"
-        self._world = replace(world, clock=HostClock()) if silent else world
+        if isinstance(world.clock, SilentClock):
+            on_gpu = next(model.parameters()).device.type == "cuda"
+            world = replace(world, clock=make_device_clock() if on_gpu else HostClock())
+        self._world = world
         rank, size = self._world.rank, self._world.size
         # Ranks that no launcher started (a pool, a debugger) are tasks of one node, each with a heartbeat of its own.
         own = replace(make_single_identity(), process=rank, processes=size, local=rank)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from hpc_train._torch import make_device_clock
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.parallel import AXES, Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
@@ -121,7 +122,9 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
 
 def _make_clock(config: RunConfig, device: torch.device) -> StepClock:
     """Make the clock of a rank. The host's clock says nothing about the parts of a step on a GPU."""
-    return HostClock() if config.train.record_steps and device.type == "cpu" else SilentClock()
+    if not config.train.record_steps:
+        return SilentClock()
+    return make_device_clock() if device.type == "cuda" else HostClock()
 
 
 def make_world(

@@ -23,7 +23,7 @@ from hpc_train._torch import tree_leaves, watch_waits
 from hpc_train.cluster.local_gpus import load_nvml
 from hpc_train.interfaces import Engine, World
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
-from hpc_train.step_clock import StepClock, StepPart
+from hpc_train.step_clock import ReadTimes, StepClock, StepPart
 from hpc_train.training.step_records import RecordSum, StepRecordFile
 
 _SAMPLE_SECONDS = 2.0
@@ -48,6 +48,14 @@ class _Reading(NamedTuple):
     """Major page faults so far."""
 
 
+class _Unfinished(NamedTuple):
+    """The record of a step without the times of its parts."""
+
+    values: dict[str, Any]
+    read_times: ReadTimes
+    micro_batches: int
+
+
 class StepRecorder:
     """Records the steps of one rank. `begin` ends the record of the step before."""
 
@@ -57,12 +65,14 @@ class StepRecorder:
         self._file = StepRecordFile(path, world.rank)
         self._sum = RecordSum(lambda record: self._file.append(record, time.monotonic()))
         self._counters = NodeCounters(world.device)
-        self._operations = OperationCount(engine.parts)
+        self._operations = OperationCount(engine.parts, world.device)
         self._unhook = list(watch_forward(engine.parts, self._clock))
-        self._compiled, self._unwatch = compiled, watch_waits(self._clock, compiled)
+        self._compiled, self._unwatch = compiled, watch_waits(self._clock, world.device, compiled)
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         self._step, self._tokens, self._micro_batches = 0, 0, 1
         self._started: _Reading | None = None
+        self._unfinished: _Unfinished | None = None
+        """The record of a step whose device has yet to say how long its parts took."""
 
     def begin(self) -> None:
         """Begin a step: everything up to the next call belongs to it."""
@@ -85,11 +95,13 @@ class StepRecorder:
         try:
             yield
         finally:
-            self._unwatch = watch_waits(self._clock, self._compiled)
+            self._unwatch = watch_waits(self._clock, self._device, self._compiled)
 
     def close(self) -> None:
         """Write what waits, and measure no more."""
         self._end_record(self._read())
+        last, self._unfinished = self._unfinished, None
+        self._finish(last)
         self._sum.end()
         for undo in (*self._unhook, self._unwatch):
             undo()
@@ -121,14 +133,26 @@ class StepRecorder:
             **self._read_device_memory(),
             **self._counters.latest,
         }
-        if (times := self._clock.take()) is not None:
+        ended = _Unfinished(values, self._clock.take(), self._micro_batches)
+        if not self._clock.late:
+            self._finish(ended)
+            return
+        self._finish(self._unfinished)
+        self._unfinished = ended
+
+    def _finish(self, record: _Unfinished | None) -> None:
+        """Add the times of its parts to a record, and write it."""
+        if record is None:
+            return
+        values = record.values
+        if (times := record.read_times()) is not None:
             for part, name in _PARTS.items():
                 values[name] = times.seconds[part]
             for part, name in _BLOCKED.items():
                 values[name] = times.blocked[part]
             values["blocked_rest"] = times.blocked[StepPart.REST] + times.blocked[StepPart.UPDATE]
             values["waits"], values["collectives"] = times.waits, times.collectives
-            values["launch"] = self._operations.estimate(self._micro_batches, times.collectives)
+            values["launch"] = self._operations.estimate(record.micro_batches, times.collectives)
         self._sum.add(values)
 
     def _read_device_memory(self) -> dict[str, float]:
@@ -168,7 +192,8 @@ class OperationCount:
     costs on this machine, forward and backward together. A compiled region counts as one. Collectives count, too.
     """
 
-    def __init__(self, parts: list[nn.Module]) -> None:
+    def __init__(self, parts: list[nn.Module], device: torch.device) -> None:
+        self._device = device
         self._nodes = 0
         self._seconds_per_node: float | None = None
         self._hooks = [part.register_forward_hook(self._count) for part in parts]
@@ -183,7 +208,7 @@ class OperationCount:
             return False
         for hook in self._hooks:
             hook.remove()
-        self._seconds_per_node = measure_node_seconds()
+        self._seconds_per_node = measure_node_seconds(self._device)
         return True
 
     def estimate(self, micro_batches: int, collectives: int) -> float:
@@ -211,17 +236,22 @@ def count_nodes(roots: list[Any]) -> int:
     return len(seen)
 
 
-def measure_node_seconds(layers: int = 20, rounds: int = 5) -> float:
-    """Return the seconds that an operation takes whose work is next to nothing, forward and backward together."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(layers)))
+def measure_node_seconds(device: torch.device, layers: int = 20, rounds: int = 5) -> float:
+    """Return the seconds that an operation takes whose work is next to nothing, forward and backward together.
+
+    A GPU is not waited for: the host takes as long as this to give it the work.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(layers))).to(device)
+        inputs = torch.zeros(1, 4, device=device)
         best = float("inf")
         for _ in range(rounds):
             started = time.perf_counter()
-            out = model(torch.zeros(1, 4)).sum()
+            out = model(inputs).sum()
             out.backward()
             best = min(best, time.perf_counter() - started)
-        return best / count_nodes([model(torch.zeros(1, 4)).sum().grad_fn])
+        return best / count_nodes([model(inputs).sum().grad_fn])
 
 
 class NodeCounters:
