@@ -30,6 +30,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--chat", action="store_true", help="PATH has conversations: the assistant's turns count")
     command.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer of text (default: the model's)")
     command.add_argument("--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="default: the run's")
+    command.add_argument("--base", metavar="FOLDER", help="where the folder of the run's model.path is now")
     command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     command.add_argument("--include-path", metavar="DIR", help="folder with task files of your own")
     command.add_argument("--limit", metavar="N", type=whole_number(1), help="examples of each task (default: all)")
@@ -57,7 +58,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     a = arguments
     request = EvaluationRequest(
-        a.where, a.data, a.split, a.batches, a.batch, a.sequence_length, a.tokenizer, a.chat, a.precision
+        a.where, a.data, a.split, a.batches, a.batch, a.sequence_length, a.tokenizer, a.chat, a.precision, a.base
     )
     score = evaluate_checkpoint(request, choose_device(a.device))
     result: dict[str, Any] = {
@@ -105,7 +106,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     a = arguments
     names = [name.strip() for name in a.tasks.split(",") if name.strip()]
     options = TaskOptions(tuple(names), a.include_path, a.limit, a.shots, a.batch or 8)
-    scores = evaluate_tasks(load_model(a.where, a.tokenizer, choose_device(a.device)), options)
+    scores = evaluate_tasks(load_model(a.where, a.tokenizer, choose_device(a.device), a.base), options)
     if a.json:
         print_json({"tasks": scores})
         return 0

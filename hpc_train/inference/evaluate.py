@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpc_train.checkpoint.convert.model_config import load_run_config
+from hpc_train.checkpoint.convert.model_config import load_model_config, load_run_config
 from hpc_train.checkpoint.convert.rewrite import SavedStepTensors
 from hpc_train.checkpoint.storage.step_directory import select_weights
 from hpc_train.checkpoint.storage.step_selection import OpenStep, open_one_step
@@ -27,7 +27,7 @@ from hpc_train.data.loader import BatchLoader, Loader, SequentialLoader
 from hpc_train.data.token_files import is_token_file, open_tokens
 from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import UserError
-from hpc_train.inference.load_model import find_run_config
+from hpc_train.inference.load_model import find_run_config, refuse_base_of_folder
 from hpc_train.interfaces import Engine, World
 from hpc_train.models.hf.config_file import read_config_file
 from hpc_train.parallel.apply import build
@@ -62,6 +62,8 @@ class EvaluationRequest:
     """`data` has conversations, of which the assistant's turns count."""
     precision: str | None = None
     """fp64, fp32, bf16 or fp16; None: as in the run, fp32 for a folder."""
+    base: str | None = None
+    """Where the folder of a run's model of transformers is now; None: where the run found it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def evaluate_checkpoint(request: EvaluationRequest, device: torch.device) -> Che
 
     Raises UserError for data that the model cannot take, and CheckpointError for a damaged step.
     """
-    step, config = _open_model(request.where)
+    step, config = _open_model(request.where, request.base)
     config = _adjust_config(request, config)
     split = request.split or ("all" if request.data is not None else "validation")
     data = _open_data(config, split)
@@ -103,15 +105,16 @@ def evaluate_checkpoint(request: EvaluationRequest, device: torch.device) -> Che
     return CheckpointScore(None if step is None else step.manifest.step, data.name, split, sequences, result)
 
 
-def _open_model(where: str) -> tuple[OpenStep | None, RunConfig]:
+def _open_model(where: str, base: str | None) -> tuple[OpenStep | None, RunConfig]:
     """Return the step of a run and its configuration; of a folder of transformers, a configuration that reads it."""
     if _is_model_folder(where):
+        refuse_base_of_folder(where, base)
         read_config_file(HfModelConfig(path=where))
         plain = config_to_dict(compose(["model=hf", "model.path=.", "data=text"]))
         plain["model"] |= {"path": str(Path(where).expanduser()), "weights": "read"}
         return None, config_from_dict(plain)
     step = open_one_step(where)
-    return step, load_run_config(find_run_config(step))
+    return step, load_model_config(find_run_config(step), base)
 
 
 def _is_model_folder(where: str) -> bool:

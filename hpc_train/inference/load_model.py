@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.checkpoint.convert.merge_adapters import MergedTensors, find_adapted_layers
-from hpc_train.checkpoint.convert.model_config import encode_hf_config, load_run_config
+from hpc_train.checkpoint.convert.model_config import encode_hf_config, load_model_config
 from hpc_train.checkpoint.convert.rewrite import SavedStepTensors, TensorSource, read_whole_tensors
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep, open_one_step
@@ -36,17 +36,18 @@ class LoadedModel:
     tokenizer: Tokenizer
 
 
-def load_model(where: str, tokenizer: str | None, device: torch.device) -> LoadedModel:
+def load_model(where: str, tokenizer: str | None, device: torch.device, base: str | None = None) -> LoadedModel:
     """Load the model at `where`: a run, one of its steps, or a folder that save_pretrained made.
 
-    tokenizer: a folder to use in place of the run's own. Raises UserError for a model that generates no text, and one
-    without a tokenizer.
+    tokenizer: a folder to use in place of the run's own. base: where the folder of a run's model of transformers is.
+    Raises UserError for a model that generates no text, and one without a tokenizer.
     """
     path = Path(where).expanduser()
     if (path / "config.json").is_file():
+        refuse_base_of_folder(where, base)
         return _load_folder(path, tokenizer or where, device)
     step = open_one_step(where)
-    config = load_run_config(find_run_config(step))
+    config = load_model_config(find_run_config(step), base)
     model = _make_model(config)
     state = _read_step(step, config)
     if isinstance(config.model, TransformerConfig) and config.model.experts.count:
@@ -54,6 +55,12 @@ def load_model(where: str, tokenizer: str | None, device: torch.device) -> Loade
     else:
         _load_weights(model, state, where)
     return LoadedModel(model.to(device).eval(), _open_tokenizer(config.data, tokenizer))
+
+
+def refuse_base_of_folder(where: str, base: str | None) -> None:
+    """Raise UserError for --base beside a folder of transformers, which has its model in it."""
+    if base is not None:
+        raise UserError(f"--base: {where} is a folder of transformers itself; leave it out")
 
 
 def find_run_config(step: OpenStep) -> Path:

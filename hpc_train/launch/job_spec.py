@@ -74,12 +74,23 @@ def make_spec(
     store: the token store that it reads; code: the snapshot that it imports.
     """
     container = config_to_dict(config) | {"run_dir": str(folder.path)}
+    _make_folders_absolute(container)
     if store is not None:
         container["data"]["path"] = str(store.absolute())
     if is_schedule_file(config.parallel.pipeline):
         container["parallel"]["pipeline"]["schedule"] = str(folder.schedule)
     frozen = (str(code.path), list(code.sources)) if code else ("", [])
     return JobSpec(str(folder.path), ranks, degrees, container, *frozen)
+
+
+def _make_folders_absolute(container: dict[str, Any]) -> None:
+    """Let `generate`, `eval` and a resume find the folders of the model and the tokenizer from anywhere, in place."""
+    model, data = container["model"], container["data"]
+    if model["kind"] == "hf":
+        model["path"] = str(Path(model["path"]).expanduser().absolute())
+    tokenizer = data.get("tokenizer")
+    if tokenizer and tokenizer not in ("byte", "bpe") and Path(tokenizer).expanduser().is_dir():
+        data["tokenizer"] = str(Path(tokenizer).expanduser().absolute())
 
 
 def read_spec(path: Path) -> JobSpec:

@@ -199,12 +199,25 @@ def check_same_config(directory: RunDirectory, config: RunConfig) -> None:
     differing = [key for key in sorted(old | new) if not _MAY_DIFFER.match(key) and old.get(key) != new.get(key)]
     if not (old.get("data.path") and new.get("data.path")):
         differing = [key for key in differing if key != "data.path"]  # built by the ranks: the sources say what it is
+    if _has_moved(old.get("model.path"), new.get("model.path")):  # with a tokenizer in it, perhaps
+        moved = {"model.path"} | ({"data.tokenizer"} if old.get("data.tokenizer") == old["model.path"] else set())
+        differing = [key for key in differing if key not in moved]
     if differing:
         shown = ", ".join(f"{key} is {new.get(key)} and was {old.get(key)}" for key in differing[:3])
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise UserError(
             f"run_dir={directory.path}: holds another run: {shown}{more}; use a new run_dir, or the old values"
         )
+
+
+def _has_moved(old: str | None, new: str | None) -> bool:
+    """Whether a model's folder is no longer where it was, or was given relative to a folder: then a new path may be it.
+
+    The checkpoint has the weights, or a digest of them: a folder of another model is noticed when the step is loaded.
+    """
+    if not old or not new:
+        return False
+    return not Path(old).expanduser().is_dir() or Path(old).expanduser().absolute() == Path(new).expanduser().absolute()
 
 
 def _flatten(node: Any, path: str = "") -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from hpc_train.checkpoint.convert import dcp, model_config, peft_files, safetensors_files
 from hpc_train.checkpoint.convert.averaged_weights import AveragedTensors, check_average
 from hpc_train.checkpoint.convert.merge_adapters import MergedTensors, find_adapted_layers, read_adapters
-from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, load_run_config
+from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, load_model_config, load_run_config
 from hpc_train.checkpoint.convert.rewrite import OnBytes, Progress, SavedStepTensors, TensorSource
 from hpc_train.checkpoint.format.hdf5_layout import dtype_name, parse_dtype
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
@@ -43,6 +43,8 @@ class ExportOptions:
     """Add the adapters to the weights they change."""
     averaged: bool = False
     """Write the moving average of the weights in their place."""
+    base: str | None = None
+    """Where the folder of a model of transformers is now; None: where the run found it."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def _write_files(
             return safetensors_files.write_safetensors(
                 folder, source, groups, lambda state: safetensors_files.cast_state(state, dtype), on_bytes
             )
-        return _write_hugging_face(folder, source, tensors, _config_of_step(options, step).model, dtype, on_bytes)
+        model = _config_of_step(options, step, builds_model=True).model
+        return _write_hugging_face(folder, source, tensors, model, dtype, on_bytes)
 
 
 def _select_tensors(step: OpenStep, options: ExportOptions) -> list[SavedTensor]:
@@ -167,8 +170,8 @@ def _group_by_block(tensors: list[SavedTensor]) -> list[list[SavedTensor]]:
     return list(groups.values())
 
 
-def _config_of_step(options: ExportOptions, step: OpenStep) -> RunConfig:
+def _config_of_step(options: ExportOptions, step: OpenStep, builds_model: bool = False) -> RunConfig:
     file = options.config or CheckpointTarget(step.directory).run / "config.yaml"
     if not options.config and not file.is_file():
         raise UserError(f"{file}: is not there, and it says which model this is; give it with --config FILE")
-    return load_run_config(file)
+    return (load_model_config if builds_model else load_run_config)(file, options.base)

@@ -15,10 +15,11 @@ import torch
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
-from hpc_train.config.compose import config_from_dict
+from hpc_train.config.compose import config_from_dict, config_to_dict
 from hpc_train.config.model import (
     CustomModelConfig,
     ExpertsConfig,
+    HfModelConfig,
     LatentConfig,
     ModelConfig,
     TransformerConfig,
@@ -332,14 +333,44 @@ def _refuse_unknown(body: Mapping[str, Any], key: str, supported: set[Any], defa
         raise UserError(f"config.json: {key} is {value!r}; our model has {' or '.join(map(repr, sorted(supported)))}")
 
 
-def load_run_config(file: Path) -> RunConfig:
-    """Load the config.yaml of a run. Raises UserError if it is not one."""
+def load_run_config(file: Path, base: str | None = None) -> RunConfig:
+    """Load the config.yaml of a run. Raises UserError if it is not one.
+
+    base: where the folder of a model of transformers is now, if it is not where it was.
+    """
     try:
-        return config_from_dict(load_run_file(file))
+        config = config_from_dict(load_run_file(file))
+        return config if base is None else _move_base(config, base)
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); give the config.yaml of a run") from error
     except (OmegaConfBaseException, AssertionError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: is not the config.yaml of a run ({type(error).__name__})") from error
+
+
+def load_model_config(file: Path, base: str | None = None) -> RunConfig:
+    """Load the config.yaml of a run whose model is about to be built. See load_run_config.
+
+    Raises UserError, with what to do, if the folder of a model of transformers has moved.
+    """
+    config = load_run_config(file, base)
+    model = config.model
+    if isinstance(model, HfModelConfig) and not Path(model.path).expanduser().is_dir():
+        raise UserError(
+            f"{file}: its model is that of model.path={model.path}, which is not there; say where this folder is now "
+            "with --base FOLDER"
+        )
+    return config
+
+
+def _move_base(config: RunConfig, base: str) -> RunConfig:
+    """Let the model, and a tokenizer from the same folder, be read from `base`."""
+    if not isinstance(config.model, HfModelConfig):
+        raise UserError(f"--base: model={config.model.name} is not read from a folder of transformers; leave it out")
+    plain, before = config_to_dict(config), config.model.path
+    plain["model"]["path"] = str(Path(base).expanduser().absolute())
+    if plain["data"].get("tokenizer") == before:
+        plain["data"]["tokenizer"] = plain["model"]["path"]
+    return config_from_dict(plain)
 
 
 def check_tensors_fit_model(tensors: Iterable[SavedTensor], config: ModelConfig, where: str) -> None:

@@ -144,7 +144,9 @@ def _add_export(commands: CommandGroup) -> None:
         format = "adapter" if arguments.adapter else arguments.format or ("hf" if arguments.merged else None)
         if format is None:
             command.error("give --format, --adapter or --merged")
-        options = ExportOptions(format, arguments.weights, arguments.dtype, config, arguments.merged, arguments.average)
+        options = ExportOptions(
+            format, arguments.weights, arguments.dtype, config, arguments.merged, arguments.average, arguments.base
+        )
         return export_command(arguments.dir, arguments.out, options, arguments.json)
 
     summary = "write a step in the format of another library"
@@ -172,6 +174,7 @@ def _add_export(commands: CommandGroup) -> None:
         metavar="FILE",
         help="hf, --adapter, --merged: the run's config.yaml, if it is not in the run directory",
     )
+    command.add_argument("--base", metavar="FOLDER", help="where the folder of the run's model.path is now")
     add_examples(
         command,
         "hpc-train checkpoint export runs/first hf_model --format hf --dtype bfloat16",

@@ -90,7 +90,10 @@ def read_config_file(config: HfModelConfig) -> ConfigFile:
     folder = Path(config.path).expanduser()
     file = folder / "config.json"
     if not folder.is_dir():
-        raise UserError(f"model.path={config.path}: no such folder; give one that save_pretrained of transformers made")
+        raise UserError(
+            f"model.path={config.path}: no such folder; give one that save_pretrained of transformers made, or "
+            "of a run whose folder has moved, where it is now"
+        )
     try:
         body = json.loads(read_regular(file, _MAX_BYTES, follow=True))
     except FileNotFoundError:
