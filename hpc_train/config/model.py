@@ -282,8 +282,10 @@ class MixtureDataConfig(DataConfig):
     """Tokens of the run after which weights change, once for each entry."""
     later_weights: list[float] = config_field(default=[])
     """Weights from there on: those of every source for the first entry of later_tokens, then for the second, ..."""
-    samples: str | None = config_field(default=None, choices=("stream", "padded"))
+    samples: str | None = config_field(default=None, choices=("stream", "padded", "packed"))
     """As of data=text, for all sources."""
+    separator: int | None = config_field(default=None, ge=0)
+    """As of data=tokens, for all sources that do not say where documents begin."""
     dtype: str | None = config_field(default=None, choices=("uint16", "uint32"))
     """As of data=tokens, for all sources that are raw tokens."""
     vocab_size: int = config_field(default=256, ge=256, le=1 << 31)

@@ -22,8 +22,8 @@ from hpc_train.config.model import (
     VisionTransformerConfig,
 )
 from hpc_train.data.own_dataset import OwnStream, StreamPart, open_own_dataset
-from hpc_train.data.samples.document_samples import PaddedDocuments, open_padded_documents
-from hpc_train.data.samples.mixture import MixtureDataset
+from hpc_train.data.samples.document_samples import open_padded_documents
+from hpc_train.data.samples.mixture import MixtureDataset, MixtureSource
 from hpc_train.data.samples.mixture_order import list_sources, make_config_order
 from hpc_train.data.samples.packed_samples import open_packed_documents
 from hpc_train.data.samples.token_samples import TokenDataset
@@ -74,8 +74,6 @@ def open_dataset(config: DataConfig, sequence_length: int, split: Split) -> Data
     """
     if split == "validation" and config.validation_fraction == 0:
         raise UserError("data.validation_fraction=0 leaves nothing to evaluate on: raise it, or set train.eval_every=0")
-    if isinstance(config, TokenDataConfig) and config.samples == "packed":
-        return open_packed_documents(config, open_tokens(config), sequence_length, split)
     if isinstance(config, TokenDataConfig):
         return open_token_dataset(config, sequence_length, split)
     if isinstance(config, MixtureDataConfig):
@@ -103,10 +101,11 @@ def require_indexed(data: Dataset | OwnStream) -> Dataset:
     return data
 
 
-def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Split) -> TokenDataset | PaddedDocuments:
-    """Open one split of a token dataset that is not packed: its tokens, and where the split begins and ends in them."""
-    assert config.samples != "packed"
+def open_token_dataset(config: TokenDataConfig, sequence_length: int, split: Split) -> MixtureSource:
+    """Open one split of a token dataset: its tokens, and where the split begins and ends in them."""
     store = open_tokens(config)
+    if config.samples == "packed":
+        return open_packed_documents(config, store, sequence_length, split)
     samples = config.samples or ("stream" if store.counted is None else "padded")
     if samples == "padded":
         return open_padded_documents(config, store, sequence_length, split)

@@ -183,7 +183,7 @@ def check_model_and_data(config: RunConfig) -> None:
         check_task_and_data(model, data)
     if config.parallel.sync_batchnorm and not isinstance(model, (CustomModelConfig, HfModelConfig)):
         raise UserError(f"parallel.sync_batchnorm=true: model={model.name} has no BatchNorm; leave it out")
-    if isinstance(data, TokenDataConfig) and data.samples == "packed":
+    if isinstance(data, (TokenDataConfig, MixtureDataConfig)) and data.samples == "packed":
         _check_packing(config)
     if isinstance(data, TokenDataConfig) and data.path is None:
         _check_vocabulary(model, data)

@@ -63,9 +63,10 @@ class Ended:
     """This rank's part of parameters and optimizer state."""
 
 
-def small(store: Path, run_dir: Path, *overrides: str) -> RunConfig:
-    """A run of six steps of a tiny model."""
-    return compose([*SMALL, f"data.path={store}", f"run_dir={run_dir}", *overrides])
+def small(store: Path | None, run_dir: Path, *overrides: str) -> RunConfig:
+    """A run of six steps of a tiny model. store: its data; None: the overrides say which."""
+    data = [f"data.path={store}"] if store else []
+    return compose([*SMALL, *data, f"run_dir={run_dir}", *overrides])
 
 
 def run(config: RunConfig, ranks: int = 2, asked: dict[int, int] | None = None) -> list[Ended]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hpc_train.data.sample_order import order_samples
 from hpc_train.data.samples.document_samples import PaddedDocuments
 from hpc_train.data.samples.mixture_order import MixtureOrder
+from hpc_train.data.samples.packed_samples import PackedDocuments
 from hpc_train.data.samples.token_samples import TokenDataset
 
+if TYPE_CHECKING:
+    from hpc_train.interfaces import ModelInputs
+
 Indices = npt.NDArray[np.int64]
-MixtureSource: TypeAlias = TokenDataset | PaddedDocuments
+MixtureSource: TypeAlias = TokenDataset | PaddedDocuments | PackedDocuments
 
 
 @dataclass(frozen=True)
@@ -36,18 +42,15 @@ class MixtureDataset:
             return order_samples(seed, len(self), start, count)
         return self.mixture.order(seed, start, count)
 
-    def get(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, two int64 tensors of shape (indices, T)."""
+    def get(self, indices: Indices) -> tuple[ModelInputs, Tensor]:
+        """Return inputs (of packed samples, several by name) and targets: int64 tensors of shape (indices, T)."""
         bounds = np.cumsum([0, *(len(source) for source in self.sources)])
         owner = np.searchsorted(bounds, indices, side="right") - 1
-        rows: list[tuple[Tensor, Tensor]] = []
-        for source in np.unique(owner):
-            rows.append(self.sources[source].get(indices[owner == source] - bounds[source]))
-        inputs, targets = (rows[0][part].new_empty(len(indices), self.tokens_per_sample) for part in (0, 1))
-        for source, (its_inputs, its_targets) in zip(np.unique(owner), rows, strict=True):
-            places = np.flatnonzero(owner == source)
-            inputs[places], targets[places] = its_inputs, its_targets
-        return inputs, targets
+        parts = [(np.flatnonzero(owner == source), source) for source in np.unique(owner)]
+        rows = [self.sources[source].get(indices[places] - bounds[source]) for places, source in parts]
+        # The sources' rows one after another, put back to where they were asked for.
+        back = torch.from_numpy(np.argsort(np.concatenate([places for places, _ in parts])))
+        return _join_inputs([inputs for inputs, _ in rows], back), torch.cat([targets for _, targets in rows])[back]
 
     def describe_run(self, samples: int) -> list[str]:
         """Say what share each source has of a run, and how often it is read."""
@@ -76,3 +79,13 @@ class MixtureDataset:
     @property
     def unigram_entropy(self) -> None:
         return None
+
+
+def _join_inputs(parts: Sequence[ModelInputs], order: Tensor) -> ModelInputs:
+    """Join rows of several sources, all of them tensors or all of them tensors of the same names."""
+    joined: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for name, tensor in (part if isinstance(part, dict) else {"": part}).items():
+            joined.setdefault(name, []).append(tensor)
+    inputs = {name: torch.cat(tensors)[order] for name, tensors in joined.items()}
+    return inputs if isinstance(parts[0], dict) else inputs[""]

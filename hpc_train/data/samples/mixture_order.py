@@ -103,6 +103,7 @@ def list_sources(config: MixtureDataConfig) -> list[TokenDataConfig]:
             dtype=config.dtype,
             vocab_size=config.vocab_size,
             samples=config.samples,
+            separator=config.separator,
             validation_fraction=config.validation_fraction,
         )
         for path in config.paths
