@@ -24,6 +24,7 @@ from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_REQUEUE, EXIT_US
 from hpc_train.launch.elastic import find_smaller_size
 from hpc_train.launch.failures import EXIT_CODES, FirstError, find_first_error
 from hpc_train.launch.job_spec import read_spec
+from hpc_train.launch.slurm.time_limit import SLURM_EARLY_SECONDS, read_time_left
 from hpc_train.launch.slurm.waiting_time import estimate_wait, fit_requeue
 from hpc_train.launch.state.run_facts import read_events
 from hpc_train.resilience.exclusion import (
@@ -67,6 +68,8 @@ class Allocation:
     """How many the ranks need."""
     can_requeue: bool = False
     """Or, in a chain, whether another job may go on."""
+    enough_time: bool = True
+    """See Policy.enough_time."""
 
     def usable(self, excluded: Iterable[str]) -> list[str]:
         """Return the nodes that the ranks may start on."""
@@ -117,10 +120,12 @@ def decide_after_failure(
         f"{len(choice.start)} of {allocation.wanted} nodes" if choice and fewer else "",
         allocation.can_requeue,
         "in the next job of the chain" if config.launch.chain > 1 else "by a requeue",
+        allocation.enough_time,
     )
     history = read_history(events, attempt, first_attempt, saved)
     decision = decide_after_fault(fault, history, saved, policy)
-    _record_decision(config, folder, attempt, fault, decision)
+    if not {"restart", "gave_up"} & own.keys():
+        _record_decision(config, folder, attempt, fault, decision)
     if choice is not None and decision.action is Action.REQUEUE and config.resilience.act:
         choice = fit_choice(config, folder, allocation.wanted, choice)
     if choice is not None:
@@ -193,13 +198,16 @@ def record_strikes(run: Path, attempt: int, fault: Fault, allocation: Allocation
     """Record what a fault says about nodes; on one machine there is nothing to choose between."""
     if not allocation.nodes:
         return
-    for host in allocation.lost:
-        append_strike(run, Strike(host, HARDWARE, "does not answer", attempt))
+    strikes = [Strike(host, HARDWARE, "does not answer", attempt) for host in allocation.lost]
     if fault.cause in (Cause.HANG, Cause.KILLED, Cause.SLOW_NODE, Cause.DISAGREE) and fault.host:
         name = _full_name(fault.host, allocation.nodes)
         weight = SOFTWARE if fault.cause in (Cause.HANG, Cause.KILLED) else HARDWARE
         if name is not None and name not in allocation.lost:
-            append_strike(run, Strike(name, weight, fault.text, attempt))
+            strikes.append(Strike(name, weight, fault.text, attempt))
+    recorded = {(strike.host, strike.evidence, strike.attempt) for strike in read_strikes(run)}
+    for strike in strikes:  # once, also where a process that decided about this attempt before was killed
+        if (strike.host, strike.evidence, strike.attempt) not in recorded:
+            append_strike(run, strike)
 
 
 def _full_name(host: str, nodes: Iterable[str]) -> str | None:
@@ -253,6 +261,8 @@ def read_history(events: Iterable[Mapping[str, Any]], attempt: int, first_attemp
         kind = event["event"]
         if kind in ("checkpoint", "submit") or event["attempt"] < first_attempt:
             signatures = []
+        elif kind == "restart" and event["attempt"] == attempt:
+            continue  # by a process that decided about this attempt before, and was killed
         elif kind == "restart" and event.get("action") in (Action.RESTART.value, Action.REQUEUE.value):
             signatures.append(str(event.get("signature", event.get("cause"))))
         elif kind in ("start", "resume") and event["attempt"] == attempt:
@@ -265,7 +275,10 @@ def read_allocation(config: RunConfig, env: Mapping[str, str], lost: str, wanted
     nodes = tuple(expand_hostlist(env["SLURM_JOB_NODELIST"]))
     last = int(env.get("SLURM_RESTART_COUNT", "0")) + 1 >= config.launch.max_attempts
     names = (_full_name(host, nodes) for host in lost.split())
-    return Allocation(nodes, tuple(name for name in names if name), wanted, not last or config.launch.chain > 1)
+    can_requeue = not last or config.launch.chain > 1
+    left = read_time_left(env["SLURM_JOB_ID"])
+    enough_time = left is None or left > config.launch.signal_seconds + SLURM_EARLY_SECONDS
+    return Allocation(nodes, tuple(name for name in names if name), wanted, can_requeue, enough_time)
 
 
 def main(run: str, attempt: str, code: str, lost: str = "") -> int:

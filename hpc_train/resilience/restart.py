@@ -100,6 +100,8 @@ class Policy:
     """Whether the job may go back to the queue, or another one of its chain may go on."""
     by: str = "by a requeue"
     """How the run gets other nodes."""
+    enough_time: bool = True
+    """Whether the job is not about to be asked to stop before its time limit."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,10 @@ def decide_after_fault(fault: Fault, history: History, saved: int | None, policy
         return Decision(Action.END, "the same would come again: no checkpoint was saved since the last start")
     place = f"from step {saved}" if saved is not None else "from the beginning"
     count = f"restart {used + 1} of {policy.restarts} without a newer save"
-    if policy.enough_nodes:
+    if policy.enough_nodes and (policy.enough_time or not policy.can_requeue):
         fewer = f" on {policy.fewer_nodes}" if policy.fewer_nodes else ""
         return Decision(Action.RESTART, f"starting again {place}{fewer} ({count})")
     if policy.can_requeue:
-        return Decision(Action.REQUEUE, f"going on {place} on other nodes, {policy.by} ({count})")
+        why = "on other nodes" if not policy.enough_nodes else "as the time limit of this job is near"
+        return Decision(Action.REQUEUE, f"going on {place} {why}, {policy.by} ({count})")
     return Decision(Action.END, "too few nodes are left, and the job may not be requeued (launch.max_attempts)")

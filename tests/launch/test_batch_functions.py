@@ -68,3 +68,52 @@ def test_the_functions_stand_whole_in_the_script_that_is_submitted(tmp_path: Pat
 def test_a_result_is_written_once(tmp_path: Path) -> None:
     lines = f'logs="{tmp_path}" why=first; write_result 3; why=second; write_result 4; cat "$logs/result.json"'
     assert '"exit_code": 3, "then": "", "why": "first"' in run_functions(lines)
+
+
+def test_a_controller_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
+    """Three answers of Slurm 22.05 in a row: two while its controller is away, and one when it is back."""
+    calls = tmp_path / "calls"
+    squeue = f"""squeue() {{
+      echo x >>{calls}
+      case $(wc -l <{calls}) in
+        1) echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; return 1 ;;
+        2) echo "slurm_load_jobs error: Socket timed out on send/recv operation" >&2; return 1 ;;
+        *) echo "RUNNING None" ;;
+      esac
+    }}"""
+    assert run_functions(f'sleep() {{ :; }}; {squeue}; job=1; echo "<$(read_job_state)>"') == "<RUNNING None>"
+    assert calls.read_text().count("x") == 3
+
+
+def test_what_the_controller_refuses_is_not_asked_again(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    refuses = f'scontrol() {{ echo x >>{calls}; echo "Invalid job id specified" >&2; return 1; }}'
+    assert run_functions(f"{refuses}; ask_slurm scontrol requeue 1; echo $?") == "1"
+    assert calls.read_text() == "x\n"
+    waits = 'squeue() { echo "Socket timed out" >&2; return 1; }; slurm_patience=-1'
+    assert run_functions(f'{waits}; ask_slurm squeue 2>&1; echo "$?"') == "Socket timed out\n1"
+
+
+def test_a_decision_is_made_again_where_the_process_that_makes_it_was_killed(tmp_path: Path) -> None:
+    settings = f"run={tmp_path} attempt=0 code=137 logs={tmp_path}"
+    killed_once = f"echo $* >>{tmp_path}/calls; [ $(wc -l <{tmp_path}/calls) -gt 1 ] || kill -9 $$; exit 75"
+    assert run_functions(f"{settings}; hpc_restart=(bash -c '{killed_once}' _); decide node2; echo $?") == "75"
+    assert (tmp_path / "calls").read_text() == f"{tmp_path} 0 137 node2\n" * 2
+    assert run_functions(f"{settings}; hpc_restart=(bash -c 'kill -9 $$'); decide; echo $?") == "137"
+
+
+def test_a_supervisor_that_is_killed_or_stopped_is_started_again_as_long_as_there_are_ranks(tmp_path: Path) -> None:
+    """Fifteen are killed, and the next one is stopped."""
+    calls = tmp_path / "calls"
+    watcher = f"""echo x >>{calls}
+      case $(wc -l <{calls}) in
+        16) kill -STOP $$ ;;
+        17) exit 0 ;;
+        *) kill -9 $$ ;;
+      esac"""
+    quick = "sleep() { command sleep 0.02; }"
+    lines = f"{quick}; logs={tmp_path} hpc_watch=(bash -c '{watcher}'); keep_watching $$ 2>/dev/null; wc -l <{calls}"
+    assert run_functions(lines) == "17"
+    calls.unlink()
+    gone = f"{quick}; logs={tmp_path} hpc_watch=(bash -c 'echo x >>{calls}; kill -9 $$'); (exit 0) & wait"
+    assert run_functions(f"{gone}; keep_watching $! 2>/dev/null; ls {tmp_path}") == ""

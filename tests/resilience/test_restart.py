@@ -30,6 +30,8 @@ EXCEPTION = Fault(Cause.EXCEPTION, "n1", "RuntimeError: step 17 of /home/me/x.py
         (Fault(Cause.LOST_NODE, "n2"), 10, Policy(3), Action.RESTART),
         (Fault(Cause.LOST_NODE, "n2"), 10, Policy(3, enough_nodes=False, can_requeue=True), Action.REQUEUE),
         (Fault(Cause.LOST_NODE, "n2"), 10, Policy(3, enough_nodes=False), Action.END),
+        (KILLED, 10, Policy(3, can_requeue=True, enough_time=False), Action.REQUEUE),
+        (KILLED, 10, Policy(3, enough_time=False), Action.RESTART),
         (EXCEPTION, 20, Policy(3), Action.RESTART),
         (EXCEPTION, 10, Policy(3), Action.END),
         (Fault(Cause.MEMORY), 10, Policy(3), Action.END),

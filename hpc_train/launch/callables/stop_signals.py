@@ -6,12 +6,9 @@ A preempted job always goes on; one that is out of time only as often as was ask
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
 import time
 from types import FrameType
-from typing import Any
 
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import DelayedSubmission, UncompletedJobError
@@ -19,13 +16,11 @@ from submitit.core.utils import DelayedSubmission, UncompletedJobError
 from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.callables import calls
 from hpc_train.launch.callables.calls import save_pickle
+from hpc_train.launch.slurm.time_limit import SLURM_EARLY_SECONDS, read_time_left
 from hpc_train.runtime.processes import STOP_SIGNALS, StopRequest
 
 SIGNAL_SECONDS_VARIABLE = "HPC_TRAIN_SIGNAL_SECONDS"
 """Environment variable: seconds before the time limit at which the job is told to stop."""
-_SLURM_EARLY_SECONDS = 65.0
-"""Seconds by which Slurm's signal may come before its time (sbatch(1), --signal)."""
-_TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
 def requeue_marker_name(job_id: str) -> str:
@@ -93,22 +88,7 @@ class StopSignalHandler:
         if self._env.cluster != "slurm":
             limit = float(os.environ.get("SUBMITIT_LOCAL_TIMEOUT_S") or "0")
             return limit > 0 and time.monotonic() - self._start >= limit - notice - 2
-        seconds_left = _seconds_left(self._env.job_id)
+        seconds_left = read_time_left(self._env.job_id)
         if seconds_left is None:
             seconds_left = 60.0 * self._delayed._timeout_min - (time.monotonic() - self._start)
-        return seconds_left <= notice + _SLURM_EARLY_SECONDS
-
-
-def _seconds_left(job_id: str) -> float | None:
-    """Return the seconds until the job's time limit, as Slurm has it now; None without squeue, as in a container."""
-    try:
-        process: Any = subprocess.run(
-            ["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = _TIME_LEFT.fullmatch(process.stdout.strip())
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+        return seconds_left <= notice + SLURM_EARLY_SECONDS

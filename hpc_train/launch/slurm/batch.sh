@@ -195,12 +195,36 @@ run_ranks() {
   return "${code:-0}"
 }
 
-# keep_watching RANKS: the supervisor is started again if it was killed, ten times at most.
+# keep_watching RANKS: the supervisor is started again where it has ended before the ranks, after a pause that grows.
 keep_watching() {
+  local pause=1 second watcher guard code
   outlive_stop_signals
-  for _ in {1..10}; do
-    "${hpc_watch[@]}" "$logs" "$1" && return
-    sleep 1
+  while kill -0 "$1" 2>/dev/null; do
+    "${hpc_watch[@]}" "$logs" "$1" &
+    watcher=$!
+    end_if_stopped "$watcher" &
+    guard=$!
+    wait_for "$watcher" && code=0 || code=$?
+    kill "$guard" 2>/dev/null
+    [ "$code" -ne 0 ] || return 0
+    for ((second = 0; second < pause; second++)); do
+      kill -0 "$1" 2>/dev/null || return 0
+      sleep 1
+    done
+    pause=$((pause < 16 ? 2 * pause : 30))
+  done
+}
+
+# end_if_stopped PROCESS: kill it where it is stopped for ten seconds, by SIGSTOP or a debugger: it would watch nobody.
+end_if_stopped() {
+  local line state stopped=0
+  while sleep 5 && read -r line 2>/dev/null <"/proc/$1/stat"; do
+    state="${line##*) }"
+    case "$state" in
+      [Tt]*) stopped=$((stopped + 1)) ;;
+      *) stopped=0 ;;
+    esac
+    [ "$stopped" -lt 2 ] || kill -KILL "$1"
   done
 }
 
@@ -260,19 +284,32 @@ settle_attempt() {
 
 # decide_after_fault LOST: start again in this job, go back to the queue without the nodes that are to blame, or end.
 decide_after_fault() {
-  local lost="$1" reason
+  local lost="$1"
   ! outlives_nodes || lost="$(find_lost_nodes "$SLURM_JOB_NODELIST")"
-  "${hpc_restart[@]}" "$run" "$attempt" "$code" "$lost"
+  decide "$lost"
   case $? in
     0) next=restart ;;
-    "$exit_requeue") stopped=1 ;;
-    "$exit_no_requeue")
-      reason="$(tr -cd 'A-Za-z0-9 ._/:,()+@=#-' <"$logs/decision" | cut -c 1-300)"
-      code="$exit_no_requeue" why="$reason" stopped=""
-      ;;
+    "$exit_requeue") stopped=1 why="${why:-$(read_decision)}" ;;
+    "$exit_no_requeue") code="$exit_no_requeue" why="$(read_decision)" stopped="" ;;
     *) ;; # a node that is lost has nothing to do with the program, also where nobody can decide
   esac
-  [ -n "$next" ] || [ -z "$stopped" ] || { why="${why:-nodes of the job are left out}" && continue_after_stop; }
+  [ -n "$next" ] || [ -z "$stopped" ] || continue_after_stop
+}
+
+# Print why, in characters that a JSON string can hold.
+read_decision() {
+  tr -cd 'A-Za-z0-9 ._/:,()+@=#-' <"$logs/decision" | cut -c 1-300
+}
+
+# decide LOST: run the command that decides, and again if it was killed, as where the memory of this node is short.
+decide() {
+  local answer
+  for _ in 1 2 3; do
+    "${hpc_restart[@]}" "$run" "$attempt" "$code" "$1"
+    answer=$?
+    [ "$answer" -gt 128 ] || break
+  done
+  return "$answer"
 }
 
 # The next job of the chain goes on, or else this one.
@@ -316,7 +353,7 @@ list_changes() {
 requeue_job() {
   list_changes
   trap '' TERM USR2
-  scontrol requeue "$job"
+  ask_slurm scontrol requeue "$job"
   [ "${#changes[@]}" -gt 0 ] || return 0
   for _ in {1..50}; do
     scontrol update jobid="$job" "${changes[@]}" 2>/dev/null && return
@@ -441,6 +478,6 @@ finish_points() {
     [ "$code" -ne 0 ] || code="${code_of_point:-1}"
     ! grep -q '"then": "requeue"' "$logs/result.json" 2>/dev/null || requeue=1
   done
-  [ -z "$requeue" ] || scontrol requeue "$job"
+  [ -z "$requeue" ] || ask_slurm scontrol requeue "$job"
   exit "$code"
 }

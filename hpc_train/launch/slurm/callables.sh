@@ -44,7 +44,7 @@ requeue_calls() {
   [ "${state%% *}" = RUNNING ] || return 0
   if may_run_again; then
     echo "hpc_train: requeued: $1"
-    scontrol requeue "$job"
+    ask_slurm scontrol requeue "$job"
   else
     echo "hpc_train: not run again: $hpc_max_attempts runs were allowed"
   fi

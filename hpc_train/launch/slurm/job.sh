@@ -8,6 +8,8 @@
 exit_requeue=75 exit_no_requeue=93
 # A task that a stop signal (USR2, TERM) ended before its handler was installed; Slurm's own rules do not requeue it.
 stopped_early_usr2=140 stopped_early_term=143
+# Seconds for which a controller of Slurm that does not answer is asked again.
+slurm_patience=900
 
 job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
 job="${job:-$SLURM_JOB_ID}"
@@ -40,10 +42,25 @@ list_down_nodes() {
   sinfo -h -N -n "$1" -o '%N %T' | awk '$2 ~ /[*]|^down|^fail/ { print $1 }'
 }
 
+# ask_slurm COMMAND...: once more every few seconds while the controller does not answer. It may be restarted at any time,
+# and a job that takes its silence for an answer would end, where it only has to wait.
+ask_slurm() {
+  local error code end=$((SECONDS + slurm_patience))
+  while :; do
+    code=0
+    { error="$("$@" 2>&1 1>&3 3>&-)" || code=$?; } 3>&1
+    if [ "$code" -eq 0 ] || [ "$SECONDS" -ge "$end" ]; then break; fi
+    grep -qiE 'unable to contact slurm controller|timed out' <<<"$error" || break
+    sleep 5
+  done
+  [ -z "$error" ] || printf '%s\n' "$error" >&2
+  return "$code"
+}
+
 # Print the state of this job, and Slurm's reason. A job that was cancelled, or is requeued by Slurm, gets the signals of
 # a stop, too: it is no longer RUNNING.
 read_job_state() {
-  squeue -h -j "$job" -o '%T %r' | head -n 1 | tr -cd 'A-Za-z_ '
+  ask_slurm squeue -h -j "$job" -o '%T %r' | head -n 1 | tr -cd 'A-Za-z_ '
 }
 
 may_run_again() {

@@ -27,6 +27,7 @@ from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.launch.failures import SRUN_ERRORS, list_exit_codes
 from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
+from hpc_train.launch.slurm.time_limit import TimeLimit
 from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
 from hpc_train.regular_files import read_json
 from hpc_train.resilience.agent import END, KILL, LEAVE, Report, decode_report
@@ -251,15 +252,22 @@ def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]
 
 
 def supervise(
-    logs: Path, ranks: int, settings: WatchSettings, resilience: Mapping[str, Any], stop_signals: Sequence[int]
+    logs: Path,
+    ranks: int,
+    settings: WatchSettings,
+    resilience: Mapping[str, Any],
+    stop_signals: Sequence[int],
+    signal_seconds: float,
 ) -> None:
     """Watch the ranks until their srun has ended.
 
     resilience: that part of the run's configuration. stop_signals: those that this process has got so far.
+    signal_seconds: launch.signal_seconds.
     """
     job = current_job_id(os.environ)
     assert job is not None
-    silent, stopping, lost = float(resilience["node_silent_seconds"]), False, None
+    limit = TimeLimit(job, signal_seconds)
+    silent, stopping, near, lost = float(resilience["node_silent_seconds"]), False, False, None
     nodes, run = expand_hostlist(os.environ["HPC_TRAIN_NODES"]), logs.parents[1]
 
     def start(learned: Mapping[Phase, float]) -> subprocess.Popen[bytes]:
@@ -293,6 +301,11 @@ def supervise(
                 report_growth(logs, len(nodes), growth.wanted, settings)
                 if settings.act:
                     signal_ranks(job, signal.SIGUSR2)
+            near = near or limit.is_near()
+            if near and not stopping and have_started(reports.list_views()):
+                stopping = True
+                print("hpc-train: the time limit of the job is near: the ranks are asked to save and stop", flush=True)
+                signal_ranks(job, signal.SIGUSR2)
             if failures.are_due():
                 if end_peers(failures, job, ranks, reports, silent):
                     return
@@ -300,12 +313,18 @@ def supervise(
                 end_ranks(job, ranks, reports)
                 return
     finally:
+        limit.close()
         growth.close()
         if reports.nodes:
             write_learned(run, reports.merge_learned())
         if not stop_signals:  # a rank that outlives its srun would go on beside those of the next attempt
             reports.send(KILL)
         reports.close(_SIGNAL_SECONDS if lost else _END_SECONDS)
+
+
+def have_started(views: Sequence[RankView]) -> bool:
+    """Return whether all ranks have met: from then on, a signal reaches each of them."""
+    return bool(views) and all(view.phase is not Phase.START for view in views)
 
 
 class GrowthCheck:
@@ -460,7 +479,8 @@ def main(logs: str, process: str) -> int:
     resilience = {**config["resilience"], "compiles": bool(config["parallel"]["compile"])}
     if (Path(logs) / _AGENT_ERRORS).exists():
         report_watch(Path(logs), "the supervisor has ended before the ranks, and was started again")
-    supervise(Path(logs), int(process), settings, resilience, stop_signals)
+    signal_seconds = float(config["launch"]["signal_seconds"])
+    supervise(Path(logs), int(process), settings, resilience, stop_signals, signal_seconds)
     return 0
 
 

@@ -1,0 +1,73 @@
+"""Notice that the time limit of a job is near, where Slurm's own signal came too early for the ranks that run now.
+
+`sbatch --signal` has Slurm send one signal, to the job steps that are there at that moment. Ranks that start after it,
+because others have failed meanwhile, would train into the limit, and the job would end as TIMEOUT instead of being
+requeued.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+
+from hpc_train.launch.slurm.slurm_cli import client_environment, run_client
+
+SLURM_EARLY_SECONDS = 65.0
+"""Seconds by which Slurm's signal may come before its time (sbatch(1), --signal)."""
+_TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+_AGAIN_SECONDS = 60.0
+"""Between two questions where Slurm has not answered."""
+
+
+def time_left_command(job: str) -> list[str]:
+    """Return the squeue command whose output parse_time_left understands."""
+    return ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]
+
+
+def parse_time_left(text: str) -> float | None:
+    """Return seconds from squeue's `days-hours:minutes:seconds`; None for UNLIMITED, INVALID and what is no time."""
+    match = _TIME_LEFT.fullmatch(text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def read_time_left(job: str) -> float | None:
+    """Return the seconds until the job's time limit, as Slurm has it now; None without an answer, or a limit."""
+    return parse_time_left(run_client(time_left_command(job)).out)
+
+
+class TimeLimit:
+    """Asks Slurm how much time a job has left: at first, and when it should be over, as limits may be changed."""
+
+    def __init__(self, job: str, notice: float) -> None:
+        """notice: seconds before the limit at which ranks are asked to stop (launch.signal_seconds)."""
+        self._command, self._notice = time_left_command(job), notice
+        self._next = 0.0
+        self._question: subprocess.Popen[str] | None = None
+
+    def is_near(self) -> bool:
+        """Return whether the ranks have to stop now; never waits for Slurm."""
+        if self._question is None and time.monotonic() >= self._next:
+            self._question = subprocess.Popen(
+                self._command,
+                env=client_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        if self._question is None or self._question.poll() is None:
+            return False
+        left = parse_time_left(self._question.communicate()[0])
+        self._question = None
+        self._next = time.monotonic() + (_AGAIN_SECONDS if left is None else max(left - self._notice, 1.0))
+        return left is not None and left <= self._notice
+
+    def close(self) -> None:
+        """End a question that was not answered."""
+        if self._question is not None:
+            self._question.kill()
+            self._question.communicate()

@@ -1,0 +1,44 @@
+"""A process that decides after a fault may be killed at any moment: the next one decides the same, and counts once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.compose import compose
+from hpc_train.launch.failures import SRUN_ERRORS
+from hpc_train.launch.restarting import Allocation, decide_after_failure
+from hpc_train.launch.submit import default_to_slurm
+from hpc_train.resilience.exclusion import NODES
+from hpc_train.training.run_directory import RunDirectory
+from hpc_train.training.run_records import append_event
+
+KILLED = "srun: error: node2: task 1: Killed\n"
+NODES_OF_THE_JOB = ("node1", "node2", "node3")
+
+
+def fail(folder: RunDirectory, attempt: int) -> None:
+    folder.logs(attempt).mkdir(parents=True)
+    (folder.logs(attempt) / SRUN_ERRORS).write_text(KILLED)
+    append_event(folder.events, "start" if attempt == 0 else "resume", attempt, step=0)
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("lost", [(), ("node2",)])
+def test_a_decision_that_is_made_twice_counts_once(tmp_path: Path, lost: tuple[str, ...]) -> None:
+    folder = RunDirectory(tmp_path, tmp_path / "checkpoints")
+    config = compose(default_to_slurm(["checkpoint.every=10", "resilience.restarts=2"]))
+    allocation = Allocation(NODES_OF_THE_JOB, lost, 2)
+    for attempt in range(2):
+        fail(folder, attempt)
+        decisions = [decide_after_failure(config, folder, attempt, 137, 0, allocation) for _ in range(3)]
+        assert decisions == decisions[:1] * 3
+        assert f"(restart {attempt + 1} of 2 without a newer save)" in decisions[0].why
+        restarts = [event for event in lines(folder.events) if event["event"] == "restart"]
+        assert [event["attempt"] for event in restarts] == list(range(attempt + 1))
+        assert [strike["attempt"] for strike in lines(tmp_path / NODES)] == list(range(attempt + 1))

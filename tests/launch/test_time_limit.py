@@ -1,0 +1,66 @@
+"""A job whose time limit is near is noticed by asking squeue, which may also say nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launch.slurm.time_limit import TimeLimit, parse_time_left, read_time_left
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A squeue that prints the file that is returned."""
+    (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$2" = --jobs=7 ] && cat {tmp_path}/left\n')
+    (tmp_path / "squeue").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return tmp_path / "left"
+
+
+def ask(limit: TimeLimit) -> bool:
+    """Ask until Slurm has answered once."""
+    near = limit.is_near()
+    end = time.monotonic() + 20
+    while limit._question is not None and time.monotonic() < end:
+        time.sleep(0.01)
+        near = limit.is_near()
+    return near
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1:30", 90), ("2:00:05", 7205), ("1-00:00:01", 86401), ("UNLIMITED", None), ("INVALID", None), ("", None)],
+)
+def test_time_left_as_squeue_prints_it(text: str, seconds: float | None) -> None:
+    assert parse_time_left(f"{text}\n") == seconds
+
+
+def test_the_limit_is_near_once_no_more_is_left_than_the_notice(squeue: Path) -> None:
+    limit = TimeLimit("7", 90)
+    squeue.write_text("1:31\n")
+    assert not ask(limit)
+    time.sleep(1)
+    squeue.write_text("1:30\n")
+    assert ask(limit)
+    limit.close()
+    assert read_time_left("7") == 90
+
+
+def test_a_limit_that_was_raised_is_no_longer_near(squeue: Path) -> None:
+    limit = TimeLimit("7", 90)
+    squeue.write_text("1:31\n")
+    assert not ask(limit)
+    time.sleep(1)
+    squeue.write_text("2:00:00\n")
+    assert not ask(limit)
+    assert not limit.is_near()
+    assert limit._question is None, "asked again when the new limit is near, and not before"
+
+
+def test_without_an_answer_nothing_is_near(squeue: Path) -> None:
+    limit = TimeLimit("7", 90)
+    assert not ask(limit)
+    assert read_time_left("7") is None
+    limit.close()
