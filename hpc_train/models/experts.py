@@ -92,10 +92,18 @@ class Dispatch(nn.Module):
 def sort_by_expert(chosen: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
     """Return the places of `chosen` (N, K), flattened and without dropped ones, by expert; and the rows of each."""
     flat = chosen.flatten()
-    order, counts = flat.argsort(stable=True), torch.bincount(flat, minlength=config.count + 1)
+    order, counts = flat.argsort(stable=True), count_places(flat, config.count + 1)
     if config.capacity_factor is not None:  # waits for the device; dropless layers do not
         order = order[: flat.numel() - int(counts[config.count])]
     return order, counts[: config.count]
+
+
+def count_places(chosen: Tensor, count: int) -> Tensor:
+    """Count how often each of `count` experts occurs in `chosen` (n,), int64; returns (count,), int64.
+
+    Not torch.bincount: on a GPU it reads the largest value to know the length of its result, so the host waits.
+    """
+    return torch.zeros(count, dtype=torch.int64, device=chosen.device).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def restore_order(out: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
@@ -198,7 +206,7 @@ class Router(nn.Module):
     def _observe(self, weights: Tensor, scores: Tensor, whole: Tensor, placed: Tensor) -> Tensor:
         """Let the backward of the weights record loads, and start that of the auxiliary loss."""
         config = self.config
-        loads = torch.bincount(placed.flatten(), minlength=config.count + 1)
+        loads = count_places(placed.flatten(), config.count + 1)
         loss = weights.new_zeros(())
         if config.balance_loss:
             loss = sum_balance_loss(scores, whole, config) / self.balance.copies

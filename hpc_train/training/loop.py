@@ -55,6 +55,7 @@ from hpc_train.training.reporter import Reporter
 from hpc_train.training.rollback import ROLLBACKS, RollbackState
 from hpc_train.training.run_directory import RunDirectory
 from hpc_train.training.run_records import find_event_time
+from hpc_train.training.step_numbers import StepNumbers, read_step_numbers
 
 if TYPE_CHECKING:
     from hpc_train.training.node_metrics import NodeMetrics
@@ -445,16 +446,17 @@ def train_step(run: TrainingRun) -> StepResult:
         run.injector.before_step(run.step, run.engine.parts)
     sums, norm, waited = _compute_gradient(run, batch)
     lr = run.schedule(run.step)
-    # Waits for the device. The optimizer's work on it is part of the next step's time.
-    run.last_loss = float(sums.loss) / max(sums.tokens, 1)
-    replayed = run.guard.wants_replay(run.last_loss, float(norm), run.consumed_samples)
+    # The only wait for the device in a step. The optimizer's work on it is part of the next step's time.
+    numbers = read_step_numbers(sums, norm)
+    replayed = run.guard.wants_replay(numbers.loss, numbers.norm, run.consumed_samples)
     if replayed:
-        sums, norm = replay_step(run, sums, float(norm), lambda: _compute_gradient(run, batch)[:2])
-        run.last_loss = float(sums.loss) / max(sums.tokens, 1)
+        sums, norm = replay_step(run, sums, numbers.norm, lambda: _compute_gradient(run, batch)[:2])
+        numbers = read_step_numbers(sums, norm)
+    run.last_loss = numbers.loss
     # With parameter servers every worker has a norm of its own.
-    run.last_norm = float(norm) if config.parallel.server.mode == "none" else 0.0
+    run.last_norm = numbers.norm if config.parallel.server.mode == "none" else 0.0
     clock.enter(StepPart.UPDATE)
-    updated = _update_unless_skipped(run, run.last_loss, float(norm), lr, replayed)
+    updated = _update_unless_skipped(run, numbers.loss, numbers.norm, lr, replayed)
     clock.enter(StepPart.REST)
     run.steps_here += 1
     seconds = time.perf_counter() - started - waited
@@ -462,18 +464,18 @@ def train_step(run: TrainingRun) -> StepResult:
         run.recorder.end(run.step, sums.tokens, len(batch.micro))
     if run.profiler is not None:
         run.profiler.end_step()
-    run.finite &= not updated or (math.isfinite(run.last_loss) and math.isfinite(norm))
+    run.finite &= not updated or (math.isfinite(numbers.loss) and math.isfinite(numbers.norm))
     # An update that fp16 loss scaling skips has an infinite gradient by design: only its loss counts.
     scaled = config.precision.name == "fp16" and not updated
-    finite = math.isfinite(run.last_loss) and (scaled or math.isfinite(norm))
+    finite = math.isfinite(numbers.loss) and (scaled or math.isfinite(numbers.norm))
     _track_lost_steps(run, finite)
     if run.rollback.count_step(run.step, finite) and run.world.rank == 0:
         run.rollback.write(run.directory.path / ROLLBACKS)  # if it cannot be, a rollback goes further back
-    _measure_noise(run, sums, norm)
+    _measure_noise(run, sums, numbers)
     record = {
         "step": run.step,
-        "loss": run.last_loss,
-        "grad_norm": float(norm),
+        "loss": numbers.loss,
+        "grad_norm": numbers.norm,
         "lr": lr,
         "tokens": sums.tokens,
         "tokens_per_second": sums.tokens / seconds,
@@ -482,20 +484,19 @@ def train_step(run: TrainingRun) -> StepResult:
         "mfu": compute_mfu(config, run.peak_flops, sums.tokens, seconds, run.world.size),
         "noise_scale": run.noise.value,
         "skipped": None if updated else True,
-        **_describe_experts(sums),
+        **_describe_experts(sums, numbers),
     }
     return StepResult(record, sums.stop)
 
 
-def _describe_experts(sums: Sums) -> dict[str, float]:
+def _describe_experts(sums: Sums, numbers: StepNumbers) -> dict[str, float]:
     """Describe how evenly the step's tokens went to experts; empty for a dense model."""
-    if sums.experts is None:
+    if sums.experts is None or numbers.experts is None:
         return {}
-    loads = sums.experts
     return {
-        "expert_imbalance": float(loads.imbalance),
-        "expert_dropped": float(loads.dropped),
-        "balance_loss": float(loads.loss) / max(sums.tokens, 1) / len(loads.tokens),
+        "expert_imbalance": numbers.experts.imbalance,
+        "expert_dropped": numbers.experts.dropped,
+        "balance_loss": numbers.experts.loss / max(sums.tokens, 1) / len(sums.experts.tokens),
     }
 
 
@@ -567,11 +568,11 @@ def _next_batch(run: TrainingRun) -> StepBatch:
     return batch
 
 
-def _measure_noise(run: TrainingRun, sums: Sums, norm: torch.Tensor) -> None:
+def _measure_noise(run: TrainingRun, sums: Sums, numbers: StepNumbers) -> None:
     sample, batch = sums.sample, run.config.train.global_batch
-    if sample is None or sample.sequences >= batch or not math.isfinite(norm):
+    if sample is None or numbers.sample_square is None or sample.sequences >= batch or not math.isfinite(numbers.norm):
         return
-    run.noise.add(float(sample.norm_square), sample.sequences, float(norm) ** 2, batch)
+    run.noise.add(numbers.sample_square, sample.sequences, numbers.norm**2, batch)
     critical = run.noise.value
     if critical is not None and run.noise.weight > 0.65:
         run.reporter.noise(critical, batch)

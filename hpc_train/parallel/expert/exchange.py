@@ -101,13 +101,15 @@ class ExchangedDispatch(Dispatch):
         """See Dispatch."""
         order, counts = sort_by_expert(chosen, config)
         given, taken = self.exchange_counts(counts)
-        given_rows, taken_rows = torch.stack((given, taken)).sum(2).tolist()  # waits for the device once
+        # The one place of a layer where the host waits for the device: all-to-all takes its sizes from the host.
+        given_rows, taken_rows = torch.stack((given, taken)).sum(2).tolist()
         there = RowExchange(given_rows, taken_rows, self.group)
         arriving = start_exchange(x[order // chosen.shape[1]], there)
         other = None if meanwhile is None else meanwhile()
         rows = finish_exchange(arriving, there)
         # Rows come by rank, then by expert; experts take them by expert.
-        held = torch.arange(taken.shape[1], device=x.device).repeat(len(taken)).repeat_interleave(taken.flatten())
+        expert = torch.arange(taken.shape[1], device=x.device).repeat(len(taken))
+        held = expert.repeat_interleave(taken.flatten(), output_size=sum(taken_rows))
         by_expert = held.argsort(stable=True)
         results = experts(rows[by_expert], taken.sum(0))
         results = torch.zeros_like(results).index_copy(0, by_expert, results)

@@ -60,8 +60,9 @@ class ParameterLayout:
             local = _ScaleGradient.apply(local, self.gradient_scale)  # type: ignore[no-untyped-call]
         if self.units is None:
             return local
-        index = torch.tensor(self.units, device=local.device)
-        return local.view(-1, self.unit_rows, *local.shape[1:]).index_select(0, index).flatten(0, 1)
+        # Not by an index tensor: to bring that from the host to a GPU would make the host wait at every read.
+        units = local.view(-1, self.unit_rows, *local.shape[1:]).unbind()
+        return torch.cat([units[unit] for unit in self.units])
 
 
 class _ScaleGradient(torch.autograd.Function):
