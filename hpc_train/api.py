@@ -71,7 +71,7 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """One dictionary for each step: step, loss, grad_norm, lr, tokens_per_second, ... (docs/run_directory.md)."""
-        from hpc_train.training.run_records import read_metrics
+        from hpc_train.training.records.run_records import read_metrics
 
         try:
             return read_metrics(self.path / "metrics.jsonl")

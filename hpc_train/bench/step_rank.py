@@ -37,7 +37,7 @@ from hpc_train.runtime.start import join, leave_process_group, start
 from hpc_train.training.loop import TrainingRun, report_step, train_step
 from hpc_train.training.optimizer import require_determinism
 from hpc_train.training.rank import assemble_run, make_engine, make_model, open_data, place_rank
-from hpc_train.training.recorder import StepRecorder
+from hpc_train.training.records.recorder import StepRecorder
 from hpc_train.training.run_directory import RunDirectory
 
 _LOSS_TOLERANCE = 0.05

@@ -17,7 +17,7 @@ from hpc_train.launch.state.attempts import RESULT_MARKER, rank_of_task
 from hpc_train.launch.state.merged_lines import AttemptLogs, FoldedLine, LineFilter, find_attempt_logs, merge_lines
 from hpc_train.launch.state.run_lookup import find_points, require_single
 from hpc_train.terminal import escape_controls, one_line
-from hpc_train.training.warning_files import read_warnings
+from hpc_train.training.records.warning_files import read_warnings
 from hpc_train.units import format_seconds
 
 _MOST_RANGES = 8

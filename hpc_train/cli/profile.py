@@ -20,7 +20,7 @@ from hpc_train.errors import EXIT_DONE, UserError
 if TYPE_CHECKING:
     from hpc_train.launch.state.run_lookup import RunPoint
     from hpc_train.report.profile_tables import Profile
-    from hpc_train.training.profile_files import TraceFile
+    from hpc_train.training.records.profile_files import TraceFile
 
 _NEW_STEPS = "6:10"
 _STEPS_OF_RUNNING = 5
@@ -92,7 +92,7 @@ def profile_new_run(
     from hpc_train.config.profile import parse_steps
     from hpc_train.launch.train import freeze_local_run, run_local_ranks
     from hpc_train.runtime.identity import identify_process
-    from hpc_train.training.profile_files import list_traces
+    from hpc_train.training.records.profile_files import list_traces
 
     settings = [f"profile.steps={steps}", f"profile.ranks={json.dumps(ranks).replace(' ', '')}"]
     keys = {word.partition("=")[0].lstrip("+") for word in words}
@@ -118,7 +118,7 @@ def profile_run(target: str, steps: str | None, ranks: list[int] | None, rows: i
     """
     from hpc_train.launch.slurm.slurm_cli import run_client
     from hpc_train.launch.state.run_lookup import find_points, require_single
-    from hpc_train.training.profile_files import list_traces
+    from hpc_train.training.records.profile_files import list_traces
 
     point = require_single(find_points(target, run_client), target)
     state = read_state(point)
@@ -176,7 +176,7 @@ def trace_running(point: RunPoint, target: str, steps: str | None, ranks: list[i
     from hpc_train.launch.state.attempts import read_rank_entries
     from hpc_train.launch.state.progress import read_steps
     from hpc_train.report.run_summary import read_config
-    from hpc_train.training.profile_files import list_traces, write_request
+    from hpc_train.training.records.profile_files import list_traces, write_request
 
     config, note = read_config(point.run)
     if config is None:
@@ -208,7 +208,7 @@ def trace_running(point: RunPoint, target: str, steps: str | None, ranks: list[i
 
 def _wait_for_traces(point: RunPoint, before: set[Path], ranks: Sequence[int]) -> list[TraceFile]:
     from hpc_train.cli.output import print_message
-    from hpc_train.training.profile_files import list_traces
+    from hpc_train.training.records.profile_files import list_traces
 
     next_state = time.monotonic() + 10
     while True:

@@ -44,7 +44,7 @@ def tune_command(base: list[str], minutes: int, steps: int, folder: Path, as_jso
     from hpc_train.launch.local.rank_pool import local_rank_count
     from hpc_train.launch.slurm.request import node_count
     from hpc_train.report.tuning import Tuning, format_command, measure_locally, measure_on_slurm, write_trial
-    from hpc_train.training.run_records import LineFile
+    from hpc_train.training.records.run_records import LineFile
 
     config = compose(base)
     if folder.exists() and any(folder.iterdir()):

@@ -31,7 +31,7 @@ from hpc_train.launch.state.state_names import RunStatus, State, from_slurm_stat
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.regular_files import read_json
 from hpc_train.runtime.processes import is_process_alive
-from hpc_train.training.run_records import append_event
+from hpc_train.training.records.run_records import append_event
 
 _MAX_NAMED = 4
 """Runs or jobs that are named one by one; more are counted."""

@@ -17,7 +17,7 @@ from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.launch.state.attempts import read_attempt, read_rank_entries, read_tail_text
 from hpc_train.regular_files import read_json
 from hpc_train.resilience.incident import read_hang
-from hpc_train.training.run_records import RankFailure, append_event, read_first_failure
+from hpc_train.training.records.run_records import RankFailure, append_event, read_first_failure
 
 EXIT_CODES = "exits.json"
 """File in an attempt's log directory, of the local pool: [[task, exit code], ...] in the order of their ends."""

@@ -35,12 +35,12 @@ from hpc_train.placement.node_locations import read_switch_file
 from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular, write_private_file
 from hpc_train.traffic.stages import is_schedule_file
 from hpc_train.training.loggers.interface import check_loggers
+from hpc_train.training.records.run_records import read_metrics
 from hpc_train.training.run_directory import (
     RunDirectory,
     locate_run_directory,
     prepare_run_directory,
 )
-from hpc_train.training.run_records import read_metrics
 
 if TYPE_CHECKING:
     from hpc_train.launch.snapshot.code_snapshot import Snapshot

@@ -36,9 +36,9 @@ from hpc_train.resilience.ledger import GOODPUT, LedgerFile
 from hpc_train.runtime.consensus import Consensus
 from hpc_train.runtime.identity import ProcessIdentity, identify_process, make_single_identity
 from hpc_train.step_clock import HostClock, SilentClock, StepPart
-from hpc_train.training.recorder import StepRecorder
+from hpc_train.training.records.recorder import StepRecorder
+from hpc_train.training.records.run_records import MetricsFile, append_event
 from hpc_train.training.run_directory import RunDirectory, check_owner
-from hpc_train.training.run_records import MetricsFile, append_event
 
 _FIRST_STEPS = 2
 _CONSENSUS = Consensus()

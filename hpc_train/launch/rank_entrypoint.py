@@ -19,7 +19,7 @@ from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any, NoReturn  # noqa: E402
 
 if TYPE_CHECKING:
-    from hpc_train.training.rank_log import RankLog, StreamLines
+    from hpc_train.training.records.rank_log import RankLog, StreamLines
 
 
 def import_training() -> None:
@@ -41,7 +41,7 @@ def main(run_dir: str) -> int:
     """Run this process's rank, and return its exit code. A failure is recorded for the process that tells the user."""
     from hpc_train.launch.rank_stacks import answer_stack_requests
     from hpc_train.runtime.identity import identify_process, make_single_identity
-    from hpc_train.training.rank_log import RankLog
+    from hpc_train.training.records.rank_log import RankLog
 
     identity = identify_process(os.environ) or make_single_identity()
     logs = Path(run_dir) / "logs" / os.environ.get(ATTEMPT_VARIABLE, "0")
@@ -67,7 +67,7 @@ def _run_rank(run_dir: Path, process: int, lines: RankLog) -> int:
     from hpc_train.launch.snapshot.import_guard import guard_imports
     from hpc_train.launch.state.attempts import cancel_marker_path
     from hpc_train.resilience.heartbeat import Heartbeat
-    from hpc_train.training.rank_log import LevelHandler
+    from hpc_train.training.records.rank_log import LevelHandler
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LevelHandler(sys.stdout, lines)])
     job = current_job_id(os.environ)
@@ -102,7 +102,7 @@ def _report_failure(error: BaseException, logs: Path, process: int, host: str) -
 
     from hpc_train.checkpoint.errors import CheckpointError
     from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_USER_ERROR, IncompleteRun, UserError
-    from hpc_train.training.run_records import record_failure
+    from hpc_train.training.records.run_records import record_failure
 
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
@@ -116,7 +116,7 @@ def _report_failure(error: BaseException, logs: Path, process: int, host: str) -
 
 def _redirect_output(path: Path, lines: RankLog) -> None:
     """Send all that this process and its children print to `path` from now on; lines of Python also to `lines`."""
-    from hpc_train.training.rank_log import StreamLines
+    from hpc_train.training.records.rank_log import StreamLines
 
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()

@@ -38,8 +38,8 @@ from hpc_train.resilience.exclusion import (
 )
 from hpc_train.resilience.incident import read_hang
 from hpc_train.resilience.restart import Action, Cause, Decision, Fault, History, Policy, decide_after_fault
+from hpc_train.training.records.run_records import append_event, read_first_failure
 from hpc_train.training.run_directory import RunDirectory
-from hpc_train.training.run_records import append_event, read_first_failure
 
 RESTARTED = Action.RESTART.value
 """In a `restart` event: the ranks were started again in the same allocation."""

@@ -30,8 +30,8 @@ from hpc_train.launch.state.run_lookup import RunPoint, find_points, is_job_id, 
 from hpc_train.launch.state.state_names import State, from_slurm_state
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.regular_files import read_text, write_private_file
+from hpc_train.training.records.run_records import append_event
 from hpc_train.training.run_directory import RunDirectory, check_owner, locate_run_directory
-from hpc_train.training.run_records import append_event
 
 
 def default_to_slurm(overrides: Sequence[str]) -> list[str]:

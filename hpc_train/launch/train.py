@@ -205,7 +205,7 @@ def _is_first_report(logs: Path) -> bool:
 def _record_rank_failure(error: BaseException, identity: ProcessIdentity, logs: Path) -> str:
     """Record the failure, and its traceback in the rank's log; returns what to print."""
     from hpc_train.launch.failures import FirstError
-    from hpc_train.training.run_records import record_failure
+    from hpc_train.training.records.run_records import record_failure
 
     failure = record_failure(logs, identity.process, identity.host, error)
     if failure.user_error:

@@ -24,7 +24,7 @@ from hpc_train.resilience.watch import (
     RankView,
     find_hang,
 )
-from hpc_train.training.run_records import append_event
+from hpc_train.training.records.run_records import append_event
 
 _STACK_SECONDS = 3.0
 """How long ranks have to answer where they are. They are asked so long before the deadline, too."""

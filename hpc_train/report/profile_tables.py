@@ -18,7 +18,7 @@ from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.regular_files import open_to_read
-from hpc_train.training.profile_files import MODULE_PREFIX, PHASE_PREFIX, STEP_PREFIX, TraceFile
+from hpc_train.training.records.profile_files import MODULE_PREFIX, PHASE_PREFIX, STEP_PREFIX, TraceFile
 
 MOST_BYTES = 1 << 30
 """Of a trace once it is uncompressed."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib.recfunctions import structured_to_unstructured
 
 from hpc_train.step_clock import WAIT_BINS
-from hpc_train.training.step_records import LEVELS, PATTERN, RECORD, SECONDS, read_blocks
+from hpc_train.training.records.step_records import LEVELS, PATTERN, RECORD, SECONDS, read_blocks
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 WARM_UP_STEPS = 2

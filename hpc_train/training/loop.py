@@ -44,22 +44,22 @@ from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import LedgerFile
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.step_clock import StepPart
-from hpc_train.training.anomalies import UpdateGuard
 from hpc_train.training.data_position import gather_positions
-from hpc_train.training.number_checks import RanksDisagree, check_last_norm, check_numbers, distrust_steps
+from hpc_train.training.numerics.anomalies import UpdateGuard
+from hpc_train.training.numerics.number_checks import RanksDisagree, check_last_norm, check_numbers, distrust_steps
+from hpc_train.training.numerics.replay import replay_step
+from hpc_train.training.numerics.replica_check import ReplicaCheck
+from hpc_train.training.numerics.rollback import ROLLBACKS, RollbackState
 from hpc_train.training.optimizer import make_schedule, scale_peak_rate, seed_step
-from hpc_train.training.recorder import StepRecorder
-from hpc_train.training.replay import replay_step
-from hpc_train.training.replica_check import ReplicaCheck
-from hpc_train.training.reporter import Reporter
-from hpc_train.training.rollback import ROLLBACKS, RollbackState
+from hpc_train.training.records.recorder import StepRecorder
+from hpc_train.training.records.reporter import Reporter
+from hpc_train.training.records.run_records import find_event_time
 from hpc_train.training.run_directory import RunDirectory
-from hpc_train.training.run_records import find_event_time
 from hpc_train.training.step_numbers import StepNumbers, read_step_numbers
 
 if TYPE_CHECKING:
-    from hpc_train.training.node_metrics import NodeMetrics
     from hpc_train.training.profiler import StepProfiler
+    from hpc_train.training.records.node_metrics import NodeMetrics
 
 
 def find_peak_flops(config: RunConfig, device_name: str | None) -> float | None:

@@ -17,8 +17,8 @@ from hpc_train.regular_files import write_private_file
 from hpc_train.resilience.exclusion import read_strikes
 from hpc_train.resilience.preflight import FILE, Preflight, check_nodes
 from hpc_train.runtime.consensus import Consensus
+from hpc_train.training.records.run_records import append_event
 from hpc_train.training.run_directory import RunDirectory
-from hpc_train.training.run_records import append_event
 
 log = logging.getLogger(__name__)
 _CONSENSUS = Consensus(shared=())

@@ -22,7 +22,7 @@ from hpc_train.config.profile import ProfileConfig, parse_steps
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
 from hpc_train.step_clock import StepPart
-from hpc_train.training.profile_files import (
+from hpc_train.training.records.profile_files import (
     FOLDER,
     MODULE_PREFIX,
     PHASE_PREFIX,
@@ -30,7 +30,7 @@ from hpc_train.training.profile_files import (
     name_trace,
     read_request,
 )
-from hpc_train.training.recorder import watch_forward
+from hpc_train.training.records.recorder import watch_forward
 
 log = logging.getLogger(__name__)
 _PHASES = {

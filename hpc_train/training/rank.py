@@ -50,17 +50,17 @@ from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
 from hpc_train.runtime.start import leave_process_group, start
 from hpc_train.training.data_position import restore_position
 from hpc_train.training.loop import TrainingRun, describe_code_change, evaluate_owed, run_training
+from hpc_train.training.numerics.rollback import ROLLBACKS, read_rollbacks
 from hpc_train.training.optimizer import doubt_learning_rate, make_optimizer, require_determinism
-from hpc_train.training.rank_log import RankLog
-from hpc_train.training.recorder import StepRecorder
-from hpc_train.training.reporter import Reporter
-from hpc_train.training.rollback import ROLLBACKS, read_rollbacks
+from hpc_train.training.records.rank_log import RankLog
+from hpc_train.training.records.recorder import StepRecorder
+from hpc_train.training.records.reporter import Reporter
+from hpc_train.training.records.warning_files import recording_warnings
 from hpc_train.training.run_directory import RunDirectory
-from hpc_train.training.warning_files import recording_warnings
 
 if TYPE_CHECKING:
-    from hpc_train.training.node_metrics import NodeMetrics
     from hpc_train.training.profiler import StepProfiler
+    from hpc_train.training.records.node_metrics import NodeMetrics
 
 log = logging.getLogger(__name__)
 # Any other error stays on its own rank, and is the first that the run reports, with its traceback.
@@ -349,7 +349,7 @@ def start_node_metrics(run: TrainingRun, task: Task) -> NodeMetrics | None:
     """Start the metrics file of this node on its first rank, if it is asked for; None elsewhere."""
     if run.config.loggers.textfile_dir is None or task.local != 0:
         return None
-    from hpc_train.training.node_metrics import NodeMetrics
+    from hpc_train.training.records.node_metrics import NodeMetrics
 
     return NodeMetrics(run.config, run.directory, run.reporter.attempt, run.steps, run.step, task)
 

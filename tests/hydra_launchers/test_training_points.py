@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpc_train.training.run_records import read_metrics
+from hpc_train.training.records.run_records import read_metrics
 
 APPLICATION = """
 import hydra

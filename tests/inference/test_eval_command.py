@@ -27,8 +27,8 @@ from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.loop import run_training
 from hpc_train.training.rank import assemble_run, make_deferred_model, make_engine, open_data
+from hpc_train.training.records.run_records import read_metrics
 from hpc_train.training.run_directory import locate_run_directory, make_attempt, prepare_run_directory
-from hpc_train.training.run_records import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 OWN = ("model=llama_tiny", "model.layers=2", "model.hidden=32", "model.heads=2", "model.feed_forward=48")

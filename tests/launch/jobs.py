@@ -19,7 +19,7 @@ import numpy as np
 from hpc_train.checkpoint import load_step
 from hpc_train.checkpoint.convert.rewrite import make_blank_shard
 from hpc_train.checkpoint.storage.step_directory import try_read_manifest
-from hpc_train.training.run_records import read_metrics
+from hpc_train.training.records.run_records import read_metrics
 
 HERE = Path(__file__).parent
 PYTHON_PATH = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))

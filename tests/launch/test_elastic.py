@@ -12,7 +12,7 @@ import pytest
 from jobs import Job, Workshop, numbers, parameters, saved_steps
 
 from hpc_train.errors import EXIT_DONE, EXIT_REQUEUE
-from hpc_train.training.run_records import read_metrics
+from hpc_train.training.records.run_records import read_metrics
 
 TOLERANCE = 1e-9
 GLOBAL_BATCH = 8

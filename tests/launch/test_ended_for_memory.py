@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launch.failures import find_first_error
-from hpc_train.training.run_records import record_failure
+from hpc_train.training.records.run_records import record_failure
 
 SRUN = "srun: error: node1: task 0: Out Of Memory\nsrun: launch/slurm: _step_signal: Terminating StepId=1.0\n"
 PEER = RuntimeError("Connection closed by peer [127.0.0.1]:15596\n\nAt:\n  /somewhere/replicate.py(111): done\n")

@@ -8,7 +8,7 @@ import pytest
 from jobs import FAULTY, Workshop, processes
 
 from hpc_train.errors import EXIT_USER_ERROR
-from hpc_train.training.run_records import read_metrics
+from hpc_train.training.records.run_records import read_metrics
 
 ENDLESS = (*FAULTY, "train.steps=100000", "checkpoint.every=0")
 

@@ -13,8 +13,8 @@ from hpc_train.launch.freeze import freeze_run
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.local.rank_pool import follow_ranks, start_ranks
 from hpc_train.runtime.processes import StopRequest
+from hpc_train.training.records.run_records import read_metrics
 from hpc_train.training.run_directory import make_attempt
-from hpc_train.training.run_records import read_metrics
 
 ORDER = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 """Two micro-batches over two ranks."""

@@ -7,7 +7,7 @@ import subprocess
 
 from jobs import COMMAND, Workshop
 
-from hpc_train.training.run_records import read_metrics
+from hpc_train.training.records.run_records import read_metrics
 
 LIMIT = 16_000
 """Bytes that a file may have. The kernel refuses further ones as those of a full disk; the frozen job is smaller."""

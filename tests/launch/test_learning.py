@@ -7,7 +7,7 @@ import math
 from jobs import Workshop, numbers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpc_train.training.run_records import read_metrics
+from hpc_train.training.records.run_records import read_metrics
 
 STEPS = 60
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from jobs import Ended, Workshop, wait_for
 
-from hpc_train.training.run_records import read_metrics
+from hpc_train.training.records.run_records import read_metrics
 
 CANARY = "5ec2e7" * 6 + "5ec2"  # as long as a key of W&B, which checks that
 SECRETS = {"WANDB_API_KEY": CANARY, "MLFLOW_TRACKING_TOKEN": CANARY, "AWS_SECRET_ACCESS_KEY": CANARY}

@@ -16,7 +16,7 @@ from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_USER_ERROR
 from hpc_train.launch.state.attempts import RANK_MAP
 from hpc_train.launch.state.merged_lines import FoldedLine, RankLine, fold_lines
-from hpc_train.training.rank_log import LevelGuess, RankLog, StreamLines, measure_clock_offset
+from hpc_train.training.records.rank_log import LevelGuess, RankLog, StreamLines, measure_clock_offset
 
 BEGUN = 1_700_000_000.0
 

@@ -26,9 +26,9 @@ from hpc_train.parallel.pipeline.measurement import read_block_times
 from hpc_train.planner.calibration.run_table import read_runs
 from hpc_train.planner.reliability.failure_rate import read_log
 from hpc_train.schedules.order import read_order as read_schedule
+from hpc_train.training.records.run_records import append_event
+from hpc_train.training.records.warning_files import read_warnings
 from hpc_train.training.run_directory import locate_run_directory, prepare_run_directory
-from hpc_train.training.run_records import append_event
-from hpc_train.training.warning_files import read_warnings
 
 
 @pytest.fixture(autouse=True)

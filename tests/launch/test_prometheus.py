@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 from jobs import Workshop, wait_for
 
-from hpc_train.training.node_metrics import format_metrics
+from hpc_train.training.records.node_metrics import format_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = json.loads((ROOT / "slurm/grafana-dashboard.json").read_text())

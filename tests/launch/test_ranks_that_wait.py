@@ -13,7 +13,7 @@ from jobs import FAULTY, Workshop, processes
 from hpc_train.launch.failures import find_first_error, is_timeout
 from hpc_train.runtime.identity import ProcessIdentity
 from hpc_train.runtime.rendezvous import arrival_key, name_missing_tasks
-from hpc_train.training.run_records import record_failure
+from hpc_train.training.records.run_records import record_failure
 
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 60000ms for recv operation"

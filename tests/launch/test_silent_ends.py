@@ -9,7 +9,7 @@ import pytest
 from hpc_train.launch.failures import find_first_error
 from hpc_train.launch.restarting import find_fault
 from hpc_train.resilience.restart import Cause, Fault
-from hpc_train.training.run_records import record_failure
+from hpc_train.training.records.run_records import record_failure
 
 ENDED = "srun: error: node2: tasks 1,3: {}\nsrun: launch/slurm: _step_signal: Terminating StepId=1.0\n"
 PEER = RuntimeError("[1] Connection closed by peer [10.0.0.2]:15596. Check the logs of the remote worker")

@@ -12,7 +12,7 @@ from jobs import LONG, Workshop, assert_same_run, processes, saved_steps, wait_f
 
 from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_REQUEUE
-from hpc_train.training.run_records import read_metrics
+from hpc_train.training.records.run_records import read_metrics
 
 QUICK = ("resilience.hang.step_seconds=2", "resilience.hang.first_step_seconds=4")
 """Twelve steps are over before any deadline is learned: until then that of a first step counts."""

@@ -20,7 +20,7 @@ from hpc_train.planner import constants as stored
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.step_time import estimate_step_time
 from hpc_train.planner.plan import plan_overrides
-from hpc_train.training.run_records import MetricsFile
+from hpc_train.training.records.run_records import MetricsFile
 
 SMALL = ("cluster=local", "launch.ranks=2", "parallel=ddp", "model=llama_tiny", "train.micro_batch=1")
 SHAPES = {

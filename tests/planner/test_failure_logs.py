@@ -15,7 +15,7 @@ from hpc_train.errors import UserError
 from hpc_train.planner.reliability.failure_rate import FailureLog, read_events, read_log, read_logs, read_sacct
 from hpc_train.planner.reliability.projection import choose_failure_rate
 from hpc_train.resilience.ledger import LedgerLine
-from hpc_train.training.run_records import append_event
+from hpc_train.training.records.run_records import append_event
 
 SACCT = """\
 JobID|State|NNodes|ElapsedRaw

@@ -34,7 +34,7 @@ from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.loop import TrainingRun, run_training
 from hpc_train.training.rank import assemble_run, make_engine, make_model, open_data
-from hpc_train.training.recorder import StepRecorder
+from hpc_train.training.records.recorder import StepRecorder
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
 
 RANKS, STEPS, CALM_STEPS = 4, 20, 5

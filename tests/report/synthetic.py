@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpc_train.report.step_table import StepTable, read_step_table
-from hpc_train.training.step_records import StepRecordFile, pack_record
+from hpc_train.training.records.step_records import StepRecordFile, pack_record
 
 EVEN = {"forward": 0.03, "backward": 0.06, "clip": 0.001, "update": 0.004, "data": 0.001, "save": 0.0, "evaluate": 0.0}
 """Seconds of a step on a rank that nothing blocks."""

@@ -19,8 +19,8 @@ from hpc_train.cli.output import TERMINAL
 from hpc_train.launch.local import rank_pool
 from hpc_train.report.charts import downsample, draw_parallel, encode_png
 from hpc_train.report.page import choose_phases
+from hpc_train.training.records.run_records import read_metrics
 from hpc_train.training.run_directory import RunDirectory
-from hpc_train.training.run_records import read_metrics
 
 HOSTILE = "<script>alert(1)</script>\"&'\x1b[31m"
 CANARY = "canary-3f9a"

@@ -15,7 +15,7 @@ import pytest
 from hpc_train.cli.main import main
 from hpc_train.errors import UserError
 from hpc_train.report.profile_tables import add_up, read_events, read_profile
-from hpc_train.training.profile_files import TraceFile, list_traces, name_trace, read_request
+from hpc_train.training.records.profile_files import TraceFile, list_traces, name_trace, read_request
 
 PROGRAM = [sys.executable, "-m", "hpc_train"]
 RUN = (

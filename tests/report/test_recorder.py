@@ -23,9 +23,9 @@ from hpc_train.step_clock import HostClock, StepPart
 from hpc_train.testing import run_ranks
 from hpc_train.training.loop import run_training
 from hpc_train.training.rank import assemble_run, make_engine, make_model, open_data
-from hpc_train.training.recorder import StepRecorder, count_nodes, measure_node_seconds, read_node_counters
+from hpc_train.training.records.recorder import StepRecorder, count_nodes, measure_node_seconds, read_node_counters
+from hpc_train.training.records.run_records import read_metrics
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
-from hpc_train.training.run_records import read_metrics
 
 LATE = 0.2
 """Seconds that rank 1 is late in each backward."""

@@ -12,7 +12,7 @@ from synthetic import write_run
 
 from hpc_train.report.step_table import MAX_BINS, read_step_table
 from hpc_train.step_clock import sum_bins
-from hpc_train.training.step_records import (
+from hpc_train.training.records.step_records import (
     RECORD,
     THIN_AFTER,
     RecordSum,

@@ -2,7 +2,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpc_train.training.tensorboard_writer import TensorBoardWriter
+from hpc_train.training.loggers.tensorboard_writer import TensorBoardWriter
 
 
 def write(folder: Path, resumed_at: int, losses: dict[int, float]) -> None:

@@ -18,8 +18,8 @@ from hpc_train.resilience.exclusion import read_strikes
 from hpc_train.resilience.restart import Action
 from hpc_train.testing import run_ranks
 from hpc_train.training.node_check import SlowNodes, check_job_nodes
+from hpc_train.training.records.run_records import record_failure
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
-from hpc_train.training.run_records import record_failure
 
 SLOW = 2
 FACTOR = 10.0

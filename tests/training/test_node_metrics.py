@@ -14,7 +14,7 @@ from hpc_train.config.compose import compose
 from hpc_train.interfaces import Task
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import LedgerLine, account_run
-from hpc_train.training.node_metrics import MetricsTextFile, NodeMetrics, read_earlier_periods
+from hpc_train.training.records.node_metrics import MetricsTextFile, NodeMetrics, read_earlier_periods
 from hpc_train.training.run_directory import RunDirectory
 
 TASK = Task(process=0, processes=2, local=0, node=0, nodes=1, launcher="single", host="here")

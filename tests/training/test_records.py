@@ -9,9 +9,9 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.training.reporter import Reporter
+from hpc_train.training.records.reporter import Reporter
+from hpc_train.training.records.run_records import LineFile, MetricsFile, append_event, read_metrics
 from hpc_train.training.run_directory import RunDirectory
-from hpc_train.training.run_records import LineFile, MetricsFile, append_event, read_metrics
 
 
 def _write(path: Path, steps: range, resumed_at: int = 0) -> None:

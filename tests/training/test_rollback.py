@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.training.anomalies import SkippedSteps
-from hpc_train.training.rollback import RollbackState, read_rollbacks
+from hpc_train.training.numerics.anomalies import SkippedSteps
+from hpc_train.training.numerics.rollback import RollbackState, read_rollbacks
 
 
 def test_a_checkpoint_is_good_when_enough_steps_after_it_went_well() -> None:

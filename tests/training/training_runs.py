@@ -17,8 +17,8 @@ from hpc_train.testing import run_ranks
 from hpc_train.training.loop import run_training
 from hpc_train.training.optimizer import require_determinism
 from hpc_train.training.rank import assemble_run, make_engine, make_model, open_data
+from hpc_train.training.records.run_records import read_metrics
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
-from hpc_train.training.run_records import read_metrics
 
 SMALL = (
     "data=text",

@@ -78,7 +78,7 @@ def _train_ranks(container: dict[str, Any], request: processes.StopRequest) -> i
 
 def read_point_warnings(output_dir: Path) -> list[str]:
     """Return what the ranks of the newest attempt of a point warned of; [] if the point is no training of ours."""
-    from hpc_train.training.warning_files import read_warnings
+    from hpc_train.training.records.warning_files import read_warnings
 
     logs = output_dir / _RUN / "logs"
     attempts = [int(path.name) for path in logs.glob("*/") if path.name.isdecimal()] if logs.is_dir() else []

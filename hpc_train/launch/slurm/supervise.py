@@ -36,7 +36,7 @@ from hpc_train.resilience.exclusion import EXCLUDE, choose_excluded, read_strike
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.incident import Incident, write_incident
 from hpc_train.resilience.watch import GONE, RankView, read_process_state
-from hpc_train.training.run_records import append_event
+from hpc_train.training.records.run_records import append_event
 
 AGENTS = "agents"
 """Name of the agents' job step."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from hpc_train.launch.state.attempts import open_if_regular, read_attempt, read_rank_entries
 from hpc_train.regular_files import parse_json_object
-from hpc_train.training.rank_log import LEVELS, MAX_LINE_BYTES, LevelGuess
+from hpc_train.training.records.rank_log import LEVELS, MAX_LINE_BYTES, LevelGuess
 
 FOLD_SECONDS = 2.0
 """Equal lines of several ranks within this time are one."""

@@ -18,7 +18,7 @@ from hpc_train.launch.state.attempts import open_if_regular
 from hpc_train.launch.state.run_facts import RunFacts
 from hpc_train.launch.state.state_names import RunStatus, State
 from hpc_train.regular_files import parse_json_object, read_json
-from hpc_train.training.warning_files import read_warnings
+from hpc_train.training.records.warning_files import read_warnings
 from hpc_train.units import format_age
 
 _QUIET_SECONDS = 60.0

@@ -33,8 +33,8 @@ from hpc_train.resilience.restart import Action
 from hpc_train.runtime.identity import identify_process
 from hpc_train.runtime.processes import StopRequest, identify_machine, read_start_time
 from hpc_train.terminal import one_line
+from hpc_train.training.records.warning_files import NewWarnings
 from hpc_train.training.run_directory import RunDirectory, make_attempt
-from hpc_train.training.warning_files import NewWarnings
 
 
 def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequest, output: CommandOutput) -> int:

@@ -18,7 +18,7 @@ from hpc_train.planner.calibration.run_table import MeasuredRun
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.jobs import job_columns
 from hpc_train.regular_files import read_json
-from hpc_train.training.run_records import read_metrics
+from hpc_train.training.records.run_records import read_metrics
 
 _WARM_UP = 2
 """First steps that are left out: allocator, compilation and collectives start up in them."""

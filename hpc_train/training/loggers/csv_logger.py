@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.regular_files import read_text, write_private_file
-from hpc_train.training.run_records import LineFile
+from hpc_train.training.records.run_records import LineFile
 
 _log = logging.getLogger(__name__)
 COLUMNS = (

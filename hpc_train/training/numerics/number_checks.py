@@ -16,9 +16,9 @@ from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.rank_consensus import run_on_rank_0
 from hpc_train.errors import IncompleteRun
 from hpc_train.regular_files import read_json
-from hpc_train.training.anomalies import SkippedSteps
-from hpc_train.training.replica_check import ReplicaCheck
-from hpc_train.training.rollback import MOST_ROLLBACKS, ROLLBACKS, WentBack, mark_newer_bad
+from hpc_train.training.numerics.anomalies import SkippedSteps
+from hpc_train.training.numerics.replica_check import ReplicaCheck
+from hpc_train.training.numerics.rollback import MOST_ROLLBACKS, ROLLBACKS, WentBack, mark_newer_bad
 
 if TYPE_CHECKING:
     from hpc_train.training.loop import TrainingRun

@@ -24,7 +24,7 @@ from hpc_train.cluster.local_gpus import load_nvml
 from hpc_train.interfaces import Engine, World
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.step_clock import ReadTimes, StepClock, StepPart
-from hpc_train.training.step_records import RecordSum, StepRecordFile
+from hpc_train.training.records.step_records import RecordSum, StepRecordFile
 
 _SAMPLE_SECONDS = 2.0
 _NODES_PER_COLLECTIVE = 20

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.training.records.run_records import LineFile, MetricsFile, format_event
 from hpc_train.training.run_directory import RunDirectory
-from hpc_train.training.run_records import LineFile, MetricsFile, format_event
 
 if TYPE_CHECKING:
     from hpc_train.training.loggers.interface import Logger
@@ -137,7 +137,7 @@ class Reporter:
             return cls(directory, attempt)
         loggers: list[Logger] = []
         if config.train.tensorboard:
-            from hpc_train.training.tensorboard_writer import TensorBoardWriter
+            from hpc_train.training.loggers.tensorboard_writer import TensorBoardWriter
 
             loggers.append(TensorBoardWriter(directory.path / "tensorboard", resumed_at))
         if config.loggers.use:

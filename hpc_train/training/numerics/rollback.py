@@ -22,7 +22,7 @@ from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.checkpoint.storage.step_directory import find_steps
 from hpc_train.errors import IncompleteRun
 from hpc_train.regular_files import read_json, write_private_file
-from hpc_train.training.anomalies import SkippedSteps
+from hpc_train.training.numerics.anomalies import SkippedSteps
 
 log = logging.getLogger(__name__)
 
