@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hpc_train.cli.main import make_parser
-from hpc_train.config.reference import KeyReference, default_option, list_keys, options_of
+from hpc_train.config.keys.reference import KeyReference, default_option, list_keys, options_of
 from hpc_train.models.hf.families import format_family_table
 from hpc_train.parallel.rules.support_table import format_support_table
 

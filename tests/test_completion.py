@@ -141,7 +141,7 @@ def replies(line: str) -> list[str]:
     ],
 )
 def test_bash_gets_the_part_of_a_word_that_it_replaces(line: str, reply: list[str] | None) -> None:
-    from hpc_train.config.groups import option_files
+    from hpc_train.config.keys.groups import option_files
 
     assert replies(line) == (list(option_files("model")) if reply is None else reply)
 

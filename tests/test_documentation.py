@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.cli.main import join_plan_command, make_parser
 from hpc_train.config.compose import compose
-from hpc_train.config.reference import describe_key, list_keys, related_keys
+from hpc_train.config.keys.reference import describe_key, list_keys, related_keys
 from hpc_train.errors import UserError
 
 ROOT = Path(__file__).parents[1]

@@ -113,7 +113,7 @@ def _candidates_with_prefix(current: str, candidates: Iterable[str]) -> list[str
 
 def complete_key(current: str) -> list[str]:
     """Complete a configuration key up to its next dot, over all kinds of model and data."""
-    from hpc_train.config.reference import list_keys
+    from hpc_train.config.keys.reference import list_keys
 
     depth = current.count(".")
     parts = [item.key.split(".") for item in list_keys()]
@@ -123,7 +123,7 @@ def complete_key(current: str) -> list[str]:
 
 def complete_override(current: str, before: Sequence[str]) -> list[str]:
     """Complete an override: its key up to the next dot, or its value. The words before it choose the model."""
-    from hpc_train.config.groups import GROUPS, option_files
+    from hpc_train.config.keys.groups import GROUPS, option_files
 
     sign = current[: len(current) - len(current.lstrip("+~"))]
     key, equals, _ = current.removeprefix(sign).partition("=")
@@ -143,7 +143,7 @@ def _config_dir(before: Sequence[str]) -> str | None:
 
 def _list_next_keys(key: str, before: Sequence[str], config_dir: str | None) -> Iterator[str]:
     """List the keys next to `key`: `optim.` has more below it, `optim.lr=` takes a value."""
-    from hpc_train.config.groups import GROUPS
+    from hpc_train.config.keys.groups import GROUPS
 
     parent, dot, _ = key.rpartition(".")
     node = _schema_at(parent, before, config_dir) if dot else _run_config()
@@ -192,7 +192,7 @@ def _field_type(node: Any, item: Field[Any]) -> Any:
 
 def _chosen_schema(group: str, before: Sequence[str], config_dir: str | None) -> type | None:
     """Return the schema of the option chosen for a group whose options differ in type (model, data); else None."""
-    from hpc_train.config.groups import SCHEMAS, default_options, option_type
+    from hpc_train.config.keys.groups import SCHEMAS, default_options, option_type
 
     if group not in SCHEMAS:
         return None

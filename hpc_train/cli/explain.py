@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hpc_train.cli.arguments import add_examples, add_json
 
 if TYPE_CHECKING:
-    from hpc_train.config.reference import KeyReference
+    from hpc_train.config.keys.reference import KeyReference
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from hpc_train.config.reference import describe_key, related_keys
+    from hpc_train.config.keys.reference import describe_key, related_keys
 
     keys = describe_key(arguments.key)
     if arguments.json:
@@ -40,7 +40,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _format_key(key: KeyReference) -> str:
-    from hpc_train.config.reference import related_keys
+    from hpc_train.config.keys.reference import related_keys
 
     lines = [
         _name_with_variant(key),
@@ -57,7 +57,7 @@ def _format_key(key: KeyReference) -> str:
 
 
 def _format_part(part: str, keys: list[KeyReference]) -> str:
-    from hpc_train.config.reference import default_option, options_of
+    from hpc_train.config.keys.reference import default_option, options_of
 
     lines = []
     if options := options_of(part):

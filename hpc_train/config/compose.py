@@ -22,13 +22,13 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config import overrides as suggest
-from hpc_train.config.check import check_config
-from hpc_train.config.groups import GROUPS, SCHEMAS, option_files
-from hpc_train.config.overrides import check_overrides, explicit_settings, suggest_names
+from hpc_train.config.checks.check import check_config
+from hpc_train.config.checks.secret_variables import refuse_secret_variables
+from hpc_train.config.keys import overrides as suggest
+from hpc_train.config.keys.groups import GROUPS, SCHEMAS, option_files
+from hpc_train.config.keys.overrides import check_overrides, explicit_settings, suggest_names
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import seal_config
-from hpc_train.config.secret_variables import refuse_secret_variables
 from hpc_train.errors import UserError
 
 

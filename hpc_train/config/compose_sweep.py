@@ -13,11 +13,11 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config import overrides
+from hpc_train.config.checks.secret_variables import refuse_secret_variables
 from hpc_train.config.compose import check_and_seal, compose, compose_unchecked, make_typed
-from hpc_train.config.groups import GROUPS
+from hpc_train.config.keys import overrides
+from hpc_train.config.keys.groups import GROUPS
 from hpc_train.config.run import RunConfig
-from hpc_train.config.secret_variables import refuse_secret_variables
 from hpc_train.errors import UserError
 
 Overrides = tuple[str, ...]

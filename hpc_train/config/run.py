@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 from omegaconf import MISSING
 
 from hpc_train.config.adapter import AdapterConfig
@@ -9,7 +11,7 @@ from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.launch import ContainerConfig, LaunchConfig
 from hpc_train.config.loggers import LoggersConfig
 from hpc_train.config.model import DataConfig, ModelConfig
-from hpc_train.config.parallel import ParallelConfig
+from hpc_train.config.parallel import Degrees, ParallelConfig, SyncConfig
 from hpc_train.config.profile import ProfileConfig
 from hpc_train.config.resilience import ResilienceConfig
 from hpc_train.config.schema import config_dataclass, config_field
@@ -126,3 +128,16 @@ class RunConfig:
     """Run directory; None: runs/<date>/<time>. If it has a run already, that run is continued."""
     schema_version: int = config_field(default=1, ge=1, le=1)
     """Version of this schema, kept in config.yaml so that a later release knows what it reads."""
+
+
+def is_loose(config: RunConfig) -> bool:
+    """Return whether the copies of the model train on their own between exchanges."""
+    return config.parallel.sync.every is not None
+
+
+def describe_one_copy(config: RunConfig, degrees: Degrees) -> tuple[RunConfig, Degrees]:
+    """Return the configuration and the degrees of a single copy, which trains on its share of the global batch."""
+    own = replace(degrees, dp_replicate=1)
+    batch = config.train.global_batch // degrees.dp_replicate
+    parallel = replace(config.parallel, sync=SyncConfig(), auto=False, **asdict(own))
+    return replace(config, parallel=parallel, train=replace(config.train, global_batch=batch)), own

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hpc_train.config.loose_copies import is_loose
 from hpc_train.config.parallel import Degrees, resolve_degrees
-from hpc_train.config.run import RunConfig
+from hpc_train.config.run import RunConfig, is_loose
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, Model, World
 from hpc_train.models.adapter_names import is_adapter_parameter

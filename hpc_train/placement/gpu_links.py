@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.cluster.spec import Link
-from hpc_train.config.cluster import NodeConfig
-from hpc_train.config.cluster_check import parse_gpu_pairs
+from hpc_train.config.cluster import NodeConfig, parse_gpu_pairs
 
 Floats = NDArray[np.float64]
 

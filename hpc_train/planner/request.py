@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hpc_train.config.loose_copies import is_loose
-from hpc_train.config.overrides import MICRO_BATCH, chosen_parallel_option, explicit_settings, get_value
+from hpc_train.config.keys.overrides import MICRO_BATCH, chosen_parallel_option, explicit_settings, get_value
 from hpc_train.config.parallel import AXES, smallest_world
-from hpc_train.config.run import RunConfig
+from hpc_train.config.run import RunConfig, is_loose
 from hpc_train.errors import UserError
 from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
 from hpc_train.planner.search.space import FixedColumns

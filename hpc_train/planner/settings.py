@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpc_train.config.overrides import MICRO_BATCH, get_value
+from hpc_train.config.keys.overrides import MICRO_BATCH, get_value
 from hpc_train.config.parallel import AXES, STRATEGIES
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import seal_config

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from hpc_train.config.loose_copies import describe_one_copy, is_loose
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.parallel import AXES, Degrees, resolve_degrees
-from hpc_train.config.run import RunConfig
+from hpc_train.config.run import RunConfig, describe_one_copy, is_loose
 from hpc_train.errors import UserError
 from hpc_train.models.shape import compute_head_dim, count_expert_layers, count_kv_heads, has_latent_attention
 from hpc_train.traffic import axes as axis_flows

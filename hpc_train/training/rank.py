@@ -21,10 +21,9 @@ from torch import nn
 from hpc_train._torch import describe_untested_torch
 from hpc_train.checkpoint import resume_from_checkpoint
 from hpc_train.checkpoint.storage.lock import hold_lock
-from hpc_train.config.loose_copies import is_loose
 from hpc_train.config.model import CustomModelConfig, HfModelConfig
 from hpc_train.config.parallel import resolve_degrees
-from hpc_train.config.run import RunConfig
+from hpc_train.config.run import RunConfig, is_loose
 from hpc_train.data.datasets import Dataset, check_model_fits_data, open_samples
 from hpc_train.data.loader import BatchLoader, Loader
 from hpc_train.data.own_dataset import OwnStream, StreamPart

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.check import check_group
+from hpc_train.config.checks.check import check_group
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.launch import LaunchConfig
 from hpc_train.config.parallel import ParallelConfig, resolve_degrees

@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from omegaconf import OmegaConf
 
-from hpc_train.config.cluster import ClusterConfig, GpuConfig
-from hpc_train.config.cluster_check import parse_gpu_pairs
+from hpc_train.config.cluster import ClusterConfig, GpuConfig, parse_gpu_pairs
 from hpc_train.config.compose import compose
 
 FOLDER = Path(str(files("hpc_train.conf"))) / "cluster"

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hpc_train.config.cluster_check import parse_gpu_pairs
+from hpc_train.config.cluster import parse_gpu_pairs
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
 from hpc_train.placement.cost import estimate_cost

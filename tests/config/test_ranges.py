@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from hpc_train.config.check import check_config
+from hpc_train.config.checks.check import check_config
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.model import (
     CustomModelConfig,

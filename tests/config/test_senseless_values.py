@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.compose import check_and_seal, compose, compose_unchecked, explain_error
 from hpc_train.config.compose_sweep import Composer
-from hpc_train.config.overrides import get_value, parse_overrides
+from hpc_train.config.keys.overrides import get_value, parse_overrides
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
 from hpc_train.errors import UserError

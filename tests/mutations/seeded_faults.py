@@ -543,14 +543,14 @@ FAULTS = (
     ),
     Fault(
         "control characters are let into values",
-        "config/check.py",
+        "config/checks/check.py",
         'if any(unicodedata.category(character) == "Cc" for character in text):',
         'if any(unicodedata.category(character) == "Co" for character in text):',
         ("config",),
     ),
     Fault(
         "API keys may be read into a configuration",
-        "config/secret_variables.py",
+        "config/checks/secret_variables.py",
         "CREDENTIAL|API_?KEY|",
         "CREDENTIAL|",
         ("config",),

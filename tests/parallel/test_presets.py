@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpc_train.config.compose import compose
-from hpc_train.config.groups import option_files
+from hpc_train.config.keys.groups import option_files
 from hpc_train.config.parallel import smallest_world
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import MicroBatch, StepBatch, World

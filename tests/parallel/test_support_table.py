@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.compose import compose
-from hpc_train.config.groups import option_files
+from hpc_train.config.keys.groups import option_files
 from hpc_train.config.parallel import smallest_world
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.parallel.rules.support_table import EXACT, INEXACT, SUPPORT_TABLE, Technique, format_support_table

@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
 from hpc_train.config.compose import compose, config_from_dict, config_to_dict
-from hpc_train.config.groups import SCHEMAS, option_files
+from hpc_train.config.keys.groups import SCHEMAS, option_files
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.rules.check import check_support

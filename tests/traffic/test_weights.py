@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.config.compose import compose
-from hpc_train.config.groups import option_files
+from hpc_train.config.keys.groups import option_files
 from hpc_train.config.model import TransformerConfig
 from hpc_train.models.shape import count_parameters
 from hpc_train.traffic.axes import ddp_buckets, fsdp_groups

@@ -20,8 +20,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hpc_train.config.checks.secret_variables import refuse_secret_variables
 from hpc_train.config.compose import config_from_dict, explain_error, register
-from hpc_train.config.secret_variables import refuse_secret_variables
 from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.launch.command_output import CommandOutput
 from hpc_train.runtime import processes

@@ -16,7 +16,7 @@ from typing import Any
 
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
-from hpc_train.config.secret_variables import is_secret_name
+from hpc_train.config.checks.secret_variables import is_secret_name
 from hpc_train.errors import UserError
 from hpc_train.launch.rank_entrypoint import main as run_task
 from hpc_train.launch.slurm.request import JobRequest

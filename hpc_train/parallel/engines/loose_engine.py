@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpc_train.config.loose_copies import describe_one_copy
 from hpc_train.config.parallel import AXES, Degrees
-from hpc_train.config.run import RunConfig
+from hpc_train.config.run import RunConfig, describe_one_copy
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, StepBatch, Sums, TensorShard, World
 from hpc_train.models.deferred import DeferredValues

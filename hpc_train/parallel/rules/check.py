@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hpc_train.config.loose_copies import describe_one_copy, is_loose
 from hpc_train.config.parallel import Degrees, resolve_degrees
-from hpc_train.config.run import RunConfig
+from hpc_train.config.run import RunConfig, describe_one_copy, is_loose
 from hpc_train.parallel.rules import (
     adapter,
     context,

@@ -6,7 +6,7 @@ library, models that use not all parameters) and of SyncBatchNorm.
 
 from __future__ import annotations
 
-from hpc_train.config.overrides import format_override_value
+from hpc_train.config.keys.overrides import format_override_value
 from hpc_train.config.parallel import CompressionConfig, Degrees, ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from hpc_train.config.loose_copies import is_loose
-from hpc_train.config.overrides import format_changed_setting
+from hpc_train.config.keys.overrides import format_changed_setting
 from hpc_train.config.parallel import Degrees, SyncConfig
-from hpc_train.config.run import RunConfig
+from hpc_train.config.run import RunConfig, is_loose
 from hpc_train.errors import UserError
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hpc_train.config.keys.overrides import format_changed_setting
 from hpc_train.config.optim import AdafactorConfig, EmaConfig, MuonConfig, SgdConfig
-from hpc_train.config.overrides import format_changed_setting
 from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError

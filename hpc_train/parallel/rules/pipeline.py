@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from hpc_train.config.keys.overrides import format_changed_setting, suggest_names
 from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
-from hpc_train.config.overrides import format_changed_setting, suggest_names
 from hpc_train.config.parallel import Degrees, PipelineConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError

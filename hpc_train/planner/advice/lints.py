@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from hpc_train.config.check import check_config
+from hpc_train.config.checks.check import check_config
+from hpc_train.config.keys.overrides import get_value
 from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
-from hpc_train.config.overrides import get_value
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError

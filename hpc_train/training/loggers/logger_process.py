@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from hpc_train.config.secret_variables import mask_secrets
+from hpc_train.config.checks.secret_variables import mask_secrets
 from hpc_train.terminal import one_line
 from hpc_train.training.loggers.interface import LoggedRun, open_logger
 

@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig
 
-from hpc_train.config.groups import GROUPS, default_options, option_files
+from hpc_train.config.keys.groups import GROUPS, default_options, option_files
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import SEALED_ATTRIBUTE

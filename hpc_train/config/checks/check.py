@@ -10,14 +10,14 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
-from hpc_train.config.cluster_check import check_cluster
+from hpc_train.config.checks.secret_variables import is_secret_name
+from hpc_train.config.cluster import check_cluster
+from hpc_train.config.keys.overrides import did_you_mean
 from hpc_train.config.optim import OPTIMIZERS
-from hpc_train.config.overrides import did_you_mean
 from hpc_train.config.parallel import requested_degrees
 from hpc_train.config.profile import check_ranks, parse_steps
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
-from hpc_train.config.secret_variables import is_secret_name
 from hpc_train.config.train import SCHEDULES, CheckpointConfig
 from hpc_train.errors import UserError
 

@@ -16,8 +16,8 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from hpc_train.config.groups import GROUPS, SCHEMAS, default_options, option_files
-from hpc_train.config.overrides import suggest_names
+from hpc_train.config.keys.groups import GROUPS, SCHEMAS, default_options, option_files
+from hpc_train.config.keys.overrides import suggest_names
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
 from hpc_train.errors import UserError

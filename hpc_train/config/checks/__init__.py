@@ -1,0 +1,1 @@
+"""What is refused in a configuration: values out of range, fields that contradict one another, secrets."""
