@@ -62,7 +62,7 @@ def _add_step(kinds: _SubCommands) -> None:
 
 
 def _step(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.step import step_command
+    from hpc_train.bench.step.step import step_command
 
     return step_command(arguments.overrides, arguments.rounds, arguments.steps, arguments.json, arguments.peers)
 
@@ -84,7 +84,7 @@ def _add_overlap(kinds: _SubCommands) -> None:
 
 
 def _overlap(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.overlap import OverlapOptions, overlap_command
+    from hpc_train.bench.thin_link.overlap import OverlapOptions, overlap_command
 
     a = arguments
     options = OverlapOptions(
@@ -109,7 +109,7 @@ def _add_sync(kinds: _SubCommands) -> None:
 
 
 def _sync(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.sync import SyncOptions, sync_command
+    from hpc_train.bench.thin_link.sync import SyncOptions, sync_command
 
     a = arguments
     return sync_command(SyncOptions(a.overrides, a.rounds, a.steps, a.every, a.rate), a.json)
@@ -388,7 +388,7 @@ def _add_loop_checkpoint(kinds: _SubCommands) -> None:
 
 
 def _loop_checkpoint(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.loop_checkpoint import LoopCheckpointOptions, loop_checkpoint_command
+    from hpc_train.bench.checkpoint.loop_checkpoint import LoopCheckpointOptions, loop_checkpoint_command
 
     a = arguments
     return loop_checkpoint_command(LoopCheckpointOptions(a.ranks, a.mib, a.rounds, a.dir), a.json)

@@ -14,7 +14,7 @@ import torch
 from hpc_train.cluster.spec import Cluster
 from hpc_train.cluster.this_machine import describe_this_node
 from hpc_train.config.launch import LaunchConfig
-from hpc_train.placement.cpu_binding import (
+from hpc_train.placement.node.cpu_binding import (
     CpuBinding,
     RankSeat,
     assign_cpus,
@@ -23,7 +23,7 @@ from hpc_train.placement.cpu_binding import (
     parse_cpus,
     read_processors,
 )
-from hpc_train.placement.nic_assignment import NO_PORT_UP, assign_nics
+from hpc_train.placement.node.nic_assignment import NO_PORT_UP, assign_nics
 
 log = logging.getLogger(__name__)
 

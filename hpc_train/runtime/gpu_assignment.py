@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.placement.cpu_binding import RankSeat
+from hpc_train.placement.node.cpu_binding import RankSeat
 from hpc_train.runtime.host_info import ProcessInfo
 
 log = logging.getLogger(__name__)
@@ -63,12 +63,12 @@ def list_rank_links(members: Sequence[ProcessInfo]) -> dict[tuple[str, str], str
 
 def _order_gpus(config: RunConfig, kinds: dict[tuple[str, str], str], nodes: int, each: int) -> GpuAssignment:
     # Most machines have GPUs that are joined alike: those need no traffic and no search.
-    from hpc_train.placement.gpu_links import build_listed_links
+    from hpc_train.placement.node.gpu_links import build_listed_links
 
     links = build_listed_links([str(local) for local in range(each)], kinds)
     if links.is_uniform:
         return GpuAssignment()
-    from hpc_train.placement.gpu_order import order_gpus
+    from hpc_train.placement.node.gpu_order import order_gpus
     from hpc_train.traffic.flows import compute_flows, list_axis_sizes
 
     world = nodes * each

@@ -5,8 +5,8 @@ import pytest
 
 from hpc_train.bench.local_ranks import run_local_ranks
 from hpc_train.bench.rounds import WARM_UP_STEPS, RoundTimings, Side, time_rounds, warm_up_side
-from hpc_train.bench.step import StartupTimer, process_age
-from hpc_train.bench.step_rank import summarize_step
+from hpc_train.bench.step.step import StartupTimer, process_age
+from hpc_train.bench.step.step_rank import summarize_step
 from hpc_train.config.compose import compose
 from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rank_processes import assert_they_end
 
-from hpc_train.bench.overlap import OverlapMeasurement, OverlapOptions, overlap_command, summarize_overlap
+from hpc_train.bench.thin_link.overlap import OverlapMeasurement, OverlapOptions, overlap_command, summarize_overlap
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
 COMMAND = [sys.executable, "-m", "hpc_train", "bench", "overlap", "--tokens", "64", "--hidden", "64"]

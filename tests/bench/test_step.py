@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rank_processes import assert_they_end
 
-from hpc_train.bench.step import step_command
+from hpc_train.bench.step.step import step_command
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
 COMMAND = [sys.executable, "-m", "hpc_train", "bench", "step", "--rounds", "2", "--steps", "1"]

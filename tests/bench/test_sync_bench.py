@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hpc_train.bench.sync import SyncMeasurement, SyncOptions, summarize_sync, sync_command
+from hpc_train.bench.thin_link.sync import SyncMeasurement, SyncOptions, summarize_sync, sync_command
 from hpc_train.errors import UserError
 
 COMMAND = [sys.executable, "-m", "hpc_train", "bench", "sync"]

@@ -17,7 +17,7 @@ from jobs import COMMAND, FAULTY, PYTHON_PATH, Workshop, numbers, saved_steps, w
 from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_REQUEUE, EXIT_USER_ERROR
 from hpc_train.launch.state.attempts import read_attempts
-from hpc_train.placement.cpu_binding import parse_cpus
+from hpc_train.placement.node.cpu_binding import parse_cpus
 
 ONE = (*FAULTY, "launch.ranks=1", "checkpoint.every=50000")
 

@@ -358,7 +358,7 @@ FAULTS = (
     ),
     Fault(
         "shares of processors overlap",
-        "placement/cpu_binding.py",
+        "placement/node/cpu_binding.py",
         "(index + 1) * len(cores) // parts]",
         "(index + 1) * len(cores) // parts + 1]",
         ("placement",),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.placement.cpu_binding import (
+from hpc_train.placement.node.cpu_binding import (
     CpuBinding,
     NodeProcessors,
     RankSeat,

@@ -12,14 +12,14 @@ import pytest
 from hpc_train.cli.main import main
 from hpc_train.cluster.spec import Link
 from hpc_train.config.compose import compose
-from hpc_train.placement.gpu_links import (
+from hpc_train.placement.node.gpu_links import (
     NVLINK_BANDWIDTH,
     PCIE_BANDWIDTH,
     GpuLinks,
     build_described_links,
     build_listed_links,
 )
-from hpc_train.placement.gpu_order import MIN_GAIN, order_gpus
+from hpc_train.placement.node.gpu_order import MIN_GAIN, order_gpus
 from hpc_train.traffic.axes import Flow
 
 GB = 1e9

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpc_train.cluster.readers.formats import list_formats, read_topology_file
 from hpc_train.cluster.spec import Gpu, Link, Nic, Node
-from hpc_train.placement.nic_assignment import assign_nics, measure_distance, select_usable_nics
+from hpc_train.placement.node.nic_assignment import assign_nics, measure_distance, select_usable_nics
 
 SAMPLES = Path(__file__).parents[2].parent / "shared/data/topology"
 KINDS = ("NV2", "C2C", "PIX", "PXB", "PHB", "NODE", "SYS")

@@ -14,7 +14,7 @@ from hpc_train.cluster.spec import Cluster, Gpu, Link, Node
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import Task
-from hpc_train.placement.cpu_binding import parse_cpus
+from hpc_train.placement.node.cpu_binding import parse_cpus
 from hpc_train.runtime.binding import survey_node
 from hpc_train.runtime.gpu_assignment import GpuAssignment, assign_gpus, seat_ranks
 from hpc_train.runtime.host_info import ProcessInfo

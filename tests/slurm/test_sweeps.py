@@ -15,7 +15,7 @@ from slurm_client import SlurmCluster
 from sweep_client import ENDLESS, LATER, TINY, Sweep, ended, waits_for_its_time
 
 from hpc_train.launch.state.attempts import read_attempts
-from hpc_train.placement.cpu_binding import parse_cpus
+from hpc_train.placement.node.cpu_binding import parse_cpus
 
 
 @pytest.mark.timeout(300)

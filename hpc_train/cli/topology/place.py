@@ -21,8 +21,8 @@ from hpc_train.placement.diagram.picture import PlacementPanels, choose_axes
 from hpc_train.placement.explanation import advise_allocation, name_taper_settings
 from hpc_train.placement.fabric import build_levels
 from hpc_train.placement.fabric_from_config import count_ranks_per_node, list_assumptions
-from hpc_train.placement.gpu_links import build_described_links
-from hpc_train.placement.gpu_order import GpuOrder, order_gpus
+from hpc_train.placement.node.gpu_links import build_described_links
+from hpc_train.placement.node.gpu_order import GpuOrder, order_gpus
 from hpc_train.placement.node_locations import NodeLocations
 from hpc_train.placement.placement_result import Placement, placement_to_json
 from hpc_train.placement.placement_view import PlacementView

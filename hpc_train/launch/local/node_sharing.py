@@ -9,7 +9,7 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
-from hpc_train.placement.cpu_binding import format_cpus, parse_cpus, read_processors, split_cpus
+from hpc_train.placement.node.cpu_binding import format_cpus, parse_cpus, read_processors, split_cpus
 
 SHARE_VARIABLE = "HPC_TRAIN_SHARE"
 """Environment variable `index/count/processors`: which of `count` points on these processors a rank belongs to."""

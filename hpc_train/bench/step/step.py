@@ -66,12 +66,12 @@ def _measure_step(
         import torch  # noqa: F401  its import is timed as a part of the start-up
 
         startup.mark("import torch")
-        from hpc_train.bench.step_rank import measure_step
+        from hpc_train.bench.step.step_rank import measure_step
 
     startup.mark("import the rest")
     result = measure_step(config, rounds, steps, startup)
     if me.process == 0:
-        from hpc_train.bench.step_table import print_step_result
+        from hpc_train.bench.step.step_table import print_step_result
 
         print(result.to_json()) if as_json else print_step_result(result)
     return EXIT_DONE
@@ -79,11 +79,11 @@ def _measure_step(
 
 def _measure_peers(overrides: list[str], me: ProcessIdentity, rounds: int, steps: int, as_json: bool) -> int:
     with pause_gc(freeze=True):
-        from hpc_train.bench.step_peers import measure_peers
+        from hpc_train.bench.step.step_peers import measure_peers
 
     result = measure_peers(overrides, rounds, steps)
     if me.process == 0:
-        from hpc_train.bench.step_table import print_peer_result
+        from hpc_train.bench.step.step_table import print_peer_result
 
         print(result.to_json()) if as_json else print_peer_result(result)
     return EXIT_DONE

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from hpc_train.bench.step_peers import PeerResult
-from hpc_train.bench.step_rank import SideResult, StepResult, TimeRatio
+from hpc_train.bench.step.step_peers import PeerResult
+from hpc_train.bench.step.step_rank import SideResult, StepResult, TimeRatio
 
 _SIDE_DESCRIPTIONS = {
     "hpc_train": "the loop of `hpc-train train`, with metrics, noise scale and prefetch",

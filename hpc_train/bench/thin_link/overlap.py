@@ -128,7 +128,7 @@ def _check_options(options: OverlapOptions) -> None:
 
 def _run_ranks(options: OverlapOptions, folder: str) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "GLOO_SOCKET_IFNAME": INTERFACE}
-    base = [sys.executable, "-m", "hpc_train.bench.overlap_rank"]
+    base = [sys.executable, "-m", "hpc_train.bench.thin_link.overlap_rank"]
     commands = [[*base, str(rank), json.dumps(asdict(options)), folder] for rank in range(RANKS)]
     processes = start_in_namespaces(commands, environment)
     try:

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hpc_train.bench.overlap import (
+from hpc_train.bench.rounds import Side, time_rounds, warm_up_side
+from hpc_train.bench.thin_link.overlap import (
     MEASURED_FILE,
     RANKS,
     OverlapMeasurement,
@@ -27,7 +28,6 @@ from hpc_train.bench.overlap import (
     count_sent_bytes,
     limit_rate,
 )
-from hpc_train.bench.rounds import Side, time_rounds, warm_up_side
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from hpc_train.parallel.tensor.layers import TensorAxis, make_column_products, make_row_product
 from hpc_train.parallel.tensor.ring_matmul import MatmulRing, circulate_shards, reduce_products

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_train.bench.rounds import WARM_UP_STEPS, RoundTimings, Samples, Side, time_rounds, warm_up_side
-from hpc_train.bench.step import StartupTimer
+from hpc_train.bench.step.step import StartupTimer
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, Indices, require_indexed
 from hpc_train.data.loader import compute_share

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc_train.bench.local_ranks import exit_on_sigterm, wait_for_ranks
-from hpc_train.bench.overlap import INTERFACE, MEASURED_FILE, RANKS, start_in_namespaces, stop_processes
+from hpc_train.bench.thin_link.overlap import INTERFACE, MEASURED_FILE, RANKS, start_in_namespaces, stop_processes
 from hpc_train.errors import EXIT_DONE, UserError
 
 
@@ -90,7 +90,7 @@ def _check_options(options: SyncOptions) -> None:
 
 def _run_ranks(options: SyncOptions, folder: str) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
-    base = [sys.executable, "-m", "hpc_train.bench.sync_rank"]
+    base = [sys.executable, "-m", "hpc_train.bench.thin_link.sync_rank"]
     commands: Sequence[Sequence[str]] = [
         [*base, str(rank), json.dumps(asdict(options)), folder] for rank in range(RANKS)
     ]

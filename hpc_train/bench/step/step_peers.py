@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hpc_train.bench.rounds import WARM_UP_STEPS, RoundTimings, Side, time_rounds, warm_up_side
-from hpc_train.bench.step import StartupTimer
-from hpc_train.bench.step_rank import (
+from hpc_train.bench.step.step import StartupTimer
+from hpc_train.bench.step.step_rank import (
     SideResult,
     TimeRatio,
     assemble_bench_run,

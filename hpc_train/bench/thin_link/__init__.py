@@ -1,0 +1,1 @@
+"""Benchmarks of two ranks in network namespaces of their own, joined by a link whose bandwidth is set (root, Linux)."""
