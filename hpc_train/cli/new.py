@@ -17,7 +17,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _new(arguments: argparse.Namespace) -> int:
-    from hpc_train.new_project import write_project
+    from hpc_train.project_template.write_project import write_project
 
     project = write_project(arguments.folder)
     for path in project.files:
