@@ -12,8 +12,8 @@ from hpc_train.launch.failures import SRUN_ERRORS
 from hpc_train.launch.restarting import Allocation, decide_after_failure
 from hpc_train.launch.submit import default_to_slurm
 from hpc_train.resilience.exclusion import NODES
+from hpc_train.training.records.run_records import append_event
 from hpc_train.training.run_directory import RunDirectory
-from hpc_train.training.run_records import append_event
 
 KILLED = "srun: error: node2: task 1: Killed\n"
 NODES_OF_THE_JOB = ("node1", "node2", "node3")
