@@ -25,7 +25,7 @@ from hpc_train.resilience.deadlines import limits_from_settings
 from hpc_train.resilience.heartbeat import Phase, kill_ranks, read_beats, remove_entries
 from hpc_train.resilience.incident import read_machine
 from hpc_train.resilience.notices import NoticeWatch
-from hpc_train.resilience.watch import GONE, LOOK_SECONDS, NodeWatch, RankView, read_process_state
+from hpc_train.resilience.watch import GONE, LOOK_SECONDS, NodeWatch, RankView, read_process_state, seconds_to_next_look
 
 REPORT_SECONDS = 1.0
 """Between two lines."""
@@ -99,7 +99,7 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
             machine = read_machine() if overdue else {}
             report = Report(host, views, notice, notices.failure or "", watch.deadlines.learned(), machine)
             os.write(1, encode_report(report).encode() + b"\n")
-        readable, _, _ = select.select([0], [], [], LOOK_SECONDS)
+        readable, _, _ = select.select([0], [], [], seconds_to_next_look(views))
         if not readable:
             continue
         order = os.read(0, 4096)

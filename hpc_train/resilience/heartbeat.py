@@ -75,6 +75,8 @@ class Beat:
     step: int
     counter: int
     """Grows by one with each entry."""
+    seconds: float = 0.0
+    """When it was written, as time.monotonic() of this node."""
 
 
 class Heartbeat:
@@ -175,11 +177,13 @@ def _read_entries(folder: Path, tasks: list[int]) -> Iterator[Beat]:
         with suppress(OSError, ValueError, struct.error):
             descriptor = os.open(folder / str(task), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                version, phase, process, step, counter, _ = _LAYOUT.unpack(os.pread(descriptor, _LAYOUT.size, 0))
+                version, phase, process, step, counter, nanoseconds = _LAYOUT.unpack(
+                    os.pread(descriptor, _LAYOUT.size, 0)
+                )
             finally:
                 os.close(descriptor)
             if version == _VERSION:
-                yield Beat(task, process, Phase(phase), step, counter)
+                yield Beat(task, process, Phase(phase), step, counter, nanoseconds / 1e9)
 
 
 def kill_ranks(logs: Path) -> list[int]:

@@ -15,7 +15,7 @@ Standard library only.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from hpc_train.resilience.heartbeat import Beat, Phase, read_beats
 
 LOOK_SECONDS = 0.5
 """Between two looks."""
+_SHORTEST_PAUSE = 0.02
 _LONGEST_TICK = 1.0
 """Maximum seconds of silence that one look adds: after a pause of the watcher itself, ranks are not to blame."""
 _STEPS_BEHIND = 5
@@ -82,20 +83,26 @@ class NodeWatch:
         now = time.monotonic()
         tick = min(now - self._last, _LONGEST_TICK)
         self._last = now
-        return [self._follow(beat, tick) for beat in read_beats(self._logs)]
+        return [self._follow(beat, now, tick) for beat in read_beats(self._logs)]
 
-    def _follow(self, beat: Beat, tick: float) -> RankView:
+    def _follow(self, beat: Beat, now: float, tick: float) -> RankView:
         followed = self._followed.setdefault(beat.task, _Followed(beat))
         followed.silent += tick
         if beat.counter != followed.beat.counter or beat.process != followed.beat.process:
             self.deadlines.observe(followed.beat.phase, followed.silent)
-            followed.beat, followed.silent = beat, 0.0
+            followed.beat, followed.silent = beat, min(max(now - beat.seconds, 0.0), tick)
         state = read_process_state(beat.process)
         deadline = self.deadlines.seconds(beat.phase)
         followed.stopped = followed.stopped + tick if state == STOPPED else 0.0
         if state == STOPPED:  # counted from the stop on: before it, the rank may have been silent for as long as it may
             deadline = min(deadline, followed.silent - followed.stopped + self._limits.step)
         return RankView(beat.task, beat.phase, beat.step, followed.silent, deadline, state, self._host)
+
+
+def seconds_to_next_look(views: Iterable[RankView]) -> float:
+    """Return after how long to look again: as soon as the next rank may be late, and after LOOK_SECONDS at most."""
+    left = (view.deadline - view.silent for view in views if not view.overdue and not view.ended)
+    return min(LOOK_SECONDS, max(min(left, default=LOOK_SECONDS), _SHORTEST_PAUSE))
 
 
 def read_process_state(process: int) -> str:

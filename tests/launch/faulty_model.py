@@ -1,16 +1,17 @@
 """A user's own model: small and quick, and at a chosen moment of a chosen rank it does what the environment asks for.
 
 FAULTS="1:train:3:raise 0:save:1:hold": rank 1 raises in its third forward of training, and rank 0 holds in its first
-checkpoint until the file `go` appears (listen: until it has been asked to stop; eat: takes memory without end; poison:
-one of its weights is NaN from now on; nap2.5: sleeps that many seconds; pause2.5: is stopped by SIGSTOP for that long;
-memory: the same, and soon gets no more; disk: a system call does not return; full2.5: writes fail for that long).
-Every fault happens once in the life of FAULT_FOLDER, where a file with its name
-says that it did.
+checkpoint until the file `go` appears (listen: until it has been asked to stop; eat: takes memory without end; memory:
+the same, and soon gets no more; poison: one of its weights is NaN from now on; nan: its answer is NaN, once; flip,
+moment: the lowest bit of a weight, or of a moment of the optimizer, flips; nap2.5: sleeps that many seconds; pause2.5:
+is stopped by SIGSTOP for that long; disk: a system call does not return; full2.5: writes fail for that long).
+Every fault happens once in the life of FAULT_FOLDER, where a file with its name says that it did.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import resource
@@ -48,6 +49,14 @@ def reach(moment: str, model: Faulty | None = None) -> None:
 
 
 def act(action: str, model: Faulty | None) -> None:
+    if action == "nan":
+        assert model is not None
+        model.spoils = True
+        return
+    if action in ("flip", "moment"):
+        assert model is not None
+        flip_bit(model.out.weight if action == "flip" else find_moment(model.out.weight))
+        return
     if action == "raise":
         raise RuntimeError("a fault of the user's model")
     if action == "warn":
@@ -100,6 +109,17 @@ def act(action: str, model: Faulty | None) -> None:
         time.sleep(0.01)
 
 
+def flip_bit(tensor: Tensor) -> None:
+    """Flip the lowest bit of the first number: too little for a loss to show."""
+    tensor.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
+def find_moment(weight: Tensor) -> Tensor:
+    """The first moment of a weight, of whichever optimizer has it."""
+    optimizers = [found for found in gc.get_objects() if isinstance(found, torch.optim.Optimizer)]
+    return next(found.state[weight]["exp_avg"] for found in optimizers if weight in found.state)
+
+
 def wait_in_the_kernel() -> None:
     """Stay in a system call that no signal but SIGKILL ends: vfork(2), whose child does not end."""
     libc = ctypes.PyDLL(None)  # without giving up the lock of the interpreter: the child shares this memory
@@ -124,6 +144,7 @@ class Faulty(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         reach("build")
+        self.spoils = False
         self.embed = nn.Embedding(256, width)
         self.drop = nn.Dropout(0.1)
         self.out = nn.Linear(width, 256)
@@ -131,6 +152,9 @@ class Faulty(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         reach("train" if torch.is_grad_enabled() else "eval", self)
         logits: Tensor = self.out(self.drop(self.embed(tokens)))
+        if self.spoils:
+            self.spoils = False
+            return logits * float("nan")
         return logits
 
 

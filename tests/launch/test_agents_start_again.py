@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from hpc_train.launch.slurm import supervise
 from hpc_train.launch.slurm.supervise import AgentReports, PeerFailures, SrunErrors
 from hpc_train.resilience.agent import Report, encode_report
 from hpc_train.resilience.heartbeat import Phase
+from hpc_train.resilience.watch import RankView
 
 LIMIT = 0.5
 """Seconds after which a node is lost."""
@@ -70,6 +72,36 @@ def test_a_node_that_is_late_may_be_lost_until_that_is_sure(reports: AgentReport
     for seconds, late in ((1.0, False), (4.0, True), (10.5, True), (12.0, False)):
         node.silent = seconds
         assert reports.may_miss_a_node(10.0) is late
+
+
+def test_a_silent_node_whose_ranks_go_on_has_a_stuck_agent_once(reports: AgentReports) -> None:
+    def report(host: str, step: int) -> None:
+        beat = RankView(int(host[-1]), Phase.STEP, step, 0.0, 10.0, "R", host)
+        reports._parse_reports(encode_report(Report(host, [beat])).encode() + b"\n")
+
+    report("node2", 10)
+    report("node1", 14)
+    assert not reports.has_a_stuck_agent("node2"), "the others may have made these steps before"
+    report("node1", 15)
+    assert reports.has_a_stuck_agent("node2")
+    reports.expect_new_agent("node2")
+    assert reports.nodes["node2"].silent == -supervise._AGENT_START_SECONDS
+    report("node1", 30)
+    assert not reports.has_a_stuck_agent("node2")
+    report("node2", 30)
+    report("node1", 40)
+    assert reports.has_a_stuck_agent("node2"), "it has reported in between"
+
+
+def test_the_node_of_the_supervisor_is_never_lost(reports: AgentReports) -> None:
+    reports._parse_reports(encode_report(Report(socket.gethostname(), [])).encode() + b"\n")
+    assert reports.has_a_stuck_agent(socket.gethostname())
+
+
+def test_reading_ends_with_the_first_report_of_a_rank_that_is_late(reports: AgentReports) -> None:
+    late = RankView(1, Phase.STEP, 5, 10.2, 10.0, "R", "node2")
+    assert reports._parse_reports(encode_report(Report("node2", [late])).encode() + b"\n")
+    assert not reports._parse_reports(encode_report(Report("node1", [])).encode() + b"\n")
 
 
 def test_agents_that_report_are_left_alone(reports: AgentReports) -> None:

@@ -117,3 +117,15 @@ def test_a_supervisor_that_is_killed_or_stopped_is_started_again_as_long_as_ther
     calls.unlink()
     gone = f"{quick}; logs={tmp_path} hpc_watch=(bash -c 'echo x >>{calls}; kill -9 $$'); (exit 0) & wait"
     assert run_functions(f"{gone}; keep_watching $! 2>/dev/null; ls {tmp_path}") == ""
+
+
+def test_a_node_that_srun_cannot_reach_is_lost_though_slurm_does_not_say_so_yet(tmp_path: Path) -> None:
+    """As Slurm 22.05 says it where the node has lost its power; the rank on node3 is no culprit."""
+    (tmp_path / SRUN_ERRORS).write_text(
+        "srun: error: Task launch for StepId=13.2 failed on node node5: Communication connection failure\n"
+        "srun: error: Application launch failed: Communication connection failure\n"
+        "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n"
+        "srun: error: node3: task 0: Killed\n"
+    )
+    slurm = 'sinfo() { :; }; squeue() { echo "node[3-5]"; }; scontrol() { printf "node%s\\n" 3 4 5; }; job=13'
+    assert run_functions(f'{slurm}; logs={tmp_path} hpc_spares=1; find_lost_nodes "node[3-5]"') == "node5"

@@ -23,7 +23,16 @@ from hpc_train.resilience.deadlines import (
     write_learned,
 )
 from hpc_train.resilience.heartbeat import Heartbeat, Phase, find_folder, read_beats, remove_entries
-from hpc_train.resilience.watch import GONE, STOPPED, WAITS_FOR_DISK, NodeWatch, RankView, find_hang
+from hpc_train.resilience.watch import (
+    GONE,
+    LOOK_SECONDS,
+    STOPPED,
+    WAITS_FOR_DISK,
+    NodeWatch,
+    RankView,
+    find_hang,
+    seconds_to_next_look,
+)
 
 LIMITS = HangLimits(step=0.5, first_step=600, start=600, load=600, save=600)
 
@@ -158,6 +167,23 @@ def ranks(logs: Path) -> Iterator[list[subprocess.Popen[str]]]:
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+def test_the_next_look_is_when_the_next_rank_may_be_late() -> None:
+    assert seconds_to_next_look([]) == LOOK_SECONDS
+    assert seconds_to_next_look([view(0, 1), view(1, 9.9)]) == pytest.approx(0.1)
+    assert seconds_to_next_look([view(0, 10), view(1, 3)]) == 0.02
+    assert seconds_to_next_look([view(0, 11), view(1, 9.9, state=GONE)]) == LOOK_SECONDS, "late, or gone, already"
+
+
+def test_silence_counts_from_the_entry_and_not_from_the_look_that_found_it(tmp_path: Path) -> None:
+    beat, watch = Heartbeat(tmp_path, 0), NodeWatch(tmp_path, LIMITS)
+    watch.look()
+    beat.enter(Phase.STEP, 1)
+    time.sleep(0.3)
+    (seen,) = watch.look()
+    remove_entries(tmp_path)
+    assert 0.3 <= seen.silent <= 1.0
 
 
 def look_for(watch: NodeWatch, seconds: float, until_hang: bool) -> list[RankView]:

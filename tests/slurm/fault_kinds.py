@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ PHASES = {
     "save": "1:save:2:{}",
     "load after a restart": "0:train:50:kill 1:load:1:{}",
     "load after a requeue": "0:train:50:listen 1:load:1:{}",
+    "save before a requeue": "0:train:50:listen 1:save:3:{}",
 }
 """When rank 1 gets the fault; the last step of a phase comes after a checkpoint was saved from `step` on."""
 EVERY_PHASE = tuple(phase for phase in PHASES if phase != "data")
@@ -42,6 +46,10 @@ class Kind:
     hangs: bool = False
     comes_again: bool = False
     """Nothing starts again unless a checkpoint was saved since the start."""
+    goes_on: bool = False
+    """The ranks go on without a restart, and nobody is blamed."""
+    silent: bool = False
+    """It is no fault as long as it lasts, and must not be taken for one."""
     ends_the_job: bool = False
     """The ranks save and end, and somebody has to resume the run."""
     outside: Callable[[Scene], AbstractContextManager[None]] | None = None
@@ -71,6 +79,35 @@ def host_of_task_1(run: Path) -> str:
 
 def attempts(run: Path) -> list[Path]:
     return [path for path in (run / "logs").iterdir() if path.name.isdecimal()]
+
+
+@contextmanager
+def slow_network(scene: Scene) -> Iterator[None]:
+    """Give the node of rank 1 a network of two megabits a second."""
+    scene.cluster.dev_cluster("net", scene.host, "rate", "2mbit")
+    Path(scene.run.parent / "go").touch()
+    try:
+        yield
+    finally:
+        scene.cluster.dev_cluster("net", scene.host, "clear")
+
+
+@contextmanager
+def busy_node(scene: Scene) -> Iterator[None]:
+    """Let processes compete with rank 1 for its CPUs."""
+    code = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    words = [sys.executable, "-S", "-c", code]
+    cpus = os.sched_getaffinity(pid_of_task(scene.run, 1))
+    started = [subprocess.Popen(words) for _ in cpus]
+    for process, cpu in zip(started, cpus, strict=True):
+        os.sched_setaffinity(process.pid, {cpu})
+    (scene.run.parent / "go").touch()
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def kill_both(scene: Scene) -> AbstractContextManager[None]:
@@ -111,8 +148,45 @@ def kill_and_switch_off(scene: Scene) -> AbstractContextManager[None]:
 
 def kill_supervisor(scene: Scene) -> AbstractContextManager[None]:
     """Kill the supervisor of the attempt."""
+    os.kill(find_supervisor(scene), signal.SIGKILL)
+    return nullcontext()
+
+
+def stop_supervisor(scene: Scene) -> AbstractContextManager[None]:
+    """Stop the supervisor of the attempt."""
+    os.kill(find_supervisor(scene), signal.SIGSTOP)
+    return nullcontext()
+
+
+def find_supervisor(scene: Scene) -> int:
     (supervisor,) = processes_with("hpc_train.launch.slurm.supervise", str(scene.logs))
-    os.kill(supervisor, signal.SIGKILL)
+    return supervisor
+
+
+def kill_decision(scene: Scene) -> AbstractContextManager[None]:
+    """Kill rank 1, and then the process that decides what follows."""
+    os.kill(pid_of_task(scene.run, 1), signal.SIGKILL)
+
+    def deciding() -> list[int]:
+        return processes_with("hpc_train.launch.restarting", str(scene.run))
+
+    end = time.monotonic() + 60
+    while not (found := deciding()):
+        assert time.monotonic() < end, "nobody has decided anything"
+    os.kill(found[0], signal.SIGKILL)
+    return nullcontext()
+
+
+def kill_without_controller(scene: Scene) -> AbstractContextManager[None]:
+    """Kill rank 1 while Slurm's controller does not answer for 25 seconds."""
+    status = scene.cluster.dev_cluster("status").splitlines()
+    (controller,) = [int(line.split()[1]) for line in status if line.startswith("slurmctld")]
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        os.kill(pid_of_task(scene.run, 1), signal.SIGKILL)
+        time.sleep(25)
+    finally:
+        os.kill(controller, signal.SIGCONT)
     return nullcontext()
 
 
@@ -138,6 +212,13 @@ def kill_agent(scene: Scene) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def kill_one_while_the_other_hangs(scene: Scene) -> AbstractContextManager[None]:
+    """Kill rank 0 at the moment at which the stacks of the ranks are asked for, because rank 1 hangs."""
+    time.sleep(10)
+    os.kill(pid_of_task(scene.run, 0), signal.SIGKILL)
+    return nullcontext()
+
+
 def kill_srun(word: str) -> Callable[[Scene], AbstractContextManager[None]]:
     """Return a fault that kills the srun of the ranks, or of the agents."""
 
@@ -153,6 +234,10 @@ def kill_srun(word: str) -> Callable[[Scene], AbstractContextManager[None]]:
 
 
 ALIVE = ("step", "evaluation", "save")
+WITH_A_RESTART = ("start", "first step", *ALIVE, "load after a restart", "load after a requeue")
+"""Not the save before a requeue, in which nothing is left to do for those who watch."""
+COMPUTES = ("first step", "step", "evaluation")
+"""There is a model whose numbers can go wrong."""
 KINDS = {
     "kill": Kind(6, "kill"),
     "both killed": Kind(6, "hold", outside=kill_both),
@@ -165,15 +250,28 @@ KINDS = {
     "gil": Kind(8, "gil", hangs=True),
     "loop": Kind(8, "loop", hangs=True),
     "hold": Kind(8, "hold", (*EVERY_PHASE, "data"), hangs=True),
-    "disk": Kind(8, "disk", ALIVE, hangs=True),
+    "disk": Kind(8, "disk", hangs=True),
+    "slow": Kind(8, "nap8", (*EVERY_PHASE, "data"), silent=True),
+    "stopped for a while": Kind(8, "pause7", (*EVERY_PHASE, "data"), silent=True),
+    "slow link": Kind(8, "hold", COMPUTES, silent=True, outside=slow_network),
+    "busy core": Kind(8, "hold", COMPUTES, silent=True, outside=busy_node),
+    "nan": Kind(4, "nan", ("first step", "step"), goes_on=True),
+    "weight": Kind(6, "flip", COMPUTES),
+    "moment": Kind(6, "moment", ("step", "evaluation")),
     "node": Kind(25, "hold", outside=switch_node_off),
-    "network": Kind(25, "hold", ("start", *ALIVE), outside=cut_network),
-    "slurmstepd": Kind(8, "hold", ("start", *ALIVE), hangs=True, outside=kill_slurmstepd),
-    "supervisor": Kind(25, "hold", ("start", *ALIVE), hangs=True, outside=kill_supervisor),
-    "agent": Kind(25, "hold", ("start", *ALIVE), hangs=True, outside=kill_agent),
-    "agents' srun": Kind(25, "hold", ALIVE, hangs=True, outside=kill_srun("hpc_train.resilience.agent")),
-    "ranks' srun": Kind(8, "hold", ("start", *ALIVE), outside=kill_srun("hpc_train.launch.rank_entrypoint")),
+    "network": Kind(25, "hold", WITH_A_RESTART, outside=cut_network),
+    "slurmstepd": Kind(8, "hold", WITH_A_RESTART, hangs=True, outside=kill_slurmstepd),
+    "supervisor": Kind(25, "hold", hangs=True, outside=kill_supervisor),
+    "supervisor stopped": Kind(30, "hold", WITH_A_RESTART, hangs=True, outside=stop_supervisor),
+    "agent": Kind(25, "hold", WITH_A_RESTART, hangs=True, outside=kill_agent),
+    "agents' srun": Kind(25, "hold", WITH_A_RESTART, hangs=True, outside=kill_srun("hpc_train.resilience.agent")),
+    "ranks' srun": Kind(8, "hold", outside=kill_srun("hpc_train.launch.rank_entrypoint")),
+    "decision": Kind(8, "hold", outside=kill_decision),
+    "controller": Kind(40, "hold", WITH_A_RESTART, outside=kill_without_controller),
     "batch script": Kind(6, "listen", ("step", "evaluation"), ends_the_job=True, outside=kill_script),
-    "kill and node": Kind(25, "hold", ALIVE, outside=kill_and_switch_off),
+    "kill and node": Kind(25, "hold", WITH_A_RESTART, outside=kill_and_switch_off),
+    "hang and kill": Kind(25, "gil", COMPUTES, outside=kill_one_while_the_other_hangs),
     "full disk": Kind(4, "full3", ("save",), ends_the_job=True),
 }
+"""Where a kind has fewer phases than there are: a rank that starts or loads has no numbers yet, a full disk matters to
+who writes, and a rank answers `listen` only where it trains or evaluates."""

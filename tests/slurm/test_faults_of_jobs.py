@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from training_client import (
     steps_done,
     submit,
     tasks_of,
+    variables_of,
     wait_until,
 )
 
@@ -155,6 +157,31 @@ def test_a_rank_that_hangs_without_its_slurmstepd_is_ended(
     assert not Path(f"/proc/{rank}").exists()
     assert_same_result(run, undisturbed, STEPS)
     assert [event["cause"] for event in lines(run / "events.jsonl") if event["event"] == "restart"] == ["a hang"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("task", [0, 1])
+def test_an_agent_that_is_stopped_is_started_again_and_its_node_is_not_lost(
+    slurm_cluster: SlurmCluster, settings: list[str], tmp_path: Path, task: int
+) -> None:
+    """Task 0 runs on the node of the supervisor."""
+    run = tmp_path / "run"
+    job = start(run, settings, "train.steps=1000000")
+    wait_until("steps", lambda: steps_done(run) > 50)
+    host = hosts_of(run)[task]
+
+    def find_agents() -> list[int]:
+        agents = processes_with("hpc_train.resilience.agent", str(run / "logs"))
+        return [process for process in agents if variables_of(process).get("SLURMD_NODENAME") == host]
+
+    (stopped,) = find_agents()
+    os.kill(stopped, signal.SIGSTOP)
+    wait_until("another agent", lambda: bool(set(find_agents()) - {stopped}), 60)
+    wait_until("the end of the first", lambda: stopped not in find_agents(), 60)
+    time.sleep(15)  # longer than a node may be silent
+    assert not {"lost_node", "hang", "restart", "failure"} & set(kinds(run))
+    assert kinds(run).count("watch") == 1
+    slurm_cluster.scancel(job)
 
 
 @pytest.mark.long

@@ -245,8 +245,15 @@ wait_for() {
 find_lost_nodes() {
   { cat "$logs/lost-node" 2>/dev/null
     list_down_nodes "$1"
+    list_unreachable_nodes
     ! outlives_nodes || list_taken_nodes "$1"
   } | sort -u | paste -sd ' '
+}
+
+# Print the nodes on which srun could not start the ranks: Slurm may take SlurmdTimeout to find out that they are dead.
+list_unreachable_nodes() {
+  sed -nE 's/^srun: error: Task launch for .* failed on node ([^ :]+): (Communication|Socket|Unable to contact).*/\1/p' \
+    "$logs/srun.err" 2>/dev/null
 }
 
 # list_taken_nodes NODES: those that Slurm has taken from the job. They may be up again by now.

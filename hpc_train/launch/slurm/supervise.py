@@ -14,6 +14,7 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,6 +65,8 @@ _END_SECONDS = 5.0
 """How long agents have to end once they are told to."""
 _AGENT_START_SECONDS = 20.0
 """How much longer than usual a node may be silent whose agent is started again."""
+_STEPS_AHEAD = 5
+"""Steps of other nodes' ranks that show that a silent node still computes."""
 _AGENTS_AGAIN_SECONDS = 5.0
 """Between two starts of the agents."""
 _LEARNED_SECONDS = 30.0
@@ -77,6 +80,8 @@ class _Node:
     """Seconds since its last report, counted only while this process runs."""
     agent_starts: bool = False
     """Whether its agent was started again and has not reported since."""
+    front: int = 0
+    """The step that any rank of the job had come to by its last report."""
 
 
 @dataclass
@@ -149,17 +154,22 @@ class AgentReports:
             return False
         self.close()
         self._begin()
-        for node in self.nodes.values():
-            if not node.agent_starts:  # once: a node on which no agent can start is lost
-                node.silent, node.agent_starts = -_AGENT_START_SECONDS, True
+        for host in self.nodes:
+            self.expect_new_agent(host)
         return True
+
+    def expect_new_agent(self, host: str) -> None:
+        """Give a node time for the start of another agent, once: a node on which none can start is lost."""
+        node = self.nodes[host]
+        if not node.agent_starts:
+            node.silent, node.agent_starts = -_AGENT_START_SECONDS, True
 
     def merge_learned(self) -> dict[Phase, float]:
         """Return the deadlines that the agents have learned."""
         return merge_learned(node.report.learned for node in self.nodes.values())
 
     def read(self, seconds: float) -> None:
-        """Read reports for this many seconds, and count how long each node has been silent."""
+        """Read reports for this many seconds, or until a rank is late, and count how long each node has been silent."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if self._selector.select(left):
@@ -168,18 +178,37 @@ class AgentReports:
                     self.ended = True
                     time.sleep(left)
                     break
-                self._parse_reports(data)
+                if self._parse_reports(data):
+                    break
         now = time.monotonic()
         for node in self.nodes.values():
             node.silent += min(now - self._last_read, 2 * seconds)
         self._last_read = now
 
-    def _parse_reports(self, data: bytes) -> None:
+    def _parse_reports(self, data: bytes) -> bool:
+        """Take the reports among what was read; returns whether a rank is late in one of them."""
+        late = False
         *lines, self._unparsed = (self._unparsed + data).split(b"\n")
         for line in lines:
             report = decode_report(line.decode(errors="replace"))
             if report is not None:
-                self.nodes[report.host] = _Node(report, -_TICK_SECONDS)
+                self.nodes[report.host] = node = _Node(report, -_TICK_SECONDS)
+                node.front = self._find_front()
+                late = late or any(view.overdue for view in report.views)
+        return late
+
+    def _find_front(self) -> int:
+        return max((view.step for view in self.list_views()), default=0)
+
+    def has_a_stuck_agent(self, host: str) -> bool:
+        """Return whether a silent node is there, and only its agent is not, as where somebody has stopped it.
+
+        Ranks on other nodes have made steps since, which they cannot without its ranks; or it is the node of this
+        process. An agent that has just been started again counts as any other: the node may be overloaded.
+        """
+        node = self.nodes[host]
+        others_go_on = self._find_front() - node.front >= _STEPS_AHEAD
+        return not node.agent_starts and (others_go_on or host == socket.gethostname())
 
     def list_views(self) -> list[RankView]:
         """Return the newest views of all ranks."""
@@ -287,6 +316,11 @@ def supervise(
                 learned_due = time.monotonic() + _LEARNED_SECONDS
                 write_learned(run, reports.merge_learned())
             lost = reports.find_silent(silent)
+            if lost and reports.has_a_stuck_agent(lost):
+                print(f"hpc-train: the agent of {lost} says nothing, though its ranks go on", flush=True)
+                signal_steps(job, signal.SIGKILL, agents=True)
+                reports.expect_new_agent(lost)
+                lost = None
             if lost and is_running(ranks):
                 report_lost_node(logs, lost, reports, settings)
                 if settings.act:
@@ -384,11 +418,17 @@ def report_lost_node(logs: Path, host: str, reports: AgentReports, settings: Wat
 
 
 def signal_ranks(job: str, number: signal.Signals) -> None:
-    """Signal the ranks of a job: its newest step but the agents'. SIGKILL to the job as a whole would cancel it.
+    """Signal the ranks of a job."""
+    signal_steps(job, number, agents=False)
+
+
+def signal_steps(job: str, number: signal.Signals, agents: bool) -> None:
+    """Signal the newest step of a job's ranks, or of its agents. SIGKILL to the job as a whole would cancel it.
 
     An older step is one of an earlier attempt, which Slurm has not given up yet because a node of it was lost.
     """
-    steps = [step for step, name in list_steps(job) if name not in (AGENTS, "batch", "extern")]
+    others = ("batch", "extern")
+    steps = [step for step, name in list_steps(job) if name not in others and (name == AGENTS) is agents]
     if steps:
         newest = max(steps, key=lambda step: int(step.rpartition(".")[2]))
         process = subprocess.Popen(["scancel", f"--signal={number.name.removeprefix('SIG')}", newest])
