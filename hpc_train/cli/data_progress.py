@@ -11,11 +11,11 @@ from rich.progress import Progress as Bar
 
 
 class BuildBar:
-    """Shows how many bytes of the sources are tokenized, how fast, and the time left."""
+    """Shows how many bytes of the sources are done, how fast, and the time left."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "tokenizing") -> None:
         columns = (DownloadColumn(), BarColumn(20), TransferSpeedColumn(), TimeRemainingColumn())
-        self._bar = Bar(TextColumn("tokenizing"), *columns, console=Console(file=sys.stderr), transient=True)
+        self._bar = Bar(TextColumn(what), *columns, console=Console(file=sys.stderr), transient=True)
         self._task = self._bar.add_task("", total=None)
 
     def start(self, total: int, done: int) -> None:

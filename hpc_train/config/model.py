@@ -206,7 +206,7 @@ class DataConfig:
     """Fields that every data set has; the kinds below add their own."""
 
     kind: str = MISSING
-    """tokens, mixture, images or custom."""
+    """tokens, mixture, images, image_files or custom."""
     name: str = MISSING
     """Name of the data set in logs and in the run's configuration."""
     validation_fraction: float = config_field(default=0.02, ge=0, lt=1)
@@ -300,3 +300,40 @@ class ImageDataConfig(DataConfig):
     """Always images."""
     name: str = config_field(default="digits", choices=("digits",))
     """digits: 1,797 8x8 grey images of handwritten digits that ship with scikit-learn."""
+
+
+@config_dataclass
+class ImageFilesDataConfig(ImageDataConfig):
+    """Labelled images in files: a store made by `hpc-train data build`, or folders and tars to make one from."""
+
+    kind: str = "image_files"
+    """Always image_files."""
+    name: str = "images"
+    """Name of the data set in logs and in the run's configuration."""
+    path: str | None = None
+    """An image store; None: a store built from `sources` into `cache` at first use."""
+    sources: list[str] = config_field(default=[])
+    """Folders whose sub-folders are the classes, and tars of WebDataset or folders of them."""
+    label_key: str = "label"
+    """Key of the class in the .json files of a tar; a .cls file goes before."""
+    validation_path: str | None = None
+    """An image store to evaluate on; None: `validation_fraction` of the images, drawn once and for all."""
+    image_size: int = config_field(default=224, ge=1, le=8192)
+    """Height and width of a sample, pixels."""
+    channels: int = config_field(default=3, ge=1, le=3)
+    """3: red, green, blue; 1: grey."""
+    augment: str = config_field(default="crop", choices=("crop", "none"))
+    """Training samples. crop: a part of the image, drawn for each position in the run, half of them flipped; none: the
+    middle, as in validation."""
+    crop_area: float = config_field(default=0.08, gt=0, le=1)
+    """Smallest share of an image's area that a drawn crop shows."""
+    centre_crop: float = config_field(default=0.875, gt=0, le=1)
+    """Side of the square in the middle, as a share of the image's shorter side."""
+    mean: list[float] = config_field(default=[])
+    """Subtracted from each channel, whose values lie between 0 and 1; empty: the mean of ImageNet."""
+    std: list[float] = config_field(default=[])
+    """Each channel is divided by it; empty: the standard deviation of ImageNet."""
+    decode_threads: int = config_field(default=4, ge=1, le=256)
+    """Threads of each rank that decode images."""
+    cache: str = "${oc.env:HPC_TRAIN_CACHE,'~/.cache/hpc_train'}"
+    """Folder of the stores that are built; it must be visible from the compute nodes."""

@@ -15,12 +15,14 @@ from hpc_train.config.model import (
     DataConfig,
     HfModelConfig,
     ImageDataConfig,
+    ImageFilesDataConfig,
     MixtureDataConfig,
     ModelConfig,
     TokenDataConfig,
     TransformerConfig,
     VisionTransformerConfig,
 )
+from hpc_train.data.images.image_samples import ImageSamples, open_image_files
 from hpc_train.data.own_dataset import OwnStream, StreamPart, open_own_dataset
 from hpc_train.data.samples.document_samples import open_padded_documents
 from hpc_train.data.samples.mixture import MixtureDataset, MixtureSource
@@ -33,6 +35,7 @@ from hpc_train.errors import UserError
 
 if TYPE_CHECKING:
     from hpc_train.interfaces import ModelInputs
+    from hpc_train.models.hf.config_file import ConfigFile
 
 Split = Literal["train", "validation"]
 Indices = npt.NDArray[np.int64]
@@ -78,6 +81,8 @@ def open_dataset(config: DataConfig, sequence_length: int, split: Split) -> Data
         return open_token_dataset(config, sequence_length, split)
     if isinstance(config, MixtureDataConfig):
         return open_mixture(config, sequence_length, split)
+    if isinstance(config, ImageFilesDataConfig):
+        return open_image_files(config, split)
     if isinstance(config, ImageDataConfig):
         return open_image_dataset(config, split)
     if isinstance(config, CustomDataConfig):
@@ -216,12 +221,28 @@ def _check_transformer(model: TransformerConfig, data: Dataset) -> None:
 def _check_hf_model(model: HfModelConfig, data: Dataset) -> None:
     from hpc_train.models.hf.config_file import read_config_file
 
-    tokens = read_config_file(model).vocab_size
+    file = read_config_file(model)
+    if isinstance(data, ImageSamples):
+        _check_hf_images(model, file, data)
+    tokens = file.vocab_size
     if tokens is not None and data.vocab_size is not None and tokens < data.vocab_size:
         raise UserError(
             f"model.path={model.path}: its vocabulary of {tokens} is smaller than that of data {data.name}, "
             f"{data.vocab_size}: use the tokenizer of the model, or a model with more tokens"
         )
+
+
+def _check_hf_images(model: HfModelConfig, file: ConfigFile, data: ImageSamples) -> None:
+    if file.classes < data.classes:
+        raise UserError(
+            f"model.path={model.path}: its head has {file.classes} classes but data {data.name} have {data.classes}: "
+            "give the model that many labels (num_labels) when transformers saves it"
+        )
+    for name, wanted, found in zip(
+        ("channels", "image_size"), file.image_shape, (data.config.channels, data.config.image_size), strict=True
+    ):
+        if wanted is not None and wanted != found:
+            raise UserError(f"data.{name}={found}: model.path={model.path} takes {wanted}; set data.{name}={wanted}")
 
 
 def _check_vision_transformer(model: VisionTransformerConfig, data: Dataset) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.data.datasets import Dataset
+from hpc_train.data.images.image_samples import ImageSamples
 from hpc_train.data.sample_order import order_samples
 from hpc_train.data.samples.mixture import MixtureDataset
 from hpc_train.errors import UserError
@@ -39,15 +40,26 @@ class Loader:
     """Loads batches by the run's sample position, so that there is no state to save or restore."""
 
     def __init__(
-        self, dataset: Dataset, seed: int, global_batch: int, micro_batch: int, dp_index: int, dp_size: int
+        self,
+        dataset: Dataset,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        dp_index: int,
+        dp_size: int,
+        augment: bool = False,
     ) -> None:
-        """Start the thread. global_batch: samples over all `dp_size` shares. micro_batch: samples of this share."""
+        """Start the thread. global_batch: samples over all `dp_size` shares. micro_batch: samples of this share.
+
+        augment: draw a crop of each image, which depends on its position in the run; no effect on other data.
+        """
         assert 0 <= dp_index < dp_size
         assert micro_batch > 0
         self.dataset = dataset
         self.seed = seed
         self.global_batch = global_batch
         self.micro_batch = micro_batch
+        self.augment = augment
         self.share = compute_share(global_batch, dp_size)
         self.offset = dp_index * self.share
         # Pinning happens on the thread, and would otherwise make a context on GPU 0 in every rank of a node.
@@ -91,16 +103,20 @@ class Loader:
 
     def _assemble(self, start: int) -> list[MicroBatch]:
         first = start + self.offset
-        if isinstance(self.dataset, MixtureDataset):
-            indices = self.dataset.order(self.seed, first, self.share)
-        else:
-            indices = order_samples(self.seed, len(self.dataset), first, self.share)
-        inputs, targets = self.dataset.get(indices)
-        samples = MicroBatch(inputs, targets)
+        samples = self._read(self.dataset, first)
         if self._device is not None:
             torch.cuda.set_device(self._device)
             samples = samples.map(Tensor.pin_memory)
         return cut_micro_batches(samples, self.share, self.micro_batch)
+
+    def _read(self, data: Dataset, first: int) -> MicroBatch:
+        """Read this rank's share of a step, which begins at the position `first` of the run."""
+        if isinstance(data, MixtureDataset):
+            return MicroBatch(*data.get(data.order(self.seed, first, self.share)))
+        indices = order_samples(self.seed, len(data), first, self.share)
+        if isinstance(data, ImageSamples) and self.augment:
+            return MicroBatch(*data.get_augmented(indices, self.seed, first))
+        return MicroBatch(*data.get(indices))
 
 
 class SequentialLoader:

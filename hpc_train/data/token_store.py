@@ -114,8 +114,8 @@ def _read_store(file: h5py.File, path: Path) -> TokenStore:
     attributes = file.attrs
     return TokenStore(
         path=path,
-        tokens=_map_dataset(file[TOKENS], path),
-        documents=_map_dataset(file[DOCUMENTS], path),
+        tokens=map_dataset(file[TOKENS], path),
+        documents=map_dataset(file[DOCUMENTS], path),
         counts=file[COUNTS][:],
         vocab_size=int(attributes["vocab_size"]),
         tokenizer=str(attributes["tokenizer"]),
@@ -124,7 +124,7 @@ def _read_store(file: h5py.File, path: Path) -> TokenStore:
         digest=str(attributes["xxh3_128"]),
         unigram_entropy=float(attributes["unigram_entropy"]),
         tokenizer_settings=_read_text(file, SETTINGS),
-        counted=_map_dataset(file[COUNTED], path) if COUNTED in file else None,
+        counted=map_dataset(file[COUNTED], path) if COUNTED in file else None,
     )
 
 
@@ -134,7 +134,8 @@ def _read_text(file: h5py.File, name: str) -> str:
 
 def _check_header(file: h5py.File, path: Path) -> None:
     if file.attrs.get("format") != FORMAT:
-        raise UserError(f"{path} is an HDF5 file but not a token store: make one with `hpc-train data build`")
+        what = "an image store: use data=images" if file.attrs.get("format") == "hpc_train.images" else "no token store"
+        raise UserError(f"{path} is {what}; token stores are made with `hpc-train data build`")
     version = int(file.attrs["version"])
     if version > VERSION:
         raise UserError(
@@ -143,7 +144,7 @@ def _check_header(file: h5py.File, path: Path) -> None:
         )
 
 
-def _map_dataset(dataset: h5py.Dataset, path: Path) -> npt.NDArray[Any]:
+def map_dataset(dataset: h5py.Dataset, path: Path) -> npt.NDArray[Any]:
     """Map a contiguous dataset into memory, without HDF5 between it and its reader."""
     offset = dataset.id.get_offset()
     if dataset.chunks is not None or dataset.ndim != 1 or offset is None:
@@ -240,7 +241,7 @@ def write_store(
                 raise UserError("the sources hold no text: every document is empty")
             if describe is not None:
                 header = replace(header, source=describe())
-            with _publish(path) as temporary:
+            with publish_file(path) as temporary:
                 _write_file(temporary, spool, header, totals)
     except OSError as error:
         raise UserError(f"cannot write token store {path}: {error.strerror or error}") from error
@@ -310,7 +311,7 @@ def _copy_spool(spool: IO[bytes], dataset: h5py.Dataset) -> None:
 
 
 @contextmanager
-def _publish(path: Path) -> Iterator[Path]:
+def publish_file(path: Path) -> Iterator[Path]:
     """Give a temporary file to write; it is synced and renamed to `path` only if the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:

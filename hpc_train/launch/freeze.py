@@ -17,6 +17,7 @@ from hpc_train.config.model import (
     DataConfig,
     HfModelConfig,
     ImageDataConfig,
+    ImageFilesDataConfig,
     MixtureDataConfig,
     ModelConfig,
     TokenDataConfig,
@@ -177,6 +178,8 @@ def check_model_and_data(config: RunConfig) -> None:
     model, data = config.model, config.data
     if isinstance(model, TransformerConfig) and isinstance(data, ImageDataConfig):
         raise UserError(f"data={data.name}: images, but model={model.name} reads tokens; use model=vit_tiny")
+    if isinstance(model, VisionTransformerConfig) and isinstance(data, ImageFilesDataConfig):
+        _check_image_shape(model, data)
     if isinstance(model, VisionTransformerConfig) and isinstance(data, (TokenDataConfig, MixtureDataConfig)):
         raise UserError(f"data={data.name}: tokens, but model={model.name} reads images; use data=digits")
     if isinstance(model, HfModelConfig):
@@ -187,6 +190,14 @@ def check_model_and_data(config: RunConfig) -> None:
         _check_packing(config)
     if isinstance(data, TokenDataConfig) and data.path is None:
         _check_vocabulary(model, data)
+
+
+def _check_image_shape(model: VisionTransformerConfig, data: ImageFilesDataConfig) -> None:
+    if (model.channels, model.image_size) != (data.channels, data.image_size):
+        raise UserError(
+            f"data.image_size={data.image_size} data.channels={data.channels}: model={model.name} takes images of "
+            f"{model.image_size} and {model.channels}; set those, or model.image_size and model.channels"
+        )
 
 
 def get_vocabulary(model: ModelConfig) -> int | None:
@@ -264,6 +275,8 @@ def check_files(config: RunConfig, folder: RunDirectory) -> None:
 
         for source in check_mixture(config.data, config.train.sequence_length):
             _check_text(source, config.model)
+    if isinstance(config.data, ImageFilesDataConfig) and not config.launch.setup:
+        _check_images(config.data, config.model)
     check_cluster_files(config)
     offload = config.parallel.offload.dir
     if config.launch.kind == "local" and offload is not None and not Path(offload).is_dir():
@@ -304,6 +317,23 @@ def _check_text(data: TokenDataConfig, model: ModelConfig) -> None:
     for source in data.sources:
         if source != _STDLIB and not Path(source).expanduser().exists():
             raise UserError(f"data.sources: {source} does not exist; give text files, folders, or the word {_STDLIB}")
+
+
+def _check_images(data: ImageFilesDataConfig, model: ModelConfig) -> None:
+    """Raise UserError for images that a rank could not read, or of more classes than the model has."""
+    from hpc_train.data.images.build_images import locate_image_store
+    from hpc_train.data.images.image_store import ImageStore
+
+    if data.path is None:
+        locate_image_store(data)  # finds the sources
+    stores = [ImageStore.open(path) for path in (data.path, data.validation_path) if path is not None]
+    if data.path is not None and isinstance(model, VisionTransformerConfig) and model.classes < len(stores[0].classes):
+        classes = len(stores[0].classes)
+        raise UserError(
+            f"model.classes={model.classes}: fewer than the {classes} of {data.path}; set model.classes={classes}"
+        )
+    if data.validation_path is not None and data.validation_fraction == 0:
+        raise UserError("data.validation_path: no effect with data.validation_fraction=0; leave one of them out")
 
 
 def _check_tokenizer(data: TokenDataConfig, model: ModelConfig) -> None:

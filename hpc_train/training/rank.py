@@ -292,7 +292,7 @@ def assemble_run(
 ) -> TrainingRun:
     """Assemble the run, ready for its next step: the one after the checkpoint that is resumed, or the first."""
     steps = count_total_steps(config, _count_samples(data))
-    loader, validation = _make_loader(config, data, world), _make_validation_loader(config, world)
+    loader, validation = _make_loader(config, data, world, augment=True), _make_validation_loader(config, world)
     run = TrainingRun(config, world, directory, engine, loader, validation, steps, Reporter(directory, attempt), stop)
     before = _USER_ERRORS.run_on_rank_0(world, lambda: read_rollbacks(directory.path / ROLLBACKS))
     run.rollback.restore(before)
@@ -389,13 +389,12 @@ def _does_save(config: RunConfig) -> bool:
     return config.checkpoint.every > 0 or config.checkpoint.weights_every > 0
 
 
-def _make_loader(config: RunConfig, data: Dataset | OwnStream, world: World) -> BatchLoader:
+def _make_loader(config: RunConfig, data: Dataset | OwnStream, world: World, augment: bool = False) -> BatchLoader:
     train_config = config.train
     if isinstance(data, OwnStream):
         return StreamLoader(data, train_config.global_batch, train_config.micro_batch, world.dp_index, world.dp_size)
-    return Loader(
-        data, train_config.seed, train_config.global_batch, train_config.micro_batch, world.dp_index, world.dp_size
-    )
+    seed, sizes = train_config.seed, (train_config.global_batch, train_config.micro_batch)
+    return Loader(data, seed, *sizes, world.dp_index, world.dp_size, augment)
 
 
 def _make_validation_loader(config: RunConfig, world: World) -> BatchLoader | None:

@@ -13,6 +13,7 @@ from hpc_train.config.model import (
     DataConfig,
     HfModelConfig,
     ImageDataConfig,
+    ImageFilesDataConfig,
     MixtureDataConfig,
     ModelConfig,
     TokenDataConfig,
@@ -46,6 +47,7 @@ SCHEMAS: dict[str, dict[str, type[ModelConfig | DataConfig]]] = {
     "data": {
         "token_schema": TokenDataConfig,
         "image_schema": ImageDataConfig,
+        "image_files_schema": ImageFilesDataConfig,
         "mixture_schema": MixtureDataConfig,
         "custom_data_schema": CustomDataConfig,
     },

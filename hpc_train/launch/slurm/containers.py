@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.config.model import MixtureDataConfig, TokenDataConfig
+from hpc_train.config.model import ImageFilesDataConfig, MixtureDataConfig, TokenDataConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_NO_REQUEUE, UserError
 from hpc_train.training.run_directory import RunDirectory
@@ -96,6 +96,8 @@ def _readable_paths(config: RunConfig, code: Path | None) -> list[Path]:
         from hpc_train.data.token_files import list_token_files
 
         paths += [one for path in data.paths for one in list_token_files(Path(path))]
+    if isinstance(data, ImageFilesDataConfig):
+        paths += [Path(path) for path in (data.path or data.cache, data.validation_path) if path]
     if isinstance(data, TokenDataConfig):
         from hpc_train.data.token_files import list_token_files  # h5py, which no other script needs here
 

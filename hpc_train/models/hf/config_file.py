@@ -72,6 +72,20 @@ class ConfigFile:
         return self.get_number("vocab_size")
 
     @property
+    def classes(self) -> int:
+        """Classes of a classification head; 2 where the file leaves them to the library's default."""
+        labels = self.body.get("id2label")
+        return len(labels) if isinstance(labels, dict) and labels else 2
+
+    @property
+    def image_shape(self) -> tuple[int | None, int | None]:
+        """Channels, and height and width in pixels; None for what the file leaves to the library's default."""
+        vision = self.body.get("vision_config")
+        body = vision if isinstance(vision, dict) else self.body
+        channels, size = body.get("num_channels"), body.get("image_size")
+        return (channels if isinstance(channels, int) else None, size if isinstance(size, int) else None)
+
+    @property
     def max_positions(self) -> int | None:
         """Longest sequence."""
         return self.get_number(*_POSITION_KEYS)

@@ -26,7 +26,7 @@ from hpc_train._torch_rehearsal import (
     unreduced_gradients,
     watch_storage_sizes,
 )
-from hpc_train.config.model import CustomDataConfig, ImageDataConfig, VisionTransformerConfig
+from hpc_train.config.model import CustomDataConfig, ImageDataConfig, ImageFilesDataConfig, VisionTransformerConfig
 from hpc_train.config.parallel import AXES, Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import open_dataset
@@ -156,7 +156,9 @@ def _batch(config: RunConfig, degrees: Degrees, micro_batches: int) -> StepBatch
         one = MicroBatch(inputs, targets).map(torch.zeros_like)
     elif isinstance(model, VisionTransformerConfig) or isinstance(config.data, ImageDataConfig):
         shape = _DIGITS
-        if isinstance(model, VisionTransformerConfig):
+        if isinstance(config.data, ImageFilesDataConfig):
+            shape = (config.data.channels, config.data.image_size, config.data.image_size)
+        elif isinstance(model, VisionTransformerConfig):
             shape = (model.channels, model.image_size, model.image_size)
         one = MicroBatch(torch.zeros(rows, *shape), torch.zeros(rows, dtype=torch.int64))
     else:

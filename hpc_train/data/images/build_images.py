@@ -1,0 +1,124 @@
+"""Build image stores from folders and tars, on request or at the first use of a config that names them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from hpc_train.config.model import ImageFilesDataConfig
+from hpc_train.data.corpus.part_files import Progress
+from hpc_train.data.images.decoding import ImageError, check_image, import_pillow
+from hpc_train.data.images.image_entries import ImageEntry, find_folder_entry, list_files, number_labels
+from hpc_train.data.images.image_store import VERSION, ImageStore, write_image_store
+from hpc_train.data.images.webdataset_tar import read_tar_entries
+from hpc_train.errors import UserError
+from hpc_train.regular_files import open_to_read
+
+LABEL_KEY = "label"
+"""Key of a .json in a tar, if no other is named."""
+_SHOWN = 4
+
+
+def build_image_store(
+    sources: Sequence[str],
+    out: str | Path,
+    *,
+    label_key: str = LABEL_KEY,
+    overwrite: bool = False,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> ImageStore:
+    """Build the image store `out`, and open it. Every image is decoded once, so that none fails in a run.
+
+    The result does not depend on the number of workers, which are threads. Raises UserError for images that are
+    damaged or not images, with the first few, and if `out` exists, unless it is a store and `overwrite` is set.
+    """
+    out = Path(out).expanduser()
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} exists: give another name, or --overwrite")
+    if out.exists():
+        ImageStore.open(out)  # refuses to replace what is not a store, such as a source named first by mistake
+    import_pillow()
+    entries = list_entries(sources, label_key)
+    labels, classes = number_labels(entries)
+    sizes = [entry.size for entry in entries]
+    source = json.dumps({"sources": list(sources), "images": len(entries), "bytes": sum(sizes)})
+    try:
+        write_image_store(out, _read_checked(entries, workers, progress), sizes, labels, classes, source)
+    except OSError as error:
+        raise UserError(f"cannot write image store {out}: {error.strerror or error}") from error
+    return ImageStore.open(out)
+
+
+def ensure_image_store(config: ImageFilesDataConfig) -> Path:
+    """Return the path of a config's image store; build it in the cache if the config names sources and has none."""
+    if config.path is not None:
+        return Path(config.path).expanduser()
+    out = locate_image_store(config)
+    if not out.exists():
+        build_image_store(config.sources, out, label_key=config.label_key, workers=config.decode_threads)
+    return out
+
+
+def locate_image_store(config: ImageFilesDataConfig) -> Path:
+    """Return where the store of a config's sources is or will be: files count by path, size and modification time."""
+    if not config.sources:
+        raise UserError("data.path or data.sources: give an image store, or folders or tars of images")
+    stamps = []
+    for path, _ in list_files(config.sources):
+        status = path.stat()
+        stamps.append((str(path.absolute()), status.st_size, status.st_mtime_ns))
+    content = json.dumps([VERSION, config.label_key, stamps])
+    return Path(config.cache).expanduser() / f"images-{xxhash.xxh3_64_hexdigest(content.encode())}.h5"
+
+
+def list_entries(sources: Sequence[str], label_key: str) -> list[ImageEntry]:
+    """List all images with their labels, in an order of the sources and the names alone. Raises UserError."""
+    entries: list[ImageEntry] = []
+    for path, root in list_files(sources):
+        if root is None:
+            entries += read_tar_entries(path, label_key)
+        else:
+            entries.append(find_folder_entry(path, root))
+    return entries
+
+
+def _read_checked(entries: Sequence[ImageEntry], workers: int, progress: Progress | None) -> Iterator[bytes]:
+    """Yield the bytes of each image. Raises UserError after the last one if any cannot be decoded."""
+    if progress is not None:
+        progress.start(sum(entry.size for entry in entries), 0)
+    problems: list[str] = []
+    width = 4 * workers  # images in memory at a time
+    with ThreadPoolExecutor(workers, thread_name_prefix="images") as pool:  # Pillow decodes outside of Python's lock
+        for start in range(0, len(entries), width):
+            group = entries[start : start + width]
+            for entry, (data, problem) in zip(group, pool.map(_read_entry, group), strict=True):
+                if problem is not None:
+                    problems.append(f"{entry.name} {problem}")
+                if progress is not None:
+                    progress.advance(entry.size)
+                yield data
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        count = f"{len(problems)} of {len(entries)} images cannot be used: " if len(entries) > 1 else ""
+        raise UserError(f"{count}{'; '.join(problems[:_SHOWN])}{more}")
+
+
+def _read_entry(entry: ImageEntry) -> tuple[bytes, str | None]:
+    try:
+        with open_to_read(entry.path) as file:
+            file.seek(entry.offset)
+            data = file.read(entry.size)
+    except OSError as error:
+        return bytes(entry.size), f"cannot be read ({error.strerror or error})"
+    if len(data) != entry.size:
+        return bytes(entry.size), "changed while it was read"
+    try:
+        check_image(data)
+    except ImageError as error:
+        return data, str(error)
+    return data, None

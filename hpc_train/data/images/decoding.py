@@ -1,0 +1,132 @@
+"""Decode images with Pillow, within bounds, and cut the part out of each that a sample shows."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpc_train.data.images.image_entries import KINDS
+from hpc_train.data.readers.records import first_line
+from hpc_train.errors import UserError
+
+MAX_PIXELS = 1 << 26
+"""Of an image, 192 MiB in three colours: a small file may claim to be far larger."""
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+"""Pillow knows others, some of which start programs or have a history of faults."""
+_WIDE_MODES = ("I", "F")
+"""Beginnings of Pillow's names of pixels with more than 8 bits a channel."""
+_ASPECT = math.log(4 / 3)
+
+
+class ImageError(Exception):
+    """An image that cannot be decoded; the message is the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A rectangle of an image, in shares of its width and height."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    flipped: bool = False
+    """Whether left and right are exchanged."""
+
+
+def import_pillow() -> Any:
+    """Import Pillow. Raises UserError if it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise UserError("images need the package pillow: pip install 'hpc_train[images]'") from error
+    # Pillow warns of many pixels on standard error, and we refuse fewer.
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+    return Image
+
+
+def check_image(data: bytes) -> None:
+    """Decode an image and drop it; of a JPEG, an eighth of the size. Raises ImageError."""
+    _load(data, (1, 1))
+
+
+def read_size(data: bytes) -> tuple[int, int]:
+    """Return width and height of an image, from its header. Raises ImageError."""
+    size: tuple[int, int] = _open(data).size
+    return size
+
+
+def decode_image(data: bytes, channels: int, size: int, crop: Crop) -> npt.NDArray[np.uint8]:
+    """Decode a crop of an image at size x size pixels, (size, size, channels). Raises ImageError."""
+    image_module = import_pillow()
+    # A JPEG is decoded at a fraction of its size if the crop stays larger than the result.
+    image = _load(data, (math.ceil(size / crop.width), math.ceil(size / crop.height)))
+    width, height = image.size
+    box = (
+        crop.left * width,
+        crop.top * height,
+        min((crop.left + crop.width) * width, width),
+        min((crop.top + crop.height) * height, height),
+    )
+    image = image.convert("RGB" if channels == 3 else "L").resize((size, size), image_module.Resampling.BICUBIC, box)
+    if crop.flipped:
+        image = image.transpose(image_module.Transpose.FLIP_LEFT_RIGHT)
+    return np.asarray(image).reshape(size, size, channels)
+
+
+def centre_crop(width: int, height: int, share: float) -> Crop:
+    """Return the square in the middle of an image whose side is this share of the image's shorter side."""
+    side = share * min(width, height)
+    across, down = side / width, side / height
+    return Crop((1 - across) / 2, (1 - down) / 2, across, down)
+
+
+def draw_crop(seed: int, position: int, width: int, height: int, least_area: float) -> Crop:
+    """Draw a crop of an image, a pure function of the seed and the position in the run.
+
+    Its area is a share of at least `least_area`, its aspect ratio lies between 3:4 and 4:3 (Szegedy et al. 2014,
+    arXiv:1409.4842, as torchvision's RandomResizedCrop; a side longer than the image's becomes that, and is not drawn
+    again), and half of all are flipped.
+    """
+    # The raw output of a counter-based generator: it stays the same in every release of NumPy.
+    raw = np.random.Philox(key=seed % (1 << 64), counter=[0, 0, 0, position]).random_raw(5)
+    area, aspect, across, down, flip = ((int(word) >> 11) * 2.0**-53 for word in raw)
+    pixels = (least_area + (1 - least_area) * area) * width * height
+    ratio = math.exp(_ASPECT * (2 * aspect - 1))
+    share_across = min(1.0, math.sqrt(pixels * ratio) / width)
+    share_down = min(1.0, math.sqrt(pixels / ratio) / height)
+    return Crop(across * (1 - share_across), down * (1 - share_down), share_across, share_down, flip < 0.5)
+
+
+def _open(data: bytes) -> Any:
+    """Read the header of an image."""
+    image_module = import_pillow()
+    try:
+        image = image_module.open(io.BytesIO(data), formats=_FORMATS)
+    except image_module.UnidentifiedImageError:
+        raise ImageError(f"is no image in a known format ({KINDS})") from None
+    except Exception as error:  # Pillow raises nearly every kind on hostile bytes
+        raise ImageError(f"is a damaged image ({first_line(error)})") from error
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise ImageError(f"has {width:,} x {height:,} pixels; at most {MAX_PIXELS:,} are decoded")
+    if image.mode.startswith(_WIDE_MODES):
+        raise ImageError("has more than 8 bits a channel: convert it to 8")
+    return image
+
+
+def _load(data: bytes, least: tuple[int, int]) -> Any:
+    """Decode an image. least: width and height that a JPEG may be reduced to, by a power of two."""
+    image = _open(data)
+    try:
+        image.draft(None, least)
+        image.load()
+    except Exception as error:
+        raise ImageError(f"is damaged or cut short ({first_line(error)})") from error
+    return image

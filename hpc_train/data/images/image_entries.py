@@ -1,0 +1,145 @@
+"""Find labelled images: in folders of which each is a class, and in tars of WebDataset; recognised by what is there."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from hpc_train.data.corpus.sources import STDLIB
+from hpc_train.data.readers.arrow import is_saved_dataset
+from hpc_train.data.readers.formats import RECORD_SUFFIXES
+from hpc_train.errors import UserError
+from hpc_train.regular_files import open_to_read
+from hpc_train.terminal import one_line
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+KINDS = "JPEG, PNG, WebP, BMP and GIF"
+_TAR = ".tar"
+_LOOKED_AT = 10_000
+"""Files of a folder that decide what it holds."""
+_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test"})
+_ABOUT = ("readme", "license", "licence", "notice", "changelog")
+"""Beginnings of the names of files that tell about a data set and are none of its data."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageEntry:
+    """Where the bytes of an image are, and its label as the source has it."""
+
+    path: Path
+    """The image, or the tar that holds it."""
+    offset: int
+    size: int
+    label: int | str
+    name: str
+    """For messages, fit for a terminal."""
+
+
+def are_images(sources: Sequence[str], suffixes: Sequence[str]) -> bool:
+    """Return whether the sources are images: tars, or folders that hold images or tars and no text or records.
+
+    suffixes: of text. Raises UserError if some sources are images and others are not, because one store has one kind.
+    """
+    found = {
+        source: _holds_images(Path(source).expanduser(), tuple(suffixes)) for source in sources if source != STDLIB
+    }
+    if len(found) == len(sources) and all(found.values()):
+        return bool(found)
+    if images := [source for source, held in found.items() if held]:
+        raise UserError(f"{images[0]} holds images and other sources do not; build a store of each")
+    return False
+
+
+def list_files(sources: Sequence[str]) -> list[tuple[Path, Path | None]]:
+    """List the tars, and the images each with the folder whose sub-folders are its classes, in a fixed order.
+
+    Raises UserError for a source that is missing or has neither.
+    """
+    files: list[tuple[Path, Path | None]] = []
+    for source in sources:
+        root = Path(source).expanduser()
+        if root.is_file():
+            files.append((root, None))
+            continue
+        if not root.is_dir():
+            raise UserError(f"source {source} does not exist: give folders of images, or tars of WebDataset")
+        found = [(path, None if path.name.endswith(_TAR) else root) for path in _walk(root)]
+        if not found:
+            raise UserError(f"no image under {root} ({KINDS}), and no tar of WebDataset")
+        files += found
+    return files
+
+
+def find_folder_entry(path: Path, root: Path) -> ImageEntry:
+    """Return the entry of an image in a folder of classes: its label is the name of the folder below `root`."""
+    parts = path.relative_to(root).parts
+    if len(parts) < 2:
+        raise UserError(f"{path} is in no folder of a class: give a folder whose sub-folders are the classes")
+    if parts[0].lower() in _SPLITS:
+        raise UserError(f"{root} has splits and not classes below it: build a store of each, such as {root / parts[0]}")
+    return ImageEntry(path, 0, path.stat().st_size, one_line(parts[0]), one_line(str(path)))
+
+
+def number_labels(entries: Sequence[ImageEntry]) -> tuple[list[int], list[str]]:
+    """Return the label of each entry as a number, and the names of the classes.
+
+    Numbers stay as they are; names are numbered in alphabetical order. Raises UserError if there are both.
+    """
+    kinds = {type(entry.label) for entry in entries}
+    if len(kinds) > 1:
+        number = next(entry for entry in entries if isinstance(entry.label, int))
+        name = next(entry for entry in entries if isinstance(entry.label, str))
+        raise UserError(
+            f"labels are numbers and names: {number.name} has {number.label}, {name.name} has {name.label!r}; give "
+            "one kind"
+        )
+    if kinds == {int}:
+        numbers = [int(entry.label) for entry in entries]
+        return numbers, [str(number) for number in range(max(numbers) + 1)]
+    names = sorted({str(entry.label) for entry in entries})
+    order = {name: number for number, name in enumerate(names)}
+    return [order[str(entry.label)] for entry in entries], names
+
+
+def _holds_images(path: Path, suffixes: tuple[str, ...]) -> bool:
+    if path.is_file():
+        return _is_tar(path)
+    if not path.is_dir() or is_saved_dataset(path):
+        return False
+    kinds: Counter[str] = Counter()
+    for name in islice(_iterate_names(path), _LOOKED_AT):
+        if name.lower().endswith((*IMAGE_SUFFIXES, _TAR)):
+            kinds["images"] += 1
+        elif name.endswith((*suffixes, *RECORD_SUFFIXES)) and not name.lower().startswith(_ABOUT):
+            kinds["others"] += 1
+    return kinds["images"] > 0 and not kinds["others"]
+
+
+def _is_tar(path: Path) -> bool:
+    if path.name.lower().endswith(_TAR):
+        return True
+    try:
+        with open_to_read(path) as file:
+            return file.read(262)[257:] == b"ustar"
+    except OSError:
+        return False  # whoever reads it says why
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Yield the images and tars below a folder, without hidden ones, in an order of their names alone."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder, name)
+            if name.lower().endswith((*IMAGE_SUFFIXES, _TAR)) and not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _iterate_names(root: Path) -> Iterator[str]:
+    for _, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (name for name in names if not name.startswith("."))

@@ -1,0 +1,145 @@
+"""Image stores: one HDF5 file with the images as they were, one after another, and their labels, mapped into memory.
+
+One large file instead of many small ones is what parallel file systems read well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hpc_train.data.token_store import map_dataset, publish_file
+from hpc_train.errors import UserError
+from hpc_train.terminal import one_line
+
+FORMAT = "hpc_train.images"
+VERSION = 1
+IMAGES = "images"
+"""uint8, contiguous: the encoded images (JPEG, PNG, ...) one after another."""
+OFFSETS = "offsets"
+"""int64, one more than there are images: where each begins in IMAGES, and the end."""
+LABELS = "labels"
+"""int64, one an image."""
+CLASSES = "classes"
+"""uint8, JSON: the names of the classes by their number."""
+_SLICE_BYTES = 1 << 24
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class ImageStore:
+    """An open image store. Reading an image reads its pages of the file and nothing more."""
+
+    path: Path
+    images: Bytes
+    """(bytes,), a read-only memory map."""
+    offsets: npt.NDArray[np.int64]
+    """(images + 1,), a read-only memory map."""
+    labels: npt.NDArray[np.int64]
+    """(images,), a read-only memory map."""
+    classes: tuple[str, ...]
+    source: str
+    """JSON: what the store was built from."""
+    digest: str
+    """XXH3-128 of images, offsets and labels, hexadecimal."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded bytes of one image."""
+        return self.images[self.offsets[index] : self.offsets[index + 1]].tobytes()
+
+    @classmethod
+    def open(cls, path: str | Path) -> ImageStore:
+        """Open a store. Raises UserError if it is missing, cut short, of another kind or of a later format."""
+        path = Path(path).expanduser()
+        if not path.is_file():
+            raise UserError(f"no image store at {path}: build one with `hpc-train data build {path} FOLDER`")
+        try:
+            with h5py.File(path, "r", locking=False) as file:
+                return _read_store(file, path)
+        except UserError:
+            raise
+        except Exception as error:  # h5py raises nearly every kind on a damaged header
+            what = one_line(str(error).splitlines()[0] if str(error) else type(error).__name__)
+            raise UserError(
+                f"{path} cannot be read as an image store: make one with `hpc-train data build` ({what})"
+            ) from error
+
+
+def is_image_store(path: Path) -> bool:
+    """Return whether a file says that it is an image store."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return bool(file.attrs.get("format") == FORMAT)
+    except Exception:
+        return False
+
+
+def verify_image_store(store: ImageStore) -> bool:
+    """Return whether images and labels still have the digest with which they were written; reads the whole file."""
+    state = xxhash.xxh3_128()
+    for values in (store.images, store.offsets, store.labels):
+        whole = values.view(np.uint8)
+        for start in range(0, len(whole), _SLICE_BYTES):
+            state.update(whole[start : start + _SLICE_BYTES].data)
+    return state.hexdigest() == store.digest
+
+
+def write_image_store(
+    path: Path,
+    images: Iterable[bytes],
+    sizes: Sequence[int],
+    labels: Sequence[int],
+    classes: Sequence[str],
+    source: str,
+) -> None:
+    """Write a store, replacing an old one by one rename; the same input gives the same bytes.
+
+    sizes: of each image in bytes, in the order of `images`. Raises OSError; nothing is left behind then.
+    """
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(sizes, np.int64))])
+    state = xxhash.xxh3_128()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with publish_file(path) as temporary, h5py.File(temporary, "w", locking=False) as file:
+        file.attrs["format"], file.attrs["version"], file.attrs["source"] = FORMAT, VERSION, source
+        target = file.create_dataset(IMAGES, (int(offsets[-1]),), np.uint8)
+        for number, image in enumerate(images):
+            assert len(image) == sizes[number]
+            target[offsets[number] : offsets[number + 1]] = np.frombuffer(image, np.uint8)
+            state.update(image)
+        file[CLASSES] = np.frombuffer(json.dumps(list(classes)).encode(), np.uint8)
+        for name, values in ((OFFSETS, offsets), (LABELS, np.array(labels, np.int64))):
+            file[name] = values
+            state.update(values.data)
+        file.attrs["xxh3_128"] = state.hexdigest()
+
+
+def _read_store(file: h5py.File, path: Path) -> ImageStore:
+    found = file.attrs.get("format")
+    if found != FORMAT:
+        what = "a token store: use data=text" if found == "hpc_train.tokens" else "no image store"
+        raise UserError(f"{path} is {what}; image stores are made with `hpc-train data build`")
+    if int(file.attrs["version"]) > VERSION:
+        raise UserError(f"{path} has image-store format {file.attrs['version']}: update hpc_train, or build it again")
+    arrays: dict[str, Any] = {name: map_dataset(file[name], path) for name in (IMAGES, OFFSETS, LABELS)}
+    store = ImageStore(
+        path,
+        **arrays,
+        classes=tuple(json.loads(bytes(file[CLASSES][:]))),
+        source=str(file.attrs["source"]),
+        digest=str(file.attrs["xxh3_128"]),
+    )
+    if len(store.offsets) != len(store) + 1 or store.offsets[-1] != len(store.images):
+        raise UserError(f"{path} is damaged: its offsets do not fit its images; build it again")
+    return store
