@@ -52,7 +52,7 @@ class StepTimes:
 class StepClock(Protocol):
     """What engines and the loop call. Marks outside a step are ignored."""
 
-    observer: Callable[[StepPart], None] | None
+    observers: list[Callable[[StepPart], None]]
     """Called with each part that begins: a profiler's."""
     late: bool
     """The times of a step can be read only after one more step."""
@@ -92,13 +92,13 @@ class SilentClock:
     late = False
 
     def __init__(self) -> None:
-        self.observer: Callable[[StepPart], None] | None = None
+        self.observers: list[Callable[[StepPart], None]] = []
 
     def begin(self) -> None: ...
 
     def enter(self, part: StepPart) -> None:
-        if self.observer is not None:
-            self.observer(part)
+        for observe in self.observers:
+            observe(part)
 
     def mark_bucket(self) -> None: ...
 
@@ -123,7 +123,7 @@ class HostClock:
     late = False
 
     def __init__(self) -> None:
-        self.observer: Callable[[StepPart], None] | None = None
+        self.observers: list[Callable[[StepPart], None]] = []
         self._thread = get_ident()
         self._active = False
         self._times = StepTimes()
@@ -137,8 +137,8 @@ class HostClock:
         self._part, self._since, self._active = StepPart.DATA, time.perf_counter(), True
 
     def enter(self, part: StepPart) -> None:
-        if self.observer is not None:
-            self.observer(part)
+        for observe in self.observers:
+            observe(part)
         if not self._active:
             return
         now = time.perf_counter()
@@ -226,7 +226,7 @@ class DeviceClock:
 
     def __init__(self, make_event: Callable[[], DeviceEvent], is_own_work: Callable[[], bool]) -> None:
         """is_own_work: whether the calling thread gives work to the stream of this rank's computation right now."""
-        self.observer: Callable[[StepPart], None] | None = None
+        self.observers: list[Callable[[StepPart], None]] = []
         self._make_event, self._is_own_work = make_event, is_own_work
         self._unused: list[DeviceEvent] = []
         """Events that were read and can be recorded again: making one is ten times as dear."""
@@ -240,8 +240,8 @@ class DeviceClock:
         self._step.parts.append((StepPart.DATA, self._mark()))
 
     def enter(self, part: StepPart) -> None:
-        if self.observer is not None:
-            self.observer(part)
+        for observe in self.observers:
+            observe(part)
         if self._active and self._is_own_work():
             self._step.parts.append((part, self._mark()))
 
@@ -258,8 +258,8 @@ class DeviceClock:
         self._bucket = None
 
     def end(self) -> None:
-        if self.observer is not None:
-            self.observer(StepPart.REST)
+        for observe in self.observers:
+            observe(StepPart.REST)
         if self._active:
             self._step.parts.append((StepPart.REST, self._mark()))
         self._active = False

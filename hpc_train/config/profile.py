@@ -24,6 +24,9 @@ class ProfileConfig:
     """Record the shapes of the operators' inputs, which makes traces larger."""
     stacks: bool = False
     """Record the Python stack of each operator, which makes traces much larger and steps slower."""
+    nvtx: bool = False
+    """On NVIDIA GPUs, mark the parts of every step and the computations of pipeline stages as NVTX ranges, for Nsight
+    Systems around the ranks (launch.wrap)."""
     memory_snapshot: bool = False
     """On GPUs, write a snapshot of the allocator as well, for https://pytorch.org/memory_viz."""
     poll_seconds: float = config_field(default=10.0, ge=0, le=3600)

@@ -46,6 +46,8 @@ class TrainConfig:
     """Steps between two plain progress lines; metrics.jsonl has every step."""
     tensorboard: bool = True
     """Write the metrics for TensorBoard too, into the run directory."""
+    gc_every: int = config_field(default=50, ge=0)
+    """Steps between two collections of Python's garbage, at the same step on all ranks; 0: whenever Python wants to."""
     record_steps: bool = True
     """Record what each rank spends each step on, 200 bytes a step, for `hpc-train report`, `top` and `status`."""
     module: str | None = None
@@ -71,6 +73,9 @@ class PrecisionConfig:
     """Format of the computation. Parameters and optimizer state are fp32 (fp64 for fp64)."""
     reduce: str = config_field(default="fp32", choices=("fp64", "fp32", "bf16", "fp16"))
     """Format in which gradients are reduced over ranks."""
+    matmul: str = config_field(default="highest", choices=("highest", "high", "medium"))
+    """How products of float32 matrices are computed: highest: in float32; high: in TF32 on GPUs that have it; medium:
+    in bfloat16 where that is faster. torch.set_float32_matmul_precision."""
     float8: str = config_field(default="none", choices=("none", "tensorwise", "rowwise", "rowwise_with_gw_hp"))
     """How linear layers of blocks compute in 8 bits: a scale for a tensor, for a row, or for a row with weight
     gradients in the format of `name`. Needs torchao. A CPU emulates the rounding."""

@@ -65,8 +65,22 @@ class SequenceShare:
     balanced: bool
     """Cut into 2 x ranks chunks, of which rank r takes chunks r and 2 x ranks - 1 - r; else a chunk a rank."""
 
-    def positions(self, length: int) -> Tensor:
-        """Return this rank's positions, (length / ranks,), int64, ascending; UserError if `length` does not divide."""
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """Return this rank's positions, (length / ranks,), int64, ascending; see chunks.
+
+        device: to make them on; a GPU makes them itself, so that nothing has to come from the host.
+        """
+        return torch.cat([torch.arange(begin, end, device=device) for begin, end in self.chunks(length)])
+
+    def select(self, whole: Tensor) -> Tensor:
+        """Select this rank's positions of (B, T, ...): slices, of which the host needs no index on the device."""
+        return torch.cat([whole[:, begin:end] for begin, end in self.chunks(whole.shape[1])], 1)
+
+    def chunks(self, length: int) -> list[tuple[int, int]]:
+        """Return begin and end of each chunk of a sequence that this rank has.
+
+        Raises UserError if `length` does not divide.
+        """
         chunks = self.ranks * (2 if self.balanced else 1)
         if length % chunks:
             raise UserError(
@@ -75,7 +89,7 @@ class SequenceShare:
             )
         size = length // chunks
         mine = (self.rank, chunks - 1 - self.rank) if self.balanced else (self.rank,)
-        return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in mine])
+        return [(chunk * size, (chunk + 1) * size) for chunk in mine]
 
 
 def get_sequence_share(config: RunConfig, world: World) -> SequenceShare:
@@ -86,14 +100,19 @@ def get_sequence_share(config: RunConfig, world: World) -> SequenceShare:
     )
 
 
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on `device`; from pinned memory to a GPU the host does not wait for the copy."""
+    return tensor.to(device, non_blocking=True)
+
+
 def select_own_tokens(micro: MicroBatch, config: RunConfig, world: World) -> MicroBatch:
     """Select this rank's positions of a micro-batch: inputs and targets (B, T) -> (B, T / cp)."""
     cp = get_axis_degree(world, "cp")
     if cp == 1:
         return micro
     inputs = require_one_input(micro.inputs, f"parallel.cp={cp}", "only one tensor of positions is split over ranks")
-    mine = get_sequence_share(config, world).positions(inputs.shape[1])
-    return MicroBatch(inputs[:, mine], micro.targets[:, mine])
+    mine = get_sequence_share(config, world)
+    return MicroBatch(mine.select(inputs), mine.select(micro.targets))
 
 
 def provide_positions(part: nn.Module, config: RunConfig, world: World) -> None:
@@ -112,7 +131,7 @@ def provide_positions(part: nn.Module, config: RunConfig, world: World) -> None:
         x = require_one_input(args[0] if args else kwargs, f"parallel.tp={tp}", "the plan splits positions of one")
         is_full = getattr(part, "is_first", not x.is_floating_point())  # tp splits hidden states, and no tokens
         length = x.shape[1] * (tp if splits and not is_full else 1)
-        positions = mine.positions(length * mine.ranks).to(x.device, non_blocking=True)
+        positions = mine.positions(length * mine.ranks, x.device)
         return args, {**kwargs, "positions": positions}
 
     part.register_forward_pre_hook(fill, with_kwargs=True)

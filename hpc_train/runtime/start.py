@@ -22,6 +22,12 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import RankMap, Task, World
 from hpc_train.placement.communication_environment import apply_settings, choose_socket_settings, combine_with_site
+from hpc_train.runtime.device_settings import (
+    apply_matmul_precision,
+    choose_allocator_settings,
+    choose_gloo_settings,
+    choose_group_options,
+)
 from hpc_train.runtime.identity import find_own_address, identify_process, make_single_identity
 from hpc_train.runtime.rendezvous import open_job_store
 from hpc_train.step_clock import HostClock, SilentClock, StepClock
@@ -80,12 +86,19 @@ def pick_device(task: Task, config: RunConfig, gpu: int | None = None) -> torch.
     return torch.device("cpu")
 
 
-def _use_interface(task: Task, cluster: ClusterConfig) -> None:
-    """Set on which network gloo and NCCL open their sockets, and the site's variables, unless the user has."""
+def _set_environment(task: Task, cluster: ClusterConfig, device: torch.device) -> None:
+    """Set what the libraries read from the environment, and the site's variables, unless the user has."""
     interface = cluster.fabric.interface
     _, name = find_own_address(task.host, task.nodes, interface)
     sockets = choose_socket_settings(name, task.nodes, interface is not None)
-    apply_settings(combine_with_site(sockets, cluster.environment)[0], os.environ)
+    settings = [
+        *sockets,
+        *choose_gloo_settings(task.processes),
+        *choose_allocator_settings(
+            device, {**os.environ, **{name: value or "" for name, value in cluster.environment.items()}}
+        ),
+    ]
+    apply_settings(combine_with_site(settings, cluster.environment)[0], os.environ)
 
 
 def _mesh_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
@@ -104,7 +117,8 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
     """
     degrees = resolve_degrees(config.parallel, task.processes)  # first: wrong degrees need no process group
     device = pick_device(task, config, rank_map.gpu)
-    _use_interface(task, config.cluster)
+    _set_environment(task, config.cluster, device)
+    apply_matmul_precision(config)
     rank = rank_map.process_to_rank[task.process]
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -115,6 +129,7 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
         rank=rank,
         world_size=task.processes,
         timeout=timedelta(seconds=config.launch.timeout_seconds),
+        **choose_group_options(device),
     )
     world = make_world(rank, task.processes, task.local, device, degrees, task.store)
     return replace(world, node=task.node, clock=_make_clock(config, device))

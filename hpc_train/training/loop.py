@@ -43,6 +43,7 @@ from hpc_train.resilience.chaos import FaultInjector
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import LedgerFile
 from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.step_collection import collect_at_steps
 from hpc_train.step_clock import StepPart
 from hpc_train.training.data_position import gather_positions
 from hpc_train.training.numerics.anomalies import UpdateGuard
@@ -404,6 +405,12 @@ def run_training(run: TrainingRun) -> int:
 
 
 def _run_steps(run: TrainingRun) -> int:
+    with collect_at_steps(run.config.train.gc_every) as collect:
+        return _run_steps_collecting(run, collect)
+
+
+def _run_steps_collecting(run: TrainingRun, collect: Callable[[int], None]) -> int:
+    """Run the steps; `collect` is called after each of them."""
     while run.step < run.steps:
         step = train_step(run)
         validation = _evaluate_if_due(run, step.stop)
@@ -417,6 +424,7 @@ def _run_steps(run: TrainingRun) -> int:
         if run.ledger is not None:
             run.ledger.write(run.heartbeat, run.step, due=saved)
         _report_saves(run, run.take_ended_saves())
+        collect(run.step)
         owed = run.owes_validation and run.config.checkpoint.every > 0
         if stopping and (run.step < run.steps or owed):
             _report_saves(run, run.wait_for_saves())

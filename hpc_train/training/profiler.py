@@ -180,7 +180,8 @@ class Trace:
         """Begin the next step."""
         self._leave_phase()
         self._profiler.step()
-        self._world.clock.observer = self._enter_part
+        if self._enter_part not in self._world.clock.observers:
+            self._world.clock.observers.append(self._enter_part)
         self.enter_phase(_PHASES[StepPart.DATA], marks=True)
 
     def enter_phase(self, name: str, marks: bool) -> None:
@@ -193,7 +194,8 @@ class Trace:
     def stop(self) -> None:
         """Trace no more, and leave the model as it was."""
         self._leave_phase()
-        self._world.clock.observer = None
+        if self._enter_part in self._world.clock.observers:
+            self._world.clock.observers.remove(self._enter_part)
         self._hooks.close()
         self._profiler.stop()
 

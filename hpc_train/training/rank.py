@@ -44,6 +44,7 @@ from hpc_train.resilience.chaos import FaultInjector
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import GOODPUT, LedgerFile
 from hpc_train.runtime.consensus import Consensus
+from hpc_train.runtime.device_settings import describe_device
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
 from hpc_train.runtime.start import leave_process_group, start
@@ -356,6 +357,10 @@ def start_node_metrics(run: TrainingRun, task: Task) -> NodeMetrics | None:
 def start_profiler(run: TrainingRun, attempt: int) -> StepProfiler | None:
     """Make what traces steps of this rank; None if nothing can ask for it."""
     settings = run.config.profile
+    if settings.nvtx:
+        from hpc_train.training.nvtx_ranges import mark_parts
+
+        mark_parts(run.engine, run.world)
     if settings.steps is None and not settings.poll_seconds:
         return None
     from hpc_train.training.profiler import StepProfiler
@@ -456,8 +461,9 @@ def _log_start(run: TrainingRun, parameters: int, samples: int | None, notes: li
         f"{config.model.name}: {parameters:,} parameters, {config.precision.name}, {config.parallel.strategy} "
         f"over {run.world.size} ranks ({mesh}); {config.data.name}: {amount}"
     )
-    for line in notes:
-        run.reporter.say(line)
+    for line in [*notes, describe_device(config, run.world.device)]:
+        if line is not None:
+            run.reporter.say(line)
     if resumed:
         run.reporter.say(f"resumed at step {run.step} of {run.steps}")
     # Last, because whoever follows the run begins to show progress here.

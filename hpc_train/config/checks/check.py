@@ -48,6 +48,7 @@ def check_config(config: RunConfig) -> RunConfig:
     _check_optim(config)
     _check_components(config)
     _check_train(config)
+    _check_matmul(config)
     _check_resume(config)
     _check_lustre(config)
     _check_plan(config)
@@ -162,6 +163,15 @@ def _check_train(config: RunConfig) -> None:
         raise UserError(
             f"train.micro_batch={train.micro_batch}: larger than train.global_batch={train.global_batch}; "
             "a rank cannot take more sequences at once than there are in a step"
+        )
+
+
+def _check_matmul(config: RunConfig) -> None:
+    precision = config.precision
+    if precision.matmul != "highest" and precision.name == "fp64":
+        raise UserError(
+            f"precision.matmul={precision.matmul}: is for products of float32, of which precision=fp64 has none; leave "
+            "it out"
         )
 
 

@@ -121,7 +121,7 @@ class GatheredAttention(nn.Module):
         k, v = both.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         length, ranks = q.shape[2], self._group.size()
         shares = [SequenceShare(rank, ranks, self._share.balanced) for rank in range(ranks)]
-        places = [one.positions(length * ranks).to(q.device, non_blocking=True) for one in shares]
+        places = [one.positions(length * ranks, q.device) for one in shares]
         site, p = self.core.site, self.core.dropout if self.training else 0.0
         assert site is not None
         return attend_with_dropout(q, k, v, places[self._share.rank], torch.cat(places), self.core.causal, site, p)

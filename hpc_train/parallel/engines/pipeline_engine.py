@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ from hpc_train.interfaces import IGNORED_TARGET, StepBatch, Sums, World
 from hpc_train.parallel.data_parallel.fully_shard import free_gathered_parameters
 from hpc_train.parallel.engines.updating_engine import UpdatingEngine
 from hpc_train.parallel.loss import StepTotals, compute_first_loss_sum, compute_loss_sum, start_loss_sum
-from hpc_train.parallel.mesh_axes import get_axis_degree, get_axis_index, select_own_tokens
+from hpc_train.parallel.mesh_axes import get_axis_degree, get_axis_index, move, select_own_tokens
 from hpc_train.parallel.metrics import EvaluationSums, load_metrics
 from hpc_train.parallel.optimizer_step import OptimizerUpdates, get_local
 from hpc_train.parallel.pipeline.measurement import Timeline
@@ -140,15 +140,18 @@ class PipelineEngine(UpdatingEngine):
     def _prepare(self, batch: StepBatch, training: bool) -> tuple[Schedule, list[Tensor], Tensor | None]:
         """Return the schedule for this batch, the inputs of the first stage, and the targets of the last."""
         self._pipeline.masks.begin_step(batch, filled=True)
-        own = [select_own_tokens(micro, self._config, self._world) for micro in batch.micro]
+        device = self._world.device
+        # Moved, then cut and joined: on the host both would lose the pinned memory that copies to a GPU need.
+        moved = [micro.map(partial(move, device=device)) for micro in batch.micro]
+        own = [select_own_tokens(micro, self._config, self._world) for micro in moved]
         pp = get_axis_degree(self._world, "pp")
         tensors = [require_one_input(micro.inputs, f"parallel.pp={pp}", "stages pass on one tensor") for micro in own]
         joined_inputs, targets = join_micro_batches(tensors, [micro.targets for micro in own])
         schedule = self._get_schedule(joined_inputs, len(batch.micro), training)
-        dtype, device = next(self.parts[0].parameters()).dtype, self._world.device
-        inputs = joined_inputs.to(device, dtype if joined_inputs.is_floating_point() else None, non_blocking=True)
-        target = targets.to(device, non_blocking=True) if self._last else None
-        return schedule, [inputs] if self._first else [], target
+        inputs = joined_inputs
+        if inputs.is_floating_point():
+            inputs = inputs.to(next(self.parts[0].parameters()).dtype)
+        return schedule, [inputs] if self._first else [], targets if self._last else None
 
     def _get_schedule(self, inputs: Tensor, count: int, training: bool) -> Schedule:
         shape = (len(inputs) // count, *inputs.shape[1:])

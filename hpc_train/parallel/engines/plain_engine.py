@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from hpc_train.parallel.loss import (
     start_loss_sum,
     start_sum,
 )
-from hpc_train.parallel.mesh_axes import get_axis_degree, select_own_tokens
+from hpc_train.parallel.mesh_axes import get_axis_degree, move, select_own_tokens
 from hpc_train.parallel.metrics import EvaluationSums, load_metrics
 from hpc_train.parallel.optimizer_step import GradientUpdate
 from hpc_train.parallel.precision import autocast_forward
@@ -169,7 +170,8 @@ class PlainEngine(UpdatingEngine):
         measured: gets the loss and what the model returned, in an evaluation.
         """
         device, dtype = self._world.device, next(self._model.parameters()).dtype
-        own = select_own_tokens(micro, self._config, self._world).map(lambda one: one.to(device, non_blocking=True))
+        # Moved whole, then cut: a cut on the host would lose the pinned memory that copies to a GPU need.
+        own = select_own_tokens(micro.map(partial(move, device=device)), self._config, self._world)
         inputs = map_inputs(own.inputs, lambda one: one.to(dtype) if one.is_floating_point() else one)
         if first:
             check_inputs(self._model, inputs)

@@ -121,12 +121,12 @@ class SplitSequences(WholeSequences):
         whole = chosen.new_empty(len(chosen), chosen.shape[1] * self._share.ranks, chosen.shape[2])
         for rank, one in enumerate(parts):
             share = SequenceShare(rank, self._share.ranks, self._share.balanced)
-            whole[:, share.positions(whole.shape[1]).to(whole.device)] = one
+            whole[:, share.positions(whole.shape[1], whole.device)] = one
         return whole
 
     def select(self, whole: Tensor) -> Tensor:
         """Select this rank's positions of (B, T, ...)."""
-        return whole[:, self._share.positions(whole.shape[1]).to(whole.device)]
+        return self._share.select(whole)
 
 
 def share_sequences(part: nn.Module, config: RunConfig, world: World) -> str | None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -53,16 +53,19 @@ class Timeline:
     rank: int = 0
     events: list[TimelineEvent] = field(default_factory=list)
     step: int = 0
+    mark: Callable[[str], AbstractContextManager[object]] | None = None
+    """Marks each computation, by its name, for a profiler around the process."""
 
     @contextmanager
     def record(self, kind: str, stage: int, micro: int) -> Iterator[None]:
         """Record the time of the code inside."""
-        if not self.on or not torch.is_grad_enabled():
+        with nullcontext() if self.mark is None else self.mark(f"{kind}{micro} of stage {stage}"):
+            if not self.on or not torch.is_grad_enabled():
+                yield
+                return
+            start = self._now()
             yield
-            return
-        start = self._now()
-        yield
-        self.events.append(TimelineEvent(start, self._now(), kind, stage, micro, self.step))
+            self.events.append(TimelineEvent(start, self._now(), kind, stage, micro, self.step))
 
     def end_step(self) -> None:
         """End a step; after the last recorded one, write the file."""

@@ -1,0 +1,70 @@
+"""Settings of torch and of its libraries for the device of a rank, made before it is first used.
+
+Environment variables that the user or the site (cluster.environment) has set stay as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hpc_train._torch import release_numbers
+from hpc_train.config.run import RunConfig
+from hpc_train.placement.communication_environment import VariableSetting
+
+LAZY_GLOO_FROM = 128
+"""Ranks from which on gloo connects two ranks when they first exchange something.
+
+Otherwise each group connects each rank with all others at once: 2,048 ranks have two million connections a group."""
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The name that newer releases prefer, and the one that all know."""
+_DEVICE_ID_RELEASE = (2, 13)
+"""Releases before this one split groups of a bound device without their gloo half, which offloaded tensors need."""
+
+
+def choose_gloo_settings(ranks: int) -> list[VariableSetting]:
+    """Let the ranks of a large job connect on demand."""
+    if ranks < LAZY_GLOO_FROM:
+        return []
+    return [VariableSetting("TORCH_GLOO_LAZY_INIT", "1", f"{ranks} ranks connect when they first exchange something")]
+
+
+def choose_allocator_settings(device: torch.device, env: Mapping[str, str]) -> list[VariableSetting]:
+    """Let the allocator of an NVIDIA GPU grow its segments, so that blocks of changing sizes leave no holes."""
+    if device.type != "cuda" or torch.version.hip is not None or any(name in env for name in _ALLOCATOR):
+        return []
+    return [VariableSetting(_ALLOCATOR[1], "expandable_segments:True", "blocks of changing sizes leave no holes")]
+
+
+def choose_group_options(device: torch.device) -> dict[str, Any]:
+    """Return options of init_process_group: the GPU, so that NCCL connects at once and splits groups from the first.
+
+    Without it each axis of the mesh would make its connections in its first collective, in the first step.
+    """
+    bound = device.type == "cuda" and release_numbers(torch.__version__) >= _DEVICE_ID_RELEASE
+    return {"device_id": device} if bound else {}
+
+
+def apply_matmul_precision(config: RunConfig) -> None:
+    """Set how products of float32 matrices round, for this process."""
+    torch.set_float32_matmul_precision(config.precision.matmul)
+
+
+def describe_device(config: RunConfig, device: torch.device) -> str | None:
+    """Return a line about this rank's GPU and what was set for it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    allocator = next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "torch's defaults")
+    products = {"highest": "fp32", "high": "TF32", "medium": "bf16"}[config.precision.matmul]
+    return (
+        f"GPU: {found.name}, {found.total_memory / 2**30:.1f} GiB; allocator {allocator}; fp32 products in {products}; "
+        f"{_describe_collection(config.train.gc_every)}"
+    )
+
+
+def _describe_collection(every: int) -> str:
+    return f"garbage collected every {every} steps" if every else "garbage collected when Python wants to"

@@ -1,0 +1,147 @@
+"""What a rank sets before it uses its device, and when it collects garbage."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpc_train.config.compose import compose
+from hpc_train.errors import UserError
+from hpc_train.interfaces import World
+from hpc_train.runtime.device_settings import (
+    LAZY_GLOO_FROM,
+    choose_allocator_settings,
+    choose_gloo_settings,
+    choose_group_options,
+)
+from hpc_train.runtime.step_collection import collect_at_steps
+from hpc_train.step_clock import StepPart
+from hpc_train.testing import run_ranks
+from hpc_train.training.nvtx_ranges import PartRanges
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Cycle:
+    """Only a collection frees it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def _collected_at(every: int, steps: int) -> list[int]:
+    """The steps after which something was collected."""
+    seen: list[int] = []
+    now = 0
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            seen.append(now)
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        with collect_at_steps(every) as end_step:
+            seen.clear()
+            for now in range(1, steps + 1):
+                waste = [Cycle() for _ in range(2000)]
+                del waste
+                end_step(now)
+    finally:
+        gc.callbacks.remove(note)
+    return seen
+
+
+def test_garbage_is_collected_at_the_same_steps_on_every_rank() -> None:
+    frozen = gc.get_freeze_count()
+    assert _collected_at(5, 14) == [5, 10]
+    assert gc.isenabled()
+    assert (gc.get_freeze_count() > 0) == (frozen > 0)
+
+
+def test_python_collects_when_it_wants_to_with_0() -> None:
+    with collect_at_steps(0) as end_step:
+        assert gc.isenabled()
+        end_step(1)
+
+
+def test_the_collector_is_given_back_where_a_step_fails() -> None:
+    with pytest.raises(ValueError, match="step"), collect_at_steps(3):
+        raise ValueError("step")
+    assert gc.isenabled()
+
+
+def _connections(world: World) -> tuple[int, int]:
+    def sockets() -> int:
+        links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return sum(link.startswith("socket:") for link in links)
+
+    before = sockets()
+    group = dist.new_group(list(range(world.size)))
+    made = sockets() - before
+    numbers = torch.full((1000,), float(world.rank))
+    dist.all_reduce(numbers, group=group)
+    assert numbers[0] == sum(range(world.size))
+    return made, sockets() - before
+
+
+def test_ranks_of_a_large_job_connect_when_they_exchange_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group connects all with all, unless told otherwise: at 2,048 ranks, 2,047 sockets a rank and group."""
+    ranks = 6
+    assert min(made for made, _ in run_ranks(_connections, ranks)) >= ranks - 1
+    (setting,) = choose_gloo_settings(LAZY_GLOO_FROM)
+    monkeypatch.setenv(setting.name, setting.value)
+    for made, used in run_ranks(_connections, ranks):
+        assert made <= 1
+        assert used < ranks - 1
+    assert not choose_gloo_settings(LAZY_GLOO_FROM - 1)
+
+
+def test_the_allocator_grows_its_segments_unless_the_user_or_the_site_says_otherwise() -> None:
+    assert not choose_allocator_settings(CPU, {})
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert not choose_allocator_settings(GPU, {name: "max_split_size_mb:128"})
+    wanted = [] if torch.version.hip else ["expandable_segments:True"]
+    assert [setting.value for setting in choose_allocator_settings(GPU, {})] == wanted
+
+
+def test_a_group_is_bound_to_its_gpu_where_torch_splits_both_halves() -> None:
+    assert choose_group_options(CPU) == {}
+    bound = torch.__version__ >= torch.torch_version.TorchVersion("2.13")
+    assert choose_group_options(GPU) == ({"device_id": GPU} if bound else {})
+
+
+def test_products_of_float32_are_a_setting() -> None:
+    with pytest.raises(UserError, match=r"precision.matmul=high: is for products of float32"):
+        compose(["precision=fp64", "precision.matmul=high"])
+    assert compose([]).precision.matmul == "highest"
+
+
+class Written:
+    """Stands for torch.cuda.nvtx, which needs CUDA."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def range_push(self, msg: str) -> None:
+        self.open.append(msg)
+        self.seen.append(msg)
+
+    def range_pop(self) -> None:
+        self.open.pop()
+
+
+def test_one_range_is_open_at_a_time() -> None:
+    ranges = Written()
+    marks = PartRanges(ranges)
+    for part in (StepPart.FORWARD, StepPart.BACKWARD, StepPart.REST, StepPart.CLIP, StepPart.UPDATE):
+        marks.enter(part)
+        assert len(ranges.open) == (part is not StepPart.REST)
+    marks.enter(StepPart.REST)
+    assert ranges.seen == ["forward", "backward", "clip", "update"]
+    assert not ranges.open
