@@ -2,7 +2,7 @@
 
 torch lets a Python program register a device of its own ("gpu" here), for which autograd, fully_shard and DTensor ask
 for streams and events as they do on CUDA. A dispatch mode sees every operator with the stream that is current, and
-which of them would make the host wait for a real GPU. Registering cannot be undone: use it in a forked rank only.
+which of them would make the host wait for a real GPU. It cannot be undone: use it in a process of its own only.
 """
 
 from __future__ import annotations
@@ -228,16 +228,18 @@ def find_host_wait(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gi
 
 @contextmanager
 def pretend_gpu(world: World, parallel: ParallelConfig, integer: int = 1) -> Iterator[tuple[World, Trace]]:
-    """Enter a world of the pretended device with the ranks of `world`; once in a process, which must then end.
+    """Enter a world of the pretended device with the ranks of `world`, in a process that has not used autograd yet.
 
     integer: the value of every integer that the host reads from the device.
     """
-    hook, guard = backend_registration._DummyPrivateUse1Hook(), backend_registration._DummyDeviceGuard()
-    backend_registration._setup_privateuseone_for_python_backend(GPU, PRETEND, hook, guard)
+    if not hasattr(torch, GPU):
+        hook, guard = backend_registration._DummyPrivateUse1Hook(), backend_registration._DummyDeviceGuard()
+        backend_registration._setup_privateuseone_for_python_backend(GPU, PRETEND, hook, guard)
     leave_process_group()
     dist.init_process_group(f"cpu:fake,{GPU}:fake", rank=world.rank, world_size=world.size, store=FakeStore())
     dist._verify_params_across_processes = lambda *_: None  # DDP would read what no other rank has sent
     PRETEND.trace = trace = Trace()
+    PRETEND.made = 0
     PRETEND.current = PretendStream()
     mode = TracingMode(trace, integer)
     FakeTensor.tolist = lambda tensor: mode.read_list(tensor)

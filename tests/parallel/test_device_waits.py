@@ -5,121 +5,76 @@ The pretended GPU also shows on which streams the collectives of fully_shard run
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from pretend_gpu import DEFAULT_STREAM, Trace, pretend_gpu
+from pretend_gpu import DEFAULT_STREAM, Entry, Trace
+from traced_steps import LAYERS, LAYOUTS, LENGTH, MICRO, ROWS, SHAPE, make_engine, train
 
 from hpc_train.config.compose import compose
-from hpc_train.config.run import RunConfig
-from hpc_train.interfaces import Engine, MicroBatch, StepBatch, World
-from hpc_train.models.experts import list_mixtures
-from hpc_train.models.registry import build_model
-from hpc_train.parallel.apply import build
+from hpc_train.interfaces import MicroBatch, StepBatch
 from hpc_train.runtime.init import init
 from hpc_train.runtime.start import leave_process_group
-from hpc_train.testing import pretend_ranks
-from hpc_train.training.optimizer import make_optimizer
 from hpc_train.training.step_numbers import read_step_numbers
 
-ROWS, LENGTH, MICRO, LAYERS, EP, TOP_K = 2, 64, 2, 2, 2, 2
-SHAPE = (
-    f"train.sequence_length={LENGTH}",
-    f"train.micro_batch={ROWS}",
-    "train.global_batch=8",
-    f"model.layers={LAYERS}",
-)
-# precision=fp32 for ddp: torch has no autocast on a device that is not its own.
-LAYOUTS = {
-    "ddp": (2, ("parallel=ddp", "precision=fp32")),
-    "fsdp": (2, ("parallel=fsdp", "precision=bf16")),
-    "tp": (4, ("parallel=fsdp", "parallel.tp=2", "precision=bf16")),
-    "async_tp": (4, ("parallel=fsdp", "parallel.tp=2", "parallel.tensor.asynchronous=true", "precision=bf16")),
-    "cp": (4, ("parallel=fsdp", "parallel.cp=2", "precision=bf16")),
-    "pp": (4, ("parallel=fsdp", "parallel.pp=2", "precision=bf16")),
-    "ep": (4, ("parallel=fsdp", f"parallel.ep={EP}", "model=llama_moe_tiny", "precision=bf16")),
-}
+DRAWN, OTHERS = ("ddp", "fsdp", "tp", "pp", "ep"), ("async_tp", "cp")
+Traces = dict[str, Trace]
 
 
-def make_engine(world: World, config: RunConfig) -> Engine:
-    with torch.device("meta"):
-        model = build_model(config.model, 0)
-    for mixture in list_mixtures(model).values():
-        mixture.experts.grouped = True  # as on CUDA in bf16
-    return build(model, lambda split: make_optimizer(split, config.optim, world), config, world, lambda _: None)
+def trace_layouts(*names: str) -> Traces:
+    script = Path(__file__).with_name("traced_steps.py")
+    done = subprocess.run([sys.executable, str(script), *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    return {name: Trace([Entry(**entry) for entry in one["entries"]], one["waits"]) for name, one in found.items()}
 
 
-def train(engine: Engine, batch: StepBatch) -> None:
-    """What training.loop.train_step asks of a device."""
-    sums = engine.forward_backward(batch)
-    read_step_numbers(sums, engine.clip(1.0))
-    engine.update(1e-3)
+@pytest.fixture(scope="module")
+def traces() -> Traces:
+    return trace_layouts(*DRAWN)
 
 
-def trace_step(world: World, config: RunConfig) -> Trace:
-    """Trace a step after those that set up: stages vote in the first, and DDP makes its buckets anew in the second."""
-    rows_from_a_rank = ROWS * LENGTH * TOP_K // EP
-    with pretend_gpu(world, config.parallel, integer=rows_from_a_rank) as (gpu, trace):
-        engine = make_engine(gpu, config)
-        tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-        batch = StepBatch([MicroBatch(tokens, tokens)] * MICRO)
-        for _ in range(2 if config.parallel.strategy == "ddp" else 1):
-            train(engine, batch)
-        trace.clear()
-        train(engine, batch)
-        return trace
-
-
-def trace(name: str) -> Trace:
-    ranks, overrides = LAYOUTS[name]
-    config = compose([*overrides, *SHAPE])
-    return pretend_ranks(trace_step, [0], ranks, config, parallel=config.parallel)[0]
-
-
-@pytest.mark.parametrize(
-    "name", ["ddp", "fsdp", "tp", "pp", *(pytest.param(name, marks=pytest.mark.long) for name in ("async_tp", "cp"))]
-)
-def test_a_step_waits_for_the_device_once(name: str) -> None:
-    found = trace(name)
+def check_one_wait(found: Trace) -> None:
     assert len(found.entries) > 1000, "the step ran on the device"
     assert found.waits == ["tolist"], "of the loss and the norm"
+
+
+@pytest.mark.parametrize("name", [name for name in DRAWN if name != "ep"])
+def test_a_step_waits_for_the_device_once(traces: Traces, name: str) -> None:
+    check_one_wait(traces[name])
+
+
+@pytest.mark.parametrize("name", ["fsdp", "pp"])
+def test_gathers_and_reductions_have_streams_of_their_own(traces: Traces, name: str) -> None:
+    """In these layouts all such collectives are fully_shard's."""
+    found = traces[name]
     gathers, scatters = found.streams_of("_allgather_base_"), found.streams_of("_reduce_scatter_base_")
-    if name in ("fsdp", "pp"):  # no collectives but those of fully_shard
-        assert len(gathers) == len(scatters) == 1
-        assert DEFAULT_STREAM not in gathers | scatters
-        assert gathers != scatters, "a gather does not wait for a reduction"
-        assert found.count_waits(DEFAULT_STREAM, *gathers) == found.count("_allgather_base_")
-        assert found.count_waits(*scatters, DEFAULT_STREAM) >= found.count("_reduce_scatter_base_")
+    assert len(gathers) == len(scatters) == 1
+    assert DEFAULT_STREAM not in gathers | scatters
+    assert gathers != scatters, "a gather does not wait for a reduction"
+    assert found.count_waits(DEFAULT_STREAM, *gathers) == found.count("_allgather_base_")
+    assert found.count_waits(*scatters, DEFAULT_STREAM) >= found.count("_reduce_scatter_base_")
 
 
-def test_experts_wait_once_more_in_every_exchange() -> None:
+def test_experts_wait_once_more_in_every_exchange(traces: Traces) -> None:
     """all-to-all takes from the host how many rows go where."""
-    assert trace("ep").waits == ["tolist"] * (1 + MICRO * LAYERS)
+    assert traces["ep"].waits == ["tolist"] * (1 + MICRO * LAYERS)
 
 
-def test_the_trace_sees_what_waits() -> None:
+def test_the_trace_sees_what_waits(traces: Traces) -> None:
     """One of each kind that has been in the code, or may come into it."""
-    config = compose(SHAPE)
-    (found,) = pretend_ranks(_wait_in_many_ways, [0], 1, config, parallel=config.parallel)
-    assert found == 9
+    assert len(traces["waits"].waits) == 9
 
 
-def _wait_in_many_ways(world: World, config: RunConfig) -> int:
-    with pretend_gpu(world, config.parallel) as (gpu, trace):
-        x = torch.ones(4, device=gpu.device)
-        mask, index = x > 0, torch.tensor([0, 1])
-        trace.clear()
-        float(x[0])
-        bool((x > 0).all())
-        x.tolist()
-        x.cpu()
-        index.to(gpu.device)
-        x[mask] = 0.0
-        x[index]
-        torch.equal(x, x)
-        x.copy_(torch.ones(4))
-        index.to(gpu.device, non_blocking=True)  # does not
-        x.sum()
-        return len(trace.waits)
+@pytest.mark.long
+def test_further_layouts_wait_once_too() -> None:
+    found = trace_layouts(*OTHERS)
+    for name in OTHERS:
+        check_one_wait(found[name])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
