@@ -28,13 +28,13 @@ from hpc_train.resilience.notices import NoticeWatch
 from hpc_train.resilience.watch import GONE, LOOK_SECONDS, NodeWatch, RankView, read_process_state, seconds_to_next_look
 
 REPORT_SECONDS = 1.0
-"""Between two lines."""
+"""Seconds between two reports."""
 KILL = b"kill\n"
 """Message by which the supervisor has the ranks killed."""
 END = b"end\n"
 """Message by which the supervisor has the agents end, once the ranks have."""
 LEAVE = b"leave\n"
-"""Message by which it has them end while the ranks go on, for agents that it starts again."""
+"""Message by which the supervisor has the agents end while the ranks go on, before it starts new agents."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def decode_report(line: str) -> Report | None:
 
 
 def run_agent(logs: Path, settings: dict[str, Any]) -> None:
-    """Report until standard input ends.
+    """Report on the ranks of this node until the supervisor ends this agent, or is gone.
 
     settings: the `resilience` part of a configuration; `learned`: seconds by phase, from earlier attempts; `compiles`:
     parallel.compile.
@@ -94,20 +94,24 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
         views = watch.look()
         notice = notice or notices.poll() or ""
         before, overdue = overdue, any(view.overdue for view in views)
-        if time.monotonic() >= due or overdue > before:  # what is new and bad is reported at once
+        if time.monotonic() >= due or overdue > before:  # a rank that has just become overdue does not wait
             due = time.monotonic() + REPORT_SECONDS
             machine = read_machine() if overdue else {}
             report = Report(host, views, notice, notices.failure or "", watch.deadlines.learned(), machine)
+            # One unbuffered write a line: the supervisor never reads half a report of an agent that was killed.
             os.write(1, encode_report(report).encode() + b"\n")
         readable, _, _ = select.select([0], [], [], seconds_to_next_look(views))
         if not readable:
             continue
         order = os.read(0, 4096)
+        # Several messages may arrive in one read, so each is searched for.
         if KILL in order:
             kill_ranks(logs)
         if LEAVE in order:
             notices.close()
             return
+        # No bytes mean end of file: the supervisor was killed without a word. Its successor starts new agents, which
+        # need the entries of the ranks for as long as these live.
         if END in order or not order:
             notices.close()
             if not order:

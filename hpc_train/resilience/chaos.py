@@ -63,6 +63,7 @@ def give_order(run: Path, order: Order) -> Path:
     path = folder / f"{number:06d}.{order.rank}.json"
     beside = path.with_suffix(".new")
     beside.write_text(json.dumps(asdict(order)) + "\n")
+    # Renamed when complete: a rank never reads half an order.
     beside.replace(path)
     return path
 
@@ -83,6 +84,7 @@ class FaultInjector:
                     module.register_forward_hook(_return_nan)
                     for part in parts
                     for module in part.modules()
+                    # Only the innermost modules: a container returns what one of them has returned.
                     if not list(module.children())
                 ]
             elif order.kind == "flip_gradient":
@@ -109,6 +111,7 @@ class FaultInjector:
         for path in paths:
             order = Order(**read_json(path))
             if order.step <= step:
+                # Before the fault, since the rank may not live to do it afterwards.
                 path.replace(path.with_suffix(".obeyed"))
                 found.append(order)
         return found
@@ -125,6 +128,7 @@ def _obey(order: Order) -> None:
         time.sleep(order.seconds)
     elif order.kind == "busy":
         for _ in os.sched_getaffinity(0):
+            # In a session of their own, so that they outlive the rank, as a stranger's processes would.
             subprocess.Popen([sys.executable, "-S", "-c", _BUSY, str(order.seconds)], start_new_session=True)
 
 
@@ -142,6 +146,8 @@ def _flip_bit(tensor: torch.Tensor) -> None:
     import torch
 
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    # The top bit is the sign and the one below it the highest of the exponent, in bfloat16, float16, float32 and
+    # float64 alike. Counted from the lowest bit, it moves with the width.
     bit = _FLIPPED_BIT + 8 * tensor.element_size() - 32
     first = _local(tensor).view(-1)[:1].view(integer)
     first ^= 1 << bit

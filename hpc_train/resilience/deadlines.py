@@ -23,12 +23,12 @@ _CARRIED = (Phase.FIRST_STEP, Phase.STEP, Phase.DATA, Phase.EVALUATE)
 _FIRST_STEP_FLOOR = 20.0
 """Least deadline of a first step, however quick those of earlier attempts were: it opens connections between ranks."""
 _COMPILED_FIRST_STEP_FLOOR = 60.0
-"""The same where a first step compiles: another node may have to, where the one before had found it in a cache."""
+"""As above where first steps compile: a new node may have to compile what an earlier one found in its cache."""
 
 _FIRST = 5
-"""Observations of a phase before its deadline is learned."""
+"""Observations of a phase that are needed before its deadline is learned from them."""
 _REMEMBERED = 500
-"""Latest observations that count."""
+"""Number of latest observations that count."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,12 @@ class Deadlines:
         floor, seen = self.limits.floor(phase), self._seconds.get(phase, ())
         if phase in self.earlier:
             if phase is Phase.FIRST_STEP:
+                # The configured deadline of a first step allows for a slow compilation. An attempt that has seen one
+                # need not wait that long again.
                 floor = min(floor, self.limits.known_first_step)
             typical = max(self.earlier[phase], _find_typical(seen))
         elif len(seen) < _FIRST:
+            # Too little is known: be patient, since ending a healthy run is worse than waiting.
             return max(floor, self.limits.first_step)
         else:
             typical = _find_typical(seen)
@@ -102,7 +105,7 @@ def _find_typical(seen: Iterable[float]) -> float:
 
 
 def merge_learned(parts: Iterable[Mapping[Phase, float]]) -> dict[Phase, float]:
-    """Return the longest of each phase."""
+    """Return, for each phase, the longest time in any of the parts (one part a node)."""
     merged: dict[Phase, float] = {}
     for part in parts:
         for phase, seconds in part.items():
@@ -111,7 +114,7 @@ def merge_learned(parts: Iterable[Mapping[Phase, float]]) -> dict[Phase, float]:
 
 
 def write_learned(run: Path, learned: Mapping[Phase, float]) -> None:
-    """Leave what was learned to the next attempt. Without a place on the disk it learns anew."""
+    """Save what was learned for the next attempt, which starts from nothing if the disk is full."""
     with suppress(OSError):
         values = {phase.name: round(seconds, 3) for phase, seconds in learned.items()}
         write_private_file(run / LEARNED, json.dumps(values) + "\n")

@@ -1,4 +1,4 @@
-"""Which nodes a run keeps away from: strikes against nodes, in nodes.jsonl of the run directory, and their score.
+"""Decide which nodes a run leaves out: strikes against nodes in nodes.jsonl of the run directory, and their score.
 
 A node that fell silent, or was slow in a pre-flight, is left out at once; a node on which a rank hung or was killed
 after the second time, as that may have been the program. An error that a rank reports about another rank is no
@@ -26,7 +26,9 @@ HARDWARE, SOFTWARE = 2, 1
 """Weight of a strike: what only the node can have done, and what the program may have done."""
 SCORE_TO_EXCLUDE = 2
 LIFE_SECONDS = 24 * 3600.0
+"""Time for which a strike counts."""
 _LARGEST_SHARE = 0.05
+"""Largest share of a run's nodes that is left out at a time."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ class Strike:
 
 
 def append_strike(run: Path, strike: Strike) -> None:
-    """Record a strike in the run directory. A disk that is full keeps nobody from acting on it now."""
+    """Record a strike in the run directory. A full disk is ignored: the caller can still act on the strike."""
     with suppress(OSError):
+        # Append mode and one write a line: two jobs of a chain that overlap do not overwrite each other.
         descriptor = os.open(run / NODES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             os.write(descriptor, (json.dumps(asdict(strike)) + "\n").encode())

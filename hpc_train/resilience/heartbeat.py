@@ -87,6 +87,7 @@ class Heartbeat:
         self._map: mmap.mmap | None = None
         self._process, self._counter, self.phase, self._step = os.getpid(), 0, Phase.START, 0
         self._nanoseconds = [0] * (max(Phase) + 1)
+        # Imports came before this object; they belong to START.
         self._since = time.monotonic_ns() - _nanoseconds_since_start()
         self.failure: str | None = None
         """Why nobody can see this rank; None if it can be seen."""
@@ -104,6 +105,8 @@ class Heartbeat:
         self.phase, self._since, self._step = phase, now, step
         self._counter += 1
         if self._map is not None:
+            # Not atomic, but a watcher that reads between two fields only sees one stale field for one look, and the
+            # counter says that the rank is alive.
             _LAYOUT.pack_into(self._map, 0, _VERSION, phase, self._process, step, self._counter, now)
 
     @property
@@ -124,6 +127,7 @@ class Heartbeat:
 def _nanoseconds_since_start() -> int:
     """Return for how long this process has been running; 0 where that cannot be found out."""
     try:
+        # Field 22 of /proc/<pid>/stat: start of the process in clock ticks after boot (see proc(5)).
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         boot_seconds = time.clock_gettime(time.CLOCK_BOOTTIME)
     except (OSError, ValueError, IndexError, AttributeError):
@@ -133,6 +137,7 @@ def _nanoseconds_since_start() -> int:
 
 def _create_entry(folder: Path, task: int) -> mmap.mmap:
     _make_private_folder(folder)
+    # O_NOFOLLOW: /dev/shm is open to everybody, and a link could point at a file of ours.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(folder / str(task), flags, 0o600)
     try:
@@ -192,6 +197,7 @@ def kill_ranks(logs: Path) -> list[int]:
     for beat in read_beats(logs):
         entry = f"{find_folder(logs).name}/{beat.task}"
         with suppress(OSError):
+            # A process id may belong to another process by now. Only a rank of this attempt has its entry mapped.
             maps = Path(f"/proc/{beat.process}/maps").read_text(errors="replace")
             if any(line.removesuffix(" (deleted)").endswith(entry) for line in maps.splitlines()):
                 os.kill(beat.process, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Write down what was seen when a run went wrong: `logs/<attempt>/incident-<n>/`, with one line for people.
 
-report.json says who held up the job and where every rank was; counters.json has what the kernel and the network cards
-of a node say, where they can be read; stacks.txt has the ranks' stacks. Standard library only.
+report.json says who held up the job, where every rank was, and what their stacks were; machine.json has what the kernel
+log and the InfiniBand ports of the nodes say, where they can be read. Standard library only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Incident:
     """One incident: a summary in one line, and the evidence."""
 
     kind: str
-    """hang."""
+    """Kind of incident; so far only "hang"."""
     text: str
     """Who, where, for how long: one line."""
     task: int | None = None
@@ -96,6 +96,7 @@ def read_hang(logs: Path) -> Incident | None:
 def read_kernel_lines() -> list[str]:
     """Return the latest lines of this node's kernel log that speak of broken hardware; [] if it cannot be read."""
     try:
+        # Without O_NONBLOCK a read after the last record would wait for the next one.
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return []

@@ -196,6 +196,7 @@ def account_run(periods: Sequence[Period], submitted: float, saved: int) -> Ledg
         end_before = before.ended if before else submitted
         waited = max(0.0, period.began - end_before) * (period.nodes + period.spares)
         same_job = before is not None and before.job == period.job
+        # Within one allocation the nodes are ours while nothing runs on them; between two jobs nobody pays for them.
         ledger.seconds["restart" if same_job else "queue"] += waited
         _account_period(ledger, period, _resumed_after(periods[index + 1 :], saved))
         before = period
@@ -232,12 +233,14 @@ def _split_length(period: Period, length: float, kept_up_to: int) -> dict[str, f
         found["detect"] = min(max(0.0, period.noticed - last.time), after)
         after -= found["detect"]
     found["drain"] += after
+    # So that the classes add up exactly. It is small unless a process was stopped or clocks of nodes differ.
     found["other"] = length - sum(found.values())
     return found
 
 
 def _seconds_of_steps(lines: Sequence[LedgerLine], resumed: int | None, step: int) -> float:
     """Return the seconds that the steps up to `step` took, interpolated between lines."""
+    # Lines come every few seconds, a save at any step: the step asked for lies between two lines as a rule.
     at, seconds = resumed if resumed is not None else lines[0].step, 0.0
     for line in lines:
         made = line.seconds.get("step", 0.0)

@@ -49,6 +49,7 @@ class NoticeWatch:
         if self.file is None:
             return None
         with suppress(OSError):
+            # The file belongs to an agent of the cloud, so nothing about it is taken for granted.
             # Without O_NONBLOCK a named pipe in its place would wait for a writer.
             descriptor = os.open(self.file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
             try:
@@ -82,6 +83,7 @@ class NoticeWatch:
                 stderr=subprocess.DEVNULL,
                 text=True,
                 errors="replace",
+                # A session of its own: a Ctrl-C for the run does not reach it, and it cannot ask on our terminal.
                 start_new_session=True,
             )
             self.failure = None

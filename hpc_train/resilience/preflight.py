@@ -177,6 +177,7 @@ def measure_nodes(place: RankPlace, host: str, sizes: ProbeSizes) -> list[NodeFi
         exchange = _exchange_in_pairs(place, first, members, sizes)
         second = pair_slow_with_fast(exchange, first)
         again = _exchange_in_pairs(place, second, members, sizes)
+        # A good node was slow only beside a bad partner: its second partner shows that.
         exchange = {node: min(exchange[node], again[node]) for node in nodes}
         for one, other in [*first, *second]:
             partners.setdefault(one, set()).add(other)
@@ -312,6 +313,7 @@ def _find_partner(place: RankPlace, pairs: Pairs, members: dict[int, list[int]])
 
 
 def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
+    # Both directions in one batch: two ranks that each send first would wait for one another.
     operations = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
@@ -344,6 +346,7 @@ def _find_slow(
     outliers = set(find_outliers(seconds, MIN_EXCESS))
     past = [value for value in earlier if value > 0]
     if past and median(past) * (1 + MIN_EXCESS) < max(seconds):
+        # All nodes may have become slow together, as after a change of a driver: then only the past shows it.
         usual = min(usual, median(past))
         outliers |= {index for index, value in enumerate(seconds) if value > median(past) * (1 + MIN_EXCESS)}
     return [SlowNode(nodes[index].host, what, seconds[index], usual) for index in sorted(outliers)]

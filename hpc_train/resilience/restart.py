@@ -128,16 +128,20 @@ def decide_after_fault(fault: Fault, history: History, saved: int | None, policy
     counted = history.after(saved)
     advanced = counted is not history
     used, same = len(counted.signatures), counted.signatures.count(fault.signature) + 1
+    # First what ends the run for good, whatever else is possible: the job script must not requeue it either.
     if same >= SAME_FAULTS:
         why = f"{same} times in a row without a newer checkpoint: {fault.signature}"
         return Decision(Action.GIVE_UP, why)
     if used >= policy.restarts:
         why = f"{used} restarts in a row brought no newer checkpoint (resilience.restarts={policy.restarts})"
         return Decision(Action.GIVE_UP, why)
+    # An exception at the same step with the same data: computing it again gives the same exception.
     if fault.cause not in _MAY_NOT_COME_AGAIN and not advanced:
         return Decision(Action.END, "the same would come again: no checkpoint was saved since the last start")
     place = f"from step {saved}" if saved is not None else "from the beginning"
     count = f"restart {used + 1} of {policy.restarts} without a newer save"
+    # Restarting here saves the wait in the queue. Near the time limit that gains nothing, unless there is no queue to
+    # go to.
     if policy.enough_nodes and (policy.enough_time or not policy.can_requeue):
         fewer = f" on {policy.fewer_nodes}" if policy.fewer_nodes else ""
         return Decision(Action.RESTART, f"starting again {place}{fewer} ({count})")

@@ -23,11 +23,12 @@ from hpc_train.resilience.deadlines import Deadlines, HangLimits
 from hpc_train.resilience.heartbeat import Beat, Phase, read_beats
 
 LOOK_SECONDS = 0.5
-"""Between two looks."""
+"""Seconds between two looks at the heartbeats."""
 _SHORTEST_PAUSE = 0.02
 _LONGEST_TICK = 1.0
 """Maximum seconds of silence that one look adds: after a pause of the watcher itself, ranks are not to blame."""
 _STEPS_BEHIND = 5
+"""Steps by which an overdue rank trails the foremost one before it alone is blamed; a few are normal in a pipeline."""
 GONE, STOPPED, WAITS_FOR_DISK = "gone", "T", "D"
 """States of a process: not there, stopped, in a system call that cannot be interrupted."""
 
@@ -60,6 +61,8 @@ class RankView:
 
 @dataclass
 class _Followed:
+    """A rank between two looks: its latest entry, and for how long that has not changed."""
+
     beat: Beat
     silent: float = 0.0
     stopped: float = 0.0
@@ -89,6 +92,7 @@ class NodeWatch:
         followed = self._followed.setdefault(beat.task, _Followed(beat))
         followed.silent += tick
         if beat.counter != followed.beat.counter or beat.process != followed.beat.process:
+            # The time until this entry belongs to the phase that the entry before it announced.
             self.deadlines.observe(followed.beat.phase, followed.silent)
             followed.beat, followed.silent = beat, min(max(now - beat.seconds, 0.0), tick)
         state = read_process_state(beat.process)
@@ -108,6 +112,8 @@ def seconds_to_next_look(views: Iterable[RankView]) -> float:
 def read_process_state(process: int) -> str:
     """Return the state letter of a process of this node; GONE if there is none."""
     try:
+        # The name of the program stands in parentheses and may itself contain some, so the state follows the last one.
+        # A zombie (Z) has ended: nobody has asked for its exit code yet.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0].replace("Z", GONE)
     except (OSError, IndexError):
         return GONE
@@ -145,6 +151,7 @@ def find_hang(views: Sequence[RankView]) -> Hang | None:
     stopped = [view for view in overdue if view.state == STOPPED]
     front = max(view.step for view in alive)
     left_behind = [view for view in overdue if front - view.step >= _STEPS_BEHIND]
+    # Some ranks are late and others are not: those others may still be on their way to the same collective.
     if len(overdue) < len(alive) and not stopped and not left_behind:
         return None
     return Hang(tuple(stopped or left_behind or _stand_out(alive)), len(overdue))
@@ -153,6 +160,7 @@ def find_hang(views: Sequence[RankView]) -> Hang | None:
 def _stand_out(alive: Sequence[RankView]) -> list[RankView]:
     """Return the ranks in a system call that does not return, else those at the lowest step; [] if none differs."""
     for chosen in (
+        # From the strongest hint to the weakest. A hint that fits all ranks names nobody.
         [view for view in alive if view.state == WAITS_FOR_DISK],
         [view for view in alive if view.step == min(other.step for other in alive)],
         [view for view in alive if view.phase not in (Phase.STEP, Phase.FIRST_STEP)],

@@ -88,6 +88,7 @@ class LayoutCache:
             return files
         # Layouts are compared by identity: a stager reuses the object as long as tensors keep their shapes.
         (file, layout), self._pending_layout = files[0], files[0][1]
+        # None travels as a few bytes; a layout of a large model takes megabytes, from every rank at once.
         return ((file, None if layout is previous else layout),)
 
     def confirm_sent(self) -> None:
@@ -295,6 +296,8 @@ def write_and_commit(
     cache, rank = cache or LayoutCache(), world.rank if world is not None else 0
     timer.lap("copy")
     try:
+        # Two meetings of all ranks, no more: one before the first byte is written, one after the last. In each, rank 0
+        # either decides for all or all get the same error.
         token, policy = gather_and_decide(
             world,
             lambda: _count_needed_bytes(staged),
@@ -317,6 +320,7 @@ def write_and_commit(
     except (CheckpointError, LostRanksError) as error:
         if temporary is not None and rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
+        # Returned, not raised: a training goes on without this checkpoint, and its next save may succeed.
         failed = CheckpointError(f"checkpoint step {staged.step} was not saved in {directory}: {error}")
         lost, seconds = isinstance(error, LostRanksError), time.monotonic() - staged.started
         return SaveResult(staged.step, path, 0, seconds, staged.total_stall, failed, lost)
@@ -373,6 +377,7 @@ def _write_and_report(
 ) -> WrittenShard:
     """Write this rank's files; returns its report when it is certain that no tensor changed during the copy."""
     started = time.monotonic()
+    # An error here is an exception of this rank only; gather_and_decide brings it to all others.
     written = _write_in_turn(temporary, rank, staged, policy, writers)
     seconds = time.monotonic() - started
     if staged.shard is not None and staged.shard.copy is not None:

@@ -190,6 +190,7 @@ class Saver:
 
         Call it on the thread, and the CUDA stream, that will change them. Until then nothing is committed.
         """
+        # Forgotten first, so that a second call does not wait again.
         copy, self._copy = self._copy, None
         if copy is None:
             return 0.0
@@ -225,6 +226,7 @@ class Saver:
         except Exception as error:
             _log.exception("checkpoint step %d: unexpected error", staged.step)
             saved = self._make_failure(staged.step, format_error(error))
+        # A process group that lost a rank stays broken in gloo: every later collective would wait for its timeout.
         self._lost |= saved.lost
         if saved.warning is not None and self.world.rank == 0:
             _log.warning("checkpoint step %d: %s", saved.step, saved.warning)
@@ -307,6 +309,8 @@ class Saver:
             return not busy
         # One MAX of two flags: does any rank still write, and does any rank need a new process group?
         flags = torch.tensor([busy, self._lost or self._group is None], dtype=torch.uint8)
+        # On the default group, in the training's thread: the ranks are at the same point of the loop here, which is not
+        # true of their save threads.
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         someone_busy, remake = flags.tolist()
         if someone_busy:

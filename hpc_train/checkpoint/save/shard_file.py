@@ -75,12 +75,13 @@ from hpc_train.checkpoint.storage.file_system import (
 from hpc_train.interfaces import TensorShard
 
 _THREADS = 2
+"""Threads that compress; more would take cores from the training that goes on beside the save."""
 _BATCH = 16
 """Chunks that a thread takes at a time."""
 _UNFILTERED = 0b11
 """HDF5's filter mask of a chunk that skipped both filters."""
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
-"""Flags of fallocate(2)."""
+"""Flags of fallocate(2), which Python's os.posix_fallocate does not offer."""
 
 
 class RowInMemory(NamedTuple):
@@ -172,6 +173,7 @@ def _compress(batch: Sequence[tuple[_Dataset, _Part]], level: int) -> None:
         stream = deflate_chunk(part.data, item, chunk_bytes, level)
         if stream is None:
             continue
+        # Recorded because a reader must know how much memory the chunk inflates to before it inflates it.
         part.whole = chunk_bytes
         if len(stream) > len(part.data):
             part.data = memoryview(stream)
@@ -185,6 +187,7 @@ def _lay_out(datasets: Sequence[_Dataset], level: int, path: Path) -> list[int]:
 
     HDF5 places a chunk only when it is written, so zeros are written, and their memory is freed again.
     """
+    # One buffer of zeros serves all chunks: only where HDF5 puts them matters.
     zeros = memoryview(bytes(max((len(part.data) for part in _parts(datasets)), default=0)))
     names = name_datasets(dataset.row.name for dataset in datasets)
     places: list[int] = []
@@ -238,6 +241,7 @@ def _make_part_table(datasets: Sequence[_Dataset], places: Sequence[int]) -> Par
     for name, column in zip(("begin", "size", "stored", "whole", "item"), zip(*rows, strict=True), strict=False):
         table[name] = column
     table["at"] = places
+    # In order of the uncompressed bytes, by which readers search.
     ordered: PartTable = table[np.argsort(table["begin"])]
     return ordered
 
