@@ -118,6 +118,7 @@ def _summarize_orders(
     ranks = config.cluster.ranks_per_node
     measured = {name: statistics.median(of_side) for name, of_side in times.items()}
     modelled = {name: predict_communication(config, where, of_side[::ranks]) for name, of_side in hosts.items()}
+    # Only communication depends on the order, so one computation time is enough for all of them.
     computation = max(0.0, measured[_REFERENCE_ORDER] - modelled[_REFERENCE_ORDER])
     return [
         OrderResult(
@@ -234,6 +235,7 @@ def time_training(
 def _run_step(folder: Path, name: str, nodes: Sequence[str], ranks_per_node: int, words: Sequence[str]) -> None:
     """Run `hpc-train` on the nodes in this order (srun --distribution=arbitrary, SLURM_HOSTFILE)."""
     hosts = folder / f"{name}.hosts"
+    # arbitrary distribution: srun starts task i on line i of this file.
     hosts.write_text("".join(f"{node}\n" for node in nodes for _ in range(ranks_per_node)))
     srun = ["srun", "--distribution=arbitrary", f"--ntasks={len(nodes) * ranks_per_node}"]
     env = {key: value for key, value in os.environ.items() if key not in _ALLOCATION_VARIABLES}

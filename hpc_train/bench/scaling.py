@@ -107,6 +107,7 @@ def measure_scaling(
     base = planned[sizes[0]]
     points = []
     for size, (strong, weak) in trials.items():
+        # Relative to the smallest size, which need not be 1: a large model may not fit on one GPU.
         times, own = size / sizes[0], planned[size]
         points.append(
             ScalingPoint(

@@ -37,10 +37,11 @@ def expand_hostlist(text: str) -> list[str]:
     Stricter than Slurm where Slurm guesses: `a[1-3`, `a]`, `a[1-]` and blanks inside brackets are refused.
 
     Raises UserError, one line, for anything else, for functions such as block{b1}, which only slurmctld can
-    expand, and for more than LARGEST names.
+    expand, and for more than MAX_HOSTS names.
     """
     _check_characters(text)
     if "[" not in text and "]" not in text:
+        # Most lists are plain names, and there may be 100,000 of them: no parser needed.
         names = text.replace(",", " ").split()
         _check_length(text, max(map(len, names), default=0), len(names))
         return names
@@ -102,6 +103,8 @@ class _Item:
         return sum(map(len, self.literals)) + sum(group.width for group in self.groups)
 
     def names(self) -> Iterator[str]:
+        # Slurm turns the last group fastest, then the first, the second, ...: the outer groups in reverse give product
+        # that order.
         *outer, last = [group.numbers() for group in self.groups] or [("",)]
         after = "".join(self.literals[len(outer) + 1 :])
         for chosen in product(*reversed(outer)):
@@ -140,6 +143,7 @@ def _parse_item(item: str, text: str) -> _Item:
 
 def _parse_group(piece: str, text: str) -> _Group:
     pieces = piece.split(",")
+    # Numbers without a range stay as written, however they are padded.
     if _SINGLE.fullmatch(piece):
         return _Group(len(pieces), max(map(len, pieces)), single=tuple(pieces))
     ranges = tuple(_parse_range(piece, text) for piece in pieces)
@@ -156,6 +160,7 @@ def _parse_range(piece: str, text: str) -> _Range:
     low, high = int(match[1]), int(match[2] or match[1])
     if high < low:
         raise UserError(f"host list {_quote_shortened(text)}: [{piece}] runs backwards; expected LOW-HIGH")
+    # The width of the low bound pads all numbers: [08-10] is 08, 09, 10.
     return _Range(low, high, len(match[1]))
 
 
@@ -195,6 +200,7 @@ def _write_run(prefix: str, numbers: list[str]) -> str:
     ranges: list[tuple[str, str]] = []
     for number in numbers:
         low, high = ranges[-1] if ranges else ("", "")
+        # Only if it is padded alike: n9 and n10 are a range, n09 and n10 are another, n09 and n010 are none.
         if ranges and number == f"{int(high) + 1:0{len(low)}d}":
             ranges[-1] = (low, number)
         else:

@@ -113,6 +113,7 @@ def _find_link_end(nvml: Any, handle: Any, link: int) -> str | None:
     kind = None
     if hasattr(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType"):
         kind = _call_nvml(nvml, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+    # The PCI address behind a switch is the switch, not a GPU.
     if kind == getattr(nvml, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2):
         return NVLINK_SWITCH
     info = _call_nvml(nvml, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
@@ -130,6 +131,7 @@ def _read_clique(nvml: Any, handle: Any) -> str | None:
     if _call_nvml(nvml, nvml.nvmlDeviceGetGpuFabricInfoV, handle, ctypes.pointer(info)) is None:
         return None
     uuid = bytes(info.clusterUuid)
+    # Only a finished registration with a status of success has an id that means anything.
     done = info.state == getattr(nvml, "NVML_GPU_FABRIC_STATE_COMPLETED", 3) and info.status == 0
     return f"{_format_uuid(uuid)}.{info.cliqueId}" if done and any(uuid) else None
 
@@ -164,13 +166,16 @@ def read_amd_gpus(root: Path = Path("/")) -> tuple[AmdGpu, ...]:
         _read_amd_gpu(gpu) for gpu in list_entries(root / "sys/class/kfd/kfd/topology/nodes") if gpu.name.isdecimal()
     ]
     gpu_nodes = {gpu.node for gpu in gpus if gpu is not None}
+    # Links to processors are left out: peers are GPUs only.
     return tuple(AmdGpu(gpu.node, gpu.pci, gpu.name, gpu.peers & gpu_nodes) for gpu in gpus if gpu is not None)
 
 
 def _read_amd_gpu(node: Path) -> AmdGpu | None:
     facts = _read_properties(node / "properties")
+    # Processors have a node in this topology too, without SIMD units.
     if not facts.get("simd_count") or "location_id" not in facts:
         return None
+    # location_id is the PCI bus in bits 8 to 15, the device in 3 to 7, the function in 0 to 2 (kfd_topology.c).
     bus, device = divmod(facts["location_id"] & 0xFFFF, 256)
     pci = f"{facts.get('domain', 0):04x}:{bus:02x}:{device >> 3:02x}.{device & 7}"
     links = [_read_properties(entry / "properties") for entry in list_entries(node / "io_links")]

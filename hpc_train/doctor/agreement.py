@@ -73,6 +73,7 @@ def make_report(
         rank=task.process,
         host=task.host,
         versions={"Python": platform.python_version(), "torch": torch.__version__, "hpc_train": __version__},
+        # A hash is enough to compare, and configurations are long.
         config=hashlib.sha256(config_to_yaml(config).encode()).hexdigest()[:12],
         address=network[0],
         interface=network[1],
@@ -91,6 +92,7 @@ def describe_mpi_view(task: Task, env: Mapping[str, str]) -> str | None:
     MPI is asked only if the environment has its variables: without them each process would be a world of its own, and
     some libraries abort.
     """
+    # Importing MPI without a launcher may abort the process in Open MPI, so the environment is asked first.
     has_mpi_variables = any(name.startswith(("PMIX_", "PMI_", "OMPI_COMM_WORLD_")) for name in env)
     if has_mpi_variables and (task.launcher == "mpi" or "SLURM_STEP_ID" in env):
         view = read_mpi_rank_and_size()
@@ -119,6 +121,7 @@ def check_agreement(reports: Sequence[RankReport], launcher: str, needs_mpi: boo
 def check_contiguous(hosts: Sequence[str]) -> Finding:
     """Check that ranks of a node are consecutive and all nodes have equally many. hosts: node of each rank."""
     counts = Counter(hosts)
+    # As many runs of equal hosts as hosts: then each host is one block of ranks.
     runs = 1 + sum(before != after for before, after in pairwise(hosts))
     if runs > len(counts):
         advice = "neighbouring ranks should share a node: srun -m block, mpirun --map-by slot (or core), no host twice"
@@ -195,6 +198,7 @@ def check_devices(reports: Sequence[RankReport]) -> Iterator[Finding]:
     yield _check_like_most(
         "gpus of ranks", {report.host: str(report.gpus) for report in reports}, "GPUs that torch sees"
     )
+    # Only the first rank of a node has looked at its devices.
     firsts = [report for report in reports if report.findings]
     links = {report.host: ",".join(map(str, sorted(report.nvlinks))) for report in firsts}
     if any(links.values()):

@@ -91,6 +91,7 @@ def check_run_folder(folder: Path, found: MountedFileSystem | None, several_node
     text = f"{folder} is on {found.kind}, mounted at {found.mount}"
     if several_nodes and found.kind in ("tmpfs", "ramfs"):
         return fail_check("run_dir", text, "it is in this node's memory: choose a shared file system with run_dir=")
+    # A warning, not a failure: a file system of an unknown kind may well be shared.
     if several_nodes and not found.shared:
         advice = "other nodes may not see it: give a folder on the shared file system with run_dir="
         return warn_check("run_dir", text, advice)
@@ -99,6 +100,7 @@ def check_run_folder(folder: Path, found: MountedFileSystem | None, several_node
 
 def check_free_space(folder: Path) -> Finding:
     """Check that the run directory can be written and its file system has space."""
+    # The run directory is made later, so its nearest parent is looked at.
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -179,6 +181,7 @@ def check_nvlinks(listed: Sequence[Gpu]) -> Iterator[Finding]:
     for name in dict.fromkeys(gpu.name for gpu in listed):
         alike = [gpu for gpu in listed if gpu.name == name]
         counts = Counter(gpu.nvlinks or 0 for gpu in alike)
+        # At a draw the larger number counts as usual: links get lost, they do not appear.
         usual = max(counts, key=lambda count: (counts[count], count))
         odd = [f"{gpu.id} has {gpu.nvlinks or 0}" for gpu in alike if (gpu.nvlinks or 0) != usual]
         if odd:
@@ -192,6 +195,7 @@ def check_nvlinks(listed: Sequence[Gpu]) -> Iterator[Finding]:
 
 def check_ports(nics: Sequence[Nic]) -> Iterator[Finding]:
     """Check that the ports of the fabric are up and equally fast; Ethernet ports may be unplugged."""
+    # Where there is a fabric besides Ethernet, an unplugged Ethernet port is no finding.
     fabric = [nic for nic in nics if nic.layer != "ethernet" or all(other.layer == "ethernet" for other in nics)]
     up = [nic for nic in fabric if nic.active is not False]
     down = [nic.device or nic.id for nic in fabric if nic.active is False]

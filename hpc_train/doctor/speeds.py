@@ -19,7 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.messages import all_gather_values
 from hpc_train.placement.cost import estimate_cost
 from hpc_train.placement.fabric_from_config import build_fabric
-from hpc_train.resilience.preflight import Preflight
+from hpc_train.resilience.preflight import Preflight, find_outliers
 from hpc_train.timing import time_calls
 from hpc_train.traffic.axes import Flow
 from hpc_train.traffic.rank_groups import WORLD_AXIS, bus_factor, groups_of_rank
@@ -97,6 +97,8 @@ def predict_seconds(
 
 BROKEN_SHARE = 0.3
 """A GPU that is slower by this share is broken; CPUs are shared with others, so they never are."""
+MIN_DIFFERENCE = 0.10
+"""Share of the median below which a difference does not matter, however steady the others are."""
 POOR_SHARE = 0.5
 """Share of the predicted bandwidth below which a link is reported."""
 
@@ -132,7 +134,7 @@ def check_speeds(reports: Sequence[RankReport], measured: Sequence[RankSpeed]) -
 
 def check_outliers(name: str, names: Sequence[str], seconds: Sequence[float], firm: bool) -> Finding:
     """Report ranks that are much slower than the median. firm: a large difference is a failure, not a warning."""
-    found = find_slow(seconds)
+    found = find_outliers(seconds, MIN_DIFFERENCE)
     middle = median(seconds)
     if not found:
         return pass_check(name, f"{1e3 * middle:.3g} ms on most ranks, {1e3 * max(seconds):.3g} on the slowest")
@@ -179,25 +181,3 @@ def check_reductions(measured: Sequence[AxisReduction]) -> Iterator[Finding]:
             )
         else:
             yield pass_check(name, f"{text}, predicted {1e3 * reduction.predicted:.3g} ms")
-
-
-OUTLIER_SCORE = 3.5
-"""Threshold of the modified z-score beyond which a value is an outlier (Iglewicz and Hoaglin 1993, section 3.3)."""
-MIN_DIFFERENCE = 0.10
-"""Share of the median below which a difference does not matter, however steady the others are."""
-
-
-def find_slow(seconds: Sequence[float], least: float = MIN_DIFFERENCE) -> list[int]:
-    """Return the indices of outliers: 0.6745 (x - median) / MAD > 3.5, and at least 10 % above the median.
-
-    MAD is the median absolute deviation.
-    """
-    if len(seconds) < 3:  # of two ranks nobody can say which one is slow
-        return []
-    middle = median(seconds)
-    spread = median(abs(value - middle) for value in seconds)
-    return [
-        index
-        for index, value in enumerate(seconds)
-        if value > middle * (1 + least) and 0.6745 * (value - middle) > OUTLIER_SCORE * spread
-    ]

@@ -73,23 +73,27 @@ class FirstError:
 def _exception_line(traceback: str) -> list[str]:
     """Return the line below the last frame; what libraries write after it may be anything."""
     lines = [line for line in traceback.splitlines() if line.strip()]
+    # Tracebacks end with the frame that raised; the exception is the first line after it that is not indented.
     frame = max((index for index, line in enumerate(lines) if line.startswith('  File "')), default=-1)
     return [line for line in lines[frame + 1 :] if not line[0].isspace()][:1] or lines[-1:]
 
 
 def find_first_error(logs: Path) -> FirstError | None:
     """Find the first failure of the attempt with this log directory; None if no rank left a trace of one."""
+    # A watcher ended the ranks of a hang, so whatever they report was caused by that.
     hang = read_hang(logs)
     if hang is not None:
         return FirstError(hang.task or 0, hang.text, hang.host)
     failure = read_first_failure(logs)
     if failure is not None and is_timeout(failure.message) and (silent := ranks_without_report(logs)):
         return FirstError(silent[0], describe_timeout(logs, silent))
+    # A rank that a signal ended wrote no report. Its peers did, but only about its connection.
     dead = _find_in_exit_codes(logs, failure)
     if dead is None and (failure is None or failure.lost_peer):
         dead = _find_in_srun_errors(logs)
     if dead is not None or failure is None:
         return dead
+    # The kernel may have killed a child of the rank, such as a data loader: the rank then reports an error of its own.
     srun_note = "Out Of Memory" if _OUT_OF_MEMORY.search(_read_srun_errors(logs)) else ""
     trace = "" if failure.user_error else failure.traceback
     return FirstError(failure.task, failure.text().strip(), failure.host, trace, tuple(failure.summary), srun_note)
@@ -133,6 +137,7 @@ def _is_deadly(logs: Path, task: int, code: int, failure: RankFailure | None) ->
     """
     if -code == signal.SIGABRT:
         return (failure is None or failure.lost_peer) and not _gave_up_waiting(logs, task)
+    # SIGTERM is missing on purpose: it is how others end a rank.
     return code > 0 or -code in _DEADLY_SIGNALS
 
 
@@ -151,6 +156,7 @@ def _find_in_srun_errors(logs: Path) -> FirstError | None:
             continue
         error = FirstError(silent[0], f"task {','.join(map(str, silent))} on {line['host']} {how}", line["host"])
         if line["how"].startswith(_ABORTED) and _gave_up_waiting(logs, silent[0]):
+            # NCCL's watchdog aborts ranks that waited in vain: only a last resort, if nobody died of anything else.
             aborted = aborted or error
         else:
             return error
@@ -194,6 +200,7 @@ def _read_srun_errors(logs: Path) -> str:
 
 def _find_out_of_memory(logs: Path, host: str) -> FirstError | None:
     """Find the task of this node that recorded nothing; without a rank map, of any node."""
+    # srun prints short names of nodes, the rank map may have full ones.
     short = host.partition(".")[0]
     entries = read_rank_entries(logs)
     elsewhere = {int(entry["process"]) for entry in entries if str(entry.get("host")).partition(".")[0] != short}

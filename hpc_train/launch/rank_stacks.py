@@ -62,6 +62,7 @@ class StackRequest:
     def __init__(self, logs: Path, send: Callable[[], None]) -> None:
         """Ask by calling `send`, which has every rank signalled. logs: the attempt's log directory."""
         self._logs, self._tasks = logs, _expected_tasks(logs)
+        # Answers are appended to the logs: whatever lies before these sizes is old.
         self._sizes = {task: _file_size(_log_path(logs, task)) for task in self._tasks}
         self.sent = time.monotonic()
         send()
@@ -111,6 +112,8 @@ def describe_stacks(stacks: Iterable[RankStack]) -> str:
     for stack in stacks:
         groups.setdefault(str(stack.place), []).append(stack.name)
     waiting = {stack.place for stack in stacks if stack.waits}
+    # Ranks that do not wait come first, then small groups: in a hang most ranks wait in the same collective for one
+    # that does not.
     shown = sorted(groups.items(), key=lambda pair: (pair[0] in waiting, len(pair[1])))
     more = f"; and {len(shown) - _MAX_PLACES} more places" if len(shown) > _MAX_PLACES else ""
     return "; ".join(f"{_join_names(names)} was in {place}" for place, names in shown[:_MAX_PLACES]) + more
@@ -180,6 +183,7 @@ def _innermost_frame(path: Path, since: int) -> _Frame | None:
     except OSError:
         return None
     try:
+        # The stacks come at once after the request, so the first part of what is new is enough.
         text = os.pread(descriptor, _TAIL_BYTES, since)
     except OSError:
         return None

@@ -84,6 +84,7 @@ def resume_runs(
     """
     points = find_points(target, run_client)
     with ExitStack() as stack:
+        # Locked before states are read, so that two resume commands cannot both find a point missing.
         for place in dict.fromkeys(point.sweep.path if point.sweep else point.run for point in points):
             stack.enter_context(lock_submissions(place))
         return _resume(find_candidates(points, mode), mode, _Resumer(stop, output, on_submission))
@@ -126,6 +127,7 @@ def find_candidates(points: Sequence[RunPoint], mode: str) -> list[ResumeCandida
 
 
 def _runs_again(facts: RunFacts, status: RunStatus, mode: str) -> bool:
+    # Never begun: its job has ended without an attempt, or was never submitted.
     missing = not facts.attempts and (status.state.ended or (status.state is State.UNKNOWN and not facts.jobs))
     if mode == CACHED:
         return missing
@@ -163,6 +165,7 @@ def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, how: _R
     _set_points_aside(folder, points, mode)
     sweep_directory.append_event(folder.ledger, "resume", mode=mode, points=list(ids))
     submit_sweep.record_arrays(folder, arrays, jobs)
+    # Held until their old results are moved away: a job that starts at once would read them.
     if mode == FORCE or len(jobs) > 1:
         submit_sweep.release_jobs(jobs, run_client)
     lines = (f"job {job}: {describe_array(array)}" for array, job in zip(arrays, jobs, strict=True))
@@ -224,6 +227,7 @@ def load_snapshot(spec: JobSpec) -> Snapshot | None:
     except (OSError, ValueError):
         raise UserError(f"{path}: the snapshot of the code is not there (any more); submit the run again") from None
     roots = [Path(row["root"]) for row in spec.sources]
+    # Also the parents, from which a package is imported by its name.
     searched = frozenset({*roots, *(root.parent for root in roots)})
     return Snapshot(path.name, path, tuple(str(path / part) for part in parts), tuple(spec.sources), searched)
 

@@ -83,6 +83,7 @@ def submit_run(
         check_cluster_files(config)
         return Submission(folder.path, ranks, script=render_script(folder, request))
     check_partition(config, request, ask)
+    # From here on Ctrl-C waits: between sbatch and the record of the job's number a job would be lost.
     with delay_signals(), submission_transaction(folder.path):
         refuse_unfinished_job(folder.path, ask)
         with code.stored_for(folder.path) if code else nullcontext():
@@ -179,6 +180,8 @@ def _take_lock(descriptor: int, lock: Path) -> bool:
     """Take the lock; return whether it is ours, and still the file that others find."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The holder before may have deleted the file between our open and our lock; then others make and lock a new
+        # one.
         return os.fstat(descriptor).st_ino == lock.stat().st_ino
     except (BlockingIOError, FileNotFoundError):
         return False
@@ -233,6 +236,7 @@ def _wait_for_runs(name: str, ask: RunClient) -> list[str]:
         if status.state.ended or not facts.jobs:
             why = f" ({status.reason})" if status.reason else ""
             raise UserError(f"--after {name}: {facts.point.name} is {status.state}{why}; submit it again first")
+        # afterok on a cancelled job is never fulfilled, and jobs left over of a chain are cancelled.
         if len(facts.jobs) > 1:
             raise UserError(
                 f"--after {name}: a chain of jobs, of which those left over are cancelled when the run is done; "
@@ -256,5 +260,6 @@ def _merge_elements(jobs: Sequence[str], points: Sequence[RunPoint]) -> list[str
     }
     if not sweeps:
         return list(jobs)
+    # Waiting for a whole array is one word; a thousand elements would exceed the length of a dependency.
     arrays = [(job.partition("_")[0], job) for job in jobs]
     return list(dict.fromkeys(job if array in superseded else array for array, job in arrays))

@@ -156,6 +156,7 @@ def count_least_straddling(fabric: Fabric, groups: CrossableGroups) -> int:
     nodes = int(groups.spread.max())
     if (groups.spread != nodes).any() or len(groups.rows) * nodes != len(np.unique(groups.rows)):
         return 0
+    # Whole sets that fit into each group of the level; what is left over of a group cannot hold one.
     capacity = int((np.bincount(fabric.levels[groups.level].group) // nodes).sum())
     return max(0, len(groups.rows) - capacity) * int(groups.copies.min())
 
@@ -184,6 +185,7 @@ def _format_request(fabric: Fabric, groups: CrossableGroups, slurm: tuple[int, i
             return f"ask for --segment={nodes}"
         return f"this Slurm has no --segment: ask for nodes by name (--nodelist), or for a smaller {groups.axis}"
     sizes = np.bincount(level.group)
+    # As many leaves as would be needed if all were as full as the fullest.
     fewest = math.ceil(len(fabric.nodes) / int(sizes.max()))
     if level.name == "leaf" and fewest < len(sizes):
         return f"ask for --switches={fewest}, or for a smaller {groups.axis}"

@@ -116,6 +116,8 @@ def _standard_error(table: StepTable | None) -> float:
     if table is None:
         return 0.0
     steps = np.nanmean(table["total"] - np.nan_to_num(table["evaluate"]), axis=0)
+    # Neighbouring steps are alike, so single steps would make the error look too small; means of groups are nearly
+    # independent.
     groups = [float(np.nanmean(group)) for group in np.array_split(steps, min(10, len(steps))) if len(group)]
     return float(np.std(groups, ddof=1) / np.sqrt(len(groups))) if len(groups) > 1 else 0.0
 
@@ -152,6 +154,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> Path:
             kinds = [
                 (f"p-{name}", name.replace("_", " "), seconds) for name, seconds in _list_parts(run.losses).items()
             ]
+            # An empty part fills the shorter bar, so that both have one scale.
             bars.append((run.name, [*kinds, ("p-none", "", longest - run.losses.total)]))
     curves = charts.draw_lines(
         "loss", [charts.Series(run.name, *pick(run.steps, "loss")) for run in runs], width=charts.WIDTH
@@ -184,6 +187,7 @@ def list_sweep_rows(
         )
         for row, cost, verdict in zip(results.rows, hours, verdicts, strict=True)
     ]
+    # The best point first, points without a result last.
     return sorted(rows, key=lambda row: (not row.best, row.metric is None, row.metric or 0.0))
 
 

@@ -32,7 +32,7 @@ LOSSES = ("checkpoint", "input", "bubble", "load_balance", "transfer", "serialis
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a pipeline should do."""
+    """The schedule of a pipeline, and what each of its stages should take."""
 
     order: Order
     stage_of_rank: tuple[int, ...]
@@ -91,15 +91,17 @@ def split_step(table: StepTable, pipeline: Pipeline | None = None) -> StepLosses
     """Split the mean step; None if the parts of steps were not measured, as on a GPU."""
     work = measure_work(table)
     # Steps that some rank lacks, at the end of a file or after a kill, would count one side of a wait only.
-    whole = np.isfinite(work).all(axis=0)
-    if not whole.any():
+    complete = np.isfinite(work).all(axis=0)
+    if not complete.any():
         return None
-    work = work[:, whole]
-    weights = table["steps"][0, whole]
+    work = work[:, complete]
+    weights = table["steps"][0, complete]  # a bin of many steps counts for as many
 
     def mean(values: Array) -> Array:
         return np.asarray(
-            np.average(values[..., whole] if values.shape[-1] != work.shape[-1] else values, axis=-1, weights=weights)
+            np.average(
+                values[..., complete] if values.shape[-1] != work.shape[-1] else values, axis=-1, weights=weights
+            )
         )
 
     total = float(mean(table["total"] - np.nan_to_num(table["evaluate"])).mean())
@@ -109,6 +111,7 @@ def split_step(table: StepTable, pipeline: Pipeline | None = None) -> StepLosses
 
     def take(name: str, seconds: float) -> None:
         nonlocal left
+        # Losses are measured one by one and may overlap: none takes more than is left, so that all of them add up to T.
         losses[name] = min(max(seconds, 0.0), left)
         left -= losses[name]
 
@@ -119,22 +122,23 @@ def split_step(table: StepTable, pipeline: Pipeline | None = None) -> StepLosses
         idle, bubble_share = simulate_bubble(by_rank, pipeline)
         take("bubble", idle)
     take("load_balance", float(by_rank.max()) - useful)
-    take("transfer", float(mean(_find_transfer(table, whole, pipeline)[None])[0]))
+    take("transfer", float(mean(_find_transfer(table, complete, pipeline)[None])[0]))
     take("serialisation", left)
     return StepLosses(total, useful, losses, by_rank, data, bubble_share)
 
 
-def _find_transfer(table: StepTable, whole: Any, pipeline: Pipeline | None) -> Array:
+def _find_transfer(table: StepTable, complete: Any, pipeline: Pipeline | None) -> Array:
     """Return the seconds a step in which collectives blocked all ranks alike, by bin.
 
     Stages run different collectives, so that with a pipeline only ranks of one stage are compared, and what the
     schedule leaves idle is no transfer.
     """
-    waits = table.waits[:, whole]
+    waits = table.waits[:, complete]
     if pipeline is None:
+        # The last rank to arrive waits for nobody, so what even it waits is the transfer itself.
         return np.asarray(waits.min(axis=0).sum(axis=-1))
     stages = np.asarray(pipeline.stage_of_rank)
-    work = measure_work(table)[:, whole].mean(axis=1)
+    work = measure_work(table)[:, complete].mean(axis=1)
     simulated = simulate_order(pipeline.order, time_stages(work, pipeline))
     exposed = [
         waits[stages == stage].min(axis=0).sum(axis=-1) - (simulated.makespan - simulated.busy[stage])

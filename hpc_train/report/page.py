@@ -43,8 +43,11 @@ _MARKS = {
     "rollback": "rollback",
 }
 _EVENTS_SHOWN, _PHASES_SHOWN = 200, 16
+"""Rows of the page's tables; report.json has all of them."""
 _MOST_ROWS, _MOST_COLUMNS = 128, 180
+"""Cells of the heat map, which would be smaller than a pixel beyond that."""
 _PLAIN_EVENTS = frozenset({"checkpoint", "weights", "note", "submit"})
+"""Events that are no incidents."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,9 @@ def make_report(summary: RunSummary, drawn: Sequence[Chart] = ()) -> dict[str, A
 
 def find_mfu(steps: Sequence[dict[str, Any]]) -> float | None:
     """Return the mean MFU of the second half of the steps; None if it is not known."""
-    known = [value for step in steps[len(steps) // 2 :] if isinstance(value := step.get("mfu"), (int, float))]
-    return round(sum(known) / len(known), 4) if known else None
+    # The first half may have warmed up, compiled, or loaded its data from a cold cache.
+    values = [value for step in steps[len(steps) // 2 :] if isinstance(value := step.get("mfu"), (int, float))]
+    return round(sum(values) / len(values), 4) if values else None
 
 
 def choose_phases(phases: Sequence[dict[str, Any]], named: Sequence[int]) -> list[dict[str, Any]]:
@@ -128,7 +132,7 @@ def list_phases(summary: RunSummary) -> list[dict[str, Any]]:
         "save": table["save"],
         "evaluate": table["evaluate"],
     }
-    means = {name: _mean_by_rank(values) for name, values in columns.items()}
+    means = {name: _mean_of_rows(values) for name, values in columns.items()}
     nodes = summary.facts.node_of_rank
     return [
         {"rank": rank, "node": nodes.get(rank, ""), **{name: _number(values[row], 6) for name, values in means.items()}}
@@ -136,13 +140,14 @@ def list_phases(summary: RunSummary) -> list[dict[str, Any]]:
     ]
 
 
-def _mean_by_rank(values: Array) -> Array:
-    with np.errstate(invalid="ignore"):
-        found = np.isfinite(values)
-        return np.where(found.any(axis=1), np.nansum(values, axis=1) / np.maximum(found.sum(axis=1), 1), np.nan)
+def _mean_of_rows(values: Array) -> Array:
+    """Return the mean of each row without NaN; NaN for a row of nothing else, without numpy's warning."""
+    found = np.isfinite(values)
+    return np.where(found.any(axis=1), np.nansum(values, axis=1) / np.maximum(found.sum(axis=1), 1), np.nan)
 
 
 def _number(value: float, digits: int) -> float | None:
+    """Round for JSON, which has neither NaN nor infinity."""
     return round(float(value), digits) if math.isfinite(value) else None
 
 
@@ -215,6 +220,7 @@ def _draw_heat_map(summary: RunSummary, table: StepTable) -> list[Chart]:
         ratio = work / np.nanmedian(work, axis=0)
     labels = [f"rank {rank}" for rank in table.ranks]
     nodes = summary.facts.node_of_rank
+    # By node, so that a slow node shows as a band of neighbouring rows.
     order = sorted(range(len(table.ranks)), key=lambda row: (nodes.get(table.ranks[row], ""), row))
     ratio, labels = ratio[order], [labels[row] for row in order]
     what = "rank"
@@ -222,7 +228,7 @@ def _draw_heat_map(summary: RunSummary, table: StepTable) -> list[Chart]:
         names = [nodes.get(table.ranks[row]) or f"ranks {table.ranks[row] // 8 * 8}+" for row in order]
         ratio, labels, what = _reduce_rows(ratio, names), list(dict.fromkeys(names)), "node"
     columns = np.array_split(np.arange(ratio.shape[1]), min(ratio.shape[1], _MOST_COLUMNS))
-    ratio = np.stack([_nanmean(ratio[:, column]) for column in columns], axis=1)
+    ratio = np.stack([_mean_of_rows(ratio[:, column]) for column in columns], axis=1)
     svg = charts.draw_heat_map(
         f"work of each {what}", ratio, labels, [float(table.steps[column[-1]]) for column in columns]
     )
@@ -232,12 +238,8 @@ def _draw_heat_map(summary: RunSummary, table: StepTable) -> list[Chart]:
     return [Chart("heat_map", "Ranks over time", svg, note)]
 
 
-def _nanmean(values: Array) -> Array:
-    found = np.isfinite(values)
-    return np.where(found.any(axis=1), np.nansum(values, axis=1) / np.maximum(found.sum(axis=1), 1), np.nan)
-
-
 def _reduce_rows(values: Array, names: Sequence[str]) -> Array:
+    """Return a row for each name: the largest values of its rows, since the slowest rank is what one looks for."""
     groups: dict[str, list[int]] = {}
     for row, name in enumerate(names):
         groups.setdefault(name, []).append(row)
@@ -290,6 +292,7 @@ def _draw_pipeline(summary: RunSummary) -> list[Chart]:
     pipeline, losses, table = summary.facts.pipeline, summary.losses, summary.table
     if pipeline is None or losses is None or table is None:
         return []
+    # Imported here: the simulation is not needed for runs without a pipeline.
     from hpc_train.report.pipeline_spans import read_timeline, simulate_spans
 
     spans, seconds = simulate_spans(losses.work, pipeline)
@@ -344,6 +347,7 @@ def render_template(name: str, **values: Any) -> str:
     """Render a template of this package: every value is escaped, and a name that is missing is an error."""
     from jinja2 import Environment, StrictUndefined
 
+    # Names, reasons and log lines come from anywhere: the page is opened in a browser that may be logged in elsewhere.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["seconds"] = lambda value: "-" if value is None else format_seconds(value)
     environment.filters["percent"] = lambda value: "-" if value is None else f"{value:.1%}"

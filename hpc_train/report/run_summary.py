@@ -41,7 +41,7 @@ from hpc_train.traffic.stages import (
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What is known of one run at one moment."""
+    """One run at one moment: all that its report shows."""
 
     name: str
     path: Path
@@ -71,6 +71,7 @@ def summarise_run(point: RunPoint, ask: RunClient) -> RunSummary:
     table = read_step_table(point.run)
     wanted = describe_facts(config, table, ranks, (status.steps or 0) - (status.step or 0))
     verdict, losses = judge_run(table, wanted)
+    # The verdict is a pure function of records; only here is the planner asked what each advice would bring.
     verdict = replace(verdict, advice=rate_advice(verdict.advice, config, len(ranks)))
     return RunSummary(
         point.name,
@@ -177,8 +178,10 @@ def _describe_pipeline(config: RunConfig, degrees: Degrees, table: StepTable) ->
             costs[rank] += sum(parts.blocks[block] for block in blocks)
             costs[rank] += parts.before if stage == 0 else 0.0
             costs[rank] += parts.after if stage == len(stages) - 1 else 0.0
+    # Ranks of a stage are consecutive: pp is the outermost axis of the mesh.
     world = max(1, degrees.pp * degrees.dp_replicate * degrees.dp_shard * degrees.cp * degrees.tp)
     stage_of_rank = tuple(rank // (world // degrees.pp) for rank in table.ranks)
+    # Without records of every stage the simulation would have nothing to compare with.
     if set(stage_of_rank) != set(range(degrees.pp)):
         return None
     return Pipeline(order, stage_of_rank, tuple(costs), micro_batches)

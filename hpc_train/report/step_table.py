@@ -20,10 +20,14 @@ from hpc_train.training.records.step_records import LEVELS, PATTERN, RECORD, SEC
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 WARM_UP_STEPS = 2
+"""Steps at the beginning of an attempt that are left out."""
 MAX_BINS = 512
+"""Bins of a table: as many as a chart can show, and the bound of its memory."""
 _SUMS = (*SECONDS, "tokens", "major_faults", "collectives", "steps")
 _STATES = ("time", *LEVELS, "net_bytes")
+"""Fields of which a bin has the last value, where _SUMS are added up."""
 NEWEST_BYTES = 1 << 19
+"""Bytes that are read from the end of each file for the newest steps."""
 MAX_RANKS = 1 << 17
 """Records of a higher rank than this are taken for damaged."""
 
@@ -76,11 +80,11 @@ def read_newest_steps(run: Path, newest_bytes: int = NEWEST_BYTES) -> StepTable 
 
 def _read_attempts(attempts: Sequence[tuple[int, list[Path]]], max_bins: int, newest: int | None) -> StepTable | None:
     extents = [_find_extent(files, newest) for _, files in attempts]
-    known = [extent for extent in extents if extent is not None]
-    if not known:
+    found = [extent for extent in extents if extent is not None]
+    if not found:
         return None
-    first = min(extent[0] for extent in known) - 1 if newest is not None else 0
-    last, ranks = max(extent[1] for extent in known), max(extent[2] for extent in known) + 1
+    first = min(extent[0] for extent in found) - 1 if newest is not None else 0
+    last, ranks = max(extent[1] for extent in found), max(extent[2] for extent in found) + 1
     width = -(-max(last - first, 1) // max_bins)
     grid = _Grid(ranks, first, width, -(-(last - first) // width))
     for (_, files), extent in zip(attempts, extents, strict=True):
@@ -118,6 +122,7 @@ def _read_all(files: Sequence[Path], newest: int | None) -> Iterator[tuple[int, 
             # np.concatenate would look at each field of each part.
             records = np.frombuffer(b"".join(part.tobytes() for part in parts), RECORD)
             steps = records["step"].astype(np.int64)
+            # A damaged step number that is too high would hide all steps after it; only steps beyond all before count.
             follows = np.diff(np.maximum.accumulate(steps), prepend=0) > 0
             if follows.any():
                 yield rank, records[follows]
@@ -142,6 +147,7 @@ class _Grid:
     def add_attempt(self, files: Sequence[Path], begin: int, newest: int | None) -> None:
         """Add an attempt that began with step `begin`; what earlier ones made of it is dropped."""
         drop = max(0, begin - 1 - self._first) // self._width
+        # A resumed attempt makes some steps again: the records of the earlier one for these steps go.
         self._sums[:, drop:], self._states[:, drop:], self._waits[:, drop:] = 0.0, np.nan, 0.0
         for rank, records in _read_all(files, newest):
             self._add(rank, records[records["step"] >= begin + WARM_UP_STEPS])

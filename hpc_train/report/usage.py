@@ -31,6 +31,7 @@ def list_ledger(ledger: Ledger) -> list[dict[str, Any]]:
 
 def format_node_time(seconds: float, total: float) -> str:
     """Format node-seconds in the unit that suits their total: node-hours, node-minutes or node-seconds."""
+    # The unit of the total, not of each row: rows of one table can then be compared.
     for unit, name in ((3600.0, "node-hours"), (60.0, "node-minutes")):
         if total >= unit:
             return f"{seconds / unit:,.2f} {name}"

@@ -357,6 +357,7 @@ def find_outliers(seconds: Sequence[float], min_excess: float) -> list[int]:
 
     min_excess: a share of the median. MAD is the median absolute deviation. Of two values none is an outlier.
     """
+    # Of two nodes that differ nobody can say which one is the odd one.
     if len(seconds) < 3:
         return []
     middle = median(seconds)

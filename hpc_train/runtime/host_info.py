@@ -81,6 +81,7 @@ def collect_process_info(
     from hpc_train.runtime.binding import NodeSurvey, find_nearby_processors, survey_node
 
     first = task.local == 0
+    # One rank a node looks at all of its devices: with eight ranks, eight would open every GPU.
     survey = survey_node() if first and gpu is not None else NodeSurvey()
     several = task.processes > task.nodes
     return ProcessInfo(
@@ -119,6 +120,8 @@ _FACTS_GATE = "facts/published"
 def publish_process_info(task: Task, own_info: ProcessInfo) -> None:
     """Publish this process's ProcessInfo under a key of its node, so that process 0 reads one key a node."""
     store = _store_of(task)
+    # One key a node instead of one a process: process 0 of a large job then makes hundreds of reads, not tens of
+    # thousands.
     append_to(store, _node_key(task.node), asdict(own_info))
     arrive_at_gate(store, _FACTS_GATE, task.processes)
 
@@ -201,6 +204,7 @@ def compare_with_slurm(task: Task, env: Mapping[str, str]) -> str | None:
     One task a node is right for torchrun; one torchrun or mpirun for each of many tasks is a mistake.
     """
     rank_and_size = read_slurm_rank_and_size(env)
+    # Under srun itself the variables are those of the launcher; they cannot disagree.
     if rank_and_size is None or task.launcher == "slurm":
         return None
     size = rank_and_size[1]

@@ -61,6 +61,7 @@ def make_raw_direct(folder: Path, rank: int, state: Tensors) -> CheckpointSide:
     """
     path, size = folder / f"{rank}.raw", -(-count_bytes(state) // _PAGE_BYTES) * _PAGE_BYTES
     with open_descriptor(path, _NEW | os.O_DIRECT):
+        # A trial: a file system without direct I/O refuses it here, before anything is measured.
         path.unlink()
     arena = _fill_buffers(min(size, _ARENA), state)
 
@@ -272,6 +273,8 @@ def _transformer_shapes(size: int) -> TensorShapes:
 
 def _random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Make a tensor of random bits without the largest exponents, so that all values are finite."""
+    # Random bits do not compress, as trained weights hardly do; the mask clears the sign and the top bit of the
+    # exponent.
     bits, mask = (torch.int16, 0x3FFF) if dtype is torch.bfloat16 else (torch.int32, 0x3FFFFFFF)
     return torch.empty(shape, dtype=bits).random_(generator=generator).bitwise_and_(mask).view(dtype)
 
@@ -293,10 +296,12 @@ OperationCost = tuple[float, float, float]
 
 def time_operation(work: Callable[[], Any], then: Callable[[Any], object] = lambda result: None) -> OperationCost:
     """Time an operation that all ranks begin together. then: called with its result, untimed."""
+    # So that no collection of an earlier side falls into this measurement.
     gc.collect()
     wait_for_all()
     before, wall, cpu = count_bytes_read(), time.perf_counter(), time.process_time()
     result = work()
+    # Wall time first: reading the other counters takes a system call each.
     cost = time.perf_counter() - wall, time.process_time() - cpu, count_bytes_read() - before
     then(result)
     return cost

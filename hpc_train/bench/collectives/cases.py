@@ -110,6 +110,7 @@ class CaseMaker:
         """Build the case of one collective."""
         buffers, shape, index = self._get_buffers(cell.backend.device), cell.shape, cell.group.index
         sent, received = buffers.sent[: shape.sent], buffers.received[: shape.received]
+        # Connections are made once a group and reused: a new one for each size would take longer than the measurement.
         connection = self._connect(cell.backend, cell.group)
         return TimedCase(
             _make_call(cell, connection, sent, received, buffers.scratch),
@@ -187,6 +188,7 @@ class DataPattern:
 
     def __init__(self, elements: int, device: torch.device) -> None:
         """elements: number in the largest buffer of any case."""
+        # The same seed on every rank: each can compute what the others send.
         values = np.random.default_rng(0).integers(0, _VALUES, size=elements).astype(np.float32)
         self._values = torch.from_numpy(values).to(device)
 
@@ -224,6 +226,7 @@ def count_wrong_elements(received: Tensor, expected: Tensor | None) -> int:
 
 
 def _weight(index: int) -> float:
+    """Return what the rank at `index` adds to the pattern; never 0, so that data of no rank looks like the pattern."""
     return float(1 + index % _WEIGHTS)
 
 
@@ -262,6 +265,7 @@ def time_cases(cases: Sequence[TimedCase], rounds: int, max_calls: int) -> NDArr
 
     A collective. max_calls: calls of a case in a round; slow cases are called fewer times.
     """
+    # All ranks must call a case equally often, so the count follows from the slowest rank.
     once = _max_over_ranks(np.array([_time_case(case, 1) for case in cases]))  # also the warm-up
     calls = [min(max_calls, max(1, math.floor(_ROUND_SECONDS / seconds))) for seconds in once]
     seconds = np.zeros((rounds, len(cases)))

@@ -201,6 +201,7 @@ def fit_levels(cells: Sequence[ProbeCell], times: Sequence[RoundSeconds]) -> lis
     for cell, rounds in zip(cells, times, strict=True):
         key, size = (cell.backend.name, cell.probe.level), cell.shape.size
         sizes = found.setdefault(key, {})
+        # The slower probe: a job waits for its slowest pair.
         sizes[size] = max(sizes.get(size, 0.0), float(np.median(rounds)))
         pairs[key] = cell.probe.pairs
     return [_fit_level(key, pairs[key], sizes) for key, sizes in found.items()]
@@ -237,6 +238,8 @@ def fit_latency_bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> Lat
 
     n, t = np.array(sizes, dtype=np.float64), np.array(seconds, dtype=np.float64)
     scale = n.max()
+    # Rows are divided by the time, so that the relative error counts: messages span six orders of magnitude. nnls keeps
+    # both constants at or above zero; n is scaled to 1 for its conditioning.
     (latency, slope), _ = nnls(np.stack([1 / t, n / scale / t], axis=1), np.ones(len(n)))
     if slope <= 0:
         return None

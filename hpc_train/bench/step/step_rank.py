@@ -77,6 +77,7 @@ def _measure(
         train_step(run)
         startup.mark("first step")
     with ExitStack() as stack:
+        # All sides see the same samples in the same order, so that their first losses can be compared.
         order = draw_sample_order(config, world, data, WARM_UP_STEPS + rounds * steps)
         by_hand = partial(hand_written_steps, data=data, order=order, config=config, world=world)
         sides = [

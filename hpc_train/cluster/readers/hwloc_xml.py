@@ -97,8 +97,11 @@ def _find_devices(machine: XmlElement, name: str) -> Iterator[HwlocDevice]:
         element, place = stack.pop()
         for child in element.list_children("object"):
             kind = child.attributes.get("type", "")
+            # Packages, groups and NUMA nodes set which processors are near; the path begins anew below each.
             if kind not in _IO_TYPES:
                 below = PciPlace(*_read_sets(child, name, place), ())
+            # A bridge without an address is a host bridge: the root of a PCI tree. They get numbers, since two devices
+            # below different ones are never joined by a switch.
             elif kind == "Bridge" and "pci_busid" not in child.attributes:
                 below = replace(place, path=(f"host bridge {next(host_bridges)}",))
             elif kind in ("PCIDev", "Bridge"):
@@ -116,6 +119,7 @@ def _read_sets(element: XmlElement, name: str, above: PciPlace | None = None) ->
     processors = _read_mask(element, "cpuset", name)
     if nodes is None and processors is None and above is not None:
         return above.numa, above.cpus
+    # With several bits set the object spans NUMA nodes, so no single one is the nearest.
     numa = nodes.bit_length() - 1 if nodes and nodes.bit_count() == 1 else None
     return numa, format_processors(processors or 0)
 
@@ -199,6 +203,8 @@ def _names_port_state(info: XmlElement) -> bool:
     return re.fullmatch(r"Port\d{1,3}State", info.attributes.get("name", "")) is not None
 
 
+# The class of an RDMA device: 0207 is InfiniBand; 0200 may be RoCE or an InfiniBand card in Ethernet mode, so nothing
+# is claimed.
 def _find_layer(device: HwlocDevice) -> str | None:
     if device.vendor == _CRAY:
         return "slingshot"
@@ -222,6 +228,7 @@ def _make_links(
     ids = [*(f"GPU{n}" for n in range(len(gpus))), *(f"NIC{n}" for n in range(len(nics)))]
     places = [device.place for device in (*gpus, *nics)]
     matrices = {matrix.attributes.get("name", ""): matrix for matrix in root.list_children("distances2")}
+    # hwloc 2 gives xGMI as a matrix of hops: one hop is a direct link.
     bonds = _find_xgmi_bonds(gpus, matrices["XGMIHops"], name) if "XGMIHops" in matrices else {}
     links = [
         Link(host, ids[a], ids[b], bonds.get((a, b)) or _classify_distance(places[a], places[b]))

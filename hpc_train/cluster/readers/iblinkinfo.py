@@ -89,6 +89,7 @@ class _Parser:
             self.current = self._add_device(f"S-{_format_guid(switch[1])}", SWITCH, switch[2], number)
             self.adapter = None
         elif adapter := _ADAPTER.fullmatch(line):
+            # An adapter prints its GUID only with its first port, in one of the next lines.
             self.adapter, self.current = (adapter[1], number), None
         elif port := _PORT.fullmatch(line):
             self._take_port(port, number)
@@ -117,6 +118,7 @@ class _Parser:
         if self.current is None:
             raise UserError(f"{self.name}:{number}: a port without its device; expected {_EXAMPLE}")
         lid = int(match["lid"])
+        # LID 0: the subnet manager has not given this port an address.
         if lid and self.by_lid.setdefault(lid, self.current) is not self.current:
             other = self.by_lid[lid].line
             raise UserError(f"{self.name}:{number}: LID {lid} is also that of line {other}; expected one device a LID")

@@ -52,6 +52,8 @@ def parse_ibnetdiscover(text: str, name: str) -> dict[str, SubnetDevice]:
         parser.take(line.strip(), number)
     if not parser.devices:
         raise UserError(f"{name}:{number}: the file ends before any device; expected a line such as {_HEADER_EXAMPLE}")
+    # A file that was cut in its last line still parses if the cut falls after the cable; but then the name, which other
+    # lines have in a comment, is missing.
     record, _, comment = line.partition("#")
     if '"' in record and '"' not in comment and parser.names_in[record[0] == "["]:
         raise UserError(
@@ -130,6 +132,7 @@ class _Parser:
     def _parse_header(self, match: re.Match[str], number: int) -> None:
         word, ports, id, comment = match.groups()
         kind, described = _WORDS[word.lower()], self.devices.get(id)
+        # ibsim allows any id, ibnetdiscover puts the kind into its first letter.
         if get_device_kind(id) not in (None, kind):
             raise UserError(f"{self.name}:{number}: {id} is called {word}; expected the kind that its letter says")
         if described and (described.kind, described.ports) != (kind, int(ports)):

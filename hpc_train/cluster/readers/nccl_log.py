@@ -56,7 +56,7 @@ class _Process:
 
 @dataclass
 class _Host:
-    """What all lines of one host tell."""
+    """One host, put together from the lines of all its ranks."""
 
     name: str
     processes: dict[tuple[str, int], _Process] = field(default_factory=dict)
@@ -76,20 +76,21 @@ class _Host:
 
     def number_gpus(self) -> None:
         """Number the GPUs as NVML does if all processes say so, else as CUDA does, else in the order of addresses."""
-        told = list(self.processes.values())
-        addresses = {(process.device, process.bus) for process in told if process.bus is not None}
+        processes = list(self.processes.values())
+        addresses = {(process.device, process.bus) for process in processes if process.bus is not None}
+        # One number with two addresses: each process sees its own GPU as number 0, so only addresses tell GPUs apart.
         self.masked = len(addresses) > len({device for device, _ in addresses})
-        known = {key: process for process in told if (key := self.identify(process)) is not None}
-        for process in told:  # several processes may use one GPU, and not each says all
+        by_gpu = {key: process for process in processes if (key := self.identify(process)) is not None}
+        for process in processes:  # several processes may use one GPU, and only some of them print its number
             key = self.identify(process)
-            if key in known and known[key].physical is None:
-                known[key] = process
-        physical = [process.physical for process in known.values()]
+            if key in by_gpu and by_gpu[key].physical is None:
+                by_gpu[key] = process
+        physical = [process.physical for process in by_gpu.values()]
         if None not in physical and len(set(physical)) == len(physical):
-            self.gpus = {key: number for key, number in zip(known, physical, strict=True) if number is not None}
+            self.gpus = {key: number for key, number in zip(by_gpu, physical, strict=True) if number is not None}
         else:
             self.gpus = {
-                key: key if isinstance(key, int) else at for at, key in enumerate(sorted(known, key=_format_key))
+                key: key if isinstance(key, int) else at for at, key in enumerate(sorted(by_gpu, key=_format_key))
             }
 
     def find_gpu(self, process: _Process) -> str | None:
@@ -99,6 +100,7 @@ class _Host:
 
 
 def _format_key(key: str | int) -> str:
+    """Return a sort key for addresses and numbers alike; zeros in front make numbers sort by value."""
     return key if isinstance(key, str) else f"{key:04d}"
 
 
@@ -150,6 +152,7 @@ def _list_lines(text: str) -> Iterator[tuple[int, re.Match[str], str]]:
         end = text.find("\n", at)
         end = len(text) if end < 0 else end
         prefix = _PREFIX.search(text[max(0, at - _PREFIX_CHARACTERS) : at].rpartition("\n")[2])
+        # Line numbers are counted from the last hit on, so the whole text is scanned once.
         number += text.count("\n", counted, at)
         counted = at
         if prefix is not None:
@@ -173,6 +176,7 @@ def _take_message(log: _JobLog, prefix: re.Match[str], message: str, where: str)
             ranks = " ".join(ring[3].split())
             entry = (ring[1], ranks)
             rings = log.rings.setdefault(len(ranks.split()), [])
+            # Every rank prints every ring, so most are repeats.
             if len(rings) < 64 and entry not in rings:
                 rings.append(entry)
         elif via := _VIA.match(message):
@@ -194,6 +198,7 @@ def _take_communicator(process: _Process, message: str, where: str) -> None:
         )
     process.bus = bus
     process.physical = int(match[4]) if match[4] is not None else process.physical
+    # A job makes several communicators; the largest is the whole job (see _place_ranks).
     process.ranks.setdefault(size, rank)
 
 
@@ -204,6 +209,7 @@ def _format_bus(digits: str) -> str:
 
 
 def _take_nics(host: _Host, message: str, where: str) -> None:
+    # With TCP sockets or OFI there are no InfiniBand devices to list.
     match = _NETS.match(message)
     if match is None or match[1] != "IB":
         return
@@ -266,9 +272,10 @@ def _list_links(host: _Host, node: Node, places: Mapping[int, _Process]) -> list
     kinds: dict[tuple[str, str], str] = {}
     for own, other, kind, nic in host.transports:
         ends = [_find_end(host, places.get(own)), _find_end(host, places.get(other)) if nic is None else f"NIC{nic}"]
-        known = sorted((end for end in ends if end is not None and end in order), key=order.__getitem__)
-        if len(known) == 2 and known[0] != known[1]:
-            pair = known[0], known[1]
+        listed = sorted((end for end in ends if end is not None and end in order), key=order.__getitem__)
+        if len(listed) == 2 and listed[0] != listed[1]:
+            pair = listed[0], listed[1]
+            # Channels of one pair may differ; the nearest transport shows what the hardware can do.
             kinds[pair] = min(kinds.get(pair, kind), kind, key=_NEAR_TO_FAR.index)
     return [
         Link(host.name, a, b, kinds[a, b]) for a, b in sorted(kinds, key=lambda pair: (order[pair[0]], order[pair[1]]))

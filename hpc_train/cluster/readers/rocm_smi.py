@@ -118,6 +118,7 @@ def _read_matrix(lines: list[str], start: int, name: str) -> tuple[list[str], li
 
 
 def _add_kind(facts: _GpuTopology, a: str, b: str, kind: str, where: str) -> None:
+    # Drivers print these where they do not know the link; a missing link says that better than a made-up kind.
     if kind in _UNKNOWN:
         return
     if kind not in ("XGMI", "PCIE"):
@@ -152,6 +153,7 @@ def _read_json(text: str, name: str) -> _GpuTopology:
         if what == "link type" and pair[0] != pair[1]:
             _add_kind(facts, f"GPU{pair[0]}", f"GPU{pair[1]}", kind, f"{name}:1")
     facts.gpus = [f"GPU{number}" for number in sorted(numbers)]
+    # The JSON has each pair once, the text each pair twice: make them alike.
     facts.kinds |= {(b, a): kind for (a, b), kind in facts.kinds.items()}
     return facts
 
@@ -179,6 +181,7 @@ def _parse_object(text: str, name: str) -> dict[str, object]:
     """Parse the JSON object: rocm-smi may print warnings before it, and other tools text after it."""
     start = text.index("{")
     try:
+        # raw_decode stops after the object, where json.loads would refuse what follows.
         content, _ = json.JSONDecoder().raw_decode(text, start)
     except json.JSONDecodeError as error:
         raise UserError(f"{name}:{error.lineno}: not whole JSON: {error.msg}; expected `rocm-smi --json`") from None

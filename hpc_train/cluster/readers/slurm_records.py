@@ -15,6 +15,7 @@ from hpc_train.cluster.spec import Cluster, Node, Switch
 from hpc_train.errors import UserError
 
 _PAIR = re.compile(r"\s*([A-Za-z][A-Za-z0-9_]*)\s*=\s*(?:\"([^\"]*)\"(?!\S)|([^\s\"]+))")
+# People paste the command with its output.
 _PROMPT = re.compile(r"[^=]*\bscontrol\s[^=]*\bshow\s+topo[^=]*")
 
 
@@ -76,6 +77,7 @@ def parse_records(text: str, file: str, grammar: RecordGrammar) -> Iterator[KeyV
         kind = kind or grammar.kinds[record.first]
         if strange := next((key for key in record.values if key not in grammar.keys[kind]), None):
             raise record.error(f"{strange}= in a {kind}; expected {_format_keys(grammar.keys[kind])}")
+        # A dictionary has dropped the repeated key by now, so the lengths tell.
         if len(record.values) < len(pairs):
             raise record.error("a key stands there twice")
         yield record
@@ -105,6 +107,7 @@ def _join_lines(text: str) -> Iterator[tuple[int, str]]:
     """Yield (first line number, text without comment) of each logical line that is not empty."""
     pending, start = "", 0
     for number, raw in enumerate(text.split("\n"), 1):
+        # As in slurm.conf: # begins a comment, and no value of these lines can hold one.
         line = raw.split("#", 1)[0].rstrip()
         start = start or number
         if line.endswith("\\"):
@@ -215,7 +218,7 @@ def sort_bottom_up(units: Mapping[str, ListedUnit], file: str) -> list[str]:
 
 
 def parse_link_speed(number: int) -> int | None:
-    """Convert LinkSpeed= to Switch.link_speed."""
+    """Convert LinkSpeed= to Switch.link_speed; None for 1, which Slurm prints where nobody has set it."""
     return number if number > 1 else None
 
 
@@ -227,5 +230,6 @@ def _compute_levels(units: Mapping[str, ListedUnit], file: str) -> dict[str, int
             continue
         below = [levels.get(child) for child in unit.switches]
         counted = max((1 + (level or 0) for level in below), default=0)
+        # A child that no line describes may be a whole tree: then the level that scontrol printed is the better guess.
         levels[name] = max(counted, unit.level) if None in below else counted
     return levels

@@ -70,6 +70,7 @@ class JobRequest:
         """Return this request, to start only when these jobs (or arrays, or elements of them) have ended well."""
         if not jobs:
             return self
+        # kill-on-invalid-dep: a job whose condition can never come true leaves the queue, and does not wait for ever.
         condition = ":".join(["afterok", *dict.fromkeys(jobs)])
         more = [word for word in (condition, self.parameters.get("dependency")) if word]
         extra = {**self.parameters["additional_parameters"], "kill-on-invalid-dep": "yes"}
@@ -149,6 +150,7 @@ def _check_characters(config: RunConfig, folder: RunDirectory, options: dict[str
     values = {f"launch.{name}": value for name, value in options.items() if isinstance(value, str)}
     values |= {f"launch.extra.{name}": value for name, value in config.launch.extra.items()}
     values |= {"launch.reservation": config.launch.reservation or "", "run_dir": str(folder.path)}
+    # A tab is a control character, too, and usual in shell lines.
     values |= {f"launch.setup[{index}]": line.replace("\t", " ") for index, line in enumerate(config.launch.setup)}
     for name, value in values.items():
         if not value.isprintable():

@@ -162,6 +162,7 @@ def _user_trees(folders: Sequence[Path], launch: LaunchConfig, report: Report) -
         for root in roots
         if not any(repository and repository.root == root for repository in repositories.values())
     ]
+    # A folder inside another one is in its tree already.
     inner = [root for root in plain if any(root != other and root.is_relative_to(other) for other in plain)]
     of_root = {repository.root: repository for repository in repositories.values() if repository}
     return [_make_tree(root, of_root.get(root), launch, report) for root in roots if root not in inner]
@@ -188,6 +189,7 @@ def _make_tree(
 
 def _paths_of_git(root: Path) -> list[str]:
     """List all tracked files, whatever they are; of the other files, those that look like code."""
+    # Untracked files may be what the user has just written, or a data set: the name decides.
     elsewhere = files.make_exclusion_check(root)
     return [
         file.path
@@ -225,6 +227,7 @@ def _make_python_path(folders: Sequence[Path], trees: Sequence[SourceTree], firs
 def _find_tree(path: Path, trees: Sequence[SourceTree]) -> SourceTree | None:
     """Return the innermost tree around a path."""
     around = [tree for tree in trees if path.is_relative_to(tree.root)]
+    # Repositories may lie in one another, as submodules do: the innermost has the file.
     return max(around, key=lambda tree: len(tree.root.parts), default=None)
 
 
@@ -281,7 +284,7 @@ def _check_bytes(sizes: dict[str, int], max_mib: float) -> None:
 REFERENCES_FILE = "users.jsonl"
 _SNAPSHOT_NAME = re.compile(r"[0-9a-f]{40}")
 _GRACE_SECONDS = 86400.0
-"""Seconds in which a snapshot is needed whatever is seen of its run, whose directory is made later than it is."""
+"""Seconds for which a new snapshot is never removed: the directory of its run is made later than the snapshot."""
 
 
 def add_reference(path: Path, run: Path) -> None:
@@ -326,6 +329,7 @@ def _remove_snapshot(path: Path) -> None:
     One that a submission has asked for meanwhile is moved back.
     """
     away = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    # Readers never see half a snapshot; and after the rename nobody new can come to rely on it.
     path.rename(away)
     if _is_needed(path):
         with suppress(OSError):  # it has been stored again

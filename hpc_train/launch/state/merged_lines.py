@@ -219,6 +219,7 @@ class _RecordQueue:
         self.found = True
         if self._ahead and self._ahead[0].message == text:
             return (self._ahead.popleft(),)
+        # The text log may lack lines that the records have, when a handler writes to one of them only.
         self._fill(_LOOK_AHEAD)
         for index, record in enumerate(self._ahead):
             if record.message == text:
@@ -277,6 +278,7 @@ def _read_blocks(path: Path, block: int) -> Iterator[list[bytes]]:
             begin = rest
             yield [line[:MAX_LINE_BYTES] for line in lines]
         else:
+            # A line without end must not fill the memory.
             begin = (begin + rest)[:MAX_LINE_BYTES]
     if begin:
         yield [begin]
@@ -311,6 +313,7 @@ def fold_lines(lines: Iterable[RankLine], window: float) -> Iterator[FoldedLine]
 
     for line in lines:
         oldest = line.time - window
+        # No later line can join a group that is older than the window.
         if waiting and (waiting[0].line.time < oldest or len(waiting) >= _MAX_GROUPS):
             yield from release(lambda first: first.line.time < oldest or len(waiting) >= _MAX_GROUPS)  # noqa: B023
         key = _fold_key(line)

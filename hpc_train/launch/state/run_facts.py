@@ -73,6 +73,7 @@ def gather_facts(points: Sequence[RunPoint], ask: RunClient) -> list[RunFacts]:
     for facts in first:
         records = tuple(polled.records[job] for job in facts.jobs if job in polled.records)
         if facts.jobs and not _has_ended(facts) and any(_is_over(record) for record in records or (None,)):
+            # Read again after Slurm said that the job is over: the run may have recorded its end between the two.
             facts = read_files(facts.point)
         complete.append(replace(facts, records=records, slurm_error=polled.slurm_error))
     return complete
@@ -117,6 +118,7 @@ def _failure_text(run: Path, newest: Attempt, events: Iterable[dict[str, Any]]) 
 
 def _seconds_since_write(run: Path) -> float | None:
     """Return the seconds since a step was recorded or a heart beat, by the file server's clock, which may differ."""
+    # Modification times are what another machine can see of a run without asking its processes.
     times = [path.stat().st_mtime for path in (run / "metrics.jsonl", run / "checkpoints/lock") if path.exists()]
     return max(0.0, time.time() - max(times)) if times else None
 
@@ -163,6 +165,7 @@ def _list_faults(events: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _total_steps(events: Sequence[dict[str, Any]]) -> int | None:
+    # The last one counts: a resumed run may have been given more steps.
     totals = [event.get("steps") for event in events if event["event"] in ("start", "resume")]
     return totals[-1] if totals and type(totals[-1]) is int else None
 

@@ -194,6 +194,7 @@ def send_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], ask: RunClie
         for array in arrays:
             options = sbatch_array_options(arrays, array, jobs, hold)
             jobs.append(BatchExecutor(_as_run_folder(folder), array.request).send(*options))
+    # Arrays of a sweep are accepted one by one: if one is refused, those before it must not run.
     except BaseException:  # Ctrl-C, too
         if jobs:
             ask(["scancel", *jobs])
@@ -209,6 +210,7 @@ def sbatch_array_options(
     """Return sbatch's options that override those of the script. jobs: ids of the arrays so far."""
     options = ["--hold"] if hold or len(arrays) > 1 else []
     if array.behind is not None:
+        # afterany, not afterok: the array behind only waits for room, whatever became of the one before.
         waits = [array.request.parameters.get("dependency"), f"afterany:{jobs[array.behind]}"]
         options.append(f"--dependency={','.join(filter(None, waits))}")
     return options

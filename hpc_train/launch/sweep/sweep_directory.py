@@ -80,7 +80,7 @@ def find_sweep(path: Path) -> SweepDirectory | None:
 
 
 def write_points(path: Path, points: Iterable[FrozenPoint]) -> None:
-    """Readable and writable by its owner alone, and on the disk when this returns."""
+    """Write points.jsonl, for its owner alone; returns when it is on the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.writelines(point.line() for point in points)
@@ -94,7 +94,7 @@ def read_points(folder: SweepDirectory) -> list[FrozenPoint]:
 
 
 def read_chosen_points(folder: SweepDirectory, ids: Sequence[str]) -> list[FrozenPoint]:
-    """Read only these points, in the order of `ids`, which is quicker. Raises UserError if one is missing."""
+    """Read only these points, in the order of `ids`; quicker than read_points. Raises UserError if one is missing."""
     points = {point.id: point for point in _matching_lines(folder, ids)}
     if missing := [name for name in ids if name not in points]:
         raise UserError(f"{folder.points}: has no point {missing[0]}")
@@ -107,6 +107,8 @@ def point_ids(folder: SweepDirectory) -> list[str]:
 
 
 def _matching_lines(folder: SweepDirectory, ids: Sequence[str]) -> Iterator[FrozenPoint]:
+    # Points are long lines of JSON, and an element of a large sweep needs one of them: the id comes first, so text
+    # comparison finds the line without parsing the others.
     starts = tuple(f'{{"id": {json.dumps(name)},' for name in ids)
     for line in read_own_file(folder.points).splitlines():
         if line.startswith(starts):
@@ -124,6 +126,7 @@ def _parse_point(line: str, folder: SweepDirectory) -> FrozenPoint:
 
 def _parse_record(line: str, folder: SweepDirectory) -> dict[str, Any]:
     values = parse_json_object(line)
+    # parse_json_object returns {} for a line that is no object, such as one that was cut short.
     if "id" not in values:
         raise _damaged_error(folder)
     return values
@@ -142,6 +145,7 @@ def append_event(path: Path, kind: str, **fields: Any) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         size = os.fstat(descriptor).st_size
+        # A writer that was killed may have left half a line; a new line after it keeps this event readable.
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         os.write(descriptor, (("\n" if torn else "") + line).encode())
         os.fsync(descriptor)

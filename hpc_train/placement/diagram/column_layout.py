@@ -21,8 +21,11 @@ from hpc_train.placement.diagram.panel import DrawnLevel, Layout, Panel, select_
 from hpc_train.units import format_seconds
 
 _TITLE, _HEAD, _RISE, _BUS, _GAP = 30.0, 18.0, 30.0, 16.0, 16.0
+"""Heights of the title, of a switch and of the links above it; widths of a column's vertical line and between columns."""
 _SMALL, _NAME = 6.5, 7.5
+"""Sizes of type."""
 _LEAST_COLUMN, _LEAST_NAME, _BUSY = 100.0, 40.0, 50.0
+"""Least widths of a column and of a name; width that the busy time of a link takes. All in points."""
 _OVERHANG = 12.0
 """Width of a switch beyond the outermost links to it, points."""
 _MOST_NUMBERS = 100
@@ -104,6 +107,7 @@ def _draw_columns(
 ) -> dict[int, tuple[float, float]]:
     """Draw the lowest level; maps each of its groups to the middle of its box's upper edge."""
     members = panel.members(drawn[0].level) if drawn else [panel.order]
+    # In the order of the placement, so that neighbouring ranks are drawn next to each other.
     by_place = sorted(range(len(members)), key=lambda group: panel.order.index(members[group][0]))
     centres = {}
     for number, group in enumerate(by_place):
