@@ -49,6 +49,7 @@ def build_levels(
     switches = _build_switch_levels(nodes, paths or {})
     domain = _build_domain_level(nodes, domains or {})
     if domain is not None:
+        # A level must hold whole groups of the one below: a domain that spans two leaves makes one of them.
         switches = [_join_groups(level, domain.group) for level in switches]
         levels.append(domain)
     return (*levels, *switches)
@@ -97,6 +98,7 @@ def _collect_switches(level: NamedLevel, of_node: Sequence[tuple[str, ...]]) -> 
 
 def _fill_path(node: str, path: Sequence[str], depth: int) -> tuple[str, ...]:
     switches = tuple(path) or (f"{node} alone",)
+    # All paths get one length, so that level i is at the same distance from the node everywhere.
     return switches + switches[-1:] * (depth - len(switches))
 
 
@@ -107,6 +109,7 @@ def _name_switch_level(number: int) -> str:
 def _build_domain_level(nodes: Sequence[str], domains: Mapping[str, str]) -> NamedLevel | None:
     """Build the level of NVLink domains; None if every domain is one node, whose NVLink is inside the node."""
     names = [domains.get(node) for node in nodes]
+    # A domain and a node may have the same name; the other half of the key tells them apart.
     keys = [(name, None) if name is not None else (None, node) for name, node in zip(names, nodes, strict=True)]
     labels = [node if name is None else name for name, node in zip(names, nodes, strict=True)]
     level = _make_named_level("domain", keys, labels)
@@ -198,6 +201,7 @@ def find_tapered_levels(fabric: Fabric) -> tuple[int, ...]:
 def _is_tapered(fabric: Fabric, number: int) -> bool:
     inner, level = fabric.levels[number - 1], fabric.levels[number]
     parent = find_parents(fabric, number - 1)
+    # bincount with weights adds up, for each group, what its parts can send.
     alone = level.uplink < np.bincount(parent, inner.uplink) * (1 - _EQUAL)
     beside = level.busy_uplink < np.bincount(parent, inner.busy_uplink) * (1 - _EQUAL)
     return bool((alone | beside).any())

@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """Of one operator."""
+    """Calls and time of one operator, a step."""
 
     name: str
     calls: float
@@ -41,8 +41,10 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class ModuleTime:
-    """Of the operators right inside modules of one name, a number in it replaced by `*`; inner modules have rows of
-    their own."""
+    """Seconds a step of the operators right inside modules of one name, with a number in it replaced by `*`.
+
+    Inner modules have rows of their own.
+    """
 
     name: str
     forward: float
@@ -51,7 +53,7 @@ class ModuleTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """What the steps of a trace went into."""
+    """Where the time of the traced steps went."""
 
     steps: int
     seconds: float
@@ -97,6 +99,7 @@ def _is_span(event: Any) -> bool:
 
 def _uncompress(path: Path) -> bytes:
     with open_to_read(path) as file:
+        # 16: with gzip's header. Piece by piece, so that a small file that unpacks to a huge one is refused in time.
         unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
         parts, size = [], 0
         while data := file.read(1 << 20):
@@ -145,6 +148,7 @@ def add_up(events: Sequence[dict[str, Any]]) -> Profile:
                 operators[name][index] += value
         if host.module is not None:
             value = of_kernels if device else host.own
+            # All layers together: their numbers in the name become one *.
             modules[_NUMBER.sub("*", host.module)][host.backward] += value * scale
     found = [OperatorTime(name, calls / steps, *times) for name, (calls, *times) in operators.items()]
     found.sort(key=lambda one: (one.device, one.host), reverse=True)
@@ -160,6 +164,7 @@ def _nest_threads(events: Sequence[dict[str, Any]]) -> Iterator[_HostEvent]:
         if event.get("cat") in _HOST:
             threads[event.get("pid"), event.get("tid")].append(event)
     for chosen in threads.values():
+        # Outer events before inner ones that begin at the same moment.
         chosen.sort(key=lambda event: (event["ts"], -event["dur"]))
         open_events: list[_HostEvent] = []
         for event in chosen:

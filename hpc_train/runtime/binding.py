@@ -49,6 +49,7 @@ def find_pci_address(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     properties: Any = torch.cuda.get_device_properties(device)
+    # The function of a GPU is always 0, and torch does not tell it.
     bus = getattr(properties, "pci_bus_id", None)
     return None if bus is None else f"{properties.pci_domain_id:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
 
@@ -120,6 +121,7 @@ def bind_rank(
     stays; if it is more than a rank's share, no rank is bound. mpi: MPI moves data in this run, so its launcher binds:
     MPI libraries wait by spinning, and must know which cores are theirs.
     """
+    # More threads than processors would fight for them, so then nothing is bound.
     chosen = launch.threads or read_user_threads(env, seats)
     binding = _choose_binding(launch, seats, local, chosen)
     if mpi and binding.cpus:
@@ -153,6 +155,7 @@ def read_user_threads(env: Mapping[str, str], seats: Sequence[RankSeat]) -> int 
     """
     number = _read_number(env)
     all_processors = len(frozenset[int]().union(*(seat.allowed for seat in seats)))
+    # torchrun sets 1, sites often set the processors of the task: neither says what this user wants.
     usual = {env.get("SLURM_CPUS_PER_TASK", "1"), str(max(1, all_processors // len(seats)))}
     return None if str(number) in usual else number
 

@@ -105,6 +105,7 @@ def _encode_llama(config: TransformerConfig) -> Json:
 def _parse_llama(body: Mapping[str, Any], name: str) -> TransformerConfig:
     _refuse_unknown(body, "hidden_act", {"silu", "swish"}, "silu")
     _refuse_unknown(body, "mlp_bias", {bool(body.get("attention_bias", False))}, False)
+    # transformers 5 writes rope_parameters, older releases rope_scaling and a top-level rope_theta.
     rope = body.get("rope_parameters") or body.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3") or (kind == "llama3" and any(rope.get(k) != v for k, v in _LLAMA3.items())):
@@ -117,6 +118,7 @@ def _parse_llama(body: Mapping[str, Any], name: str) -> TransformerConfig:
         hidden=hidden,
         heads=heads,
         kv_heads=body.get("num_key_value_heads"),
+        # Written by many files although it is the default; None keeps our config equal to one that was never exported.
         head_dim=None if body.get("head_dim") == hidden // heads else body.get("head_dim"),
         feed_forward=int(body["intermediate_size"]),
         norm_eps=float(body["rms_norm_eps"]),
@@ -175,6 +177,7 @@ def _parse_olmoe(body: Mapping[str, Any], name: str) -> TransformerConfig:
 
 
 def _parse_many_experts(body: Mapping[str, Any], width: int | None) -> ExpertsConfig:
+    # Renamed between releases of transformers.
     count = body["num_experts"] if "num_experts" in body else body["num_local_experts"]
     return ExpertsConfig(
         count=int(count),
@@ -186,6 +189,7 @@ def _parse_many_experts(body: Mapping[str, Any], width: int | None) -> ExpertsCo
 
 def _encode_deepseek_v3(config: TransformerConfig) -> Json:
     latent, experts = config.latent, config.experts
+    # Latent attention has dimensions of its own in place of these.
     plain = {key: value for key, value in _encode_llama(config).items() if key not in ("head_dim", "mlp_bias")}
     return {
         **plain,
@@ -208,6 +212,7 @@ def _encode_deepseek_v3(config: TransformerConfig) -> Json:
         "qk_rope_head_dim": latent.rope_head_dim,
         "v_head_dim": latent.value_head_dim,
         "rope_interleave": latent.interleaved,
+        # Multi-token prediction is not trained here.
         "num_nextn_predict_layers": 0,
     }
 
@@ -318,6 +323,7 @@ def _parse_vit(body: Mapping[str, Any], name: str) -> VisionTransformerConfig:
         image_size=int(body["image_size"]),
         patch_size=int(body["patch_size"]),
         channels=int(body.get("num_channels", 3)),
+        # transformers leaves id2label out where there are its default two classes.
         classes=len(body.get("id2label") or ("", "")),
         layers=int(body["num_hidden_layers"]),
         hidden=int(body["hidden_size"]),

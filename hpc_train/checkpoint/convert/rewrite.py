@@ -108,6 +108,7 @@ class SavedStepTensors:
 
     def _make_room(self, files: set[int]) -> None:
         """Close all files if these would be too many: a step may have more files than a process may open."""
+        # ShardReader opens files when they are first read, and closes them all at its end.
         if len(self._open | files) > _OPEN_FILES:
             self._source.__exit__()
             self._source, self._open = ShardReader(self._path, self._manifest), set()
@@ -166,6 +167,7 @@ def cut_rows(tensors: Sequence[SavedTensor], files: int, dim: int) -> list[list[
         else:
             load, index = loads[0]
             rows[index].append(_make_row(tensor, tensor.rectangle))
+            # At least 1, so that empty tensors are spread as well.
             heapreplace(loads, (load + max(1, rows[index][-1].bytes), index))
     return rows
 
@@ -202,6 +204,8 @@ class BlockWriter:
         at = 0
         while at < len(data):
             block, inside = divmod(place + at, BLOCK_BYTES)
+            # Whole blocks go straight to the disk; only the first and the last part of a tensor wait for their
+            # neighbours.
             whole_blocks = (len(data) - at) // BLOCK_BYTES * BLOCK_BYTES
             size = whole_blocks if whole_blocks and not inside else min(BLOCK_BYTES - inside, len(data) - at)
             if size >= BLOCK_BYTES:
@@ -220,6 +224,7 @@ class BlockWriter:
                 self._add(block, 0, memoryview(b""))
         assert not self._begun, "bytes of a tensor are missing"
         os.fsync(self._file)
+        # The file is not read again here: its pages would only push out the source's.
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
         self.abandon()
         digests = [self._digests[block] for block in range(len(self._digests))]
@@ -314,6 +319,7 @@ def write_step(
     CheckpointError or OSError if it cannot be read or written; then nothing is committed.
     """
     refuse_existing_step(directory, step)
+    # A run may be saving into the same directory.
     lock = take_lock(directory)
     try:
         return _write_step(step_path(directory, step), source, files, metadata, on_bytes, lock)
@@ -448,6 +454,8 @@ def _distribute(shard: TensorShard, goals: list[_Destination]) -> None:
         starts = zip(common.start_in(slab), common.shape, strict=True)
         part = shard.local[tuple(slice(at, at + size) for at, size in starts)].contiguous()
         at = 0
+        # Row-major place of the first element: a slab covers all of the inner dimensions, so its elements are
+        # contiguous.
         for start, size in zip(common.start_in(goal.rectangle), goal.rectangle.shape, strict=True):
             at = at * size + start
         data: Any = part.reshape(-1).view(torch.uint8).numpy()

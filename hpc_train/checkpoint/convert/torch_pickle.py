@@ -24,6 +24,8 @@ from hpc_train.checkpoint.convert.pickle_reader import (
     PickleError,
 )
 
+# Records of the zip format, in the names of APPNOTE.TXT: end of central directory, its 64-bit locator and 64-bit form,
+# entry of the central directory, local header, header of an extra field.
 _END = struct.Struct("<4s4H2IH")
 _LOCATOR = struct.Struct("<4sIQI")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
@@ -33,6 +35,7 @@ _EXTRA = struct.Struct("<2H")
 _MOST_DIRECTORY = 64 << 20
 """Maximum bytes of the central directory; a record takes about 80 of them."""
 _COMMENT = 1 << 16
+"""Longest comment at the end of an archive; the end record lies before it."""
 _FULL_32, _FULL_16 = 0xFFFFFFFF, 0xFFFF
 ByteSpan = tuple[int, int]
 """(first byte, bytes)"""
@@ -83,6 +86,7 @@ def _entries(file: ByteSource) -> list[tuple[str, int, int]]:
         plain, stored, local = _wide(more, plain, stored, local)
         if signature != b"PK\x01\x02" or place > len(data):
             raise PickleError("a zip archive with a damaged directory")
+        # Method 0 is stored; bit 0 of the flags is encryption.
         if method or flags & 1 or plain != stored:
             raise PickleError(f"a zip archive with a compressed record, of {plain:,} bytes; torch.save compresses none")
         found.append((text, local, plain))
@@ -92,6 +96,7 @@ def _entries(file: ByteSource) -> list[tuple[str, int, int]]:
 def _directory(file: ByteSource) -> ByteSpan:
     """Return the span of the central directory."""
     tail = file.read(begin := max(0, file.size - _END.size - _COMMENT), file.size - begin)
+    # From the end backwards, as the format says: the signature may also occur inside a record.
     at = tail.rfind(b"PK\x05\x06")
     if at < 0:
         raise PickleError("not a zip archive")
@@ -99,6 +104,7 @@ def _directory(file: ByteSource) -> ByteSpan:
     locator = begin + at - _LOCATOR.size
     if locator >= 0:
         signature, _, place_64, _ = _LOCATOR.unpack(file.read(locator, _LOCATOR.size))
+        # Archives above 4 GiB have this locator just before the end record, whose 32-bit numbers are then all ones.
         if signature == b"PK\x06\x07":
             *_, size, place = _END_64.unpack(file.read(place_64, _END_64.size))
     return place, size
@@ -298,6 +304,7 @@ def _parse_rebuild_call(value: Any, storages: StorageLookup, depth: int) -> Stri
     if name in _PARAMETERS:
         return _parse_rebuild_call(args[0], storages, depth + 1)
     if name == "_rebuild_from_type_v2":
+        # How torch pickles a subclass; only the classes that add nothing to a tensor are accepted.
         function, kind, inner, _ = args
         if type(kind) is not PickledName or (kind.module, kind.name) not in _PLAIN_TYPES or type(inner) is not tuple:
             raise PickleError(f"a tensor of class {kind}, which is not imported; save plain tensors")
@@ -317,6 +324,7 @@ def _parse_strided(name: str, args: tuple[Any, ...], storages: StorageLookup) ->
     begin, length = storages(stored.identifier, own)
     if type(offset) is not int or offset < 0 or len(size) != len(stride):
         raise PickleError("a tensor of an impossible shape")
+    # One past the last element, counted in elements from the first: strides may skip, but not leave the storage.
     last = sum((count - 1) * step for count, step in zip(size, stride, strict=True)) + 1 if prod(size) else 0
     if (offset + last) * dtype.itemsize > length:
         raise PickleError(f"a tensor of shape {size}, which is larger than its storage of {length:,} bytes")

@@ -52,6 +52,7 @@ def verify_step(directory: Path, step: int, world: World | None = None) -> list[
     if manifest is None:
         return problems
     rank, size = (world.rank, world.size) if world else (0, 1)
+    # Every size-th file: neighbouring files tend to be of one node and of one size.
     mine = manifest.files[rank::size]
 
     def check_share() -> list[Problem]:
@@ -129,6 +130,7 @@ def list_file_problems(
     for name in checked.keys() - damaged.keys():
         if (problem := _find_contradiction(path, manifest, numbers[name])) is not None:
             damaged[name] = problem
+    # In the order of the manifest, not in that of the threads.
     return [damaged[name] for name in checked if name in damaged]
 
 
@@ -240,6 +242,7 @@ def _tensor_at(manifest: Manifest, span: _BlockSpan, begin: int) -> str | None:
         hit = stored_parts_within(span.parts, begin, end)
         if not len(hit):
             return None
+        # The block is of the compressed file; the layout knows places in the uncompressed image.
         begin, end = int(hit["begin"][0]), int(hit["begin"][0]) + 1
     tensors = {tensor.name: tensor for tensor in manifest.step_layout.tensors}
     for name, parts in manifest.step_layout.parts().items():

@@ -283,6 +283,7 @@ def choose_write_policy(
     all servers at once. None: the file is not striped.
     """
     direct, reserve = probe_directory(directory)
+    # In memory there is nothing to bypass, and a copy is all that a write is.
     wanted = io == "direct" if io != "auto" else direct and not system.shared_memory
     return WritePolicy(system.kind, wanted, _whole_rounds(round_bytes) if round_bytes else WRITE_BYTES, reserve)
 
@@ -352,6 +353,7 @@ def check_free_space(system: FileSystem, directory: Path, needs: Sequence[int]) 
 
     needs: bytes of each rank's file, 0 if it has none. A quota is not seen until a write exceeds it.
     """
+    # Checked before the first byte, because a save that fills the disk also stops everybody else.
     need = sum(needs) + _SMALL * len(needs)
     if need > system.free_bytes:
         raise CheckpointError(

@@ -66,6 +66,7 @@ def choose_shard_layout(largest: int, files: int, osts: int | None, wishes: Lust
     size = wishes.stripe_size_mib * MIB
     if wishes.stripe_count is not None:
         return (StripeComponent(count=wishes.stripe_count, size=size, pool=wishes.pool),)
+    # OSTs for each file if the files share all of them out.
     share = max(1, (osts or 1) // max(files, 1))
     filled = max(1, largest // (_FILLED * size))
     at_least = -(-largest // _PER_OST)
@@ -214,6 +215,7 @@ def _components(lines: list[str]) -> list[_Found]:
             found[-1].osts.append(int((row or ost)[1]))  # type: ignore[index]
             continue
         for name, value in _pairs(line):
+            # Each component of a progressive layout begins with its id.
             if name == "lcme_id" and (found[-1].texts or found[-1].osts):
                 found.append(_Found())
             if name in _FIELDS:
@@ -229,6 +231,7 @@ def _pairs(line: str) -> Iterator[tuple[str, str]]:
 
 def _parse_placed(printed: _Found) -> PlacedComponent:
     texts = printed.texts
+    # Newer releases print words, older ones a number: 2 is the metadata server.
     pattern = set(texts.get("pattern", "raid0").split(","))
     on_mdt = bool(pattern & set(_MDT))
     component = StripeComponent(
@@ -250,6 +253,7 @@ def _number(text: str) -> int:
     if not match:
         raise ValueError(f"{text!r} is not a number")
     value = int(match[1]) * _UNITS[match[2]]
+    # Stripe counts are unsigned on the disk; all bits set means all OSTs.
     return -1 if value in (0xFFFF, 0xFFFFFFFF) else value
 
 
@@ -354,6 +358,7 @@ def _code(process: subprocess.Popen[bytes], what: str, seconds: float) -> int:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         with suppress(OSError):
+            # The whole group: lfs may have started others that hang as well.
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.5)

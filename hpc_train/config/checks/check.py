@@ -80,6 +80,7 @@ def _check_fields(config: Any, path: str) -> None:
 
 def _check_value(value: Any, where: str, allowed: Range | None) -> None:
     for text in _strings(value):
+        # Values end up in batch scripts, file names and terminals, where a newline or an escape could do anything.
         if any(unicodedata.category(character) == "Cc" for character in text):
             raise UserError(
                 f"{where}={text!r}: control characters (newlines too) are refused; write it in one plain line"
@@ -97,6 +98,7 @@ def _check_value(value: Any, where: str, allowed: Range | None) -> None:
 
 
 def _check_path(value: str, where: str) -> None:
+    # Bytes, not characters: that is what the kernel counts.
     longest = max(len(name.encode()) for name in value.split("/"))
     if len(value.encode()) > _PATH_BYTES or longest > _NAME_BYTES:
         raise UserError(
@@ -236,6 +238,7 @@ def _check_loggers(config: RunConfig) -> None:
                 "environment in your own code"
             )
     uri = loggers.mlflow.tracking_uri
+    # Only before the first slash: an @ in a path is no password.
     if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
         raise UserError(
             "loggers.mlflow.tracking_uri: has a user or password in it, and a configuration is written to files; leave "
@@ -258,6 +261,7 @@ def _check_compression(config: RunConfig) -> None:
             "set checkpoint.compression=deflate"
         )
     for name, why in _UNCOMPRESSED.items():
+        # Compared with the default, because a setting that was not touched contradicts nothing.
         if checkpoint.compression != "none" and getattr(checkpoint, name) != getattr(CheckpointConfig(), name):
             raise UserError(
                 f"checkpoint.compression={checkpoint.compression}: not with checkpoint.{name}="

@@ -21,7 +21,7 @@ from hpc_train.placement.diagram.panel import DrawnLevel, Layout, Panel, select_
 from hpc_train.units import format_seconds
 
 _TITLE, _HEAD, _RISE, _BUS, _GAP = 30.0, 18.0, 30.0, 16.0, 16.0
-"""Heights of the title, of a switch and of the links above it; widths of a column's vertical line and between columns."""
+"""Heights of title, switch and links above it; widths of the vertical line of a column and between columns."""
 _SMALL, _NAME = 6.5, 7.5
 """Sizes of type."""
 _LEAST_COLUMN, _LEAST_NAME, _BUSY = 100.0, 40.0, 50.0
