@@ -158,5 +158,5 @@ def _find_holders(own: NDArray[np.int64], world: World) -> NDArray[np.bool_]:
         padded[: len(own)] = torch.from_numpy(own)
         tables = [torch.empty_like(padded) for _ in range(world.size)]
         dist.all_gather(tables, padded)
-    held = [np.isin(own, table[: int(count)].numpy()) for table, count in zip(tables, counts, strict=True)]
-    return np.stack(held)
+    used = [np.isin(own, table[: int(count)].numpy()) for table, count in zip(tables, counts, strict=True)]
+    return np.stack(used)

@@ -68,6 +68,7 @@ def cancel_runs(runs: Sequence[CancelCandidate], now: bool, wait: bool, output: 
     shared = frozenset[Path]()
     if jobs := [run for run in runs if run.facts.jobs]:
         waiting, shared = _cancel_jobs(jobs, now, run_client, output)
+        # A job may have begun between our look and our scancel; it gets the way of running ones.
         if begun := [run for run in _find_states(waiting) if run.jobs(running=True)]:
             _cancel_jobs(begun, now, run_client, output)
     _cancel_without_slurm([run for run in runs if not run.facts.jobs], now, output)
@@ -115,7 +116,9 @@ def _cancel_jobs(
     for run in runs:
         if run.facts.slurm_error is not None:
             raise UserError(f"{run.status.point}: {run.facts.slurm_error}; try again")
+    # A packed job has points that were not named: only the step of a named one may be ended.
     shared = _runs_with_shared_jobs(runs, ask)
+    # Before any signal: the batch script looks for the marker as soon as its ranks end.
     _mark_cancelled(runs, shared, now)
     alone = [run for run in runs if run not in shared]
     waiting = list(dict.fromkeys(job for run in alone for job in run.jobs(running=False)))
@@ -195,6 +198,7 @@ def _cancel_local(run: CancelCandidate, now: bool, output: CommandOutput) -> Non
     append_event(run.facts.point.run / "events.jsonl", "cancel", newest.number, now=now)
     with suppress(ProcessLookupError):
         if not now:
+            # The signal that Slurm sends before a time limit, too: save and end.
             os.kill(begun.process, signal.SIGUSR2)
         elif begun.launcher == "local":
             os.killpg(begun.process, signal.SIGKILL)  # the pool began a session of its own
@@ -274,6 +278,7 @@ def cancel_jobs(options: Sequence[str], jobs: Sequence[str], ask: RunClient) -> 
     """Cancel these jobs. Raises UserError, unless they have already ended."""
     for first in range(0, len(jobs), _MAX_JOBS_PER_CALL):
         answer = ask(["scancel", *options, *jobs[first : first + _MAX_JOBS_PER_CALL]])
+        # What has ended by itself meanwhile is as good as cancelled.
         if answer.code and not any(word in answer.err for word in _ALREADY_ENDED):
             raise UserError(f"scancel: {answer.reason}")
 

@@ -116,6 +116,7 @@ def read_own_file(path: Path) -> str:
         ) from None
     except ValueError:
         text = ""
+    # A spec decides which code runs as this user, so nobody else may have had a hand in it.
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
         raise UserError(f"{path}: is not yours alone (owner {status.st_uid}, mode {status.st_mode & 0o777:o}); not run")
     return text

@@ -88,6 +88,7 @@ def run_local_ranks(
         output.print_result(done)
         return EXIT_DONE
     first = None
+    # Each turn is one attempt of the run.
     while True:
         attempt = make_attempt(folder)
         first = attempt if first is None else first
@@ -142,6 +143,7 @@ def _train_as_rank(config: RunConfig, identity: ProcessIdentity, stop: StopReque
     logging.basicConfig(level=logging.INFO if identity.process == 0 else logging.WARNING, format="%(message)s")
     for handler in logging.getLogger().handlers:  # all ranks print here: what one has reported is enough
         handler.addFilter(lambda record: not getattr(record, "repeated", False))
+    # srun and mpirun start ranks with a umask of the site.
     os.umask(0o077)
     logs = None
     try:
@@ -164,7 +166,7 @@ def _train_as_rank(config: RunConfig, identity: ProcessIdentity, stop: StopReque
 
 
 def _report_failure(error: BaseException, identity: ProcessIdentity, logs: Path | None, output: CommandOutput) -> int:
-    """Say why this rank ends, once for all ranks; returns its exit code.
+    """Report why this rank ends, unless another rank has reported it; returns its exit code.
 
     The whole traceback is in the log of the rank.
     """
@@ -196,6 +198,7 @@ def _format_early_error(error: BaseException) -> str:
 def _is_first_report(logs: Path) -> bool:
     """Whether no other rank of this attempt has reported its failure yet."""
     try:
+        # O_EXCL is atomic across nodes, also on NFS: exactly one rank makes the file.
         os.close(os.open(logs / "told", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False

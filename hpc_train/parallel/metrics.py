@@ -32,8 +32,8 @@ def count_correct(out: Any, target: Tensor) -> Tensor:
             "train.metrics: accuracy needs logits (*targets, classes), which this model does not return; leave it out, "
             "or register a metric of your own"
         )
-    whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    return ((whole.argmax(-1) == target) & (target != IGNORED_TARGET)).sum()
+    all_logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return ((all_logits.argmax(-1) == target) & (target != IGNORED_TARGET)).sum()
 
 
 def load_metrics(config: TrainConfig) -> dict[str, Metric]:

@@ -64,13 +64,12 @@ def downsample(x: Sequence[float], y: Sequence[float | None], most: int = _MOST_
     points = [(float(a), float(b)) for a, b in zip(x, y, strict=True) if b is not None and math.isfinite(b)]
     if len(points) <= most:
         return points
-    kept: list[tuple[float, float]] = []
+    extremes: list[tuple[float, float]] = []
     groups = most // 2
     for index in range(groups):
         group = points[index * len(points) // groups : (index + 1) * len(points) // groups]
-        extremes = {min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1])}
-        kept += sorted(extremes)
-    return kept
+        extremes += sorted({min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1])})
+    return extremes
 
 
 def choose_ticks(low: float, high: float, most: int = 5) -> list[float]:

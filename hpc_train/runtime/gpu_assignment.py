@@ -80,5 +80,5 @@ def _order_gpus(config: RunConfig, kinds: dict[tuple[str, str], str], nodes: int
 
 def seat_ranks(members: Sequence[ProcessInfo], gpus: Sequence[int]) -> list[RankSeat]:
     """Return the seat of each local rank of a node: the processors it may use, and those next to the GPU it takes."""
-    taken = gpus or range(len(members))
-    return [RankSeat(info.seat.allowed, members[gpu].seat.near) for info, gpu in zip(members, taken, strict=True)]
+    chosen = gpus or range(len(members))
+    return [RankSeat(info.seat.allowed, members[gpu].seat.near) for info, gpu in zip(members, chosen, strict=True)]

@@ -144,8 +144,8 @@ class _Job:
 
     def count_held_elements(self) -> int:
         """Count the elements of all parameters on one tp rank, all its shards together."""
-        whole = StagePart(self.weights.blocks, dense=self.weights.dense_blocks)
-        return self._held_elements([*self._block_weights(whole), *self._end_weights(whole)])
+        all_blocks = StagePart(self.weights.blocks, dense=self.weights.dense_blocks)
+        return self._held_elements([*self._block_weights(all_blocks), *self._end_weights(all_blocks)])
 
     def data_flows(self) -> list[Flow]:
         """Return the flows of gradients and parameters over dp_replicate, dp_shard and cp."""
@@ -189,11 +189,11 @@ class _Job:
         """Return the groups of experts, one a layer, which ep splits before fully_shard does."""
         parallel, shards = self.config.parallel, self.degrees.dp_shard * self.degrees.cp // self.ep
         rule = parallel.strategy, parallel.reshard_after_forward, self.degrees.pp, self.work.micro_batches, part.split
-        held = [replace(one, shape=(one.shape[0] // self.ep, *one.shape[1:])) for one in self.weights.experts]
+        experts = [replace(one, shape=(one.shape[0] // self.ep, *one.shape[1:])) for one in self.weights.experts]
         # A stack that does not divide between experts is cut along the hidden dimension, which needs no padding.
         assert isinstance(self.model, TransformerConfig)
-        padded = shards if held and held[0].shape[0] % shards and self.model.hidden % shards else 1
-        numbers = held_elements(held, Splitting(self.degrees.tp, _heads(self.model), self.vocabulary, padded))
+        padded = shards if experts and experts[0].shape[0] % shards and self.model.hidden % shards else 1
+        numbers = held_elements(experts, Splitting(self.degrees.tp, _heads(self.model), self.vocabulary, padded))
         return [axis_flows.ShardGroup("experts", numbers, part.mixed, axis_flows.count_block_uses(*rule))]
 
     def _shard_groups(self, part: StagePart) -> list[axis_flows.ShardGroup]:

@@ -77,7 +77,7 @@ class MergedTensors:
         """Return W + s B A, or with DoRA that with rows of the trained lengths."""
         wholes = [make_blank_shard(tensor, tensor.rectangle) for tensor in parts]
         self.source.fill(wholes)
-        weight, a, b, *magnitude = (whole.local for whole in wholes)
+        weight, a, b, *magnitude = (shard.local for shard in wholes)
         merged = weight + (self.adapter.alpha / self.adapter.rank) * (b @ a)
         if magnitude:
             merged *= ((measure_rows(weight) + magnitude[0]) / measure_rows(merged)).unsqueeze(1)

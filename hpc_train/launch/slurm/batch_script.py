@@ -50,6 +50,7 @@ def cpus_per_rank(config: RunConfig) -> int | None:
     per_node = config.cluster.ranks_per_node
     if config.launch.cpus_per_rank:
         return config.launch.cpus_per_rank
+    # Slurm gives one CPU a task otherwise, and binds the task to it.
     return config.cluster.node.cpus // per_node if config.cluster.node.cpus > per_node else None
 
 
@@ -120,8 +121,10 @@ def srun_line(
 
     share: srun's options for a step that has only a part of the job, which nobody watches.
     """
+    # srun does not inherit --cpus-per-task from sbatch since Slurm 22.05.
     cpus = cpus_per_rank(config)
     watched = config.resilience.watch and not share
+    # Unbuffered: the last line of a rank that is killed is the one that matters.
     options = ["--unbuffered", *(_SUPERVISOR_ENDS if watched else END_TOGETHER), *share]
     options += [f"--cpus-per-task={cpus}"] if cpus else []
     options += ["--mpi=pmix"] if needs_mpi(config) else []

@@ -64,8 +64,10 @@ class BatchExecutor(SlurmExecutor):
             path = self.folder / f"script-{uuid.uuid4().hex}.sh"
             path.touch(0o600)
             path.write_text(self.script())
+            # Options on the command line override those of the script, so they come before it.
             command, *rest = self._make_submission_command(path)
             job_id = _run_sbatch([command, *options, *rest], self._environment)
+        # The name by which submitit finds the script of a job.
         path.rename(self.folder / f"{job_id}_submission.sh")
         return job_id
 
@@ -138,6 +140,7 @@ def explain_refusal(text: str) -> UserError:
 def parse_sbatch_error(text: str) -> str:
     """Return sbatch's first error, without its own name in front."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # Sites print announcements and warnings of plugins before the reason.
     first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it gave no reason")
     return first.removeprefix("sbatch: ").removeprefix("error: ")
 

@@ -178,6 +178,7 @@ def squeue_command(job_ids: Iterable[str]) -> list[str]:
         "--noheader",
         "--array",
         "--all",
+        # Also jobs that have ended, as long as slurmctld remembers them (MinJobAge, 300 s by default).
         "--states=all",
         f"--jobs={ids}",
         f"--format={_SQUEUE_FORMAT}",
@@ -189,6 +190,7 @@ def parse_squeue(text: str) -> list[JobRecord]:
     records = []
     for line in text.splitlines():
         # 12_[3-9] stands for elements of an array that have no record of their own yet.
+        # At most five fields: the reason comes last and may itself hold a bar.
         fields = [field.strip() for field in line.split("|", 4)]
         if len(fields) == 5 and fields[0] and "[" not in fields[0]:
             job_id, raw, state, where, reason = fields

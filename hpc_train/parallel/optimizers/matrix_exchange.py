@@ -231,10 +231,10 @@ class MatrixExchange:
         if self._inner_group is None:  # a rank that has all of a copy
             return {piece.matrix: values for piece, values in arrived}
         shapes = {matrix: matrix.shape for matrix in self.rounds[number].owned}
-        whole = {m: torch.empty(shape, dtype=self._dtype, device=self._device) for m, shape in shapes.items()}
+        matrices = {m: torch.empty(shape, dtype=self._dtype, device=self._device) for m, shape in shapes.items()}
         for piece, values in arrived:
-            whole[piece.matrix][piece.part.rows, piece.part.columns] = values
-        return whole
+            matrices[piece.matrix][piece.part.rows, piece.part.columns] = values
+        return matrices
 
     def start_return(self, number: int, results: dict[Matrix, Tensor]) -> Transfer:
         """Start to bring results (of the matrices' shapes) to the ranks that hold parts."""
@@ -297,8 +297,8 @@ def _deal(matrices: Sequence[Matrix], ranks: int, copies: int) -> list[tuple[int
     owners = []
     for matrix in matrices:
         rows, columns = matrix.shape
-        whole = [rank for rank in range(ranks) if (part := matrix.parts[rank]) and part.size == rows * columns]
-        _, copy, rank = min((loads[copy][rank], copy, rank) for copy in range(copies) for rank in whole or range(ranks))
+        full = [rank for rank in range(ranks) if (part := matrix.parts[rank]) and part.size == rows * columns]
+        _, copy, rank = min((loads[copy][rank], copy, rank) for copy in range(copies) for rank in full or range(ranks))
         loads[copy][rank] += rows * columns * min(rows, columns)
         owners.append((copy, rank))
     return owners
@@ -317,7 +317,7 @@ def _cut_rounds(matrices: Sequence[Matrix], owners: int, dtype: torch.dtype) -> 
 
 
 def _choose_senders(matrix: Matrix, owner: int) -> set[int]:
-    """Return the ranks that send their parts to the owner: of several holders of one part the nearest."""
+    """Return the ranks that send their parts to the owner: of several full of one part the nearest."""
     nearest: dict[tuple[int, int], int] = {}
     for rank, part in enumerate(matrix.parts):
         if part is not None:

@@ -56,10 +56,10 @@ class Muon(torch.optim.Optimizer):
         gathering = self._exchange.start_gather(0, self._compute_direction) if rounds else None
         for number in range(rounds):
             assert gathering is not None
-            whole = self._exchange.finish_gather(number, gathering)
+            matrices = self._exchange.finish_gather(number, gathering)
             if number + 1 < rounds:
                 gathering = self._exchange.start_gather(number + 1, self._compute_direction)
-            results = {matrix: self._orthogonalise(matrix, values) for matrix, values in whole.items()}
+            results = {matrix: self._orthogonalise(matrix, values) for matrix, values in matrices.items()}
             if returning is not None:
                 self._apply(number - 1, returning, rates)
             returning = self._exchange.start_return(number, results)

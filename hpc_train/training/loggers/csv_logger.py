@@ -78,8 +78,9 @@ def _read_rows(path: Path) -> list[list[str]]:
     if not path.exists():
         return []
     text = read_text(path, errors="replace")
-    whole = text[: text.rfind("\n") + 1]
-    header, *rows = list(csv.reader(io.StringIO(whole.replace("\0", "")))) or [[]]
+    # A row that was cut short has no line feed.
+    rows_text = text[: text.rfind("\n") + 1]
+    header, *rows = list(csv.reader(io.StringIO(rows_text.replace("\0", "")))) or [[]]
     if header != list(COLUMNS):
         return []
     return [row for row in rows if len(row) == len(COLUMNS) and row[0].isdecimal()]

@@ -31,7 +31,7 @@ class SkippedSteps:
     """Position in the run's order of samples."""
     samples: int
     reason: str
-    """Of the first of them."""
+    """Why the first of them was skipped."""
 
     def covers(self, sample: int) -> bool:
         """Return whether the sample at this position is one of them."""
@@ -135,6 +135,7 @@ class UpdateGuard:
         wanted = kind == "listed" or (kind == "nonfinite" and self._config.skip_nonfinite)
         wanted |= kind == "spike" and self._config.spikes == "skip"
         skip = wanted and self._able and (self._act or kind == "listed")
+        # A skipped spike would raise the limit for the next one.
         if math.isfinite(loss) and not skip:
             self.window.losses.append(loss)
         self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if kind == "nonfinite" and skip else 0

@@ -63,6 +63,7 @@ def _prepare_rollback(run: TrainingRun, why: str) -> bool:
     """Mark checkpoints and record samples, on rank 0; returns whether the run can go back."""
     state, count = run.rollback, run.guard.nonfinite_in_a_row
     assert state.good is not None
+    # The same samples were left out before and it happened again: something else is wrong.
     if state.times >= MOST_ROLLBACKS:
         if count == run.config.resilience.numbers.rollback_after:
             log.warning("%s, as after %d returns to step %d: not again", why, state.times, state.good)
@@ -75,6 +76,7 @@ def _prepare_rollback(run: TrainingRun, why: str) -> bool:
     if marked is None:
         return False
     batch = run.config.train.global_batch
+    # The position has moved past the skipped steps already.
     first = run.consumed_samples - count * batch
     state.entries.append(SkippedSteps(run.step - count + 1, run.step, first, count * batch, why))
     state.times += 1

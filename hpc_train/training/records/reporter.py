@@ -67,6 +67,7 @@ class PlainProgress:
         step = record["step"]
         if step > 1 and step % self._every and step != self._steps and record.get("validation_loss") is None:
             return
+        # From the last step alone; the terminal's bar averages.
         left = (self._steps - step) * record["step_seconds"]
         width = len(str(self._steps))
         print(

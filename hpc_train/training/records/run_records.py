@@ -69,6 +69,7 @@ class MetricsFile:
         self._path = path
         try:
             if path.exists():
+                # Rewritten whole and renamed: a reader sees either the old or the new lines.
                 _write_metrics(path, [record for record in read_metrics(path) if record["step"] <= resumed_at])
             self._file = LineFile(path)
         except OSError as error:
@@ -139,6 +140,7 @@ def _format_line(record: dict[str, Any]) -> str:
 
 
 def _null_if_not_finite(value: Any) -> Any:
+    # JSON has no NaN; value != value is true for NaN only.
     return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
 
 

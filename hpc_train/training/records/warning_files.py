@@ -73,6 +73,7 @@ class WarningRecorder(logging.Handler):
         """Write the file with its content at once; returns False if one of this text is there already."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         path = self._folder / f"{hashlib.sha256(warning.text.encode(errors='replace')).hexdigest()[:24]}.json"
+        # Task 0 always writes: its warnings speak for the whole run.
         if path.exists() or (self._process and len(list(self._folder.iterdir())) >= _MOST_FILES):
             return False
         beside = self._folder / f".{path.stem}.{self._process}"
@@ -91,6 +92,7 @@ class WarningRecorder(logging.Handler):
 def _claim(beside: Path, path: Path) -> None:
     """Give a file its name. Raises FileExistsError if another rank was first, where the file system has hard links."""
     try:
+        # A link fails if the name exists, where a rename would replace the file of another rank.
         os.link(beside, path)
     except FileExistsError:
         raise
