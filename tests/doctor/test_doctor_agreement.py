@@ -16,14 +16,15 @@ from hpc_train.doctor import agreement as checks
 from hpc_train.doctor.agreement import RankReport, RankSpeed, describe_mpi_view
 from hpc_train.doctor.findings import Finding, Status, pass_check
 from hpc_train.doctor.speeds import (
+    MIN_DIFFERENCE,
     AxisReduction,
     check_outliers,
     check_reductions,
     check_speeds,
-    find_slow,
     predict_seconds,
 )
 from hpc_train.interfaces import Task
+from hpc_train.resilience.preflight import find_outliers
 
 NODES, EACH = 3, 4
 
@@ -127,6 +128,10 @@ def test_srun_without_mpi_leaves_every_rank_alone() -> None:
 
 
 # speed
+
+
+def find_slow(seconds: list[float]) -> list[int]:
+    return find_outliers(seconds, MIN_DIFFERENCE)
 
 
 def test_slow_ranks() -> None:

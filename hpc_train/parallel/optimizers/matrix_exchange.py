@@ -317,7 +317,7 @@ def _cut_rounds(matrices: Sequence[Matrix], owners: int, dtype: torch.dtype) -> 
 
 
 def _choose_senders(matrix: Matrix, owner: int) -> set[int]:
-    """Return the ranks that send their parts to the owner: of several full of one part the nearest."""
+    """Return the ranks that send their parts to the owner: of several holders of one part the nearest."""
     nearest: dict[tuple[int, int], int] = {}
     for rank, part in enumerate(matrix.parts):
         if part is not None:
