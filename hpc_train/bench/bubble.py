@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpc_train.bench.local_ranks import run_local_ranks
@@ -35,7 +36,9 @@ class BubbleOptions:
     rounds: int
     """Number of interleaved rounds; a round is one step of each schedule."""
     milliseconds: float
-    """Milliseconds of F, of I and of W of one micro-batch on one rank, over all its stages."""
+    """Milliseconds of F, of I and of W of one micro-batch on one rank, over all its stages; the mean over ranks."""
+    costs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Relative times of the stages of a schedule, by its name; all stages alike if it is not here."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,24 @@ def bubble_command(options: BubbleOptions, as_json: bool) -> int:
     return EXIT_DONE
 
 
+def parse_costs(texts: Sequence[str], schedules: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """Parse NAME=TIME,TIME,... for some of the schedules. Raises UserError for anything else."""
+    found = {}
+    for text in texts:
+        name, _, values = text.rpartition("=")
+        try:
+            costs = tuple(float(value) for value in values.split(","))
+        except ValueError:
+            costs = ()
+        if name not in schedules or not costs or not all(0 <= cost < float("inf") for cost in costs) or not sum(costs):
+            raise UserError(
+                f"--costs {text}: write SCHEDULE=TIME,TIME,... with a time of 0 or more for each stage of a schedule "
+                "that is measured"
+            )
+        found[name] = costs
+    return found
+
+
 def choose_schedules(options: BubbleOptions) -> tuple[dict[str, Order], dict[str, str]]:
     """Return the order of each schedule that is possible, and why others are not. Raises UserError if none is."""
     for name, value, least in (("ranks", options.ranks, 2), ("micro-batches", options.micro_batches, 1)):
@@ -119,6 +140,9 @@ def choose_schedules(options: BubbleOptions) -> tuple[dict[str, Order], dict[str
             chosen[name] = _make_order(name, options)
         except UserError as error:
             refused[name] = str(error)
+            continue
+        if name in options.costs and len(options.costs[name]) != chosen[name].stages:
+            raise UserError(f"--costs {name}: {len(options.costs[name])} numbers for {chosen[name].stages} stages")
     if not chosen:
         raise UserError(next(iter(refused.values())))
     return chosen, refused
@@ -140,6 +164,8 @@ def _rank_arguments(options: BubbleOptions, as_json: bool) -> list[str]:
     words = [*numbers, "--milliseconds", options.milliseconds]
     for name in options.schedules:
         words += ["--schedule", name]
+    for name, costs in options.costs.items():
+        words += ["--costs", f"{name}={','.join(map(str, costs))}"]
     return ["bench", "bubble", *map(str, words), *(["--json"] if as_json else [])]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -37,7 +38,7 @@ class _RunningSchedule:
 
     def __init__(self, name: str, order: Order, options: BubbleOptions, world: World) -> None:
         self.name, self.order = name, order
-        self.times = sleep_times(order, options.milliseconds / 1000)
+        self.times = sleep_times(order, options.milliseconds / 1000, options.costs.get(name))
         self.timeline = Timeline(world.device, on=True)
         self._rank, self._micro_batches = world.rank, options.micro_batches
         mine = [stage for stage, rank in enumerate(order.placement) if rank == world.rank]
@@ -142,14 +143,15 @@ def _step_seconds(ranks: list[list[TimelineEvent]]) -> float:
 FEATURES = 8
 
 
-def sleep_times(order: Order, seconds: float) -> ActionTimes:
-    """Return action times in which F, I and W of all stages of a rank take `seconds` each, spread evenly.
+def sleep_times(order: Order, seconds: float, costs: Sequence[float] | None = None) -> ActionTimes:
+    """Return action times in which F, I and W of all stages of a rank take `seconds` each, as a mean over ranks.
 
-    The first stage needs no gradient of its inputs: all of its backward is W, as in torch.
+    costs: relative times of the stages; None: all alike. The first stage needs no gradient of its inputs: all of its
+    backward is W, as in torch.
     """
-    each = seconds * order.ranks / order.stages
-    rest = (each,) * (order.stages - 1)
-    return ActionTimes((each, *rest), (0.0, *rest), (2 * each, *rest))
+    shares = costs or (1.0,) * order.stages
+    first, *rest = (seconds * order.ranks * share / sum(shares) for share in shares)
+    return ActionTimes((first, *rest), (0.0, *rest), (2 * first, *rest))
 
 
 class SleepingStage(nn.Module):

@@ -132,6 +132,13 @@ def _add_bubble(kinds: _SubCommands) -> None:
     bubble.add_argument(
         "--schedule", action="append", metavar="NAME", help="measure only this schedule, or a .csv file; repeatable"
     )
+    bubble.add_argument(
+        "--costs",
+        action="append",
+        default=[],
+        metavar="NAME=TIMES",
+        help="relative times of the stages of a schedule, as in 1f1b=5,5,5,6 (default: all alike); repeatable",
+    )
     add_json(bubble)
     add_examples(
         bubble, "hpc-train bench bubble", "hpc-train bench bubble --schedule 1f1b --schedule zbv --milliseconds 50"
@@ -139,12 +146,14 @@ def _add_bubble(kinds: _SubCommands) -> None:
 
 
 def _bubble(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.bubble import BubbleOptions, bubble_command
+    from hpc_train.bench.bubble import BubbleOptions, bubble_command, parse_costs
     from hpc_train.config.parallel import SCHEDULES
 
     a = arguments
+    schedules = tuple(dict.fromkeys(a.schedule or SCHEDULES))
     options = BubbleOptions(
-        schedules=tuple(dict.fromkeys(a.schedule or SCHEDULES)),
+        schedules=schedules,
+        costs=parse_costs(a.costs, schedules),
         ranks=a.ranks,
         micro_batches=a.micro_batches,
         rounds=a.rounds,

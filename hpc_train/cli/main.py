@@ -41,6 +41,7 @@ COMMANDS = {
     "plan": ("plan.plan_arguments:add_plan", "predict memory, step time and cost, and find the best layouts"),
     "plan validate": ("plan.plan_arguments:add_validate", "compare the planner's predictions with measured runs"),
     "plan rehearse": ("plan.plan_arguments:add_rehearse", "build the ranks of a large run on one CPU, as a check"),
+    "plan schedule": ("plan.plan_arguments:add_schedule", "search for a pipeline schedule for stages of unequal times"),
     "plan calibrate": ("plan.plan_arguments:add_calibrate", "calibrate the planner for a cluster from measurements"),
     "plan fit": ("plan.plan_arguments:add_fit", "fit the planner's constants to measured runs"),
     "data": ("data", "build and inspect token stores"),

@@ -49,6 +49,9 @@ class PipelineConfig:
     costs: list[float] | None = None
     """Relative times by which blocks are split into stages: embedding, each block in order, head. None: their FLOPs. A
     resumed run uses measured times if `resplit` is on."""
+    blocks: list[int] | None = None
+    """Number of blocks of each stage, in the order of stages, as `hpc-train plan schedule` finds them; None: by
+    `costs`."""
     resplit: bool = False
     """Measure the blocks in the first steps (stage_times.json in the run directory), and split by that after a
     resume."""

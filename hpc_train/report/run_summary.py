@@ -34,8 +34,8 @@ from hpc_train.traffic.stages import (
     costs_from_config,
     count_micro_batches,
     is_schedule_file,
+    list_stage_blocks,
     read_schedule_file,
-    split_blocks,
 )
 
 
@@ -173,7 +173,7 @@ def _describe_pipeline(config: RunConfig, degrees: Degrees, table: StepTable) ->
             else block_costs(config.model, config.train.sequence_length, layers)
         )
         costs = [0.0] * degrees.pp
-        stages = split_blocks(parts, len(order.placement))
+        stages = list_stage_blocks(options, parts, len(order.placement))
         for stage, (blocks, rank) in enumerate(zip(stages, order.placement, strict=True)):
             costs[rank] += sum(parts.blocks[block] for block in blocks)
             costs[rank] += parts.before if stage == 0 else 0.0

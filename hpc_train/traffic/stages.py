@@ -146,6 +146,14 @@ def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
     return [range(first, end) for first, end in zip(starts, (*starts[1:], count), strict=True)]
 
 
+def list_stage_blocks(pipeline: PipelineConfig, costs: BlockCosts, stages: int) -> list[range]:
+    """Return the blocks of each stage: as parallel.pipeline.blocks says, else split by `costs`."""
+    if pipeline.blocks is None:
+        return split_blocks(costs, stages)
+    ends = list(accumulate(pipeline.blocks))
+    return [range(end - size, end) for end, size in zip(ends, pipeline.blocks, strict=True)]
+
+
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element, by precision."""
 
@@ -219,7 +227,7 @@ def stage_parts(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0)
         if pipeline.costs
         else block_costs(config.model, config.train.sequence_length, blocks)
     )
-    sizes, last = _stage_sizes(costs, len(placement)), len(placement) - 1
+    sizes, last = tuple(pipeline.blocks or _stage_sizes(costs, len(placement))), len(placement) - 1
     split = stage_split_backwards(pipeline, pp, micro_batches) if micro_batches else (0,) * len(placement)
     begins = [0, *accumulate(sizes)]
     parts = [

@@ -71,6 +71,34 @@ def add_rehearse(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_rehearse)
 
 
+def add_schedule(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plan schedule`."""
+    add_json(command)
+    add_overrides(command, _OVERRIDES)
+    command.add_argument("--out", metavar="FILE.csv", help="write the order, for parallel.pipeline.schedule=FILE.csv")
+    command.add_argument(
+        "--communication",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="time of a message between ranks, as a share of a block's forward (default 0)",
+    )
+    add_examples(
+        command,
+        "hpc-train plan schedule model=llama_1b cluster=dgx_h100 parallel=pp parallel.pp=4 train.global_batch=16 "
+        "train.micro_batch=1 parallel.dp_shard=2",
+        "hpc-train plan schedule model=llama_tiny launch.ranks=2 parallel=pp train.micro_batch=4 --out found.csv",
+    )
+    command.set_defaults(run=_schedule)
+
+
+def _schedule(arguments: argparse.Namespace) -> int:
+    from hpc_train.cli.plan.schedule import schedule_command
+
+    a = arguments
+    return schedule_command(a.overrides, a.config_dir, a.json, a.out, a.communication)
+
+
 def add_fit(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan fit`."""
     add_json(command)

@@ -28,8 +28,8 @@ from hpc_train.traffic.stages import (
     block_costs,
     costs_from_config,
     is_schedule_file,
+    list_stage_blocks,
     read_schedule_file,
-    split_blocks,
     stage_placement,
 )
 
@@ -98,7 +98,8 @@ def name_stage_blocks(model: nn.Module, config: RunConfig, degrees: Degrees) -> 
     blocks, pipeline = list(model.blocks()), config.parallel.pipeline
     check_blocks(pipeline, len(blocks), degrees)
     count = len(stage_placement(pipeline, degrees.pp))
-    return [[blocks[index] for index in stage] for stage in split_blocks(_choose_block_costs(blocks, config), count)]
+    stages = list_stage_blocks(pipeline, _choose_block_costs(blocks, config), count)
+    return [[blocks[index] for index in stage] for stage in stages]
 
 
 def _choose_block_costs(blocks: list[str], config: RunConfig) -> BlockCosts:

@@ -86,6 +86,8 @@ def check_blocks(pipeline: PipelineConfig, blocks: int, degrees: Degrees) -> Non
             f"parallel.pp={degrees.pp}: {stages} stages for a model of {blocks} blocks, of which each stage needs one; "
             "lower parallel.pp or parallel.pipeline.virtual_stages"
         )
+    if pipeline.blocks is not None:
+        _check_stage_blocks(pipeline.blocks, blocks, stages)
     if costs is None:
         return
     if len(costs) != blocks + 2:
@@ -97,6 +99,14 @@ def check_blocks(pipeline: PipelineConfig, blocks: int, degrees: Degrees) -> Non
         raise UserError("parallel.pipeline.costs: each must be 0 or more and finite, and not all of them 0")
 
 
+def _check_stage_blocks(sizes: list[int], blocks: int, stages: int) -> None:
+    if len(sizes) != stages or min(sizes) < 1 or sum(sizes) != blocks:
+        raise UserError(
+            f"parallel.pipeline.blocks={sizes}: give {stages} numbers, one for each stage, each at least 1, with the "
+            f"sum {blocks}, the blocks of the model"
+        )
+
+
 def _check_options(config: RunConfig) -> None:
     pipeline, steps = config.parallel.pipeline, config.train.wanted_steps
     for name, least in (("timeline", TIMELINE_STEPS), ("resplit", TIMED_STEPS)):
@@ -105,6 +115,11 @@ def _check_options(config: RunConfig) -> None:
                 f"parallel.pipeline.{name}=true: has no effect before step {least}, and train.steps={steps}; use at "
                 f"least {least}, or leave it out"
             )
+    if pipeline.blocks is not None and (pipeline.resplit or pipeline.costs is not None):
+        other = "resplit" if pipeline.resplit else "costs"
+        raise UserError(
+            f"parallel.pipeline.{other}: has no effect with parallel.pipeline.blocks; leave one of them out"
+        )
     if pipeline.resplit and not config.checkpoint.every:
         raise UserError(
             "parallel.pipeline.resplit=true: has an effect at a resume only, and checkpoint.every=0 saves nothing to "
