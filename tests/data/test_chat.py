@@ -148,7 +148,8 @@ BAD = [
     ([[{"role": "human", "content": "x"}]], "a.jsonl:1: message 1 has the role 'human'; known are system, developer"),
     ([[{"role": "user", "content": [{"type": "image"}]}]], "message 1 (user) has no text as its content"),
     (["hello"], "a.jsonl:1: not a conversation; expected a list"),
-    ([CHATS[2]], "no text"),
+    ([CHATS[2]], "none of 1 conversations has a turn of the assistant to learn from"),
+    ([[{"role": "user", "content": "\ud800"}, CHATS[0][-1]]], "a.jsonl:1: has half of a character in it"),
 ]
 
 

@@ -188,7 +188,7 @@ class Corpus:
         """Write the store. left_out: filled while the blocks are read."""
         one = how.tokenizer
         header = StoreHeader(one.vocab_size, one.name, one.to_json(), "", one.settings_json(), how.chat)
-        write_store(out, blocks, header, lambda: json.dumps(self._describe(how, left_out)))
+        write_store(out, _require_answers(blocks, left_out), header, lambda: json.dumps(self._describe(how, left_out)))
 
     def _make_tokenizer(self) -> Tokenizer:
         if self.recipe.tokenizer == "byte":
@@ -213,6 +213,16 @@ class Corpus:
             facts["assistant_part"] = describe_assistant_part(how)
         counts = {"empty_documents": left_out.empty, "conversations_without_answer": left_out.unanswered}
         return facts | {name: count for name, count in counts.items() if count}
+
+
+def _require_answers(blocks: Iterator[TokenBlock], left_out: LeftOut) -> Iterator[TokenBlock]:
+    """Pass blocks on. Raises UserError at the end if all of the conversations were left out."""
+    found = False
+    for block in blocks:
+        found = found or len(block.tokens) > 0
+        yield block
+    if not found and left_out.unanswered:
+        raise UserError(f"none of {left_out.unanswered:,} conversations has a turn of the assistant to learn from")
 
 
 def _open_corpus(recipe: StoreRecipe, files: Sequence[SourceFile]) -> Corpus:

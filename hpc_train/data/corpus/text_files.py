@@ -70,6 +70,7 @@ _ENDINGS = {
         (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".7z", ".rar", ".tar", ".tgz"), f"is packed: {_UNPACK}"
     ),
 }
+_TEXT_ENDINGS = frozenset({".csv", ".tsv", ".psv", ".jsonl", ".ndjson"})
 _WIDE = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
@@ -78,7 +79,10 @@ _WIDE = (
 )
 
 
-KINDS = "text, JSON Lines (plain, gzip, zstd), CSV, Parquet, Arrow, and folders saved by `datasets`"
+KINDS = (
+    "text, JSON Lines (plain, gzip, zstd), CSV, Parquet, Arrow, folders saved by `datasets`, and images in folders "
+    "or tars"
+)
 """Kinds of files that a corpus can be made of, for messages."""
 
 
@@ -121,11 +125,17 @@ def find_text_problem(path: Path) -> str | None:
 def _recognise(path: Path) -> tuple[str | None, str | None]:
     """Return a file's format of records, or why it is no text."""
     head, windows = _read_samples(path)
+    if path.suffix.lower() in _TEXT_ENDINGS and (wide := _find_wide(head)) is not None:
+        return None, wide  # before the formats: Python's json guesses encodings, and fails at the end of a line
     if (format := recognise_format(FileSample(path, head, tuple(windows)))) is not None:
         return format.name, None
-    if (ending := _ENDINGS.get(path.suffix.lower())) is not None:
+    ending = _ENDINGS.get(path.suffix.lower())
+    if ending is not None and not head:
+        return None, "is empty: leave it out"
+    if ending is not None:
         return None, ending
-    return None, _find_packed(head, windows) or _find_wide(head) or _find_undecodable([head, *windows])
+    packed = _find_packed(head, windows) or _find_wide(head) or _find_array(path, head)
+    return None, packed or _find_undecodable([head, *windows])
 
 
 def _read_samples(path: Path) -> tuple[bytes, list[bytes]]:
@@ -152,6 +162,14 @@ def _find_packed(head: bytes, windows: list[bytes]) -> str | None:
         return f"is an archive (tar): {_UNPACK}"
     if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
         return "is a Python pickle"
+    return None
+
+
+def _find_array(path: Path, head: bytes) -> str | None:
+    """Detect a JSON array of objects, which would be trained on as one text with its brackets and keys."""
+    start = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    if path.suffix.lower() == ".json" and start.startswith(b"[") and start[1:].lstrip().startswith(b"{"):
+        return "is a JSON array: write an object a line (jq -c '.[]' FILE > FILE.jsonl)"
     return None
 
 

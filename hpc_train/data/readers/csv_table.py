@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from hpc_train.data.readers.records import (
     MAX_RECORD_BYTES,
@@ -14,6 +15,7 @@ from hpc_train.data.readers.records import (
     first_line,
     read_bounded_lines,
     refuse_missing_column,
+    refuse_repeated_column,
 )
 from hpc_train.errors import UserError
 from hpc_train.regular_files import open_to_read
@@ -49,10 +51,7 @@ def read_csv(path: Path, span: Span, column: str) -> Iterator[Record]:
         with open_to_read(path) as file:
             delimiter = _find_delimiter(file.read(_HEAD_BYTES), path)
             file.seek(0)
-            rows = csv.reader(
-                (line.decode("utf-8-sig", "replace") for line in read_bounded_lines(file, path)), delimiter=delimiter
-            )
-            yield from _read_rows(rows, path, column)
+            yield from _read_rows(csv.reader(_decode_lines(file, path), delimiter=delimiter), path, column)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -62,11 +61,23 @@ def describe_csv_row(path: Path, place: int) -> str:
     return f"{path}:{place}"
 
 
+def _decode_lines(file: BinaryIO, path: Path) -> Iterator[str]:
+    for number, line in enumerate(read_bounded_lines(file, path), 1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}:{number}: not in UTF-8 ({error.reason}): convert the file first (iconv -f ENCODING -t UTF-8)"
+            ) from error
+
+
 def _read_rows(rows: csv._reader, path: Path, column: str) -> Iterator[Record]:  # type: ignore[name-defined]
     try:
         header: list[str] = next(rows, [])
         if column not in header:
             raise refuse_missing_column(f"{path} is a table", column, header)
+        if header.count(column) > 1:
+            raise refuse_repeated_column(str(path), column)
         index = header.index(column)
         for row in rows:
             if not row:

@@ -14,6 +14,7 @@ from hpc_train.data.readers.records import (
     first_line,
     import_pyarrow,
     refuse_missing_column,
+    refuse_repeated_column,
     split_rows,
 )
 from hpc_train.errors import UserError
@@ -45,6 +46,8 @@ def read_parquet(path: Path, span: Span, column: str) -> Iterator[Record]:
         names = table.schema_arrow.names
         if column not in names:
             raise refuse_missing_column(str(path), column, names)
+        if names.count(column) > 1:
+            raise refuse_repeated_column(str(path), column)
         row = sum(table.metadata.row_group(index).num_rows for index in range(span.begin))
         groups = list(range(span.begin, span.end))
         for batch in table.iter_batches(_ROWS, groups, [column], use_threads=False):

@@ -67,6 +67,11 @@ def refuse_missing_column(where: str, column: str, columns: Iterable[object]) ->
     return UserError(one_line(f"{where}: no column {column!r}; {hint}{there} (choose with --column or data.column)"))
 
 
+def refuse_repeated_column(where: str, column: str) -> UserError:
+    """Make the error for several columns of the same name, of which one would be taken without a word."""
+    return UserError(one_line(f"{where}: has several columns {column!r}; rename the one that is meant"))
+
+
 def read_bounded_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
     """Yield the lines of a file with their ends. Raises UserError for one of more than MAX_RECORD_BYTES."""
     number = 0
