@@ -11,7 +11,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hpc_train.data.tokenizers.tokenizer_folder import FolderTokenizer, load_tok
 from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.units import format_bytes
 
-_SUFFIXES = (".py", ".txt", ".md", ".rst")
+SUFFIXES = (".py", ".txt", ".md", ".rst")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def data_command(options: DataBenchOptions) -> int:
     if options.rounds < 1:
         raise UserError(f"--rounds {options.rounds}: must be at least 1")
     tokenizer = load_tokenizer_folder(options.tokenizer)
-    texts = _read_texts(options)
+    texts = read_texts(options.sources, options.column)
     size = sum(len(text.encode()) for text in texts)
     workers = options.workers or len(os.sched_getaffinity(0))
     sides: dict[str, Callable[[], object]] = {
@@ -78,9 +78,10 @@ def _print_result(medians: dict[str, float], documents: int, size: int, workers:
         print(f"{name:<13} {value:8.2f} s  {format_bytes(size / value)}/s  {ratios[name]:.2f} of the library's speed")
 
 
-def _read_texts(options: DataBenchOptions) -> list[str]:
-    parts = plan_parts(recognise_files(find_source_files(options.sources, _SUFFIXES)))
-    pieces = (piece for part in parts for piece in read_pieces(part, options.column))
+def read_texts(sources: Sequence[str], column: str) -> list[str]:
+    """Read all texts of some sources into memory. Raises UserError as `data build`."""
+    parts = plan_parts(recognise_files(find_source_files(sources, SUFFIXES)))
+    pieces = (piece for part in parts for piece in read_pieces(part, column))
     return [piece.text.decode(errors="replace") for piece in pieces if piece.text]
 
 
@@ -89,7 +90,7 @@ def _encode(tokenizer: FolderTokenizer, texts: list[str]) -> None:
 
 
 def _build(options: DataBenchOptions, workers: int) -> None:
-    recipe = StoreRecipe(options.sources, _SUFFIXES, options.tokenizer, column=options.column)
+    recipe = StoreRecipe(options.sources, SUFFIXES, options.tokenizer, column=options.column)
     with tempfile.TemporaryDirectory() as folder:
         build_from_recipe(recipe, Path(folder, "out.h5"), workers=workers)
 

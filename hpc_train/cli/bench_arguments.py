@@ -23,6 +23,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     _add_collectives(kinds)
     _add_gemm(kinds)
     _add_data(kinds)
+    _add_loader(kinds)
     _add_placement(kinds)
     _add_checkpoint(kinds)
     _add_loop_checkpoint(kinds)
@@ -262,6 +263,28 @@ def _data(arguments: argparse.Namespace) -> int:
     return data_command(
         DataBenchOptions(tuple(a.source), a.tokenizer, a.column, a.workers, a.rounds, a.datasets, a.json)
     )
+
+
+def _add_loader(kinds: _SubCommands) -> None:
+    what = "compare the speed of the loader of training with two ways to do it with `datasets`"
+    loader = _add_benchmark(kinds, "loader", what, _loader)
+    loader.add_argument("source", nargs="+", metavar="SOURCE", help="files or folders, as for `data build`")
+    loader.add_argument("--tokenizer", required=True, metavar="PATH", help="tokenizer.json, or a folder with one")
+    loader.add_argument("--column", default="text", metavar="NAME", help="column of records to read (default text)")
+    _add_number(loader, "--sequence-length", 512, "tokens in a sequence")
+    _add_number(loader, "--batch", 8, "sequences in a batch")
+    _add_number(loader, "--batches", 100, "batches of each side in a round")
+    _add_number(loader, "--rounds", 3, "rounds, of which the median counts")
+    add_json(loader)
+    add_examples(loader, "hpc-train bench loader web.jsonl --tokenizer models/tiny/")
+
+
+def _loader(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.loading import LoaderBenchOptions, loader_command
+
+    a = arguments
+    sizes = (a.sequence_length, a.batch, a.batches, a.rounds)
+    return loader_command(LoaderBenchOptions(tuple(a.source), a.tokenizer, a.column, *sizes, a.json))
 
 
 def _gemm(arguments: argparse.Namespace) -> int:

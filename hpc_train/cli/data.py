@@ -159,7 +159,6 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add_examples(
         parser,
         "hpc-train data build text.h5 stdlib",
-        "hpc-train data build notes.h5 notes/ --tokenizer bpe --vocab-size 8192 --suffix .txt .md",
         "hpc-train data build web.h5 web.jsonl.zst --column content --tokenizer models/tiny/",
         "hpc-train data build birds.h5 birds/train/",
         "hpc-train data build chats.h5 chats.jsonl --chat --tokenizer models/tiny/",
