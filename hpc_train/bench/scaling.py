@@ -132,6 +132,7 @@ def _require(trial: Trial) -> Trial:
 def compute_efficiency(first: Trial, other: Trial, times: float) -> Efficiency:
     """Return T(first) / (times T(other)), with the interval of two standard errors of both."""
     value = first.seconds / (times * other.seconds)
+    # Errors of a quotient: relative errors add in squares. The first size compared with itself has none.
     error = 2 * math.hypot(first.noise / first.seconds, other.noise / other.seconds) if first is not other else 0.0
     return Efficiency(value, value * (1 - error), value * (1 + error))
 

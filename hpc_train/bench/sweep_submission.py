@@ -24,6 +24,7 @@ from hpc_train.launch.slurm.slurm_cli import client_environment, run_client
 
 OUR_SIDE, PEER_SIDE = "hpc-train submit -m", "hydra-submitit-launcher"
 _BEGIN = "now+2hours"
+"""sbatch's --begin: long after the measurement, when every job is cancelled."""
 _TIMEOUT_SECONDS = 1800.0
 _APP = """\
 import hydra

@@ -81,6 +81,7 @@ def complete_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> lis
     """
     *before, current = words or [""]
     parser, before = _innermost_parser(parser, before)
+    # argparse has no public list of its options.
     actions = parser._actions
     if current.startswith("-"):
         return _candidates_with_prefix(current, (flag for action in actions for flag in action.option_strings))

@@ -31,6 +31,7 @@ _COLOURS = {
 _MAX_NODES_SHOWN = 4
 _SHOWN_WARNINGS = 10
 _PIPE_WIDTH = 4096
+"""Columns of the table where stdout is no terminal."""
 _REDRAW_SECONDS = 2.0
 _REASON_COLUMN_WIDTH = 120
 """Screen width, in columns, from which reasons are shown beside the other columns."""
@@ -39,7 +40,7 @@ _OPTIONAL = frozenset({"step", "loss", "last step", "exit"})
 
 
 def read_statuses(points: Sequence[RunPoint], ask: RunClient = run_client) -> list[RunStatus]:
-    """Read the state of every point, polling Slurm once for all of them."""
+    """Read the state of every point, with one poll of Slurm for all of them."""
     return [add_progress(decide_state(facts), facts) for facts in gather_facts(points, ask)]
 
 
@@ -116,6 +117,7 @@ def _watch_status(points: Sequence[RunPoint]) -> None:
     with Live(shown(), console=console, auto_refresh=False) as live:
         changed = True
         while not all(status.state.ended for status in before):
+            # Progress is in files and cheap to read; every look of every user at squeue is work for the one controller.
             again = time.monotonic() + backoff.seconds(changed)
             while (left := again - time.monotonic()) > 0:
                 time.sleep(min(_REDRAW_SECONDS, left))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _LEAST_SECONDS = 2
 _MAP_ROWS, _MAP_COLUMNS = 16, 60
 _BUSY_SHARE = 0.1
-"""Of the time between two looks; a run of many nodes, whose files take long to read, is looked at less often."""
+"""Share of the time that reading may take: a run of many nodes, whose files take long to read, is read less often."""
 _SHADES = ((0.9, "blue"), (1.1, "white"), (1.25, "yellow"), (float("inf"), "red"))
 
 
@@ -75,7 +75,7 @@ def top_command(target: str, seconds: int, once: bool, as_json: bool) -> int:
 
 
 class Look:
-    """What `top` shows at one moment."""
+    """State, verdict and newest steps of a run at one moment."""
 
     def __init__(self, point: RunPoint) -> None:
         from hpc_train.launch.slurm.slurm_cli import run_client
@@ -107,12 +107,12 @@ class Look:
 
 
 def look_at_run(point: RunPoint) -> Look:
-    """Read the newest steps of a run, and judge them."""
+    """Read and judge the newest steps of a run."""
     return Look(point)
 
 
 def draw_look(look: Look) -> Group:
-    """Draw one look."""
+    """Draw the state of a run for the terminal."""
     from rich.console import Group
     from rich.text import Text
 
@@ -173,6 +173,7 @@ def draw_map(table: StepTable) -> list[Text]:
 
 
 def _largest(rows: Array) -> Sequence[float]:
+    """Return the largest value of each column; NaN for a column without any."""
     import numpy as np
 
     found = np.where(np.isfinite(rows), rows, -np.inf).max(axis=0)

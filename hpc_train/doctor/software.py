@@ -72,6 +72,7 @@ def check_mpi(installed: bool, ask: RunCommand) -> Finding:
         return pass_check(
             "mpi", "mpi4py is not installed; needed for parallel=server and parallel.reduce_with=mpi only"
         )
+    # A wrong library ends its process by a signal, which no exception handler sees.
     code, said = ask([sys.executable, "-c", _MPI_PROGRAM])
     if code == 0:
         return pass_check("mpi", f"mpi4py {said}")

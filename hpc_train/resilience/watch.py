@@ -25,6 +25,7 @@ from hpc_train.resilience.heartbeat import Beat, Phase, read_beats
 LOOK_SECONDS = 0.5
 """Seconds between two looks at the heartbeats."""
 _SHORTEST_PAUSE = 0.02
+"""Seconds between two looks at least, however soon the next rank may be late."""
 _LONGEST_TICK = 1.0
 """Maximum seconds of silence that one look adds: after a pause of the watcher itself, ranks are not to blame."""
 _STEPS_BEHIND = 5

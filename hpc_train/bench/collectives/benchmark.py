@@ -101,6 +101,7 @@ def _write_files(result: CollectivesResult, options: CollectivesOptions) -> None
     if options.out is not None and not result.wrong:
         from hpc_train.cluster.calibration import write_calibration
 
+        # A calibration is used by every later plan and placement, so wrong data must not make one.
         calibration = make_calibration(result)
         if not calibration.levels:
             raise UserError(

@@ -111,6 +111,7 @@ def _make_our_sides(
         return our_steps(recorded[0])
 
     def start_plain() -> Iterator[float]:
+        # Both sides share one process, and so the hooks of the recorder: they are taken off for a step of this side.
         steps, recorder = our_steps(assemble(False)), recorded[0].recorder
         assert recorder is not None
         while True:
@@ -199,6 +200,7 @@ def _accumulate(model: nn.Module, inputs: Tensor, targets: Tensor, config: RunCo
     for cut in cuts:
         x, y = (tensor[cut : cut + config.train.micro_batch] for tensor in (inputs, targets))
         last = cut == cuts[-1]
+        # DDP reduces in the backward of the last micro-batch only, as any tuned loop does.
         with nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync():
             with autocast_forward(config.precision, y.device):
                 loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten()) * (len(y) / len(targets))
@@ -227,7 +229,7 @@ class SideResult:
     cpu_seconds: float
     """CPU seconds of all threads of all ranks, median over rounds."""
     kept_mib: float
-    """Memory in MiB that the side keeps between steps: growth of rank 0's resident memory."""
+    """MiB by which rank 0's resident memory has grown: what the side keeps between steps."""
     first_loss: float
 
 
@@ -308,6 +310,7 @@ def summarize_side(side: Side, wall: Samples, cpu: Samples, tokens: int) -> Side
 
 def compare_sides(wall: Samples, cpu: Samples) -> TimeRatio:
     """Compare the times of another side with ours. wall, cpu: (rounds, 2), ours and the other's of each round."""
+    # Whole rounds are drawn, both sides of each: a slow moment of the machine falls on both.
     rounds = np.random.default_rng(0).integers(len(wall), size=(_RESAMPLES, len(wall)))
     low, high = np.quantile(_ratio_of_medians(wall[rounds]), (0.05, 0.95))
     return TimeRatio(float(_ratio_of_medians(wall)), float(low), float(high), float(_ratio_of_medians(cpu)))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _NEVER = np.iinfo(np.int64).max
+"""Value of the place behind the clocks while nobody has asked to stop."""
 _POLL_SECONDS = 0.0005
 
 
@@ -67,6 +68,7 @@ class StalenessClock:
         Call it after `wait`: all groups end with an update so late that none can have begun it before learning of it.
         """
         if stop:
+            # Atomic MIN: of several groups that want to stop, the earliest end counts for all.
             self._combine(self._ranks.groups, self.updates + self._staleness + 2, self._mpi.MIN)
         return self.updates + 1 >= int(self._read()[-1])
 
@@ -85,6 +87,7 @@ class StalenessClock:
         kind = self._mpi.INT64_T
         with self._ranks.calling:
             self._window.Lock(0, self._mpi.LOCK_SHARED)
+            # Get_accumulate with NO_OP is an atomic read; a plain Get may see half a number that another rank writes.
             self._window.Get_accumulate([before, kind], [values, kind], 0, (0, len(values), kind), self._mpi.NO_OP)
             self._window.Unlock(0)
         return values

@@ -76,6 +76,7 @@ def deal_parameters(parameters: Sequence[tuple[str, nn.Parameter]], count: int) 
     """Distribute whole parameters over `count` servers, largest first, each to the server with the fewest elements."""
     dealt: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(count)]
     loads = [0] * count
+    # Largest first, each to the least loaded: close to even, and the same on every rank without communication.
     for name, parameter in sorted(parameters, key=lambda item: -item[1].numel()):
         least = loads.index(min(loads))
         dealt[least].append((name, parameter))
@@ -138,6 +139,7 @@ class ShareWindow:
     def nearest(self) -> int:
         """The host to read from: one on this rank's node if possible, else ranks are spread over the hosts."""
         nodes, me = self._ranks.nodes, self._ranks.every.rank
+        # Reading within a node goes through shared memory, not the network.
         near = [host for host in self.hosts if nodes[host] == nodes[me]] or self.hosts
         return me if me in near else near[me % len(near)]
 
@@ -197,6 +199,7 @@ class ShareWindow:
     def _copy_to_replicas(self, data: Tensor) -> None:
         """Write the buffer to the replicas; the first host must be locked, so that they never get an older version."""
         for host in self.hosts[1:]:
+            # A reader may hold a shared lock of this replica: it gets the old version whole or the new one.
             self._window.Lock(host, self._mpi.LOCK_EXCLUSIVE)
             self._window.Put([data.numpy(), self._mpi.BYTE], host, (0, self.bytes, self._mpi.BYTE))
             self._window.Unlock(host)

@@ -73,6 +73,7 @@ def _check_alone(parallel: ParallelConfig, degrees: Degrees) -> None:
 def _check_batch(config: RunConfig, degrees: Degrees) -> None:
     batch, shares = config.train.global_batch, degrees.data_parallel
     if batch % shares:
+        # The nearest legal batches below and above, so that the message can be pasted.
         lower = batch // shares * shares
         legal = f"{lower} or {lower + shares}" if lower else str(shares)
         raise UserError(
@@ -135,6 +136,7 @@ def _check_ddp(option: str, config: RunConfig, degrees: Degrees) -> None:
     if parallel.strategy != "ddp":
         raise UserError(f"{option}: belongs to ddp, not to {parallel.strategy}; leave it out, or use strategy=ddp")
     if uses_fully_shard(config, degrees):
+        # DDP cannot reduce DTensor parameters, so tp and pp run on fully_shard whatever the strategy is called.
         axis = "tp" if degrees.tp > 1 else "pp"
         raise UserError(
             f"{option}: parallel.{axis}={getattr(degrees, axis)} reduces with fully_shard, which cannot; leave it out, "
