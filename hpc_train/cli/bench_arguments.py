@@ -202,7 +202,7 @@ def _add_collectives(kinds: _SubCommands) -> None:
 
 
 def _collectives(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.collectives.benchmark import collectives_command
+    from hpc_train.bench.collectives.collectives import collectives_command
     from hpc_train.bench.collectives.options import CollectivesOptions
 
     a, usual = arguments, CollectivesOptions()
@@ -358,7 +358,7 @@ def _add_checkpoint(kinds: _SubCommands) -> None:
 
 
 def _checkpoint(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.checkpoint.benchmark import OPERATIONS, SIDES, CheckpointBenchOptions, checkpoint_command
+    from hpc_train.bench.checkpoint.checkpoint import OPERATIONS, SIDES, CheckpointBenchOptions, checkpoint_command
 
     a = arguments
     chosen = tuple(a.operations or OPERATIONS), tuple(a.sides or SIDES)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rank_processes import assert_they_end
 
-from hpc_train.bench.checkpoint.benchmark import (
+from hpc_train.bench.checkpoint.checkpoint import (
     OPERATIONS,
     RESHARDINGS,
     CheckpointBenchOptions,
@@ -24,7 +24,7 @@ from hpc_train.bench.checkpoint.benchmark import (
     checkpoint_command,
     summarize_operations,
 )
-from hpc_train.bench.checkpoint.output import print_checkpoint_result
+from hpc_train.bench.checkpoint.checkpoint_output import print_checkpoint_result
 from hpc_train.bench.checkpoint.sides import time_operation
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 

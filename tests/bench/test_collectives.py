@@ -18,14 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.bench.collectives.backends import OWN_ALGORITHMS, TorchBackend, TorchConnection, started_by_mpi
-from hpc_train.bench.collectives.benchmark import (
-    EXIT_WRONG_DATA,
-    CollectivesResult,
-    LevelFit,
-    Measurement,
-    make_calibration,
-    report_result,
-)
 from hpc_train.bench.collectives.cases import (
     UNTOUCHED_VALUE,
     CaseMaker,
@@ -34,6 +26,15 @@ from hpc_train.bench.collectives.cases import (
     ProbeCell,
     count_wrong_elements,
 )
+from hpc_train.bench.collectives.collectives import (
+    EXIT_WRONG_DATA,
+    CollectivesResult,
+    LevelFit,
+    Measurement,
+    make_calibration,
+    report_result,
+)
+from hpc_train.bench.collectives.collectives_output import format_nccl_tests, plot_bandwidths, print_collectives_result
 from hpc_train.bench.collectives.definitions import (
     OPERATIONS,
     CollectiveShape,
@@ -43,7 +44,6 @@ from hpc_train.bench.collectives.definitions import (
 )
 from hpc_train.bench.collectives.measure import BenchJob, fit_latency_bandwidth, measure_with_backends
 from hpc_train.bench.collectives.options import CollectivesOptions, parse_size
-from hpc_train.bench.collectives.output import format_nccl_tests, plot_bandwidths, print_collectives_result
 from hpc_train.bench.collectives.rank_groups import (
     LevelProbe,
     describe_unprobed,

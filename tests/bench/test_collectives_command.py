@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.bench.collectives.benchmark import collectives_command
+from hpc_train.bench.collectives.collectives import collectives_command
 from hpc_train.bench.collectives.definitions import OPERATIONS, find_operation
 from hpc_train.bench.collectives.options import CollectivesOptions
 from hpc_train.cluster.calibration import read_calibration

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from xxhash import xxh3_64_intdigest
 
 from hpc_train.bench.checkpoint import resharding, sides
-from hpc_train.bench.checkpoint.benchmark import (
+from hpc_train.bench.checkpoint.checkpoint import (
     LOAD_COLD,
     LOAD_WARM,
     OPERATIONS,

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hpc_train.bench.checkpoint.benchmark import (
+from hpc_train.bench.checkpoint.checkpoint import (
     DCP,
     OUR_SIDE,
     RESHARD_COLUMNS,

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from hpc_train.bench.checkpoint.benchmark import DCP, OUR_SIDE, RAW_BUFFERED, RAW_DIRECT, Samples
+from hpc_train.bench.checkpoint.checkpoint import DCP, OUR_SIDE, RAW_BUFFERED, RAW_DIRECT, Samples
 from hpc_train.checkpoint import Saver, load_step, verify_step
 from hpc_train.checkpoint.storage.file_system import allocate_pages, open_descriptor, write_at_offset
 from hpc_train.interfaces import TensorShard, World

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_train.bench.collectives.backends import Backend, MpiBackend, TorchBackend, started_by_mpi
-from hpc_train.bench.collectives.benchmark import CollectivesResult, LevelFit, Measurement
 from hpc_train.bench.collectives.cases import (
     CaseMaker,
     MeasurementCell,
@@ -28,6 +27,7 @@ from hpc_train.bench.collectives.cases import (
     make_probe_cells,
     time_cases,
 )
+from hpc_train.bench.collectives.collectives import CollectivesResult, LevelFit, Measurement
 from hpc_train.bench.collectives.definitions import algorithm_bandwidth
 from hpc_train.bench.collectives.options import CollectivesOptions
 from hpc_train.bench.collectives.rank_groups import (

@@ -84,18 +84,18 @@ def _print_result(result: CollectivesResult, options: CollectivesOptions) -> Non
     if options.output == "json":
         print(result.to_json())
     elif options.output == "plain":
-        from hpc_train.bench.collectives.output import format_nccl_tests
+        from hpc_train.bench.collectives.collectives_output import format_nccl_tests
 
         print(format_nccl_tests(result))
     else:
-        from hpc_train.bench.collectives.output import print_collectives_result
+        from hpc_train.bench.collectives.collectives_output import print_collectives_result
 
         print_collectives_result(result)
 
 
 def _write_files(result: CollectivesResult, options: CollectivesOptions) -> None:
     if options.plot is not None:
-        from hpc_train.bench.collectives.output import plot_bandwidths
+        from hpc_train.bench.collectives.collectives_output import plot_bandwidths
 
         plot_bandwidths(result, Path(options.plot))
     if options.out is not None and not result.wrong:

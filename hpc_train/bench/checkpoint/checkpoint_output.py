@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from hpc_train.bench.checkpoint.benchmark import (
+from hpc_train.bench.checkpoint.checkpoint import (
     BASE_SIDES,
     LOAD_COLD,
     LOAD_WARM,

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from hpc_train.bench.collectives.benchmark import CollectivesResult, LevelFit, Measurement
+from hpc_train.bench.collectives.collectives import CollectivesResult, LevelFit, Measurement
 
 _OUR_ALGORITHMS = {"ring": "ring (ours)", "tree": "tree (ours)"}
 

@@ -40,13 +40,13 @@ def checkpoint_command(options: CheckpointBenchOptions, as_json: bool, plot: Pat
                 settings.append(found)
     result = CheckpointBenchResult(options, settings, os.cpu_count() or 1)
     if plot is not None:
-        from hpc_train.bench.checkpoint.output import plot_checkpoint_result
+        from hpc_train.bench.checkpoint.checkpoint_output import plot_checkpoint_result
 
         plot_checkpoint_result(result, plot)
     if as_json:
         print(result.to_json())
     else:
-        from hpc_train.bench.checkpoint.output import print_checkpoint_result
+        from hpc_train.bench.checkpoint.checkpoint_output import print_checkpoint_result
 
         print_checkpoint_result(result)
     return EXIT_DONE
