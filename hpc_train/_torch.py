@@ -146,7 +146,7 @@ def shard_offset(tensor: DTensor) -> tuple[int, ...]:
 
 
 def shard_rectangle(tensor: DTensor, at: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of what the rank at this coordinate of its mesh holds of a DTensor.
+    """Return (shape, offset) of what the rank at this coordinate of its mesh holds of a DTensor.
 
     torch has no public way to ask a DTensor which part of the whole its local tensor is. Its private one is wrong where
     fully_shard has cut shards of unequal size that lie on another axis already: that is a _StridedShard, private too,
@@ -163,12 +163,15 @@ def shard_rectangle(tensor: DTensor, at: tuple[int, ...]) -> tuple[tuple[int, ..
 
 
 def cut_dimension(how: Placement) -> int | None:
-    """The dimension of a DTensor that a mesh axis cuts; None: none. Private because a _StridedShard is."""
+    """Return the dimension of a DTensor that a mesh axis cuts; None if it cuts none.
+
+    Private because a _StridedShard is.
+    """
     return how.dim if isinstance(how, (Shard, _StridedShard)) else None
 
 
 def pretend_group(rank: int, ranks: int) -> None:
-    """A default process group of any size in this process alone, whose collectives return at once and move nothing.
+    """Make a default process group of any size in this process alone; its collectives return at once and move nothing.
 
     Private because torch has it for its own tests.
     """
@@ -222,7 +225,7 @@ def graph_breaks() -> dict[str, int]:
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Several axes of a mesh as one, which its root mesh then knows by `name` too; every rank of the job calls it.
+    """Join several axes of a mesh into one, which its root mesh then knows by `name` too. A collective.
 
     Private because torch has no public way to reduce over two axes at once. The same call twice is harmless.
     """
@@ -230,7 +233,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def split_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """One axis of a mesh as several, outermost first; every rank of the job calls it.
+    """Split one axis of a mesh into several, outermost first; every rank of the job calls it.
 
     Private because torch has no public way to cut an axis within the mesh whose other axes stay in use.
     """
@@ -298,7 +301,7 @@ def has_flash_attention(q: Tensor) -> bool:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(attention, log-sum-exp of the scores (B, heads, T)); k and v may have fewer heads.
+    """Return (attention, log-sum-exp of the scores (B, heads, T)); k and v may have fewer heads.
 
     Private because the public function keeps the log-sum-exp to itself, without which blocks cannot be merged.
     """
@@ -312,7 +315,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 def flash_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of flash_attention. Private as that is; out and lse may be those over more keys than k."""
+    """Return (dq, dk, dv) of flash_attention. Private as that is; out and lse may be those over more keys than k."""
     if q.device.type == "cpu":
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = backward(grad, q, k, v, out, lse, 0.0, causal)

@@ -153,6 +153,7 @@ def _list_optimizers(optimizers: Optimizers) -> list[Optimizer]:
 
 def _unwrap(optimizer: Optimizer) -> Optimizer:
     """Return torch's optimizer inside those of Lightning and Accelerate, whose `step` may do nothing."""
+    # Both keep torch's own optimizer under this name.
     inner = getattr(optimizer, "optimizer", None)
     return _unwrap(inner) if isinstance(inner, Optimizer) else optimizer
 
@@ -165,6 +166,7 @@ def _make_tensor(key: object, name: str, value: object, parameter: nn.Parameter)
         raise UserError(
             f"optimizer state {key!r} of {name!r} is a {type(value).__name__}; only tensors and numbers can be saved"
         )
+    # One element, such as a step count, is the same on all ranks; more could be of any part.
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
         raise UserError(
             f"optimizer state {key!r} of {name!r} is a plain tensor, but the parameter is split: which part of the "

@@ -176,6 +176,7 @@ def _find_islands(ids: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[
     island = {name: name for name in ids}
     for a, b in pairs:
         old, new = island[b], island[a]
+        # A node has at most some tens of GPUs, so no union-find is needed.
         island = {name: new if of == old else of for name, of in island.items()}
     groups: dict[str, list[str]] = {}
     for name in ids:

@@ -33,7 +33,7 @@ from hpc_train.errors import UserError
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> RunConfig:
-    """The run that conf/ and the overrides describe, checked and read-only.
+    """Compose the run that conf/ and the overrides describe, checked and read-only.
 
     config_dir: a folder laid out as conf/, whose options are added to the shipped ones.
     Raises UserError, in one line, for anything in the overrides or the files that is wrong.
@@ -42,7 +42,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Run
 
 
 def config_from_dict(container: dict[str, Any]) -> RunConfig:
-    """The run that `to_container` wrote, checked and read-only: no file of conf/ is read again."""
+    """Return the run that `config_to_dict` wrote, checked and read-only: no file of conf/ is read again."""
     kinds = {group: {kind.kind: kind for kind in types.values()} for group, types in SCHEMAS.items()}
     schema = OmegaConf.structured(RunConfig)
     chosen = {group: kinds[group][container[group]["kind"]] for group in SCHEMAS}
@@ -50,7 +50,7 @@ def config_from_dict(container: dict[str, Any]) -> RunConfig:
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Plain dictionaries, lists and scalars, for YAML or JSON."""
+    """Return a config as plain dictionaries, lists and scalars, for YAML or JSON."""
     plain = asdict(config)
     if "${" in repr(plain):  # built in Python, with defaults that refer to the environment
         with refuse_secret_variables():
@@ -61,12 +61,12 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def config_to_yaml(config: RunConfig) -> str:
-    """The config as a YAML text."""
+    """Return the config as a YAML text."""
     return OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config)))
 
 
 def list_options(group: str, config_dir: str | None = None) -> list[str]:
-    """Names that `group=` accepts, the shipped ones and those of config_dir."""
+    """List the names that `group=` accepts, the shipped ones and those of config_dir."""
     return list(option_files(group, config_dir))
 
 
@@ -108,7 +108,7 @@ def _search_path(config_dir: str | None) -> list[str]:
 def _diagnose(
     error: Exception, groups: list[Override], values: list[Override], extra: list[str], config_dir: str | None
 ) -> str:
-    """Which is wrong: the files, shown by composing the group choices alone, or one of the values."""
+    """Find out what is wrong: the files, shown by composing the group choices alone, or one of the values."""
     try:
         lines = [item.input_line for item in groups if item.input_line]
         base = hydra_compose("config", overrides=[*extra, *lines])
@@ -163,7 +163,7 @@ def fill_hybrid_sharding(config: RunConfig) -> None:
 
 
 def _fast_neighbours(config: RunConfig) -> tuple[int | None, str]:
-    """(ranks that reach each other fast, what holds them); None: all."""
+    """Return (ranks that reach each other fast, what holds them); None: all."""
     node = config.cluster.node
     if node.nvlink_domain_gpus:
         return node.nvlink_domain_gpus * config.cluster.ranks_per_node // max(node.gpus, 1), "an NVLink domain"
@@ -222,7 +222,7 @@ def _cause(error: BaseException) -> OmegaConfBaseException | None:
 
 
 def _key(cause: OmegaConfBaseException) -> str:
-    """Dotted, as an override has it: optim.betas[1] is optim.betas.1."""
+    """Return a key with dots, as an override has it: optim.betas[1] is optim.betas.1."""
     return re.sub(r"\[(\w+)\]", r".\1", str(getattr(cause, "full_key", None) or ""))
 
 

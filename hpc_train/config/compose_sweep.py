@@ -73,7 +73,7 @@ class Composer:
     _bases: dict[Overrides, _Base | None] = field(default_factory=dict)
 
     def compose(self, words: Overrides) -> RunConfig:
-        """The run of these overrides. Raises UserError as `compose` does."""
+        """Compose the run of these overrides. Raises UserError as `compose` does."""
         keys = {text.partition("=")[0].lstrip("+~") for text in words}
         quick = [text for text in words if self._is_quick(text, keys)]
         base = self._base(tuple(text for text in words if text not in quick)) if quick else None
@@ -96,7 +96,7 @@ class Composer:
         return not any(other != key and (other.startswith(f"{key}.") or key.startswith(f"{other}.")) for other in keys)
 
     def _base(self, rest: Overrides) -> _Base | None:
-        """None where it cannot be composed without the swept values."""
+        """Compose the run without the swept values; None where that cannot be done."""
         if rest not in self._bases:
             self._bases[rest] = None
             with suppress(UserError):
@@ -106,7 +106,7 @@ class Composer:
 
 @cache
 def _parse_single_run(text: str) -> Any:
-    """None for what is no override of a single run."""
+    """Parse the overrides of a single run; None for anything else."""
     found, wrong = overrides.parse_overrides([text])
     item: Override | None = None if wrong else found[0]
     return item

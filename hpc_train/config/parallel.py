@@ -247,7 +247,7 @@ class Degrees:
 
 
 def requested_degrees(config: ParallelConfig) -> dict[str, int]:
-    """The degrees as asked for, with the strategy's defaults filled in; at most one is -1.
+    """Return the degrees as asked for, with the strategy's defaults filled in; at most one is -1.
 
     Raises UserError for a degree of 0 and for more than one -1.
     """
@@ -307,5 +307,5 @@ def reduce_replicas(config: ParallelConfig, ranks: int, world: int) -> ParallelC
 
 
 def smallest_world(config: ParallelConfig) -> int:
-    """The fewest ranks that the degrees as asked for can run on."""
+    """Return the fewest ranks that the degrees as asked for can run on."""
     return math.prod(value for value in requested_degrees(config).values() if value != -1)

@@ -55,14 +55,17 @@ class Experts(nn.Module):
 
 
 def _multiply_grouped(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
-    """All experts by torch's grouped products, which do not wait for the device to know the counts."""
+    """Multiply with all experts by torch's grouped products, which do not wait for the device to know the counts."""
     ends = counts.cumsum(0).to(torch.int32)
     hidden = F.silu(F.grouped_mm(x, gate, offs=ends)) * F.grouped_mm(x, up, offs=ends)
     return F.grouped_mm(hidden, down, offs=ends)
 
 
 def _multiply_each(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: list[int]) -> Tensor:
-    """One expert after another. Without rows the first one computes nothing, so that every weight has a gradient."""
+    """Multiply with one expert after another.
+
+    Without rows the first one computes nothing, so that every weight has a gradient.
+    """
     outputs = []
     weights = zip(gate.unbind(), up.unbind(), down.unbind(), torch.split(x, counts), strict=True)
     for index, (gate_of, up_of, down_of, rows) in enumerate(weights):

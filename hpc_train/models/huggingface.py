@@ -103,7 +103,7 @@ _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 def find_model_family(config: ModelConfig) -> str:
-    """The library's model that has this shape, such as llama or gpt2. Raises UserError if none has."""
+    """Find the library's model that has this shape, such as llama or gpt2. Raises UserError if none has."""
     if isinstance(config, VisionTransformerConfig):
         return "vit"
     if isinstance(config, TransformerConfig):
@@ -123,7 +123,7 @@ def find_model_family(config: ModelConfig) -> str:
 
 
 def _find_expert_family(config: TransformerConfig) -> str:
-    """mixtral, qwen3_moe or olmoe, by the norm of queries and keys. Raises UserError for what none of them computes."""
+    """Return mixtral, qwen3_moe or olmoe, by the norm of queries and keys. Raises UserError if none of them fits."""
     experts, plain = config.experts, ExpertsConfig()
     dense = config.positions != "rotary" or config.norm != "rmsnorm" or config.activation != "swiglu"
     others = ("shared", "first_dense", "gate", "scale", "groups", "balance_bias", "capacity_factor")
@@ -162,7 +162,7 @@ def _check_deepseek(config: TransformerConfig) -> str:
 
 
 def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
-    """Our state dict from the library's, by the names in its files. Tensors may share memory with `state`.
+    """Make our state dict from the library's, by the names in its files. Tensors may share memory with `state`.
 
     A copy of a tied embedding under the name of the head is dropped. UserError for a name that the family lacks.
     """
@@ -219,7 +219,7 @@ class _Stacks:
 
 
 def _unstack_experts(state: Mapping[str, Tensor], kind: str) -> tuple[State, State]:
-    """(the weights of single experts under the library's names, all other weights under ours)."""
+    """Return (the weights of single experts under the library's names, all other weights under ours)."""
     names = {ours: theirs for theirs, ours in _MATRICES.get(kind, _QWEN_MATRICES).items()}
     single, rest = State(), State()
     for name, tensor in state.items():
@@ -236,7 +236,7 @@ def _unstack_experts(state: Mapping[str, Tensor], kind: str) -> tuple[State, Sta
 
 
 def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
-    """The library's state dict, as in its files, from ours: a tied head is not in it."""
+    """Make the library's state dict, as in its files, from ours: a tied head is not in it."""
     kind = find_model_family(config)
     table = {ours: theirs for theirs, ours in _TABLES[kind].items()}
     out, rest = _unstack_experts(state, kind)
@@ -264,7 +264,7 @@ def _full_name(name: str, kind: str) -> str:
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """(module, .weight or .bias), or (name, nothing) for a parameter that no module of its own holds."""
+    """Return (module, .weight or .bias), or (name, nothing) for a parameter that no module of its own holds."""
     module, _, last = name.rpartition(".")
     return (module, f".{last}") if last in ("weight", "bias") else (name, "")
 
@@ -284,7 +284,7 @@ def _is_tied(config: ModelConfig) -> bool:
 
 
 def _fuse_qkv(state: Mapping[str, Tensor]) -> State:
-    """The state with each q, k and v put into one qkv, in that order."""
+    """Return the state with each q, k and v put into one qkv, in that order."""
     out = State()
     for name, tensor in state.items():
         match = re.fullmatch(r"(.*\.attention\.)([qkv])(\.\w+)", name)

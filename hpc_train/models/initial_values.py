@@ -46,7 +46,7 @@ class Initialised(Protocol):
     """A model that has its own initial values."""
 
     def init_rule(self, name: str) -> Normal:
-        """The distribution that the parameter `name` is drawn from."""
+        """Return the distribution that the parameter `name` is drawn from."""
 
 
 def gpt2_init_rule(name: str, std: float, layers: int) -> Normal:
@@ -61,7 +61,7 @@ def gpt2_init_rule(name: str, std: float, layers: int) -> Normal:
 
 
 def whole_region(parameter: Tensor) -> Region:
-    """The region of a parameter that is not sharded."""
+    """Return the region of a parameter that is not sharded."""
     assert not hasattr(parameter, "placements"), "a sharded parameter needs its own `region`"
     return Region(tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())
 
@@ -88,7 +88,7 @@ def initialise_parameters(module: nn.Module, seed: int, region: Callable[[Tensor
 def draw_values(
     rule: Normal, seed: int, name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
 ) -> Tensor:
-    """The rectangle `size` at `offset` of the parameter `name` of `shape`, float32, on the CPU.
+    """Draw the rectangle `size` at `offset` of the parameter `name` of `shape`, float32, on the CPU.
 
     Whole chunks of rows are drawn, so that the cost is that of the rows that the rectangle touches.
     """

@@ -46,7 +46,7 @@ stands for the heads."""
 def compute_inverse_frequencies(
     config: TransformerConfig, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Angle per position of each pair of channels, (head_dim / 2,): theta^(-2i / head_dim), scaled if so configured."""
+    """Return the angle a position of each pair of channels, (head_dim / 2,): theta^(-2i / head_dim), scaled if asked."""
     exponent = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
     frequencies = 1.0 / (config.rope_theta**exponent)
     return _scale_llama3(frequencies, config.rope_factor) if config.rope_scaling == "llama3" else frequencies
@@ -60,7 +60,7 @@ def _scale_llama3(frequencies: Tensor, factor: float) -> Tensor:
 
 
 def make_rotary_table(config: TransformerConfig, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-    """The table for `positions` (T,) or (B, T), in float64 for a float64 model and in float32 for any other."""
+    """Make the table for `positions` (T,) or (B, T), in float64 for a float64 model and in float32 for any other."""
     wide = torch.promote_types(dtype, torch.float32)
     frequencies = compute_inverse_frequencies(config, head_dim, wide, positions.device)
     angles = positions.to(wide).unsqueeze(-1) * frequencies
@@ -200,7 +200,7 @@ class GELU(nn.Module):
 
 
 def make_feed_forward(hidden: int, width: int, activation: str, *, bias: bool) -> nn.Module:
-    """The layer for an activation of conf/model: swiglu, gelu or gelu_tanh."""
+    """Make the layer for an activation of conf/model: swiglu, gelu or gelu_tanh."""
     if activation == "swiglu":
         return SwiGLU(hidden, width, bias=bias)
     assert activation in ("gelu", "gelu_tanh"), activation
@@ -229,12 +229,12 @@ class Block(nn.Module):
 
 
 def list_block_names(layers: int) -> list[str]:
-    """Module names of all blocks of a model, in order."""
+    """List the module names of all blocks of a model, in order."""
     return [f"layers.{index}" for index in range(layers)]
 
 
 def get_block_index(name: str) -> int:
-    """Index, from 0, of the block of this name in the whole model."""
+    """Return the index, from 0, of the block of this name in the whole model."""
     return int(name.removeprefix("layers."))
 
 
@@ -247,12 +247,12 @@ def find_stage_ends(names: list[str], layers: int) -> tuple[bool, bool]:
 
 
 def make_stage_blocks(names: list[str], make: Callable[[str], Block]) -> nn.ModuleDict:
-    """The blocks `names`, each made from its name, whose parameters keep the names they have in the whole model."""
+    """Make the blocks `names`, each from its name, whose parameters keep the names they have in the whole model."""
     return nn.ModuleDict({name.removeprefix("layers."): make(name) for name in names})
 
 
 def match_tensor_plan(plan: dict[str, str], module: nn.Module) -> dict[str, str]:
-    """The lines of a plan that match a module here: a stage and a variant of a model lack some."""
+    """Return the lines of a plan that match a module here: a stage and a variant of a model lack some."""
     names = [name for name, _ in module.named_modules()]
     return {glob: how for glob, how in plan.items() if any(fnmatchcase(name, glob) for name in names)}
 

@@ -30,7 +30,7 @@ def register(name: str) -> Callable[[F], F]:
 
 
 def build_model(config: ModelConfig, seed: int = 0) -> nn.Module:
-    """The module that `config` describes, on torch's default device (build under torch.device("meta") to defer memory).
+    """Build the module that `config` describes, on torch's default device (torch.device("meta"): without memory).
 
     A transformer and a vision transformer get their values from `init.initialise` later. A custom module and a model of
     transformers draw their own in the constructor, under torch's generators seeded with `seed`, so that all ranks draw

@@ -15,20 +15,20 @@ from hpc_train.errors import UserError
 
 
 def compute_head_dim(config: TransformerConfig) -> int:
-    """Width of one attention head: of its queries and keys."""
+    """Return the width of one attention head: of its queries and keys."""
     if has_latent_attention(config):
         return config.latent.nope_head_dim + config.latent.rope_head_dim
     return config.head_dim or config.hidden // config.heads
 
 
 def compute_mean_head_dim(config: TransformerConfig) -> float:
-    """Mean of the width of a key and that of a value."""
+    """Return the mean of the width of a key and that of a value."""
     width = compute_head_dim(config)
     return (width + config.latent.value_head_dim) / 2 if has_latent_attention(config) else width
 
 
 def compute_rotary_dim(config: TransformerConfig) -> int:
-    """Width of the part of a head that rotary positions turn."""
+    """Return the width of the part of a head that rotary positions turn."""
     return config.latent.rope_head_dim if has_latent_attention(config) else compute_head_dim(config)
 
 
@@ -38,12 +38,12 @@ def has_latent_attention(config: TransformerConfig) -> bool:
 
 
 def count_kv_heads(config: TransformerConfig) -> int:
-    """Key and value heads."""
+    """Return the number of key and value heads."""
     return config.kv_heads or config.heads
 
 
 def count_vit_tokens(config: VisionTransformerConfig) -> int:
-    """Patches of an image, and the class token."""
+    """Return the number of tokens of an image: its patches, and the class token."""
     return (config.image_size // config.patch_size) ** 2 + 1
 
 
@@ -56,7 +56,7 @@ def check_shape(config: ModelConfig) -> None:
 
 
 def check_transformer(config: TransformerConfig) -> None:
-    """check_shape of a transformer."""
+    """Check the shape of a transformer; see check_shape."""
     if has_latent_attention(config):
         _check_latent_attention(config)
     elif config.latent != LatentConfig():
@@ -137,17 +137,17 @@ def has_experts(config: TransformerConfig, layer: int) -> bool:
 
 
 def count_expert_layers(config: TransformerConfig) -> int:
-    """Blocks whose feed-forward layer is a mixture of experts."""
+    """Count the blocks whose feed-forward layer is a mixture of experts."""
     return sum(has_experts(config, layer) for layer in range(config.layers))
 
 
 def compute_expert_width(config: TransformerConfig) -> int:
-    """Width of one routed expert."""
+    """Return the width of one routed expert."""
     return config.experts.feed_forward or config.feed_forward
 
 
 def check_vit(config: VisionTransformerConfig) -> None:
-    """check_shape of a vision transformer."""
+    """Check the shape of a vision transformer; see check_shape."""
     _check_divides("heads", config.heads, "hidden", config.hidden, "a head takes an equal part of it")
     why = "an image is cut into whole patches"
     _check_divides("patch_size", config.patch_size, "image_size", config.image_size, why)
@@ -159,7 +159,7 @@ def _check_divides(part: str, divisor: int, key: str, value: int, why: str) -> N
 
 
 def count_parameters(config: ModelConfig) -> int | None:
-    """Parameters of the model, a tied embedding counted once; None for a custom model, whose shape only it knows."""
+    """Count the parameters of the model, a tied embedding once; None for a custom model, whose shape only it knows."""
     if isinstance(config, TransformerConfig):
         return _transformer_parameters(config)
     if isinstance(config, VisionTransformerConfig):
@@ -177,7 +177,7 @@ def _attention(hidden: int, heads: int, groups: int, width: int, bias: bool) -> 
 
 
 def _attention_weights(config: TransformerConfig, bias: bool) -> int:
-    """Parameters of the linear layers of one attention."""
+    """Count the parameters of the linear layers of one attention."""
     if has_latent_attention(config):
         return _latent_attention_weights(config)
     return _attention(config.hidden, config.heads, count_kv_heads(config), compute_head_dim(config), bias)
@@ -186,6 +186,7 @@ def _attention_weights(config: TransformerConfig, bias: bool) -> int:
 def _latent_attention_weights(config: TransformerConfig) -> int:
     latent, hidden, queries = config.latent, config.hidden, config.heads * compute_head_dim(config)
     query = hidden * queries if latent.q_rank is None else latent.q_rank * (hidden + queries)
+    # One product makes the latent of keys and values, and the part of the keys that all heads share.
     narrow = hidden * (latent.kv_rank + latent.rope_head_dim)
     expanded = latent.kv_rank * config.heads * (latent.nope_head_dim + latent.value_head_dim)
     return query + narrow + expanded + config.heads * latent.value_head_dim * hidden
@@ -198,13 +199,13 @@ def _dense_feed_forward(config: TransformerConfig, bias: bool) -> int:
 
 
 def _expert_feed_forward(config: TransformerConfig, routed: int) -> int:
-    """Parameters of a router, of `routed` experts and of the shared ones."""
+    """Count the parameters of a router, of `routed` experts and of the shared ones."""
     experts = config.experts
     return config.hidden * (experts.count + 3 * compute_expert_width(config) * (routed + experts.shared))
 
 
 def _blocks(config: TransformerConfig, bias: bool, routed: int) -> int:
-    """Parameters of the linear layers of all blocks, with `routed` experts in each layer that has any."""
+    """Count the parameters of the linear layers of all blocks, with `routed` experts in each layer that has any."""
     sparse = count_expert_layers(config)
     dense = (config.layers - sparse) * _dense_feed_forward(config, bias)
     mixed = sparse * _expert_feed_forward(config, routed) if sparse else 0
@@ -212,10 +213,11 @@ def _blocks(config: TransformerConfig, bias: bool, routed: int) -> int:
 
 
 def _query_key_norms(config: TransformerConfig) -> int:
-    """Parameters of the norms inside of one attention."""
+    """Count the parameters of the norms inside of one attention."""
     if has_latent_attention(config):
         return config.latent.kv_rank + (config.latent.q_rank or 0)
     width = compute_head_dim(config)
+    # One norm over a head is shared by all heads; a full one has a weight for every channel.
     heads = {"none": 0, "head": 2, "full": config.heads + count_kv_heads(config)}[config.query_key_norm]
     return heads * width
 
@@ -244,7 +246,7 @@ def _vit_parameters(config: VisionTransformerConfig) -> int:
 
 
 def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
-    """Model FLOPs of forward and backward for one target: what MFU is computed from, recomputation not counted.
+    """Compute the model FLOPs of forward and backward for one target, without recomputation; MFU is computed from them.
 
     Transformer, a token of a sequence of T = sequence_length (Chowdhery et al. 2022, arXiv:2204.02311, appendix B,
     with the causal half):

@@ -89,7 +89,7 @@ class Tuning:
         return sum(trial.minutes for trial in self.trials) * self.ranks
 
     def run(self) -> Trial:
-        """Search; returns the best trial. Raises UserError if the settings as given do not run."""
+        """Try one change after another; returns the best trial. Raises UserError if the settings given do not run."""
         best = self._try({}, None)
         if best.failure:
             raise UserError(f"the settings as given do not run: {best.failure}")

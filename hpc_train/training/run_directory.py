@@ -82,11 +82,14 @@ class RunDirectory:
         return self.logs(attempt) / f"steps-node-{node}.bin"
 
     def requeue_marker(self, attempt: int) -> Path:
-        """Left by the ranks when they have saved and stopped on purpose; the batch script then requeues the job."""
+        """Return the marker of ranks that have saved and stopped on purpose; the batch script then requeues the job."""
         return self.logs(attempt) / "requeue"
 
     def done_marker(self, attempt: int) -> Path:
-        """Left by rank 0 after the last step, since srun may exit with 0 also when a time limit ended its step."""
+        """Return the marker that rank 0 leaves after the last step.
+
+        srun may exit with 0 also when a time limit ended its step, so its exit code does not say that a run is done.
+        """
         return self.logs(attempt) / "done"
 
     def steps(self) -> list[int]:

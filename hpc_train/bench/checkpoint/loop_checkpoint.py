@@ -173,7 +173,7 @@ def measure_sides(world: World, options: LoopCheckpointOptions) -> dict[str, Any
 
 
 def _summarise_ratios(theirs: list[float], ours: list[float]) -> dict[str, float]:
-    """Median, smallest and largest ratio of the rounds."""
+    """Return the median, smallest and largest ratio of the rounds."""
     ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
     return {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
 

@@ -156,6 +156,7 @@ class _Reader:
         return int(value)
 
     def _line(self) -> str:
+        # Bounded: without it a pickle without line feeds would be searched to its end for each opcode.
         end = self._data.index(b"\n", self.at, self.at + 1000)
         text, self.at = self._data[self.at : end].decode(), end + 1
         return text
@@ -201,6 +202,8 @@ class _Reader:
             raise ForbiddenError("a name that is not text")
         if (module, name) not in self._allowed:
             raise ForbiddenError(f"Unsupported global: {_printable(module)}.{_printable(name)}")
+        # One object for a name, however often it comes: pickles of large models name the same functions a million
+        # times.
         self._push(self._names.setdefault((module, name), PickledName(module, name)))
 
     def _call(self, function: Any, args: Any) -> None:
@@ -242,7 +245,7 @@ class _Reader:
         self._stack.append(self._take(size).decode())
 
     def _old_text(self, size: int) -> None:
-        """A string of Python 2."""
+        """Push a string of Python 2."""
         self._stack.append(self._take(size).decode("latin-1"))
 
 

@@ -46,6 +46,7 @@ def open_foreign_file(path: Path) -> Iterator[BinaryIO]:
 
     Links are followed: model hubs keep their files behind them. Raises OSError where the file cannot be opened.
     """
+    # O_NONBLOCK: opening a named pipe would otherwise wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -203,6 +204,7 @@ def _find_places(file: FilePart, keys: list[str], begin: int, item_sizes: dict[s
     found: dict[str, ByteSpan] = {}
     for key in keys:
         (count,) = _COUNT.unpack(file.read(begin, _COUNT.size))
+        # The file gives elements, not bytes; their type is only in the pickle before.
         size = count * item_sizes.get(key, 1)
         begin += _COUNT.size
         if not 0 <= size <= file.size - begin:

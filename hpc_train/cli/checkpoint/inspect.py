@@ -151,7 +151,7 @@ PROVENANCE_PARTS = ("copy", "prepare", "write", "agree", "commit")
 
 
 def provenance_fields(manifest: Manifest) -> dict[str, Any]:
-    """`origin` and `times` of its manifest; None for what an earlier release, or no training, has written."""
+    """Return `origin` and `times` of its manifest; None for what an earlier release, or no training, has written."""
     origin, times = manifest.origin, manifest.times
     return {
         "origin": None if origin is None else encode_provenance(origin),
@@ -362,7 +362,7 @@ def writers_of(name: str) -> int:
 
 
 def _files(facts: dict[str, Any]) -> str:
-    """`8 files`, or `2 files of 4 ranks each`, or `3 files of 1 to 4 ranks`."""
+    """Describe the files: `8 files`, or `2 files of 4 ranks each`, or `3 files of 1 to 4 ranks`."""
     ranks, files = sorted({file["ranks"] for file in facts["files"]}), f"{len(facts['files'])} files"
     if not ranks or ranks[-1] == 1:
         return files

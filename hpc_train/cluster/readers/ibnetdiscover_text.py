@@ -113,7 +113,7 @@ class _Parser:
             raise self._make_error(line, number)
 
     def _is_aside(self, line: str) -> bool:
-        """Headings, what a terminal adds; before the first record also anything that is part of none."""
+        """Whether a line is a heading or a terminal's; before the first record also anything that is part of none."""
         if _ASSIGNMENT.fullmatch(line) or _GROUPING.fullmatch(line):
             return True
         if _SIMULATOR.fullmatch(line):

@@ -327,7 +327,7 @@ def _split_by_header(row: _RowLayout, columns: MatrixColumns) -> tuple[str, str]
 
 
 def _split_by_stops(row: _RowLayout) -> tuple[str, str] | None:
-    """Spaces where a terminal expanded the driver's tabs: from stop to stop, how many tabs there were."""
+    """Split at spaces where a terminal expanded the driver's tabs: from stop to stop, how many tabs there were."""
     expanded = _expand_tabs(row)
     if expanded is None:
         return None

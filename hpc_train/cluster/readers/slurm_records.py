@@ -30,7 +30,7 @@ class KeyValueRecord:
     values: dict[str, str]
 
     def name(self) -> str:
-        """The single name that the first key gives."""
+        """Return the single name that the first key gives."""
         return check_single_name(self.values[self.first], f"{self.file}:{self.line}: {self.first}=")
 
     def list(self, key: str) -> tuple[str, ...]:

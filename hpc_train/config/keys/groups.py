@@ -65,7 +65,7 @@ def option_files(group: str, config_dir: str | None = None) -> dict[str, Travers
 
 
 def option_type(group: str, option: str, config_dir: str | None = None) -> type | None:
-    """The type that an option of `model` or `data` builds on; None if its file names none."""
+    """Return the type that an option of `model` or `data` builds on; None if its file names none."""
     file = option_files(group, config_dir).get(option)
     named = [name for name in _defaults(file) if isinstance(name, str)] if file else []
     return next((SCHEMAS[group][name] for name in named if name in SCHEMAS.get(group, {})), None)

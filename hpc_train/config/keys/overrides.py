@@ -29,7 +29,7 @@ _SHOWN = 3
 
 
 def suggest_names(word: str, choices: Iterable[str]) -> str:
-    """Did you mean X (or Y, where both are as near); where nothing is near, the choices themselves."""
+    """Suggest the nearest names (did you mean X?); where nothing is near, list the choices."""
     choices = sorted(choices)
     near = difflib.get_close_matches(word, choices, n=_SHOWN, cutoff=0.5)
     if not near:
@@ -75,7 +75,7 @@ def _explain_malformed(text: str) -> str:
 
 
 def _explain_refused(item: Override, text: str) -> str | None:
-    """Forms of Hydra's that mean nothing for a run, or would change it without a word."""
+    """Explain forms of Hydra's that mean nothing for a run, or would change it without a word."""
     group = item.key_or_group
     if item.is_sweep_override():
         quote = "give one value, or quote it if it is a text with commas"
@@ -100,7 +100,7 @@ def split_groups(overrides: Sequence[Override]) -> tuple[list[Override], list[Ov
 
 
 def find_wrong_choice(groups: Iterable[Override], options: ListOptions) -> str | None:
-    """The first group choice that does not exist."""
+    """Find the first group choice that does not exist."""
     for item in groups:
         have, value = options(item.key_or_group), item.value()
         if value is None and item.key_or_group == "experiment":
@@ -112,7 +112,7 @@ def find_wrong_choice(groups: Iterable[Override], options: ListOptions) -> str |
 
 
 def find_wrong_key(values: Iterable[Override], config: DictConfig) -> str | None:
-    """The first component of a key that the composed config does not have."""
+    """Find the first component of a key that the composed config does not have."""
     for item in values:
         if item.is_add():
             continue
@@ -132,7 +132,7 @@ def find_wrong_key(values: Iterable[Override], config: DictConfig) -> str | None
 
 
 def _suggest_key(component: str, node: DictConfig, root: DictConfig) -> str:
-    """A key of this name elsewhere (lr is optim.lr), else one like it here."""
+    """Suggest a key of this name elsewhere (lr is optim.lr), else one like it here."""
     elsewhere = [key for key in _keys(root) if key.split(".")[-1] == component]
     if elsewhere and len(elsewhere) <= _SHOWN:
         return did_you_mean(elsewhere)
@@ -148,7 +148,7 @@ def _keys(node: DictConfig, path: str = "") -> Iterator[str]:
 
 
 def find_unknown_field(config: Any, path: str = "") -> str | None:
-    """The first attribute that is no field of its dataclass: what `+key=value` adds where nothing reads it."""
+    """Find the first attribute that is no field of its dataclass: what `+key=value` adds where nothing reads it."""
     names = {item.name for item in fields(config)}
     for name, value in vars(config).items():
         if name not in names and name != SEALED_ATTRIBUTE:
@@ -162,7 +162,7 @@ MICRO_BATCH = "train.micro_batch"
 
 
 def explicit_settings(config: RunConfig, overrides: Sequence[str]) -> list[str]:
-    """Keys below `parallel`, and train.micro_batch, that an override names or a file has changed; sorted.
+    """List the keys below `parallel`, and train.micro_batch, that an override names or a file has changed; sorted.
 
     A degree of -1, what is left, is not given: it is for the planner to say.
     """
@@ -174,7 +174,7 @@ def explicit_settings(config: RunConfig, overrides: Sequence[str]) -> list[str]:
 
 
 def chosen_parallel_option(overrides: Sequence[str]) -> str | None:
-    """The last option of the group `parallel` that the overrides choose."""
+    """Return the last option of the group `parallel` that the overrides choose."""
     options = [value for key, _, value in (text.partition("=") for text in overrides) if key == "parallel"]
     return options[-1] if options else None
 

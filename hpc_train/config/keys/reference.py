@@ -44,7 +44,7 @@ class KeyReference:
 
 
 def list_keys() -> list[KeyReference]:
-    """All keys of a run, in the order of the schema; keys of one kind of model or data follow those of all kinds."""
+    """List all keys of a run, in the order of the schema; those of one kind of model or data follow those of all kinds."""
     return list(_list_keys())
 
 
@@ -75,7 +75,7 @@ def _suggest_keys(key: str, keys: list[KeyReference]) -> str:
 
 
 def related_keys(item: KeyReference) -> list[str]:
-    """Keys that the meaning of `item` names, and keys whose meaning names `item`."""
+    """List the keys that the meaning of `item` names, and keys whose meaning names `item`."""
     words = set(re.findall(r"[a-z_]+(?:\.[a-z_]+)+", item.meaning)) | set(re.findall(r"`([a-z_.]+)`", item.meaning))
     parent = item.key.rpartition(".")[0]
     found = []
@@ -87,12 +87,12 @@ def related_keys(item: KeyReference) -> list[str]:
 
 
 def options_of(key: str) -> list[str]:
-    """Names that `key=` accepts where it is a group of conf/, such as `model`; empty where it is none."""
+    """List the names that `key=` accepts where it is a group of conf/, such as `model`; empty where it is none."""
     return list(option_files(key)) if key in GROUPS else []
 
 
 def default_option(group: str) -> str | None:
-    """The option of a group that a run has when nothing is chosen."""
+    """Return the option of a group that a run has when nothing is chosen."""
     return default_options().get(group)
 
 

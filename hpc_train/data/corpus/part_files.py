@@ -40,7 +40,7 @@ class Progress(Protocol):
         """Begin; both in bytes of the sources."""
 
     def advance(self, size: int) -> None:
-        """Another part of this many bytes is done."""
+        """Count another part of this many bytes as done."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def _holds_user_modules(folder: Path) -> bool:
 
 
 def _editable_packages() -> Iterator[str]:
-    """Names that can be imported of distributions that pip installed as editable."""
+    """List the names that can be imported of distributions that pip installed as editable."""
     for distribution in distributions():
         text = distribution.read_text("direct_url.json") or ""
         if '"editable": true' in text and distribution.name != "hpc_train":

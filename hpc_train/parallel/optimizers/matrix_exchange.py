@@ -199,7 +199,7 @@ class MatrixExchange:
         return Round(owned, by_copy, self._route_there(own_copy), self._route_back(own_copy))
 
     def _route_there(self, matrices: Sequence[tuple[Matrix, int]]) -> _Route:
-        """Each part goes to the owner once, from the holder that is nearest to it."""
+        """Send each part to its owner once, from the holder that is nearest to it."""
         sent, received = defaultdict(list), defaultdict(list)
         for matrix, owner in matrices:
             senders = _choose_senders(matrix, owner)
@@ -210,7 +210,7 @@ class MatrixExchange:
         return _order_route(sent, received, self._ranks)
 
     def _route_back(self, matrices: Sequence[tuple[Matrix, int]]) -> _Route:
-        """Each holder gets its part."""
+        """Send each holder its part back."""
         sent, received = defaultdict(list), defaultdict(list)
         for matrix, owner in matrices:
             if (part := matrix.parts[self.rank]) is not None:

@@ -112,7 +112,7 @@ def _find_vocabulary_size(part: nn.Module, modules: Iterable[nn.Module]) -> int:
 
 
 def _check_loss(part: nn.Module, classes: int) -> None:
-    """The loss of split logits is computed here, in place of the model's: so that must be the same function."""
+    """Check that the model's loss is the cross entropy, which is computed here in its place for split logits."""
     assert isinstance(part, Model)
     logits = torch.linspace(-2.0, 2.0, 3 * classes, dtype=torch.float64).view(1, 3, classes).sin()
     target = torch.tensor([[classes - 1, IGNORED_TARGET, 0]])

@@ -21,7 +21,7 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def read_tensor_plan(part: nn.Module, *, whole_model: bool) -> dict[str, str]:
-    """Module name -> how it is split (see _KINDS), for every module that a line of the plan matches.
+    """Map module names to how each is split (see _KINDS), for every module that a line of the plan matches.
 
     whole_model: `part` is the model and not one of its stages, so every line of the plan must match a module.
     Raises UserError for a line that matches nothing, contradicts another one, or asks for what its module cannot do.

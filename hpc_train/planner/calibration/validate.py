@@ -112,6 +112,7 @@ def validate_predictions(runs: RunTable, constants: Constants, calibrated: int =
         spare |= {run.id for run in some}
         rows += predict_runs(members, calibrate_constants(some, constants))
     order = {run.id: place for place, run in enumerate(runs.runs)}
+    # Back into the order of the table; they were predicted cluster by cluster.
     rows.sort(key=lambda row: order[row.run.id])
     timed = [row for row in rows if row.run.id not in spare]
     return summarize_rows(rows, timed, runs.refused)
