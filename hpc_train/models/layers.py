@@ -46,7 +46,7 @@ stands for the heads."""
 def compute_inverse_frequencies(
     config: TransformerConfig, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the angle a position of each pair of channels, (head_dim / 2,): theta^(-2i / head_dim), scaled if asked."""
+    """Return the angle a position of each pair of channels, (head_dim / 2,): theta^(-2i / head_dim), or scaled."""
     exponent = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
     frequencies = 1.0 / (config.rope_theta**exponent)
     return _scale_llama3(frequencies, config.rope_factor) if config.rope_scaling == "llama3" else frequencies

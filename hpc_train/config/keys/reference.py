@@ -44,7 +44,7 @@ class KeyReference:
 
 
 def list_keys() -> list[KeyReference]:
-    """List all keys of a run, in the order of the schema; those of one kind of model or data follow those of all kinds."""
+    """List all keys of a run, in the order of the schema; those of one kind of model or data follow the common ones."""
     return list(_list_keys())
 
 
