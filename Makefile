@@ -28,6 +28,9 @@ SHELL_FILES := .ci/run $(wildcard hpc_train/launch/slurm/*.sh) $(addprefix slurm
 # A cluster of the tests' own, so that one in use for development is left alone.
 TEST_CLUSTER := HPC_TRAIN_DEV_CLUSTER=/var/lib/hpc_train-test-cluster
 
+# With it set, each process that a test starts would compile this package anew, which takes most of a second.
+export PYTHONDONTWRITEBYTECODE :=
+
 # The Slurm tests mostly wait: the others run beside them (tests/conftest.py), with a process a core.
 SIDE_BY_SIDE := -n $(shell expr $$(nproc) + 1) --no-loadscope-reorder
 

@@ -16,13 +16,19 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from base_configs import compose_from_base
 from hypothesis import settings
+
+from hpc_train.config import compose
 
 torch.set_num_threads(1)
 
 # An example may take as long as a busy machine makes it take.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+# Here and not in a fixture: many cases are composed while tests are collected.
+compose.hydra_compose = compose_from_base
 
 # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

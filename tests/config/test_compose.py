@@ -6,14 +6,22 @@ from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
+import hydra
 import pytest
 
+from hpc_train.config import compose as composing
 from hpc_train.config.compose import compose, config_to_yaml, list_options
 from hpc_train.config.model import TransformerConfig
 from hpc_train.errors import UserError
 
 Write = Callable[[str, str], str]
 MODEL = "defaults: [transformer_schema, _self_]\nname: mine\n"
+
+
+@pytest.fixture(autouse=True)
+def _hydra_composes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is composed from the beginning, not from a base of the session."""
+    monkeypatch.setattr(composing, "hydra_compose", hydra.compose)
 
 
 @pytest.fixture

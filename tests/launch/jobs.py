@@ -141,7 +141,7 @@ def wait_for(look: Callable[[], Any], job: Job | None = None) -> Any:
     while not (found := look()):
         assert time.monotonic() < deadline, "it did not happen"
         assert job is None or job.popen.poll() is None, f"the job ended before it happened: {job.ended()}"
-        time.sleep(0.01)
+        time.sleep(0.03)  # a look at all processes takes some milliseconds of a core
     return found
 
 

@@ -32,7 +32,7 @@ def test_a_rank_that_raises_is_shown_and_one_that_hangs_is_killed(workshop: Work
     assert "faulty: 8,448 parameters" in (logs / "task-0.log").read_text()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_is_named_and_not_its_peer(workshop: Workshop, rank: int) -> None:
     ended = workshop.train("run", *ENDLESS, faults=f"{rank}:train:3:kill")
     log = workshop.folder / f"run/logs/0/task-{rank}.log"

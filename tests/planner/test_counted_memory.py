@@ -171,13 +171,13 @@ def test_what_is_whole_between_uses_is_planned(layout: str) -> None:
         assert planned == pytest.approx(counted, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", draw_every(SPECIAL, 3))
+@pytest.mark.parametrize("layout", draw_every(SPECIAL, 5))
 def test_what_is_most_in_other_layouts_is_planned(layout: str) -> None:
     for planned, counted in _compare_run(_with_model(SPECIAL[layout])).values():
         assert planned == pytest.approx(counted, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", draw_every(DROPOUT, 4))
+@pytest.mark.parametrize("layout", draw_every(DROPOUT, 6))
 def test_masks_and_scores_of_dropout_are_planned(layout: str) -> None:
     for planned, counted in _compare_run(_with_model((*DROPOUT[layout], "model.dropout=0.1"))).values():
         assert planned == pytest.approx(counted, rel=TOLERANCE)

@@ -66,7 +66,7 @@ class Campaign:
         """Inject a fault into a rank or a node that is there."""
         kind = self.draw.choices(list(KINDS), list(KINDS.values()))[0]
         tasks = tasks_of(self.run)
-        if not tasks or (kind == "raise" and not self._has_saved()):
+        if not tasks or (kind == "raise" and not self._may_raise()):
             return
         task = self.draw.choice(sorted(tasks))
         fault = Injected(kind, time.time(), steps_done(self.run))
@@ -83,8 +83,16 @@ class Campaign:
         self.faults.append(fault)
         print(f"{time.strftime('%H:%M:%S')} step {fault.step}: {kind} (task {task})", flush=True)
 
+    def _may_raise(self) -> bool:
+        """Whether an exception ordered now comes after a save of this attempt: one before it would end the run.
+
+        While an earlier fault is not over, the order might wait for the ranks of the next attempt: a rank that is
+        stopped keeps all others from the next forward until the hang is noticed.
+        """
+        return all(fault.trained is not None for fault in self.faults) and self._has_saved()
+
     def _has_saved(self) -> bool:
-        """Whether the attempt has saved: an exception before that would come again, and ends a run."""
+        """Whether the attempt has saved."""
         kinds = [event["event"] for event in lines(self.run / "events.jsonl")]
         begins = ("start", "resume", "hang", "lost_node", "restart", "requeue")
         started = max((at for at, kind in enumerate(kinds) if kind in begins), default=len(kinds))

@@ -62,7 +62,7 @@ class Sweep:
         end = time.monotonic() + timeout
         while not true(rows := self.rows()):
             assert time.monotonic() < end, f"not within {timeout:g} s: {what}: {rows}"
-            time.sleep(0.3)
+            time.sleep(0.8)  # each look is a process, which takes a third of a second of a core
 
     def point(self, name: str) -> Path:
         return self.path / "points" / name
