@@ -15,7 +15,7 @@ RIGHT = (
     (),
     ("run_dir=/tmp/x", "train.steps=5", "train.steps=6"),
     ("model=vit_tiny", "data=digits", "optim.lr=1e-3", "optim.betas=[0.8,0.9]"),
-    ("optim.lr=0.1", "parallel=fsdp", "parallel.tp=2", "precision=fp64", "optim/schedule=linear"),
+    ("optim.lr=0.1", "parallel=fsdp", "parallel.tp=2", "precision=fp64", "optim.schedule.name=linear"),
     ("model.layers=3", "parallel.recompute.mode=full", "+launch.extra.begin=now", "++train.seed=3"),
     ("cluster.nodes=2", "launch=slurm", "cluster=dgx_h100", "model.hidden=${model.heads}"),
 )

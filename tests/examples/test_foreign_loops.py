@@ -1,6 +1,6 @@
 """The loops in examples/: killed with SIGKILL at any moment, started again, and equal to one that never stopped.
 
-Takes minutes in all, because each case starts a program of another library three times; one is drawn.
+Takes minutes in all, because each case starts a program of another library three times; two are drawn.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ CASES = [("fsdp2_loop", 2), ("accelerate_loop", 0), ("lightning_trainer", 0), ("
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", draw(CASES, CASES[:1]))
+@pytest.mark.parametrize("case", draw(CASES, CASES[:2]))
 def test_killed_at_a_random_step_and_started_again(tmp_path: Path, case: tuple[str, int]) -> None:
     loop, ranks = case
     whole, broken = tmp_path / "whole", tmp_path / "broken"

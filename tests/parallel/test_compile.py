@@ -148,7 +148,7 @@ def _rows() -> list[Any]:
     rows = [row for row in SUPPORT_TABLE if "MPI" not in row.needs and "GPUs;" not in row.needs and row.option != SYNC]
     large = {row.option for row in rows if smallest_world(Case(2, tuple(row.option.split())).config().parallel) > 2}
     drawn = {row.option for row in rows if row.option not in large}
-    drawn = set(sorted(drawn)[::10])
+    drawn = set(sorted(drawn)[::6])
     return [pytest.param(row, id=row.option, marks=() if row.option in drawn else pytest.mark.long) for row in rows]
 
 

@@ -47,7 +47,7 @@ def allows(kind: str, layout: str) -> bool:
 
 
 CASES = [f"{kind} {layout}" for kind in CONFIGS for layout in LAYOUTS if allows(kind, layout)]
-DRAWN = ("llama fsdp-2", "qwen3 pp-2-tp-2", "gemma3 cp-2", "vit ddp-2")
+DRAWN = ("llama fsdp-2", "qwen3 pp-2-tp-2", "gemma3 cp-2", "gpt2 zero1-2", "olmo2 recompute", "vit ddp-2")
 
 
 class Models:

@@ -1,4 +1,4 @@
-"""Runs that the planner's tests ask about; composed from shipped files and overrides, once each."""
+"""Runs that the planner's tests ask about; composed once each."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-from omegaconf import OmegaConf
-
-from hpc_train.config.compose import compose, config_from_dict, config_to_dict
-from hpc_train.config.keys.groups import SCHEMAS, option_files
+from hpc_train.config.compose import compose, compose_unchecked, make_typed
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.rules.check import check_support
@@ -30,29 +25,10 @@ Row = tuple[float, ...]
 
 @cache
 def run(*overrides: str) -> RunConfig:
-    """What compose(overrides) gives, without Hydra, which takes longest; a test compares them."""
+    """Compose overrides as compose does, but also settings that have no effect in a run, which it refuses."""
     if {"parallel=auto", "model=custom"} & set(overrides):
         return compose(overrides)  # what is given counts, and a part is no whole
-    pairs = [it.partition("=") for it in overrides]
-    groups = {key for key, it in _defaults().items() if isinstance(it, dict)}
-    chosen = {key: _option(key, name) for key, _, name in pairs if key in groups}
-    values = [it for it, (key, _, _) in zip(overrides, pairs, strict=True) if key not in groups]
-    whole = OmegaConf.merge(OmegaConf.create({**_defaults(), **chosen}), OmegaConf.from_dotlist(values))
-    return config_from_dict(OmegaConf.to_container(whole))  # type: ignore[arg-type]
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return config_to_dict(compose(()))
-
-
-@cache
-def _option(group: str, name: str) -> dict[str, Any]:
-    """What its file says; its schema does the rest. Some are one of several kinds, which the file names."""
-    said: dict[str, Any] = yaml.safe_load(option_files(group)[name].read_text())
-    named = said.pop("defaults", ())
-    kinds = [it.kind for schema, it in SCHEMAS.get(group, {}).items() if schema in named]
-    return {**said, "kind": kinds[0]} if kinds else said
+    return make_typed(compose_unchecked(list(overrides), None), (), None)
 
 
 def asked(*overrides: str, top: int = 10) -> Plan:
