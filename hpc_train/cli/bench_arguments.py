@@ -22,6 +22,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     _add_bubble(kinds)
     _add_collectives(kinds)
     _add_gemm(kinds)
+    _add_loss(kinds)
     _add_data(kinds)
     _add_loader(kinds)
     _add_placement(kinds)
@@ -242,6 +243,31 @@ def _add_gemm(kinds: _SubCommands) -> None:
     add_examples(
         gemm, "hpc-train bench gemm --out gemm.json", "hpc-train bench gemm --precision bf16 --max 8192 --plot gemm.png"
     )
+
+
+def _add_loss(kinds: _SubCommands) -> None:
+    loss = _add_benchmark(kinds, "loss", "compare the loss in chunks of tokens with the loss of all at once", _loss)
+    _add_number(loss, "--tokens", 2048, "tokens of a micro-batch")
+    _add_number(loss, "--hidden", 512, "width of a hidden state")
+    _add_number(loss, "--vocabulary", 32768, "size of the vocabulary")
+    _add_number(loss, "--chunk", 256, "tokens of a chunk")
+    _add_number(loss, "--rounds", 7, "rounds, in each of which both sides run once")
+    loss.add_argument("--precision", choices=("fp64", "fp32", "bf16"), default="fp32", help="format (default fp32)")
+    loss.add_argument("--count", action="store_true", help="only count memory, of shapes of any size")
+    add_json(loss)
+    add_examples(
+        loss,
+        "hpc-train bench loss",
+        "hpc-train bench loss --tokens 8192 --hidden 4096 --vocabulary 128256 --chunk 1024 --precision bf16 --count",
+    )
+
+
+def _loss(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.loss import LossBenchOptions, loss_command
+
+    a = arguments
+    options = LossBenchOptions(a.tokens, a.hidden, a.vocabulary, a.chunk, a.precision, a.rounds, a.count)
+    return loss_command(options, a.json)
 
 
 def _add_data(kinds: _SubCommands) -> None:

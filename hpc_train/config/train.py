@@ -55,6 +55,9 @@ class TrainConfig:
     loss: str | None = None
     """Loss of your own, by the name given to hpc_train.components.register_loss; None: the model's own, else cross
     entropy."""
+    loss_chunk: int = config_field(default=0, ge=0, le=1 << 30)
+    """Tokens whose logits a rank has at a time: the output layer and the loss are computed in chunks, with the same
+    result and far less memory for a large vocabulary; 0: all of a micro-batch at once. For our transformers."""
     metrics: list[str] = config_field(default=[])
     """Measures of an evaluation besides the loss: accuracy, perplexity, or names given to register_metric."""
     noise_scale: NoiseScaleConfig = config_field(default=NoiseScaleConfig)

@@ -166,6 +166,10 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
         from hpc_train.parallel.tensor.tensor_parallel import apply_tensor_parallel
 
         yield apply_tensor_parallel(part, config, world)
+    if config.train.loss_chunk:
+        from hpc_train.parallel.chunked_loss import compute_loss_in_chunks
+
+        yield compute_loss_in_chunks(part, config, world)
     if degrees.cp > 1:
         from hpc_train.parallel.context.context_parallel import apply_context_parallel
 

@@ -85,40 +85,62 @@ def sum_split_cross_entropy(logits: DTensor, target: Tensor) -> Tensor:
     (Shoeybi et al. 2019, arXiv:1909.08053, section 3): two all-reduces of one and two numbers a token.
     """
     local, first = logits.to_local().flatten(0, -2), shard_offset(logits)[-1]
-    place = torch.where(target == IGNORED_TARGET, 0, target)
-    check_on_device(((place >= 0) & (place < logits.shape[-1])).all(), "a target is not in the vocabulary")
+    check_targets(target, logits.shape[-1])
     group = logits.device_mesh.get_group()
     loss: Tensor = _SplitCrossEntropy.apply(local, target.flatten(), first, group)  # type: ignore[no-untyped-call]
     return loss
+
+
+def check_targets(target: Tensor, classes: int) -> None:
+    """Fail where a target that counts is none of the classes, without waiting for a GPU."""
+    place = torch.where(target == IGNORED_TARGET, 0, target)
+    check_on_device(((place >= 0) & (place < classes)).all(), "a target is not in the vocabulary")
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
         """Return the sum of the losses. logits: (tokens, own classes, from `first` on); target: (tokens,)."""
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        peak = wide.amax(-1)
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-        shifted = wide - peak.unsqueeze(-1)
-        mine = (target >= first) & (target < first + wide.shape[-1])
-        classes = (target - first).clamp(0, wide.shape[-1] - 1).unsqueeze(-1)
-        chosen = shifted.gather(-1, classes).squeeze(-1) * mine
-        exponentials = shifted.exp_()
-        sums = torch.stack((exponentials.sum(-1), chosen))
-        dist.all_reduce(sums, group=group)
-        normaliser, chosen = sums
-        counts = target != IGNORED_TARGET
-        ctx.save_for_backward(exponentials.div_(normaliser.unsqueeze(-1)), classes, mine, counts)
+        loss, gradient = differentiate_cross_entropy(logits, target, first, group)
+        ctx.save_for_backward(gradient, target != IGNORED_TARGET)
         ctx.dtype = logits.dtype
-        return torch.where(counts, normaliser.log() - chosen, 0).sum()
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, classes, mine, counts = ctx.saved_tensors
-        found = probabilities * (gradient * counts).unsqueeze(-1)
-        found.scatter_add_(-1, classes, -(gradient * mine).unsqueeze(-1))
-        return found.to(ctx.dtype), None, None, None
+        of_logits, counts = ctx.saved_tensors
+        return (of_logits * (gradient * counts).unsqueeze(-1)).to(ctx.dtype), None, None, None
+
+
+def differentiate_cross_entropy(
+    logits: Tensor, target: Tensor, first: int = 0, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the cross entropy over targets that count, and each token's gradient, in at least float32.
+
+    logits: (tokens, classes), of all classes, or with a group of this rank's, from `first` on. target: (tokens,).
+    The gradient, shaped as logits, is the softmax minus 1 at the target; rows of IGNORED_TARGET have no meaning.
+    """
+    wide, counts = torch.promote_types(logits.dtype, torch.float32), target != IGNORED_TARGET
+    if group is None:
+        classes = torch.where(counts, target, 0).unsqueeze(-1)
+        found = logits.log_softmax(-1, dtype=wide)
+        loss = -torch.where(counts, found.gather(-1, classes).squeeze(-1), 0).sum()
+        found.exp_()
+        return loss, found.scatter_add_(-1, classes, found.new_full((), -1.0).expand_as(classes))
+    found = logits.to(wide)
+    peak = found.amax(-1)
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    shifted = found - peak.unsqueeze(-1)
+    mine = (target >= first) & (target < first + logits.shape[-1])
+    classes = (target - first).clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+    chosen = shifted.gather(-1, classes).squeeze(-1) * mine
+    exponentials = shifted.exp_()
+    sums = torch.stack((exponentials.sum(-1), chosen))
+    dist.all_reduce(sums, group=group)
+    normaliser, chosen = sums
+    exponentials.div_(normaliser.unsqueeze(-1)).scatter_add_(-1, classes, -mine.to(wide).unsqueeze(-1))
+    return torch.where(counts, normaliser.log() - chosen, 0).sum(), exponentials
 
 
 class Totals(NamedTuple):

@@ -123,6 +123,23 @@ CASES: dict[str, Case] = {
     "ep-2-pp-2-tp-2-latent": Case(
         8, ("parallel=fsdp", "parallel.ep=2", "parallel.pp=2", "parallel.tp=2"), "latent", micro=2
     ),
+    # the loss in chunks of tokens
+    "ddp-3-short-chunks": Case(4, ("parallel=ddp", "train.loss_chunk=7"), "gpt2", micro=3),
+    "zero3-2-chunks": Case(2, ("parallel=fsdp", "train.loss_chunk=16"), "tied", micro=5),
+    "zero1-2-experts-chunks": Case(2, ("parallel.strategy=zero1", "train.loss_chunk=9"), "experts"),
+    "tp-2-chunks": Case(2, ("parallel.tp=2", "train.loss_chunk=11"), micro=6),
+    "tp-4-no-sequence-chunks": Case(
+        4, ("parallel.tp=4", "parallel.tensor.sequence=false", "train.loss_chunk=5"), "tied"
+    ),
+    "tp-2-whole-vocabulary-chunks": Case(
+        2, ("parallel.tp=2", "parallel.tensor.vocabulary=false", "train.loss_chunk=10"), "gpt2"
+    ),
+    "cp-2-chunks": Case(2, ("parallel.cp=2", "train.loss_chunk=6")),
+    "pp-2-gpipe-zero3-chunks": Case(
+        4, ("parallel=fsdp", "parallel.pp=2", "parallel.pipeline.schedule=gpipe", "train.loss_chunk=12"), micro=2
+    ),
+    "pp-2-zbv-chunks": Case(2, _pp("zbv", "train.loss_chunk=13"), "tied"),
+    "pp-2-cp-2-tp-2-chunks": Case(8, _pp("1f1b", "parallel.cp=2", "parallel.tp=2", "train.loss_chunk=3"), "tied"),
     # 3D and 4D
     "pp-2-tp-2": Case(4, _pp("1f1b", "parallel.tp=2"), "tied"),
     "pp-2-zero3-2": Case(4, ("parallel=fsdp", "parallel.pp=2"), "gpt2", micro=2),
@@ -169,6 +186,7 @@ DRAWN = (
     "ddp-3-short", "hsdp-2x2", "tp-4-kv-2-tied", "pp-2-zbv", "cp-2-unbalanced", "offload-empty-shards",
     "pp-2-zero3-2", "pp-2-cp-2-tp-2-recompute", "pp-2-experts", "ep-2-of-4-zero2", "ep-2-cp-2-unbalanced",
     "ep-2-tp-2", "tp-2-latent", "cp-2-latent", "ep-2-pp-2-tp-2-latent",
+    "zero3-2-chunks", "pp-2-zbv-chunks", "tp-2-chunks",
 )  # fmt: skip
 """One or two of each kind. Each technique alone has a test file of its own beside this one."""
 

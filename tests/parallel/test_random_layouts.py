@@ -61,6 +61,8 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     ("tensor.asynchronous=true",),
     ("context.method=ulysses",),
     ("context.balanced=false",),
+    ("train.loss_chunk=1",),
+    ("train.loss_chunk=13",),
     ("recompute.mode=full",),
     ("recompute.mode=full", "recompute.every=2"),
     ("recompute.mode=selective",),
@@ -92,7 +94,8 @@ def _optioned(case: Case, options: Iterable[tuple[str, ...]]) -> Case:
 
 
 def _with(case: Case, words: Iterable[str]) -> Case:
-    return replace(case, overrides=(*case.overrides, *(f"parallel.{word}" for word in words)))
+    settings = (word if word.startswith("train.") else f"parallel.{word}" for word in words)
+    return replace(case, overrides=(*case.overrides, *settings))
 
 
 def legal(case: Case) -> bool:

@@ -47,6 +47,12 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (2, (APART, "train.global_batch=9"), "train.global_batch=9: does not divide over 2"),
     (2, (APART, SERVERS), f"{APART}: not with {SERVERS}"),
     (2, (APART, TOPK), f"{APART}: no gradients are sent between copies; leave out parallel.compression"),
+    (
+        2,
+        (APART, "optim=muon"),
+        f"{APART}: optim.name=muon is not made for copies that train apart; use optim=adamw or sgd",
+    ),
+    (2, (APART, "optim.ema.decay=0.9"), f"{APART}: there would be an average of the weights a copy; leave out optim.e"),
     (2, (APART, "precision=fp16"), f"{APART}: each copy would have a loss scale of its own; use precision=bf16"),
     (2, (APART, "parallel.sync.overlap=10"), f"parallel.sync.overlap=10: must be less than {APART}"),
     (2, (APART, "parallel.sync.fragments=11"), "parallel.sync.fragments=11: one is exchanged in a step"),

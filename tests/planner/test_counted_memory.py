@@ -66,6 +66,7 @@ _GPT = (
     "model=gpt3_1_3b", "model.layers=8", "model.hidden=1024", "model.heads=8", "model.feed_forward=4096",
     "model.vocab_size=16384",
 )  # fmt: skip
+_CHUNKS = ("model.layers=4", "model.vocab_size=65536", "train.micro_batch=2", "train.loss_chunk=128")
 SPECIAL = {
     "tp8 over 4 heads of keys": ("parallel.strategy=ddp", "parallel.tp=8"),
     "tp8, learned positions": (*_GPT, "parallel.strategy=ddp", "parallel.tp=8"),
@@ -94,6 +95,9 @@ SPECIAL = {
         "parallel.strategy=zero3", "parallel.dp_replicate=2", "parallel.recompute.mode=full",
         "parallel.offload.parameters=cpu",
     ),
+    "loss in chunks, ddp": (*_CHUNKS, "parallel.strategy=ddp"),
+    "loss in chunks, 1f1b": (*_CHUNKS, "parallel.strategy=zero1", "parallel.pp=2", "parallel.pipeline.schedule=1f1b"),
+    "loss in chunks, tp2": (*_CHUNKS, "parallel.strategy=zero3", "parallel.tp=2"),
 }  # fmt: skip
 """Overrides of MATRIX_MODEL in which something else is the peak."""
 MATRIX_MODEL = (

@@ -53,6 +53,12 @@ def _check_techniques(config: RunConfig, every: str) -> None:
         raise UserError(f"{every}: copies do not meet in a step, so parallel.sync_batchnorm cannot; leave it out")
     if (parallel.offload.parameters, parallel.offload.optimizer) != ("none", "none"):
         raise UserError(f"{every}: outer gradients are formed where the parameters are; leave out parallel.offload")
+    if config.optim.name in ("muon", "adafactor"):
+        raise UserError(
+            f"{every}: optim.name={config.optim.name} is not made for copies that train apart; use optim=adamw or sgd"
+        )
+    if config.optim.ema.decay is not None:
+        raise UserError(f"{every}: there would be an average of the weights a copy; leave out optim.ema.decay")
     if config.precision.name == "fp16":
         raise UserError(f"{every}: each copy would have a loss scale of its own; use precision=bf16 or fp32")
 

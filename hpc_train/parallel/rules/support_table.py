@@ -227,6 +227,14 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_offload.py",
     ),
     Technique(
+        "loss in chunks of tokens",
+        "train.loss_chunk=1024",
+        "our own: output layer, loss and gradients of a chunk together",
+        EXACT,
+        "our transformers; no loss of your own, no accuracy",
+        "tests/parallel/test_chunked_loss.py",
+    ),
+    Technique(
         "compilation",
         "parallel.compile=true",
         "torch.compile of each block",

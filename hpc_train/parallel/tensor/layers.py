@@ -324,10 +324,11 @@ def find_first_row(rows: int, axis: TensorAxis) -> int:
     return chunk * axis.rank
 
 
-def split_head(head: nn.Module, rows: int, axis: TensorAxis, layouts: ParameterLayouts) -> None:
+def split_head(head: nn.Module, rows: int, axis: TensorAxis, layouts: ParameterLayouts, *, has_logits: bool) -> None:
     """Split an output layer by vocabulary; its logits are a DTensor of which each rank keeps its own part.
 
     rows: size of the vocabulary. A head without parameters is one that gets the embedding's weight at every call.
+    has_logits: false for a head that will pass hidden states on, because the loss computes logits in chunks.
     """
     find_first_row(rows, axis)
     layouts.update({(head, key): ParameterLayout(Shard(0)) for key, _ in head.named_parameters(recurse=False)})
@@ -342,7 +343,8 @@ def split_head(head: nn.Module, rows: int, axis: TensorAxis, layouts: ParameterL
         return DTensor.from_local(out, axis.mesh, placements, run_check=False, shape=shape, stride=stride)
 
     head.register_forward_pre_hook(lambda _, args: (axis.enter(args[0]), *args[1:]))
-    head.register_forward_hook(logits)
+    if has_logits:
+        head.register_forward_hook(logits)
 
 
 def keep_vocabulary(module: nn.Module, axis: TensorAxis) -> None:

@@ -45,7 +45,11 @@ def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> s
         )
     layouts: ParameterLayouts = {}
     _split_layers(part, plan, axis, options.asynchronous, layouts)
-    _split_vocabulary(part, plan, axis, options.vocabulary, layouts)
+    if options.vocabulary:
+        _split_vocabulary(part, plan, axis, layouts, has_logits=config.train.loss_chunk == 0)
+    else:
+        for name in _list_vocabulary(plan):
+            layers.keep_vocabulary(part.get_submodule(name), axis)
     distribute_parameters(part, axis.mesh, layouts)
     counts = Counter(how for how in plan.values() if how != "seq" or axis.sequence)
     if not options.vocabulary:
@@ -80,21 +84,21 @@ def _split_layers(
         layers.split_columns(part.get_submodule(parent), group, axis, asynchronous, layouts)
 
 
+def _list_vocabulary(plan: dict[str, str]) -> list[str]:
+    return [name for name, how in plan.items() if how == "vocab"]
+
+
 def _split_vocabulary(
-    part: nn.Module, plan: dict[str, str], axis: TensorAxis, split: bool, layouts: ParameterLayouts
+    part: nn.Module, plan: dict[str, str], axis: TensorAxis, layouts: ParameterLayouts, *, has_logits: bool
 ) -> None:
-    modules = {name: part.get_submodule(name) for name, how in plan.items() if how == "vocab"}
-    if not split:
-        for module in modules.values():
-            layers.keep_vocabulary(module, axis)
-        return
+    modules = {name: part.get_submodule(name) for name in _list_vocabulary(plan)}
     rows = _find_vocabulary_size(part, modules.values())
     for name, module in modules.items():
         if isinstance(module, nn.Embedding):
             layers.split_embedding(name, module, axis, layouts)
         else:
             _check_loss(part, rows)
-            layers.split_head(module, rows, axis, layouts)
+            layers.split_head(module, rows, axis, layouts, has_logits=has_logits)
 
 
 def _find_vocabulary_size(part: nn.Module, modules: Iterable[nn.Module]) -> int:

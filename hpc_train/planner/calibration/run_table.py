@@ -409,6 +409,7 @@ def _layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "micro_batch": row.number("micro_batch"),
         "dp_replicate": 1 if sharded else dp,
         "dp_shard": dp if sharded else 1,
+        "loss_chunk": 0,
         "cp": cp,
         "tp": row.number("tp"),
         "pp": row.number("pp"),

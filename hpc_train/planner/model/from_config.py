@@ -128,6 +128,7 @@ def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, 
     return {
         "global_batch": train.global_batch,
         "micro_batch": min(train.micro_batch, train.global_batch / degrees.data_parallel),
+        "loss_chunk": train.loss_chunk,
         "dp_replicate": degrees.dp_replicate,
         "dp_shard": degrees.dp_shard,
         "cp": degrees.cp,

@@ -60,6 +60,8 @@ class Jobs:
     # Batch, in sequences.
     global_batch: Column
     micro_batch: Column
+    loss_chunk: Column
+    """Tokens whose logits exist at a time; 0: those of a micro-batch."""
     # Degrees; their product is the world size.
     dp_replicate: Column
     dp_shard: Column

@@ -149,6 +149,8 @@ class _PeakSearch:
         width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
         self.hidden = tokens * jobs.hidden * jobs.activation_bytes / width
         self.last_norm = last_norm_bytes(jobs, tokens)
+        self.tokens = tokens
+        self.chunked = jobs.loss_chunk > 0
         self.logits = tokens * jobs.vocab / jobs.tp
         self.wide = np.maximum(jobs.activation_bytes, 4.0)
 
@@ -270,9 +272,20 @@ class _PeakSearch:
         gathered = self._gathered_bytes(np.where(sharded, 0.0, self.weights - self.ends))
         # The loss over a split vocabulary is our own and converts its fp32 gradient; torch's keeps a second fp32 one.
         split = (jobs.tp > 1) * jobs.activation_bytes
-        twice = moment.loss * self.logits * np.where(split > 0, self.wide + split, 2 * self.wide)
+        twice = self.logits * np.where(split > 0, self.wide + split, 2 * self.wide)
+        working = moment.loss * np.where(self.chunked, self._chunk, twice)
         stored = moment.losses * self._loss_kept + moment.loss * self._last_logits
-        return self._peak(moment, np.zeros(()), stored + twice, gathered)
+        return self._peak(moment, np.zeros(()), stored + working, gathered)
+
+    @cached_property
+    def _chunk(self) -> Column:
+        """Bytes of one chunk of a loss in chunks: its logits, twice in fp32, and its hidden states."""
+        jobs = self.jobs
+        tokens = np.minimum(jobs.loss_chunk, self.tokens)
+        narrow = np.where(jobs.activation_bytes < self.wide, jobs.activation_bytes, 0.0)
+        logits = tokens * jobs.vocab / jobs.tp * (2 * self.wide + narrow)
+        chunk: Column = logits + tokens * jobs.hidden * jobs.activation_bytes
+        return chunk
 
     @cached_property
     def _embedding(self) -> Column:
@@ -288,15 +301,19 @@ class _PeakSearch:
 
     @cached_property
     def _loss_kept(self) -> Column:
-        """Bytes of the probabilities that a loss keeps for its backward."""
-        return self.logits * self.wide
+        """Bytes that a loss keeps for its backward: probabilities; in chunks, gradients of hidden states and head."""
+        jobs = self.jobs
+        gradients = (self.tokens * jobs.hidden + self.table) * jobs.activation_bytes
+        kept: Column = np.where(self.chunked, gradients, self.logits * self.wide)
+        return kept
 
     @cached_property
     def _last_logits(self) -> Column:
-        """Bytes of the latest micro-batch's logits: torch's single-stage schedules keep them until the next forward."""
+        """Bytes of the latest micro-batch's output: torch's single-stage schedules keep it until the next forward."""
         jobs = self.jobs
         single = (jobs.pp > 1) & np.isin(jobs.schedule, _SINGLE)
-        stored: Column = single * self.logits * jobs.activation_bytes
+        output = np.where(self.chunked, self.tokens * jobs.hidden, self.logits)
+        stored: Column = single * output * jobs.activation_bytes
         return stored
 
     def _peak(self, moment: PipelineMoment, working: Column, logits: Column, buffers: Column) -> PeakMemory:
@@ -311,7 +328,8 @@ class _PeakSearch:
         in_flight = np.where(jobs.pp > 1, moment.stages / stages_of_first, moment.last)
         ends = ends + self._on_first * in_flight * self.embedding_mask
         pending = (moment.input_done * self.stages.stage + moment.input_done_last * last) * self.pending
-        pending = pending + moment.input_done_last * self.logits * jobs.activation_bytes
+        of_logits = np.where(self.chunked, self._loss_kept, self.logits * jobs.activation_bytes)
+        pending = pending + moment.input_done_last * of_logits
         rest = ends + pending + working
         gradients = self._gradients(moment)
         if self._sends_gradients is not None:
