@@ -63,6 +63,10 @@ class PlanConfig:
     """Critical batch size in tokens, beyond which larger batches have diminishing returns, as train.noise_scale
     measures it; None: by a scaling law, from the tokens to train on."""
 
+    expert_imbalance: float = config_field(default=1.0, ge=1)
+    """Tokens of the rank with the busiest experts over the mean, with parallel.ep; 1: even loads. `expert_imbalance` in
+    a run's metrics.jsonl, which is that of the busiest expert, is an upper bound."""
+
     price_per_gpu_hour: float | None = config_field(default=None, gt=0)
     """Price of an hour of a GPU, on demand or in an allocation; None: costs are given in GPU hours."""
     spot_price_per_gpu_hour: float | None = config_field(default=None, gt=0)

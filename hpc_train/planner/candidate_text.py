@@ -9,6 +9,7 @@ from hpc_train.planner.reliability.failure_rate import Percentiles
 PART_LABELS = {
     "tensor": "exposed tp",
     "context": "exposed cp",
+    "experts": "exposed ep",
     "data": "exposed dp",
     "pipeline": "exposed pp",
     "launch": "kernel launches",
@@ -21,11 +22,15 @@ _NO_DECIMALS_FROM = 1e3
 
 
 def describe_layout(candidate: Candidate) -> str:
-    """Name the strategy and the degrees above 1: `zero3, dp_replicate 2 x dp_shard 8 x tp 4`."""
+    """Name the strategy and the degrees above 1: `zero3, dp_replicate 2 x dp_shard 8 x tp 4, ep 8`.
+
+    ep stands apart, because it is a part of dp_shard x cp and no axis to multiply.
+    """
     degrees = resolve_degrees(candidate.config.parallel, candidate.ranks)
     sizes = {name: getattr(degrees, name) for name in AXES}
     mesh = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    return f"{candidate.config.parallel.strategy}{', ' if mesh else ''}{mesh}"
+    experts = f", ep {candidate.config.parallel.ep}" if candidate.config.parallel.ep > 1 else ""
+    return f"{candidate.config.parallel.strategy}{', ' if mesh else ''}{mesh}{experts}"
 
 
 def describe_candidate(candidate: Candidate) -> str:

@@ -25,9 +25,13 @@ from hpc_train.regular_files import read_json
 CONSTANTS_VERSION = 1
 
 
-def _fitted(start: float, low: float, high: float) -> Any:
+TIME, MEMORY, EXPERTS = "time", "memory", "experts"
+"""What a constant is fitted to: step times of dense models, memory, step times of mixtures of experts."""
+
+
+def _fitted(start: float, low: float, high: float, to: str = TIME) -> Any:
     """Declare a constant that may be fitted. start: value before the fit. low, high: bounds that physics allows."""
-    return field(default=start, metadata={"bounds": (low, high)})
+    return field(default=start, metadata={"bounds": (low, high), "to": to})
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,17 @@ class Constants:
     the ratio of tensor-core to vector peak, 16 on A100."""
     low_precision: float = _fitted(0.85, 0.5, 1.0)
     """Additional factor on the share of the peak that 8-bit products reach, with scaling and casts."""
+    rowwise: float = 0.72
+    """The same for products with a scale for each row, over those with one a tensor. From the times of Llama-3 8B on
+    8 H100 with both (github.com/pytorch/torchtitan, commit 7a04053); not fitted."""
     four_bits: float = _fitted(0.75, 0.4, 1.0)
     """The same for 4-bit products, which scale every block of elements separately."""
+    grouped_efficiency: float = _fitted(0.7, 0.3, 1.0, EXPERTS)
+    """Speed of the grouped products of experts over that of one large product."""
+    expert_passes: float = _fitted(10.0, 2.0, 60.0, EXPERTS)
+    """Passes over the rows that experts take, forward: sort, gather, add up (see model.experts)."""
+    exchange: float = _fitted(1.0, 0.1, 4.0, EXPERTS)
+    """Time of the all-to-all of tokens over that of moving its bytes at the speed of other collectives."""
     alignment: float = _fitted(1.05, 1.0, 1.5)
     """Slowdown of a product whose width is no multiple of 64 elements, so that rows are not whole 128-byte lines
     (NVIDIA, Matrix Multiplication Background User's Guide, table 1)."""
@@ -89,11 +102,11 @@ class Constants:
     """Share of a step that each doubling of nodes adds, since the slowest rank decides (MegaScale: Jiang et al. 2024,
     arXiv:2402.15627)."""
     # Memory.
-    activations: float = _fitted(1.0, 0.85, 1.2)
+    activations: float = _fitted(1.0, 0.85, 1.2, MEMORY)
     """Measured activations over counted ones."""
-    fragmentation: float = _fitted(0.06, 0.0, 0.15)
+    fragmentation: float = _fitted(0.06, 0.0, 0.15, MEMORY)
     """Memory that the allocator holds without using it, as a share of what is allocated."""
-    context: float = _fitted(2e9, 1e9, 4e9)
+    context: float = _fitted(2e9, 1e9, 4e9, MEMORY)
     """Bytes of driver, libraries and communicators."""
     scale: float = 1.0
     """Factor on every step time: differences of a cluster's clocks and software that no other constant covers. 1 after
@@ -109,17 +122,22 @@ class Constants:
     """headroom of hpc_train itself, for which there are no published large runs."""
     spread: float = 0.12
     """Standard deviation of log(measured / predicted) of step time, from cross-validation."""
+    spread_experts: float = 0.26
+    """The same for mixtures of experts: root mean square over the held-out rows of tests/planner/published_experts.csv.
+    One configuration took up to 1.5 times as long two releases of Megatron-Bridge earlier."""
+    spread_float8: float = 0.2
+    """The same for products in 8 bits by torchao, of the rows of tests/planner/published_float8.csv."""
+    headroom_float8: float = 0.25
+    """headroom of hpc_train with a scale for each row: such a run of torchtitan took 23 % more than in 16 bits
+    (github.com/pytorch/torchtitan, commit 7a04053), which the model does not have."""
     residuals: tuple[StepResidual, ...] = ()
     """Corrections for settings similar to those of a cluster's measured runs; see fit_residuals."""
 
 
-MEMORY_CONSTANTS = ("activations", "fragmentation", "context")
-"""The constants that are fitted to measured memory; the others are fitted to time."""
-
-
-def constant_bounds() -> dict[str, tuple[float, float]]:
-    """Return the bounds of each constant that may be fitted."""
-    return {field.name: field.metadata["bounds"] for field in fields(Constants) if field.metadata}
+def constant_bounds(*fitted_to: str) -> dict[str, tuple[float, float]]:
+    """Return the bounds of each constant that may be fitted to these data (TIME, MEMORY, EXPERTS); none: to any."""
+    found = {field.name: field.metadata for field in fields(Constants) if field.metadata}
+    return {name: data["bounds"] for name, data in found.items() if not fitted_to or data["to"] in fitted_to}
 
 
 def constant_values(constants: Constants) -> dict[str, float]:

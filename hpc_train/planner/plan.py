@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hpc_train.config.compose import compose
-from hpc_train.config.model import CustomModelConfig, HfModelConfig
+from hpc_train.config.model import CustomModelConfig, HfModelConfig, TransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.rules.check import check_support
@@ -153,6 +153,8 @@ def make_plan(
     objective = objective or config.plan.objective
     if isinstance(config.model, (CustomModelConfig, HfModelConfig)):
         jobs_from_config(config, 1)  # says why not
+    if config.parallel.compile and isinstance(config.model, TransformerConfig) and config.model.experts.count:
+        check_support(single_rank_config(config, config.train.global_batch), 1)  # says that experts do not compile
     basis = _EstimateBasis(
         constants or cluster_constants(config.cluster),
         known_figures(config),

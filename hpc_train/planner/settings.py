@@ -27,6 +27,7 @@ _NUMBERS = {
     "parallel.dp_shard": "dp_shard",
     "parallel.cp": "cp",
     "parallel.tp": "tp",
+    "parallel.ep": "ep",
     "parallel.reshard_after_forward": "reshard",
     "parallel.tensor.sequence": "sequence_parallel",
     "parallel.tensor.asynchronous": "overlap_tensor",
@@ -77,6 +78,8 @@ def settings_from_columns(row: Mapping[str, float]) -> Settings:
     zero, tp, pp = int(row["zero"]), int(row["tp"]), int(row["pp"])
     degrees = {f"parallel.{name}": int(row[name]) for name in AXES}
     found: Settings = {"parallel.strategy": STRATEGIES[zero], **degrees, MICRO_BATCH: int(row["micro_batch"])}
+    if row["ep"] > 1:
+        found["parallel.ep"] = int(row["ep"])
     if not row["reshard"]:
         found["parallel.reshard_after_forward"] = False
     if tp > 1:
@@ -123,5 +126,5 @@ def _changed(config: Any, path: Sequence[str], value: Any) -> Any:
 
 def single_rank_config(config: RunConfig, global_batch: int) -> RunConfig:
     """Return the run on one rank, whose degrees a search fills in."""
-    parallel = replace(config.parallel, auto=False, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, strategy="ddp")
+    parallel = replace(config.parallel, auto=False, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, strategy="ddp")
     return seal_config(replace(config, parallel=parallel, train=replace(config.train, global_batch=global_batch)))

@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 from matrix import LENGTH, MODELS, SEQUENCES, Case, fresh, global_batch, share
 
-from hpc_train.config.compose import compose
 from hpc_train.config.model import TransformerConfig
-from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.testing import run_ranks
 
 Loads = tuple[list[list[float]], float, float, float]
@@ -40,8 +37,3 @@ def test_loads_are_those_of_the_global_batch() -> None:
         assert rank[0] == tokens
         assert rank[1] == dropped
         assert rank[2] == pytest.approx(loss, rel=1e-12)
-
-
-def test_the_planner_refuses_what_it_does_not_model() -> None:
-    with pytest.raises(UserError, match="the planner has no model of experts yet"):
-        jobs_from_config(compose(("model=mixtral_8x7b", "cluster=dgx_h100", "parallel=fsdp")))

@@ -72,10 +72,19 @@ def naive_rows(config: RunConfig, world: int, every: tuple[int, ...] = (1, 2)) -
             continue  # what the run says of it stays
         if (not reshard and zero != 3) or (tp == 1 and (not sequence or overlap)):
             continue
-        layout = (pp, replicate, shard, cp, ulysses, tp, zero, reshard, sequence, overlap)
+        layouts = [
+            (pp, replicate, shard, cp, ulysses, tp, ep, zero, reshard, sequence, overlap)
+            for ep in _expert_degrees(config, zero, shard * cp)
+        ]
         sizes = [n for n in range(1, config.train.global_batch + 1) if _divides(n, config, replicate * shard)]
-        for (virtual, code), micro, technique in product(_orders(pp), sizes, _techniques(every)):
+        for layout, (virtual, code), micro, technique in product(layouts, _orders(pp), sizes, _techniques(every)):
             yield tuple(map(float, (*layout, virtual, code, micro, *technique)))
+
+
+def _expert_degrees(config: RunConfig, zero: int, ranks: int) -> tuple[int, ...]:
+    """Degrees of ep to try: only 1 without experts, and where nothing is sharded."""
+    experts = getattr(config.model, "experts", None)
+    return (1, 2, 4) if experts is not None and experts.count and zero and ranks > 1 else (1,)
 
 
 def _product(sizes: tuple[int, ...]) -> int:

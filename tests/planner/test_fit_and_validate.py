@@ -31,7 +31,7 @@ from hpc_train.planner.calibration.validate import (
     predict_runs,
     validate_predictions,
 )
-from hpc_train.planner.constants import MEMORY_CONSTANTS, Constants, constant_bounds, default_constants
+from hpc_train.planner.constants import MEMORY, Constants, constant_bounds, default_constants
 from hpc_train.planner.model.memory import estimate_memory
 from hpc_train.planner.model.step_time import estimate_step_time
 
@@ -81,7 +81,7 @@ def test_constants_stay_within_their_physical_bounds(sample: RunTable) -> None:
     found = asdict(fit_constants(slow))
     assert all(low <= found[name] <= high for name, (low, high) in constant_bounds().items())
     assert len(constant_bounds()) <= 25
-    assert set(MEMORY_CONSTANTS) < set(constant_bounds())
+    assert set(constant_bounds(MEMORY)) < set(constant_bounds())
 
 
 def test_a_run_with_a_fault_moves_little(sample: RunTable) -> None:

@@ -26,6 +26,7 @@ CASES = {
     "ulysses": (*TINY, "model=llama_tiny", "model.layers=2", "train.global_batch=8", "parallel.context.method=ulysses"),
     "dropout": (*TINY, "model=llama_tiny", "model.layers=2", "model.dropout=0.1", "train.global_batch=4"),
     "half": (*TINY, "model=llama_tiny", "model.layers=2", "precision=bf16", "precision.reduce=bf16"),
+    "experts": (*TINY, "model=llama_moe_tiny", "model.layers=2", "train.global_batch=4"),
     "compiled": (*TINY, "model=llama_tiny", "model.layers=4", "parallel.compile=true", "train.global_batch=4"),
     "images": (*TINY, "model=vit_tiny", "data=digits", "train.global_batch=4"),
 }

@@ -11,8 +11,8 @@ from planner_runs import run
 from hpc_train.planner.constants import Constants, default_constants
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.jobs import RECOMPUTE, Jobs, as_column, job_columns, recomputed_share, replace_columns
-from hpc_train.planner.model.layer import wave_quantization
 from hpc_train.planner.model.network import all_gather_seconds, all_reduce_seconds, exposed_seconds, make_rank_group
+from hpc_train.planner.model.products import wave_quantization
 from hpc_train.planner.model.step_time import Estimate, StepTime, estimate_jobs
 
 FLAGSHIP = (

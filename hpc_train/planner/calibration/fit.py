@@ -7,6 +7,7 @@ them no further than the runs require; errors that remain become residuals for s
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,8 +19,10 @@ from scipy.optimize import least_squares
 
 from hpc_train.planner.calibration.run_table import MeasuredRun, jobs_from_runs, measured_seconds
 from hpc_train.planner.constants import (
-    MEMORY_CONSTANTS,
+    EXPERTS,
+    MEMORY,
     RESIDUAL_DEVIATION,
+    TIME,
     Constants,
     constant_bounds,
     error_correlation,
@@ -69,13 +72,17 @@ def fit_constants(runs: Sequence[MeasuredRun], start: Constants | None = None) -
     start = start or Constants()
     timed = [run for run in runs if np.isfinite(run.seconds)]
     with_memory = [run for run in runs if np.isfinite(run.memory)]
-    if timed:
-        start = _fit_time(timed, start)
+    dense, mixed = ([run for run in timed if (run.columns["experts"] > 0) == has] for has in (False, True))
+    # First what all models have in common, from dense ones; then what only mixtures of experts have.
+    if dense:
+        start = _fit_time(dense, start)
+    if mixed:
+        start = _fit_time(mixed, start, EXPERTS)
     return _fit_memory(with_memory, start) if with_memory else start
 
 
-def _fit_time(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
-    names = [name for name in constant_bounds() if name not in MEMORY_CONSTANTS]
+def _fit_time(runs: Sequence[MeasuredRun], start: Constants, to: str = TIME) -> Constants:
+    names = list(constant_bounds(to))
     jobs, measured = jobs_from_runs(runs), measured_seconds(runs)
     return _solve(
         names, start, lambda constants: np.log(estimate_step_time(jobs, constants).step / measured), run_weights(runs)
@@ -89,7 +96,7 @@ def _fit_memory(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
         found: Floats = np.log(memory_as_reported(runs, estimate_memory(jobs, constants)) / measured)
         return found
 
-    return _solve(list(MEMORY_CONSTANTS), start, errors, run_weights(runs))
+    return _solve(list(constant_bounds(MEMORY)), start, errors, run_weights(runs))
 
 
 def run_weights(runs: Sequence[MeasuredRun]) -> Floats:
@@ -140,7 +147,7 @@ def fit_leaving_out(runs: Sequence[MeasuredRun], key: Callable[[MeasuredRun], ob
     found = []
     for name in sorted(parts):
         others = [run for run in timed if str(key(run)) != name]
-        found.append(HeldOutFit(tuple(parts[name]), _fit_time(others, Constants())))
+        found.append(HeldOutFit(tuple(parts[name]), fit_constants([replace(run, memory=math.nan) for run in others])))
     return tuple(found)
 
 
@@ -162,8 +169,8 @@ def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Co
     timed = [run for run in runs if np.isfinite(run.seconds)]
     if not timed:
         return constants
-    limits = {name: bounds for name, bounds in constant_bounds().items() if name not in MEMORY_CONSTANTS}
     jobs, measured = jobs_from_runs(timed), measured_seconds(timed)
+    limits = constant_bounds(TIME, EXPERTS) if jobs.has_experts else constant_bounds(TIME)
     root, count = _matrix_root(RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs)), len(limits)
 
     # The unknowns, each in units of its standard deviation: all constants, log(scale), and an error for each run that

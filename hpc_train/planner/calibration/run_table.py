@@ -21,19 +21,23 @@ from numpy.typing import NDArray
 
 from hpc_train.errors import UserError
 from hpc_train.planner.model.accelerators import Accelerator, attention_peak, find_accelerator
-from hpc_train.planner.model.jobs import PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column
+from hpc_train.planner.model.jobs import FLOAT8_RECIPES, PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column
 from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
 from hpc_train.units import GIB
 
 _COUNTS = (
     *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq", "vocab", "gpus", "gpus_per_node"),
-    *("dp", "tp", "pp", "cp", "ep", "vpp", "micro_batch", "global_batch"),
+    *("dp", "dp_replicate", "tp", "pp", "cp", "ep", "vpp", "micro_batch", "global_batch"),
+    *("top_k", "expert_hidden", "key_rank", "rotary_width", "value_dim"),
 )
 """Columns with whole numbers of at least 1."""
 _POSITIVE = ("iter_time_s", "mem_gib")
-_RATES = ("intra_link_gbs", "inter_link_gbps_per_gpu", "experts")
+_RATES = (
+    *("intra_link_gbs", "inter_link_gbps_per_gpu", "experts"),
+    *("shared_hidden", "dense_layers", "query_rank", "expert_imbalance"),
+)
 """Columns with amounts that may be 0, which means none."""
-_FLAGS = ("gated_mlp", "sp")
+_FLAGS = ("gated_mlp", "sp", "compile", "async_tp", "reshard", "out_of_memory")
 _MAX_VALUE = 1e12
 """Larger numbers are refused."""
 
@@ -57,6 +61,10 @@ class CsvRow:
 
     def stated(self, name: str) -> bool:
         return bool(self.text(name))
+
+    def flag(self, name: str, otherwise: bool) -> bool:
+        """Return a flag of a column of its own. otherwise: the answer of a table without such a statement."""
+        return self.number(name) == 1 if self.stated(name) else otherwise
 
     @property
     def year(self) -> int:
@@ -105,6 +113,9 @@ def _contradiction(row: CsvRow) -> str | None:
         (row.number("cp"), row.number("seq"), "cp", "seq"),
         # Some stacks count the embedding and the head as a layer each.
         (stages, row.number("layers") + 2, "pp x vpp", "layers + 2"),
+        (row.number("dp_replicate"), row.number("dp"), "dp_replicate", "dp"),
+        (row.number("top_k"), row.number("experts"), "top_k", "experts"),
+        (row.number("ep"), row.number("dp") * row.number("tp") * row.number("cp", 1), "ep", "dp x cp x tp"),
         (sequences_at_once, row.number("global_batch"), "dp x micro_batch", "global_batch"),
     )
     over = next(((a, b, one, other) for a, b, one, other in pairs if a > b), None)
@@ -155,6 +166,29 @@ _QUOTATION = re.compile(r"\balso in [^|)]*")
 """Matches mentions of other publications that quote the run, which do not tell what software ran it."""
 
 
+def row_software(row: CsvRow) -> SoftwareTraits:
+    """Return the software of a row: what its own columns state, and for tables without them, what source and notes say.
+
+    What a column states is not looked for in notes.
+    """
+    named = row.text("software").lower()
+    notes = "" if named else f"{row.text('id')} | {row.text('notes')}"
+    found = find_software(named or row.text("source"), notes, row.year)
+    found = replace(
+        found,
+        fused_elementwise=row.flag("compile", found.fused_elementwise),
+        overlap_tensor=row.flag("async_tp", found.overlap_tensor),
+    )
+    if row.stated("version"):
+        found = replace(found, name=f"{found.name} {row.text('version')}")
+    kinds = {"eager": (False, False, False), "triton": (True, False, True), "flash": (True, False, False)}
+    kinds |= {"flash3": (True, True, False), "cudnn": (True, True, False)}
+    if kind := kinds.get(row.text("attention").lower()):
+        fused, new, triton = kind
+        found = replace(found, fused_attention=fused, new_attention=new, triton_attention=triton)
+    return found
+
+
 def find_software(source: str, notes: str, year: int) -> SoftwareTraits:
     """Find the software in a run's source and notes; if they name none, assume the usual one of that year."""
     text = _QUOTATION.sub("", f"{source} | {notes}".lower())
@@ -175,6 +209,8 @@ _REQUIRED = ("id", "layers", "hidden", "gpu_type", "dp", "tp", "pp", "global_bat
 _WIDE = re.compile(r"fp32|tf32|fp64|int", re.IGNORECASE)
 """Precisions without a peak in the table of accelerators."""
 _ZERO = {"": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3}
+_ONCE_A_NODE = ("deepep", "hybridep")
+"""Dispatchers of tokens that send one copy of a token to a node, and copy it there."""
 _NIC_GBIT = {"V100": 100, "A100": 200, "H100": 400, "H800": 400, "H200": 400, "GB300": 800, "B300": 800}
 """Assumed network bandwidth per GPU, Gbit/s: that of the vendor's own servers; 400 for other GPUs."""
 _NO_NVLINK = 64
@@ -302,7 +338,7 @@ def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:
     why = _explain_refusal(row, accelerator)
     if why or accelerator is None:
         return RefusedRun(row.text("id"), why or "unknown device")
-    software = find_software(row.text("source"), f"{row.text('id')} | {row.text('notes')}", row.year)
+    software = row_software(row)
     columns = {
         **_shape_columns(row, software),
         **_layout_columns(row, software),
@@ -324,14 +360,21 @@ def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:
         memory=row.number("mem_gib") * GIB,
         first_stage="embedding-stage" in row.text("notes") or "bigscience" in row.text("source"),
         memory_of=_memory_convention(row, software),
-        out_of_memory=bool(re.search(r"\bOOM\b", row.text("notes"))) and not row.stated("iter_time_s"),
+        out_of_memory=_ran_out_of_memory(row),
         columns=columns,
         assumed=_list_assumed(row),
     )
 
 
+def _ran_out_of_memory(row: CsvRow) -> bool:
+    in_notes = bool(re.search(r"\bOOM\b", row.text("notes")))
+    return row.flag("out_of_memory", in_notes) and not row.stated("iter_time_s")
+
+
 def _memory_convention(row: CsvRow, software: SoftwareTraits) -> str:
     """Return how memory was measured: reserved (torchtitan), device (nvidia-smi: DeepSpeed's users) or allocated."""
+    if row.stated("memory_of"):
+        return row.text("memory_of").lower()
     if "nvidia-smi" in row.text("notes") or software.stack == "deepspeed":
         return "device"
     return "reserved" if software.stack == "fsdp" else "allocated"
@@ -344,9 +387,9 @@ def _explain_refusal(row: CsvRow, accelerator: Accelerator | None) -> str | None
     """Return why a row cannot be modelled; None if it can."""
     if accelerator is None:
         return f"{row.text('gpu_type') or 'no device'} is not a GPU of known speed"
-    if row.number("experts", 0) > 1 or row.number("ep", 1) > 1:
-        return "mixture of experts, which the planner does not model"
-    unknown = [name for name in _STATED if not row.stated(name)]
+    has_experts = row.number("experts", 0) > 1 or row.number("ep", 1) > 1
+    needed = (*_STATED, *(("experts", "top_k", "expert_hidden") if has_experts else ()))
+    unknown = [name for name in needed if not row.stated(name)]
     if unknown:
         return f"not stated: {', '.join(unknown)}"
     if why := explain_impossible(row) or _find_unknown_word(row):
@@ -354,7 +397,7 @@ def _explain_refusal(row: CsvRow, accelerator: Accelerator | None) -> str | None
     degrees = [row.number(name, 1) for name in ("dp", "tp", "pp", "cp")]
     if math.prod(degrees) != row.number("gpus"):
         return f"dp x tp x pp x cp = {math.prod(degrees):g}, but there are {row.number('gpus'):g} GPUs"
-    if not (row.stated("iter_time_s") or row.stated("mem_gib") or re.search(r"\bOOM\b", row.text("notes"))):
+    if not (row.stated("iter_time_s") or row.stated("mem_gib") or _ran_out_of_memory(row)):
         return "neither time nor memory is stated"
     return None
 
@@ -364,6 +407,11 @@ def _find_unknown_word(row: CsvRow) -> str | None:
         "sharding": row.text("sharding").lower() in _ZERO,
         "recompute": row.text("recompute").lower() in ("", *RECOMPUTE),
         "precision": not _WIDE.match(row.text("precision")),
+        "attention": row.text("attention").lower() in ("", "eager", "flash", "flash3", "cudnn", "triton"),
+        "memory_of": row.text("memory_of").lower() in ("", "device", "reserved", "allocated"),
+        "schedule": row.text("schedule").lower().replace("-", "_") in ("", *SCHEDULES, *_SCHEDULE_NAMES),
+        "dispatcher": row.text("dispatcher").lower() in ("", "alltoall", "allgather", *_ONCE_A_NODE),
+        "fp8_recipe": row.text("fp8_recipe").lower() in ("", *FLOAT8_RECIPES),
     }
     return next((f"unknown {name} {row.text(name)!r}" for name, is_valid in valid.items() if not is_valid), None)
 
@@ -389,10 +437,26 @@ def _shape_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "dropout": 0,
         "tied": 1 - gated,  # GPTs tie the embedding to the head, Llamas do not.
         "sequence": row.number("seq"),
+        "experts": row.number("experts", 0) if row.number("experts", 0) > 1 else 0,
+        "top_k": row.number("top_k", 0),
+        "expert_width": row.number("expert_hidden", 0),
+        "shared_width": row.number("shared_hidden", 0),
+        "dense_layers": row.number("dense_layers", 0),
+        "query_rank": row.number("query_rank", 0),
+        "key_rank": row.number("key_rank", 0),
+        "rotary_width": row.number("rotary_width", 0),
+        "value_dim": row.number("value_dim", 0),
     }
 
 
+_SCHEDULE_NAMES = {"zb_1p": "interleaved_zero_bubble", "zb_v": "zbv", "dualpipe": "dualpipev"}
+"""Names of schedules in papers, and ours."""
+
+
 def _schedule(row: CsvRow) -> str:
+    if row.stated("schedule"):
+        stated = row.text("schedule").lower().replace("-", "_")
+        return _SCHEDULE_NAMES.get(stated, stated)
     named = re.search(r"schedule=?\s*([A-Za-z0-9-]+)", row.text("notes"))
     kind = named[1].lower().replace("-", "") if named else ""
     schedules = {"zb1p": "interleaved_zero_bubble", "zb2p": "zb_2p", "zbv": "zbv", "gpipe": "gpipe"}
@@ -404,11 +468,15 @@ def _layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
     if software.stack == "deepspeed" and "ZeRO stage not stated" in row.text("notes"):
         zero = 1  # what its users run unless they say otherwise
     sharded = zero > 0
+    copies = row.number("dp_replicate", 1 if sharded else dp)
     return {
         "global_batch": row.number("global_batch"),
         "micro_batch": row.number("micro_batch"),
-        "dp_replicate": 1 if sharded else dp,
-        "dp_shard": dp if sharded else 1,
+        "dp_replicate": copies,
+        "dp_shard": dp / copies,
+        "ep": row.number("ep", 1),
+        "imbalance": row.number("expert_imbalance", 1),
+        "sends_once": row.text("dispatcher").lower() in _ONCE_A_NODE,
         "loss_chunk": 0,
         "cp": cp,
         "tp": row.number("tp"),
@@ -417,7 +485,7 @@ def _layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "sequence_parallel": row.number("sp", 0),
         "ulysses": 0,
         "zero": zero,
-        "reshard": "SHARD_GRAD_OP" not in row.text("notes"),
+        "reshard": row.flag("reshard", "SHARD_GRAD_OP" not in row.text("notes")),
         "schedule": SCHEDULES.index(_schedule(row)),
         "recompute": RECOMPUTE.index(row.text("recompute").lower() or "none"),
         "recompute_share": 1,
@@ -443,6 +511,7 @@ def _format_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "reduce_bytes": 2 if fp32 else gradient_bytes,
         "optimizer_bytes": 8 if fp32 else 12,
         "logit_bytes": software.logit_bytes,
+        "float8": FLOAT8_RECIPES.index(row.text("fp8_recipe").lower() or "none"),
         "checkpoint_every": math.inf,
         "checkpoint_bandwidth": PCIE,
     }

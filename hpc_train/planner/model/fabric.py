@@ -99,7 +99,7 @@ def _median_nodes(switches: Iterable[Hashable]) -> float:
     return float(statistics.median_low(list(counts.values()))) if len(counts) > 1 else math.inf
 
 
-_PARTS = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
+_PARTS = {"tp": "tensor", "cp": "context", "ep": "experts", "pp": "pipeline"}
 """Field of StepTime for the traffic of an axis; traffic over other axes, or over several, is `data`."""
 
 

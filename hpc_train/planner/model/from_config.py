@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 
 from hpc_train.cluster.calibration import DeviceMeasurement as Measured
 from hpc_train.config.cluster import ClusterConfig
@@ -12,11 +14,18 @@ from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.config.train import OptimConfig
 from hpc_train.errors import UserError
-from hpc_train.models.shape import compute_head_dim, count_kv_heads, count_vit_tokens, has_latent_attention
+from hpc_train.models.shape import (
+    compute_expert_width,
+    compute_head_dim,
+    count_kv_heads,
+    count_vit_tokens,
+    has_latent_attention,
+)
 from hpc_train.placement.fabric_from_config import collect_figures, count_nodes, count_ranks_per_node
 from hpc_train.planner.model.accelerators import attention_peak, find_accelerator
 from hpc_train.planner.model.fabric import switch_sizes
 from hpc_train.planner.model.jobs import (
+    FLOAT8_RECIPES,
     OFFLOAD,
     PCIE,
     RECOMPUTE,
@@ -42,13 +51,8 @@ def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
     """Convert a run to one job. world: number of ranks; None: as the configuration says.
 
     Raises UserError for a model whose shape is unknown, for degrees that do not multiply to the world, and for products
-    in 8 bits.
+    in 8 bits on a device without them.
     """
-    if config.precision.float8 != "none":
-        raise UserError(
-            f"precision.float8={config.precision.float8}: the planner has no times of products in 8 bits; plan with "
-            "precision=bf16, whose memory is the same and whose step is an upper bound"
-        )
     world = world or count_nodes(config) * count_ranks_per_node(config)
     degrees = resolve_degrees(config.parallel, world)
     shape = model_columns(config.model, config.train.sequence_length)
@@ -56,6 +60,8 @@ def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
         **shape,
         **_technique(config, degrees, shape["layers"]),
         **machine_columns(config.cluster, config.precision.name, count_ranks_per_node(config)),
+        **_float8_columns(config),
+        "adapter_weights": _count_adapter_weights(config),
         **_formats(config, degrees),
         "checkpoint_every": config.checkpoint.every or math.inf,
     }
@@ -63,9 +69,52 @@ def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
     return replace(jobs, optimizer_bytes=jobs.weight_bytes * _count_optimizer_states(config.optim, jobs))
 
 
+def _float8_columns(config: RunConfig) -> dict[str, float]:
+    """Return the columns of products in 8 bits. Raises UserError if the device is known and has none."""
+    recipe, gpu = config.precision.float8, config.cluster.gpu
+    if recipe == "none":
+        return {}
+    listed_gpu = find_accelerator(gpu.name or "")
+    peak = gpu.peak_tflops.get("fp8", 0.0) * 1e12 or (listed_gpu.flops.get(8, 0.0) if listed_gpu else 0.0)
+    if not peak:
+        raise UserError(
+            f"precision.float8={recipe}: cluster={config.cluster.name} has no products in 8 bits"
+            f"{f' ({gpu.name})' if gpu.name else ''}; use precision=bf16, or give cluster.gpu.peak_tflops.fp8"
+        )
+    return {"peak_flops": peak, "float8": FLOAT8_RECIPES.index(recipe)}
+
+
+def _count_adapter_weights(config: RunConfig) -> float:
+    """Return the trained weights of the adapters of one block; 0 without adapters."""
+    adapter, model = config.adapter, config.model
+    if adapter.kind == "none":
+        return 0.0
+    if not isinstance(model, TransformerConfig) or model.experts.count or has_latent_attention(model):
+        raise UserError(
+            f"adapter={adapter.kind}: the planner counts adapters of dense transformers only, and model={model.name} "
+            "is none; choose the degrees yourself, and count their memory with hpc-train plan rehearse"
+        )
+    hidden, width = model.hidden, compute_head_dim(model)
+    queries, keys = model.heads * width, count_kv_heads(model) * width
+    shapes = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden)}
+    if model.activation == "swiglu":
+        shapes["gate"] = (hidden, model.feed_forward)
+    shapes |= {"up": (hidden, model.feed_forward), "down": (model.feed_forward, hidden)}
+    chosen = [shape for name, shape in shapes.items() if not adapter.targets or _is_target(name, adapter.targets)]
+    magnitude = sum(outputs for _, outputs in chosen) if adapter.kind == "dora" else 0
+    return float(adapter.rank * sum(map(sum, chosen)) + magnitude)
+
+
+def _is_target(name: str, targets: Sequence[str]) -> bool:
+    """Return whether a glob over module names may mean the layer `name` of a block."""
+    return any(
+        fnmatch(f"layers.0.{part}.{name}", target) for target in targets for part in ("attention", "feed_forward")
+    )
+
+
 def _count_optimizer_states(optim: OptimConfig, jobs: Jobs) -> Column:
     """Return the elements of optimizer state per parameter, on average over the model; 2 for AdamW and users' own."""
-    in_layers = jobs.layers * jobs.layer_parameters / jobs.parameters
+    in_layers = jobs.layers * jobs.all_layer_parameters / jobs.parameters
     states: Column = as_column(2.0)
     if optim.name == "muon":  # a momentum of matrices in layers, AdamW's two moments of the rest
         states = 2 - in_layers
@@ -79,17 +128,6 @@ def _count_optimizer_states(optim: OptimConfig, jobs: Jobs) -> Column:
 def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
     """Return the columns of a model's shape. A vision transformer counts as a transformer whose tokens are patches."""
     if isinstance(model, TransformerConfig):
-        if model.experts.count:
-            raise UserError(
-                f"model={model.name}: the planner has no model of experts yet, in memory or time, so it cannot plan "
-                "this; choose the degrees yourself, and count their memory with hpc-train plan rehearse "
-                "(docs/experts.md)"
-            )
-        if has_latent_attention(model):
-            raise UserError(
-                f"model={model.name}: the planner has no model of latent attention (model.latent) yet, so it cannot "
-                "plan this; choose the degrees yourself, and count their memory with hpc-train plan rehearse"
-            )
         return {
             "layers": model.layers,
             "hidden": model.hidden,
@@ -103,7 +141,10 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
             "tied": model.tied_embeddings,
             "learned_positions": model.max_positions if model.positions == "learned" else 0,
             "dropout": model.dropout > 0,
+            "head_norms": model.query_key_norm != "none",
             "sequence": sequence,
+            **_expert_columns(model),
+            **_latent_columns(model),
         }
     if isinstance(model, VisionTransformerConfig):
         width = model.hidden // model.heads
@@ -116,6 +157,32 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
         f"model.name={model.name}: the shape of a custom model, or of one of transformers, is not known, so it cannot "
         "be planned; plan a transformer of its size, such as model=llama_1b"
     )
+
+
+def _expert_columns(model: TransformerConfig) -> dict[str, float]:
+    experts = model.experts
+    if not experts.count:
+        return {}
+    width = compute_expert_width(model)
+    return {
+        "experts": experts.count,
+        "top_k": experts.top_k,
+        "expert_width": width,
+        "shared_width": experts.shared * width,
+        "dense_layers": experts.first_dense,
+    }
+
+
+def _latent_columns(model: TransformerConfig) -> dict[str, float]:
+    latent = model.latent
+    if not has_latent_attention(model):
+        return {}
+    return {
+        "query_rank": latent.q_rank or 0,
+        "key_rank": latent.kv_rank,
+        "rotary_width": latent.rope_head_dim,
+        "value_dim": latent.value_head_dim,
+    }
 
 
 def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, float]:
@@ -134,6 +201,8 @@ def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, 
         "cp": degrees.cp,
         "tp": degrees.tp,
         "pp": degrees.pp,
+        "ep": parallel.ep,
+        "imbalance": config.plan.expert_imbalance,
         "virtual_stages": virtual,
         "sequence_parallel": parallel.tensor.sequence and isinstance(config.model, TransformerConfig),
         "ulysses": parallel.context.method == "ulysses",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +28,18 @@ OFFLOAD = ("none", "optimizer", "parameters")
 parameters: the parameters and their gradients, too."""
 PCIE = 2.5e10
 """Assumed bandwidth between a GPU and its host if none is given, bytes/s: about that of PCIe 4.0 x16."""
+FLOAT8_RECIPES = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""How products in 8 bits are scaled (precision.float8), coded by its index; none also where a source does not say."""
 STACKS = ("megatron", "deepspeed", "fsdp", "hpc_train")
 """Training software (stack) that runs the job, coded by its index: formulas and some constants differ by stack."""
+
+
+def _zero() -> Column:
+    return np.zeros(())
+
+
+def _one() -> Column:
+    return np.ones(())
 
 
 @dataclass(frozen=True)
@@ -152,6 +163,39 @@ class Jobs:
     """Steps between saves; infinite: never saves."""
     checkpoint_bandwidth: Column
     """Bandwidth at which a rank's state is copied while training waits, bytes/s."""
+    # Mixtures of experts; the defaults are those of a dense model.
+    experts: Column = field(default_factory=_zero)
+    """Routed experts of a layer; 0: a dense model."""
+    top_k: Column = field(default_factory=_zero)
+    """Routed experts that compute a token."""
+    expert_width: Column = field(default_factory=_zero)
+    """Width of a routed expert."""
+    shared_width: Column = field(default_factory=_zero)
+    """Width of all shared experts together."""
+    dense_layers: Column = field(default_factory=_zero)
+    """Layers at the beginning without experts."""
+    ep: Column = field(default_factory=_one)
+    """Ranks of dp_shard x cp that share the experts of each layer."""
+    imbalance: Column = field(default_factory=_one)
+    """Tokens of the rank with the busiest experts, over the mean."""
+    sends_once: Column = field(default_factory=_zero)
+    """1: a token travels once to each node that has some of its experts (DeepEP), not once to each expert."""
+    head_norms: Column = field(default_factory=_zero)
+    """1: queries and keys have norms of their own."""
+    # Multi-head latent attention; head_dim is then the width of a query, positions included.
+    query_rank: Column = field(default_factory=_zero)
+    """Width of the latent of queries; 0: queries come from the hidden states."""
+    key_rank: Column = field(default_factory=_zero)
+    """Width of the latent of keys and values; 0: other attention."""
+    rotary_width: Column = field(default_factory=_zero)
+    """Width of the part of a key that has positions and that all heads share."""
+    value_dim: Column = field(default_factory=_zero)
+    """Width of a value."""
+    float8: Column = field(default_factory=_zero)
+    """Index into FLOAT8_RECIPES. Products in 8 bits run at peak_flops; this says what scaling costs besides."""
+    # Adapters.
+    adapter_weights: Column = field(default_factory=_zero)
+    """Trained weights of the adapters (LoRA) of one layer, whose own weights are frozen; 0: all weights are trained."""
 
     @property
     def n(self) -> int:
@@ -172,23 +216,111 @@ class Jobs:
         """Return the micro-batches of a step on each data-parallel rank; the last may be short."""
         return np.ceil(self.global_batch / (self.data_parallel * self.micro_batch))
 
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether any job has experts. Most searches have none, and skip what is about them."""
+        return bool(np.any(self.experts))
+
+    @cached_property
+    def has_latent(self) -> bool:
+        """Whether any job has latent attention."""
+        return bool(np.any(self.key_rank))
+
+    @property
+    def sparse_share(self) -> Column:
+        """Share of the layers that are mixtures of experts."""
+        share: Column = np.where(self.experts > 0, 1 - self.dense_layers / self.layers, 0.0)
+        return share
+
+    @property
+    def expert_parameters(self) -> Column:
+        """Number of weights of one routed expert."""
+        return 3 * self.hidden * self.expert_width
+
     @property
     def parameters(self) -> Column:
         """Number of weights in the matrices of the whole model; a tied table counts once."""
-        return self.layers * self.layer_parameters + (2 - self.tied) * self.vocab * self.hidden
+        return self.layers * self.all_layer_parameters + (2 - self.tied) * self.vocab * self.hidden
+
+    @property
+    def attention_parameters(self) -> Column:
+        """Number of weights in the linear layers of one attention."""
+        found = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        if not self.has_latent:
+            return found
+        expanded = self.key_rank * self.heads * (self.head_dim - self.rotary_width + self.value_dim)
+        queries = self.heads * self.head_dim * np.where(self.query_rank > 0, self.query_rank, self.hidden)
+        latent = self.narrow_parameters + queries + expanded + self.heads * self.value_dim * self.hidden
+        return np.where(self.key_rank > 0, latent, found)
+
+    @property
+    def narrow_parameters(self) -> Column:
+        """Number of weights that make latents, which tp does not split."""
+        return self.hidden * (self.query_rank + self.key_rank + self.rotary_width)
 
     @property
     def layer_parameters(self) -> Column:
-        """Number of weights in the matrices of one layer."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + (2 + self.gated) * self.hidden * self.feed_forward
+        """Number of weights that compute a token in one layer, on average over the layers."""
+        found = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
+        return found if not self.has_experts else found + self._experts_instead(self.top_k)
+
+    @property
+    def all_layer_parameters(self) -> Column:
+        """Number of weights in the matrices of one layer, with all experts, on average over the layers."""
+        found = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
+        return found if not self.has_experts else found + self._experts_instead(self.experts)
+
+    def _experts_instead(self, routed: Column) -> Column:
+        """Return what a layer has more than a dense one, on average, with so many routed experts."""
+        dense = (2 + self.gated) * self.hidden * self.feed_forward
+        others = self.hidden * (self.experts + 3 * self.shared_width)
+        return self.sparse_share * (others + routed * self.expert_parameters - dense)
 
     @property
     def rank_layer_parameters(self) -> Column:
-        """Return the weights of one layer on a rank of tp; hpc_train splits keys and values if tp divides them."""
+        """Return the weights of one layer on a rank of tp, without routed experts, on average over the layers.
+
+        hpc_train splits keys and values if tp divides them; it splits neither routers nor what makes latents.
+        """
         keys = 2 * self.hidden * self.head_dim * self.kv_heads
         copies_keys = (self.stack == STACKS.index("hpc_train")) & (self.kv_heads % self.tp != 0)
-        return (self.layer_parameters - keys) / self.tp + keys / np.where(copies_keys, 1.0, self.tp)
+        found = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
+        if not self.has_experts and not self.has_latent:
+            return (found - keys) / self.tp + keys / np.where(copies_keys, 1.0, self.tp)
+        found = found + self._experts_instead(_zero())
+        keys = np.where(self.key_rank > 0, 0.0, keys)
+        whole = (
+            np.where(self.key_rank > 0, self.narrow_parameters, 0.0) + self.sparse_share * self.hidden * self.experts
+        )
+        return (found - keys - whole) / self.tp + keys / np.where(copies_keys, 1.0, self.tp) + whole
+
+    @property
+    def expert_tp(self) -> Column:
+        """Ranks that split the width of each expert: those of tp in hpc_train; Megatron has whole experts."""
+        return np.where(self.stack == STACKS.index("hpc_train"), self.tp, 1.0)
+
+    @property
+    def rank_expert_parameters(self) -> Column:
+        """Return the weights of the routed experts of one layer that has any, on a rank of tp and ep."""
+        return self.experts / self.ep * self.expert_parameters / self.expert_tp
+
+    @cached_property
+    def has_adapters(self) -> bool:
+        """Whether any job trains adapters only."""
+        return bool(np.any(self.adapter_weights))
+
+    @property
+    def trained_share(self) -> Column:
+        """Share of a layer's weights that are trained; those outside of layers are trained only if all are."""
+        adapters = self.adapter_weights / (self.all_layer_parameters + self.adapter_weights)
+        return np.where(self.adapter_weights > 0, adapters, 1.0)
+
+    @property
+    def attention_dim(self) -> Column:
+        """Mean width of a query and a value of one head: what attention's FLOPs are counted with."""
+        if not self.has_latent:
+            return self.head_dim
+        return np.where(self.key_rank > 0, (self.head_dim + self.value_dim) / 2, self.head_dim)
 
     @property
     def rank_key_heads(self) -> Column:
@@ -205,7 +337,7 @@ class Jobs:
     def model_flops(self) -> Column:
         """FLOPs of a step of the whole job, as MFU counts them: without recomputation."""
         weights = self.layers * self.layer_parameters + self.vocab * self.hidden
-        attention_width = self.layers * self.heads * self.head_dim
+        attention_width = self.layers * self.heads * self.attention_dim
         flops: Column = self.tokens * transformer_flops_per_token(weights, attention_width, self.sequence)
         return flops
 

@@ -9,72 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
+from hpc_train.planner.model.experts import (
+    expert_activations,
+    expert_elementwise,
+    expert_gradients,
+    expert_kernels,
+    expert_products,
+    mix_layers,
+)
 from hpc_train.planner.model.jobs import RECOMPUTE, STACKS, Column, Jobs
-
-_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
-"""Tile sizes that cuBLAS chooses from: rows and columns of the result that one multiprocessor computes at a time, and
-the time per element relative to the largest tiles. Small tiles are slower because they reuse their operands less."""
-_ALIGNED = 8
-"""Dimensions must be a multiple of this for tensor cores at 16 bits."""
-_LINE = 64
-"""16-bit elements in a 128-byte cache line."""
-_FOUR_BITS = 2.5
-"""Ratio of peaks that tells 4-bit from 8-bit products, which have at least four times and twice the peak of 16 bits."""
-
-
-def linear_seconds(jobs: Jobs, constants: Constants, rows: Column, inputs: Column, outputs: Column) -> Column:
-    """Return the seconds of one product [rows, inputs] x [inputs, outputs] of a linear layer.
-
-    Backward has two products of the same size with the matrices in other roles, which take as long each.
-    """
-    flops = 2 * rows * inputs * outputs
-    rate = jobs.peak_flops * jobs.gemm_ceiling * constants.gemm_efficiency * _low_precision_share(jobs, constants)
-    rate = rate / np.where(_whole_lines(inputs) & _whole_lines(outputs), 1.0, constants.alignment)
-    # Part of the memory traffic is not hidden behind arithmetic (constants.gemm_traffic); it matters for thin matrices.
-    operands = rows * inputs + inputs * outputs
-    moved = (operands + rows * outputs) * jobs.activation_bytes * constants.gemm_traffic
-    return flops / rate * wave_quantization(jobs, rows, outputs) + moved / jobs.memory_bandwidth
-
-
-def _whole_lines(width: Column) -> NDArray[np.bool_]:
-    """Return whether a width is a multiple of a cache line."""
-    lines = width / _LINE  # comparing with floor() is faster than %, and this runs for every candidate
-    is_whole: NDArray[np.bool_] = lines == np.floor(lines)
-    return is_whole
-
-
-def _low_precision_share(jobs: Jobs, constants: Constants) -> Column:
-    """Return the share of the 8-bit or 4-bit peak that is left after scaling and casting operands."""
-    over = jobs.peak_flops / jobs.peak_flops_attention
-    some = np.where(over > _FOUR_BITS, constants.four_bits, constants.low_precision)
-    return np.where(over > 1, some, 1.0)
-
-
-def wave_quantization(jobs: Jobs, rows: Column, outputs: Column) -> Column:
-    """Return the slowdown of a product because its tiles do not fill the last wave of multiprocessors.
-
-    Each multiprocessor computes one tile at a time, so the number of tiles is rounded up to whole waves. The best tile
-    size is taken (NVIDIA, Matrix Multiplication Background User's Guide, "Wave Quantization").
-    """
-    best = None
-    useful = rows * outputs
-    for height, width, cost in _TILES:
-        tiles = np.ceil(rows / height) * np.ceil(outputs / width)
-        units = np.maximum(jobs.multiprocessors, 1)
-        full = np.where(jobs.multiprocessors > 0, np.ceil(tiles / units) * units, tiles)
-        slow = full * (height * width * cost) / useful
-        best = slow if best is None else np.minimum(best, slow)
-    assert best is not None
-    return best
-
-
-def misalignment_factor(width: Column, constants: Constants) -> Column:
-    """Return the slowdown of a product whose dimension of `width` elements keeps it off tensor cores."""
-    return np.where(width % _ALIGNED == 0, 1.0, constants.misaligned)
-
+from hpc_train.planner.model.products import linear_seconds, misalignment_factor, wide_products
 
 # Elementwise work is limited by memory bandwidth. A pass reads or writes every element of a tensor once. These are the
 # passes of a layer's forward in the fused kernels of Megatron-LM (bias + GELU, bias + dropout + add, scale + mask +
@@ -128,15 +74,21 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
     # and hpc_train). Megatron and DeepSpeed recompute it.
     kernels = np.where(jobs.fused_attention + jobs.fused_elementwise > 0, _FUSED_KERNELS, 1.0)
     kernels = kernels * np.where(jobs.stack == _DEEPSPEED, constants.launch_deepspeed, constants.launch)
-    full = share * lin
+    full, more = share * lin, expert_kernels(jobs)
+    products: Column = np.full((), 2.0)
+    if jobs.has_adapters:
+        # Frozen weights have no gradients: one product of backward is left. The adapter's own are thin.
+        adapters = _adapter_elementwise(jobs, constants, tokens)
+        plain, plain_backward = plain + adapters, plain_backward + 2 * adapters
+        products = np.where(jobs.adapter_weights > 0, 1.0, 2.0)
     return LayerWork(
         forward=linear + core + plain,
-        backward=2 * linear + core_backward + plain_backward,
+        backward=products * linear + core_backward + plain_backward,
         again=share * (lin * (linear - np.where(jobs.stack >= 2, ending, 0.0)) + att * core + ele * plain),
         head=_head(jobs, constants, tokens),
         embedding=_embedding(jobs, constants, tokens),
-        launch_forward=kernels * _KERNELS_FORWARD,
-        launch_backward=kernels * (_KERNELS_BACKWARD + _KERNELS_FORWARD * full),
+        launch_forward=kernels * (_KERNELS_FORWARD + more),
+        launch_backward=kernels * (_KERNELS_BACKWARD + 2 * more + (_KERNELS_FORWARD + more) * full),
         flops_again=share
         * (lin * 2 * jobs.layer_parameters + att * 2 * attention_score_width(jobs))
         * tokens
@@ -149,7 +101,7 @@ def attention_score_width(jobs: Jobs) -> Column:
 
     Fused causal attention skips the half of the positions that are masked.
     """
-    return jobs.heads * jobs.head_dim * jobs.sequence * np.where(jobs.fused_attention > 0, 1.0, 2.0)
+    return jobs.heads * jobs.attention_dim * jobs.sequence * np.where(jobs.fused_attention > 0, 1.0, 2.0)
 
 
 def recompute_shares(jobs: Jobs) -> tuple[Column, Column, Column]:
@@ -179,14 +131,35 @@ def _linear(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, C
     wide = jobs.feed_forward / jobs.tp
     found = linear_seconds(jobs, constants, tokens, jobs.hidden, queries + 2 * keys)
     found = found + linear_seconds(jobs, constants, tokens, queries, jobs.hidden)
-    found = found + linear_seconds(jobs, constants, tokens, jobs.hidden, wide * (1 + jobs.gated))
+    if jobs.has_latent:
+        found = np.where(jobs.key_rank > 0, _latent(jobs, constants, tokens), found)
+    first = linear_seconds(jobs, constants, tokens, jobs.hidden, wide * (1 + jobs.gated))
     ending = linear_seconds(jobs, constants, tokens, wide, jobs.hidden)
-    return found + ending, ending
+    if jobs.has_experts:
+        routed = expert_products(jobs, constants, tokens)
+        first, ending = (mix_layers(jobs, *pair) for pair in zip((first, ending), routed, strict=True))
+    return found + first + ending, ending
+
+
+def _latent(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
+    """Return the forward seconds of the linear layers of latent attention."""
+    has_queries = jobs.query_rank > 0
+    narrow = jobs.query_rank + jobs.key_rank + jobs.rotary_width
+    queries, values = jobs.heads * jobs.head_dim / jobs.tp, jobs.heads * jobs.value_dim / jobs.tp
+    expanded = jobs.heads * (jobs.head_dim - jobs.rotary_width + jobs.value_dim) / jobs.tp
+    # Where tp splits positions, each rank makes the latents of its own.
+    own = tokens / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    found = linear_seconds(jobs, constants, own, jobs.hidden, np.maximum(narrow, 1))
+    found = found + linear_seconds(
+        jobs, constants, tokens, np.where(has_queries, jobs.query_rank, jobs.hidden), queries
+    )
+    found = found + linear_seconds(jobs, constants, tokens, np.maximum(jobs.key_rank, 1), expanded)
+    return found + linear_seconds(jobs, constants, tokens, np.maximum(values, 1), jobs.hidden)
 
 
 def _attention(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
     """Return the seconds of attention without its projections: (forward, backward)."""
-    width = jobs.heads * jobs.head_dim / jobs.tp
+    width = jobs.heads * jobs.attention_dim / jobs.tp
     peak = jobs.peak_flops_attention * jobs.gemm_ceiling
     slow = misalignment_factor(jobs.head_dim, constants)
     # Fused: half of the pairs, since causal. Its backward takes 2.5 times forward: five products in place of two,
@@ -213,14 +186,31 @@ def _elementwise(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Colu
     # The passes are those of Megatron's hand-fused kernels; FSDP and hpc_train (stack >= 2) run plain PyTorch kernels
     # unless they are compiled.
     eager = np.where(jobs.stack >= 2, constants.eager, 1.0)
-    elements = tokens * (unsplit + (wide + rotary) / jobs.tp) * kernels * np.where(kernels < 1, 1.0, eager)
+    widened = wide / jobs.tp
+    if jobs.has_experts:
+        widened = mix_layers(jobs, widened, expert_elementwise(jobs, constants))
+    elements = tokens * (unsplit + widened + rotary / jobs.tp) * kernels * np.where(kernels < 1, 1.0, eager)
     forward = elements * jobs.activation_bytes / (jobs.memory_bandwidth * constants.memory_efficiency)
     return forward, _BACKWARD_PASSES * forward
+
+
+def _adapter_elementwise(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
+    """Return the forward seconds of a layer's adapters.
+
+    Their products are so thin that memory bounds them: each reads its input, and writes, scales and adds its output.
+    """
+    queries, keys = jobs.heads * jobs.head_dim, jobs.kv_heads * jobs.head_dim
+    inputs = 5 * jobs.hidden + queries + jobs.feed_forward
+    outputs = queries + 2 * keys + 2 * jobs.hidden + (1 + jobs.gated) * jobs.feed_forward
+    moved = tokens * (inputs + 4 * outputs) / jobs.tp * jobs.activation_bytes
+    return (jobs.adapter_weights > 0) * moved / (jobs.memory_bandwidth * constants.memory_efficiency)
 
 
 def _head(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     """Return the seconds of the head's product and the loss, forward and backward."""
     logits = tokens * jobs.vocab / jobs.tp
+    if np.any(jobs.float8):
+        jobs = wide_products(jobs)
     products = 3 * linear_seconds(jobs, constants, tokens, jobs.hidden, jobs.vocab / jobs.tp)
     return products + logits * _LOGIT_BYTES / (jobs.memory_bandwidth * constants.memory_efficiency)
 
@@ -258,6 +248,8 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple
     # Backward needs the gradients of the layer's widest tensors, and the positions that tp gathers.
     item = jobs.activation_bytes
     wide_gradient = item * (jobs.feed_forward * (1 + jobs.gated) / jobs.tp + 2 * jobs.hidden)
+    if jobs.has_experts:
+        wide_gradient = np.where(jobs.experts > 0, expert_gradients(jobs), wide_gradient)
     gathered = 2 * item * jobs.hidden * (jobs.sequence_parallel > 0) * (jobs.tp > 1)
     stored, alive = tokens * stored * constants.activations, tokens * (wide_gradient + gathered) * constants.activations
     return stored, alive + recomputed_activations(jobs, constants, tokens)
@@ -370,6 +362,8 @@ def feed_forward_activations(jobs: Jobs, tokens: Column) -> Column:
     item, hidden = jobs.activation_bytes, jobs.hidden
     between, norms = _norm_bytes(jobs)
     widened = np.where(jobs.gated > 0, 3 + (jobs.fused_elementwise == 0), 2.0) * jobs.feed_forward / jobs.tp * item
+    if jobs.has_experts:
+        widened = mix_layers(jobs, widened, expert_activations(jobs))
     masks = jobs.dropout * _MASK * hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     return tokens * (between + norms / 2 + item * hidden + widened + masks)
 
@@ -390,6 +384,8 @@ def _published_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     heads = (2 * jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp * item
     eager = np.where(jobs.fused_elementwise > 0, 0.0, item)
     wide = np.where(jobs.gated > 0, 2 * item + eager + given, item + given) * jobs.feed_forward / jobs.tp
+    if jobs.has_experts:
+        wide = mix_layers(jobs, wide, expert_activations(jobs))
     # Without fused attention: softmax, its dropout's result and a one-byte mask for every pair of positions.
     scores = (2 * item + 1) * jobs.heads / jobs.tp * jobs.sequence * (jobs.fused_attention == 0)
     linear, core, plain = recompute_shares(jobs)
@@ -409,8 +405,29 @@ def _own_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     eager = jobs.fused_elementwise == 0
     heads = (2 * jobs.heads / jobs.tp + 2 * jobs.rank_key_heads) * jobs.head_dim * item
     widened = np.where(jobs.gated > 0, 3 + eager, 2.0) * jobs.feed_forward / jobs.tp * item
+    products = (1 + jobs.gated) * jobs.feed_forward / jobs.tp * item
+    if np.any(jobs.head_norms):
+        normalised = (jobs.heads / jobs.tp + jobs.rank_key_heads) * jobs.head_dim
+        heads = heads + jobs.head_norms * normalised * (item + np.where(item < _WIDE, _WIDE + item, item))
+    if jobs.has_latent:
+        heads = heads + np.where(jobs.key_rank > 0, _latent_bytes(jobs), 0.0)
+    if jobs.has_experts:
+        widened = mix_layers(jobs, widened, expert_activations(jobs))
+        products = mix_layers(jobs, products, (2 * jobs.shared_width / jobs.tp + jobs.experts) * item)
     # ulysses keeps attention's result as its kernel returns it, and again as the output layer reads it.
     exchanged = (jobs.ulysses > 0) * (jobs.cp > 1) * jobs.heads * jobs.head_dim / jobs.tp * item
     everything = 2 * between + norms + 2 * item * hidden + heads + exchanged + widened + _dropout_bytes(jobs)
-    some = between + heads + 2 * item * hidden + (1 + jobs.gated) * jobs.feed_forward / jobs.tp * item
+    some = between + heads + 2 * item * hidden + products
     return everything, some, between
+
+
+def _latent_bytes(jobs: Jobs) -> Column:
+    """Return the bytes per token that latent attention keeps besides queries, keys, values and the result.
+
+    These are the latents before and after their norms, and the result without the columns that pad values to the width
+    of keys.
+    """
+    item = jobs.activation_bytes
+    eager = np.where(item < _WIDE, _WIDE + item, item)
+    latents = (jobs.query_rank + jobs.key_rank) * (item + eager)
+    return latents + jobs.heads * jobs.value_dim / jobs.tp * item

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import SCHEDULES, STACKS, Column, Jobs, job_columns
+from hpc_train.planner.model.jobs import FLOAT8_RECIPES, SCHEDULES, STACKS, Column, Jobs, job_columns, replace_columns
 from hpc_train.planner.model.layer import (
     asynchronous_working,
     dropout_attention_working,
@@ -131,9 +131,12 @@ class _PeakSearch:
         tokens = jobs.micro_batch * jobs.sequence / jobs.cp
         self.stages = split_stages(jobs)
         self.table = jobs.vocab * jobs.hidden / jobs.tp
-        self.block = jobs.rank_layer_parameters
         self.ends = self.stages.tables * self.table + self._on_first * jobs.learned_positions * jobs.hidden
-        self.weights = self.stages.layers * self.block + self.ends
+        self.experts, self.block = _largest_block(jobs)
+        self.blocks = self._sum_blocks()
+        self.weights = self.blocks + self.ends
+        self.share = jobs.trained_share if jobs.has_adapters else np.ones(())
+        self.trains_ends = np.where(jobs.adapter_weights > 0, 0.0, 1.0)
         self.shards = np.where(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0)
         self.keeps_parameters = keeps_parameters(jobs.zero, jobs.reshard, jobs.pp)
         self.keeps_gradients = keeps_gradients(jobs.zero)
@@ -154,6 +157,54 @@ class _PeakSearch:
         self.logits = tokens * jobs.vocab / jobs.tp
         self.wide = np.maximum(jobs.activation_bytes, 4.0)
 
+    def _sum_blocks(self) -> Column:
+        """Return the parameters of all blocks of each rank, [3, n]."""
+        jobs, layers = self.jobs, self.stages.layers
+        if not jobs.has_experts:
+            return layers * self.block
+        return layers * self.block - self._dense_blocks * (self.block - _dense_block(jobs))
+
+    @cached_property
+    def _prefetches(self) -> Column:
+        """1 if the whole next block is gathered while one computes; with ep its experts are a group of their own."""
+        return np.where(self.jobs.ep > 1, 0.0, 1.0)
+
+    @cached_property
+    def _widest(self) -> Column:
+        """Number of weights of a block's widest product on a rank: of one of the three stacks of experts, if larger."""
+        widest = self.jobs.hidden * self.jobs.feed_forward / self.jobs.tp
+        return np.where(self.jobs.experts > 0, self.experts / 3, widest) if self.jobs.has_experts else widest
+
+    @cached_property
+    def _dense_blocks(self) -> Column:
+        """Blocks without experts of each rank, [3, n]; all are taken to be in the first stage."""
+        first = np.where(self.jobs.pp == 1, self.stages.layers, self.stages.stage)
+        dense: Column = self._on_first * np.minimum(self.jobs.dense_layers, first)
+        return dense
+
+    @cached_property
+    def _held(self) -> Column:
+        """Parameters of the rank before sharding over dp_shard x cp, [3, n], as if ep did not split any.
+
+        ep splits experts over some of these ranks and fully_shard over the others, so that a rank's shard is the same.
+        """
+        jobs = self.jobs
+        if not jobs.has_experts:
+            return self.weights
+        return self.weights + (jobs.ep - 1) * self.experts * (self.stages.layers - self._dense_blocks)
+
+    @cached_property
+    def _trained(self) -> Column:
+        """Parameters of the rank that are trained, [3, n]; those of adapters only, if there are any."""
+        return self.blocks * self.share + self.ends * self.trains_ends
+
+    @cached_property
+    def _trained_held(self) -> Column:
+        """The same of _held."""
+        if self._held is self.weights:
+            return self._trained
+        return (self._held - self.ends) * self.share + self.ends * self.trains_ends
+
     def in_block(self, moment: PipelineMoment) -> PeakMemory:
         """Return the peak within the backward of a block, the first or the second one of a stage."""
         jobs = self.jobs
@@ -162,10 +213,10 @@ class _PeakSearch:
         reduced = self._reduced + self._first_shards(moment)
         behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0)
         # In a W (input gradients exist already) weight gradients take the place of what they are computed from.
-        widest = jobs.hidden * jobs.feed_forward / jobs.tp * jobs.activation_bytes
+        widest = self._widest * self.share * jobs.activation_bytes
         behind_attention = self.before_attention + (2 + jobs.gated) * widest + self.attention
         between = moment.input_done + moment.input_done_last > 0
-        complete = self.block * jobs.activation_bytes + 2 * self.hidden - self._freed
+        complete = self.block * self.share * jobs.activation_bytes + 2 * self.hidden - self._freed
         working = np.maximum(self.working + self.unmoved + widest + self.asynchronous, complete)
         working = np.where(between, 0.0, working)
         working = np.where(jobs.dropout > 0, np.maximum(working, behind_attention), working)
@@ -178,27 +229,29 @@ class _PeakSearch:
     def at_reduction(self, moment: PipelineMoment) -> PeakMemory:
         """Return the peak when the first group of blocks has all gradients and copies them together to reduce."""
         jobs = self.jobs
-        group = self._group
+        group = self._group * self.share
         # 16-bit gradients exist until they are copied into the buffer to reduce; afterwards the reduced shards do. The
         # group's gathered parameters are freed by then.
         beside = np.maximum(group * jobs.activation_bytes, group * jobs.gradient_bytes / self.shards)
         between = moment.input_done + moment.input_done_last > 0
         working = self._reduced + beside - self._freed - between * self.pending
         working = np.where(self.keeps_gradients, 0.0, working)
-        ahead = np.clip(self._stage_layers - 1, 0, 1)
-        gathered = self._gathered_bytes(np.where(self._frees, ahead, self.stages.layers) * self.block)
+        ahead = np.clip(self._stage_layers - 1, 0, 1) * self._prefetches
+        gathered = self._gathered_bytes(np.where(self._frees, ahead * self.block, self.blocks))
         return self._peak(moment, working, self._losses(moment), gathered + self._head(moment))
 
     @cached_property
     def _reduced(self) -> Column:
         """Bytes of the buffer in which a group's gradients are reduced; zero 1 reduces whole gradients in place."""
-        reduced: Column = np.where(self.keeps_gradients, 0.0, self._group * self.jobs.reduce_bytes)
+        reduced: Column = np.where(self.keeps_gradients, 0.0, self._group * self.share * self.jobs.reduce_bytes)
         return reduced
 
     def _first_shards(self, moment: PipelineMoment) -> Column:
         """Return the bytes of the first group's reduced shards, unless an earlier micro-batch has allocated them."""
         new = (self.jobs.offload < 2) * (1.0 - np.minimum(moment.accumulated + moment.reduced, 1.0))
-        return np.where(self.keeps_gradients, 0.0, new * self._group * self.jobs.gradient_bytes / self.shards)
+        return np.where(
+            self.keeps_gradients, 0.0, new * self._group * self.share * self.jobs.gradient_bytes / self.shards
+        )
 
     def _losses(self, moment: PipelineMoment) -> Column:
         """Return the bytes of logits, and of what losses keep for their backward, during the backward of blocks."""
@@ -206,7 +259,7 @@ class _PeakSearch:
 
     def _head(self, moment: PipelineMoment) -> Column:
         """Return the bytes of the head's gradient, which exists from the start of a backward to its end."""
-        head: Column = moment.loss * self.table * self.jobs.activation_bytes
+        head: Column = moment.loss * self.table * self.trains_ends * self.jobs.activation_bytes
         return head
 
     @cached_property
@@ -234,8 +287,9 @@ class _PeakSearch:
         when the first one's gradients are reduced.
         """
         layers, freed = self._stage_layers, self._frees
-        most = np.where(freed, np.minimum(layers, 2), self.stages.layers) * self.block
-        beside = np.where(freed, np.minimum(np.maximum(layers - 1, 1), 2), self.stages.layers) * self.block
+        ahead = 1 + self._prefetches
+        most = np.where(freed, np.minimum(layers, ahead) * self.block, self.blocks)
+        beside = np.where(freed, np.minimum(np.maximum(layers - 1, 1), ahead) * self.block, self.blocks)
         several = layers * self.block > self._group * (1 + 1e-9)
         return np.maximum(
             self._gathered_bytes(most) + copied, self._gathered_bytes(beside) + np.maximum(behind * several, copied)
@@ -249,8 +303,8 @@ class _PeakSearch:
         # micro-batches.
         added = np.minimum(moment.accumulated + moment.reduced, 1.0) * jobs.gradient_bytes / self.shards
         reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes + added, 0.0)
-        reduced = reduced + jobs.activation_bytes
-        gathered = self._gathered_bytes(self.stages.layers * self.block * ((jobs.zero == 3) & (jobs.reshard == 0)))
+        reduced = (reduced + jobs.activation_bytes) * self.trains_ends
+        gathered = self._gathered_bytes(self.blocks * ((jobs.zero == 3) & (jobs.reshard == 0)))
         freed = (jobs.zero == 3) & (jobs.reshard > 0)
         gathered = np.where(freed, np.where(jobs.pp == 1, 0.0, rest * self.table) * jobs.activation_bytes, gathered)
         losses = np.maximum(moment.losses - moment.loss, 0)
@@ -349,13 +403,13 @@ class _PeakSearch:
     @cached_property
     def _parameters(self) -> Column:
         """Bytes of the rank's own parameters on the device."""
-        own: Column = self.weights * self.jobs.weight_bytes / self.shards * (self.jobs.offload < 2)
+        own: Column = self._held * self.jobs.weight_bytes / self.shards * (self.jobs.offload < 2)
         return own
 
     @cached_property
     def _optimizer(self) -> Column:
         """Bytes of the optimizer's state on the device."""
-        own: Column = self.weights * self.jobs.optimizer_bytes / self.shards * (self.jobs.offload == 0)
+        own: Column = self._trained_held * self.jobs.optimizer_bytes / self.shards * (self.jobs.offload == 0)
         return own
 
     @cached_property
@@ -374,8 +428,8 @@ class _PeakSearch:
 
         Gradients of a stage are allocated by its first backward. ddp's buckets exist from the first step on.
         """
-        gradients = self.weights * self.jobs.gradient_bytes
-        shards = gradients / self.shards
+        gradients = self._trained * self.jobs.gradient_bytes
+        shards = self._trained_held * self.jobs.gradient_bytes / self.shards
         unreduced = np.where(self.keeps_gradients, gradients, shards)
         found: Column = np.where(
             self.jobs.zero >= 1, moment.accumulated * unreduced + moment.reduced * shards, gradients
@@ -391,7 +445,7 @@ class _PeakSearch:
         """
         jobs = self.jobs
         waits = (jobs.dp_replicate > 1) & (jobs.micro_batches > 1)
-        sums: Column = self.weights * jobs.reduce_bytes / self.shards * waits
+        sums: Column = self._trained_held * jobs.reduce_bytes / self.shards * waits
         return sums
 
     def _gathered_bytes(self, gathered: Column) -> Column:
@@ -411,8 +465,9 @@ class _PeakSearch:
         jobs = self.jobs
         limit = BUCKET_MIB * MIB / jobs.weight_bytes
         several = self.block * np.maximum(np.floor(limit / self.block), 1)
-        blocks = self.stages.layers * self.block
-        return np.where(jobs.zero == 3, self.block, np.minimum(several, blocks))
+        group = np.where(jobs.zero == 3, self.block, np.minimum(several, self.blocks))
+        # With ep, a block's experts are a group of their own.
+        return np.where(jobs.ep > 1, np.maximum(self.experts, self.block - self.experts), group)
 
     @cached_property
     def _accumulated(self) -> Column:
@@ -423,7 +478,22 @@ class _PeakSearch:
         """
         jobs = self.jobs
         beside = (jobs.zero == 0) & (jobs.world > 1) & (jobs.micro_batches > 1)
-        return self.weights * np.where(beside, jobs.gradient_bytes, 0.0)
+        return self._trained * np.where(beside, jobs.gradient_bytes, 0.0)
+
+
+def _dense_block(jobs: Jobs) -> Column:
+    """Return the parameters of a block without experts on a rank of tp."""
+    dense = replace_columns(jobs, experts=0.0)
+    return dense.rank_layer_parameters
+
+
+def _largest_block(jobs: Jobs) -> tuple[Column, Column]:
+    """Return the parameters of a block on a rank of tp and ep: (of its routed experts, of all of it)."""
+    if not jobs.has_experts:
+        return np.zeros(()), jobs.rank_layer_parameters
+    every = replace_columns(jobs, dense_layers=0.0)
+    experts = np.where(jobs.experts > 0, jobs.rank_expert_parameters, 0.0)
+    return experts, every.rank_layer_parameters + experts
 
 
 def _stack_stages(*stages: Column | float) -> Column:
@@ -502,7 +572,7 @@ class Memory:
 def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
     """Estimate the bytes of each part on each stage."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
-    weights = _weights(jobs)
+    weights, held = _weights(jobs)
     shard = jobs.dp_shard * jobs.cp
     parameters, buffers = _parameters(jobs, weights, shard)
     gradients = weights * jobs.gradient_bytes / np.where(jobs.zero >= 2, shard, 1.0)
@@ -513,7 +583,7 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
         deepspeed, _duplicate_gradients(jobs) + 4 / shares * (jobs.zero >= 1), 0.0
     )
     buffers = buffers + np.where(deepspeed & (jobs.zero >= 1), _DEEPSPEED_BUFFERS, 0.0) + _accumulated(jobs, weights)
-    optimizer = weights * jobs.optimizer_bytes / shares
+    optimizer = held * jobs.optimizer_bytes / shares
     activations, waiting = _activations(jobs, constants, tokens)
     last = np.array([0.0, 0.0, 1.0]).reshape(3, *[1] * (weights.ndim - 1))
     logits = np.where(jobs.pp > 1, last, 1.0) * (tokens * jobs.vocab / jobs.tp * jobs.logit_bytes)
@@ -559,6 +629,8 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
 def _headroom(jobs: Jobs, constants: Constants) -> Column:
     """Return by which fraction the real need may exceed the prediction, by stack."""
     ours = np.where(jobs.stack == _OURS, constants.headroom_unmeasured, constants.headroom)
+    if np.any(jobs.float8):
+        ours = np.where(jobs.float8 >= FLOAT8_RECIPES.index("rowwise"), constants.headroom_float8, ours)
     return np.where(jobs.stack == _DEEPSPEED, constants.headroom_deepspeed, ours)
 
 
@@ -573,10 +645,20 @@ def _accumulated(jobs: Jobs, weights: Column) -> Column:
     return weights * np.where(ddp & (jobs.micro_batches > 1), jobs.gradient_bytes, 0.0)
 
 
-def _weights(jobs: Jobs) -> Column:
-    """Return the parameters of a rank before sharding over data-parallel axes, [3, n]."""
+def _weights(jobs: Jobs) -> tuple[Column, Column]:
+    """Return the parameters of a rank before sharding over data-parallel axes, [3, n]: (with ep, as if without)."""
+    layer = jobs.rank_layer_parameters
+    if not jobs.has_experts:
+        weights = _sum_weights(jobs, layer)
+        return weights, weights
+    experts = np.where(jobs.experts > 0, jobs.sparse_share * jobs.rank_expert_parameters, 0.0)
+    return _sum_weights(jobs, layer + experts), _sum_weights(jobs, layer + experts * jobs.ep)
+
+
+def _sum_weights(jobs: Jobs, layer: Column) -> Column:
+    """Return the parameters of a rank's layers and tables, [3, n]. layer: parameters of one layer on the rank."""
     layers = split_layers(jobs)
-    table, layer = jobs.vocab * jobs.hidden / jobs.tp, jobs.rank_layer_parameters
+    table = jobs.vocab * jobs.hidden / jobs.tp
     all_layers = layers.first * layer + (2 - jobs.tied) * table
     stages = (layers.first * layer + table, layers.middle * layer, layers.last * layer + table)
     return _stack_stages(*(np.where(jobs.pp == 1, all_layers, stage) for stage in stages))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import SCHEDULES, STACKS, Column, Jobs
+from hpc_train.planner.model.jobs import SCHEDULES, STACKS, Column, Jobs, replace_columns
 from hpc_train.planner.model.pipeline import HPC_TRAIN_STACK, SPLITS_BACKWARD
 from hpc_train.traffic.sharding import count_block_gathers, count_end_gathers, count_reductions
 
@@ -171,17 +171,20 @@ def _count_split_backwards(jobs: Jobs) -> Column:
     return np.where(jobs.pp > 1, split, 0.0)
 
 
-def data_volume(jobs: Jobs, layers: Column, ends: Column) -> DataVolume:
+def data_volume(jobs: Jobs, layers: Column, ends: Column, uses: DataUses | None = None) -> DataVolume:
     """Return the bytes of a step. layers, ends: parameters of a rank in layers, and in embedding and head."""
-    uses = count_uses(jobs)
+    uses = uses or count_uses(jobs)
     sharded = (jobs.zero > 0) & (jobs.dp_shard * jobs.cp > 1)
     gathered = (layers * uses.gathers + ends * uses.end_gathers) * jobs.activation_bytes
-    scattered = (layers + ends) * uses.reductions * jobs.reduce_bytes
+    trained = layers + ends
+    if jobs.has_adapters:  # frozen weights are gathered and have no gradients
+        trained = np.where(jobs.adapter_weights > 0, layers * jobs.trained_share, trained)
+    scattered = trained * uses.reductions * jobs.reduce_bytes
     copies = np.where(sharded, jobs.dp_shard * jobs.cp, 1.0)
     return DataVolume(
         np.where(sharded, gathered, 0.0),
         np.where(sharded, scattered, 0.0),
-        (layers + ends) * jobs.reduce_bytes / copies,
+        trained * jobs.reduce_bytes / copies,
     )
 
 
@@ -193,15 +196,25 @@ class OverlapWindows:
     backward: Column
 
 
-def data_seconds(jobs: Jobs, constants: Constants, layers: Column, ends: Column, windows: OverlapWindows) -> Column:
-    """Return the exposed seconds of the data-parallel axes. layers, ends: parameters of the rank, before sharding."""
-    moved = data_volume(jobs, layers, ends)
-    shard, copies = _data_groups(jobs, constants)
+def data_seconds(
+    jobs: Jobs,
+    constants: Constants,
+    layers: Column,
+    ends: Column,
+    windows: OverlapWindows,
+    experts: Column | None = None,
+) -> Column:
+    """Return the exposed seconds of the data-parallel axes.
+
+    layers, ends: parameters of the rank, before sharding. experts: those of `layers` that ep splits first; None: none.
+    """
     uses = count_uses(jobs)
-    calls = _count_calls(jobs)
-    gather = all_gather_seconds(shard, moved.gathered, calls * uses.gathers)
-    scatter = all_gather_seconds(shard, moved.scattered, calls * uses.reductions)
-    scatter = scatter + all_reduce_seconds(copies, moved.reduced)
+    gather, scatter = _data_collectives(jobs, constants, uses, layers if experts is None else layers - experts, ends)
+    if experts is not None:
+        # The ranks of an ep group hold different experts: what remains of dp_shard x cp shards each.
+        own = _shards_of_experts(jobs)
+        more = _data_collectives(own, constants, uses, experts / jobs.ep, np.zeros(()), jobs.tp * jobs.ep)
+        gather, scatter = gather + more[0], scatter + more[1]
     share = np.where(jobs.overlap_data > 0, constants.overlap_data, 0.0)
     # Gathers for forward overlap forward; gathers for backward and reductions overlap backward. first: share of the
     # gathers that are for forward.
@@ -217,6 +230,23 @@ def data_seconds(jobs: Jobs, constants: Constants, layers: Column, ends: Column,
     )
     backward = exposed_seconds(behind, windows.backward * uses.reductions, share, behind / count)
     return forward + backward
+
+
+def _data_collectives(
+    jobs: Jobs, constants: Constants, uses: DataUses, layers: Column, ends: Column, stride: Column | None = None
+) -> tuple[Column, Column]:
+    """Return the seconds of a step's (gathers, reductions), not counting that they overlap anything."""
+    moved = data_volume(jobs, layers, ends, uses)
+    shard, copies = _data_groups(jobs, constants, jobs.tp if stride is None else stride)
+    calls = _count_calls(jobs)
+    gather = all_gather_seconds(shard, moved.gathered, calls * uses.gathers)
+    scatter = all_gather_seconds(shard, moved.scattered, calls * uses.reductions)
+    return gather, scatter + all_reduce_seconds(copies, moved.reduced)
+
+
+def _shards_of_experts(jobs: Jobs) -> Jobs:
+    """Return the jobs as the collectives of experts see them: with fewer ranks to shard over."""
+    return replace_columns(jobs, dp_shard=jobs.dp_shard / jobs.ep)
 
 
 def _count_calls(jobs: Jobs) -> Column:
@@ -238,13 +268,13 @@ def _gathered_for_recomputation(jobs: Jobs) -> Column:
     return np.where(jobs.stack == STACKS.index("deepspeed"), recomputed, 0.0)
 
 
-def _data_groups(jobs: Jobs, constants: Constants) -> tuple[RankGroup, RankGroup]:
-    """Return the groups that parameters are sharded over, and the groups of copies.
+def _data_groups(jobs: Jobs, constants: Constants, stride: Column) -> tuple[RankGroup, RankGroup]:
+    """Return the groups that parameters are sharded over, whose members are `stride` apart, and the groups of copies.
 
     cp ranks share the shards of parameters; without sharding they are copies, like dp_replicate ranks.
     """
     sharded = jobs.zero > 0
     shards = jobs.dp_shard * jobs.cp
-    shard = make_rank_group(jobs, constants, np.where(sharded, shards, 1.0), jobs.tp)
+    shard = make_rank_group(jobs, constants, np.where(sharded, shards, 1.0), stride)
     copies = np.where(sharded, jobs.dp_replicate, jobs.dp_replicate * shards)
-    return shard, make_rank_group(jobs, constants, copies, np.where(sharded, jobs.tp * shards, jobs.tp))
+    return shard, make_rank_group(jobs, constants, copies, np.where(sharded, stride * shards, stride))

@@ -61,7 +61,7 @@ def _balanced(jobs: Jobs, stages: Column) -> tuple[Column, Column]:
     layers, others = jobs.layers, np.maximum(stages - 1, 1)
     # The head costs as much as `head` layers. The optimum is where the last stage and the others cost the same; as
     # layers are whole, it is one of the two whole numbers around that point.
-    head = jobs.vocab * jobs.hidden / (jobs.layer_parameters + jobs.heads * jobs.head_dim * jobs.sequence)
+    head = jobs.vocab * jobs.hidden / (jobs.layer_parameters + jobs.heads * jobs.attention_dim * jobs.sequence)
     fewer = np.clip(np.floor((layers - head * others) / stages), 1, np.maximum(layers - others, 1))
     more = np.minimum(fewer + 1, np.maximum(layers - others, 1))
     options = [(np.ceil((layers - last) / others), last) for last in (fewer, more)]
@@ -76,7 +76,7 @@ def rank_layers(jobs: Jobs, v_shaped: NDArray[np.bool_]) -> Column:
     The rows are: the first rank, the middle rank with the most layers, the last rank, and the last stage.
     v_shaped: jobs in which rank r has the stages r and 2 pp - 1 - r.
     """
-    head = jobs.vocab * jobs.hidden / (jobs.layer_parameters + jobs.heads * jobs.head_dim * jobs.sequence)
+    head = jobs.vocab * jobs.hidden / (jobs.layer_parameters + jobs.heads * jobs.attention_dim * jobs.sequence)
     columns = np.broadcast_arrays(jobs.layers, jobs.pp, jobs.virtual_stages, head, v_shaped)
     # Thousands of jobs differ in few of these values: split each distinct combination once.
     keys, index = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)

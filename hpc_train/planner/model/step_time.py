@@ -8,6 +8,7 @@ import numpy as np
 
 from hpc_train.planner.constants import Constants, residual_factor
 from hpc_train.planner.model import network
+from hpc_train.planner.model.experts import exchange_seconds
 from hpc_train.planner.model.jobs import PCIE, Column, Jobs
 from hpc_train.planner.model.layer import LayerWork, attention_score_width, layer_activations, layer_work
 from hpc_train.planner.model.memory import Memory, estimate_memory
@@ -29,6 +30,8 @@ class StepTime:
     """Exposed communication over tp; exposed means not hidden behind computation."""
     context: Column
     """Exposed communication over cp."""
+    experts: Column
+    """Exposed communication over ep."""
     data: Column
     """Exposed communication over dp_replicate and dp_shard."""
     pipeline: Column
@@ -48,7 +51,8 @@ class StepTime:
     @property
     def step(self) -> Column:
         """Median of the expected step time (p50)."""
-        parts = (self.launch, self.tensor, self.context, self.data, self.pipeline, self.bubble, self.optimizer)
+        exposed = (self.tensor, self.context, self.experts, self.data, self.pipeline)
+        parts = (self.launch, *exposed, self.bubble, self.optimizer)
         return sum(parts, self.compute + self.offload + self.jitter + self.checkpoint)
 
     def quantile(self, p: float) -> Column:
@@ -71,6 +75,8 @@ class _Layer:
     tensor: Column
     """Exposed communication over tp, forward and backward."""
     context: Column
+    experts: Column
+    """Exposed communication over ep, forward and backward."""
     launch_forward: Column
     """Time that forward waits for the host to launch kernels."""
     launch_backward: Column
@@ -81,7 +87,7 @@ class _Layer:
 
     @property
     def total(self) -> Column:
-        return self.forward + self.backward + self.tensor + self.context + self.launch
+        return self.forward + self.backward + self.tensor + self.context + self.experts + self.launch
 
 
 def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
@@ -104,6 +110,7 @@ def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
         m * slow * layer.launch,
         m * slow * layer.tensor,
         m * slow * layer.context,
+        m * slow * layer.experts,
         data,
         message,
         waiting,
@@ -116,8 +123,18 @@ def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
     jitter = constants.jitter * doublings * sum(parts[1:], parts[0])
     # Not scaled by the fit: a copy at a known bandwidth.
     checkpoint = _checkpoint(jobs)
-    found = np.broadcast_arrays(*parts, jitter, checkpoint, np.float64(constants.spread), _flops(jobs, done))
+    found = np.broadcast_arrays(*parts, jitter, checkpoint, _spread(jobs, constants), _flops(jobs, done))
     return StepTime(*found)
+
+
+def _spread(jobs: Jobs, constants: Constants) -> Column:
+    """Return the standard deviation of log(measured / predicted), wider where fewer runs were measured."""
+    spread: Column = np.full((), constants.spread)
+    if np.any(jobs.float8):
+        spread = np.where(jobs.float8 > 0, np.maximum(constants.spread_float8, spread), spread)
+    if jobs.has_experts:
+        spread = np.where(jobs.experts > 0, np.maximum(constants.spread_experts, spread), spread)
+    return spread
 
 
 def _layer(jobs: Jobs, constants: Constants, done: LayerWork) -> _Layer:
@@ -125,12 +142,13 @@ def _layer(jobs: Jobs, constants: Constants, done: LayerWork) -> _Layer:
     forward, backward = done.forward + copy, done.backward + done.again + copy
     tensor_forward, tensor_backward = _tensor(jobs, constants)
     context = _context(jobs, constants, done)
+    exchanged = sum(exchange_seconds(jobs, constants), np.zeros(())) if jobs.has_experts else np.zeros(())
     # The host launches kernels ahead of the device. The device waits only if launching takes longer than computing.
     waits = (
         np.maximum(done.launch_forward - forward - tensor_forward, 0),
         np.maximum(done.launch_backward - backward - tensor_backward, 0),
     )
-    return _Layer(forward, backward, 2 * copy, tensor_forward + tensor_backward, context, *waits)
+    return _Layer(forward, backward, 2 * copy, tensor_forward + tensor_backward, context, exchanged, *waits)
 
 
 def _copy(jobs: Jobs, constants: Constants) -> Column:
@@ -241,9 +259,10 @@ def _bubble(jobs: Jobs, layer: _Layer, done: LayerWork, others: Column) -> Colum
     their two backward products costs what the forward product does.
     """
     per_rank = jobs.layers / jobs.pp
-    forward = layer.forward + layer.tensor / 2
+    exchanged = layer.tensor + layer.experts
+    forward = layer.forward + exchanged / 2
     weights = done.forward * _linear_share(jobs)
-    inputs = layer.backward + layer.tensor / 2 - weights
+    inputs = layer.backward + exchanged / 2 - weights
     return bubble_seconds(jobs, others, per_rank * forward, per_rank * inputs, per_rank * weights)
 
 
@@ -268,7 +287,7 @@ def _messages(jobs: Jobs, constants: Constants) -> Column:
 def _heaviest(jobs: Jobs, layers: LayerSplit) -> tuple[Column, Column]:
     """Return (layers, parameters of embedding and head before sharding) of the rank with the most parameters."""
     table = jobs.vocab * jobs.hidden / jobs.tp
-    layer = jobs.layer_parameters / jobs.tp
+    layer = jobs.all_layer_parameters / jobs.tp
     inner = (jobs.pp > 2) & (layers.middle * layer > layers.first * layer + table)
     ends = np.where(jobs.pp > 1, np.where(inner, 0.0, table), (2 - jobs.tied) * table)
     return np.where(inner, layers.middle, layers.first), ends
@@ -277,10 +296,11 @@ def _heaviest(jobs: Jobs, layers: LayerSplit) -> tuple[Column, Column]:
 def _data(jobs: Jobs, constants: Constants, layers: LayerSplit, layer: _Layer) -> Column:
     """Return the exposed seconds of the data-parallel axes, and of a tied embedding's gradients."""
     count, ends = _heaviest(jobs, layers)
-    parameters = count * jobs.layer_parameters / jobs.tp
+    parameters = count * jobs.all_layer_parameters / jobs.tp
+    experts = count * jobs.sparse_share * jobs.experts * jobs.expert_parameters / jobs.tp if jobs.has_experts else None
     beside = layer.forward + layer.launch_forward, layer.backward + layer.launch_backward
     windows = network.OverlapWindows(count * beside[0], count * beside[1])
-    seconds = network.data_seconds(jobs, constants, parameters, ends, windows)
+    seconds = network.data_seconds(jobs, constants, parameters, ends, windows, experts)
     # The first and the last stage exchange the gradients of a tied table (traffic.axes.tied_embedding_flows).
     table = jobs.vocab * jobs.hidden / jobs.tp
     tied = send_seconds(jobs, constants, table * jobs.gradient_bytes, jobs.tp * jobs.cp * jobs.data_parallel)
@@ -290,13 +310,19 @@ def _data(jobs: Jobs, constants: Constants, layers: LayerSplit, layer: _Layer) -
 def _optimizer(jobs: Jobs, constants: Constants, layers: LayerSplit) -> tuple[Column, Column]:
     """Return (seconds of the update, seconds of adding up the gradients of micro-batches)."""
     count, ends = _heaviest(jobs, layers)
-    parameters = count * jobs.layer_parameters / jobs.tp + ends
+    parameters = count * jobs.all_layer_parameters / jobs.tp + ends
+    if jobs.has_adapters:
+        frozen = jobs.adapter_weights > 0
+        parameters = np.where(frozen, count * jobs.adapter_weights / jobs.tp, parameters)
     shards = np.where(jobs.zero > 0, jobs.dp_shard * jobs.cp, 1.0)
     # The update reads and writes optimizer state and parameters, reads gradients, and clipping reads and writes them.
     bytes_ = 2 * (jobs.optimizer_bytes + jobs.weight_bytes) + 3 * jobs.gradient_bytes
     update = parameters / shards * bytes_ / jobs.memory_bandwidth * constants.optimizer
     host = parameters / shards * (jobs.gradient_bytes + jobs.weight_bytes) / _pcie(jobs)
     update = update + np.where(jobs.offload > 0, 4 * host, 0.0)
+    if jobs.has_experts:  # micro-batches are added up for the experts that a rank has
+        routed = count * jobs.sparse_share * jobs.experts * jobs.expert_parameters / jobs.tp
+        parameters = parameters - routed * (1 - 1 / jobs.ep)
     added = parameters * (2 * jobs.gradient_bytes + jobs.activation_bytes) / jobs.memory_bandwidth
     times = np.maximum(jobs.micro_batches - 1, 0) / np.where(jobs.zero == 3, shards, 1.0)
     return update, times * added / constants.memory_efficiency
@@ -333,5 +359,7 @@ def estimate_jobs(jobs: Jobs, constants: Constants) -> Estimate:
     spent = estimate_step_time(jobs, constants)
     rate = 1 / (spent.step * jobs.world)
     flops = jobs.model_flops
-    mfu, hfu = flops * rate / jobs.peak_flops, spent.hardware_flops * rate / jobs.peak_flops
+    # A run's own MFU is of the peak of precision.name, also where some products are in 8 bits.
+    peak = np.where(jobs.float8 > 0, jobs.peak_flops_attention, jobs.peak_flops)
+    mfu, hfu = flops * rate / peak, spent.hardware_flops * rate / peak
     return Estimate(estimate_memory(jobs, constants), spent, flops, mfu, hfu, jobs.tokens * rate)

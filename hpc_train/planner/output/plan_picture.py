@@ -19,7 +19,7 @@ from hpc_train.units import GIB, format_seconds
 
 MAX_ROUNDS_SHOWN = 2
 """Micro-batches per rank that are drawn. The middle of a longer step repeats the same pattern."""
-_WORK_PARTS = ("compute", "launch", "tensor", "context")
+_WORK_PARTS = ("compute", "launch", "tensor", "context", "experts")
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ def _promising_part(space: SearchSpace) -> SearchSpace:
         "micro_batch": (1.0, 2.0, 4.0, 8.0),
         "offload": (0.0,),
         "cp": (1.0, 2.0, 4.0),
+        "ep": (1.0, 8.0),
     }
     fixed = space.fixed.values
     allowed = {name: tuple(v for v in values if v in fixed.get(name, values)) for name, values in promising.items()}

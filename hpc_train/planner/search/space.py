@@ -7,6 +7,7 @@ refuses are not in the space, which a test checks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -15,6 +16,7 @@ import numpy as np
 
 from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.models.shape import compute_expert_width
 from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, SCHEDULES, Column
 from hpc_train.schedules.generate import REQUIREMENTS, Requirements
 
@@ -42,7 +44,13 @@ class DegreeLimits:
     device: bool = True
     """Whether ranks have device memory separate from the host's."""
     split_backward: bool = True
-    """Whether schedules that split backward are allowed: not with compilation."""
+    """Whether schedules that split backward are allowed: not with compilation, and not with experts."""
+    experts: int = 0
+    """Experts of a layer; 0: none."""
+    tensor: bool = True
+    """Whether tp is allowed: not with products in 8 bits, norms over all heads, or dropout of adapters."""
+    adapter: bool = False
+    """Only adapters are trained, which excludes asynchronous tp and ep."""
 
 
 def degree_limits(config: RunConfig, global_batch: int | None = None) -> DegreeLimits:
@@ -51,10 +59,14 @@ def degree_limits(config: RunConfig, global_batch: int | None = None) -> DegreeL
     assert isinstance(model, (TransformerConfig, VisionTransformerConfig))
     images = isinstance(model, VisionTransformerConfig)
     native = "fp64" if config.precision.name == "fp64" else "fp32"
+    experts = model.experts.count if isinstance(model, TransformerConfig) else 0
+    # tp divides the widths of the dense layers, if there are any, and of the experts.
+    widths = [compute_expert_width(model)] if isinstance(model, TransformerConfig) and experts else []
+    dense = not widths or (isinstance(model, TransformerConfig) and model.experts.first_dense > 0)
     return DegreeLimits(
         layers=model.layers,
         heads=model.heads,
-        feed_forward=model.feed_forward,
+        feed_forward=math.gcd(*widths, *([model.feed_forward] if dense else [])),
         vocab=model.vocab_size if isinstance(model, TransformerConfig) else model.classes,
         sequence=config.train.sequence_length,
         global_batch=global_batch or config.train.global_batch,
@@ -64,7 +76,12 @@ def degree_limits(config: RunConfig, global_batch: int | None = None) -> DegreeL
         vocabulary=parallel.tensor.vocabulary,
         device=config.cluster.node.gpus > 0,
         ddp_reduces=config.precision.reduce == native,
-        split_backward=not parallel.compile,
+        split_backward=not parallel.compile and not experts,
+        experts=experts,
+        tensor=config.precision.float8 == "none"
+        and getattr(model, "query_key_norm", "none") != "full"
+        and config.adapter.dropout == 0,
+        adapter=config.adapter.kind != "none",
     )
 
 
@@ -77,6 +94,8 @@ def list_divisors(number: int, others: Iterable[float] | None = None) -> list[in
 
 def tensor_degrees(shape: DegreeLimits, world: int) -> list[int]:
     """List the degrees of tp that divide the matrices (parallel.rules.tensor) and the world."""
+    if not shape.tensor:
+        return [1]
     found = [n for n in list_divisors(world) if shape.heads % n == 0 and shape.feed_forward % n == 0]
     if shape.images:
         return found
@@ -111,6 +130,7 @@ class StageLayout:
     cp: int
     ulysses: int
     tp: int
+    ep: int
     zero: int
     reshard: int
     """1 also if nothing is gathered, which is the default of parallel.reshard_after_forward."""
@@ -119,7 +139,7 @@ class StageLayout:
 
     @property
     def values(self) -> tuple[int, ...]:
-        data = self.dp_replicate, self.dp_shard, self.cp, self.ulysses, self.tp, self.zero, self.reshard
+        data = self.dp_replicate, self.dp_shard, self.cp, self.ulysses, self.tp, self.ep, self.zero, self.reshard
         return *data, self.sequence_parallel, self.overlap_tensor
 
 
@@ -132,10 +152,12 @@ def list_layouts(space: SearchSpace, pp: int) -> list[StageLayout]:
             dp = ranks // (int(tp) * cp)
             if space.shape.global_batch % dp == 0:
                 found += [
-                    StageLayout(*data, cp, ulysses, int(tp), *zero, *tensor)
+                    StageLayout(*data, cp, ulysses, int(tp), ep, *zero, *tensor)
                     for tensor in _tensor_choices(space, int(tp), cp)
                     for data in _data_splits(space, dp)
+                    for ep in expert_degrees(space, data[1] * cp)
                     for zero in _zero_choices(space, *data, cp, sharded=pp > 1 or tp > 1)
+                    if ep == 1 or zero[0]
                 ]
     return found
 
@@ -144,6 +166,14 @@ def _context_choices(space: SearchSpace, ranks: int, tp: int) -> list[tuple[int,
     """List the allowed (cp, ulysses)."""
     fixed, found = space.fixed, context_degrees(space.shape, ranks, tp)
     return [(cp, way) for cp, way in found if fixed.of("cp", [cp]) and fixed.of("ulysses", [way])]
+
+
+def expert_degrees(space: SearchSpace, ranks: int) -> list[int]:
+    """List the degrees of ep that divide the experts and the `ranks` of dp_shard x cp (parallel.rules.experts)."""
+    possible = (
+        list_divisors(math.gcd(space.shape.experts, ranks)) if space.shape.experts and not space.shape.adapter else [1]
+    )
+    return [int(ep) for ep in space.fixed.of("ep", possible)]
 
 
 def _data_splits(space: SearchSpace, dp: int) -> Iterator[tuple[int, int]]:
@@ -172,17 +202,17 @@ def _tensor_choices(space: SearchSpace, tp: int, cp: int) -> Iterator[tuple[int,
         if fixed.of("sequence_parallel", [1]) and fixed.of("overlap_tensor", [0]):
             yield 1, 0
         return
-    images = space.shape.images
+    images, adapter = space.shape.images, space.shape.adapter
     for sequence in fixed.of("sequence_parallel", [1] if images else [1, 0]):
         if sequence and not images and space.shape.sequence % (cp * tp):
             continue  # tp splits what cp leaves of the positions
-        for overlap in fixed.of("overlap_tensor", [0, 1] if sequence and not images else [0]):
+        for overlap in fixed.of("overlap_tensor", [0, 1] if sequence and not (images or adapter) else [0]):
             yield int(sequence), int(overlap)
 
 
 Columns = dict[str, Column]
 LAYOUT_COLUMNS = (
-    *("pp", "dp_replicate", "dp_shard", "cp", "ulysses", "tp", "zero", "reshard", "sequence_parallel"),
+    *("pp", "dp_replicate", "dp_shard", "cp", "ulysses", "tp", "ep", "zero", "reshard", "sequence_parallel"),
     *("overlap_tensor", "virtual_stages", "schedule", "micro_batch"),
 )
 """Columns of a row, in the order in which rows are enumerated: simple layouts first."""
@@ -252,6 +282,8 @@ class _Kind:
     asynchronous: bool
     split: bool
     """The schedule splits backward."""
+    exchanges: bool
+    """ep sends tokens to other ranks."""
 
 
 def iterate_blocks(space: SearchSpace, candidates: int = 1 << 16) -> Iterator[Block]:
@@ -292,18 +324,18 @@ def _layout_rows(space: SearchSpace) -> Iterator[tuple[_Kind, Columns]]:
             same = [layout for layout in found if layout.dp_replicate * layout.dp_shard == dp]
             kinds = _by_kind(same)
             for virtual, split, middle in _schedule_rows(space, int(pp), shape.global_batch // dp):
-                for (sharded, asynchronous), group in kinds.items():
+                for (sharded, asynchronous, exchanges), group in kinds.items():
                     if asynchronous and split:
                         continue
-                    kind = _Kind(-(-shape.layers // (int(pp) * virtual)), sharded, asynchronous, split)
+                    kind = _Kind(-(-shape.layers // (int(pp) * virtual)), sharded, asynchronous, split, exchanges)
                     yield kind, _combine(int(pp), group, virtual, middle)
 
 
-def _by_kind(found: Sequence[StageLayout]) -> dict[tuple[bool, bool], Column]:
-    """Group layouts by (uses a zero strategy, asynchronous tensor parallelism); values are [columns, layouts]."""
-    kinds: dict[tuple[bool, bool], list[tuple[int, ...]]] = {}
+def _by_kind(found: Sequence[StageLayout]) -> dict[tuple[bool, bool, bool], Column]:
+    """Group layouts by (uses a zero strategy, asynchronous tp, ep over 1); values are [columns, layouts]."""
+    kinds: dict[tuple[bool, bool, bool], list[tuple[int, ...]]] = {}
     for layout in found:
-        kinds.setdefault((layout.zero > 0, bool(layout.overlap_tensor)), []).append(layout.values)
+        kinds.setdefault((layout.zero > 0, bool(layout.overlap_tensor), layout.ep > 1), []).append(layout.values)
     return {kind: np.array(group, np.float64).T for kind, group in kinds.items()}
 
 
@@ -315,6 +347,8 @@ def _schedule_rows(space: SearchSpace, pp: int, rows: int) -> Iterator[tuple[int
     """Yield (virtual stages, splits backward, [(schedule, micro-batch)]). rows: sequences of a data-parallel rank."""
     shape, fixed = space.shape, space.fixed
     sizes = [int(size) for size in fixed.of("micro_batch", list_divisors(rows, fixed.values.get("micro_batch")))]
+    if shape.experts and pp > 1:
+        sizes = [size for size in sizes if rows % size == 0]  # padding would count in the loads of experts
     codes = [int(code) for code in fixed.of("schedule", _schedule_codes(pp))]
     kinds: dict[tuple[int, bool], Pairs] = {}
     for code in codes:
@@ -358,7 +392,7 @@ def _allows_micro_batches(needs: Requirements, pp: int, micro_batches: int) -> b
 def _combine(pp: int, group: Column, virtual: int, middle: Pairs) -> Columns:
     inner = np.array(middle, np.float64).T
     count = group.shape[1] * len(middle)
-    layout = dict(zip(LAYOUT_COLUMNS[1:10], np.repeat(group, len(middle), axis=1), strict=True))
+    layout = dict(zip(LAYOUT_COLUMNS[1:11], np.repeat(group, len(middle), axis=1), strict=True))
     schedule, micro = np.tile(inner, group.shape[1])
     single = {"pp": np.full(count, float(pp)), "virtual_stages": np.full(count, float(virtual))}
     return {**single, **layout, "schedule": schedule, "micro_batch": micro}
@@ -369,14 +403,17 @@ def _techniques(space: SearchSpace, kind: _Kind) -> Techniques:
     fixed = space.fixed
     modes = fixed.of("recompute", [0] if kind.split else [0, 1, 2])
     # Asynchronous tensor parallelism computes products in parts, whose results selective recomputation cannot store.
-    pairs = [(mode, every) for mode in modes if not (kind.asynchronous and mode == 1) for every in _every(mode, kind)]
+    # Selective recomputation cannot keep results while experts of other ranks are gathered (parallel.rules.experts).
+    no_selective = kind.asynchronous or kind.exchanges
+    pairs = [(mode, every) for mode in modes if not (no_selective and mode == 1) for every in _every(mode, kind)]
     pairs = [(mode, every) for mode, every in pairs if fixed.of("recompute_every", [every])]
     # Activations that selective recomputation stores cannot be offloaded (parallel.rules.memory).
     moved = fixed.of("offload_activations", [0, 1] if space.shape.device else [0])
     ways = [
         (*pair, move) for move, pair in product(moved, pairs) if not (move and RECOMPUTE[int(pair[0])] == "selective")
     ]
-    offload = fixed.of("offload", range(len(OFFLOAD)) if kind.sharded else [0])
+    places = range(len(OFFLOAD) - kind.exchanges) if kind.sharded else [0]  # ep keeps parameters on the device
+    offload = fixed.of("offload", places)
     table = np.array([(*way, place) for place, way in product(offload, ways)], np.float64).reshape(-1, 4).T
     return Techniques(dict(zip(TECHNIQUE_COLUMNS, table, strict=True)), np.ceil(kind.blocks / table[1]) / kind.blocks)
 

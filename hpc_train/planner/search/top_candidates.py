@@ -131,7 +131,7 @@ def _quickest(rated: RatedCandidates) -> tuple[NDArray[np.int64], Column]:
 def _meshes(rated: RatedCandidates) -> NDArray[np.int64]:
     """Return a number for each candidate that is equal for equal meshes, [n]."""
     numbers = np.zeros(rated.count, np.int64)
-    for name in AXES:  # no two degrees exceed 2^12 at once, so the numbers do not collide
+    for name in (*AXES, "ep"):  # no two degrees exceed 2^12 at once, so the numbers do not collide
         numbers = numbers * 1_000_003 + rated.columns[name].astype(np.int64)
     return numbers
 
@@ -150,7 +150,7 @@ def _simpler(mesh: NDArray[np.int64], simple: Column) -> NDArray[np.int64]:
     return found
 
 
-_MODEL_AXES = ("pp", "cp", "tp")
+_MODEL_AXES = ("pp", "cp", "tp", "ep")
 _SCHEDULE = {"1f1b": 0, "gpipe": 1, "interleaved_1f1b": 1, "looped_bfs": 1, "naive": 1}
 """Complexity points of a schedule; the others, which split backward, have 2."""
 _STAGE, _LEVEL, _DEGREE = 0.1, 0.05, 0.0005

@@ -1,0 +1,114 @@
+"""Cost of a mixture of experts on one rank for one micro-batch: products, elementwise work, exchange and activations.
+
+A router sends each token to top_k of a layer's experts. With ep the experts are on different ranks, so that rows travel
+by all-to-all, and a rank multiplies what it gets with the experts it holds, in one grouped product. On average a rank
+gets as many rows as it sends; Jobs.imbalance says how many more the busiest one gets, and all others wait for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpc_train.planner.constants import Constants
+from hpc_train.planner.model.jobs import RECOMPUTE, Column, Jobs
+from hpc_train.planner.model.network import all_to_all_seconds, make_rank_group
+from hpc_train.planner.model.products import grouped_seconds, linear_seconds
+
+_FULL = RECOMPUTE.index("full")
+_GATED_PASSES = 3.0
+"""Passes of SwiGLU over its width: it reads both branches and writes one (see layer.py)."""
+_KERNELS = 30.0
+"""Kernel launches of router, sort, gather and sum in forward, beside those that a dense layer has too."""
+_SCORE_BYTES = 12.0
+"""Bytes per token and expert that the router keeps: scores in fp32, and the sorted indices, which are 64-bit."""
+_INDEX_BYTES = 24.0
+"""Bytes per row: its place in three orders of 64-bit numbers."""
+
+
+def mix_layers(jobs: Jobs, dense: Column, mixed: Column) -> Column:
+    """Return the mean over a model's layers. dense, mixed: values of a layer without experts, and with them."""
+    return dense + jobs.sparse_share * (mixed - dense)
+
+
+def rank_rows(jobs: Jobs, tokens: Column) -> Column:
+    """Return the rows that the busiest rank computes. tokens: of a rank's micro-batch."""
+    return tokens * _rows_of_token(jobs)
+
+
+def _rows_of_token(jobs: Jobs) -> Column:
+    """Return the rows per token of the busiest rank; without ep every rank has all experts, and none is busier."""
+    return jobs.top_k * np.where(jobs.ep > 1, jobs.imbalance, 1.0)
+
+
+def expert_products(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
+    """Return the forward seconds of a mixture's products: (all but the last, the last one)."""
+    # Where tp does not split the experts, each of its ranks computes the rows of its own positions.
+    rows = np.maximum(rank_rows(jobs, tokens), 1) * jobs.expert_tp / jobs.tp
+    held = np.maximum(jobs.experts / jobs.ep, 1)
+    width, shared = np.maximum(jobs.expert_width, 1) / jobs.expert_tp, jobs.shared_width / jobs.tp
+    first = grouped_seconds(jobs, constants, rows, held, jobs.hidden, 2 * width)
+    last = grouped_seconds(jobs, constants, rows, held, width, jobs.hidden)
+    first = first + linear_seconds(jobs, constants, tokens, jobs.hidden, np.maximum(jobs.experts, 1))
+    if np.any(shared):
+        some = np.maximum(shared, 1)
+        first = first + (shared > 0) * linear_seconds(jobs, constants, tokens, jobs.hidden, 2 * some)
+        last = last + (shared > 0) * linear_seconds(jobs, constants, tokens, some, jobs.hidden)
+    return first, last
+
+
+def expert_elementwise(jobs: Jobs, constants: Constants) -> Column:
+    """Return the elements per token that a mixture's elementwise work passes over in forward."""
+    rows = _rows_of_token(jobs)
+    wide = _GATED_PASSES * (rows * jobs.expert_width + jobs.shared_width) / jobs.tp
+    return wide + constants.expert_passes * rows * jobs.hidden * jobs.expert_tp / jobs.tp
+
+
+def expert_kernels(jobs: Jobs) -> Column:
+    """Return the additional kernel launches of a layer's forward, on average over the layers."""
+    return jobs.sparse_share * _KERNELS
+
+
+def exchange_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
+    """Return the seconds of one layer's all-to-alls: (forward, backward); recomputed ones count as backward.
+
+    Each pass sends a rank's rows to their experts and the results back (traffic.axes.expert_flows).
+    """
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    # Over tp, hpc_train splits the width of each expert, so that every rank sends all rows of its micro-batch; in
+    # Megatron a rank sends those of its own positions, and ep takes neighbours.
+    size = rank_rows(jobs, tokens) * jobs.hidden * jobs.activation_bytes * jobs.expert_tp / jobs.tp
+    group = make_rank_group(jobs, constants, jobs.ep, jobs.expert_tp)
+    exchange = all_to_all_seconds(group, 2 * size, np.full((), 2.0))
+    if np.any(jobs.sends_once):
+        nodes = group.ranks / group.within
+        # Of top_k experts drawn evenly, the expected number on nodes that are all different.
+        different = nodes * (1 - (1 - 1 / nodes) ** jobs.top_k)
+        exchange = exchange * np.where((jobs.sends_once > 0) & (nodes > 1), different / np.maximum(jobs.top_k, 1), 1.0)
+    once = constants.exchange * jobs.sparse_share * exchange
+    again = np.where(jobs.recompute == _FULL, jobs.recompute_share, 0.0)
+    return once, (1 + again) * once
+
+
+def expert_activations(jobs: Jobs) -> Column:
+    """Return the bytes per token that a mixture keeps for backward besides its input, without recomputation.
+
+    Of every row: its input, the results of both branches, what SwiGLU makes of them, and the result before and after it
+    is put back in order; with ep the result before it travels back, too. Of every token: the router's input.
+    """
+    item, rows = jobs.activation_bytes, _rows_of_token(jobs)
+    kept = np.where(jobs.fused_elementwise > 0, 3.0, 4.0)
+    own = jobs.expert_tp / jobs.tp
+    copies = np.where(jobs.ep > 1, 4.0, 3.0)
+    routed = rows * own * (copies * jobs.hidden + kept * jobs.expert_width / jobs.expert_tp)
+    return (
+        (routed + kept * jobs.shared_width / jobs.tp + jobs.hidden) * item
+        + jobs.experts * _SCORE_BYTES
+        + rows * _INDEX_BYTES
+    )
+
+
+def expert_gradients(jobs: Jobs) -> Column:
+    """Return the bytes per token of the gradients that are alive at the widest place of a mixture's backward."""
+    rows = _rows_of_token(jobs)
+    wide = rows * (2 * jobs.hidden + 2 * jobs.expert_width / jobs.tp) + 2 * jobs.shared_width / jobs.tp
+    return jobs.activation_bytes * (wide + 2 * jobs.hidden)

@@ -1,0 +1,116 @@
+"""Seconds of matrix products, by their shape: tiles, waves of multiprocessors, alignment, and traffic to memory."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.planner.constants import Constants
+from hpc_train.planner.model.jobs import FLOAT8_RECIPES, STACKS, Column, Jobs, replace_columns
+
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
+"""Tile sizes that cuBLAS chooses from: rows and columns of the result that one multiprocessor computes at a time, and
+the time per element relative to the largest tiles. Small tiles are slower because they reuse their operands less."""
+_GROUP_TILE = 128
+"""Rows of a tile of a grouped product."""
+_OURS = STACKS.index("hpc_train")
+_ROWWISE, _ROWWISE_WEIGHTS = FLOAT8_RECIPES.index("rowwise"), FLOAT8_RECIPES.index("rowwise_with_gw_hp")
+_ALIGNED = 8
+"""Dimensions must be a multiple of this for tensor cores at 16 bits."""
+_LINE = 64
+"""16-bit elements in a 128-byte cache line."""
+_FOUR_BITS = 2.5
+"""Ratio of peaks that tells 4-bit from 8-bit products, which have at least four times and twice the peak of 16 bits."""
+
+
+def linear_seconds(jobs: Jobs, constants: Constants, rows: Column, inputs: Column, outputs: Column) -> Column:
+    """Return the seconds of one product [rows, inputs] x [inputs, outputs] of a linear layer.
+
+    Backward has two products of the same size with the matrices in other roles, which take as long each.
+    """
+    flops = 2 * rows * inputs * outputs
+    rate = jobs.peak_flops * jobs.gemm_ceiling * constants.gemm_efficiency * _low_precision_share(jobs, constants)
+    rate = rate / np.where(_whole_lines(inputs) & _whole_lines(outputs), 1.0, constants.alignment)
+    # Part of the memory traffic is not hidden behind arithmetic (constants.gemm_traffic); it matters for thin matrices.
+    operands = rows * inputs + inputs * outputs
+    moved = (operands + rows * outputs) * jobs.activation_bytes * constants.gemm_traffic
+    return flops / rate * wave_quantization(jobs, rows, outputs) + moved / jobs.memory_bandwidth
+
+
+def _whole_lines(width: Column) -> NDArray[np.bool_]:
+    """Return whether a width is a multiple of a cache line."""
+    lines = width / _LINE  # comparing with floor() is faster than %, and this runs for every candidate
+    is_whole: NDArray[np.bool_] = lines == np.floor(lines)
+    return is_whole
+
+
+def _low_precision_share(jobs: Jobs, constants: Constants) -> Column:
+    """Return the share of the 8-bit or 4-bit peak that is left after scaling and casting operands."""
+    over = jobs.peak_flops / jobs.peak_flops_attention
+    some = np.where(over > _FOUR_BITS, constants.four_bits, constants.low_precision)
+    if np.any(jobs.float8):
+        some = some * _recipe_share(jobs, constants, over * some)
+    return np.where(over > 1, some, 1.0)
+
+
+def _recipe_share(jobs: Jobs, constants: Constants, gain: Column) -> Column:
+    """Return the speed of products in 8 bits over that with one scale a tensor. gain: of 8 bits over 16.
+
+    A scale for each row costs more in the product and in finding it. With rowwise_with_gw_hp one of the three products
+    of a layer, the weights' gradient, stays in 16 bits.
+    """
+    rows = np.where(jobs.float8 >= _ROWWISE, constants.rowwise, 1.0)
+    mixed = 3 / (2 / rows + gain)
+    return np.where(jobs.float8 == _ROWWISE_WEIGHTS, mixed, rows)
+
+
+def wide_products(jobs: Jobs) -> Jobs:
+    """Return the jobs with all products in 16 bits: the head, the router and our experts stay so (parallel.float8)."""
+    own = (jobs.stack == _OURS) | (jobs.float8 > 0)
+    return replace_columns(jobs, peak_flops=np.where(own, jobs.peak_flops_attention, jobs.peak_flops))
+
+
+def wave_quantization(jobs: Jobs, rows: Column, outputs: Column) -> Column:
+    """Return the slowdown of a product because its tiles do not fill the last wave of multiprocessors.
+
+    Each multiprocessor computes one tile at a time, so the number of tiles is rounded up to whole waves. The best tile
+    size is taken (NVIDIA, Matrix Multiplication Background User's Guide, "Wave Quantization").
+    """
+    best = None
+    useful = rows * outputs
+    for height, width, cost in _TILES:
+        tiles = np.ceil(rows / height) * np.ceil(outputs / width)
+        units = np.maximum(jobs.multiprocessors, 1)
+        full = np.where(jobs.multiprocessors > 0, np.ceil(tiles / units) * units, tiles)
+        slow = full * (height * width * cost) / useful
+        best = slow if best is None else np.minimum(best, slow)
+    assert best is not None
+    return best
+
+
+def misalignment_factor(width: Column, constants: Constants) -> Column:
+    """Return the slowdown of a product whose dimension of `width` elements keeps it off tensor cores."""
+    return np.where(width % _ALIGNED == 0, 1.0, constants.misaligned)
+
+
+def grouped_seconds(
+    jobs: Jobs, constants: Constants, rows: Column, groups: Column, inputs: Column, outputs: Column
+) -> Column:
+    """Return the seconds of one grouped product: `groups` matrices [inputs, outputs], each with rows / groups rows.
+
+    One kernel computes all groups, so that their tiles fill waves together, but no tile has rows of two groups.
+    """
+    each = rows / np.maximum(groups, 1)
+    # A group's rows are rounded up to whole tiles; those of the last one are half full on average.
+    padded = groups * (each + _GROUP_TILE / 2)
+    flops = 2 * padded * inputs * outputs
+    peak = np.where(jobs.stack == _OURS, jobs.peak_flops_attention, jobs.peak_flops)
+    rate = peak * jobs.gemm_ceiling * constants.gemm_efficiency * constants.grouped_efficiency
+    rate = rate * np.where(peak > jobs.peak_flops_attention, _low_precision_share(jobs, constants), 1.0)
+    moved = (rows * (inputs + outputs) + groups * inputs * outputs) * jobs.activation_bytes
+    # Few rows a group: the weights are read from memory whatever the arithmetic.
+    arithmetic = flops / rate * wave_quantization(jobs, padded, outputs)
+    found: Column = np.maximum(
+        arithmetic + moved * constants.gemm_traffic / jobs.memory_bandwidth, moved / jobs.memory_bandwidth
+    )
+    return found

@@ -1,0 +1,83 @@
+"""Plans with products in 8 bits and with adapters."""
+
+from __future__ import annotations
+
+import pytest
+from planner_runs import asked, run
+
+from hpc_train.errors import UserError
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.planner.constants import default_constants
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.step_time import Estimate, estimate_jobs
+from hpc_train.planner.rehearsal.rehearse import rehearse_run
+
+RUN = (
+    "cluster=dgx_h100", "cluster.nodes=1", "model=llama_8b", "train.sequence_length=4096", "train.global_batch=64",
+    "train.micro_batch=1", "parallel.strategy=zero3",
+)  # fmt: skip
+
+
+def estimate(*overrides: str) -> Estimate:
+    own = {item.partition("=")[0]: item for item in (*RUN, *overrides)}
+    return estimate_jobs(jobs_from_config(run(*own.values()), 8), default_constants())
+
+
+def test_products_in_8_bits_are_faster_and_less_so_with_a_scale_for_each_row() -> None:
+    wide = estimate("precision=bf16")
+    tensor, rows, weights = (
+        estimate("precision=bf16", f"precision.float8={recipe}")
+        for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    )
+    steps = [float(found.time.step) for found in (tensor, rows, weights, wide)]
+    assert steps == sorted(steps)
+    assert steps[0] > 0.55 * steps[3], "attention, the head and elementwise work stay in 16 bits"
+    assert float(rows.mfu) > float(wide.mfu), "of the same peak"
+    assert float(rows.time.spread) > float(wide.time.spread)
+
+
+def test_experts_are_not_planned_compiled() -> None:
+    with pytest.raises(UserError, match="has experts, whose numbers of tokens are known only as they run"):
+        asked("cluster=dgx_h100", "cluster.nodes=1", "model=llama_moe_tiny", "parallel.compile=true")
+
+
+def test_a_card_without_8_bits_is_refused() -> None:
+    with pytest.raises(UserError, match="cluster=dgx_a100 has no products in 8 bits"):
+        jobs_from_config(run("cluster=dgx_a100", "model=llama_1b", "precision=fp8", "train.global_batch=8"), 8)
+
+
+@pytest.mark.parametrize("more", [("precision=fp8",), ("precision=bf16", "adapter.kind=lora")], ids=["fp8", "lora"])
+def test_candidates_are_accepted(more: tuple[str, ...]) -> None:
+    plan = asked(*RUN, "parallel.cp=1", *more, top=5)
+    assert plan.best is not None
+    for candidate in plan.candidates:
+        check_support(candidate.config, 8)
+        assert candidate.config.parallel.tp == 1 or "precision=fp8" not in more
+
+
+def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
+    whole, adapted = estimate("precision=bf16"), estimate("precision=bf16", "adapter.kind=lora")
+    assert adapted.memory.optimizer.max() < 0.02 * whole.memory.optimizer.max()
+    assert adapted.memory.gradients.max() < 0.02 * whole.memory.gradients.max()
+    assert adapted.memory.parameters.max() == pytest.approx(whole.memory.parameters.max(), rel=0.02)
+    assert 0.6 * float(whole.time.step) < float(adapted.time.step) < float(whole.time.step)
+
+
+SMALL = (
+    "cluster=dgx_h100", "cluster.nodes=1", "precision=bf16", "train.sequence_length=1024", "train.micro_batch=1",
+    "train.global_batch=16", "model=llama_1b", "model.layers=4", "model.hidden=1024", "model.heads=8",
+    "model.kv_heads=4", "model.feed_forward=4096", "model.vocab_size=16384", "adapter.kind=lora",
+    "parallel.strategy=zero3",
+)  # fmt: skip
+
+
+def test_memory_with_adapters_is_what_a_rehearsal_counts() -> None:
+    found = rehearse_run(run(*SMALL), 8, "0", 1)
+    (built,) = found.ranks
+    assert built.counted.peak is not None
+    assert sum(found.planned[0].values()) == pytest.approx(built.counted.peak, rel=0.1)
+
+
+def test_adapters_of_experts_are_refused_in_a_line() -> None:
+    with pytest.raises(UserError, match="counts adapters of dense transformers only"):
+        jobs_from_config(run("model=mixtral_8x7b", "adapter.kind=lora", "cluster=dgx_h100", "train.global_batch=8"), 8)
