@@ -186,7 +186,7 @@ def test_the_command_prints_the_contract(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_command_prints_a_table_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "scatter.svg"
     text = told(capsys, "validate", str(SAMPLE), "--rows", "--plot", str(picture))
-    assert all(what in text for what in ("overall", "Refused 1: mixture of experts", "sc21-t1-1.7B"))
+    assert all(what in text for what in ("overall", "Refused 1: not stated: top_k", "sc21-t1-1.7B"))
     assert "<svg" in picture.read_text()
 
 

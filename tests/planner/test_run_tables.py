@@ -33,7 +33,7 @@ def test_every_row_is_a_run_or_is_refused(cells: dict[str, dict[str, str]]) -> N
     found = read_runs(SAMPLE)
     assert {it.id for it in found.runs} | {it.id for it in found.refused} == set(cells)
     assert {it.id: it.why.split(",")[0] for it in found.refused} == {
-        "bridge26.08-GB200-DeepSeekV3-mxfp8-n256-b4096": "mixture of experts",
+        "bridge26.08-GB200-DeepSeekV3-mxfp8-n256-b4096": "not stated: top_k",
         "maxtext-v5p-32B-1xv5p-128": "TPUv5p is not a GPU of known speed",
         "pythia-1B": "not stated: dp",
     }
@@ -97,7 +97,7 @@ def test_what_notes_say(cells: dict[str, dict[str, str]]) -> None:
         ({"micro_batch": "64"}, "dp x micro_batch = 2048 is more than global_batch = 1536"),
         ({"vpp": "48"}, "pp x vpp = 96 is more than layers + 2 = 50"),
         ({"precision": "tf32"}, "unknown precision 'tf32'"),
-        ({"experts": "8"}, "mixture of experts"),
+        ({"experts": "8"}, "not stated: top_k, expert_hidden"),
         ({"sharding": "magic"}, "unknown sharding 'magic'"),
         ({"recompute": "most"}, "unknown recompute 'most'"),
         ({"iter_time_s": "", "mem_gib": ""}, "neither time nor memory is stated"),
