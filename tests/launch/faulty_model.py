@@ -3,7 +3,7 @@
 FAULTS="1:train:3:raise 0:save:1:hold": rank 1 raises in its third forward of training, and rank 0 holds in its first
 checkpoint until the file `go` appears (listen: until it has been asked to stop; eat: takes memory without end; memory:
 the same, and soon gets no more; poison: one of its weights is NaN from now on; nan: its answer is NaN, once; flip,
-moment: the lowest bit of a weight, or of a moment of the optimizer, flips; nap2.5: sleeps that many seconds; pause2.5:
+moment: a bit of a weight, or of a moment of the optimizer, flips; nap2.5: sleeps that many seconds; pause2.5:
 is stopped by SIGSTOP for that long; disk: a system call does not return; full2.5: writes fail for that long).
 Every fault happens once in the life of FAULT_FOLDER, where a file with its name says that it did.
 """
@@ -55,7 +55,10 @@ def act(action: str, model: Faulty | None) -> None:
         return
     if action in ("flip", "moment"):
         assert model is not None
-        flip_bit(model.out.weight if action == "flip" else find_moment(model.out.weight))
+        if action == "flip":
+            flip_bit(model.out.weight, 0)
+        else:
+            flip_bit(find_moment(model.out.weight), 20)  # less would be lost where the update is rounded
         return
     if action == "raise":
         raise RuntimeError("a fault of the user's model")
@@ -109,9 +112,10 @@ def act(action: str, model: Faulty | None) -> None:
         time.sleep(0.01)
 
 
-def flip_bit(tensor: Tensor) -> None:
-    """Flip the lowest bit of the first number: too little for a loss to show."""
-    tensor.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+def flip_bit(tensor: Tensor, bit: int) -> None:
+    """Flip a bit of the mantissa of the largest number: too little for a loss to show."""
+    numbers = tensor.data.view(-1)
+    numbers.view(torch.int32)[numbers.abs().argmax()] ^= 1 << bit
 
 
 def find_moment(weight: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def test_a_fault(
         outcome = follow(cell, scene, began)
     write_line(outcome)
     if kind.silent:
-        assert_no_alarm(outcome, run)
+        assert_no_alarm(outcome, scene, began)
     else:
         assert_noticed(kind, outcome)
     if kind.comes_again and phase in WITHOUT_A_SAVE:
@@ -149,9 +149,10 @@ def assert_noticed(kind: Kind, outcome: Cell) -> None:
     assert outcome.noticed <= kind.seconds + deadline
 
 
-def assert_no_alarm(outcome: Cell, run: Path) -> None:
+def assert_no_alarm(outcome: Cell, scene: Scene, began: float) -> None:
     """Nobody took it for a fault. A job that was asked to stop is requeued."""
-    assert [event for event in kinds(run) if event in ALARMS] == []
+    events = [event for event in lines(scene.run / "events.jsonl") if event["time"] > began]
+    assert [event for event in events if event["event"] in ALARMS] == []
     assert outcome.noticed is None or outcome.phase.endswith("requeue")
 
 
