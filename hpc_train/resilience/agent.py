@@ -56,7 +56,7 @@ class Report:
 def encode_report(report: Report) -> str:
     """Return a report as one line."""
     rows = [
-        [view.task, int(view.phase), view.step, round(view.silent, 1), round(view.deadline, 1), view.state]
+        [view.task, int(view.phase), view.step, round(view.silent, 3), round(view.deadline, 3), view.state]
         for view in report.views
     ]
     learned = {phase.name: round(seconds, 3) for phase, seconds in report.learned.items()}

@@ -705,7 +705,15 @@ def _stop(run: TrainingRun) -> int:
         place = "the beginning" if run.saved_at is None else f"step {run.saved_at}"
         run.reporter.say(f"stopped at step {run.step}, NOT saved: {run.unsaved}; the run goes on from {place}")
         return EXIT_REQUEUE
-    run.reporter.say(
-        f"stopped at step {run.step}, NOT saved (checkpoint.every={run.config.checkpoint.every})", last=True
+    failed = run.save_failures.get(False)
+    if failed is not None and run.saved_at not in (None, run.resumed_from):  # the next run of the job will save, too
+        run.reporter.mark_requeue()
+        run.reporter.say(
+            f"stopped at step {run.step}, NOT saved: {failed.why}; the run goes on from step {run.saved_at}"
+        )
+        return EXIT_REQUEUE
+    why = (
+        f" (checkpoint.every={run.config.checkpoint.every})" if failed is None else f", as no save before: {failed.why}"
     )
+    run.reporter.say(f"stopped at step {run.step}, NOT saved{why}", last=True)
     return EXIT_NO_REQUEUE

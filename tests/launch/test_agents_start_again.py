@@ -99,7 +99,7 @@ def test_the_node_of_the_supervisor_is_never_lost(reports: AgentReports) -> None
 
 
 def test_reading_ends_with_the_first_report_of_a_rank_that_is_late(reports: AgentReports) -> None:
-    late = RankView(1, Phase.STEP, 5, 10.2, 10.0, "R", "node2")
+    late = RankView(1, Phase.STEP, 5, 10.02, 10.0, "R", "node2")
     assert reports._parse_reports(encode_report(Report("node2", [late])).encode() + b"\n")
     assert not reports._parse_reports(encode_report(Report("node1", [])).encode() + b"\n")
 

@@ -111,6 +111,34 @@ def test_a_run_that_never_saves_says_so_and_is_not_to_be_requeued(workshop: Work
     assert saved_steps(job.run_dir) == []
 
 
+def test_a_stop_whose_save_fails_goes_on_from_an_earlier_checkpoint_of_the_same_attempt(
+    workshop: Workshop, uninterrupted: Path
+) -> None:
+    job = workshop.start("run", *LONG, faults="1:save:2:raise 0:train:6:hold")
+    workshop.wait_for_fault("0:train:6:hold", job)
+    job.task(0).send(TERM)
+    workshop.go()
+    ended = job.ended()
+    assert ended.code == EXIT_REQUEUE, ended
+    assert "stopped at step 6, NOT saved: checkpoint step 6 was not saved" in ended.out
+    assert "the run goes on from step 4" in ended.out
+    assert (job.run_dir / "logs/0/requeue").exists()
+    again = workshop.start("run", *LONG)
+    assert again.ended().code == EXIT_DONE
+    assert_same_run(job.run_dir, uninterrupted)
+
+
+def test_a_stop_after_which_nothing_is_new_on_the_disk_is_not_requeued(workshop: Workshop) -> None:
+    job = workshop.start("run", *LONG, faults="1:save:1:raise 0:train:2:hold")
+    workshop.wait_for_fault("0:train:2:hold", job)
+    job.task(0).send(TERM)
+    workshop.go()
+    ended = job.ended()
+    assert ended.code == EXIT_NO_REQUEUE
+    assert "NOT saved, as no save before: checkpoint step" in ended.out
+    assert not (job.run_dir / "logs/0/requeue").exists()
+
+
 @pytest.mark.parametrize("victim", ["launcher", "controller"])
 def test_when_the_process_above_is_killed_the_ranks_save_and_stop(workshop: Workshop, victim: str) -> None:
     fault = "1:train:2:listen"
