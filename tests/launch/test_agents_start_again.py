@@ -79,18 +79,26 @@ def test_a_silent_node_whose_ranks_go_on_has_a_stuck_agent_once(reports: AgentRe
         beat = RankView(int(host[-1]), Phase.STEP, step, 0.0, 10.0, "R", host)
         reports._parse_reports(encode_report(Report(host, [beat])).encode() + b"\n")
 
+    def stay_silent(seconds: float) -> None:
+        reports.nodes["node2"].silent = seconds
+        reports.find_silent(10.0)
+
     report("node2", 10)
-    report("node1", 14)
-    assert not reports.has_a_stuck_agent("node2"), "the others may have made these steps before"
-    report("node1", 15)
+    report("node1", 40)
+    assert not reports.has_a_stuck_agent("node2"), "it may have died after these steps, and just after its report"
+    stay_silent(4.0)
+    report("node1", 50)
+    stay_silent(6.0)
+    assert not reports.has_a_stuck_agent("node2")
+    report("node1", 54)
+    stay_silent(11.0)
+    assert not reports.has_a_stuck_agent("node2"), "the other ranks have not gone on for long enough"
+    report("node1", 55)
     assert reports.has_a_stuck_agent("node2")
     reports.expect_new_agent("node2")
     assert reports.nodes["node2"].silent == -supervise._AGENT_START_SECONDS
-    report("node1", 30)
-    assert not reports.has_a_stuck_agent("node2")
-    report("node2", 30)
-    report("node1", 40)
-    assert reports.has_a_stuck_agent("node2"), "it has reported in between"
+    report("node1", 80)
+    assert not reports.has_a_stuck_agent("node2"), "once"
 
 
 def test_the_node_of_the_supervisor_is_never_lost(reports: AgentReports) -> None:

@@ -80,8 +80,8 @@ class _Node:
     """Seconds since its last report, counted only while this process runs."""
     agent_starts: bool = False
     """Whether its agent was started again and has not reported since."""
-    front: int = 0
-    """The step that any rank of the job had come to by its last report."""
+    front: int | None = None
+    """The step that any rank had come to when the node had been silent for half as long as it may be; None before."""
 
 
 @dataclass
@@ -192,8 +192,7 @@ class AgentReports:
         for line in lines:
             report = decode_report(line.decode(errors="replace"))
             if report is not None:
-                self.nodes[report.host] = node = _Node(report, -_TICK_SECONDS)
-                node.front = self._find_front()
+                self.nodes[report.host] = _Node(report, -_TICK_SECONDS)
                 late = late or any(view.overdue for view in report.views)
         return late
 
@@ -203,11 +202,12 @@ class AgentReports:
     def has_a_stuck_agent(self, host: str) -> bool:
         """Return whether a silent node is there, and only its agent is not, as where somebody has stopped it.
 
-        Ranks on other nodes have made steps since, which they cannot without its ranks; or it is the node of this
-        process. An agent that has just been started again counts as any other: the node may be overloaded.
+        Ranks on other nodes still make steps, which they cannot without its ranks; or it is the node of this process.
+        Steps count from the middle of its silence on, as it may have died at any moment after its last report. An
+        agent that has just been started again counts as any other: the node may be overloaded.
         """
         node = self.nodes[host]
-        others_go_on = self._find_front() - node.front >= _STEPS_AHEAD
+        others_go_on = node.front is not None and self._find_front() - node.front >= _STEPS_AHEAD
         return not node.agent_starts and (others_go_on or host == socket.gethostname())
 
     def list_views(self) -> list[RankView]:
@@ -224,6 +224,9 @@ class AgentReports:
 
     def find_silent(self, seconds: float) -> str | None:
         """Return a node that has said nothing for so long, while another still reports; None if there is none."""
+        for node in self.nodes.values():
+            if node.front is None and node.silent > seconds / 2:
+                node.front = self._find_front()
         silent = [host for host, node in self.nodes.items() if node.silent > seconds]
         return silent[0] if silent and len(silent) < max(2, len(self.nodes)) else None
 
