@@ -3,7 +3,7 @@
 #   make train       train the default model on this machine
 #   make test        linters, types and all tests; as root on Debian on a real Slurm of its own
 #   make test-quick  what one process can show, in a few minutes: no Slurm, and ranks only as a smoke test
-#   make test-long   whole matrices and long fuzzing runs, of which make test draws a part (about an hour)
+#   make test-long   whole matrices and long fuzzing runs, of which make test draws a part (hours)
 #   make mutations   seed faults into copies of the project, one at a time, and see which test notices (about an hour)
 #   make campaign    break a run on Slurm at random moments for an hour, and compare what comes out (CAMPAIGN="--minutes 10")
 #   make docs        the pages of docs/ as HTML and man pages, in build/docs
