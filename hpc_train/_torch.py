@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no public way to see operators
 from torch.utils._pytree import tree_leaves as tree_leaves  # what DDP and fully_shard see of a model's output
 from torch.utils._pytree import tree_map_only as tree_map_only  # no public way to map over their arguments
@@ -290,6 +291,15 @@ def tensor_version(tensor: Tensor) -> int:
     Private because torch has no public way to tell whether it still holds the values it held when it was seen before.
     """
     return tensor._version
+
+
+def find_sdpa_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> SDPBackend:
+    """Return the backend that scaled_dot_product_attention would take for these tensors.
+
+    Private because torch has public checks of single backends on CUDA only, and none that tells its own choice.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped))
 
 
 def has_flash_attention(q: Tensor) -> bool:

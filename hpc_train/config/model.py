@@ -123,6 +123,18 @@ class TransformerConfig(ModelConfig):
     """Standard deviation of initial weights."""
     query_key_norm: str = config_field(default="none", choices=("none", "head", "full"))
     """RMSNorm of queries and keys before rotary positions: of each head (Qwen3) or of all heads together (OLMoE)."""
+    sliding_window: int | None = config_field(default=None, ge=1)
+    """Keys that a token sees, its own and those just before it (Beltagy et al. 2020, arXiv:2004.05150; Mistral); None:
+    all that are not behind it."""
+    global_every: int = config_field(default=0, ge=0)
+    """With a window, every so-many-th layer has none: 2 as in Gemma 2, 4 as in OLMo 3, 6 as in Gemma 3; 0: no layer."""
+    attention_softcap: float | None = config_field(default=None, gt=0)
+    """Soft-cap c of attention scores, c tanh(score / c) (Gemma 2, arXiv:2408.00118: 50); None: none."""
+    logit_softcap: float | None = config_field(default=None, gt=0)
+    """Soft-cap of logits (Gemma 2: 30); None: none."""
+    attention: str = config_field(default="auto", choices=("auto", "cudnn", "flash", "efficient", "math", "flex"))
+    """Kernel of attention: a backend of torch's scaled_dot_product_attention, or FlexAttention (flex). auto: torch's
+    own choice, and on GPUs flex for windows, soft-caps and packed documents. The log says what is used."""
     latent: LatentConfig = config_field(default=LatentConfig)
     experts: ExpertsConfig = config_field(default=ExpertsConfig)
 

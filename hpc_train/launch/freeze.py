@@ -85,6 +85,7 @@ def check_run(config: RunConfig, ranks: int) -> Degrees:
         check_ranks(config.profile.ranks, ranks)
     check_shape(config.model)
     check_model_and_data(config)
+    check_attention_kernel(config)
     if isinstance(config.model, HfModelConfig):
         check_pretrained_model(config.model)
     if config.container.kind == "none":  # else nobody knows what is installed where it runs
@@ -198,6 +199,20 @@ def _check_image_shape(model: VisionTransformerConfig, data: ImageFilesDataConfi
             f"data.image_size={data.image_size} data.channels={data.channels}: model={model.name} takes images of "
             f"{model.image_size} and {model.channels}; set those, or model.image_size and model.channels"
         )
+
+
+def check_attention_kernel(config: RunConfig) -> None:
+    """Raise UserError for a kernel of attention that this machine does not have, if the ranks will run here."""
+    kernel = getattr(config.model, "attention", "auto")
+    if not isinstance(config.model, TransformerConfig) or kernel == "auto" or config.launch.kind != "local":
+        return
+    import torch
+
+    from hpc_train.parallel.rules.attention import explain_missing_kernel
+
+    why = explain_missing_kernel(kernel, not torch.cuda.is_available())
+    if why is not None:
+        raise UserError(f"model.attention={kernel}: {why}")
 
 
 def get_vocabulary(model: ModelConfig) -> int | None:

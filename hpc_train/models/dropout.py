@@ -4,17 +4,14 @@ Each mask bit is a hash of (seed, step, sample, layer, position, channel), in th
 generators of Salmon et al. 2011 (Parallel random numbers: as easy as 1, 2, 3), so the order of draws does not matter.
 It uses integer operations only, which give the same bits on a CPU and on a GPU, eager or compiled.
 
-torch's fused attention takes no mask of weights. So attention with dropout computes scores in blocks of queries, and
-again in backward (Dao et al. 2022, arXiv:2205.14135, algorithms 2 and 4): what is kept is O(T), and peak memory is
-bounded.
+Attention whose weights are dropped is in plain_attention.py, because torch's fused kernels take no such mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -167,107 +164,3 @@ _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 _NARROW_FIRST, _NARROW_SECOND = 0x7FEB352D, _signed(0x846CA68B, 32)
 """Odd multipliers that scramble well: https://github.com/skeeto/hash-prospector (public domain)."""
 _CHANNELS = make_layer_key("channels")
-
-
-MAX_SCORES = 1 << 24
-"""Approximate number of scores in one block: 64 MiB in float32."""
-MIN_QUERIES = 16
-"""Queries in a block, at least."""
-
-
-def attend_with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, causal: bool, site: DropoutSite, p: float
-) -> Tensor:
-    """Return softmax(q k^T / sqrt(head_dim)) with a share `p` of its weights zeroed, times v; same shape as q.
-
-    q (B, heads, T, head_dim), k and v (B, kv_heads, S, head_dim), queries (T,) and keys (S,) their positions. causal: a
-    query sees only keys at its own or earlier positions.
-    """
-    if q.shape[1] != k.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    keys = keys.clone() if keys is queries else keys  # torch.compile does not accept the same tensor twice
-    rows = hash_heads(site, q.shape[1]) if p > 0 else queries.new_empty(0)
-    out: Tensor = _attend(q, k, v, queries, keys, rows, causal, p)
-    return out
-
-
-@torch.library.custom_op("hpc_train::dropout_attention", mutates_args=())
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, rows: Tensor, causal: bool, p: float
-) -> Tensor:
-    """q, k, v (B, heads, T or S, head_dim), queries (T,), keys (S,), rows (B, heads) as in find_dropped_weights.
-
-    One operator, so that selective recomputation can keep its result, and keeps no scores as results of products.
-    """
-    out = torch.empty_like(q)
-    for block in _split_queries(q, k):
-        out[:, :, block] = _attend_block(q[:, :, block], k, v, queries[block], keys, rows, causal, p)
-    return out
-
-
-def _attend_block(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, rows: Tensor, causal: bool, p: float
-) -> Tensor:
-    """Attend with a block of queries. A function, so that no scores of one block wait beside those of the next."""
-    weights, dropped = _block_weights(q, k, queries, keys, rows, causal, p)
-    return _apply_mask(weights, dropped, p).to(v.dtype) @ v
-
-
-@_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, rows: Tensor, causal: bool, p: float) -> Tensor:
-    return torch.empty_like(q)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.causal, ctx.p = inputs
-    ctx.save_for_backward(*tensors, output)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, queries, keys, rows, out = ctx.saved_tensors
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for block in _split_queries(q, k):
-        given = q[:, :, block], k, v, queries[block], keys, rows
-        dq[:, :, block] = _differentiate_block(grad[:, :, block], out[:, :, block], given, ctx.causal, ctx.p, dk, dv)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
-
-
-def _differentiate_block(
-    above: Tensor, out: Tensor, given: tuple[Tensor, ...], causal: bool, p: float, dk: Tensor, dv: Tensor
-) -> Tensor:
-    """Return the gradient of a block of queries, and add to those of keys and values; see _attend_block."""
-    q, k, v, queries, keys, rows = given
-    scale, wide = q.shape[-1] ** -0.5, dk.dtype
-    weights, dropped = _block_weights(q, k, queries, keys, rows, causal, p)
-    dv += _apply_mask(weights, dropped, p).to(v.dtype).mT @ above
-    into_weights = _apply_mask((above @ v.mT).to(wide), dropped, p)
-    along = (above.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-    into_scores = into_weights.sub_(along).mul_(weights).to(q.dtype)
-    dk += into_scores.mT @ q * scale
-    into_queries: Tensor = into_scores @ k * scale
-    return into_queries
-
-
-_attend.register_autograd(_differentiate, setup_context=_save_for_backward)
-
-
-def _split_queries(q: Tensor, k: Tensor) -> Iterator[slice]:
-    size = max(MIN_QUERIES, MAX_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
-    return (slice(first, min(first + size, q.shape[2])) for first in range(0, q.shape[2], size))
-
-
-def _block_weights(
-    q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, rows: Tensor, causal: bool, p: float
-) -> tuple[Tensor, Tensor | None]:
-    """Return (weights of a block before dropout, in at least float32; mask of the dropped ones, or None)."""
-    scores = (q * q.shape[-1] ** -0.5) @ k.mT
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if causal:
-        scores = scores.masked_fill(keys > queries.unsqueeze(1), -torch.inf)
-    dropped = find_dropped_weights(rows, queries, keys, p) if p > 0 else None
-    return scores.softmax(-1), dropped
-
-
-def _apply_mask(x: Tensor, dropped: Tensor | None, p: float) -> Tensor:
-    return x if dropped is None else x.masked_fill(dropped, 0.0) * (1 / (1 - p))

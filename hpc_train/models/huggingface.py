@@ -1,6 +1,6 @@
 """Weights between our names and shapes and those of the transformers library, both ways.
 
-The families are Llama, GPT-2, ViT, Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3.
+The families are Llama, Mistral, Ministral, GPT-2, ViT, Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3.
 
 Pure functions of state dicts, also of a state dict of gradients. Linear weights are (out, in) on both sides but for
 GPT-2, whose Conv1D keeps (in, out) and puts q, k and v into one matrix. Files have a matrix for each expert, which we
@@ -88,6 +88,8 @@ _DEEPSEEK_V3 = {
 }
 _TABLES = {
     "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "ministral": _LLAMA,
     "gpt2": _GPT2,
     "vit": _VIT,
     "mixtral": _MIXTRAL,
@@ -108,18 +110,44 @@ def find_model_family(config: ModelConfig) -> str:
         return "vit"
     if isinstance(config, TransformerConfig):
         kind = (config.positions, config.norm, config.activation)
+        _refuse_soft_caps(config)
         if has_latent_attention(config):
             return _check_deepseek(config)
         if config.experts.count:
             return _find_expert_family(config)
         if kind == ("rotary", "rmsnorm", "swiglu") and config.query_key_norm == "none":
-            return "llama"
-        if kind[:2] == ("learned", "layernorm") and kind[2] != "swiglu" and config.bias:
+            return _find_llama_family(config)
+        is_gpt = kind[:2] == ("learned", "layernorm") and kind[2] != "swiglu" and config.bias
+        if is_gpt and config.sliding_window is None:
             return "gpt2"
     raise UserError(
         f"model={config.name}: is neither of the Llama, the GPT-2 nor the ViT family of transformers, so its weights "
         "have no names there; use a model of these families"
     )
+
+
+def _refuse_soft_caps(config: TransformerConfig) -> None:
+    """Raise UserError for soft-caps, which only Gemma 2 has, with four norms a block and scaled embeddings."""
+    caps = {"attention_softcap": config.attention_softcap, "logit_softcap": config.logit_softcap}
+    for key, value in caps.items():
+        if value is not None:
+            raise UserError(
+                f"model={config.name}: model.{key}={value:g}: of the models of transformers only those of the Gemma "
+                "family have soft-caps, whose norms and embeddings are not ours, so its weights have no names there; "
+                "use --format safetensors"
+            )
+
+
+def _find_llama_family(config: TransformerConfig) -> str:
+    """llama, or with windows mistral (all layers) or ministral (some). Raises UserError for windows with biases."""
+    if config.sliding_window is None:
+        return "llama"
+    if config.bias:
+        raise UserError(
+            f"model={config.name}: model.bias=true: Mistral of transformers, which has model.sliding_window, has no "
+            "biases, so its weights have no names there; use --format safetensors"
+        )
+    return "ministral" if config.global_every else "mistral"
 
 
 def _find_expert_family(config: TransformerConfig) -> str:
@@ -130,6 +158,12 @@ def _find_expert_family(config: TransformerConfig) -> str:
     changed = [name for name in others if getattr(experts, name) != getattr(plain, name)]
     if config.query_key_norm == "none" and not experts.normalise:
         changed.append("normalise")
+    if config.sliding_window is not None and (config.query_key_norm != "none" or config.global_every):
+        raise UserError(
+            f"model={config.name}: model.sliding_window={config.sliding_window}: of the models of experts only Mixtral "
+            "of transformers has windows, and in all layers, so its weights have no names there; use --format "
+            "safetensors"
+        )
     if dense or changed:
         what = f"model.experts.{changed[0]}={getattr(experts, changed[0])}" if changed else "its dense layers"
         raise UserError(

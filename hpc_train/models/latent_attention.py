@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpc_train.config.model import LatentConfig
+from hpc_train.models.attention_kernels import DocumentMask
 from hpc_train.models.layers import RotaryTable, ScaledDotProduct, apply_interleaved_rotary, apply_rotary
 
 NORM_EPS = 1e-6
@@ -25,7 +26,7 @@ class LatentAttention(nn.Module):
     q) and kv_b hold, so that a rank which has only some of their columns attends with its own heads.
     """
 
-    def __init__(self, hidden: int, heads: int, config: LatentConfig) -> None:
+    def __init__(self, hidden: int, heads: int, config: LatentConfig, core: ScaledDotProduct) -> None:
         super().__init__()
         self.config = config
         queries = heads * (config.nope_head_dim + config.rope_head_dim)
@@ -40,9 +41,9 @@ class LatentAttention(nn.Module):
         self.kv_b = nn.Linear(config.kv_rank, heads * (config.nope_head_dim + config.value_head_dim), bias=False)
         self.rope_key = nn.Identity()  # a module, so that tensor parallelism can gather what all heads share
         self.o = nn.Linear(heads * config.value_head_dim, hidden, bias=False)
-        self.core = ScaledDotProduct(causal=True, dropout=0.0)
+        self.core = core
 
-    def forward(self, x: Tensor, table: RotaryTable | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, table: RotaryTable | None = None, mask: DocumentMask | None = None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden); `table` is the rotary one of the T positions, mask as the core's."""
         assert table is not None, "latent attention has rotary positions"
         q = self._make_queries(x, table)

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
 from hpc_train.interfaces import IGNORED_TARGET
-from hpc_train.models.dropout import Dropout, DropoutSite, attend_with_dropout, list_positions
+from hpc_train.models.attention_kernels import DocumentMask, attend, make_document_mask
+from hpc_train.models.dropout import Dropout, DropoutSite, list_positions
 from hpc_train.models.initial_values import Normal, gpt2_init_rule
+from hpc_train.models.plain_attention import ScoreRule, attend_plainly
 
 
 class LinearGroup(nn.Module):
@@ -67,15 +69,6 @@ def make_rotary_table(config: TransformerConfig, head_dim: int, positions: Tenso
     return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
 
 
-def make_document_mask(document_starts: Tensor) -> Tensor:
-    """Return which keys each query sees, (B, 1, T, T) bool: those of its own document that are not behind it.
-
-    document_starts: (B, T), int64, the place in the sequence at which the document of each place begins.
-    """
-    same = document_starts.unsqueeze(-1) == document_starts.unsqueeze(-2)
-    return same.tril().unsqueeze(1)
-
-
 def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
     """Turn each pair of channels (i, i + head_dim / 2) of x (..., T, heads, head_dim) by the angle of its position."""
     cosine, sine = (part.to(x.dtype) for part in table)
@@ -98,25 +91,41 @@ class ScaledDotProduct(nn.Module):
     site: DropoutSite | None = None
     """Site at which weights are dropped; see models.dropout."""
 
-    def __init__(self, *, causal: bool, dropout: float) -> None:
+    def __init__(
+        self,
+        *,
+        causal: bool,
+        dropout: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        backend: str = "auto",
+    ) -> None:
+        """window, softcap: see ScoreRule. backend: a value of model.attention."""
         super().__init__()
-        self.causal = causal
+        self.rule = ScoreRule(causal, window, softcap)
         self.dropout = dropout
+        self.backend = backend
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees keys at its own and earlier positions only."""
+        return self.rule.causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None = None) -> Tensor:
         """q (B, heads, T, head_dim); k and v (B, kv_heads, T, head_dim) -> (B, heads, T, head_dim).
 
-        mask: which keys a query sees, (B, 1, T, T) bool, in place of causality; without dropout only.
+        mask: of packed documents, from make_mask; without dropout only.
         """
         dropout = self.dropout if self.training else 0.0
-        if mask is not None:
-            assert dropout == 0.0, "the rules refuse dropout beside packed documents"
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        assert mask is None or dropout == 0.0, "the rules refuse dropout beside packed documents"
         if dropout > 0 and self.site is not None:
             places = list_positions(q.shape[2], q.device)
-            return attend_with_dropout(q, k, v, places, places, self.causal, self.site, dropout)
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal, enable_gqa=grouped)
+            return attend_plainly(q, k, v, places, None, self.rule, site=self.site, p=dropout)
+        return attend(q, k, v, self.rule, self.backend, mask, dropout)
+
+    def make_mask(self, document_starts: Tensor, like: Tensor) -> DocumentMask:
+        """Make the mask of packed documents from document_starts (B, T); see make_document_mask."""
+        return make_document_mask(document_starts, self.rule, self.backend, like)
 
 
 class Attention(nn.Module):
@@ -132,7 +141,7 @@ class Attention(nn.Module):
     k_norm: nn.RMSNorm
 
     def __init__(
-        self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool, causal: bool, dropout: float
+        self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool, core: ScaledDotProduct
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -141,9 +150,9 @@ class Attention(nn.Module):
         self.v = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
         self.o = nn.Linear(heads * head_dim, hidden, bias=bias)
         self.qkv = LinearGroup()
-        self.core = ScaledDotProduct(causal=causal, dropout=dropout)
+        self.core = core
 
-    def forward(self, x: Tensor, table: RotaryTable | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, table: RotaryTable | None = None, mask: DocumentMask | None = None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden); `table` is the rotary one of the T positions, mask as the core's."""
         q, k, v = self.qkv(x, self.q, self.k, self.v)
         if self.normed == "full":
@@ -221,7 +230,7 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(dropout)
         self.feed_forward_dropout = Dropout(dropout)
 
-    def forward(self, x: Tensor, table: RotaryTable | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, table: RotaryTable | None = None, mask: DocumentMask | None = None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), table, mask))
         out: Tensor = x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)))

@@ -42,6 +42,12 @@ def count_kv_heads(config: TransformerConfig) -> int:
     return config.kv_heads or config.heads
 
 
+def find_window(config: TransformerConfig, layer: int) -> int | None:
+    """The keys that a token sees in this layer, counted from 0; None: all that are not behind it."""
+    is_global = config.global_every > 0 and (layer + 1) % config.global_every == 0
+    return None if is_global else config.sliding_window
+
+
 def count_vit_tokens(config: VisionTransformerConfig) -> int:
     """Return the number of tokens of an image: its patches, and the class token."""
     return (config.image_size // config.patch_size) ** 2 + 1
@@ -72,6 +78,13 @@ def check_transformer(config: TransformerConfig) -> None:
             f"model.{key}={compute_rotary_dim(config)}: must be even, as model.positions=rotary turns pairs of channels"
         )
 
+    if config.global_every and config.sliding_window is None:
+        raise UserError(
+            f"model.global_every={config.global_every}: without effect, as no layer has a window; set "
+            "model.sliding_window, or leave it out"
+        )
+    if config.global_every == 1:
+        raise UserError("model.global_every=1: leaves no layer with a window; use 2 or more, or no sliding_window")
     if config.experts.count:
         _check_experts(config)
     elif config.experts != ExpertsConfig():
@@ -90,6 +103,8 @@ def _check_latent_attention(config: TransformerConfig) -> None:
         "bias": (config.bias, False),
         "dropout": (config.dropout, 0.0),
         "head_dim": (config.head_dim, None),
+        "sliding_window": (config.sliding_window, None),
+        "attention_softcap": (config.attention_softcap, None),
     }
     for key, (value, only) in wanted.items():
         if value != only:
@@ -256,8 +271,8 @@ def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float 
     N is the number of weights in matrix products of a token: the linear layers of all blocks, of routed experts only
     top_k, and the head, but no embedding, norm or bias. Forward is 2 N, backward twice that. Attention takes 2 T' heads
     head_dim for q k^T and as much for the product with v, where a token attends to T' = T / 2 others on average under
-    the causal mask; times 3 with backward. Where values are narrower than keys (latent attention), head_dim is the mean
-    of both widths.
+    the causal mask; times 3 with backward. In a layer with a window T' is smaller: see compute_mean_keys. Where values
+    are narrower than keys (latent attention), head_dim is the mean of both widths.
 
     Vision transformer: the target is an image, T = patches + 1 tokens from the shape (sequence_length is not used),
     attention in full (12 layers hidden T a token), the patch projection once a patch and the head once.
@@ -266,17 +281,29 @@ def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float 
     if isinstance(config, TransformerConfig):
         used = _blocks(config, bias=False, routed=config.experts.top_k if config.experts.count else 0)
         weights = used + config.vocab_size * config.hidden
-        attention_width = config.heads * compute_mean_head_dim(config)
-        return float(transformer_flops_per_token(weights, config.layers * attention_width, sequence_length))
+        width = config.heads * compute_mean_head_dim(config)
+        seen = sum(2 * compute_mean_keys(config, layer, sequence_length) for layer in range(config.layers))
+        return float(transformer_flops_per_token(weights, width, seen))
     if isinstance(config, VisionTransformerConfig):
         return _vit_flops(config)
     return None
 
 
+def compute_mean_keys(config: TransformerConfig, layer: int, sequence_length: int) -> float:
+    """Mean number of keys that a token sees in a layer: T / 2, or with a window of w < T positions w - w^2 / (2 T).
+
+    The first w tokens of a sequence see w / 2 keys on average, all others w.
+    """
+    window = find_window(config, layer)
+    if window is None or window >= sequence_length:
+        return sequence_length / 2
+    return window - window**2 / (2 * sequence_length)
+
+
 def transformer_flops_per_token(weights: Any, attention_width: Any, sequence_length: Any) -> Any:
     """Return 6 N + 6 layers heads head_dim T, of numbers or of the planner's columns of jobs.
 
-    weights: N. attention_width: layers heads head_dim.
+    weights: N. attention_width: layers heads head_dim; the factor `layers` may be in sequence_length instead.
     """
     return 6 * weights + 6 * attention_width * sequence_length
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,22 +11,24 @@ from torch import Tensor, nn
 
 from hpc_train.config.model import TransformerConfig
 from hpc_train.models import shape
+from hpc_train.models.attention_kernels import DocumentMask
 from hpc_train.models.dropout import Dropout
 from hpc_train.models.layers import (
     Attention,
     Block,
     BlockModel,
+    ScaledDotProduct,
     SwiGLU,
     add_query_key_norms,
     find_stage_ends,
     get_block_index,
     list_block_names,
-    make_document_mask,
     make_feed_forward,
     make_rotary_table,
     make_stage_blocks,
     match_tensor_plan,
 )
+from hpc_train.models.plain_attention import ScoreRule
 
 TENSOR_PLAN = {
     "embed": "vocab",
@@ -102,16 +105,22 @@ class Transformer(BlockModel):
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        mask = None
         if document_starts is not None:
-            positions, mask = positions - document_starts, make_document_mask(document_starts)
+            positions = positions - document_starts
         if self.is_first:
             x = self._embedded(x, positions)
         table = None
         if self.config.positions == "rotary":
             table = make_rotary_table(self.config, shape.compute_rotary_dim(self.config), positions, x.dtype)
+        masks: dict[ScoreRule, DocumentMask] = {}  # one for all layers that see the same part of a sequence
         for layer in self.layers.values():
-            x = layer(x, table) if mask is None else layer(x, table, mask)
+            if document_starts is None:
+                x = layer(x, table)
+                continue
+            core: Any = layer.get_submodule("attention.core")
+            if core.rule not in masks:
+                masks[core.rule] = core.make_mask(document_starts, x)
+            x = layer(x, table, masks[core.rule])
         return self._logits(x) if self.is_last else x
 
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -124,7 +133,8 @@ class Transformer(BlockModel):
     def _logits(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         logits: Tensor = self.head(x, self.embed.weight) if self.config.tied_embeddings else self.head(x)
-        return logits
+        softcap = self.config.logit_softcap
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _make_norm(config: TransformerConfig) -> nn.Module:
@@ -134,23 +144,29 @@ def _make_norm(config: TransformerConfig) -> nn.Module:
 
 
 def _make_block(config: TransformerConfig, name: str) -> Block:
-    attention, feed_forward = _make_attention(config), _make_feed_forward(config, name)
+    attention, feed_forward = _make_attention(config, get_block_index(name)), _make_feed_forward(config, name)
     return Block(attention, feed_forward, partial(_make_norm, config), config.dropout)
 
 
-def _make_attention(config: TransformerConfig) -> nn.Module:
+def _make_attention(config: TransformerConfig, layer: int) -> nn.Module:
+    core = ScaledDotProduct(
+        causal=True,
+        dropout=config.dropout,
+        window=shape.find_window(config, layer),
+        softcap=config.attention_softcap,
+        backend=config.attention,
+    )
     if shape.has_latent_attention(config):
         from hpc_train.models.latent_attention import LatentAttention  # other models need none of this
 
-        return LatentAttention(config.hidden, config.heads, config.latent)
+        return LatentAttention(config.hidden, config.heads, config.latent, core)
     attention = Attention(
         config.hidden,
         config.heads,
         shape.count_kv_heads(config),
         shape.compute_head_dim(config),
         bias=config.bias,
-        causal=True,
-        dropout=config.dropout,
+        core=core,
     )
     if config.query_key_norm != "none":
         add_query_key_norms(attention, config.query_key_norm, config.norm_eps)

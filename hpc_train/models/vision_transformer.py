@@ -14,6 +14,7 @@ from hpc_train.models.layers import (
     Attention,
     Block,
     BlockModel,
+    ScaledDotProduct,
     find_stage_ends,
     list_block_names,
     make_feed_forward,
@@ -78,6 +79,7 @@ class VisionTransformer(BlockModel):
 
 def _make_block(config: VisionTransformerConfig) -> Block:
     hidden, heads = config.hidden, config.heads
-    attention = Attention(hidden, heads, heads, hidden // heads, bias=True, causal=False, dropout=config.dropout)
+    core = ScaledDotProduct(causal=False, dropout=config.dropout)
+    attention = Attention(hidden, heads, heads, hidden // heads, bias=True, core=core)
     wide = make_feed_forward(hidden, config.feed_forward, "gelu", bias=True)
     return Block(attention, wide, partial(nn.LayerNorm, hidden, eps=config.norm_eps), config.dropout)

@@ -19,6 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, Model, World
 from hpc_train.models.adapter_names import is_adapter_parameter
 from hpc_train.models.deferred import DeferredValues
+from hpc_train.parallel.attention_backend import report_attention
 from hpc_train.parallel.dropout import place_dropout
 from hpc_train.parallel.engines.plain_engine import PlainEngine, UnwrappedModel
 from hpc_train.parallel.engines.updating_engine import has_routers
@@ -152,6 +153,7 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
 
         yield synchronise_batch_norm(part, config, world)
     yield place_dropout(part, config, world)
+    yield report_attention(part, config, world)
     yield use_own_loss(part, config.train)
     if config.precision.float8 != "none":
         from hpc_train.parallel.float8 import convert_linear_layers

@@ -363,17 +363,20 @@ def expert_flows(rows: float, hidden: int, item: int, experts: int, forwards: in
 CONTEXT_AXES = ("cp",)
 
 
-def ring_attention_flows(cp: int, keys: float, item: int, forwards: int, backwards: int) -> list[Flow]:
+def ring_attention_flows(messages: float, keys: float, item: int, forwards: int, backwards: int) -> list[Flow]:
     """Return the flows of ring attention (Liu et al. 2023, arXiv:2310.01889).
 
-    keys: elements of the keys of a rank's positions; there are as many values. item: bytes of an element. forwards,
-    backwards: passes through attention in a step; a recomputed one counts as a forward.
+    messages: of a rank in a pass, cp - 1 without a window (ring_blocks.count_messages). keys: elements of the keys of a
+    rank's positions; there are as many values. item: bytes of an element. forwards, backwards: passes through attention
+    in a step; a recomputed one counts as a forward.
     """
+    if not messages:
+        return []
     # Gradients of keys and values are added up while they go round the ring, in fp32 at least.
     gradient = max(item, 4)
     return [
-        Flow(CONTEXT_AXES, "send_recv", 2 * keys * item, (cp - 1) * (forwards + backwards), "keys and values"),
-        Flow(CONTEXT_AXES, "send_recv", 2 * keys * gradient, (cp - 1) * backwards, "gradients of keys and values"),
+        Flow(CONTEXT_AXES, "send_recv", 2 * keys * item, messages * (forwards + backwards), "keys and values"),
+        Flow(CONTEXT_AXES, "send_recv", 2 * keys * gradient, messages * backwards, "gradients of keys and values"),
     ]
 
 

@@ -10,10 +10,17 @@ from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransfo
 from hpc_train.config.parallel import AXES, Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig, describe_one_copy, is_loose
 from hpc_train.errors import UserError
-from hpc_train.models.shape import compute_head_dim, count_expert_layers, count_kv_heads, has_latent_attention
+from hpc_train.models.shape import (
+    compute_head_dim,
+    count_expert_layers,
+    count_kv_heads,
+    find_window,
+    has_latent_attention,
+)
 from hpc_train.traffic import axes as axis_flows
 from hpc_train.traffic.axes import Flow, assign_kv_heads, ddp_buckets, fsdp_groups, scalar_flows
 from hpc_train.traffic.outer_exchange import outer_flows
+from hpc_train.traffic.ring_blocks import RingLayout, count_messages
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients
 from hpc_train.traffic.sharding import uses_fully_shard as is_sharded
 from hpc_train.traffic.stages import StagePart, StepWork, stage_parts, stage_placement, step_work
@@ -297,11 +304,40 @@ class _Job:
         head = work.sequences * work.positions * compute_head_dim(self.model)
         keys = _count_kv_heads_of_rank(self.model.heads, count_kv_heads(self.model), self.degrees.tp)
         if self.config.parallel.context.method == "ring":
-            return axis_flows.ring_attention_flows(cp, head * keys, work.compute, forwards, backwards)
+            return self._ring_flows(parts, head * keys)
         # Fewer heads than cp ranks: each head is repeated until the number of heads divides by cp.
         sent = keys * (cp // math.gcd(keys, cp))
         queries = head * self.model.heads / self.degrees.tp
         return axis_flows.ulysses_flows(queries, head * sent, work.compute, forwards + backwards)
+
+    def _ring_flows(self, parts: Parts, keys: float) -> list[Flow]:
+        """Return the flows of ring attention, of layers with a window and of those without one."""
+        model, work = self.model, self.work
+        assert isinstance(model, TransformerConfig)
+        balanced = self.config.parallel.context.balanced
+        layout = RingLayout(self.degrees.cp, int(work.positions), balanced)
+        flows: list[Flow] = []
+        for window in dict.fromkeys((None, model.sliding_window)):
+            # With dropout all keys are gathered, which as many bytes of messages stand for.
+            messages = count_messages(layout, None if model.dropout else window)
+            backwards, again = self._count_layers(parts, window)
+            runs = backwards * work.micro_batches, again * work.micro_batches
+            if backwards:
+                flows += axis_flows.ring_attention_flows(messages, keys, work.compute, sum(runs), runs[0])
+        return flows
+
+    def _count_layers(self, parts: Parts, window: int | None) -> tuple[int, int]:
+        """Count the layers of these stages that have this window, and those of them whose forward runs twice."""
+        model, options = self.model, self.config.parallel.recompute
+        assert isinstance(model, TransformerConfig)
+        found = [
+            (part, index)
+            for part in parts
+            for index in range(part.blocks)
+            if find_window(model, part.begin + index) == window
+        ]
+        again = sum(index % options.every == 0 for _, index in found) if options.mode != "none" else 0
+        return len(found), again
 
     def expert_flows(self) -> list[Flow]:
         """Return the flows of tokens over ep."""

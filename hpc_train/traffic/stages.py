@@ -91,16 +91,27 @@ def block_costs(model: ModelConfig, sequence_length: int, blocks: int) -> BlockC
         return BlockCosts(0.0, (1.0,) * blocks, 0.0)
     # FLOPs are known for whole models only: take differences between models with and without the part.
     ends = _flops(replace(model, layers=0), sequence_length)
-    totals = [_flops(replace(model, layers=count), sequence_length) for count in range(_count_first(model) + 2)]
-    first = [after - before for before, after in pairwise(totals)]  # dense layers before those of experts, and one more
+    counts = range(_count_unlike(model, blocks) + 2)
+    totals = [_flops(replace(model, layers=count), sequence_length) for count in counts]
+    first = [after - before for before, after in pairwise(totals)]  # the unlike ones, and one that stands for the rest
     before = 0.0
     if isinstance(model, VisionTransformerConfig):
         before = _flops(replace(model, layers=0, classes=0), sequence_length)
     return BlockCosts(before, (*first[:-1], *first[-1:] * (blocks - len(first) + 1)), ends - before)
 
 
+def _count_unlike(model: ModelConfig, blocks: int) -> int:
+    """Count the blocks at the beginning of `blocks` after which all others are alike."""
+    return blocks - 1 if get_window_period(model) else _count_first(model)
+
+
+def get_window_period(model: ModelConfig) -> int:
+    """Return after how many layers windows repeat; 0 where all layers see the same part of a sequence."""
+    return model.global_every if isinstance(model, TransformerConfig) else 0
+
+
 def _count_first(model: ModelConfig) -> int:
-    """Count the blocks at the beginning that are unlike the others."""
+    """Count the dense blocks at the beginning of a model of experts."""
     return model.experts.first_dense if isinstance(model, TransformerConfig) and model.experts.count else 0
 
 
@@ -188,6 +199,8 @@ class StagePart:
     """Number of micro-batches whose backward is split."""
     dense: int = 0
     """Blocks without experts in a model of experts."""
+    begin: int = 0
+    """Index of its first block, from the last one at which the pattern of windows began; 0 where all are alike."""
 
     @property
     def mixed(self) -> int:
@@ -229,9 +242,16 @@ def stage_parts(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0)
     )
     sizes, last = tuple(pipeline.blocks or _stage_sizes(costs, len(placement))), len(placement) - 1
     split = stage_split_backwards(pipeline, pp, micro_batches) if micro_batches else (0,) * len(placement)
-    begins = [0, *accumulate(sizes)]
+    begins, period = [0, *accumulate(sizes)], get_window_period(config.model) or 1
     parts = [
-        StagePart(count, stage == 0, stage == last, split[stage], max(0, min(count, first_dense - begins[stage])))
+        StagePart(
+            count,
+            stage == 0,
+            stage == last,
+            split[stage],
+            max(0, min(count, first_dense - begins[stage])),
+            begins[stage] % period,
+        )
         for stage, count in enumerate(sizes)
     ]
     return tuple(

@@ -20,7 +20,7 @@ from hpc_train.regular_files import write_private_file
 
 _MAY_DIFFER = re.compile(
     r"run_dir$|(cluster|parallel|launch|container|resilience|checkpoint|plan|loggers|profile)\.|train\.(steps|epochs|micro_batch"
-    r"|eval_\w+|log_every|loss_chunk|tensorboard|deterministic|noise_scale\.\w+)$|data\.cache$|(model|data)\.source"
+    r"|eval_\w+|log_every|loss_chunk|tensorboard|deterministic|noise_scale\.\w+)$|data\.cache$|(model|data)\.source|model\.attention$"
 )
 """Settings that a continued run may change: they say where and how fast it runs, not what it computes."""
 

@@ -105,6 +105,8 @@ MODELS: dict[str, ModelConfig] = {
         kv_heads=None,
         latent=LatentConfig(kv_rank=12, nope_head_dim=6, rope_head_dim=4, value_head_dim=10, interleaved=False),
     ),
+    "windows": _llama(sliding_window=5, global_every=2),
+    "capped": _llama(tied_embeddings=True, sliding_window=6, attention_softcap=1.5, logit_softcap=2.5),
     "llama-dropout": _llama(dropout=0.2),
     "tied-dropout": _llama(tied_embeddings=True, dropout=0.2),
     "grouped-dropout": _llama(hidden=36, heads=6, kv_heads=3, dropout=0.2),

@@ -96,6 +96,10 @@ CASES = {
     "cp-dropout": Case(2, ("parallel.cp=2",), "llama-dropout"),
     "ulysses-dropout-full": Case(2, (*ULYSSES, FULL), "tied-dropout"),
     "pp-dropout": Case(2, ("parallel.pp=2",), "llama-dropout"),
+    "windows-full": Case(2, ("parallel=fsdp", FULL), "windows"),
+    "tp-capped-selective": Case(2, ("parallel.tp=2", SELECTIVE), "capped"),
+    "ring-windows": Case(2, ("parallel.cp=2",), "windows"),
+    "ring-capped": Case(2, ("parallel.cp=2",), "capped"),
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.models import dropout
+from hpc_train.models import plain_attention
 from hpc_train.models.dropout import (
     Dropout,
     DropoutSite,
@@ -190,7 +190,7 @@ def test_attention_in_blocks_is_attention_with_its_mask(
     causal: bool, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare values and gradients with plain operations on the whole mask, for queries that are out of order."""
-    monkeypatch.setattr(dropout, "MAX_SCORES", scores)
+    monkeypatch.setattr(plain_attention, "MAX_SCORES", scores)
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(2, n, 40, 6, generator=generator, dtype=torch.float64) for n in (4, 2, 2, 4))
     queries, keys, site = torch.arange(40).flip(0), torch.arange(40), _site(rows=2)
@@ -198,7 +198,8 @@ def test_attention_in_blocks_is_attention_with_its_mask(
     for out in (found, wanted):
         given = [x.clone().requires_grad_() for x in (q, k, v)]
         if out is found:
-            mixed = dropout.attend_with_dropout(*given, queries, keys, causal, site, 0.3)
+            rule = plain_attention.ScoreRule(causal)
+            mixed = plain_attention.attend_plainly(*given, queries, keys, rule, site=site, p=0.3)
         else:
             wide = [given[0], *(x.repeat_interleave(2, dim=1) for x in given[1:])]
             bias = torch.zeros(40, 40).masked_fill(causal & (keys > queries.unsqueeze(1)), -torch.inf)

@@ -140,6 +140,16 @@ CASES: dict[str, Case] = {
     ),
     "pp-2-zbv-chunks": Case(2, _pp("zbv", "train.loss_chunk=13"), "tied"),
     "pp-2-cp-2-tp-2-chunks": Case(8, _pp("1f1b", "parallel.cp=2", "parallel.tp=2", "train.loss_chunk=3"), "tied"),
+    # windows and soft-caps
+    "zero3-2-windows": Case(2, ("parallel=fsdp",), "windows", micro=3),
+    "tp-2-capped": Case(2, ("parallel.tp=2",), "capped"),
+    "pp-2-windows": Case(2, _pp("interleaved_1f1b"), "windows"),
+    "cp-2-windows": Case(2, ("parallel.cp=2",), "windows"),
+    "cp-4-windows-unbalanced": Case(4, ("parallel.cp=4", "parallel.context.balanced=false"), "windows"),
+    "cp-2-capped": Case(2, ("parallel.cp=2",), "capped"),
+    "cp-2-ulysses-capped": Case(2, ("parallel.cp=2", "parallel.context.method=ulysses"), "capped"),
+    "recompute-selective-capped": Case(2, ("parallel=fsdp", "parallel.recompute.mode=selective"), "capped"),
+    "pp-2-cp-2-tp-2-windows": Case(8, _pp("1f1b", "parallel.cp=2", "parallel.tp=2"), "windows"),
     # 3D and 4D
     "pp-2-tp-2": Case(4, _pp("1f1b", "parallel.tp=2"), "tied"),
     "pp-2-zero3-2": Case(4, ("parallel=fsdp", "parallel.pp=2"), "gpt2", micro=2),
@@ -186,7 +196,7 @@ DRAWN = (
     "ddp-3-short", "hsdp-2x2", "tp-4-kv-2-tied", "pp-2-zbv", "cp-2-unbalanced", "offload-empty-shards",
     "pp-2-zero3-2", "pp-2-cp-2-tp-2-recompute", "pp-2-experts", "ep-2-of-4-zero2", "ep-2-cp-2-unbalanced",
     "ep-2-tp-2", "tp-2-latent", "cp-2-latent", "ep-2-pp-2-tp-2-latent",
-    "zero3-2-chunks", "pp-2-zbv-chunks", "tp-2-chunks",
+    "zero3-2-chunks", "pp-2-zbv-chunks", "tp-2-chunks", "tp-2-capped", "cp-2-windows",
 )  # fmt: skip
 """One or two of each kind. Each technique alone has a test file of its own beside this one."""
 

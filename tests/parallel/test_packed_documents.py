@@ -34,8 +34,10 @@ LAYOUTS = {
     "tied-fsdp-tp-2x2": Case(4, ("parallel=fsdp", "parallel.tp=2"), "tied"),
     "gpt2-tp-2": Case(2, ("parallel.tp=2",), "gpt2"),
     "grouped-tp-2": Case(2, ("parallel.tp=2", "parallel=fsdp"), "grouped"),
+    "windows-tp-2": Case(2, ("parallel.tp=2",), "windows"),
+    "capped-recomputed": Case(2, ("parallel=fsdp", "parallel.recompute.mode=full"), "capped"),
 }
-DRAWN = {"ddp-2", "fsdp-recomputed", "tied-fsdp-tp-2x2", "gpt2-tp-2"}
+DRAWN = {"capped-recomputed", "ddp-2", "fsdp-recomputed", "tied-fsdp-tp-2x2", "gpt2-tp-2"}
 
 
 def make_documents() -> list[np.ndarray]:
@@ -93,7 +95,7 @@ def test_samples_are_whole_documents_in_order(tmp_path: Path) -> None:
     assert fullness > 0.6
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "grouped"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "grouped", "windows", "capped"])
 def test_loss_and_gradients_are_those_of_the_documents_alone(kind: str) -> None:
     data = open_packed()
     inputs, targets = data.get(np.arange(8))

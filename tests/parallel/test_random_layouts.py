@@ -128,3 +128,13 @@ def test_any_legal_layout_of_expert_parallelism(seed: int, elsewhere: Elsewhere)
     case = draw(random, EXPERT_KINDS, (f"ep={random.choice((2, 4))}",))
     print(case)
     check_case(case, elsewhere)
+
+
+WINDOW_KINDS = ("windows", "capped")
+
+
+@pytest.mark.parametrize("seed", draw_every(range(FIRST, FIRST + EXAMPLES), 6))
+def test_any_legal_layout_of_windows_and_soft_caps(seed: int, elsewhere: Elsewhere) -> None:
+    case = draw(Random(f"windows {seed}"), WINDOW_KINDS)
+    print(case)
+    check_case(case, elsewhere)

@@ -11,7 +11,7 @@ from planner_runs import run
 
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import UserError
-from hpc_train.models import dropout
+from hpc_train.models import plain_attention
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.planner.model import layer
 from hpc_train.planner.rehearsal.one_rank import rehearse_rank
@@ -188,7 +188,7 @@ def test_masks_and_scores_of_dropout_are_planned(layout: str) -> None:
 
 
 def test_blocks_of_scores_are_as_large_as_the_models() -> None:
-    assert (layer.MAX_SCORES, layer.MIN_QUERIES) == (dropout.MAX_SCORES, dropout.MIN_QUERIES)
+    assert (layer.MAX_SCORES, layer.MIN_QUERIES) == (plain_attention.MAX_SCORES, plain_attention.MIN_QUERIES)
 
 
 @pytest.mark.long

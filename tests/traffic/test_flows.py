@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from drawn import draw
 from traffic_ledger import Key, Ledger
-from traffic_steps import EXPERTS, GPT2, LATENT, VIT, Layout, engine_after_setup, share_of
+from traffic_steps import EXPERTS, GPT2, LATENT, VIT, WINDOWS, Layout, engine_after_setup, share_of
 
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.interfaces import World
@@ -97,6 +97,9 @@ LAYOUTS = {
     "latent-cp-ring": Layout(2, CP, LATENT),
     "latent-cp-ulysses-tp": Layout(4, (*CP, ULYSSES, "parallel.tp=2"), LATENT),
     "latent-ep-of-4": Layout(4, (ZERO3, "parallel.ep=2"), LATENT),
+    "cp-ring-windows": Layout(4, (*CP, "parallel.cp=4", FULL), WINDOWS),
+    "cp-ring-windows-unbalanced": Layout(4, (*CP, "parallel.cp=4", "parallel.context.balanced=false"), WINDOWS),
+    "cp-ring-windows-pp": Layout(4, (*CP, "parallel.pp=2"), WINDOWS),
     "cp-tp-zero3": Layout(8, (*CP, "parallel.tp=2", ZERO3, "parallel.dp_shard=2")),
 }
 
@@ -105,7 +108,7 @@ DRAWN = (
     "ddp", "zero1-groups", "zero2-accumulated", "zero3-gpt2-short-last", "hsdp",
     "tp-asynchronous-recomputed", "cp-ring-bf16", "cp-ulysses", "pp-gpt2-tied", "pp-interleaved",
     "pp-zero3-dualpipev", "3d", "ddp-experts", "ep-of-4-zero1-recomputed", "ep-tp",
-    "latent-tp-recomputed",
+    "latent-tp-recomputed", "cp-ring-windows",
 )  # fmt: skip
 """One or two of each kind."""
 

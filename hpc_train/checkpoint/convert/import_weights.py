@@ -28,6 +28,8 @@ from hpc_train.models.huggingface import find_model_family, from_huggingface
 
 _BASES = {
     "llama": "llama_tiny",
+    "mistral": "llama_tiny",
+    "ministral": "llama_tiny",
     "gpt2": "gpt2_tiny",
     "vit": "vit_tiny",
     "mixtral": "llama_moe_tiny",

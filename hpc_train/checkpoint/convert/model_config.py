@@ -30,7 +30,7 @@ from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
 from hpc_train.models.huggingface import find_model_family
 from hpc_train.models.registry import build_model
-from hpc_train.models.shape import compute_expert_width, compute_head_dim, count_kv_heads
+from hpc_train.models.shape import compute_expert_width, compute_head_dim, count_kv_heads, find_window
 
 Json = dict[str, Any]
 _GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -43,6 +43,8 @@ def encode_hf_config(config: ModelConfig, dtype: str) -> Json:
     kind = find_model_family(config)
     makers: dict[str, Any] = {
         "llama": _encode_llama,
+        "mistral": _encode_mistral,
+        "ministral": _encode_ministral,
         "gpt2": _encode_gpt2,
         "vit": _encode_vit,
         "mixtral": _encode_mixtral,
@@ -58,6 +60,8 @@ def parse_hf_config(body: Mapping[str, Any], name: str) -> ModelConfig:
     """Return the model that a config.json describes. Raises UserError if our models cannot compute it."""
     readers: dict[Any, Any] = {
         "llama": _parse_llama,
+        "mistral": _parse_mistral,
+        "ministral": _parse_ministral,
         "gpt2": _parse_gpt2,
         "vit": _parse_vit,
         "mixtral": _parse_mixtral,
@@ -131,6 +135,40 @@ def _parse_llama(body: Mapping[str, Any], name: str) -> TransformerConfig:
     )
 
 
+def _encode_mistral(config: TransformerConfig) -> Json:
+    plain = {key: value for key, value in _encode_llama(config).items() if key not in ("attention_bias", "mlp_bias")}
+    return {**plain, "architectures": ["MistralForCausalLM"], "sliding_window": config.sliding_window}
+
+
+def _encode_ministral(config: TransformerConfig) -> Json:
+    kinds = {True: "full_attention", False: "sliding_attention"}
+    layers = [kinds[find_window(config, layer) is None] for layer in range(config.layers)]
+    return {**_encode_mistral(config), "architectures": ["MinistralForCausalLM"], "layer_types": layers}
+
+
+_MISTRAL_WINDOW = 4096
+"""Window of a config.json of Mistral that has no such key: the library's default."""
+
+
+def _parse_mistral(body: Mapping[str, Any], name: str) -> TransformerConfig:
+    window = body.get("sliding_window", _MISTRAL_WINDOW)
+    return replace(_parse_llama(body, name), sliding_window=None if window is None else int(window))
+
+
+def _parse_ministral(body: Mapping[str, Any], name: str) -> TransformerConfig:
+    config = _parse_mistral(body, name)
+    given = body.get("layer_types")
+    if given is None or config.sliding_window is None:
+        return config
+    is_full = [kind == "full_attention" for kind in given]
+    if not any(is_full):
+        return config
+    every = is_full.index(True) + 1
+    if len(is_full) != config.layers or is_full != [layer % every == 0 for layer in range(1, len(is_full) + 1)]:
+        raise UserError("config.json: layer_types: our model has full attention in every n-th layer; this is another")
+    return replace(config, global_every=every) if every > 1 else replace(config, sliding_window=None)
+
+
 def _encode_mixtral(config: TransformerConfig) -> Json:
     return {
         **_encode_llama(config),
@@ -138,14 +176,14 @@ def _encode_mixtral(config: TransformerConfig) -> Json:
         "intermediate_size": compute_expert_width(config),
         "num_local_experts": config.experts.count,
         "num_experts_per_tok": config.experts.top_k,
-        "sliding_window": None,
+        "sliding_window": config.sliding_window,
     }
 
 
 def _parse_mixtral(body: Mapping[str, Any], name: str) -> TransformerConfig:
-    _refuse_unknown(body, "sliding_window", {None}, None)
+    window = body.get("sliding_window")
     experts = ExpertsConfig(count=int(body["num_local_experts"]), top_k=int(body["num_experts_per_tok"]))
-    return replace(_parse_llama(body, name), experts=experts)
+    return replace(_parse_llama(body, name), experts=experts, sliding_window=None if window is None else int(window))
 
 
 def _encode_many_experts(config: TransformerConfig, architecture: str) -> Json:

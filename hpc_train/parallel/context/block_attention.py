@@ -6,10 +6,15 @@ scores of one block at a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from hpc_train import _torch
+from hpc_train.models import plain_attention
+from hpc_train.models.plain_attention import ScoreRule
 
 BlockGradients = tuple[Tensor, Tensor, Tensor]
 
@@ -87,3 +92,84 @@ def differentiate_block_plainly(
     dq = (into_scores @ keys).flatten(1, 2)
     dk = (into_scores.mT @ grouped).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+@dataclass(frozen=True)
+class RuledRows:
+    """Some queries of a block and the keys that one of them may see, with the scores under a window and a soft-cap."""
+
+    rows: slice
+    columns: slice
+    back: int
+    """Positions from the first of these keys to the first of these queries."""
+    rule: ScoreRule
+
+    def compute_scores(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return (scores, -inf where a key is not seen; tanh of the capped scores, None without a soft-cap).
+
+        q: (B, kv_heads, group, rows, d), already scaled; k: (B, kv_heads, 1, columns, d).
+        """
+        scores, tangent = q @ k.mT, None
+        if self.rule.softcap is not None:
+            tangent = scores.div_(self.rule.softcap).tanh_()
+            scores = tangent * self.rule.softcap
+        queries = torch.arange(scores.shape[-2], device=q.device).unsqueeze(-1) + self.back
+        keys = torch.arange(scores.shape[-1], device=q.device)
+        hidden = keys > queries if self.rule.causal else torch.zeros_like(keys > queries)
+        if self.rule.window is not None:
+            hidden |= keys <= queries - self.rule.window
+        return scores.masked_fill_(hidden, -torch.inf), tangent
+
+
+def split_rows(q: Tensor, k: Tensor, rule: ScoreRule, back: int) -> Iterator[RuledRows]:
+    """Cut a block by its queries, so that their scores take bounded memory; keys that none of them sees are left out.
+
+    q: (B, heads, T, d); k: (B, kv_heads, S, d); back: positions from the first key to the first query.
+    """
+    size = max(plain_attention.MIN_QUERIES, plain_attention.MAX_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    if rule.window is not None:
+        size = min(size, max(plain_attention.MIN_QUERIES, rule.window))
+    for first in range(0, q.shape[2], size):
+        last = min(first + size, q.shape[2])
+        begin = 0 if rule.window is None else max(0, first + back - rule.window + 1)
+        end = min(k.shape[2], last + back) if rule.causal else k.shape[2]
+        if begin < end:
+            yield RuledRows(slice(first, last), slice(begin, end), first + back - begin, rule)
+
+
+def attend_ruled_block(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, back: int) -> tuple[Tensor, Tensor]:
+    """Compute attend_block under a rule with a window or a soft-cap; a query that sees no key gets 0 and -inf."""
+    heads = k.shape[1]
+    grouped, keys, values = (_group_heads(x, heads) for x in (q, k, v))
+    grouped = grouped * q.shape[-1] ** -0.5
+    out, lse = torch.zeros_like(grouped), grouped.new_full(grouped.shape[:-1], -torch.inf)
+    for part in split_rows(q, k, rule, back):
+        rows, columns = part.rows, part.columns
+        scores, _ = part.compute_scores(grouped[..., rows, :], keys[..., columns, :])
+        found = scores.logsumexp(-1)
+        shift = found.masked_fill(found == -torch.inf, 0.0)  # else -inf - -inf is NaN
+        out[..., rows, :] = (scores - shift.unsqueeze(-1)).exp_() @ values[..., columns, :]
+        lse[..., rows] = found
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def differentiate_ruled_block(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: ScoreRule, back: int
+) -> BlockGradients:
+    """Compute differentiate_block under a rule with a window or a soft-cap, in the accumulation dtype."""
+    heads, scale = k.shape[1], q.shape[-1] ** -0.5
+    grad, grouped, keys, values, out, lse = (_group_heads(x, heads) for x in (grad, q, k, v, out, lse))
+    dq, dk, dv = torch.zeros_like(grouped), torch.zeros_like(keys), torch.zeros_like(values)
+    for part in split_rows(q, k, rule, back):
+        rows, columns = part.rows, part.columns
+        above, key, value = grad[..., rows, :], keys[..., columns, :], values[..., columns, :]
+        scores, tangent = part.compute_scores(grouped[..., rows, :] * scale, key)
+        weights = (scores - lse[..., rows].unsqueeze(-1)).exp_()
+        dv[..., columns, :] += (weights.mT @ above).sum(2, keepdim=True)
+        along = (above * out[..., rows, :]).sum(-1, keepdim=True)
+        into_scores = weights * (above @ value.mT - along) * scale
+        if tangent is not None:
+            into_scores = into_scores * (1 - tangent.square())
+        dq[..., rows, :] = into_scores @ key
+        dk[..., columns, :] += (into_scores.mT @ grouped[..., rows, :]).sum(2, keepdim=True)
+    return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)

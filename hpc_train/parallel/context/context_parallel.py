@@ -19,8 +19,8 @@ from hpc_train._torch import all_gather, reduce_scatter
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.models.dropout import attend_with_dropout
 from hpc_train.models.layers import ScaledDotProduct
+from hpc_train.models.plain_attention import attend_plainly
 from hpc_train.parallel.context.block_attention import cast_to_autocast
 from hpc_train.parallel.mesh_axes import SequenceShare, get_axis_degree, get_sequence_share, provide_positions
 
@@ -83,7 +83,7 @@ def distribute_attention(core: ScaledDotProduct, config: RunConfig, world: World
             RingAttention,  # its operators take 50 ms
         )
 
-        new = RingAttention(KeyValueRing(group), causal=core.causal, balanced=context.balanced)
+        new = RingAttention(KeyValueRing(group), core.rule, balanced=context.balanced)
     return new.train(core.training)
 
 
@@ -123,5 +123,5 @@ class GatheredAttention(nn.Module):
         shares = [SequenceShare(rank, ranks, self._share.balanced) for rank in range(ranks)]
         places = [one.positions(length * ranks, q.device) for one in shares]
         site, p = self.core.site, self.core.dropout if self.training else 0.0
-        assert site is not None
-        return attend_with_dropout(q, k, v, places[self._share.rank], torch.cat(places), self.core.causal, site, p)
+        own, every = places[self._share.rank], torch.cat(places)
+        return attend_plainly(q, k, v, own, every, self.core.rule, site=site, p=p)

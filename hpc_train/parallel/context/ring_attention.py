@@ -18,12 +18,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpc_train._torch import find_group
+from hpc_train.models.plain_attention import ScoreRule
 from hpc_train.parallel.context.block_attention import (
+    BlockGradients,
     attend_block,
+    attend_ruled_block,
     cast_to_autocast,
     differentiate_block,
+    differentiate_ruled_block,
     get_accumulation_dtype,
 )
+from hpc_train.traffic.ring_blocks import RingLayout
 
 
 @dataclass
@@ -69,6 +74,24 @@ class KeyValueRing:
             if coming is not None:
                 current = coming.wait()
 
+    def exchange(self, shift: int, outgoing: Tensor | None, like: Tensor | None) -> PendingReceive | None:
+        """Start sending `outgoing` to the rank that is `shift` further, and receiving a tensor from the one before.
+
+        None sends nothing. like: of the shape that is received; None: nothing comes.
+        """
+        operations = []
+        if outgoing is not None:
+            operations.append(dist.P2POp(dist.isend, outgoing, self._find(shift), self._group))
+        if like is None:
+            sent = dist.batch_isend_irecv(operations) if operations else []
+            return None if outgoing is None else PendingReceive(outgoing, outgoing, sent)
+        incoming = torch.empty_like(like)
+        operations.append(dist.P2POp(dist.irecv, incoming, self._find(-shift), self._group))
+        return PendingReceive(incoming, incoming if outgoing is None else outgoing, dist.batch_isend_irecv(operations))
+
+    def _find(self, shift: int) -> int:
+        return dist.get_global_rank(self._group, (self.rank + shift) % self.size)
+
 
 @dataclass(frozen=True)
 class VisibleBlock:
@@ -78,6 +101,8 @@ class VisibleBlock:
     keys: slice
     causal: bool
     """Query i sees keys 0 ... i of the block; else all."""
+    back: int | None = None
+    """With a window or a soft-cap: positions from the first key to the first query. None: the block knows neither."""
 
 
 def find_visible_block(rank: int, source: int, length: int, *, causal: bool, balanced: bool) -> VisibleBlock | None:
@@ -97,14 +122,84 @@ def find_visible_block(rank: int, source: int, length: int, *, causal: bool, bal
     return VisibleBlock(slice(half, length), everything, False)
 
 
+def list_ruled_blocks(layout: RingLayout, rank: int, source: int, rule: ScoreRule) -> list[VisibleBlock]:
+    """List the blocks of causal attention under a window or a soft-cap; those of a chunk and itself come first."""
+    size, found = layout.chunk, []
+    for pair in sorted(layout.list_pairs(rank, source, rule.window), key=lambda pair: pair.back):
+        queries, keys = (slice(index * size, (index + 1) * size) for index in (pair.query, pair.key))
+        is_cut = rule.softcap is not None or (rule.window is not None and pair.back + size > rule.window)
+        found.append(VisibleBlock(queries, keys, pair.back == 0, pair.back if is_cut else None))
+    return found
+
+
 @dataclass(frozen=True)
 class _Plan:
     ring: KeyValueRing
-    causal: bool
+    rule: ScoreRule
     balanced: bool
 
-    def block(self, source: int, length: int) -> VisibleBlock | None:
-        return find_visible_block(self.ring.rank, source, length, causal=self.causal, balanced=self.balanced)
+    def list_blocks(self, source: int, length: int) -> list[VisibleBlock]:
+        """List what this rank's queries see of the keys of `source`, `length` positions each."""
+        rule = self.rule
+        if rule.window is None and rule.softcap is None:
+            block = find_visible_block(self.ring.rank, source, length, causal=rule.causal, balanced=self.balanced)
+            return [] if block is None else [block]
+        if not rule.causal:
+            everything = slice(0, length)
+            return [VisibleBlock(everything, everything, False, 0)]
+        return list_ruled_blocks(self._layout(length), self.ring.rank, source, rule)
+
+    def _layout(self, length: int) -> RingLayout:
+        return RingLayout(self.ring.size, length, self.balanced)
+
+    def list_shifts(self, length: int) -> tuple[int, ...] | None:
+        """List the distances over which ranks exchange keys under a window; None: all keys go round the ring."""
+        window = self.rule.window
+        return None if window is None else self._layout(length).list_shifts(window)
+
+    def rounds(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (rank, its keys and values) for every rank whose keys this one sees, this one first.
+
+        own: (2, B, kv_heads, T / cp, d). Under a window each rank sends directly to those that see something of it.
+        """
+        shifts = self.list_shifts(own.shape[3])
+        if shifts is None:
+            yield from self.ring.rounds(own)
+            return
+        coming = [self._start(shift, own) for shift in shifts[:1]]
+        yield self.ring.rank, own
+        for index, shift in enumerate(shifts):
+            pending = coming[index]
+            coming += [self._start(later, own) for later in shifts[index + 1 : index + 2]]
+            if pending is not None:
+                received = pending.wait()
+                if self.sees(self.ring.rank - shift, shift, own.shape[3]):
+                    yield (self.ring.rank - shift) % self.ring.size, received
+
+    def _start(self, shift: int, own: Tensor) -> PendingReceive | None:
+        rank, length = self.ring.rank, own.shape[3]
+        outgoing = own if self.sees(rank, shift, length) else None
+        return self.ring.exchange(shift, outgoing, own if self.sees(rank - shift, shift, length) else None)
+
+    def return_gradients(self, found: dict[int, Tensor], like: Tensor) -> list[Tensor]:
+        """Send the gradients of other ranks' keys to them, and return those that other ranks have for this one's.
+
+        found: by rank. like: (2, B, kv_heads, T / cp, d). All keys were sent before, so that no two messages between
+        two ranks can be mistaken for each other.
+        """
+        rank, length, pending = self.ring.rank, like.shape[3], []
+        for shift in self.list_shifts(length) or ():
+            outgoing = found.get((rank - shift) % self.ring.size)
+            is_seen = self.sees(rank, shift, length)
+            exchange = self.ring.exchange(-shift, outgoing, like if is_seen else None)
+            pending += [] if exchange is None else [(exchange, is_seen)]
+        done = [(exchange.wait(), is_seen) for exchange, is_seen in pending]  # also those that only send
+        return [received for received, is_seen in done if is_seen]
+
+    def sees(self, source: int, shift: int, length: int) -> bool:
+        """Whether the rank that is `shift` further than `source` sees a key of it."""
+        size = self.ring.size
+        return bool(self._layout(length).list_pairs((source + shift) % size, source % size, self.rule.window))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -126,32 +221,43 @@ class _RingAttention(torch.autograd.Function):
 
 
 @torch.library.custom_op("hpc_train::ring_attention", mutates_args=())
-def _compiled_attend(q: Tensor, kv: Tensor, group: str, causal: bool, balanced: bool) -> tuple[Tensor, Tensor]:
+def _compiled_attend(
+    q: Tensor, kv: Tensor, group: str, causal: bool, window: int, softcap: float, balanced: bool
+) -> tuple[Tensor, Tensor]:
     """Run _RingAttention.forward as one operator, because a compiled graph cannot contain messages between ranks."""
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = _attend(q, kv, _Plan(KeyValueRing(find_group(group)), causal, balanced))
+        out, lse = _attend(q, kv, _make_plan(group, causal, window, softcap, balanced))
         return out, lse.contiguous()
 
 
+def _make_plan(group: str, causal: bool, window: int, softcap: float, balanced: bool) -> _Plan:
+    """Make the plan from what an operator takes: 0 for no window and no soft-cap."""
+    return _Plan(KeyValueRing(find_group(group)), ScoreRule(causal, window or None, softcap or None), balanced)
+
+
 @_compiled_attend.register_fake
-def _(q: Tensor, kv: Tensor, group: str, causal: bool, balanced: bool) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, kv: Tensor, group: str, causal: bool, window: int, softcap: float, balanced: bool
+) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
     return out.transpose(1, 2), q.new_empty(q.shape[:-1], dtype=get_accumulation_dtype(q.dtype))
 
 
 @torch.library.custom_op("hpc_train::ring_attention_backward", mutates_args=())
 def _compiled_differentiate(
-    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, group: str, causal: bool, balanced: bool
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor,
+    group: str, causal: bool, window: int, softcap: float, balanced: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):
-        dq, dkv = _differentiate(grad, q, kv, out, lse, _Plan(KeyValueRing(find_group(group)), causal, balanced))
+        dq, dkv = _differentiate(grad, q, kv, out, lse, _make_plan(group, causal, window, softcap, balanced))
         return dq.to(q.dtype), dkv.to(kv.dtype)
 
 
 @_compiled_differentiate.register_fake
 def _(
-    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, group: str, causal: bool, balanced: bool
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor,
+    group: str, causal: bool, window: int, softcap: float, balanced: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q), torch.empty_like(kv)
 
 
@@ -163,7 +269,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_compiled_differentiate(grad, *ctx.saved_tensors, *ctx.plan), None, None, None)
+    return (*_compiled_differentiate(grad, *ctx.saved_tensors, *ctx.plan), *(None,) * 5)
 
 
 _compiled_attend.register_autograd(_backward, setup_context=_save_for_backward)
@@ -171,22 +277,31 @@ _compiled_attend.register_autograd(_backward, setup_context=_save_for_backward)
 
 def _attend(q: Tensor, kv: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
     """Return the attention, shaped as q, and the log-sum-exp of all scores of each query, in the accumulation dtype."""
-    rounds = plan.ring.rounds(kv)
-    _, (k, v) = next(rounds)
-    first, first_lse = attend_block(q, k, v, plan.causal)
-    # Copied, because selective recomputation may save what a kernel returned. In memory it is (B, T, heads, d), which
-    # the output layer reads, so that both save the same tensor for backward.
+    # In memory the result is (B, T, heads, d), which the output layer reads, so that both save the same tensor for
+    # backward.
     out = torch.empty_like(
         q.transpose(1, 2), dtype=get_accumulation_dtype(q.dtype), memory_format=torch.contiguous_format
-    )
-    out, lse = out.transpose(1, 2).copy_(first), first_lse.clone()
-    for source, (k, v) in rounds:
-        block = plan.block(source, q.shape[2])
-        if block is not None:
-            rows, columns = block.queries, block.keys
-            part, part_lse = attend_block(q[:, :, rows], k[:, :, columns], v[:, :, columns], block.causal)
-            _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+    ).transpose(1, 2)
+    lse, is_empty = out.new_empty(out.shape[:-1]), True
+    for source, (k, v) in plan.rounds(kv):
+        for block in plan.list_blocks(source, q.shape[2]):
+            part, part_lse = _attend_block(q, k, v, block, plan.rule)
+            if is_empty and block.queries == slice(0, q.shape[2]):
+                # Copied, because selective recomputation may save what a kernel returned.
+                out.copy_(part)
+                lse.copy_(part_lse)
+            else:
+                if is_empty:
+                    out.zero_()
+                    lse.fill_(-torch.inf)
+                _merge(out[:, :, block.queries], lse[:, :, block.queries], part, part_lse)
+            is_empty = False
     return out.to(q.dtype), lse
+
+
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, block: VisibleBlock, rule: ScoreRule) -> tuple[Tensor, Tensor]:
+    q, k, v = q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]
+    return attend_block(q, k, v, block.causal) if block.back is None else attend_ruled_block(q, k, v, rule, block.back)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -215,42 +330,59 @@ class _Backward:
     out: Tensor
     lse: Tensor
     dq: Tensor
+    rule: ScoreRule
 
     def block(self, kv: Tensor, block: VisibleBlock) -> KeyGradients:
         """Return the gradients of the block's keys and values; adds that of its queries to dq."""
-        rows, (k, v) = block.queries, kv[:, :, :, block.keys]
-        grad, q, out, lse = (x[:, :, rows] for x in (self.grad, self.q, self.out, self.lse))
-        dq, dk, dv = differentiate_block(grad, q, k, v, out, lse, block.causal)
+        rows = block.queries
+        dq, dk, dv = self._differentiate(kv[:, :, :, block.keys], block)
         self.dq[:, :, rows] += dq
         return KeyGradients(block.keys, dk, dv)
+
+    def _differentiate(self, kv: Tensor, block: VisibleBlock) -> BlockGradients:
+        k, v = kv
+        grad, q, out, lse = (x[:, :, block.queries] for x in (self.grad, self.q, self.out, self.lse))
+        if block.back is None:
+            return differentiate_block(grad, q, k, v, out, lse, block.causal)
+        return differentiate_ruled_block(grad, q, k, v, out, lse, self.rule, block.back)
 
 
 def _differentiate(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
     """Return (dq, dkv) in the accumulation dtype.
 
     The gradient of a rank's keys and values follows them around the ring and then returns to the rank, where the part
-    from its own queries is added: cp - 1 messages, as many as the keys and values take.
+    from its own queries is added: cp - 1 messages, as many as the keys and values take. Under a window it returns
+    directly.
     """
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    backward = _Backward(grad, q, out, lse, torch.zeros_like(q, dtype=get_accumulation_dtype(q.dtype)))
+    zeros = torch.zeros_like(q, dtype=get_accumulation_dtype(q.dtype))
+    backward = _Backward(grad, q, out, lse, zeros, plan.rule)
     own, coming = torch.zeros_like(kv, dtype=get_accumulation_dtype(kv.dtype)), None
-    for source, current in plan.ring.rounds(kv):
-        block = plan.block(source, q.shape[2])
-        found = None if block is None else backward.block(current, block)
+    direct = plan.list_shifts(q.shape[2]) is not None
+    others: dict[int, Tensor] = {}
+    for source, current in plan.rounds(kv):
+        found = [backward.block(current, block) for block in plan.list_blocks(source, q.shape[2])]
         if source == plan.ring.rank:
             _add(own, found)
             continue
         # The sum over the ranks before was received while this rank computed.
         dkv = torch.zeros_like(own) if coming is None else coming.wait()
         _add(dkv, found)
-        coming = plan.ring.pass_on(dkv)
-    return backward.dq, own if coming is None else own.add_(coming.wait())
+        if direct:
+            others[source] = dkv
+        else:
+            coming = plan.ring.pass_on(dkv)
+    if coming is not None:
+        own.add_(coming.wait())
+    for part in plan.return_gradients(others, own) if direct else ():
+        own.add_(part)
+    return backward.dq, own
 
 
-def _add(dkv: Tensor, found: KeyGradients | None) -> None:
-    if found is not None:
-        dkv[0, :, :, found.keys] += found.dk
-        dkv[1, :, :, found.keys] += found.dv
+def _add(dkv: Tensor, found: list[KeyGradients]) -> None:
+    for one in found:
+        dkv[0, :, :, one.keys] += one.dk
+        dkv[1, :, :, one.keys] += one.dv
 
 
 class RingAttention(nn.Module):
@@ -258,12 +390,12 @@ class RingAttention(nn.Module):
 
     balanced: whether positions are in balanced order; must match the inputs, also for attention that is not causal.
     Keys and values are sent with their own number of heads, (cp - 1) times forward and, with their gradients (in
-    float32 at least), (cp - 1) times backward.
+    float32 at least), (cp - 1) times backward; under a window, only to the ranks that see some of them.
     """
 
-    def __init__(self, ring: KeyValueRing, *, causal: bool, balanced: bool) -> None:
+    def __init__(self, ring: KeyValueRing, rule: ScoreRule, *, balanced: bool) -> None:
         super().__init__()
-        self._plan = _Plan(ring, causal, balanced)
+        self._plan = _Plan(ring, rule, balanced)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend: q (B, heads, T / cp, head_dim), k and v (B, kv_heads, T / cp, head_dim); returns a tensor like q."""
@@ -271,7 +403,8 @@ class RingAttention(nn.Module):
         plan = self._plan
         out: Tensor
         if torch.compiler.is_compiling():
-            out, _ = _compiled_attend(q, torch.stack((k, v)), plan.ring.name, plan.causal, plan.balanced)
+            numbers = plan.rule.causal, plan.rule.window or 0, plan.rule.softcap or 0.0
+            out, _ = _compiled_attend(q, torch.stack((k, v)), plan.ring.name, *numbers, plan.balanced)
             return out
         # No custom operator here: selective recomputation and `plan rehearse` must see each kernel and message.
         with torch.autocast(q.device.type, enabled=False):

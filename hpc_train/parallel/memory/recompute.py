@@ -30,7 +30,7 @@ GROUPS = {
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_fused_attention_overrideable",
         "hpc_train.ring_attention",
-        "hpc_train.dropout_attention",
+        "hpc_train.plain_attention",
     ),
 }
 """Names that stand for several ATen operators: matrix products, and the fused kernels of attention."""

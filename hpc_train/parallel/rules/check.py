@@ -6,6 +6,7 @@ from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig, describe_one_copy, is_loose
 from hpc_train.parallel.rules import (
     adapter,
+    attention,
     context,
     data_parallel,
     experts,
@@ -28,6 +29,7 @@ RULES = (
     tensor.check_tensor_rules,
     pipeline.check_pipeline_rules,
     context.check_context_rules,
+    attention.check_attention_rules,
     data_parallel.check_gradient_rules,
     memory.check_memory_rules,
     memory.check_offload_rules,

@@ -128,6 +128,7 @@ def _count_optimizer_states(optim: OptimConfig, jobs: Jobs) -> Column:
 def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
     """Return the columns of a model's shape. A vision transformer counts as a transformer whose tokens are patches."""
     if isinstance(model, TransformerConfig):
+        _refuse_windows(model, sequence)
         return {
             "layers": model.layers,
             "hidden": model.hidden,
@@ -185,6 +186,21 @@ def _latent_columns(model: TransformerConfig) -> dict[str, float]:
     }
 
 
+def _refuse_windows(model: TransformerConfig, sequence: int) -> None:
+    """Raise UserError for attention whose time and memory are not modelled."""
+    keys = {
+        "sliding_window": model.sliding_window if (model.sliding_window or sequence) < sequence else None,
+        "attention_softcap": model.attention_softcap,
+        "logit_softcap": model.logit_softcap,
+    }
+    for key, value in keys.items():
+        if value is not None:
+            raise UserError(
+                f"model.{key}={value:g}: the planner has no model of it yet, so it cannot plan this; plan with "
+                f"model.{key}=null, or choose the degrees yourself and count their memory with hpc-train plan rehearse"
+            )
+
+
 def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, float]:
     parallel, train = config.parallel, config.train
     pipeline, recompute = parallel.pipeline, parallel.recompute
@@ -236,7 +252,7 @@ def _formats(config: RunConfig, degrees: Degrees) -> dict[str, float]:
         "optimizer_bytes": 2 * weight_bytes,
         "logit_bytes": ELEMENT_BYTES[config.precision.name] + 2 * weight_bytes,
         "stack": STACKS.index("hpc_train"),
-        # With dropout, models.dropout computes scores and masks itself instead of calling a fused kernel.
+        # With dropout, models.plain_attention computes scores and masks itself instead of calling a fused kernel.
         "fused_attention": getattr(config.model, "dropout", 0.0) == 0,
         "fused_elementwise": config.parallel.compile,
         "overlap_data": 1,
