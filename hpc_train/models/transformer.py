@@ -134,7 +134,10 @@ class Transformer(BlockModel):
         x = self.norm(x)
         logits: Tensor = self.head(x, self.embed.weight) if self.config.tied_embeddings else self.head(x)
         softcap = self.config.logit_softcap
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        if softcap is None:
+            return logits
+        assert logits.shape[-1] == self.config.vocab_size, "a head that passes hidden states on has no soft-cap"
+        return softcap * torch.tanh(logits / softcap)
 
 
 def _make_norm(config: TransformerConfig) -> nn.Module:
