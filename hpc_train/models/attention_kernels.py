@@ -63,14 +63,22 @@ def attend(
     if way == "plain":
         assert dropout == 0.0, "soft-caps take dropout in hpc_train's engines only, which give each layer a site"
         return attend_plainly(q, k, v, list_positions(q.shape[2], q.device), None, rule, starts=mask)
-    with sdpa_kernel(list(KERNELS.values()) if backend == "auto" else KERNELS[backend]):
-        if way == "window":
-            assert rule.window is not None
-            return attend_window(q, k, v, rule.window, dropout)
-        is_causal = rule.causal and mask is None
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
+    if backend == "auto":  # also leaves alone what the user has switched off by torch.backends
+        return _attend_fused(q, k, v, rule, way, mask, dropout)
+    with sdpa_kernel(KERNELS[backend]):
+        return _attend_fused(q, k, v, rule, way, mask, dropout)
+
+
+def _attend_fused(
+    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, way: str, mask: Tensor | None, dropout: float
+) -> Tensor:
+    if way == "window":
+        assert rule.window is not None
+        return attend_window(q, k, v, rule.window, dropout)
+    is_causal, grouped = rule.causal and mask is None, q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=grouped
+    )
 
 
 def make_document_mask(starts: Tensor, rule: ScoreRule, backend: str, like: Tensor) -> DocumentMask:

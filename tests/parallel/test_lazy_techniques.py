@@ -14,6 +14,7 @@ import hpc_train.parallel
 
 ALWAYS = {
     "apply",
+    "attention_backend",  # says which kernels the layers use
     "dropout",  # looks for dropout layers in every model
     "engines.plain_engine",
     "engines.updating_engine",
