@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.checkpoint.convert.model_config import load_model_config, load_run_config
+from hpc_train.checkpoint.convert.quantized_base import check_base
 from hpc_train.checkpoint.convert.rewrite import SavedStepTensors
 from hpc_train.checkpoint.storage.step_directory import select_weights
 from hpc_train.checkpoint.storage.step_selection import OpenStep, open_one_step
@@ -90,6 +91,8 @@ def evaluate_checkpoint(request: EvaluationRequest, device: torch.device) -> Che
     if request.data is not None:
         _check_tokenizer(request, data)
     with _single_process(config, device) as world:
+        if step is not None and isinstance(config.model, HfModelConfig):
+            check_base(config.model, step.manifest.extra, step.where)
         engine = _build_engine(config, world)
         if step is not None:
             _load_step(step, engine)
@@ -128,7 +131,8 @@ def _adjust_config(request: EvaluationRequest, config: RunConfig) -> RunConfig:
     plain, train = config_to_dict(config), config.train
     plain["parallel"] = asdict(ParallelConfig())
     plain["adapter"]["path"] = None  # the step has the adapters' values
-    if isinstance(config.model, HfModelConfig) and not _is_model_folder(request.where):
+    of_run = isinstance(config.model, HfModelConfig) and not _is_model_folder(request.where)
+    if of_run and config.adapter.base == "full":
         plain["model"]["weights"] = "draw"  # replaced by those of the step
     if request.precision is not None:
         plain["precision"] |= {"name": request.precision, "reduce": "fp64" if request.precision == "fp64" else "fp32"}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hpc_train.checkpoint.convert.merge_adapters import MergedTensors, find_adapted_layers
 from hpc_train.checkpoint.convert.model_config import encode_hf_config, load_model_config
+from hpc_train.checkpoint.convert.quantized_base import add_base, needs_base
 from hpc_train.checkpoint.convert.rewrite import SavedStepTensors, TensorSource, read_whole_tensors
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep, open_one_step
@@ -107,8 +108,11 @@ def _read_step(step: OpenStep, config: RunConfig) -> dict[str, Tensor]:
     """Read a step's weights, with adapters merged, under the library's names."""
     with SavedStepTensors(step.path, step.manifest, step.where) as opened:
         source: TensorSource = opened
-        if find_adapted_layers(opened.tensors):
-            source = MergedTensors(opened, config.adapter)
+        if needs_base(step.manifest):
+            assert isinstance(config.model, HfModelConfig)
+            source = add_base(opened, step.manifest, config.model, step.where)
+        if find_adapted_layers(source.tensors):
+            source = MergedTensors(source, config.adapter)
         state = read_whole_tensors(source, [tensor for tensor in source.tensors if is_weight(tensor.name)])
     return state if isinstance(config.model, HfModelConfig) else to_huggingface(state, config.model)
 

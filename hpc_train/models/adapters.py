@@ -11,7 +11,8 @@ The parameters of an adapter are the layer's own, so that the weights keep their
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from hpc_train.models.adapter_names import ADAPTER_A, ADAPTER_MAGNITUDE, is_adapter_parameter
 from hpc_train.models.dropout import Dropout
 from hpc_train.models.initial_values import Normal, Region, draw_values, whole_region
+from hpc_train.models.nf4 import BLOCK, Nf4Linear, Nf4Weight, multiply, replace_weight
 
 
 class AdaptedLinear(nn.Linear):
@@ -37,13 +39,14 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """x (..., inputs) -> (..., outputs)."""
-        base = F.linear(input, self.weight)
+        base = multiply(self, input)
         dropped = input if self.lora_dropout is None else self.lora_dropout(input)
         low = F.linear(dropped, self.lora_a)
         if self.lora_magnitude is None or dropped is input:
             out = self.combine(base, low)
         else:  # DoRA drops inputs of its change of the weight only
-            out = base + self.combine(F.linear(dropped, self.weight), low) - F.linear(dropped, self.weight)
+            product = multiply(self, dropped)
+            out = base + self.combine(product, low) - product
         return out if self.bias is None else out + self.bias
 
     def combine(self, base: Tensor, low: Tensor) -> Tensor:
@@ -55,8 +58,9 @@ class AdaptedLinear(nn.Linear):
         """Return DoRA's factor of each output, m / |W + s B A|: (outputs,), in at least float32."""
         assert self.lora_magnitude is not None
         with torch.no_grad():
-            wide = torch.promote_types(self.weight.dtype, torch.float32)
-            weight = self.weight.to(wide)
+            weight = self.weight
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            weight = weight.to(wide)
             changed = weight + self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide))
             squares = torch.stack([weight.square().sum(1), changed.square().sum(1)])
             before, after = (squares if self.sum_squares is None else self.sum_squares(squares)).sqrt()
@@ -67,6 +71,33 @@ class AdaptedLinear(nn.Linear):
         """Describe the layer for print."""
         kind = "lora" if self.lora_magnitude is None else "dora"
         return f"{super().extra_repr()}, {kind}, rank={self.lora_a.shape[0]}, scale={self.scale:g}"
+
+
+class AdaptedNf4Linear(Nf4Weight, AdaptedLinear):  # type: ignore[override]  # weight is computed
+    """AdaptedLinear over a weight in 4 bits: QLoRA (Dettmers et al. 2023, arXiv:2305.14314)."""
+
+
+def quantize_layer(layer: nn.Linear) -> None:
+    """Put empty parameters of NF4 in the place of the weight of a layer that list_nf4_layers found, in place."""
+    replace_weight(layer, AdaptedNf4Linear if isinstance(layer, AdaptedLinear) else Nf4Linear)
+
+
+def list_nf4_layers(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Linear]:
+    """Return the linear layers in `blocks`, by module name, whose rows are whole blocks of numbers.
+
+    A layer whose code does not call it, or whose weight another module shares, stays as it is.
+    """
+    inside = tuple(f"{name}." for name in blocks)
+    users = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and name.startswith(inside)
+        and type(module) in (nn.Linear, AdaptedLinear)
+        and module.in_features % BLOCK == 0
+        and users[id(module._parameters["weight"])] == 1
+    }
 
 
 def add_adapter(layer: nn.Linear, rank: int, alpha: float, dropout: float, *, magnitude: bool) -> None:

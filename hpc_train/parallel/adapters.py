@@ -14,7 +14,8 @@ from torch import nn
 from hpc_train.config.adapter import AdapterConfig
 from hpc_train.errors import UserError
 from hpc_train.models.adapter_names import ADAPTER_LEAVES
-from hpc_train.models.adapters import add_adapter
+from hpc_train.models.adapters import add_adapter, list_nf4_layers, quantize_layer
+from hpc_train.models.nf4 import BLOCK, import_bitsandbytes
 from hpc_train.parallel.user_model import get_named_blocks, name_model
 
 
@@ -34,6 +35,27 @@ def attach_adapters(model: nn.Module, config: AdapterConfig) -> str:
         f"adapter: {config.kind}, rank {config.rank}, on {len(layers)} linear layers; {trained:,} of {total:,} "
         f"parameters are trained ({trained / total:.2%})"
     )
+
+
+def quantize_base(part: nn.Module) -> str:
+    """Keep the frozen weights of linear layers in the blocks of `part` in 4 bits, in place; returns a line about it.
+
+    `materialise_parameters` gives them their values. Raises UserError where no layer can be kept so.
+    """
+    import_bitsandbytes()
+    blocks = list(get_named_blocks(part))
+    layers = list_nf4_layers(part, blocks)
+    if not layers:
+        raise UserError(
+            f"adapter.base=nf4: no linear layer of {name_model(part)} has a number of inputs that is a multiple of "
+            f"{BLOCK}; use adapter.base=full"
+        )
+    every = sum(isinstance(module, nn.Linear) for name in blocks for module in part.get_submodule(name).modules())
+    numbers = sum(layer.weight.numel() for layer in layers.values())
+    for layer in layers.values():
+        quantize_layer(layer)
+    left = f", {every - len(layers)} left alone for their sizes" if every > len(layers) else ""
+    return f"base: nf4, {len(layers)} linear layers with {numbers:,} numbers of 4.5 bits{left}"
 
 
 def find_target_layers(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:

@@ -155,6 +155,10 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
     yield place_dropout(part, config, world)
     yield report_attention(part, config, world)
     yield use_own_loss(part, config.train)
+    if config.adapter.base == "nf4":
+        from hpc_train.parallel.adapters import quantize_base
+
+        yield quantize_base(part)
     if config.precision.float8 != "none":
         from hpc_train.parallel.float8 import convert_linear_layers
 

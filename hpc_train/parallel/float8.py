@@ -10,9 +10,6 @@ can be proved equal to one process without a GPU.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +20,7 @@ from hpc_train.config.train import PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.adapters import find_target_layers
 from hpc_train.parallel.user_model import name_model
+from hpc_train.quiet_imports import without_warnings
 
 _MULTIPLE = 16
 """The products need inner and outer sizes that are multiples of this."""
@@ -65,18 +63,8 @@ def _cast_as_autocast_does(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Te
 
 def _import_torchao() -> Any:
     try:
-        with _without_warnings():  # of compiled parts for GPUs that are not here
+        with without_warnings():  # of compiled parts for GPUs that are not here
             from torchao import float8
     except ImportError:
         raise UserError("precision.float8 needs the package torchao: pip install 'hpc_train[float8]'") from None
     return float8
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

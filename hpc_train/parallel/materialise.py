@@ -22,6 +22,7 @@ from hpc_train.models.adapter_names import is_adapter_parameter
 from hpc_train.models.adapters import initialise_adapters
 from hpc_train.models.deferred import DeferredValues, iterate_plain_tensors
 from hpc_train.models.initial_values import Region, initialise_parameters, whole_region
+from hpc_train.models.nf4 import NF4_CODES, NF4_SCALES, quantize
 
 ParameterValues = MutableMapping[str, Tensor]
 """Whole parameters by name, in CPU memory."""
@@ -91,13 +92,32 @@ def materialise_parameters(part: nn.Module, values: ParameterValues, seed: int, 
         initialise_adapters(part, seed, find_local_region)
         return
     with torch.no_grad():
-        for name, parameter in part.named_parameters():
-            if is_adapter_parameter(name):
+        parameters = dict(part.named_parameters())
+        for name, parameter in parameters.items():
+            layer, _, leaf = name.rpartition(".")
+            if is_adapter_parameter(name) or leaf == NF4_SCALES:
                 continue
-            region, value = find_local_region(parameter), values.pop(name)
+            region = find_local_region(parameter)
+            if leaf == NF4_CODES:
+                scales = find_local_region(parameters[f"{layer}.{NF4_SCALES}"])
+                _quantize_window(region, scales, values.pop(f"{layer}.weight"))
+                continue
+            value = values.pop(name)
             window = tuple(slice(o, o + n) for o, n in zip(region.offset, region.local.shape, strict=True))
             region.local.copy_(value[window])
     initialise_adapters(part, seed, find_local_region)
+
+
+def _quantize_window(codes: Region, scales: Region, weight: Tensor) -> None:
+    """Fill what this rank has of a weight in NF4 from the whole weight, of which only this part is read.
+
+    Two numbers are a byte of the codes, so a rank's first column of codes is half its first column of the weight.
+    """
+    (row, column), (rows, columns) = codes.offset, codes.local.shape
+    if codes.local.numel():
+        own_codes, own_scales = quantize(weight[row : row + rows, 2 * column : 2 * (column + columns)])
+        codes.local.copy_(own_codes)
+        scales.local.copy_(own_scales)
 
 
 def _allocate_parameters(part: nn.Module, device: torch.device) -> None:

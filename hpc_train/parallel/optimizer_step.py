@@ -23,6 +23,7 @@ from hpc_train.components import explain_user_code
 from hpc_train.config.optim import EmaConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
+from hpc_train.models.nf4 import Nf4Weight
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.mesh_axes import find_replica, find_split_axes, get_axis_degree
 from hpc_train.parallel.precision import LossScale
@@ -275,6 +276,8 @@ def list_tensor_shards(
 def _list_tensors(part: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter | None, str, Tensor]]:
     named = [(p, name) for name, p in part.named_parameters() if p.requires_grad]
     frozen = [(p, name) for name, p in part.named_parameters() if not p.requires_grad]
+    if any(isinstance(module, Nf4Weight) for module in part.modules()):
+        frozen = []  # read again from model.path: a checkpoint has the adapters only
     persistent = set(part.state_dict(keep_vars=True))
     entries: list[tuple[nn.Parameter | None, str, Tensor]] = [(p, name, p) for p, name in [*named, *frozen]]
     entries += [(None, name, buffer) for name, buffer in part.named_buffers() if name in persistent]

@@ -29,7 +29,7 @@ from hpc_train.checkpoint.save.incremental import IncrementalWriter
 from hpc_train.checkpoint.save.shared_file import WriterSharing
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory, LustreStriper
 from hpc_train.checkpoint.storage.retention import KeepRules
-from hpc_train.checkpoint.storage.step_directory import WEIGHTS_FOLDER, mark_weights_only, select_weights
+from hpc_train.checkpoint.storage.step_directory import WEIGHTS_FOLDER, mark_base, mark_weights_only, select_weights
 from hpc_train.config.compose import config_to_yaml
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.run import RunConfig
@@ -284,6 +284,8 @@ class TrainingRun:
     """Seconds that the last whole checkpoint of this process took, from its beginning to its commit."""
     unsaved: str = ""
     """Why a stop does not save, if so; the same on all ranks."""
+    base_digest: str | None = None
+    """Digest of the files that the base in 4 bits was read from; its weights are not saved."""
     save_failures: dict[bool, SaveFailure] = field(default_factory=dict)
     """Last save, if it failed; keyed by whether it is of the weights alone."""
     validated_at: int | None = None
@@ -659,7 +661,7 @@ def save_checkpoint(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
     validation = run.last_validation if run.validated_at == run.step else None
     # With the latest update skipped the parameters may be what makes the loss infinite.
     finite = run.finite and run.lost_since is None and (validation is None or math.isfinite(validation))
-    run.saver.save(run.step, pieces, extra, finite, validation)
+    run.saver.save(run.step, pieces, mark_base(extra, run.base_digest), finite, validation)
     if finite:
         run.rollback.add_checkpoint(run.step)
     run.finite = True
@@ -668,6 +670,7 @@ def save_checkpoint(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
 def save_weights(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
     """Begin to save the weights of this step, without optimizer state. Retention never removes them."""
     extra = {"consumed_samples": run.consumed_samples, "schema_version": run.config.schema_version}
+    extra = mark_base(extra, run.base_digest)
     run.weights_saver.save(run.step, select_weights(pieces), mark_weights_only(extra), run.finite)
 
 

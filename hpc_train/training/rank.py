@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_train._torch import describe_untested_torch
-from hpc_train.checkpoint import resume_from_checkpoint
+from hpc_train.checkpoint import ResumedStep, resume_from_checkpoint
 from hpc_train.checkpoint.storage.lock import hold_lock
 from hpc_train.config.model import CustomModelConfig, HfModelConfig
 from hpc_train.config.parallel import resolve_degrees
@@ -275,6 +275,16 @@ def advise_learning_rate(config: RunConfig) -> str | None:
     return doubt_learning_rate(config)
 
 
+def _check_base(config: RunConfig, resumed: ResumedStep | None) -> str:
+    """Return the digest of the files of a base in 4 bits, compared with those that adapters were trained on."""
+    from hpc_train.checkpoint.convert.quantized_base import check_base, digest_base
+
+    assert isinstance(config.model, HfModelConfig)
+    if resumed is not None:
+        check_base(config.model, resumed.extra, f"step {resumed.step} in {resumed.directory}")
+    return digest_base(config.model)
+
+
 def make_engine(
     config: RunConfig, world: World, model: nn.Module, say: Report = log.info, values: DeferredValues | None = None
 ) -> Engine:
@@ -313,6 +323,8 @@ def assemble_run(
         restarted = restore_position(loader, resumed.extra.get("data"), run.consumed_samples, exact, world)
         if run.saved_at is not None:
             run.rollback.add_checkpoint(run.saved_at)
+    if config.adapter.base == "nf4":
+        run.base_digest = _USER_ERRORS.run_on_rank_0(world, partial(_check_base, config, resumed))
     loaded = None
     if config.adapter.path is not None and (resumed is None or resumed.lacks_adapters):
         from hpc_train.training.adapter_start import load_adapter

@@ -13,6 +13,7 @@ from hpc_train.checkpoint.convert import dcp, model_config, peft_files, safetens
 from hpc_train.checkpoint.convert.averaged_weights import AveragedTensors, check_average
 from hpc_train.checkpoint.convert.merge_adapters import MergedTensors, find_adapted_layers, read_adapters
 from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, load_model_config, load_run_config
+from hpc_train.checkpoint.convert.quantized_base import add_base, needs_base
 from hpc_train.checkpoint.convert.rewrite import OnBytes, Progress, SavedStepTensors, TensorSource
 from hpc_train.checkpoint.format.hdf5_layout import dtype_name, parse_dtype
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
@@ -62,7 +63,8 @@ def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: 
 
     Raises UserError for a model that the format cannot hold, CheckpointError for a damaged step.
     """
-    tensors = _select_tensors(step, options)
+    base = _open_base(step, options)
+    tensors = _select_tensors(step, base, options)
     written = tensors
     if options.format == "adapter":  # of the weights, only the lengths of DoRA's rows are read
         written = [tensor for tensor in tensors if is_adapter_parameter(tensor.name)]
@@ -71,7 +73,7 @@ def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: 
     temporary.mkdir(parents=True)
     try:
         with progress(f"step {step.manifest.step}", total) as on_bytes:
-            files = _write_files(temporary, step, tensors, options, on_bytes)
+            files = _write_files(temporary, step, base, tensors, options, on_bytes)
         sync_tree(temporary)
         temporary.rename(folder)
         sync_directory(folder.parent)
@@ -81,13 +83,28 @@ def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: 
     return ExportedStep(folder, len(written), total, files)
 
 
+def _open_base(step: OpenStep, options: ExportOptions) -> HfModelConfig | None:
+    """Return the model that has the weights of a step with adapters only; None for any other step."""
+    if not needs_base(step.manifest):
+        return None
+    model = _config_of_step(options, step, builds_model=True).model
+    assert isinstance(model, HfModelConfig)
+    return model
+
+
 def _write_files(
-    folder: Path, step: OpenStep, tensors: list[SavedTensor], options: ExportOptions, on_bytes: OnBytes
+    folder: Path,
+    step: OpenStep,
+    base: HfModelConfig | None,
+    tensors: list[SavedTensor],
+    options: ExportOptions,
+    on_bytes: OnBytes,
 ) -> list[str]:
     """Write the tensors in the chosen format, and return the names of the files."""
     dtype = parse_dtype(options.dtype) if options.dtype else None
     with SavedStepTensors(step.path, step.manifest, step.where) as saved:
-        opened: TensorSource = AveragedTensors(saved) if options.averaged else saved
+        opened: TensorSource = saved if base is None else add_base(saved, step.manifest, base, step.where)
+        opened = AveragedTensors(opened) if options.averaged else opened
         if options.format == "adapter":
             return _write_adapter(folder, opened, tensors, _config_of_step(options, step), dtype, on_bytes)
         source = opened
@@ -104,12 +121,16 @@ def _write_files(
         return _write_hugging_face(folder, source, tensors, model, dtype, on_bytes)
 
 
-def _select_tensors(step: OpenStep, options: ExportOptions) -> list[SavedTensor]:
+def _select_tensors(step: OpenStep, base: HfModelConfig | None, options: ExportOptions) -> list[SavedTensor]:
     """Return the tensors to export. Raises UserError where adapters are there and not asked for, or the other way."""
+    every = step.manifest.step_layout.tensors
     if options.averaged:
-        check_average(step.manifest.step_layout.tensors, step.where)
+        check_average(every, step.where)
+    if base is not None:
+        with SavedStepTensors(step.path, step.manifest, step.where) as saved:
+            every = tuple(add_base(saved, step.manifest, base, step.where).tensors)
     weights_only = options.weights or options.merged or options.averaged or options.format in ("hf", "adapter")
-    tensors = [tensor for tensor in step.manifest.step_layout.tensors if is_weight(tensor.name) or not weights_only]
+    tensors = [tensor for tensor in every if is_weight(tensor.name) or not weights_only]
     adapted = {f"{layer}.weight" for layer in find_adapted_layers(tensors)}
     if not adapted and (options.merged or options.format == "adapter"):
         raise UserError(f"{step.where}: has no adapters; export it with --format alone")

@@ -259,6 +259,11 @@ def _load_resumed(directory: Path, step: int, wanted: list[TensorShard], world: 
     chosen = select_weights(wanted) if weights_only else rename_copies(wanted, copies)
     if lacks_adapters:
         chosen = [shard for shard in chosen if not is_adapter_parameter(shard.name)]
+        if not any(shard.dtype.is_floating_point for shard in chosen):
+            raise UserError(
+                f"checkpoint step {step} in {directory} has no adapters, and this run reads its base from model.path: "
+                "export the step (`hpc-train checkpoint export RUN FOLDER --format hf`) and give model.path=FOLDER"
+            )
     extra = load_step(directory, step, chosen, world)
     return ResumedStep(directory, step, extra, weights_only, origin, lacks_adapters)
 

@@ -183,6 +183,15 @@ def select_weights(shards: Iterable[TensorShard]) -> list[TensorShard]:
     return [shard for shard in shards if is_weight(shard.name)]
 
 
+BASE_DIGEST = "base_digest"
+"""Key in `extra` of a step with adapters only: the digest of the files that they were trained on."""
+
+
+def mark_base(extra: dict[str, Any], digest: str | None) -> dict[str, Any]:
+    """Return `extra` with the digest of the base of a step with adapters only; None: the step has all weights."""
+    return extra if digest is None else {**extra, BASE_DIGEST: digest}
+
+
 def mark_weights_only(extra: dict[str, Any]) -> dict[str, Any]:
     """Return `extra` with the mark of a step without optimizer state.
 

@@ -214,15 +214,22 @@ def find_tied_parameters(
 ) -> list[TiedParameter]:
     """Find the tied parameters of which this rank has a copy.
 
-    names: trained parameters of each stage. ranks: pp rank of each stage. parts: this rank's stages.
+    names: trained or frozen parameters of each stage. ranks: pp rank of each stage. parts: this rank's stages.
     """
     ties = []
-    for name in sorted({name for stage in names for name in stage}):
-        stages = tuple(stage for stage, trained in enumerate(names) if name in trained)
+    for name, stages in _list_shared_names(names).items():
         copies = {stage: parts[stage].get_parameter(name) for stage in stages if stage in parts}
-        if len(stages) > 1 and copies:
+        if copies:
             ties.append(TiedParameter(stages, tuple(ranks[stage] for stage in stages), copies))
     return ties
+
+
+def _list_shared_names(names: Sequence[set[str]]) -> dict[str, tuple[int, ...]]:
+    """Return the names that several stages have, sorted, with these stages."""
+    stages = {
+        name: tuple(stage for stage, own in enumerate(names) if name in own) for name in sorted(set().union(*names))
+    }
+    return {name: having for name, having in stages.items() if len(having) > 1}
 
 
 def select_borrowed(ties: Sequence[TiedParameter]) -> frozenset[nn.Parameter]:

@@ -55,18 +55,21 @@ def build_pipeline_engine(
     names, ranks = name_stage_blocks(model, config, degrees), stage_placement(options, degrees.pp)
     on_meta = [_make_stage(model, blocks) for blocks in names]
     trained = [{name for name, p in part.named_parameters() if p.requires_grad} for part in on_meta]
+    frozen = [{name for name, p in part.named_parameters() if not p.requires_grad} for part in on_meta]
     _check_trained(trained)
     parts = {stage: on_meta[stage] for stage, rank in enumerate(ranks) if rank == get_axis_index(world, "pp")}
     say(_describe_stages(names, ranks, config))
     for stage, part in parts.items():
         prepare(part, model, config, world, _report_for_stage(stage, say))
     ties = pipeline_engine.find_tied_parameters(trained, ranks, parts)
+    # Of a frozen embedding that is tied to the head, too, only one copy is saved.
+    frozen_ties = pipeline_engine.find_tied_parameters(frozen, ranks, parts)
     optimizer = make_optimizer(Stages(parts.values()))
     updates = OptimizerUpdates(
         list(parts.values()),
         optimizer,
         world,
-        pipeline_engine.select_borrowed(ties),
+        pipeline_engine.select_borrowed([*ties, *frozen_ties]),
         make_loss_scale(config.precision),
         config.optim.ema,
     )

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
 
 from hpc_train.config.adapter import AdapterConfig
+from hpc_train.config.loose_copies import is_loose
+from hpc_train.config.model import HfModelConfig
 from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.models.hf.config_file import read_config_file
+
+_BLOCK = 64
+"""Numbers that share a scale (models/nf4.py, which needs torch)."""
 
 
 def check_adapter_rules(config: RunConfig, degrees: Degrees) -> None:
@@ -28,6 +36,44 @@ def check_adapter_rules(config: RunConfig, degrees: Degrees) -> None:
             f"adapter.dropout={adapter.dropout:g}: drops inputs of layers, which parallel.tp={degrees.tp} splits; use "
             "adapter.dropout=0 or parallel.tp=1"
         )
+    if adapter.base == "nf4":
+        _check_nf4(config, degrees)
+
+
+def _check_nf4(config: RunConfig, degrees: Degrees) -> None:
+    """Refuse what a base in 4 bits cannot be combined with, and a base that nothing could read again."""
+    option, model = "adapter.base=nf4", config.model
+    if not isinstance(model, HfModelConfig):
+        raise UserError(
+            f"{option}: the base is read from files at every start, and model={model.name} has none; use model=hf "
+            "model.path=FOLDER (`hpc-train checkpoint export RUN FOLDER --format hf` writes one), or adapter.base=full"
+        )
+    if model.weights == "draw" or not any(Path(model.path).expanduser().glob("*.safetensors")):
+        raise UserError(f"{option}: model.path={model.path} is trained from scratch here; give a folder with weights")
+    if config.parallel.offload.parameters != "none":
+        raise UserError(f"{option}: is not combined with parallel.offload.parameters; leave one of them out")
+    if config.parallel.compile:
+        raise UserError(f"{option}: is not combined with parallel.compile; leave one of them out")
+    if is_loose(config):
+        raise UserError(f"{option}: is not combined with copies that train apart; use parallel=ddp or parallel=fsdp")
+    if config.adapter.kind == "dora" and config.adapter.path is not None:
+        raise UserError(f"{option}: adapter.path starts LoRA only, not DoRA; use adapter.base=full")
+    if find_spec("bitsandbytes") is None:
+        raise UserError(f"{option}: needs the package bitsandbytes: pip install 'hpc_train[qlora]'")
+    if degrees.tp > 1:
+        _check_blocks(model, degrees.tp)
+
+
+def _check_blocks(model: HfModelConfig, tp: int) -> None:
+    """Refuse row-parallel layers whose parts would be no whole blocks of numbers; the layers themselves check again."""
+    file = read_config_file(model)
+    for key in ("hidden_size", "intermediate_size"):
+        size = file.get_number(key)
+        if size is not None and size % _BLOCK == 0 and (size // tp) % _BLOCK:
+            raise UserError(
+                f"adapter.base=nf4: parallel.tp={tp} would split blocks of {_BLOCK} numbers in {key}={size} of "
+                f"{file.folder / 'config.json'}; use parallel=fsdp, or adapter.base=full"
+            )
 
 
 def _check_unused_settings(adapter: AdapterConfig) -> None:

@@ -23,6 +23,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.adapter_names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
 from hpc_train.models.adapters import AdaptedLinear
 from hpc_train.models.layers import LinearGroup
+from hpc_train.models.nf4 import BLOCK, NF4_CODES, NF4_SCALES, Nf4Weight, multiply
 from hpc_train.parallel.tensor.local_parameters import ParameterLayout, ParameterLayouts
 from hpc_train.traffic.axes import assign_kv_heads
 
@@ -127,8 +128,8 @@ class _Exchange(torch.autograd.Function):
         return ctx.transpose(gradient), None, None
 
 
-ColumnProducts = Callable[[Tensor, list[Tensor]], Sequence[Tensor]]
-"""Multiplies x, as it lies between layers, by each weight (N_i, K) of this rank: (B, T, N_i), all positions."""
+ColumnProducts = Callable[[Tensor, Sequence["Tensor | nn.Linear"]], Sequence[Tensor]]
+"""Multiplies x, as it lies between layers, by weights (N_i, K) of its own or of layers: (B, T, N_i), every position."""
 RowProduct = Callable[[Tensor, Tensor], Tensor]
 """Multiplies x (B, T, K) by a weight (N, K) of this rank's columns and sums over ranks, as it lies between layers."""
 
@@ -144,11 +145,11 @@ def make_column_products(axis: TensorAxis, asynchronous: bool) -> ColumnProducts
         from hpc_train.parallel.tensor.ring_matmul import MatmulRing, gather_matmul  # their operators take 50 ms
 
         ring = MatmulRing(axis.group)
-        return lambda x, weights: gather_matmul(x, weights, ring)
+        return lambda x, weights: gather_matmul(x, [w.weight if isinstance(w, nn.Linear) else w for w in weights], ring)
 
-    def gathered(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    def gathered(x: Tensor, weights: Sequence[Tensor | nn.Linear]) -> list[Tensor]:
         full = axis.enter(x)
-        return [F.linear(full, weight) for weight in weights]
+        return [multiply(w, full) if isinstance(w, nn.Linear) else F.linear(full, w) for w in weights]
 
     return gathered
 
@@ -188,7 +189,9 @@ def split_columns(
             layout = ParameterLayout(
                 partial=True, units=assign_kv_heads(heads, units, axis.rank, axis.size), unit_rows=unit
             )
-        layouts.update({(layer, key): layout for key in ("weight", "bias", ADAPTER_B, ADAPTER_MAGNITUDE)})
+        layouts.update(
+            {(layer, key): layout for key in ("weight", "bias", NF4_CODES, NF4_SCALES, ADAPTER_B, ADAPTER_MAGNITUDE)}
+        )
         layouts[layer, ADAPTER_A] = ParameterLayout(partial=True)  # whole; each rank's columns add to its gradient
     _replace_forwards(parent, list(layers.values()), make_column_products(axis, asynchronous))
 
@@ -198,7 +201,7 @@ def _replace_forwards(parent: nn.Module, layers: list[nn.Linear], products: Colu
 
     def compute(x: Tensor, *called: nn.Linear) -> tuple[Tensor, ...]:
         adapted = [layer for layer in called if isinstance(layer, AdaptedLinear)]
-        outputs = products(x, [*(layer.weight for layer in called), *(layer.lora_a for layer in adapted)])
+        outputs = products(x, [*called, *(layer.lora_a for layer in adapted)])
         lows = iter(outputs[len(called) :])
         return tuple(
             _add_bias(layer.combine(output, next(lows)) if isinstance(layer, AdaptedLinear) else output, layer.bias)
@@ -245,11 +248,19 @@ def split_rows(name: str, layer: nn.Linear, axis: TensorAxis, asynchronous: bool
             f"parallel.tp={axis.size}: {name} has {layer.in_features} inputs, which do not divide; "
             f"use a divisor of {layer.in_features}"
         )
-    layouts[layer, "weight"] = ParameterLayout(Shard(1))
+    if isinstance(layer, Nf4Weight) and layer.in_features // axis.size % BLOCK:
+        raise UserError(
+            f"adapter.base=nf4: {name} has {layer.in_features} inputs, of which parallel.tp={axis.size} would split "
+            f"blocks of {BLOCK} numbers; use parallel=fsdp, or adapter.base=full"
+        )
+    layouts.update({(layer, key): ParameterLayout(Shard(1)) for key in ("weight", NF4_CODES, NF4_SCALES)})
     # The bias is added once, after the sum. Where positions are split, each rank sees only its own in the gradient.
     layouts[layer, "bias"] = ParameterLayout(partial=axis.sequence)
     if isinstance(layer, AdaptedLinear):
         _split_adapted_rows(layer, axis, layouts)
+        return
+    if isinstance(layer, Nf4Weight):
+        layer.forward = lambda x: _add_bias(axis.leave(multiply(layer, x)), layer.bias)  # type: ignore[method-assign, assignment]
         return
     product = make_row_product(axis, asynchronous)
     layer.forward = lambda x: _add_bias(product(x, layer.weight), layer.bias)  # type: ignore[method-assign, assignment]
@@ -262,7 +273,7 @@ def _split_adapted_rows(layer: AdaptedLinear, axis: TensorAxis, layouts: Paramet
     layer.sum_squares = axis.sum
 
     def forward(x: Tensor) -> Tensor:
-        out = layer.combine(F.linear(x, layer.weight), F.linear(x, layer.lora_a))
+        out = layer.combine(multiply(layer, x), F.linear(x, layer.lora_a))
         return _add_bias(axis.leave(out), layer.bias)
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
