@@ -7,10 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hpc_train.config.adapter import AdapterConfig
-from hpc_train.config.loose_copies import is_loose
 from hpc_train.config.model import HfModelConfig
 from hpc_train.config.parallel import Degrees
-from hpc_train.config.run import RunConfig
+from hpc_train.config.run import RunConfig, is_loose
 from hpc_train.errors import UserError
 from hpc_train.models.hf.config_file import read_config_file
 
