@@ -1,4 +1,4 @@
-"""Targets of chats are those of TRL's collator, padded and packed. Needs the package trl, which no extra installs."""
+"""Targets of chats are those of TRL's collator, padded and packed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hpc_train.data.datasets import open_dataset
 from hpc_train.interfaces import DOCUMENT_STARTS, IGNORED_TARGET
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read once, when the library is imported
-trl = pytest.importorskip("trl", reason="trl is not installed")
 import transformers  # noqa: E402
+import trl  # noqa: E402
 
 CHATS = [
     [{"role": "user", "content": f"What is {number}?"}, {"role": "assistant", "content": "Paris is. " * number}]
