@@ -17,8 +17,8 @@ from hpc_train.data.datasets import open_dataset
 from hpc_train.interfaces import DOCUMENT_STARTS, IGNORED_TARGET
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read once, when the library is imported
-import transformers  # noqa: E402
-import trl  # noqa: E402
+import transformers
+import trl
 
 CHATS = [
     [{"role": "user", "content": f"What is {number}?"}, {"role": "assistant", "content": "Paris is. " * number}]
