@@ -141,7 +141,7 @@ def test_a_text_file_is_no_store(tmp_path):
 def test_an_hdf5_file_of_something_else_is_refused(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["tokens"] = np.arange(10)
-    with pytest.raises(UserError, match="not a token store"):
+    with pytest.raises(UserError, match="is no token store"):
         TokenStore.open(tmp_path / "a.h5")
 
 

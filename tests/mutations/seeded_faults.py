@@ -139,7 +139,7 @@ FAULTS = (
     Fault(
         "the loss of split logits is not summed over ranks",
         "parallel/loss.py",
-        "        dist.all_reduce(sums, group=group)\n",
+        "    dist.all_reduce(sums, group=group)\n",
         "",
         ("parallel/test_tensor.py",),
     ),

@@ -113,4 +113,4 @@ def test_a_model_without_fitting_sizes_is_one_line() -> None:
 
 def test_it_is_off_unless_asked_for() -> None:
     assert compose([]).precision.float8 == "none"
-    assert compose(["precision=fp8"]).precision == PrecisionConfig("bf16", "fp32", "rowwise")
+    assert compose(["precision=fp8"]).precision == PrecisionConfig("bf16", "fp32", float8="rowwise")

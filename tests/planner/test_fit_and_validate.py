@@ -31,7 +31,7 @@ from hpc_train.planner.calibration.validate import (
     predict_runs,
     validate_predictions,
 )
-from hpc_train.planner.constants import MEMORY, Constants, constant_bounds, default_constants
+from hpc_train.planner.constants import EXPERTS, MEMORY, TIME, Constants, constant_bounds, default_constants
 from hpc_train.planner.model.memory import estimate_memory
 from hpc_train.planner.model.step_time import estimate_step_time
 
@@ -80,7 +80,8 @@ def test_constants_stay_within_their_physical_bounds(sample: RunTable) -> None:
     slow = [replace(run, seconds=run.seconds * 10) for run in sample.runs]
     found = asdict(fit_constants(slow))
     assert all(low <= found[name] <= high for name, (low, high) in constant_bounds().items())
-    assert len(constant_bounds()) <= 25
+    assert len(constant_bounds(TIME)) + len(constant_bounds(MEMORY)) <= 25
+    assert len(constant_bounds(EXPERTS)) <= 3
     assert set(constant_bounds(MEMORY)) < set(constant_bounds())
 
 

@@ -66,7 +66,7 @@ class Campaign:
         """Inject a fault into a rank or a node that is there."""
         kind = self.draw.choices(list(KINDS), list(KINDS.values()))[0]
         tasks = tasks_of(self.run)
-        if not tasks or (kind == "raise" and not self._may_raise()):
+        if not tasks or (kind in ("raise", "nan") and not self._may_order()):
             return
         task = self.draw.choice(sorted(tasks))
         fault = Injected(kind, time.time(), steps_done(self.run))
@@ -83,11 +83,12 @@ class Campaign:
         self.faults.append(fault)
         print(f"{time.strftime('%H:%M:%S')} step {fault.step}: {kind} (task {task})", flush=True)
 
-    def _may_raise(self) -> bool:
-        """Whether an exception ordered now comes after a save of this attempt: one before it would end the run.
+    def _may_order(self) -> bool:
+        """Whether an exception or a NaN ordered now comes after a save of this attempt.
 
-        While an earlier fault is not over, the order might wait for the ranks of the next attempt: a rank that is
-        stopped keeps all others from the next forward until the hang is noticed.
+        An exception before it would end the run, and a NaN in the first forward would do nothing where that warms up
+        DistributedDataParallel. While an earlier fault is not over, the order might wait for the ranks of the next
+        attempt: a rank that is stopped keeps all others from the next forward until the hang is noticed.
         """
         return all(fault.trained is not None for fault in self.faults) and self._has_saved()
 
