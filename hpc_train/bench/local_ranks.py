@@ -27,6 +27,23 @@ def exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def postpone_sigterm() -> Iterator[None]:
+    """Let SIGTERM wait until the code inside has run.
+
+    `exit_on_sigterm` raises wherever the signal arrives. Inside Popen that would be after the process has begun and
+    before anybody can end it.
+    """
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if arrived:
+        signal.raise_signal(signal.SIGTERM)
+
+
 def run_local_ranks(arguments: Sequence[str], ranks: int, threads: int) -> int:
     """Run `hpc-train <arguments>` as `ranks` processes; return the first exit code that is not 0.
 
@@ -37,7 +54,8 @@ def run_local_ranks(arguments: Sequence[str], ranks: int, threads: int) -> int:
         try:
             for rank in range(ranks):
                 command = [sys.executable, "-m", "hpc_train", *arguments]
-                processes.append(subprocess.Popen(command, env=_environment(rank, ranks, threads, meeting)))
+                with postpone_sigterm():
+                    processes.append(subprocess.Popen(command, env=_environment(rank, ranks, threads, meeting)))
             return wait_for_ranks(processes)
         finally:
             for process in processes:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rank_processes import assert_they_end
 
+from hpc_train.bench import local_ranks
 from hpc_train.bench.step.step import step_command
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
@@ -112,6 +113,22 @@ def test_a_stopped_bench_leaves_no_rank_behind(tiny: list[str]) -> None:
     finally:
         process.kill()
     assert_they_end(ranks, seconds=30)
+
+
+def test_a_stop_while_a_rank_is_being_started_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start_and_be_stopped(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        started.append(popen(["sleep", "60"]))
+        os.kill(os.getpid(), signal.SIGTERM)  # this process is asked to stop before it has the process in hand
+        return started[-1]
+
+    monkeypatch.setattr(local_ranks.subprocess, "Popen", start_and_be_stopped)
+    with pytest.raises(SystemExit) as stopped:
+        local_ranks.run_local_ranks(["--help"], 2, 1)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.bench.local_ranks import exit_on_sigterm, wait_for_ranks
+from hpc_train.bench.local_ranks import exit_on_sigterm, postpone_sigterm, wait_for_ranks
 from hpc_train.errors import EXIT_DONE, UserError
 
 _SETTING_FILE = "setting.json"
@@ -97,7 +97,8 @@ def _run_ranks(options: CheckpointBenchOptions, directory: Path, ranks: int) -> 
         try:
             for rank in range(ranks):
                 environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-                processes.append(subprocess.Popen([*base, str(rank), *rest], env=environment))
+                with postpone_sigterm():
+                    processes.append(subprocess.Popen([*base, str(rank), *rest], env=environment))
             code = wait_for_ranks(processes)
         finally:
             for process in processes:
