@@ -114,6 +114,11 @@ def _compiled_steps(world: World, case: Case) -> tuple[Outcome, int, int]:
     return outcome, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+def count_graphs(name: str) -> int:
+    """Two where blocks differ: in whether they are computed again, or in whether they have a window."""
+    return 2 if "every" in name or "windows" in CASES[name].kind else 1
+
+
 def _compile(case: Case, graphs: int = 1, most: int = 1, timeout: float = 280) -> list[Outcome]:
     """Train a case with compiled blocks, and count what was compiled: `graphs` graphs, or at most `most`.
 
@@ -144,7 +149,7 @@ DRAWN = ("asynchronous-full", "tp-dropout-full")
 def test_recomputed_blocks_of_split_tensors_are_one_graph(name: str) -> None:
     case = CASES[name]
     # Every second block is recomputed, or has no window, which is another graph.
-    graphs = 2 if "every" in name or "windows" in case.kind else 1
+    graphs = count_graphs(name)
     assert_outcome(_compile(case, graphs), _truth(case.kind))
 
 
@@ -264,7 +269,7 @@ def test_synchronised_batch_norm_compiles_to_one_graph_a_block() -> None:
 def test_generated_code_gives_the_numbers_of_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     case = CASES[name]
-    assert_outcome(_compile(case, 2 if "every" in name else 1, timeout=840), _truth(case.kind))
+    assert_outcome(_compile(case, count_graphs(name), timeout=840), _truth(case.kind))
 
 
 def test_what_torch_does_not_compile_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
