@@ -70,7 +70,7 @@ def axes(ranks: Iterable[int], degrees: Degrees, ep: int = 1) -> tuple[str, ...]
     """The mesh axes over which the ranks of a group differ: those of experts for a part of dp_shard x cp."""
     places = [coordinates(rank, degrees) for rank in ranks]
     within = [place[2] * degrees.cp + place[3] for place in places]
-    if 1 < len(set(within)) < degrees.dp_shard * degrees.cp:
+    if ep > 1 and 1 < len(set(within)) < degrees.dp_shard * degrees.cp:
         return ("ep",) if max(within) - min(within) < ep else ("expert_shard",)
     return tuple(axis for index, axis in enumerate(AXES) if len({place[index] for place in places}) > 1)
 
