@@ -56,7 +56,7 @@ class LossBenchOptions:
 
 @dataclass(frozen=True)
 class LossBenchResult:
-    """What was measured, of each of SIDES."""
+    """The measurements of each of SIDES."""
 
     device: str
     seconds: dict[str, float] | None

@@ -30,7 +30,7 @@ KERNELS = {
 """The backends of scaled_dot_product_attention by the names of model.attention."""
 
 DocumentMask = Tensor | BlockMask
-"""What keeps packed documents apart, in the form that the kernel takes; see make_document_mask."""
+"""The mask that keeps packed documents apart, in the form that the kernel takes; see make_document_mask."""
 
 
 def choose_way(rule: ScoreRule, backend: str, length: int, like: Tensor, *, packed: bool) -> str:

@@ -32,7 +32,7 @@ NF4_CODES, NF4_SCALES = "nf4_codes", "nf4_scales"
 
 
 class Nf4Weight:
-    """What a linear layer with a weight in NF4 adds to its class; see `replace_weight`."""
+    """A linear layer whose weight is in NF4; see `replace_weight`."""
 
     nf4_codes: nn.Parameter
     nf4_scales: nn.Parameter

@@ -28,7 +28,7 @@ class ScoreRule:
     causal: bool = True
     """A query sees keys at its own and earlier positions only."""
     window: int | None = None
-    """Of these it sees as many, counted from its own position backwards; None: all."""
+    """A query sees so many of these keys, counted from its own position backwards; None: all."""
     softcap: float | None = None
     """Scores become softcap tanh(score / softcap), which stays below softcap; None: they stay as they are."""
 

@@ -26,7 +26,7 @@ CONSTANTS_VERSION = 1
 
 
 TIME, MEMORY, EXPERTS = "time", "memory", "experts"
-"""What a constant is fitted to: step times of dense models, memory, step times of mixtures of experts."""
+"""The data that a constant is fitted to: step times of dense models, memory, step times of mixtures of experts."""
 
 
 def _fitted(start: float, low: float, high: float, to: str = TIME) -> Any:

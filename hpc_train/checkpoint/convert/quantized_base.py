@@ -66,7 +66,7 @@ class StepOnBase:
 
     @property
     def tensors(self) -> Sequence[SavedTensor]:
-        """Those of the step, then those of the base, in the type of the adapters."""
+        """The tensors of the step, then those of the base, in the type of the adapters."""
         saved = list(self.source.tensors)
         dtype = saved[0].dtype
         names = {tensor.name for tensor in saved}

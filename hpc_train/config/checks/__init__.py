@@ -1,1 +1,1 @@
-"""What is refused in a configuration: values out of range, fields that contradict one another, secrets."""
+"""Refuse values out of range, fields that contradict one another, and secrets in a configuration."""

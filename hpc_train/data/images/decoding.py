@@ -16,7 +16,7 @@ from hpc_train.data.readers.records import first_line
 from hpc_train.errors import UserError
 
 MAX_PIXELS = 1 << 26
-"""Of an image, 192 MiB in three colours: a small file may claim to be far larger."""
+"""Pixels of the largest image, 192 MiB in three colours: a small file may claim to be far larger."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 """Pillow knows others, some of which start programs or have a history of faults."""
 _WIDE_MODES = ("I", "F")
