@@ -95,7 +95,7 @@ def find_first_error(logs: Path) -> FirstError | None:
         return dead
     # The kernel may have killed a child of the rank, such as a data loader: the rank then reports an error of its own.
     srun_note = "Out Of Memory" if _OUT_OF_MEMORY.search(_read_srun_errors(logs)) else ""
-    trace = "" if failure.user_error else failure.traceback
+    trace = "" if failure.one_line else failure.traceback
     return FirstError(failure.task, failure.text().strip(), failure.host, trace, tuple(failure.summary), srun_note)
 
 

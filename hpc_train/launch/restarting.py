@@ -103,13 +103,15 @@ def decide_after_failure(
     cancelled = any(event["event"] == "cancel" and event["attempt"] == attempt for event in events)
     own = {event["event"]: event for event in events if event["attempt"] == attempt}
     fault = Fault(Cause.CANCELLED) if cancelled else find_fault(logs, code, allocation.lost)
-    if fault.cause is Cause.USER and "rollback" in own:  # the ranks ended, and said so in a line of their own
+    if fault.cause is Cause.INCOMPLETE and "rollback" in own:  # the ranks ended, and said so in a line of their own
         fault = Fault(Cause.NUMBERS)
-    elif fault.cause is Cause.USER and "disagree" in own:
+    elif fault.cause is Cause.INCOMPLETE and "disagree" in own:
         hosts = own["disagree"]["hosts"]
         fault = Fault(Cause.DISAGREE, str(hosts[0]) if len(hosts) == 1 else "", str(own["disagree"]["why"]))
-    elif fault.cause is Cause.USER and "slow_node" in own:
+    elif fault.cause is Cause.INCOMPLETE and "slow_node" in own:
         fault = Fault(Cause.SLOW_NODE, str(own["slow_node"]["hosts"][0]), str(own["slow_node"]["why"]))
+    elif fault.cause is Cause.REFUSED and "signal" in own:
+        fault = Fault(Cause.STOPPED)
     record_strikes(folder.path, attempt, fault, allocation)
     choice = choose_nodes(config, folder, allocation) if allocation.nodes else None
     fewer = choice is not None and 0 < len(choice.start) < allocation.wanted
@@ -231,7 +233,7 @@ def find_fault(logs: Path, code: int, lost: Sequence[str] = ()) -> Fault:
     if hang is not None:
         return Fault(Cause.HANG, hang.host, hang.text)
     if code in (EXIT_USER_ERROR, EXIT_NO_REQUEUE):
-        return Fault(Cause.USER)
+        return Fault(_find_cause_of_refusal(logs, code))
     error = find_first_error(logs)
     if error is None:
         return Fault(Cause.KILLED, text="srun was killed") if code == _KILLED_SRUN else Fault(Cause.UNKNOWN)
@@ -246,7 +248,21 @@ def _find_cause(logs: Path, error: FirstError) -> Cause:
     failure = read_first_failure(logs)
     if failure is None:
         return Cause.UNKNOWN
+    if failure.incomplete:
+        return Cause.INCOMPLETE
     return Cause.USER if failure.user_error else Cause.EXCEPTION
+
+
+def _find_cause_of_refusal(logs: Path, code: int) -> Cause:
+    """Return why ranks ended that do not want to run again. code: EXIT_USER_ERROR or EXIT_NO_REQUEUE.
+
+    Ranks end with EXIT_NO_REQUEUE after an error of a checkpoint, after a stop without a save, and where they were
+    never started, as on a node without the program of their container.
+    """
+    failure = read_first_failure(logs)
+    if code == EXIT_USER_ERROR or (failure is not None and failure.user_error):
+        return Cause.USER
+    return Cause.CHECKPOINT if failure is not None else Cause.REFUSED
 
 
 def read_history(events: Iterable[Mapping[str, Any]], attempt: int, first_attempt: int, newest: int | None) -> History:

@@ -211,7 +211,7 @@ def _record_rank_failure(error: BaseException, identity: ProcessIdentity, logs: 
     from hpc_train.training.records.run_records import record_failure
 
     failure = record_failure(logs, identity.process, identity.host, error)
-    if failure.user_error:
+    if failure.one_line:
         return failure.message
     log = logs / f"task-{identity.process}.log"
     log.touch(0o600)

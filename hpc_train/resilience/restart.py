@@ -4,7 +4,7 @@ A process that was killed, a rank that hangs, a node that falls silent: these ma
 to `resilience.restarts` times in a row without a newer checkpoint. The same fault three times in a row at the same
 place is no accident: then the run ends, and says why. An exception of the program comes again at the same place unless
 something has changed: it is tried again only if the attempt has saved a checkpoint. What the user has to mend is never
-tried again.
+tried again, and neither is a run that came to its end with a bad result.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ class Cause(Enum):
     """Why an attempt ended before its time."""
 
     USER = "a mistake in the input"
+    INCOMPLETE = "its result is bad or not saved"
+    CHECKPOINT = "a checkpoint cannot be read or written"
+    STOPPED = "it stopped without a save"
+    REFUSED = "its ranks cannot run here"
     CANCELLED = "it was cancelled"
     EXCEPTION = "an exception"
     MEMORY = "no memory left"
@@ -31,6 +35,15 @@ class Cause(Enum):
 
 
 _MAY_NOT_COME_AGAIN = (Cause.KILLED, Cause.HANG, Cause.LOST_NODE, Cause.SLOW_NODE, Cause.NUMBERS, Cause.DISAGREE)
+_WOULD_COME_AGAIN = (
+    Cause.USER,
+    Cause.INCOMPLETE,
+    Cause.CHECKPOINT,
+    Cause.STOPPED,
+    Cause.REFUSED,
+    Cause.CANCELLED,
+)
+"""Nothing is tried again after these, whatever was saved: somebody has to look first."""
 SAME_FAULTS = 3
 """Number of faults with one signature, without a newer checkpoint in between, after which the run ends."""
 _CHANGING_TEXT = re.compile(r"0x[0-9a-f]+|\d+|/\S+")
@@ -119,7 +132,7 @@ class Decision:
 
 def decide_after_fault(fault: Fault, history: History, saved: int | None, policy: Policy) -> Decision:
     """Decide after an attempt that failed. saved: the newest committed step now."""
-    if fault.cause in (Cause.USER, Cause.CANCELLED):
+    if fault.cause in _WOULD_COME_AGAIN:
         return Decision(Action.END, f"not started again: {fault.cause.value}")
     if not policy.saves:
         return Decision(Action.END, "nothing is saved to continue from (checkpoint.every=0)")

@@ -1,4 +1,4 @@
-"""Tasks of a Slurm job that ended without an error of their own: which of them is named, by srun's messages."""
+"""Why a job's ranks ended: which task is named that left no error of its own, and what a last exit code means."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.config.compose import compose
+from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_USER_ERROR, IncompleteRun, UserError
 from hpc_train.launch.failures import find_first_error
-from hpc_train.launch.restarting import find_fault
-from hpc_train.resilience.restart import Cause, Fault
-from hpc_train.training.records.run_records import record_failure
+from hpc_train.launch.restarting import decide_after_failure, find_fault
+from hpc_train.resilience.restart import Action, Cause, Fault
+from hpc_train.training.numerics.number_checks import LostNumbers
+from hpc_train.training.records.run_records import append_event, record_failure
+from hpc_train.training.run_directory import RunDirectory
 
 ENDED = "srun: error: node2: tasks 1,3: {}\nsrun: launch/slurm: _step_signal: Terminating StepId=1.0\n"
 PEER = RuntimeError("[1] Connection closed by peer [10.0.0.2]:15596. Check the logs of the remote worker")
@@ -73,3 +78,30 @@ def test_an_srun_that_was_killed_is_nobodys_fault(logs: Path) -> None:
     (logs / "srun.err").touch()
     assert find_fault(logs, 137) == Fault(Cause.KILLED, "", "srun was killed")
     assert find_fault(logs, 1).cause is Cause.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "event", "said"),
+    [
+        (EXIT_USER_ERROR, UserError("optim.lr=-1: must be above 0"), None, "a mistake in the input"),
+        (EXIT_FAILED, IncompleteRun("not done: step 4, the last, was not saved"), None, "its result is bad or not saved"),
+        (EXIT_FAILED, LostNumbers("gave up at step 7"), None, "its result is bad or not saved"),
+        (EXIT_NO_REQUEUE, CheckpointError("step-4: no manifest"), None, "a checkpoint cannot be read or written"),
+        (EXIT_NO_REQUEUE, None, "signal", "it stopped without a save"),
+        (EXIT_NO_REQUEUE, None, None, "its ranks cannot run here"),
+    ],
+)
+def test_only_a_mistake_in_the_input_is_called_one(
+    tmp_path: Path, code: int, error: Exception | None, event: str | None, said: str
+) -> None:
+    folder = RunDirectory(tmp_path, tmp_path / "checkpoints")
+    folder.logs(0).mkdir(parents=True)
+    append_event(folder.events, "start", 0, step=0)
+    append_event(folder.events, "checkpoint", 0, step=4)
+    if event is not None:
+        append_event(folder.events, event, 0, step=7)
+    if error is not None:
+        fail(folder.logs(0), 0, error)
+    (folder.checkpoints / "step-4").mkdir(parents=True)
+    decision = decide_after_failure(compose(["checkpoint.every=4"]), folder, 0, code)
+    assert (decision.action, decision.why) == (Action.END, f"not started again: {said}")

@@ -164,10 +164,18 @@ class RankFailure:
     at: float
     """time.time()."""
     user_error: bool
+    """Whether the user's input is wrong."""
     message: str
     traceback: str
     summary: list[str] = field(default_factory=list)
     """One line with the exception, then the lines of the user's own files that led to it, innermost first."""
+    incomplete: bool = False
+    """Whether the run made its steps, but its result is bad or not saved (IncompleteRun)."""
+
+    @property
+    def one_line(self) -> bool:
+        """Return whether the message says all, and a traceback would tell nobody more."""
+        return self.user_error or self.incomplete
 
     @property
     def lost_peer(self) -> bool:
@@ -175,8 +183,8 @@ class RankFailure:
         return LOST_PEER.search(self.message) is not None
 
     def text(self) -> str:
-        """Format for a person: one line for a mistake of the user, else the rank and its traceback."""
-        return self.message if self.user_error else f"task {self.task} on {self.host} failed first:\n{self.traceback}"
+        """Format for a person: one line where that says all, else the rank and its traceback."""
+        return self.message if self.one_line else f"task {self.task} on {self.host} failed first:\n{self.traceback}"
 
 
 _LAST_FRAMES = 6
@@ -198,7 +206,8 @@ def record_failure(folder: Path, task: int, host: str, error: BaseException) -> 
         task=task,
         host=host,
         at=time.time(),
-        user_error=isinstance(error, (UserError, IncompleteRun)),
+        user_error=isinstance(error, UserError),
+        incomplete=isinstance(error, IncompleteRun),
         message=str(error) or type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
         summary=summarise_exception(error),
