@@ -84,7 +84,7 @@ def test_an_srun_that_was_killed_is_nobodys_fault(logs: Path) -> None:
     ("code", "error", "event", "said"),
     [
         (EXIT_USER_ERROR, UserError("optim.lr=-1: must be above 0"), None, "a mistake in the input"),
-        (EXIT_FAILED, IncompleteRun("not done: step 4, the last, was not saved"), None, "its result is bad or not saved"),
+        (EXIT_FAILED, IncompleteRun("step 4, the last, was not saved"), None, "its result is bad or not saved"),
         (EXIT_FAILED, LostNumbers("gave up at step 7"), None, "its result is bad or not saved"),
         (EXIT_NO_REQUEUE, CheckpointError("step-4: no manifest"), None, "a checkpoint cannot be read or written"),
         (EXIT_NO_REQUEUE, None, "signal", "it stopped without a save"),
