@@ -45,6 +45,8 @@ class Trace:
     entries: list[Entry] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
     """Operators for which the host would have waited for the device."""
+    before: list[str] = field(default_factory=list)
+    """Collectives before the first step."""
 
     def streams_of(self, operator: str) -> set[str]:
         """Return the streams on which operators of this name ran."""
@@ -57,6 +59,11 @@ class Trace:
     def count_waits(self, stream: str, other: str) -> int:
         """Count how often a stream was made to wait for another."""
         return self.entries.count(Entry(stream, f"wait {other}"))
+
+    def begin_steps(self) -> None:
+        """Begin anew: what came until now was before the first step."""
+        self.before = [entry.what for entry in self.entries if entry.what.startswith("c10d")]
+        self.clear()
 
     def clear(self) -> None:
         """Begin anew."""

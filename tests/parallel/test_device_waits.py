@@ -21,7 +21,8 @@ from hpc_train.runtime.init import init
 from hpc_train.runtime.start import leave_process_group
 from hpc_train.training.step_numbers import read_step_numbers
 
-DRAWN, OTHERS = ("ddp", "fsdp", "tp", "pp", "ep"), ("async_tp", "cp")
+DRAWN = ("ddp", "fsdp", "tp", "pp", "ep", "window", "fp8")
+OTHERS = ("async_tp", "cp", "chunks", "recompute", "muon", "ema", "diloco")
 Traces = dict[str, Trace]
 
 
@@ -30,7 +31,7 @@ def trace_layouts(*names: str) -> Traces:
     done = subprocess.run([sys.executable, str(script), *names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    return {name: Trace([Entry(**entry) for entry in one["entries"]], one["waits"]) for name, one in found.items()}
+    return {name: Trace([Entry(**entry) for entry in one["entries"]], one["waits"], one["before"]) for name, one in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,12 @@ def test_gathers_and_reductions_have_streams_of_their_own(traces: Traces, name: 
 def test_experts_wait_once_more_in_every_exchange(traces: Traces) -> None:
     """all-to-all takes from the host how many rows go where."""
     assert traces["ep"].waits == ["tolist"] * (1 + MICRO * LAYERS)
+
+
+def test_ranks_of_a_window_connect_before_the_first_step(traces: Traces) -> None:
+    """Its messages may concern a few ranks only, and NCCL waits for all in the first call of a group."""
+    assert [what for what in traces["window"].before if "allreduce" in what]
+    assert not traces["fsdp"].before
 
 
 def test_the_trace_sees_what_waits(traces: Traces) -> None:

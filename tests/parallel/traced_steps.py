@@ -40,6 +40,16 @@ LAYOUTS = {
     "cp": (4, ("parallel=fsdp", "parallel.cp=2", "precision=bf16")),
     "pp": (4, ("parallel=fsdp", "parallel.pp=2", "precision=bf16")),
     "ep": (4, ("parallel=fsdp", f"parallel.ep={EP}", "model=llama_moe_tiny", "precision=bf16")),
+    "window": (4, ("parallel=fsdp", "parallel.cp=2", "model.sliding_window=20", "precision=bf16")),
+    "fp8": (2, ("parallel=fsdp", "precision=fp8")),
+    "muon": (2, ("parallel=fsdp", "precision=bf16", "optim=muon")),
+    "ema": (2, ("parallel=fsdp", "precision=bf16", "optim.ema.decay=0.99")),
+    "chunks": (2, ("parallel=fsdp", "precision=bf16", "train.loss_chunk=32")),
+    "recompute": (2, ("parallel=fsdp", "precision=bf16", "parallel.recompute.mode=full")),
+    "diloco": (2, ("parallel=ddp", "precision=fp32", "parallel.sync.every=1")),
+    "activations": (2, ("parallel=fsdp", "precision=bf16", "parallel.recompute.offload=true")),
+    "optimizer": (2, ("parallel=fsdp", "precision=bf16", "parallel.offload.optimizer=cpu")),
+    "parameters": (2, ("parallel=fsdp", "precision=bf16", "parallel.offload.parameters=cpu")),
 }
 
 
@@ -63,6 +73,7 @@ def trace_step(world: World, config: RunConfig) -> Trace:
     rows_from_a_rank = ROWS * LENGTH * TOP_K // EP
     with pretend_gpu(world, config.parallel, integer=rows_from_a_rank) as (gpu, trace):
         engine = make_engine(gpu, config)
+        trace.begin_steps()
         tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
         batch = StepBatch([MicroBatch(tokens, tokens)] * MICRO)
         for _ in range(2 if config.parallel.strategy == "ddp" else 1):

@@ -39,11 +39,24 @@ def apply_context_parallel(part: nn.Module, config: RunConfig, world: World) -> 
         if isinstance(core, ScaledDotProduct)
     ]
     _check_attentions(part, [core for _, _, core in found], get_axis_degree(world, "cp"))
+    if config.parallel.context.method == "ring" and any(core.rule.window is not None for _, _, core in found):
+        connect_ranks(world.mesh["cp"].get_group(), world.device)
     for owner, name, core in found:
         setattr(owner, name, distribute_attention(core, config, world))
     provide_positions(part, config, world)
     drops = any(core.dropout > 0 for _, _, core in found)
     return f"context: {_method(config, drops)} attention in {len(found)} modules over cp={get_axis_degree(world, 'cp')}"
+
+
+def connect_ranks(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Have all ranks of a group connect now, by a collective that all of them take part in; on CPUs nothing is needed.
+
+    NCCL connects a group in its first call, unless the group was made with its device (from torch 2.13 on), and then
+    waits for every rank of it. Under a window the first messages may concern a few ranks only (see the note to
+    torch.distributed.batch_isend_irecv).
+    """
+    if device.type != "cpu":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _method(config: RunConfig, drops: bool) -> str:
