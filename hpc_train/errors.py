@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 """Exit code of a run that made its last step but failed: its result is bad, or is not on the disk."""
@@ -15,6 +17,18 @@ EXIT_NO_REQUEUE = 93
 
 class UserError(Exception):
     """Wrong input by the user. Its text is one line: what is wrong, where, and what to do instead."""
+
+
+class MissingRanksError(UserError):
+    """Raised by a rank that waited in vain for others when the ranks were to meet.
+
+    Its text is one line, as of any other UserError; but a rank that is stuck, or its node, may as well be to blame.
+    """
+
+    def __init__(self, text: str, tasks: Sequence[int] = (), hosts: Sequence[str] = ()) -> None:
+        """tasks: those that did not come. hosts: their nodes, as far as they are known."""
+        super().__init__(text)
+        self.tasks, self.hosts = tuple(tasks), tuple(hosts)
 
 
 class IncompleteRun(Exception):

@@ -121,7 +121,7 @@ def read_plan(path: Path, ranks: int) -> ChaosPlan:
 
 def _read_order(value: Any, ranks: int, where: str) -> Any:
     from hpc_train.errors import UserError
-    from hpc_train.resilience.chaos import KINDS, Order
+    from hpc_train.resilience.chaos import AT_START, KINDS, LASTING_KINDS, Order
 
     _check_keys(value, ("kind", "rank", "step", "seconds"), where)
     if value.get("kind") not in KINDS:
@@ -131,6 +131,10 @@ def _read_order(value: Any, ranks: int, where: str) -> Any:
         raise UserError(f"{where}: rank {rank!r} is none of the {ranks} ranks of the run, 0 to {ranks - 1}")
     if type(step) is not int or step < 0:
         raise UserError(f"{where}: step {step!r} must be an integer from 0")
+    if step and value["kind"] == AT_START:
+        raise UserError(f"{where}: step {step}: {AT_START} happens before the first step of a start; leave step out")
+    if "seconds" in value and value["kind"] not in LASTING_KINDS:
+        raise UserError(f"{where}: seconds: only {', '.join(LASTING_KINDS)} last for a time; leave seconds out")
     return Order(value["kind"], rank, step, _positive(value.get("seconds", 30), f"{where}: seconds") or 30.0)
 
 

@@ -66,6 +66,7 @@ def _run_rank(run_dir: Path, process: int, lines: RankLog) -> int:
     from hpc_train.launch.slurm.slurm_cli import current_job_id
     from hpc_train.launch.snapshot.import_guard import guard_imports
     from hpc_train.launch.state.attempts import cancel_marker_path
+    from hpc_train.resilience.chaos import FaultInjector
     from hpc_train.resilience.heartbeat import Heartbeat
     from hpc_train.training.records.rank_log import LevelHandler
 
@@ -88,6 +89,8 @@ def _run_rank(run_dir: Path, process: int, lines: RankLog) -> int:
     from hpc_train.runtime.store.client import JobStore
     from hpc_train.training.rank import run_rank
 
+    if config.resilience.chaos:
+        FaultInjector(run_dir, process).before_meeting()
     launch = config.launch
     timeout, meeting = timedelta(seconds=launch.timeout_seconds), timedelta(seconds=launch.rendezvous_seconds)
     task = join(interface=config.cluster.fabric.interface, timeout=timeout, meeting=meeting)

@@ -232,6 +232,9 @@ def find_fault(logs: Path, code: int, lost: Sequence[str] = ()) -> Fault:
     hang = read_hang(logs)
     if hang is not None:
         return Fault(Cause.HANG, hang.host, hang.text)
+    failure = read_first_failure(logs)
+    if failure is not None and failure.missing_tasks:  # to those that wait for it, a rank that is stuck looks like this
+        return Fault(Cause.HANG, failure.missing_hosts[0] if len(failure.missing_hosts) == 1 else "", failure.message)
     if code in (EXIT_USER_ERROR, EXIT_NO_REQUEUE):
         return Fault(_find_cause_of_refusal(logs, code))
     error = find_first_error(logs)

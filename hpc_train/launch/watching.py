@@ -17,6 +17,7 @@ from hpc_train.resilience.incident import Incident, mark_hang, write_incident
 from hpc_train.resilience.watch import (
     GONE,
     LOOK_SECONDS,
+    NOT_BEGUN,
     STOPPED,
     WAITS_FOR_DISK,
     Hang,
@@ -28,6 +29,8 @@ from hpc_train.training.records.run_records import append_event
 
 _STACK_SECONDS = 3.0
 """How long ranks have to answer where they are. They are asked so long before the deadline, too."""
+_UNABLE = (STOPPED, WAITS_FOR_DISK, GONE, NOT_BEGUN)
+"""States in which a process answers no signal."""
 _EARLIEST_SHARE = 0.75
 """Of a deadline: no rank is asked earlier, however short its deadline is."""
 
@@ -57,9 +60,14 @@ def read_watch_settings(logs: Path) -> WatchSettings | None:
 class HangResponse:
     """Watches the ranks of this machine, and responds once to each hang."""
 
-    def __init__(self, logs: Path, settings: WatchSettings, request_stacks: Callable[[], None]) -> None:
-        """logs: log directory of the attempt. request_stacks: sends STACK_SIGNAL to every rank."""
-        self._logs, self._settings, self._request_stacks = logs, settings, request_stacks
+    def __init__(
+        self, logs: Path, settings: WatchSettings, request_stacks: Callable[[], None], hosts: Sequence[str] = ()
+    ) -> None:
+        """logs: log directory of the attempt. request_stacks: sends STACK_SIGNAL to every rank.
+
+        hosts: the node of each task, as for `find_hang`.
+        """
+        self._logs, self._settings, self._request_stacks, self._hosts = logs, settings, request_stacks, hosts
         self._watch = NodeWatch(logs, settings.limits, socket.gethostname(), read_learned(logs.parents[1]))
         self._next = 0.0
         self._reported = False
@@ -77,7 +85,7 @@ class HangResponse:
 
         machines: what their nodes say of themselves, by host; None: this machine is asked.
         """
-        hang = find_hang(views)
+        hang = find_hang(views, self._hosts)
         if hang is None:
             self._reported = False
             self._ask_early(views)
@@ -102,7 +110,7 @@ class HangResponse:
             self._request = StackRequest(self._logs, self._request_stacks)
 
     def _report(self, hang: Hang, views: Sequence[RankView], machines: Mapping[str, Any] | None) -> None:
-        unable = {view.task for view in views if view.state in (STOPPED, WAITS_FOR_DISK, GONE)}
+        unable = {view.task for view in (*views, *hang.culprits) if view.state in _UNABLE}
         request = self._request or StackRequest(self._logs, self._request_stacks)
         answers, self._request = request.collect(request.sent + _STACK_SECONDS, unable), None
         stacks = describe_stacks(answers)

@@ -1,20 +1,24 @@
 """Break a run on purpose, to see whether it survives: orders to its ranks, and how a rank obeys one.
 
 `hpc-train chaos` writes orders as files into RUN/chaos. Each rank of a run with resilience.chaos=true looks there once
-a step and obeys those that are for it. An order is renamed before it is obeyed, so that no restart obeys it again.
-Faults of machines (power, cables, disks) are not offered: only an administrator can make those.
+a step, and once before the ranks meet, and obeys those that are for it. An order is renamed before it is obeyed, so
+that no restart obeys it again. Faults of machines (power, cables) are not offered: only an administrator can make
+those. A slow or full disk is one for the rank alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
+    from hpc_train.interfaces import TensorShard
+
+log = logging.getLogger(__name__)
 FOLDER = "chaos"
 """Folder of a run directory that orders lie in."""
 KINDS = {
@@ -37,7 +44,15 @@ KINDS = {
     "nan": "what the rank's modules return is NaN in one step",
     "flip_gradient": "one bit of a gradient of the rank flips in one step, after ranks have averaged them",
     "flip_weight": "one bit of a parameter of the rank flips",
+    "flip_moment": "one bit of the optimizer's state of the rank flips",
+    "slow_disk": "what the rank writes of its next checkpoint takes `seconds` longer",
+    "full_disk": "all that the rank writes to files fails for `seconds`, as on a full disk",
+    "rendezvous": "the rank is stuck the next time that the ranks start, and does not come to meet the others",
 }
+AT_START = "rendezvous"
+"""The kind that is obeyed before the ranks meet; all others are obeyed before a step."""
+LASTING_KINDS = ("slow", "busy", "slow_disk", "full_disk")
+"""The kinds that last for `seconds`."""
 _BUSY = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
 _FLIPPED_BIT = 30
 """Bit of a float32 that is flipped: the highest of the exponent, so that the value becomes huge or tiny."""
@@ -52,7 +67,7 @@ class Order:
     step: int = 0
     """Not before so many steps are made."""
     seconds: float = 30.0
-    """How long `slow` and `busy` last."""
+    """How long `slow`, `busy`, `slow_disk` and `full_disk` last."""
 
 
 def give_order(run: Path, order: Order) -> Path:
@@ -75,10 +90,25 @@ class FaultInjector:
         self._folder, self._rank = run / FOLDER, rank
         self._hooks: list[RemovableHandle] = []
         self._flips = False
+        self._slow_seconds = 0.0
 
-    def before_step(self, step: int, parts: Iterable[torch.nn.Module]) -> None:
-        """Inject the faults that are due. step: steps made so far. parts: this rank's parts of the model."""
-        for order in self._take_orders(step):
+    def before_meeting(self) -> None:
+        """Wait for ever if that was ordered. Called before this rank meets the others; rank: the number of its task."""
+        if self._take_orders(0, (AT_START,)):
+            while True:
+                time.sleep(1)
+
+    def before_step(
+        self,
+        step: int,
+        parts: Iterable[torch.nn.Module],
+        list_shards: Callable[[], Iterable[TensorShard]] = tuple,
+    ) -> None:
+        """Inject the faults that are due.
+
+        step: steps made so far. parts: this rank's parts of the model. list_shards: lists what the rank saves.
+        """
+        for order in self._take_orders(step, [kind for kind in KINDS if kind != AT_START]):
             if order.kind == "nan":
                 self._hooks += [
                     module.register_forward_hook(_return_nan)
@@ -91,6 +121,10 @@ class FaultInjector:
                 self._flips = True
             elif order.kind == "flip_weight":
                 _flip_bit(next(_list_parameters(parts)))
+            elif order.kind == "flip_moment":
+                _flip_largest_moment(list_shards())
+            elif order.kind == "slow_disk":
+                self._slow_seconds = order.seconds
             else:
                 _obey(order)
 
@@ -102,7 +136,12 @@ class FaultInjector:
             self._hooks.pop().remove()
         self._flips = False
 
-    def _take_orders(self, step: int) -> list[Order]:
+    def before_write(self) -> None:
+        """Take as long as a slow disk would, if that was ordered. Called in the thread that writes a checkpoint."""
+        seconds, self._slow_seconds = self._slow_seconds, 0.0
+        time.sleep(seconds)
+
+    def _take_orders(self, step: int, kinds: Collection[str]) -> list[Order]:
         try:
             paths = sorted(path for path in self._folder.iterdir() if path.name.endswith(f".{self._rank}.json"))
         except FileNotFoundError:
@@ -110,7 +149,7 @@ class FaultInjector:
         found = []
         for path in paths:
             order = Order(**read_json(path))
-            if order.step <= step:
+            if order.step <= step and order.kind in kinds:
                 # Before the fault, since the rank may not live to do it afterwards.
                 path.replace(path.with_suffix(".obeyed"))
                 found.append(order)
@@ -126,10 +165,21 @@ def _obey(order: Order) -> None:
         raise RuntimeError("ordered by hpc-train chaos")
     elif order.kind == "slow":
         time.sleep(order.seconds)
+    elif order.kind == "full_disk":
+        _fail_writes(order.seconds)
     elif order.kind == "busy":
         for _ in os.sched_getaffinity(0):
             # In a session of their own, so that they outlive the rank, as a stranger's processes would.
             subprocess.Popen([sys.executable, "-S", "-c", _BUSY, str(order.seconds)], start_new_session=True)
+
+
+def _fail_writes(seconds: float) -> None:
+    """Let every write of this process to a file fail with EFBIG for so long; Python ignores the signal SIGXFSZ."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    timer = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, (soft, hard)))
+    timer.daemon = True
+    timer.start()
 
 
 def _list_parameters(parts: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
@@ -139,6 +189,17 @@ def _list_parameters(parts: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Para
 def _return_nan(_module: torch.nn.Module, _inputs: object, output: Any) -> Any:
     """Hook of a module: spoil what it returns, where that has a gradient."""
     return output * float("nan") if getattr(output, "requires_grad", False) else output
+
+
+def _flip_largest_moment(shards: Iterable[TensorShard]) -> None:
+    """Flip a bit of the largest number of the optimizer's first state: others are lost where updates are rounded."""
+    for shard in shards:
+        if shard.name.startswith("optim.") and shard.local.is_floating_point() and shard.local.numel() > 1:
+            numbers = _local(shard.local).view(-1)
+            largest = int(numbers.abs().argmax())
+            _flip_bit(numbers[largest : largest + 1])
+            return
+    log.warning("chaos: the optimizer has no state yet, so no bit of it flips")
 
 
 def _flip_bit(tensor: torch.Tensor) -> None:

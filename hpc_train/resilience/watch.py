@@ -30,8 +30,8 @@ _LONGEST_TICK = 1.0
 """Maximum seconds of silence that one look adds: after a pause of the watcher itself, ranks are not to blame."""
 _STEPS_BEHIND = 5
 """Steps by which an overdue rank trails the foremost one before it alone is blamed; a few are normal in a pipeline."""
-GONE, STOPPED, WAITS_FOR_DISK = "gone", "T", "D"
-"""States of a process: not there, stopped, in a system call that cannot be interrupted."""
+GONE, STOPPED, WAITS_FOR_DISK, NOT_BEGUN = "gone", "T", "D", "not begun"
+"""States of a process: not there, stopped, in a system call that cannot be interrupted, not seen yet."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +136,23 @@ class Hang:
         first = self.culprits[0]
         more = f" and {len(self.culprits) - 1} more" if len(self.culprits) > 1 else ""
         where = f" on {first.host}" if first.host else ""
-        how = {STOPPED: ", stopped by a signal", WAITS_FOR_DISK: ", in a system call that does not return"}
+        how = {
+            STOPPED: ", stopped by a signal",
+            WAITS_FOR_DISK: ", in a system call that does not return",
+            NOT_BEGUN: ", without a sign of life",
+        }
         return (
             f"task {first.task}{where}{more} has been {first.phase.text} after step {first.step} for "
             f"{first.silent:.0f} s (deadline {first.deadline:.0f} s){how.get(first.state, '')}"
         )
 
 
-def find_hang(views: Sequence[RankView]) -> Hang | None:
-    """Return who holds up a job that hangs; None if it does not hang. views: of all ranks of the job."""
+def find_hang(views: Sequence[RankView], hosts: Sequence[str] = ()) -> Hang | None:
+    """Return who holds up a job that hangs; None if it does not hang.
+
+    views: of all ranks of the job that have been seen. hosts: the node of each task of the job, by task; () where that
+    is unknown.
+    """
     alive = [view for view in views if not view.ended]
     overdue = [view for view in alive if view.overdue]
     if not overdue:
@@ -155,7 +163,21 @@ def find_hang(views: Sequence[RankView]) -> Hang | None:
     # Some ranks are late and others are not: those others may still be on their way to the same collective.
     if len(overdue) < len(alive) and not stopped and not left_behind:
         return None
-    return Hang(tuple(stopped or left_behind or _stand_out(alive)), len(overdue))
+    return Hang(tuple(stopped or left_behind or list_absent(views, hosts) or _stand_out(alive)), len(overdue))
+
+
+def list_absent(views: Sequence[RankView], hosts: Sequence[str]) -> list[RankView]:
+    """Return a view of each task that has not been seen, while all others still start and so may wait for it.
+
+    It may be stuck before its first entry, as in an import from a file system that does not answer. Ranks that have met
+    go on: those that nobody sees then are in a container, and have no memory in common with the watcher.
+    """
+    if any(view.phase is not Phase.START for view in views):
+        return []
+    seen, silent = {view.task for view in views}, max((view.silent for view in views), default=0.0)
+    deadline = max((view.deadline for view in views), default=0.0)
+    absent = [(task, host) for task, host in enumerate(hosts) if task not in seen]
+    return [RankView(task, Phase.START, 0, silent, deadline, NOT_BEGUN, host) for task, host in absent]
 
 
 def _stand_out(alive: Sequence[RankView]) -> list[RankView]:

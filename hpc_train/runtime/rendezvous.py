@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
-from hpc_train.errors import UserError
+from hpc_train.errors import MissingRanksError, UserError
 from hpc_train.mpi import load_mpi
 from hpc_train.runtime.identity import ProcessIdentity, find_own_address
 from hpc_train.runtime.store.exchange import arrive_at_gate, count_arrived, wait_for_gate
@@ -38,12 +38,30 @@ def arrival_key(process: int) -> str:
     return f"met/{process}"
 
 
-def name_missing_tasks(store: Store, me: ProcessIdentity, env: Mapping[str, str] = os.environ) -> str:
-    """Name the missing tasks and, if Slurm tells, their nodes, such as `tasks 3, 7 on node2`."""
+@dataclass(frozen=True)
+class MissingTasks:
+    """The tasks that did not come to the rendezvous."""
+
+    tasks: Sequence[int]
+    hosts: Sequence[str]
+    """Their nodes in order, each once, as far as Slurm tells."""
+
+    def describe(self) -> str:
+        """Return their names, such as `tasks 3, 7 on node2`."""
+        more = f" and {len(self.tasks) - _SHOWN} more" if self.tasks[_SHOWN:] else ""
+        named = ", ".join(map(str, self.tasks[:_SHOWN])) + more
+        where = f" on {compress_hostlist(self.hosts)}" if self.hosts else ""
+        return f"task{'s' if len(self.tasks) > 1 else ''} {named}{where}"
+
+
+def find_missing_tasks(store: Store, me: ProcessIdentity, env: Mapping[str, str] = os.environ) -> MissingTasks:
+    """Return the tasks that have not set their arrival key yet. Only process 0 asks."""
     missing = [process for process in range(1, me.processes) if not store.check([arrival_key(process)])]
-    hosts = compress_hostlist(sorted({host for process in missing if (host := _find_host(process, me, env))}))
-    named = ", ".join(map(str, missing[:_SHOWN])) + (f" and {len(missing) - _SHOWN} more" if missing[_SHOWN:] else "")
-    return f"task{'s' if len(missing) > 1 else ''} {named}" + (f" on {hosts}" if hosts else "")
+    return MissingTasks(missing, _find_hosts(missing, me, env))
+
+
+def _find_hosts(processes: Sequence[int], me: ProcessIdentity, env: Mapping[str, str]) -> list[str]:
+    return sorted({host for process in processes if (host := _find_host(process, me, env))})
 
 
 def _find_host(process: int, me: ProcessIdentity, env: Mapping[str, str]) -> str:
@@ -142,10 +160,13 @@ def _unreachable(host: str, port: int, error: Exception) -> UserError:
 
 def _wait_for_others(store: Store, me: ProcessIdentity, timeout: timedelta) -> None:
     if not wait_for_gate(store, _MEETING_GATE, timeout):
-        raise UserError(
+        missing = find_missing_tasks(store, me)
+        raise MissingRanksError(
             f"{count_arrived(store, _MEETING_GATE) + 1} of {me.processes} processes came within "
-            f"{timeout.total_seconds():.0f} s; missing: {name_missing_tasks(store, me)}; is its node gone, is it still "
-            "starting (launch.rendezvous_seconds), or on a network that cannot reach this one?"
+            f"{timeout.total_seconds():.0f} s; missing: {missing.describe()}; is its node gone, is it still "
+            "starting (launch.rendezvous_seconds), or on a network that cannot reach this one?",
+            missing.tasks,
+            missing.hosts,
         )
 
 
@@ -224,9 +245,11 @@ def _read_meeting(path: Path, me: ProcessIdentity, timeout: timedelta) -> _Meeti
             return _parse_meeting(_read_private_text(path))
         except FileNotFoundError:
             if time.monotonic() > deadline:
-                raise UserError(
+                raise MissingRanksError(
                     f"process {me.process} on {me.host} waited {timeout.total_seconds():.0f} s for {path.absolute()}, "
-                    "which process 0 writes: is that folder on a file system that all nodes share?"
+                    "which process 0 writes: is that folder on a file system that all nodes share?",
+                    (0,),
+                    _find_hosts((0,), me, os.environ),
                 ) from None
         except (OSError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split())

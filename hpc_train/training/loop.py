@@ -453,7 +453,7 @@ def train_step(run: TrainingRun) -> StepResult:
     run.heartbeat.enter(Phase.STEP if run.steps_here >= _FIRST_STEPS else Phase.FIRST_STEP, run.step)
     clock.enter(StepPart.BACKWARD)
     if run.injector is not None:
-        run.injector.before_step(run.step, run.engine.parts)
+        run.injector.before_step(run.step, run.engine.parts, run.engine.shards)
     sums, norm, waited = _compute_gradient(run, batch)
     lr = run.schedule(run.step)
     # The only wait for the device in a step. The optimizer's work on it is part of the next step's time.

@@ -128,7 +128,9 @@ def _run_rank(
             heartbeat.enter(Phase.LOAD)
             run = assemble_run(config, world, directory, attempt, stop, data, engine)
             run.heartbeat = heartbeat
-            run.injector = FaultInjector(directory.path, world.rank) if config.resilience.chaos else None
+            if config.resilience.chaos:
+                run.injector = FaultInjector(directory.path, world.rank)
+                run.saver.before_write = run.injector.before_write
             if config.train.record_steps:
                 file = directory.step_records(attempt, task.node)
                 run.recorder = StepRecorder(engine, world, heartbeat, file, config.parallel.compile)

@@ -12,7 +12,7 @@ from jobs import FAULTY, Workshop, processes
 
 from hpc_train.launch.failures import find_first_error, is_timeout
 from hpc_train.runtime.identity import ProcessIdentity
-from hpc_train.runtime.rendezvous import arrival_key, name_missing_tasks
+from hpc_train.runtime.rendezvous import arrival_key, find_missing_tasks
 from hpc_train.training.records.run_records import record_failure
 
 GLOO = (
@@ -61,6 +61,6 @@ def test_who_has_not_come_is_named_with_its_node() -> None:
     for process in (1, 2, 3, 5):
         store.set(arrival_key(process), "")
     env = {"SLURM_JOB_NODELIST": "n[1-4]"}
-    assert name_missing_tasks(store, me, env) == "tasks 4, 6, 7 on n[3-4]"
-    assert name_missing_tasks(store, me, {}) == "tasks 4, 6, 7"
-    assert name_missing_tasks(store, me, env | {"SLURM_DISTRIBUTION": "cyclic"}) == "tasks 4, 6, 7"
+    assert find_missing_tasks(store, me, env).describe() == "tasks 4, 6, 7 on n[3-4]"
+    assert find_missing_tasks(store, me, {}).describe() == "tasks 4, 6, 7"
+    assert find_missing_tasks(store, me, env | {"SLURM_DISTRIBUTION": "cyclic"}).describe() == "tasks 4, 6, 7"

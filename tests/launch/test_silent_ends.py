@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.config.compose import compose
-from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_USER_ERROR, IncompleteRun, UserError
+from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_USER_ERROR, IncompleteRun, MissingRanksError, UserError
 from hpc_train.launch.failures import find_first_error
 from hpc_train.launch.restarting import decide_after_failure, find_fault
 from hpc_train.resilience.restart import Action, Cause, Fault
@@ -72,6 +72,13 @@ def test_a_watchdog_that_aborts_a_rank_names_the_rank_that_it_waited_for(logs: P
     alone = find_first_error(logs)
     assert alone is not None
     assert alone.task == 0
+
+
+def test_a_rank_that_did_not_come_to_the_others_is_named_and_not_the_one_that_waited(logs: Path) -> None:
+    fail(logs, 0, MissingRanksError("1 of 2 processes came within 300 s; missing: task 1 on node2", (1,), ("node2",)))
+    fault = find_fault(logs, EXIT_USER_ERROR)
+    assert (fault.cause, fault.host) == (Cause.HANG, "node2")
+    assert "missing: task 1 on node2" in fault.text
 
 
 def test_an_srun_that_was_killed_is_nobodys_fault(logs: Path) -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from timeit import timeit
 
 import pytest
 import torch
@@ -13,6 +19,7 @@ from torch import nn
 from hpc_train.cli.chaos import read_plan
 from hpc_train.cli.main import main
 from hpc_train.errors import UserError
+from hpc_train.interfaces import TensorShard
 from hpc_train.resilience.chaos import KINDS, FaultInjector, Order, give_order
 
 
@@ -60,6 +67,55 @@ def test_one_bit_of_one_weight_flips(tmp_path: Path, dtype: torch.dtype) -> None
     assert abs(math.log2(ratio)) >= 64
 
 
+def test_one_bit_of_the_state_of_the_optimizer_flips(tmp_path: Path) -> None:
+    moment = torch.tensor([0.25, -0.5, 0.125])
+    shards = [
+        TensorShard("weight", (3,), torch.float32, (0,), torch.ones(3)),
+        TensorShard("optim.step.weight", (), torch.float32, (), torch.tensor(7.0)),
+        TensorShard("optim.exp_avg.weight", (3,), torch.float32, (0,), moment),
+    ]
+    give_order(tmp_path, Order("flip_moment", 0))
+    FaultInjector(tmp_path, 0).before_step(0, [], lambda: shards)
+    assert moment[[0, 2]].tolist() == [0.25, 0.125]
+    assert abs(moment[1].item()) > 1e30
+    assert [shard.local.sum().item() for shard in shards[:2]] == [3.0, 7.0]
+
+
+def test_a_disk_is_slow_for_one_checkpoint_and_full_for_a_while(tmp_path: Path) -> None:
+    give_order(tmp_path, Order("slow_disk", 0, seconds=0.3))
+    injector = FaultInjector(tmp_path, 0)
+    injector.before_step(0, [])
+    seconds = [timeit(injector.before_write, number=1) for _ in range(2)]
+    assert seconds[0] >= 0.3 > seconds[1]
+    give_order(tmp_path, Order("full_disk", 0, seconds=0.3))
+    injector.before_step(1, [])
+    with pytest.raises(OSError, match="File too large"):
+        (tmp_path / "file").write_text("x")
+    wait_until(lambda: resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 0)
+    (tmp_path / "file").write_text("x")
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_rank_is_stuck_before_it_meets_the_others_and_not_in_a_step(tmp_path: Path) -> None:
+    order = give_order(tmp_path, Order("rendezvous", 1))
+    FaultInjector(tmp_path, 1).before_step(5, [])
+    FaultInjector(tmp_path, 0).before_meeting()
+    assert order.exists()
+    code = "import sys; from pathlib import Path; from hpc_train.resilience.chaos import FaultInjector\n"
+    code += "FaultInjector(Path(sys.argv[1]), 1).before_meeting()"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as stuck:
+        wait_until(lambda: not order.exists())
+        assert stuck.poll() is None
+        stuck.kill()
+    FaultInjector(tmp_path, 1).before_meeting()  # as after a restart
+
+
 def test_a_plan_is_read(tmp_path: Path) -> None:
     file = tmp_path / "faults.yaml"
     file.write_text("minutes: 2\nmttf_seconds: 30\nkinds: {kill: 2}\nfaults: [{kind: slow, rank: 1, seconds: 3}]\n")
@@ -87,6 +143,8 @@ def test_a_plan_is_read(tmp_path: Path) -> None:
         ("faults: [{kind: kill, rank: 2}]", "rank 2 is none of the 2 ranks of the run, 0 to 1"),
         ("faults: [{kind: kill, rank: yes}]", "rank True is none of"),
         ("faults: [{kind: kill, step: -1}]", "step -1 must be an integer from 0"),
+        ("faults: [{kind: rendezvous, step: 3}]", "step 3: rendezvous happens before the first step of a start"),
+        ("faults: [{kind: kill, seconds: 3}]", "seconds: only slow, busy, slow_disk, full_disk last for a time"),
     ],
 )
 def test_a_wrong_plan_is_one_line(tmp_path: Path, text: str, said: str) -> None:

@@ -71,6 +71,19 @@ def test_a_stopped_rank_is_named_also_while_it_starts() -> None:
     assert hang.describe().endswith(", stopped by a signal")
 
 
+def test_a_rank_that_has_never_been_seen_is_named_and_not_those_that_wait_for_it() -> None:
+    waiting, hosts = [view(task, 601, Phase.START, step=0) for task in (0, 2)], ["n1", "n2", "n3"]
+    hang = find_hang(waiting, hosts)
+    assert hang is not None
+    assert hang.describe().startswith("task 1 on n2 has been starting after step 0 for 601 s")
+    assert hang.describe().endswith(", without a sign of life")
+    assert find_hang([view(0, 601, Phase.START, step=0), view(2, 5, Phase.START, step=0)], hosts) is None
+    assert find_hang([], hosts) is None, "perhaps none of them can be seen"
+    invisible = find_hang([view(0, 11), view(2, 11)], hosts)
+    assert invisible is not None
+    assert invisible.culprits == (), "it goes on with the others, so it is there and only cannot be seen"
+
+
 def test_a_rank_that_falls_behind_hangs_although_the_others_go_on() -> None:
     others = [view(task, 0.1, step=80) for task in (0, 2)]
     hang = find_hang([*others, view(1, 11, step=60)])

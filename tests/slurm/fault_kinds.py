@@ -17,6 +17,7 @@ from slurm_client import SlurmCluster
 from training_client import parent_of, pid_of_task, processes_with, tasks_of, variables_of, wait_until
 
 from hpc_train.cluster.hostlist import expand_hostlist
+from hpc_train.resilience.chaos import Order
 from hpc_train.resilience.heartbeat import find_folder
 
 PHASES = {
@@ -31,6 +32,15 @@ PHASES = {
     "save before a requeue": "0:train:50:listen 1:save:3:{}",
 }
 """When rank 1 gets the fault; the last step of a phase comes after a checkpoint was saved from `step` on."""
+ORDERS = {
+    "start": ("", 0),
+    "start after a restart": ("0:train:50:kill", 0),
+    "start after a requeue": ("0:train:50:listen", 0),
+    "first step": ("", 0),
+    "step": ("", 52),
+    "save": ("", 38),
+}
+"""Where a fault is ordered as by `hpc-train chaos`: the faults before it, and the step that the order names."""
 EVERY_PHASE = tuple(phase for phase in PHASES if phase != "data")
 
 
@@ -41,7 +51,7 @@ class Kind:
     seconds: float
     """Until it is noticed, beyond the deadline of the phase for ranks that hang."""
     action: str
-    """What rank 1 does; `hold` where the fault comes from outside."""
+    """What rank 1 does; `hold` where the fault comes from outside, nothing where it is ordered."""
     phases: tuple[str, ...] = EVERY_PHASE
     hangs: bool = False
     comes_again: bool = False
@@ -52,6 +62,8 @@ class Kind:
     """It is no fault as long as it lasts, and must not be taken for one."""
     ends_the_job: bool = False
     """The ranks save and end, and somebody has to resume the run."""
+    order: Order | None = None
+    """What rank 1 is ordered to do; its step is that of the phase."""
     outside: Callable[[Scene], AbstractContextManager[None]] | None = None
     """What is done to the machines once rank 1 holds, and undone after the job."""
 
@@ -258,6 +270,9 @@ KINDS = {
     "nan": Kind(4, "nan", ("first step", "step"), goes_on=True),
     "weight": Kind(6, "flip", COMPUTES),
     "moment": Kind(6, "moment", ("step", "evaluation")),
+    "gradient": Kind(6, "", ("first step", "step"), order=Order("flip_gradient", 1)),
+    "slow disk": Kind(8, "", ("save",), silent=True, order=Order("slow_disk", 1, seconds=8)),
+    "rendezvous": Kind(8, "", tuple(ORDERS)[:3], hangs=True, order=Order("rendezvous", 1)),
     "node": Kind(25, "hold", outside=switch_node_off),
     "network": Kind(25, "hold", WITH_A_RESTART, outside=cut_network),
     "slurmstepd": Kind(8, "hold", WITH_A_RESTART, hangs=True, outside=kill_slurmstepd),

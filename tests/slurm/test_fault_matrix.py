@@ -11,15 +11,16 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 from drawn import draw
-from fault_kinds import KINDS, PHASES, Kind, Scene, attempts, host_of_task_1
+from fault_kinds import KINDS, ORDERS, PHASES, Kind, Scene, attempts, host_of_task_1
 from slurm_client import SlurmCluster
 from training_client import assert_same_result, hpc_train, kinds, lines, processes_with, submit, wait_until
 
+from hpc_train.resilience.chaos import give_order
 from hpc_train.resilience.heartbeat import find_folder
 
 FAULTY = Path(__file__).parents[1] / "launch"
@@ -62,7 +63,7 @@ def settings(store: Path) -> list[str]:
     start = f"resilience.hang.start_seconds={START_DEADLINE}"
     text = ["data=text", f"data.path={store}", "train.noise_scale.every=0", "launch.export=[FAULTS,FAULT_FOLDER]"]
     compare = f"resilience.numbers.compare_every={COMPARE_EVERY}"
-    return [*model, *batch, *rest, *deadlines, start, compare, *text, "launch.spares=1"]
+    return [*model, *batch, *rest, *deadlines, start, compare, *text, "launch.spares=1", "resilience.chaos=true"]
 
 
 def start(run: Path, settings: list[str], faults: str = "") -> str:
@@ -101,15 +102,20 @@ def test_a_fault(
 ) -> None:
     fault, _, phase = cell.partition(" in ")
     kind, run = KINDS[fault], tmp_path / "run"
-    faults = PHASES[phase].format(kind.action)
+    faults, step = ORDERS[phase] if kind.order else (PHASES[phase].format(kind.action), 0)
     job = start(run, settings, faults)
-    if phase.endswith("requeue"):
+    if " after a " in phase or " before a " in phase:
         wait_until("the first fault", (tmp_path / faults.split()[0]).exists)
+    if kind.order:
+        mark = give_order(run, replace(kind.order, step=step)).with_suffix(".obeyed")
+    else:
+        mark = tmp_path / faults.split()[-1]
+    if phase.endswith("requeue"):
         slurm_cluster.command("scancel", "--signal=USR2", job)
-    mark = tmp_path / faults.split()[-1]
     wait_until("the fault", mark.exists)
     scene = Scene(slurm_cluster, run, job, host_of_task_1(run))
-    began = time.time() if kind.outside else mark.stat().st_mtime
+    # An order is renamed when it is obeyed, which changes no time but that of its folder.
+    began = mark.stat().st_ctime if kind.order else time.time() if kind.outside else mark.stat().st_mtime
     with kind.outside(scene) if kind.outside else nullcontext():
         outcome = follow(cell, scene, began)
     write_line(outcome)
@@ -142,7 +148,7 @@ def test_a_fault(
 
 def assert_noticed(kind: Kind, outcome: Cell) -> None:
     """It was noticed within its bound."""
-    deadline = (START_DEADLINE if outcome.phase == "start" else DEADLINE) if kind.hangs else 0
+    deadline = (START_DEADLINE if outcome.phase.startswith("start") else DEADLINE) if kind.hangs else 0
     if kind.hangs and outcome.phase == "save":
         deadline += UNTIL_THE_NEXT_SAVE
     assert outcome.noticed is not None
@@ -183,7 +189,7 @@ def assert_culprit(fault: str, scene: Scene, began: float) -> None:
     """The rank and its node are named, and nobody else."""
     events = [event for event in lines(scene.run / "events.jsonl") if event["time"] > began]
     restart = next(event for event in events if event["event"] == "restart")
-    if fault in ("ranks' srun", "weight", "moment"):
+    if fault in ("ranks' srun", "weight", "moment", "gradient"):
         assert restart["host"] == "", "no node is to blame, or of two copies nobody knows which is right"
     elif fault not in ("both killed", "hang and kill"):
         assert restart["host"] == scene.host

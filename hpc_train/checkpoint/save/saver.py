@@ -110,6 +110,8 @@ class Saver:
     """False: `save` returns when the outcome is known."""
     on_commit: Callable[[SaveResult], object] = lambda saved: None
     """Called on rank 0 after a commit, in the thread that wrote it."""
+    before_write: Callable[[], object] = lambda: None
+    """Called on every rank before its shard is written, in the thread that writes."""
     timeout: timedelta = timedelta(minutes=30)
     """Maximum duration of a save; it is then given up. Ranks wait for each other half as long."""
     storage: CheckpointDirectory = field(default_factory=CheckpointDirectory)
@@ -250,6 +252,7 @@ class Saver:
     def _write(self, staged: StagedStep) -> SaveResult:
         staged = self._compare_with_base(complete_copy(staged))
         shares = staged.changes is not None and not staged.changes.delta.is_whole
+        self.before_write()
         if self.local_stage is not None and staged.shard is not None and not shares:
             try:
                 staged = replace(staged, shard=self._stager.move_to_local_disk(staged.shard, self.local_stage))

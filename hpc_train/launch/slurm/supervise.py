@@ -308,7 +308,7 @@ def supervise(
 
     reports, learned_due = AgentReports(start, SrunErrors(logs / _AGENT_ERRORS)), time.monotonic() + _LEARNED_SECONDS
     growth = GrowthCheck(run, nodes, float(resilience["elastic"]["grow_seconds"]))
-    response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1))
+    response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1), list_task_hosts(run, nodes))
     failures = PeerFailures(SrunErrors(logs / SRUN_ERRORS))
     try:
         while is_running(ranks):
@@ -364,14 +364,25 @@ def have_started(views: Sequence[RankView]) -> bool:
     return bool(views) and all(view.phase is not Phase.START for view in views)
 
 
+def count_ranks_per_node(spec: Mapping[str, Any]) -> int:
+    """Return the ranks of each node. spec: the job.json of the run."""
+    node = spec["config"]["cluster"]["node"]
+    return int(node["ranks"] or max(int(node["gpus"]), 1))
+
+
+def list_task_hosts(run: Path, nodes: Sequence[str]) -> list[str]:
+    """Return the node of each task of a run on these nodes: Slurm numbers the tasks node by node."""
+    ranks = count_ranks_per_node(read_json(run / "job.json"))
+    return [node for node in nodes for _ in range(ranks)]
+
+
 class GrowthCheck:
     """Asks Slurm from time to time for the nodes that a run lacks which goes on with fewer (resilience.elastic)."""
 
     def __init__(self, run: Path, nodes: Sequence[str], seconds: float) -> None:
         """nodes: those that the ranks are on. seconds: between two questions; 0: nothing is asked."""
         spec = read_json(run / "job.json")
-        cluster = spec["config"]["cluster"]["node"]
-        self.wanted = int(spec["ranks"]) // int(cluster["ranks"] or max(int(cluster["gpus"]), 1))
+        self.wanted = int(spec["ranks"]) // count_ranks_per_node(spec)
         self._words = [sys.executable, "-P", "-m", "hpc_train.launch.slurm.waiting_time", str(run), ",".join(nodes)]
         self._seconds = seconds if len(nodes) < self.wanted else 0.0
         self._next = time.monotonic() + self._seconds

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import IncompleteRun, UserError
+from hpc_train.errors import IncompleteRun, MissingRanksError, UserError
 from hpc_train.regular_files import parse_json_object, read_json, read_text, write_private_file
 from hpc_train.user_frames import LOST_PEER, describe_error, every_frame, format_frame, root_cause, user_frames
 
@@ -171,6 +171,10 @@ class RankFailure:
     """One line with the exception, then the lines of the user's own files that led to it, innermost first."""
     incomplete: bool = False
     """Whether the run made its steps, but its result is bad or not saved (IncompleteRun)."""
+    missing_tasks: list[int] = field(default_factory=list)
+    """Tasks that it waited for in vain when the ranks were to meet (MissingRanksError)."""
+    missing_hosts: list[str] = field(default_factory=list)
+    """Their nodes, as far as they are known."""
 
     @property
     def one_line(self) -> bool:
@@ -208,6 +212,8 @@ def record_failure(folder: Path, task: int, host: str, error: BaseException) -> 
         at=time.time(),
         user_error=isinstance(error, UserError),
         incomplete=isinstance(error, IncompleteRun),
+        missing_tasks=list(error.tasks) if isinstance(error, MissingRanksError) else [],
+        missing_hosts=list(error.hosts) if isinstance(error, MissingRanksError) else [],
         message=str(error) or type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
         summary=summarise_exception(error),
