@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing import RawArray
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from hpc_train.training.records.recorder import StepRecorder, count_nodes, measu
 from hpc_train.training.records.run_records import read_metrics
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
 
-LATE = 0.2
-"""Seconds that rank 1 is late in each backward."""
+RANKS = 4
+LATE = 0.1
+"""Seconds for which rank 1 lets the others wait in each backward, at least."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +43,73 @@ class Recorded:
     """dist.Work.wait after the run."""
 
 
+class WatchedClock(HostClock):
+    """Tells the other ranks since when this one has been waiting for a collective, in `since[rank]`; 0: it is not.
+
+    DistributedDataParallel waits in C++, from the last bucket on. There are as many as in the backward before.
+    """
+
+    def __init__(self, rank: int, since: Any) -> None:
+        super().__init__()
+        self._rank, self._since_when = rank, since
+        self._buckets = self._last = 0
+
+    def mark_bucket(self) -> None:
+        super().mark_bucket()
+        self._buckets += 1
+        self._since_when[self._rank] = time.perf_counter() if self._buckets == self._last else 0.0
+
+    def end_backward(self) -> None:
+        self._since_when[self._rank] = 0.0
+        self._last, self._buckets = self._buckets, 0
+        super().end_backward()
+
+    def begin_wait(self) -> float:
+        begun = super().begin_wait()
+        self._since_when[self._rank] = time.perf_counter()
+        return begun
+
+    def end_wait(self, begun: float) -> None:
+        self._since_when[self._rank] = 0.0
+        super().end_wait(begun)
+
+
+def let_others_wait(rank: int, since: Any) -> None:
+    """Return when each other rank has been in one and the same wait for LATE seconds."""
+    deadline = time.monotonic() + 60
+    others = [*range(rank), *range(rank + 1, RANKS)]
+    while not all(0.0 < since[other] < time.perf_counter() - LATE for other in others):
+        assert time.monotonic() < deadline, f"the ranks wait since {list(since)}"
+        time.sleep(0.005)
+
+
 def train(
-    store: Path, folder: Path, layout: str, *overrides: str, record: bool = True, late: float = 0.0
+    store: Path, folder: Path, layout: str, *overrides: str, record: bool = True, late: bool = False
 ) -> list[float]:
     config = compose([*BASE, f"data.path={store}", *LAYOUTS[layout], "train.steps=8", *overrides, f"run_dir={folder}"])
     directory = locate_run_directory(config)
     prepare_run_directory(directory, config)
-    run_ranks(_rank, 4, config, directory, make_attempt(directory), record, late, parallel=config.parallel)
+    since = RawArray("d", RANKS) if late else None
+    run_ranks(_rank, RANKS, config, directory, make_attempt(directory), record, since, parallel=config.parallel)
     return [line["loss"] for line in read_metrics(directory.metrics)]
 
 
-def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int, record: bool, late: float) -> None:
+def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int, record: bool, since: Any) -> None:
     wait = dist.Work.wait
+    if since is not None:
+        world = replace(world, clock=WatchedClock(world.rank, since))
     engine = make_engine(config, world, make_model(config))
     run = assemble_run(config, world, directory, attempt, StopRequest(), open_data(config, world), engine)
     if record:
         run.recorder = StepRecorder(engine, world, run.heartbeat, directory.step_records(attempt, 0), False)
         assert dist.Work.wait is not wait
-    if late and world.rank == 1:
-        engine.parts[0].register_forward_hook(
-            lambda part, inputs, out: out.register_hook(lambda g: time.sleep(late)) and None
-        )
+
+    def be_late(gradient: torch.Tensor) -> None:
+        if run.step:  # in the first step nobody knows how many buckets there are
+            let_others_wait(world.rank, since)
+
+    if since is not None and world.rank == 1:
+        engine.parts[0].register_forward_hook(lambda part, inputs, out: out.register_hook(be_late) and None)
     run_training(run)
     run.close()
     assert dist.Work.wait is wait
@@ -69,13 +117,14 @@ def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
 def test_others_are_blocked_for_as_long_as_one_is_late(layout: str, store: Path, tmp_path: Path) -> None:
-    train(store, tmp_path, layout, late=LATE)
+    train(store, tmp_path, layout, late=True)
     table = read_step_table(tmp_path)
     assert table is not None
-    assert table.ranks == (0, 1, 2, 3)
-    blocked, work = np.median(measure_blocked(table), axis=1), np.median(measure_work(table), axis=1)
-    assert work[1] - np.median(np.delete(work, 1)) > 0.7 * LATE
-    assert np.delete(blocked, 1).min() > blocked[1]
+    assert table.ranks == tuple(range(RANKS))
+    # What is certain on a busy machine, too, where ranks also wait for those that have no processor.
+    assert measure_work(table)[1].min() >= LATE
+    assert np.delete(table.waits, 1, axis=0).max(axis=-1).min() >= LATE
+    assert np.delete(measure_blocked(table), 1, axis=0).min() >= LATE
     losses = split_step(table)
     assert losses is not None
     assert np.prod(list(losses.efficiencies.values())) == pytest.approx(losses.useful / losses.total, rel=0.01)
