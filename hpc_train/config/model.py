@@ -76,6 +76,33 @@ class LatentConfig:
 
 
 @config_dataclass
+class RopeConfig:
+    """Details of rotary positions, under the names and with the meaning that transformers gives them."""
+
+    local_theta: float | None = config_field(default=None, gt=0)
+    """Base of the rotary frequencies of layers with a sliding window, which then take no scaling (Gemma 3: 10000);
+    None: rope_theta."""
+    original_positions: int = config_field(default=8192, ge=1)
+    """llama3 and yarn: positions that the model was trained with before (original_max_position_embeddings)."""
+    low: float = config_field(default=1.0, gt=0)
+    """llama3: frequencies that turn less often than this over the original positions are divided by rope_factor."""
+    high: float = config_field(default=4.0, gt=0)
+    """llama3: those that turn more often than this stay as they are."""
+    beta_slow: float = config_field(default=1.0, gt=0)
+    """yarn: as low."""
+    beta_fast: float = config_field(default=32.0, gt=0)
+    """yarn: as high."""
+    truncate: bool = True
+    """yarn: round the bounds between both to whole pairs of channels."""
+    table_factor: float | None = config_field(default=None, gt=0)
+    """yarn: factor on cosines and sines (attention_factor); None: from mscale, else 0.1 ln(rope_factor) + 1."""
+    mscale: float = config_field(default=0.0, ge=0)
+    """yarn: with mscale_all_dim, the table's factor is the quotient of 0.1 m ln(rope_factor) + 1 for both m."""
+    mscale_all_dim: float = config_field(default=0.0, ge=0)
+    """yarn: in latent attention (DeepSeek-V3: 1) scores are multiplied by the square of 0.1 m ln(rope_factor) + 1."""
+
+
+@config_dataclass
 class TransformerConfig(ModelConfig):
     """A decoder-only transformer of the Llama or the GPT family."""
 
@@ -96,21 +123,28 @@ class TransformerConfig(ModelConfig):
     head_dim: int | None = config_field(default=None, ge=1)
     """None: hidden / heads."""
     feed_forward: int = config_field(default=384, ge=1)
-    """Width of the feed-forward layer (of each of its two branches for swiglu)."""
-    activation: str = config_field(default="swiglu", choices=("swiglu", "gelu", "gelu_tanh"))
-    """Activation of the feed-forward layer."""
-    norm: str = config_field(default="rmsnorm", choices=("rmsnorm", "layernorm"))
-    """Normalisation before attention, before the feed-forward layer and before the head."""
+    """Width of the feed-forward layer (of each of its two branches for swiglu and geglu)."""
+    activation: str = config_field(default="swiglu", choices=("swiglu", "geglu", "gelu", "gelu_tanh"))
+    """Activation of the feed-forward layer; geglu: the gated one with the tanh approximation of GELU (Gemma)."""
+    norm: str = config_field(default="rmsnorm", choices=("rmsnorm", "rmsnorm_1p", "layernorm"))
+    """Normalisation before attention, before the feed-forward layer and before the head. rmsnorm_1p multiplies by one
+    plus its weight (Gemma)."""
+    post_norms: bool = False
+    """Normalise the results of attention and of the feed-forward layer too (Gemma 2)."""
+    scaled_embeddings: bool = False
+    """Multiply embeddings by sqrt(hidden) (Gemma)."""
     norm_eps: float = config_field(default=1e-5, gt=0)
     """Added to the variance in a norm."""
     positions: str = config_field(default="rotary", choices=("rotary", "learned"))
     """rotary: rotary position embeddings (Su et al. 2021, arXiv:2104.09864); learned: a table of max_positions rows."""
     rope_theta: float = config_field(default=10000.0, gt=0)
     """Base of the rotary frequencies."""
-    rope_scaling: str = config_field(default="none", choices=("none", "llama3"))
-    """llama3: the frequency scaling of Llama 3.1 (low 1, high 4, original length 8192)."""
+    rope_scaling: str = config_field(default="none", choices=("none", "linear", "llama3", "yarn"))
+    """Scaling of the rotary frequencies for longer contexts: of all alike (linear, arXiv:2306.15595), or of the low
+    ones as in Llama 3.1 (llama3) or in YaRN (arXiv:2309.00071; DeepSeek-V3). model.rope has their bounds."""
     rope_factor: float = config_field(default=8.0, ge=1)
-    """llama3: how much the low frequencies are slowed down; 8 in Llama 3.1, 32 in Llama 3.2."""
+    """How much scaled frequencies are slowed down: 8 in Llama 3.1, 32 in Llama 3.2, 40 in DeepSeek-V3."""
+    rope: RopeConfig = config_field(default=RopeConfig)
     max_positions: int = config_field(default=2048, ge=1)
     """Longest sequence (rows of a learned position table)."""
     bias: bool = False
@@ -128,6 +162,8 @@ class TransformerConfig(ModelConfig):
     all that are not behind it."""
     global_every: int = config_field(default=0, ge=0)
     """With a window, every so-many-th layer has none: 2 as in Gemma 2, 4 as in OLMo 3, 6 as in Gemma 3; 0: no layer."""
+    attention_scale: float | None = config_field(default=None, gt=0)
+    """Factor on the products of queries and keys; None: 1 / sqrt(head_dim)."""
     attention_softcap: float | None = config_field(default=None, gt=0)
     """Soft-cap c of attention scores, c tanh(score / c) (Gemma 2, arXiv:2408.00118: 50); None: none."""
     logit_softcap: float | None = config_field(default=None, gt=0)

@@ -1,6 +1,6 @@
 """Weights between our names and shapes and those of the transformers library, both ways.
 
-The families are Llama, Mistral, Ministral, GPT-2, ViT, Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3.
+The families are Llama, Mistral, Ministral, Gemma 2 and 3, GPT-2, ViT, Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3.
 
 Pure functions of state dicts, also of a state dict of gradients. Linear weights are (out, in) on both sides but for
 GPT-2, whose Conv1D keeps (in, out) and puts q, k and v into one matrix. Files have a matrix for each expert, which we
@@ -34,6 +34,14 @@ _LLAMA = {
     "model.layers.#.mlp.down_proj": "layers.#.feed_forward.down",
     "model.norm": "norm",
     "lm_head": "head",
+}
+_GEMMA3 = {
+    **_LLAMA,
+    "model.layers.#.self_attn.q_norm": "layers.#.attention.q_norm",
+    "model.layers.#.self_attn.k_norm": "layers.#.attention.k_norm",
+    "model.layers.#.post_attention_layernorm": "layers.#.attention_output_norm",
+    "model.layers.#.pre_feedforward_layernorm": "layers.#.feed_forward_norm",
+    "model.layers.#.post_feedforward_layernorm": "layers.#.feed_forward_output_norm",
 }
 _GPT2 = {
     "transformer.wte": "embed",
@@ -90,6 +98,8 @@ _TABLES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "ministral": _LLAMA,
+    "gemma2": {theirs: ours for theirs, ours in _GEMMA3.items() if not theirs.endswith(("q_norm", "k_norm"))},
+    "gemma3_text": _GEMMA3,
     "gpt2": _GPT2,
     "vit": _VIT,
     "mixtral": _MIXTRAL,
@@ -110,32 +120,63 @@ def find_model_family(config: ModelConfig) -> str:
         return "vit"
     if isinstance(config, TransformerConfig):
         kind = (config.positions, config.norm, config.activation)
-        _refuse_soft_caps(config)
+        if config.norm == "rmsnorm_1p":
+            return _check_gemma(config)
+        _refuse_gemma_parts(config)
         if has_latent_attention(config):
             return _check_deepseek(config)
         if config.experts.count:
             return _find_expert_family(config)
         if kind == ("rotary", "rmsnorm", "swiglu") and config.query_key_norm == "none":
             return _find_llama_family(config)
-        is_gpt = kind[:2] == ("learned", "layernorm") and kind[2] != "swiglu" and config.bias
+        is_gpt = kind[:2] == ("learned", "layernorm") and kind[2] in ("gelu", "gelu_tanh") and config.bias
         if is_gpt and config.sliding_window is None:
             return "gpt2"
     raise UserError(
-        f"model={config.name}: is neither of the Llama, the GPT-2 nor the ViT family of transformers, so its weights "
-        "have no names there; use a model of these families"
+        f"model={config.name}: is neither of the Llama, the Gemma, the GPT-2 nor the ViT family of transformers, so "
+        "its weights have no names there; use a model of these families"
     )
 
 
-def _refuse_soft_caps(config: TransformerConfig) -> None:
-    """Raise UserError for soft-caps, which only Gemma 2 has, with four norms a block and scaled embeddings."""
-    caps = {"attention_softcap": config.attention_softcap, "logit_softcap": config.logit_softcap}
-    for key, value in caps.items():
-        if value is not None:
+def _refuse_gemma_parts(config: TransformerConfig) -> None:
+    """Raise UserError for what only the models of the Gemma family have, in one of another family."""
+    plain = TransformerConfig(name="")
+    for key in ("attention_softcap", "logit_softcap", "attention_scale", "post_norms", "scaled_embeddings"):
+        value = getattr(config, key)
+        if value != getattr(plain, key):
             raise UserError(
-                f"model={config.name}: model.{key}={value:g}: of the models of transformers only those of the Gemma "
-                "family have soft-caps, whose norms and embeddings are not ours, so its weights have no names there; "
-                "use --format safetensors"
+                f"model={config.name}: model.{key}={str(value).lower()}: of the models of transformers only those of "
+                "the Gemma family have it, with model.norm=rmsnorm_1p, so its weights have no names there; use "
+                "--format safetensors"
             )
+    if config.rope.local_theta is not None:
+        raise UserError(
+            f"model={config.name}: model.rope.local_theta={config.rope.local_theta:g}: of the models of transformers "
+            "only Gemma 3 has two bases, so its weights have no names there; use --format safetensors"
+        )
+
+
+def _check_gemma(config: TransformerConfig) -> str:
+    """gemma3_text, or without norms of queries and keys gemma2. Raises UserError for what neither computes."""
+    kind = "gemma2" if config.query_key_norm == "none" else "gemma3_text"
+    wanted = {
+        "activation": config.activation == "geglu",
+        "positions": config.positions == "rotary",
+        "post_norms": config.post_norms,
+        "scaled_embeddings": config.scaled_embeddings,
+        "bias": not config.bias,
+        "query_key_norm": config.query_key_norm != "full",
+        "experts.count": not config.experts.count,
+        "rope.local_theta": kind == "gemma3_text" or config.rope.local_theta is None,
+    }
+    wrong = [key for key, agrees in wanted.items() if not agrees]
+    if wrong:
+        raise UserError(
+            f"model={config.name}: model.norm=rmsnorm_1p makes it one of the Gemma family in transformers, which has "
+            "gated GELU (geglu), rotary positions, post_norms and scaled_embeddings, and no biases or experts; "
+            f"model.{wrong[0]} is another, so its weights have no names there; use --format safetensors"
+        )
+    return kind
 
 
 def _find_llama_family(config: TransformerConfig) -> str:

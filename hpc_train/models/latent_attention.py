@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hpc_train.config.model import LatentConfig
 from hpc_train.models.attention_kernels import DocumentMask
-from hpc_train.models.layers import RotaryTable, ScaledDotProduct, apply_interleaved_rotary, apply_rotary
+from hpc_train.models.layers import ScaledDotProduct
+from hpc_train.models.rotary import RotaryTable, apply_interleaved_rotary, apply_rotary
 
 NORM_EPS = 1e-6
 """Of the norms of the latents; DeepSeek's code has it there whatever the norms of the model have."""
@@ -26,8 +27,12 @@ class LatentAttention(nn.Module):
     q) and kv_b hold, so that a rank which has only some of their columns attends with its own heads.
     """
 
-    def __init__(self, hidden: int, heads: int, config: LatentConfig, core: ScaledDotProduct) -> None:
+    def __init__(
+        self, hidden: int, heads: int, config: LatentConfig, core: ScaledDotProduct, query_factor: float = 1.0
+    ) -> None:
+        """query_factor: on queries, where scores are not q k / sqrt(head_dim)."""
         super().__init__()
+        self.query_factor = query_factor
         self.config = config
         queries = heads * (config.nope_head_dim + config.rope_head_dim)
         if config.q_rank is None:
@@ -62,7 +67,8 @@ class LatentAttention(nn.Module):
         plain, turned = q.unflatten(-1, (-1, config.nope_head_dim + config.rope_head_dim)).split(
             (config.nope_head_dim, config.rope_head_dim), dim=-1
         )
-        return torch.cat((plain, self._turn(turned, table)), dim=-1)
+        whole = torch.cat((plain, self._turn(turned, table)), dim=-1)
+        return whole if self.query_factor == 1.0 else whole * self.query_factor
 
     def _make_keys_and_values(self, x: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
         """(B, T, heads, nope_head_dim + rope_head_dim), turned, and (B, T, heads, value_head_dim)."""

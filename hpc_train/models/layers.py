@@ -1,14 +1,12 @@
-"""Layers of the transformers here: rotary positions, attention, feed-forward, the pre-norm block, and the loss.
+"""Layers of the transformers here: attention, feed-forward, norms, blocks, and the loss.
 
-Multi-head (arXiv:1706.03762) and grouped-query attention (arXiv:2305.13245); rotary position embedding (Su et al.
-2021, arXiv:2104.09864) in the half-split form of the Llama checkpoints; SwiGLU (Shazeer 2020, arXiv:2002.05202) or
-GELU (Hendrycks 2016, arXiv:1606.08415). `LinearGroup` and `ScaledDotProduct` are modules of their own so that a
-technique can replace them.
+Multi-head (arXiv:1706.03762) and grouped-query attention (arXiv:2305.13245); SwiGLU and GeGLU (Shazeer 2020,
+arXiv:2002.05202) or GELU (Hendrycks 2016, arXiv:1606.08415). `LinearGroup` and `ScaledDotProduct` are modules of
+their own so that a technique can replace them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Self
@@ -23,6 +21,7 @@ from hpc_train.models.attention_kernels import DocumentMask, attend, make_docume
 from hpc_train.models.dropout import Dropout, DropoutSite, list_positions
 from hpc_train.models.initial_values import Normal, gpt2_init_rule
 from hpc_train.models.plain_attention import ScoreRule, attend_plainly
+from hpc_train.models.rotary import RotaryTable, apply_rotary
 
 
 class LinearGroup(nn.Module):
@@ -35,54 +34,6 @@ class LinearGroup(nn.Module):
     def forward(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         """Map x (..., K) to the output (..., N_i) of each layer."""
         return tuple(layer(x) for layer in layers)
-
-
-LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
-"""Wavelengths over LENGTH / LOW positions are stretched, those under LENGTH / HIGH are kept (Llama 3.1)."""
-
-RotaryTable = tuple[Tensor, Tensor]
-"""Cosine and sine of every angle, each (positions, 1, head_dim / 2), or one more of these for each sequence: the 1
-stands for the heads."""
-
-
-def compute_inverse_frequencies(
-    config: TransformerConfig, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return the angle a position of each pair of channels, (head_dim / 2,): theta^(-2i / head_dim), or scaled."""
-    exponent = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
-    frequencies = 1.0 / (config.rope_theta**exponent)
-    return _scale_llama3(frequencies, config.rope_factor) if config.rope_scaling == "llama3" else frequencies
-
-
-def _scale_llama3(frequencies: Tensor, factor: float) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, and pass linearly from one to the other between them."""
-    rotations = LLAMA3_LENGTH * frequencies / (2 * math.pi)
-    unscaled_share = ((rotations - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
-    return frequencies * (unscaled_share + (1 - unscaled_share) / factor)
-
-
-def make_rotary_table(config: TransformerConfig, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-    """Make the table for `positions` (T,) or (B, T), in float64 for a float64 model and in float32 for any other."""
-    wide = torch.promote_types(dtype, torch.float32)
-    frequencies = compute_inverse_frequencies(config, head_dim, wide, positions.device)
-    angles = positions.to(wide).unsqueeze(-1) * frequencies
-    return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
-
-
-def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
-    """Turn each pair of channels (i, i + head_dim / 2) of x (..., T, heads, head_dim) by the angle of its position."""
-    cosine, sine = (part.to(x.dtype) for part in table)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-
-
-def apply_interleaved_rotary(x: Tensor, table: RotaryTable) -> Tensor:
-    """Turn each pair of channels (2 i, 2 i + 1) of x (..., T, heads, width).
-
-    The result has the first ones of all pairs before the second ones. Queries and keys come out in the same order,
-    which is all that their product needs.
-    """
-    return apply_rotary(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), table)
 
 
 class ScaledDotProduct(nn.Module):
@@ -137,12 +88,21 @@ class Attention(nn.Module):
 
     normed: str = "none"
     """Norm of queries and keys; see add_query_key_norms."""
-    q_norm: nn.RMSNorm
-    k_norm: nn.RMSNorm
+    q_norm: nn.Module
+    k_norm: nn.Module
 
     def __init__(
-        self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool, core: ScaledDotProduct
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        core: ScaledDotProduct,
+        query_factor: float = 1.0,
     ) -> None:
+        """query_factor: on queries, where scores are not q k / sqrt(head_dim)."""
         super().__init__()
         self.head_dim = head_dim
         self.q = nn.Linear(hidden, heads * head_dim, bias=bias)
@@ -151,6 +111,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(heads * head_dim, hidden, bias=bias)
         self.qkv = LinearGroup()
         self.core = core
+        self.query_factor = query_factor
 
     def forward(self, x: Tensor, table: RotaryTable | None = None, mask: DocumentMask | None = None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden); `table` is the rotary one of the T positions, mask as the core's."""
@@ -162,17 +123,28 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if table is not None:
             q, k = apply_rotary(q, table), apply_rotary(k, table)
+        if self.query_factor != 1.0:
+            q = q * self.query_factor
         masks = () if mask is None else (mask,)  # a core that a technique put there knows none
         mixed: Tensor = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks)
         out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return out
 
 
-def add_query_key_norms(attention: Attention, normed: str, eps: float) -> None:
-    """Add RMSNorm of queries and keys: of each `head`, or of all heads together (`full`)."""
+class RMSNorm1p(nn.RMSNorm):
+    """RMSNorm that multiplies by one plus its weight, so that weight decay draws towards one (Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., width) -> (..., width)."""
+        weight: Tensor = self.weight
+        return F.rms_norm(x, self.normalized_shape, weight + 1, self.eps)
+
+
+def add_query_key_norms(attention: Attention, normed: str, make_norm: Callable[[int], nn.Module]) -> None:
+    """Add norms of queries and keys: of each `head`, or of all heads together (`full`). make_norm: takes the width."""
     for name, layer in (("q_norm", attention.q), ("k_norm", attention.k)):
         width = attention.head_dim if normed == "head" else layer.out_features
-        attention.add_module(name, nn.RMSNorm(width, eps=eps))
+        attention.add_module(name, make_norm(width))
     attention.normed = normed
 
 
@@ -189,8 +161,20 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., hidden) -> (..., hidden)."""
         gate, up = self.inputs(x, self.gate, self.up)
-        out: Tensor = self.down(F.silu(gate) * up)
+        out: Tensor = self.down(self.activate(gate) * up)
         return out
+
+    def activate(self, gate: Tensor) -> Tensor:
+        """Return the activation of the gate's branch."""
+        return F.silu(gate)
+
+
+class GeGLU(SwiGLU):
+    """down(gelu(gate(x)) * up(x)), with the tanh approximation of GELU."""
+
+    def activate(self, gate: Tensor) -> Tensor:
+        """Return the activation of the gate's branch."""
+        return F.gelu(gate, approximate="tanh")
 
 
 class GELU(nn.Module):
@@ -209,9 +193,9 @@ class GELU(nn.Module):
 
 
 def make_feed_forward(hidden: int, width: int, activation: str, *, bias: bool) -> nn.Module:
-    """Make the layer for an activation of conf/model: swiglu, gelu or gelu_tanh."""
-    if activation == "swiglu":
-        return SwiGLU(hidden, width, bias=bias)
+    """Make the layer for an activation of conf/model: swiglu, geglu, gelu or gelu_tanh."""
+    if activation in ("swiglu", "geglu"):
+        return (SwiGLU if activation == "swiglu" else GeGLU)(hidden, width, bias=bias)
     assert activation in ("gelu", "gelu_tanh"), activation
     return GELU(hidden, width, bias=bias, tanh=activation == "gelu_tanh")
 
@@ -234,6 +218,25 @@ class Block(nn.Module):
         """x (B, T, hidden) -> (B, T, hidden)."""
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), table, mask))
         out: Tensor = x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)))
+        return out
+
+
+class PostNormBlock(Block):
+    """A block that also normalises the results of attention and of the feed-forward layer (Gemma 2)."""
+
+    def __init__(
+        self, attention: nn.Module, feed_forward: nn.Module, norm: Callable[[], nn.Module], dropout: float
+    ) -> None:
+        super().__init__(attention, feed_forward, norm, dropout)
+        self.attention_output_norm = norm()
+        self.feed_forward_output_norm = norm()
+
+    def forward(self, x: Tensor, table: RotaryTable | None = None, mask: DocumentMask | None = None) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden)."""
+        attended = self.attention_output_norm(self.attention(self.attention_norm(x), table, mask))
+        x = x + self.attention_dropout(attended)
+        widened = self.feed_forward_output_norm(self.feed_forward(self.feed_forward_norm(x)))
+        out: Tensor = x + self.feed_forward_dropout(widened)
         return out
 
 

@@ -8,6 +8,7 @@ from hpc_train.config.model import (
     ExpertsConfig,
     LatentConfig,
     ModelConfig,
+    RopeConfig,
     TransformerConfig,
     VisionTransformerConfig,
 )
@@ -48,6 +49,16 @@ def find_window(config: TransformerConfig, layer: int) -> int | None:
     return None if is_global else config.sliding_window
 
 
+def count_branches(config: TransformerConfig) -> int:
+    """Return the number of layers that widen the input of a dense feed-forward layer: 2 with a gate."""
+    return 2 if config.activation in ("swiglu", "geglu") else 1
+
+
+def count_block_norms(config: TransformerConfig) -> int:
+    """Return the number of norms of hidden states in a block."""
+    return 4 if config.post_norms else 2
+
+
 def count_vit_tokens(config: VisionTransformerConfig) -> int:
     """Return the number of tokens of an image: its patches, and the class token."""
     return (config.image_size // config.patch_size) ** 2 + 1
@@ -83,12 +94,45 @@ def check_transformer(config: TransformerConfig) -> None:
             f"model.global_every={config.global_every}: without effect, as no layer has a window; set "
             "model.sliding_window, or leave it out"
         )
+    if config.rope.local_theta is not None and (config.sliding_window is None or config.positions != "rotary"):
+        raise UserError(
+            f"model.rope.local_theta={config.rope.local_theta:g}: without effect, as it is of layers with a window and "
+            "rotary positions; set model.sliding_window, or leave it out"
+        )
+    _check_rope_scaling(config)
     if config.global_every == 1:
         raise UserError("model.global_every=1: leaves no layer with a window; use 2 or more, or no sliding_window")
     if config.experts.count:
         _check_experts(config)
     elif config.experts != ExpertsConfig():
         raise UserError("model.experts: has settings, but model.experts.count=0 makes no experts; set count")
+
+
+_SCALINGS_WITH = {
+    "original_positions": ("llama3", "yarn"),
+    "low": ("llama3",),
+    "high": ("llama3",),
+    **dict.fromkeys(("beta_slow", "beta_fast", "truncate", "table_factor", "mscale", "mscale_all_dim"), ("yarn",)),
+}
+"""Values of model.rope_scaling for which each setting of model.rope has an effect."""
+
+
+def _check_rope_scaling(config: TransformerConfig) -> None:
+    rope, plain = config.rope, RopeConfig()
+    for key, scalings in _SCALINGS_WITH.items():
+        value = getattr(rope, key)
+        if value != getattr(plain, key) and config.rope_scaling not in scalings:
+            raise UserError(
+                f"model.rope.{key}={str(value).lower()}: without effect at model.rope_scaling={config.rope_scaling}; "
+                f"it is of {' and '.join(scalings)}"
+            )
+    for low, high in (("low", "high"), ("beta_slow", "beta_fast")):
+        if getattr(rope, low) >= getattr(rope, high):
+            raise UserError(
+                f"model.rope.{low}={getattr(rope, low):g}: must be less than model.rope.{high}={getattr(rope, high):g}"
+            )
+    if config.rope_scaling == "yarn" and config.rope_theta <= 1:
+        raise UserError(f"model.rope_theta={config.rope_theta:g}: yarn needs a base above 1")
 
 
 def _check_latent_attention(config: TransformerConfig) -> None:
@@ -105,6 +149,8 @@ def _check_latent_attention(config: TransformerConfig) -> None:
         "head_dim": (config.head_dim, None),
         "sliding_window": (config.sliding_window, None),
         "attention_softcap": (config.attention_softcap, None),
+        "norm": (config.norm, "rmsnorm"),
+        "post_norms": (config.post_norms, False),
     }
     for key, (value, only) in wanted.items():
         if value != only:
@@ -208,7 +254,7 @@ def _latent_attention_weights(config: TransformerConfig) -> int:
 
 
 def _dense_feed_forward(config: TransformerConfig, bias: bool) -> int:
-    branches = 2 if config.activation == "swiglu" else 1
+    branches = count_branches(config)
     widen = branches * _linear(config.hidden, config.feed_forward, bias)
     return widen + _linear(config.feed_forward, config.hidden, bias)
 
@@ -243,7 +289,13 @@ def _transformer_parameters(config: TransformerConfig) -> int:
     embeddings = table * (1 if config.tied_embeddings else 2)
     positions = config.max_positions * config.hidden if config.positions == "learned" else 0
     blocks = _blocks(config, config.bias, config.experts.count)
-    return embeddings + positions + blocks + config.layers * (2 * norm + _query_key_norms(config)) + norm
+    return (
+        embeddings
+        + positions
+        + blocks
+        + config.layers * (count_block_norms(config) * norm + _query_key_norms(config))
+        + norm
+    )
 
 
 def _vit_block(config: VisionTransformerConfig, bias: bool) -> int:

@@ -1,7 +1,8 @@
-"""A decoder-only transformer of the Llama or the GPT family, whole or one pipeline stage of it."""
+"""A decoder-only transformer of the Llama, Gemma or GPT family, whole or one pipeline stage of it."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,13 @@ from hpc_train.config.model import TransformerConfig
 from hpc_train.models import shape
 from hpc_train.models.attention_kernels import DocumentMask
 from hpc_train.models.dropout import Dropout
+from hpc_train.models.initial_values import ZEROS, Normal
 from hpc_train.models.layers import (
     Attention,
     Block,
     BlockModel,
+    PostNormBlock,
+    RMSNorm1p,
     ScaledDotProduct,
     SwiGLU,
     add_query_key_norms,
@@ -24,16 +28,17 @@ from hpc_train.models.layers import (
     get_block_index,
     list_block_names,
     make_feed_forward,
-    make_rotary_table,
     make_stage_blocks,
     match_tensor_plan,
 )
 from hpc_train.models.plain_attention import ScoreRule
+from hpc_train.models.rotary import RotaryTable, compute_query_factor, make_rotary_table
 
 TENSOR_PLAN = {
     "embed": "vocab",
     "positions": "seq",
     "layers.*.attention_norm": "seq",
+    "layers.*.attention_output_norm": "seq",
     "layers.*.attention.[qkv]": "col",
     "layers.*.attention.[qk]_norm": "heads",
     "layers.*.attention.q_a": "seq",
@@ -45,6 +50,7 @@ TENSOR_PLAN = {
     "layers.*.attention.rope_key": "enter",
     "layers.*.attention.o": "row",
     "layers.*.feed_forward_norm": "seq",
+    "layers.*.feed_forward_output_norm": "seq",
     "layers.*.feed_forward.gate": "col",
     "layers.*.feed_forward.up": "col",
     "layers.*.feed_forward.down": "row",
@@ -81,6 +87,7 @@ class Transformer(BlockModel):
         shape.check_transformer(config)
         block_names = list_block_names(config.layers) if names is None else names
         self.config = config
+        self.logit_softcap = config.logit_softcap
         self.is_first, self.is_last = find_stage_ends(block_names, config.layers)
         if self.is_first or (self.is_last and config.tied_embeddings):
             self.embed = nn.Embedding(config.vocab_size, config.hidden)
@@ -109,11 +116,10 @@ class Transformer(BlockModel):
             positions = positions - document_starts
         if self.is_first:
             x = self._embedded(x, positions)
-        table = None
-        if self.config.positions == "rotary":
-            table = make_rotary_table(self.config, shape.compute_rotary_dim(self.config), positions, x.dtype)
+        tables = self._make_tables(positions, x.dtype)
         masks: dict[ScoreRule, DocumentMask] = {}  # one for all layers that see the same part of a sequence
-        for layer in self.layers.values():
+        for key, layer in self.layers.items():
+            table = tables.get(self._is_local(int(key)))
             if document_starts is None:
                 x = layer(x, table)
                 continue
@@ -123,8 +129,22 @@ class Transformer(BlockModel):
             x = layer(x, table, masks[core.rule])
         return self._logits(x) if self.is_last else x
 
+    def _is_local(self, layer: int) -> bool:
+        """Whether a layer has the rotary base of layers with a window."""
+        return self.config.rope.local_theta is not None and shape.find_window(self.config, layer) is not None
+
+    def _make_tables(self, positions: Tensor, dtype: torch.dtype) -> dict[bool, RotaryTable]:
+        """Make the rotary tables of the layers here: of those that are local, and of all others."""
+        if self.config.positions != "rotary":
+            return {}
+        width = shape.compute_rotary_dim(self.config)
+        kinds = {self._is_local(int(key)) for key in self.layers}
+        return {local: make_rotary_table(self.config, width, positions, dtype, local=local) for local in sorted(kinds)}
+
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.embed(tokens)
+        if self.config.scaled_embeddings:
+            x = x * math.sqrt(self.config.hidden)
         if self.config.positions == "learned":
             x = x + self.positions(positions.unsqueeze(0) if positions.ndim == 1 else positions)
         embedded: Tensor = self.dropout(x)
@@ -133,22 +153,29 @@ class Transformer(BlockModel):
     def _logits(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         logits: Tensor = self.head(x, self.embed.weight) if self.config.tied_embeddings else self.head(x)
-        softcap = self.config.logit_softcap
-        if softcap is None:
-            return logits
-        assert logits.shape[-1] == self.config.vocab_size, "a head that passes hidden states on has no soft-cap"
-        return softcap * torch.tanh(logits / softcap)
+        softcap = self.logit_softcap  # None where a loss in chunks makes the logits
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def init_rule(self, name: str) -> Normal:
+        """GPT-2's; norms begin as factors of 1."""
+        is_norm = name.rpartition(".")[0].endswith("norm")
+        return ZEROS if is_norm and self.config.norm == "rmsnorm_1p" else super().init_rule(name)
 
 
 def _make_norm(config: TransformerConfig) -> nn.Module:
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.hidden, eps=config.norm_eps)
-    return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
+    return _make_rms_norm(config, config.hidden)
+
+
+def _make_rms_norm(config: TransformerConfig, width: int) -> nn.Module:
+    return (RMSNorm1p if config.norm == "rmsnorm_1p" else nn.RMSNorm)(width, eps=config.norm_eps)
 
 
 def _make_block(config: TransformerConfig, name: str) -> Block:
     attention, feed_forward = _make_attention(config, get_block_index(name)), _make_feed_forward(config, name)
-    return Block(attention, feed_forward, partial(_make_norm, config), config.dropout)
+    kind = PostNormBlock if config.post_norms else Block
+    return kind(attention, feed_forward, partial(_make_norm, config), config.dropout)
 
 
 def _make_attention(config: TransformerConfig, layer: int) -> nn.Module:
@@ -159,10 +186,11 @@ def _make_attention(config: TransformerConfig, layer: int) -> nn.Module:
         softcap=config.attention_softcap,
         backend=config.attention,
     )
+    factor = compute_query_factor(config, shape.compute_head_dim(config))
     if shape.has_latent_attention(config):
         from hpc_train.models.latent_attention import LatentAttention  # other models need none of this
 
-        return LatentAttention(config.hidden, config.heads, config.latent, core)
+        return LatentAttention(config.hidden, config.heads, config.latent, core, factor)
     attention = Attention(
         config.hidden,
         config.heads,
@@ -170,9 +198,10 @@ def _make_attention(config: TransformerConfig, layer: int) -> nn.Module:
         shape.compute_head_dim(config),
         bias=config.bias,
         core=core,
+        query_factor=factor,
     )
     if config.query_key_norm != "none":
-        add_query_key_norms(attention, config.query_key_norm, config.norm_eps)
+        add_query_key_norms(attention, config.query_key_norm, partial(_make_rms_norm, config))
     return attention
 
 

@@ -46,7 +46,9 @@ def compute_loss_in_chunks(part: nn.Module, config: RunConfig, world: World) -> 
     owner = part.embed if part.config.tied_embeddings else part.head
     policy = make_mixed_precision_policy(config.precision)
     keeps = get_axis_degree(world, "pp") > 1 and splits_backward(config.parallel.pipeline)
-    chunks = LossChunks(config.train.loss_chunk, part.config.vocab_size, policy.param_dtype, axis, keeps)
+    softcap = part.config.logit_softcap
+    chunks = LossChunks(config.train.loss_chunk, part.config.vocab_size, policy.param_dtype, axis, keeps, softcap)
+    part.logit_softcap = None
     part.head.forward = _pass_on  # type: ignore[method-assign, assignment]
     part.loss_sum = ChunkedLoss(owner, chunks)  # type: ignore[method-assign]
     return f"loss: {config.train.loss_chunk} tokens at a time"
@@ -86,6 +88,8 @@ class LossChunks:
     """This rank's part of the vocabulary; None: all of it."""
     keeps_gradients: bool = False
     """Whether a backward may run again: a split backward asks for the gradients of activations and weights in turn."""
+    softcap: float | None = None
+    """Of logits: they become softcap tanh(logit / softcap)."""
 
 
 class ChunkedLoss:
@@ -146,9 +150,15 @@ def _add_chunk(
     counts = (target != IGNORED_TARGET).unsqueeze(-1)
     x = x * counts  # what does not count is 0 here and in of_x, so that the larger gradient of logits needs no mask
     own = chunks.own
-    loss, wide = differentiate_cross_entropy(x @ weight.mT, target, *(() if own is None else (own.first, own.group)))
+    logits, tangent = x @ weight.mT, None
+    if chunks.softcap is not None:
+        tangent = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(chunks.softcap).tanh_()
+        logits = tangent * chunks.softcap
+    loss, wide = differentiate_cross_entropy(logits, target, *(() if own is None else (own.first, own.group)))
     if of_x is None and of_weight is None:
         return loss
+    if tangent is not None:
+        wide.mul_(tangent.square_().neg_().add_(1))
     of_logits = wide.to(weight.dtype)
     del wide
     if of_x is not None:

@@ -11,6 +11,8 @@ from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransfo
 from hpc_train.models.shape import (
     compute_expert_width,
     compute_head_dim,
+    count_block_norms,
+    count_branches,
     count_kv_heads,
     count_vit_tokens,
     has_latent_attention,
@@ -127,15 +129,15 @@ def _transformer(model: TransformerConfig) -> Weights:
     hidden, bias = model.hidden, model.bias
     norm = _norm(hidden, model.norm == "layernorm" and bias)
     attention = _latent_attention(model) if has_latent_attention(model) else _attention(model)
-    branches = 2 if model.activation == "swiglu" else 1
-    wide = branches * _linear(hidden, model.feed_forward, bias, "outputs")
+    wide = count_branches(model) * _linear(hidden, model.feed_forward, bias, "outputs")
     wide += _linear(model.feed_forward, hidden, bias, "inputs")
     table = Weight((model.vocab_size, hidden), "vocabulary")
     positions = [Weight((model.max_positions, hidden), summed=True)] if model.positions == "learned" else []
-    dense = (*norm, *attention, *norm, *wide)
+    norms = count_block_norms(model) // 2 * norm  # before, and maybe after, each of the two layers
+    dense = (*norms, *attention, *norms, *wide)
     weights = Weights((table, *positions), dense, (*norm, table), model.layers)
     if model.experts.count:
-        mixture = (*norm, *attention, *norm, *_router_and_shared(model))
+        mixture = (*norms, *attention, *norms, *_router_and_shared(model))
         weights = replace(weights, block=mixture, experts=_expert_stacks(model))
         weights = replace(weights, dense_block=dense, dense_blocks=model.experts.first_dense)
     return replace(weights, after=(*norm,), tied=table) if model.tied_embeddings else weights

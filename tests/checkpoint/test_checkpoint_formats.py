@@ -19,11 +19,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 from hpc_train.checkpoint import load_step
 from hpc_train.checkpoint.convert import safetensors_files
+from hpc_train.checkpoint.convert.model_config import parse_hf_config
 from hpc_train.checkpoint.convert.rewrite import StateDictTensors, make_blank_shard
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.step_directory import try_read_manifest
 from hpc_train.config.compose import compose, config_to_yaml
 from hpc_train.config.model import ModelConfig
+from hpc_train.models.huggingface import from_huggingface
 from hpc_train.models.initial_values import initialise_parameters
 from hpc_train.models.registry import build_model
 
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 SMALL = ("model.layers=2", "model.hidden=32", "model.heads=4", "model.feed_forward=48")
 EXPERTS = ("model=llama_moe_tiny", *SMALL, "model.experts.balance_loss=0")
 """Without the auxiliary loss, which is another one there."""
+GEMMA = ("model=gemma_tiny", *SMALL, "model.sliding_window=5", "model.vocab_size=61")
 FAMILIES = {
     "llama": ["model=llama_tiny", *SMALL, "model.kv_heads=2", "model.vocab_size=61"],
     "llama_tied_3": [
@@ -43,6 +46,8 @@ FAMILIES = {
         "model.max_positions=16384",
         "model.vocab_size=61",
     ],
+    "gemma2": [*GEMMA, "model.query_key_norm=none", "model.rope.local_theta=null", "model.logit_softcap=3"],
+    "gemma3": [*GEMMA, "model.rope_scaling=linear", "model.attention_scale=0.25"],
     "gpt2": ["model=gpt2_tiny", *SMALL, "model.max_positions=256", "model.vocab_size=61"],
     "vit": ["model=vit_tiny", *SMALL],
     "mixtral": [*EXPERTS, "model.experts.feed_forward=null"],
@@ -265,6 +270,45 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path, terminal: Terminal) 
     assert "the tensor 'w' is not one of" in terminal.refused("import", tmp_path / "w.pt", new, "--format", "torch")
 
 
+def test_deepseek_is_read_as_it_is_published(tmp_path: Path, terminal: Terminal) -> None:
+    """In float8 with the scales of blocks, YaRN, and a module for a second next token behind the last layer."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    yarn = ["model.rope_scaling=yarn", "model.rope_factor=40", "model.rope.mscale=1", "model.rope.mscale_all_dim=1"]
+    saved_run(run, [*FAMILIES["deepseek_v3"], *yarn, "model.rope.original_positions=64"])
+    terminal.ok("export", run, out, "--format", "hf")
+    body = json.loads((out / "config.json").read_text())
+    body["num_nextn_predict_layers"] = 1
+    body["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 24]}
+    # The published file calls the scaling so, and has no number for what is the default.
+    body["rope_scaling"]["type"] = body["rope_scaling"].pop("rope_type")
+    (out / "config.json").write_text(json.dumps(body))
+    plain = load_file(out / "model.safetensors")
+    files: State = {}
+    wanted: State = {}
+    for name, tensor in plain.items():
+        if tensor.ndim == 2 and "proj" in name:
+            scales = torch.rand(-(-len(tensor) // 16), -(-tensor.shape[1] // 24)) + 0.5
+            spread = scales.repeat_interleave(16, 0)[: len(tensor)].repeat_interleave(24, 1)[:, : tensor.shape[1]]
+            files[name] = (tensor / spread).to(torch.float8_e4m3fn)
+            files[f"{name}_scale_inv"] = scales
+            wanted[name] = files[name].float() * spread
+        else:
+            files[name] = wanted[name] = tensor
+    files["model.layers.2.eh_proj.weight"] = torch.ones(32, 64)
+    files["model.layers.2.shared_head.norm.weight"] = torch.ones(32)
+    save_file(files, out / "model.safetensors")
+    told = terminal.ok("import", out, tmp_path / "back", "--format", "hf", "--json").json
+    assert told["left_out"] == 2
+    assert "model.rope_scaling=yarn" in told["overrides"]
+    config = parse_hf_config(body, "x")
+    assert_same(stored(tmp_path / "back/checkpoints", 0), from_huggingface(wanted, config))
+    del files["model.layers.0.self_attn.o_proj.weight_scale_inv"]
+    save_file(files, out / "model.safetensors")
+    assert "o_proj.weight_scale_inv is not there" in terminal.refused("import", out, tmp_path / "b", "--format", "hf")
+    (out / "config.json").write_text(json.dumps({**body, "quantization_config": {"quant_method": "awq"}}))
+    assert "only float8 in blocks is read" in terminal.refused("import", out, tmp_path / "b", "--format", "hf")
+
+
 def test_config_json_of_what_we_cannot_compute(tmp_path: Path, terminal: Terminal) -> None:
     words = ("import", tmp_path, tmp_path / "run", "--format", "hf")
     assert "give a folder of save_pretrained" in terminal.refused(*words)
@@ -274,7 +318,7 @@ def test_config_json_of_what_we_cannot_compute(tmp_path: Path, terminal: Termina
         "model_type 'mamba'": {"model_type": "mamba"},
         "is it of a llama model": {"model_type": "llama"},
         "hidden_act is 'relu'": {**llama, "hidden_act": "relu"},
-        "rotary positions (yarn)": {**llama, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        "rotary positions (longrope)": {**llama, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
         "there is no .safetensors file": llama,
     }
     for message, body in wrong.items():

@@ -9,7 +9,14 @@ import torch
 from model_shapes import FOLDER, GPT2, LLAMA, VIT, load, shipped
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpc_train.config.model import CustomModelConfig, ExpertsConfig, LatentConfig, ModelConfig, TransformerConfig
+from hpc_train.config.model import (
+    CustomModelConfig,
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeConfig,
+    TransformerConfig,
+)
 from hpc_train.errors import UserError
 from hpc_train.models.registry import build_model
 from hpc_train.models.shape import check_shape, compute_flops_per_token, count_parameters
@@ -17,6 +24,9 @@ from hpc_train.models.shape import check_shape, compute_flops_per_token, count_p
 PUBLISHED = {
     "deepseek_tiny": 1_366_464,  # ours
     "deepseek_v3": 671e9,  # DeepSeek-AI 2024, arXiv:2412.19437, abstract
+    "gemma2_2b": 2_614_341_888,  # the sum over the published checkpoint, as of the next one
+    "gemma3_1b": 999_885_952,
+    "gemma_tiny": 821_632,  # ours
     "gpt2_tiny": 957_184,  # ours; pinned so that it stays what its comment says
     "gpt3_175b": 174.6e9,  # Narayanan et al. 2021, arXiv:2104.04473, table 2
     "gpt3_1_3b": 1.316e9,  # Dey et al. 2023, arXiv:2304.03208
@@ -39,7 +49,7 @@ PUBLISHED = {
     "vit_small": 22_050_664,
     "vit_tiny": 202_186,  # ours
 }
-OURS = ("llama_tiny", "llama_moe_tiny", "deepseek_tiny")
+OURS = ("llama_tiny", "llama_moe_tiny", "deepseek_tiny", "gemma_tiny")
 LATENT = replace(
     LLAMA, kv_heads=None, latent=LatentConfig(kv_rank=20, nope_head_dim=12, rope_head_dim=8, value_head_dim=14)
 )
@@ -51,6 +61,7 @@ VARIANTS = [
     replace(LLAMA, head_dim=20, norm="layernorm"),
     replace(LLAMA, experts=ExpertsConfig(count=8, top_k=8, shared=2, first_dense=1), query_key_norm="full"),
     replace(GPT2, bias=False, tied_embeddings=False, activation="swiglu", kv_heads=2),
+    replace(LLAMA, norm="rmsnorm_1p", activation="geglu", post_norms=True, query_key_norm="head"),
     LATENT,
     replace(LATENT, latent=replace(LATENT.latent, q_rank=30)),
 ]
@@ -160,3 +171,18 @@ def test_a_shape_that_does_not_fit_is_one_line(config: ModelConfig, line: str) -
 def test_shapes_and_the_registry_need_no_torch() -> None:
     code = "import sys, hpc_train.models, hpc_train.models.shape; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope": RopeConfig(low=2.0)}, "model.rope.low=2.0: without effect at model.rope_scaling=none"),
+        ({"rope_scaling": "llama3", "rope": RopeConfig(mscale=1.0)}, "it is of yarn"),
+        ({"rope_scaling": "yarn", "rope": RopeConfig(beta_fast=1.0)}, "must be less than model.rope.beta_fast=1"),
+        ({"rope_scaling": "yarn", "rope_theta": 1.0}, "yarn needs a base above 1"),
+        ({"rope": RopeConfig(local_theta=5.0)}, "set model.sliding_window"),
+    ],
+)
+def test_settings_of_rotary_positions_that_do_nothing_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_shape(replace(LLAMA, **changes))  # type: ignore[arg-type]

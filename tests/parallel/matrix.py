@@ -13,7 +13,14 @@ from torch import nn
 
 from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.compose import compose
-from hpc_train.config.model import ExpertsConfig, LatentConfig, ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.model import (
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeConfig,
+    TransformerConfig,
+    VisionTransformerConfig,
+)
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
 from hpc_train.models.dropout import Dropout, DropoutSite, SampleCounter, list_positions, make_layer_key, make_step_key
@@ -48,6 +55,12 @@ def _llama(**changes: object) -> TransformerConfig:
         "init_std": 0.2,
     }
     return TransformerConfig(name="llama", **{**shape, **changes})  # type: ignore[arg-type]
+
+
+def _gemma(**changes: object) -> TransformerConfig:
+    """Gemma 2 or 3 in small."""
+    parts = {"norm": "rmsnorm_1p", "activation": "geglu", "post_norms": True, "scaled_embeddings": True}
+    return _llama(**parts, **changes)
 
 
 MODELS: dict[str, ModelConfig] = {
@@ -105,8 +118,10 @@ MODELS: dict[str, ModelConfig] = {
         kv_heads=None,
         latent=LatentConfig(kv_rank=12, nope_head_dim=6, rope_head_dim=4, value_head_dim=10, interleaved=False),
     ),
-    "windows": _llama(sliding_window=5, global_every=2),
-    "capped": _llama(tied_embeddings=True, sliding_window=6, attention_softcap=1.5, logit_softcap=2.5),
+    "windows": _gemma(sliding_window=5, global_every=2, query_key_norm="head", rope=RopeConfig(local_theta=100.0)),
+    "capped": _gemma(
+        tied_embeddings=True, sliding_window=6, attention_softcap=1.5, logit_softcap=2.5, attention_scale=0.3
+    ),
     "llama-dropout": _llama(dropout=0.2),
     "tied-dropout": _llama(tied_embeddings=True, dropout=0.2),
     "grouped-dropout": _llama(hidden=36, heads=6, kv_heads=3, dropout=0.2),

@@ -37,12 +37,14 @@ def _inputs(dtype: torch.dtype, ignored: slice) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("ignored", [slice(0), slice(3, 8), slice(None)], ids=["none", "some", "all"])
 @pytest.mark.parametrize("tokens", [1, 5, 18, 1000])
-def test_a_loss_in_chunks_is_that_of_all_tokens(tokens: int, ignored: slice) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_loss_in_chunks_is_that_of_all_tokens(softcap: float | None, tokens: int, ignored: slice) -> None:
     head = _head(torch.float64)
     x, target = _inputs(torch.float64, ignored)
-    wanted = cross_entropy_sum(head(x), target)
+    logits = head(x)
+    wanted = cross_entropy_sum(logits if softcap is None else softcap * torch.tanh(logits / softcap), target)
     gradients = torch.autograd.grad(wanted * 0.3, (x, head.weight))
-    loss = ChunkedLoss(head, LossChunks(tokens, CLASSES))(x, target)
+    loss = ChunkedLoss(head, LossChunks(tokens, CLASSES, softcap=softcap))(x, target)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
     for found, expected in zip(torch.autograd.grad(loss * 0.3, (x, head.weight)), gradients, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)

@@ -140,9 +140,11 @@ CASES: dict[str, Case] = {
     ),
     "pp-2-zbv-chunks": Case(2, _pp("zbv", "train.loss_chunk=13"), "tied"),
     "pp-2-cp-2-tp-2-chunks": Case(8, _pp("1f1b", "parallel.cp=2", "parallel.tp=2", "train.loss_chunk=3"), "tied"),
-    # windows and soft-caps
+    # windows and soft-caps: Gemma 3 and Gemma 2 in small
     "zero3-2-windows": Case(2, ("parallel=fsdp",), "windows", micro=3),
     "tp-2-capped": Case(2, ("parallel.tp=2",), "capped"),
+    "tp-2-capped-chunks": Case(2, ("parallel.tp=2", "train.loss_chunk=5"), "capped"),
+    "pp-2-capped-chunks": Case(2, _pp("1f1b", "train.loss_chunk=5"), "capped"),
     "pp-2-windows": Case(2, _pp("interleaved_1f1b"), "windows"),
     "cp-2-windows": Case(2, ("parallel.cp=2",), "windows"),
     "cp-4-windows-unbalanced": Case(4, ("parallel.cp=4", "parallel.context.balanced=false"), "windows"),
@@ -196,7 +198,7 @@ DRAWN = (
     "ddp-3-short", "hsdp-2x2", "tp-4-kv-2-tied", "pp-2-zbv", "cp-2-unbalanced", "offload-empty-shards",
     "pp-2-zero3-2", "pp-2-cp-2-tp-2-recompute", "pp-2-experts", "ep-2-of-4-zero2", "ep-2-cp-2-unbalanced",
     "ep-2-tp-2", "tp-2-latent", "cp-2-latent", "ep-2-pp-2-tp-2-latent",
-    "zero3-2-chunks", "pp-2-zbv-chunks", "tp-2-chunks", "tp-2-capped", "cp-2-windows",
+    "zero3-2-chunks", "pp-2-zbv-chunks", "tp-2-chunks", "tp-2-capped-chunks", "cp-2-windows",
 )  # fmt: skip
 """One or two of each kind. Each technique alone has a test file of its own beside this one."""
 

@@ -4,6 +4,7 @@ No code from a file is run, and every size in it is checked before use.
 
 rewrite             write a step from any source of tensors, in bounded memory
 model_config        config.json of transformers; check that tensors fit a model
+hf_config/          what a config.json says, by families; what published files have beside the weights
 safetensors_files   safetensors: one file, or several with an index
 dcp                 torch.distributed.checkpoint, written through torch, read without it
 torch_files         files of torch.save, read without torch.load

@@ -10,6 +10,11 @@ import torch
 
 from hpc_train.checkpoint.convert import dcp, model_config, safetensors_files, torch_files
 from hpc_train.checkpoint.convert.dcp import parse_dcp_metadata
+from hpc_train.checkpoint.convert.hf_config.published_files import (
+    drop_next_token_layers,
+    expand_block_scales,
+    is_block_scale,
+)
 from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, load_run_config
 from hpc_train.checkpoint.convert.rewrite import (
     Progress,
@@ -30,6 +35,8 @@ _BASES = {
     "llama": "llama_tiny",
     "mistral": "llama_tiny",
     "ministral": "llama_tiny",
+    "gemma2": "gemma_tiny",
+    "gemma3_text": "gemma_tiny",
     "gpt2": "gpt2_tiny",
     "vit": "vit_tiny",
     "mixtral": "llama_moe_tiny",
@@ -136,9 +143,15 @@ def _read_hugging_face(path: Path, options: ImportOptions) -> _Weights:
     # A hostile number would take all the memory below.
     if layers > len(state):
         raise UserError(f"{file}: has {layers} layers, and {path} has {len(state)} tensors")
-    source = _wrap_state(from_huggingface(state, model), options)
+    weights = drop_next_token_layers(expand_block_scales(state, body), body, layers)
+    source = _wrap_state(from_huggingface(weights, model), options)
     check_tensors_fit_model(source.tensors, model, str(path))
-    return _Weights(source, model, 0)
+    return _Weights(source, model, _count_left_out(state, weights))
+
+
+def _count_left_out(state: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> int:
+    """Count the tensors of the files that are of no part of the model; scales are of their weights."""
+    return sum(name not in weights and not is_block_scale(name) for name in state)
 
 
 def _match_names(names: list[str], prefix: str) -> dict[str, str]:

@@ -13,11 +13,6 @@ def check_attention_rules(config: RunConfig, degrees: Degrees) -> None:
     model = config.model
     if not isinstance(model, TransformerConfig):
         return
-    if config.train.loss_chunk and model.logit_softcap is not None:
-        raise UserError(
-            f"train.loss_chunk={config.train.loss_chunk}: computes no soft-caps, and model.logit_softcap="
-            f"{model.logit_softcap:g}; use train.loss_chunk=0"
-        )
     if model.attention == "auto":
         return
     option, kernel = f"model.attention={model.attention}", model.attention

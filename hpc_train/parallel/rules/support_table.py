@@ -171,6 +171,14 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_windows.py",
     ),
     Technique(
+        "Gemma 2 and 3: four norms a block, gated GELU, two rotary bases",
+        "model=gemma_tiny",
+        "our own layers",
+        EXACT,
+        "not latent attention; not planned by the planner",
+        "tests/parallel/test_matrix.py",
+    ),
+    Technique(
         "choice of the attention kernel",
         "model.attention=flash",
         "torch's scaled_dot_product_attention, FlexAttention",

@@ -17,6 +17,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.shape import (
     compute_expert_width,
     compute_head_dim,
+    count_branches,
     count_kv_heads,
     count_vit_tokens,
     has_latent_attention,
@@ -97,7 +98,7 @@ def _count_adapter_weights(config: RunConfig) -> float:
     hidden, width = model.hidden, compute_head_dim(model)
     queries, keys = model.heads * width, count_kv_heads(model) * width
     shapes = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden)}
-    if model.activation == "swiglu":
+    if count_branches(model) == 2:
         shapes["gate"] = (hidden, model.feed_forward)
     shapes |= {"up": (hidden, model.feed_forward), "down": (model.feed_forward, hidden)}
     chosen = [shape for name, shape in shapes.items() if not adapter.targets or _is_target(name, adapter.targets)]
@@ -128,7 +129,7 @@ def _count_optimizer_states(optim: OptimConfig, jobs: Jobs) -> Column:
 def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
     """Return the columns of a model's shape. A vision transformer counts as a transformer whose tokens are patches."""
     if isinstance(model, TransformerConfig):
-        _refuse_windows(model, sequence)
+        _refuse_unplanned(model, sequence)
         return {
             "layers": model.layers,
             "hidden": model.hidden,
@@ -137,7 +138,7 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
             "kv_heads": count_kv_heads(model),
             "head_dim": compute_head_dim(model),
             "vocab": model.vocab_size,
-            "gated": model.activation == "swiglu",
+            "gated": count_branches(model) == 2,
             "parallel_block": 0,
             "tied": model.tied_embeddings,
             "learned_positions": model.max_positions if model.positions == "learned" else 0,
@@ -186,13 +187,18 @@ def _latent_columns(model: TransformerConfig) -> dict[str, float]:
     }
 
 
-def _refuse_windows(model: TransformerConfig, sequence: int) -> None:
-    """Raise UserError for attention whose time and memory are not modelled."""
+def _refuse_unplanned(model: TransformerConfig, sequence: int) -> None:
+    """Raise UserError for parts whose time and memory are not modelled."""
     keys = {
         "sliding_window": model.sliding_window if (model.sliding_window or sequence) < sequence else None,
         "attention_softcap": model.attention_softcap,
         "logit_softcap": model.logit_softcap,
     }
+    if model.post_norms:
+        raise UserError(
+            "model.post_norms=true: the planner has no model of it yet, so it cannot plan this; choose the degrees "
+            "yourself and count their memory with hpc-train plan rehearse"
+        )
     for key, value in keys.items():
         if value is not None:
             raise UserError(
