@@ -32,7 +32,7 @@ from hpc_train.checkpoint.save import save_step
 from hpc_train.data.loader import Loader
 from hpc_train.errors import UserError
 from hpc_train.models.registry import register
-from hpc_train.training import rank
+from hpc_train.training import assemble
 
 _moments: Counter[str] = Counter()
 
@@ -163,7 +163,7 @@ class Faulty(nn.Module):
 
 
 _assemble = Loader._assemble
-_resume = rank.resume_from_checkpoint
+_resume = assemble.resume_from_checkpoint
 _write_shard = save_step.write_shard
 
 
@@ -186,4 +186,4 @@ def _assemble_with_faults(*arguments: Any) -> Any:
 
 Loader._assemble = _assemble_with_faults  # type: ignore[method-assign]
 save_step.write_shard = _write_shard_with_faults
-rank.resume_from_checkpoint = _resume_with_faults
+assemble.resume_from_checkpoint = _resume_with_faults

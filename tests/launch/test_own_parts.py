@@ -22,8 +22,8 @@ from hpc_train.data.stream_loader import StreamLoader
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
+from hpc_train.training.components import make_engine, make_model
 from hpc_train.training.optimizer import make_optimizer, make_schedule
-from hpc_train.training.rank import make_engine, make_model
 
 MODEL = ("model=custom", "model.module=own_parts", "model.name=pair", "precision=fp64")
 PAIRS = ("data=custom", "data.module=own_parts", "data.name=pairs", "data.validation_fraction=0.25")

@@ -26,8 +26,8 @@ from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
+from hpc_train.training.components import make_engine, make_pretrained_model
 from hpc_train.training.optimizer import make_optimizer
-from hpc_train.training.rank import make_engine, make_pretrained_model
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 16, 48
 STEPS = (0, 1, 2)

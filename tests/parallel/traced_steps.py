@@ -62,7 +62,7 @@ def make_engine(world: World, config: RunConfig) -> Engine:
 
 
 def train(engine: Engine, batch: StepBatch) -> None:
-    """What training.loop.train_step asks of a device."""
+    """What training.step.train_step asks of a device."""
     sums = engine.forward_backward(batch)
     read_step_numbers(sums, engine.clip(1.0))
     engine.update(1e-3)

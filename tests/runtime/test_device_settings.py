@@ -21,7 +21,7 @@ from hpc_train.runtime.device_settings import (
 from hpc_train.runtime.step_collection import collect_at_steps
 from hpc_train.step_clock import StepPart
 from hpc_train.testing import run_ranks
-from hpc_train.training.nvtx_ranges import PartRanges
+from hpc_train.training.records.nvtx_ranges import PartRanges
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

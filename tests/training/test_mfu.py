@@ -3,7 +3,7 @@
 import pytest
 
 from hpc_train.config.compose import compose
-from hpc_train.training.loop import compute_mfu, find_peak_flops
+from hpc_train.training.records.mfu import compute_mfu, find_peak_flops
 
 H100 = "NVIDIA H100 80GB HBM3"
 

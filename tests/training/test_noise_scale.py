@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc_train.training.loop import NoiseScale
+from hpc_train.training.numerics.noise_scale import NoiseScale
 
 SMALL, BIG, DIM, MEASUREMENTS = 4, 32, 8, 20_000
 

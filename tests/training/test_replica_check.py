@@ -12,8 +12,8 @@ from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
+from hpc_train.training.components import make_engine, make_model
 from hpc_train.training.numerics.replica_check import ReplicaCheck, find_minority
-from hpc_train.training.rank import make_engine, make_model
 
 
 def compare(world: World, config: RunConfig, wrong: list[int]) -> tuple[tuple[list[int], bool], tuple[list[int], bool]]:

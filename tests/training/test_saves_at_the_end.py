@@ -21,9 +21,12 @@ from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
-from hpc_train.training.loop import TrainingRun, run_training
-from hpc_train.training.rank import assemble_run, find_shortfall, make_engine, make_model, open_data
+from hpc_train.training.assemble import assemble_run
+from hpc_train.training.completion import find_shortfall
+from hpc_train.training.components import make_engine, make_model, open_data
+from hpc_train.training.loop import run_training
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory, prepare_run_directory
+from hpc_train.training.training_run import TrainingRun
 
 _fsync = os.fsync
 

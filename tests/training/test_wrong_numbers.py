@@ -20,11 +20,13 @@ from hpc_train.interfaces import StepBatch, Sums, World
 from hpc_train.resilience.exclusion import read_strikes
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
-from hpc_train.training.loop import TrainingRun, run_training
+from hpc_train.training.assemble import assemble_run
+from hpc_train.training.components import make_engine, make_model, open_data
+from hpc_train.training.loop import run_training
 from hpc_train.training.numerics.anomalies import SkipList, UpdateGuard, read_skip_list
 from hpc_train.training.optimizer import require_determinism
-from hpc_train.training.rank import assemble_run, make_engine, make_model, open_data
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
+from hpc_train.training.training_run import TrainingRun
 
 POISONED_STEP = 3
 LAYOUTS = {

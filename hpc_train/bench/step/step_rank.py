@@ -34,11 +34,15 @@ from hpc_train.parallel.precision import autocast_forward, cast_parameters
 from hpc_train.parallel.user_model import require_one_input
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.start import join, leave_process_group, start
-from hpc_train.training.loop import TrainingRun, report_step, train_step
+from hpc_train.training.assemble import assemble_run
+from hpc_train.training.components import make_engine, make_model, open_data
+from hpc_train.training.loop import report_step
 from hpc_train.training.optimizer import require_determinism
-from hpc_train.training.rank import assemble_run, make_engine, make_model, open_data, place_rank
+from hpc_train.training.rank import place_rank
 from hpc_train.training.records.recorder import StepRecorder
 from hpc_train.training.run_directory import RunDirectory
+from hpc_train.training.step import train_step
+from hpc_train.training.training_run import TrainingRun
 
 _LOSS_TOLERANCE = 0.05
 """Maximum relative difference of two first losses: dropout stays below it, another loss function does not."""

@@ -21,7 +21,7 @@ from hpc_train.training.numerics.replica_check import ReplicaCheck
 from hpc_train.training.numerics.rollback import MOST_ROLLBACKS, ROLLBACKS, WentBack, mark_newer_bad
 
 if TYPE_CHECKING:
-    from hpc_train.training.loop import TrainingRun
+    from hpc_train.training.training_run import TrainingRun
 
 log = logging.getLogger(__name__)
 _FIRST_COMPARISON = 3

@@ -22,7 +22,7 @@ from hpc_train.regular_files import read_json
 from hpc_train.resilience.exclusion import SOFTWARE, Strike, append_strike
 
 if TYPE_CHECKING:
-    from hpc_train.training.loop import TrainingRun
+    from hpc_train.training.training_run import TrainingRun
 
 log = logging.getLogger(__name__)
 _SAME_LOSS = 1e-3

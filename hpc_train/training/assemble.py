@@ -1,0 +1,126 @@
+"""Assemble a run, ready for its next step: resume its checkpoint, or start from adapters or weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hpc_train.checkpoint import ResumedStep, resume_from_checkpoint
+from hpc_train.config.model import HfModelConfig
+from hpc_train.config.run import RunConfig, is_loose
+from hpc_train.data.datasets import Dataset
+from hpc_train.data.own_dataset import OwnStream
+from hpc_train.errors import UserError
+from hpc_train.interfaces import Engine, World
+from hpc_train.models.registry import build_model as build_model
+from hpc_train.runtime.consensus import Consensus
+from hpc_train.runtime.processes import StopRequest
+from hpc_train.training.components import count_samples, count_total_steps, make_loader, make_validation_loader
+from hpc_train.training.data_position import restore_position
+from hpc_train.training.numerics.rollback import ROLLBACKS, read_rollbacks
+from hpc_train.training.optimizer import doubt_learning_rate
+from hpc_train.training.records.reporter import Reporter
+from hpc_train.training.run_directory import RunDirectory
+from hpc_train.training.saving import describe_code_change
+from hpc_train.training.training_run import TrainingRun
+
+if TYPE_CHECKING:
+    pass
+
+
+# Any other error stays on its own rank, and is the first that the run reports, with its traceback.
+_USER_ERRORS = Consensus(shared=())
+
+
+def assemble_run(
+    config: RunConfig,
+    world: World,
+    directory: RunDirectory,
+    attempt: int,
+    stop: StopRequest,
+    data: Dataset | OwnStream,
+    engine: Engine,
+) -> TrainingRun:
+    """Assemble the run, ready for its next step: the one after the checkpoint that is resumed, or the first."""
+    steps = count_total_steps(config, count_samples(data))
+    loader, validation = make_loader(config, data, world, augment=True), make_validation_loader(config, world)
+    run = TrainingRun(config, world, directory, engine, loader, validation, steps, Reporter(directory, attempt), stop)
+    run.rollback.restore(_USER_ERRORS.run_on_rank_0(world, lambda: read_rollbacks(directory.path / ROLLBACKS)))
+    run.guard.skip_samples(run.rollback.entries)
+    lines: list[str] = []
+    resumed = resume_from_checkpoint(directory.checkpoints, config.checkpoint.resume, engine.shards(), world)
+    if resumed is not None:
+        lines += _restore_run(run, resumed)
+    if config.adapter.base == "nf4":
+        run.base_digest = _USER_ERRORS.run_on_rank_0(world, partial(_check_base, config, resumed))
+    loaded = _load_adapter_of_start(run, resumed)
+    lines = [loaded, *lines] if loaded is not None else lines
+    if is_loose(config) and (loaded is not None or (resumed is not None and resumed.weights_only)):
+        from hpc_train.parallel.engines.loose_engine import LooseEngine
+
+        assert isinstance(engine, LooseEngine)
+        engine.start_from_anchors()
+    if directory.skipped.exists():
+        run.write_skip_list()  # without the steps after the checkpoint, which are about to be done again
+
+    def start_reporter() -> None:
+        run.reporter = Reporter.start(config, directory, attempt, steps, run.step, world.rank)
+
+    _USER_ERRORS.run_on_rank_0(world, start_reporter)  # the reporter of every other rank is silent
+    for line in lines:
+        run.reporter.say(line)
+    return run
+
+
+def _restore_run(run: TrainingRun, resumed: ResumedStep) -> list[str]:
+    """Put the run where its checkpoint was saved; returns lines to print. Tensors are in their places already."""
+    changed = describe_code_change(resumed.origin, run.saver.origin)
+    lines = [changed] if changed is not None else []
+    if resumed.weights_only:
+        lines.append(
+            f"weights of step {resumed.step} in {resumed.directory}: training starts at step 0 with a fresh optimizer"
+        )
+        doubt = doubt_learning_rate(run.config)
+        return [*lines, doubt] if doubt is not None else lines
+    extra = resumed.extra
+    run.step = run.equal_at = resumed.step
+    run.saved_at = resumed.step if resumed.directory == run.directory.checkpoints else None
+    run.resumed_from = run.saved_at
+    run.owes_validation = run.saved_at is not None and extra.get("owes_validation", False)
+    _check_position(extra["consumed_samples"], run)
+    run.noise.restore(extra["noise_scale"])
+    if "numbers" in extra:  # not in checkpoints of earlier releases
+        run.guard.restore(extra["numbers"])
+    exact = getattr(run.config.data, "resume", "exact") == "exact"
+    restarted = restore_position(run.loader, extra.get("data"), run.consumed_samples, exact, run.world)
+    if run.saved_at is not None:
+        run.rollback.add_checkpoint(run.saved_at)
+    return [*lines, restarted] if restarted else lines
+
+
+def _load_adapter_of_start(run: TrainingRun, resumed: ResumedStep | None) -> str | None:
+    """Load adapter.path if no checkpoint has adapters yet; returns a line to print, or None if nothing was loaded."""
+    if run.config.adapter.path is None or (resumed is not None and not resumed.lacks_adapters):
+        return None
+    from hpc_train.training.adapter_start import load_adapter
+
+    return load_adapter(run.config, run.engine, run.world)
+
+
+def _check_base(config: RunConfig, resumed: ResumedStep | None) -> str:
+    """Return the digest of the files of a base in 4 bits, compared with those that adapters were trained on."""
+    from hpc_train.checkpoint.convert.quantized_base import check_base, digest_base
+
+    assert isinstance(config.model, HfModelConfig)
+    if resumed is not None:
+        check_base(config.model, resumed.extra, f"step {resumed.step} in {resumed.directory}")
+    return digest_base(config.model)
+
+
+def _check_position(consumed: int, run: TrainingRun) -> None:
+    """Raise UserError if the checkpoint was trained with another global batch: samples would be skipped or repeated."""
+    if consumed != run.consumed_samples:
+        raise UserError(
+            f"checkpoint.resume={run.config.checkpoint.resume}: it has seen {consumed} samples in {run.step} "
+            f"steps, which is not train.global_batch={run.config.train.global_batch}; use the batch it was trained with"
+        )

@@ -1,0 +1,40 @@
+"""Compute the model FLOP utilisation (MFU) of a step.
+
+There is none unless both the FLOPs of the model and the peak of the GPU are known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpc_train.config.run import RunConfig
+from hpc_train.models.shape import compute_flops_per_token
+
+if TYPE_CHECKING:
+    pass
+
+
+def find_peak_flops(config: RunConfig, device_name: str | None) -> float | None:
+    """Return the peak FLOP/s of one rank's device in this run's precision.
+
+    None unless the cluster's configuration describes this very device: the peak of another GPU would give an MFU that
+    looks like a fact.
+    """
+    gpu = config.cluster.gpu
+    if device_name is None or gpu.name is None or gpu.name.lower() not in device_name.lower():
+        return None
+    teraflops = gpu.peak_tflops.get(config.precision.name)
+    return teraflops * 1e12 if teraflops else None
+
+
+def compute_mfu(config: RunConfig, peak: float | None, tokens: int, seconds: float, ranks: int) -> float | None:
+    """Return which fraction of the peak the model's own FLOPs used in one step, recomputation not counted.
+
+    peak: FLOP/s of one rank. None if the peak or the model's FLOPs are unknown.
+    """
+    if peak is None:
+        return None
+    flops = compute_flops_per_token(config.model, config.train.sequence_length)
+    if flops is None:
+        return None
+    return flops * tokens / (seconds * ranks * peak)
