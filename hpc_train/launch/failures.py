@@ -17,7 +17,7 @@ from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.launch.state.attempts import read_attempt, read_rank_entries, read_tail_text
 from hpc_train.regular_files import read_json
 from hpc_train.resilience.incident import read_hang
-from hpc_train.training.records.run_records import RankFailure, append_event, read_first_failure
+from hpc_train.training.records.run_records import REQUEUE_MARKER, RankFailure, append_event, read_first_failure
 
 EXIT_CODES = "exits.json"
 """File in an attempt's log directory, of the local pool: [[task, exit code], ...] in the order of their ends."""
@@ -25,6 +25,8 @@ SRUN_ERRORS = "srun.err"
 _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of Memory")
 """Slurm says this of all tasks of a node that end at that moment, so that it does not tell which one it was."""
+_STOPPED_EARLY = (128 + signal.SIGUSR2, 128 + signal.SIGTERM)
+"""Exit codes of a task that a stop signal ended before it had a handler."""
 _ABORTED = "Aborted"
 _DEADLY_WORDS = (
     "Killed",
@@ -270,6 +272,8 @@ def main(run_dir: str, attempt: str, code: str, requeue: str) -> int:
     run = Path(run_dir)
     logs = run / "logs" / attempt
     if requeue:
+        if error := _find_error_of_stop(logs, int(code)):
+            requeue = f"{requeue}; meanwhile {error.line}"
         append_event(run / "events.jsonl", "requeue", int(attempt), exit_code=int(code), why=requeue)
         print(f"requeued: {requeue}", flush=True)
     elif int(code) != EXIT_REQUEUE:
@@ -282,6 +286,15 @@ def main(run_dir: str, attempt: str, code: str, requeue: str) -> int:
         append_event(run / "events.jsonl", "failure", int(attempt), exit_code=int(code), why=line)
         print(f"hpc-train: {why}", flush=True)
     return 0
+
+
+def _find_error_of_stop(logs: Path, code: int) -> FirstError | None:
+    """Return the first failure of ranks that stopped on purpose, as where one died in the save; None without one.
+
+    code: srun's exit code.
+    """
+    failed = (logs / REQUEUE_MARKER).exists() and code not in (EXIT_REQUEUE, *_STOPPED_EARLY)
+    return find_first_error(logs) if failed else None
 
 
 def _explain_by_batch_script(logs: Path, code: str) -> str:

@@ -17,6 +17,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
 from hpc_train.regular_files import write_private_file
+from hpc_train.training.records.run_records import REQUEUE_MARKER
 
 _MAY_DIFFER = re.compile(
     r"run_dir$|(cluster|parallel|launch|container|resilience|checkpoint|plan|loggers|profile)\.|train\.(steps|epochs|micro_batch"
@@ -83,7 +84,7 @@ class RunDirectory:
 
     def requeue_marker(self, attempt: int) -> Path:
         """Return the marker of ranks that have saved and stopped on purpose; the batch script then requeues the job."""
-        return self.logs(attempt) / "requeue"
+        return self.logs(attempt) / REQUEUE_MARKER
 
     def done_marker(self, attempt: int) -> Path:
         """Return the marker that rank 0 leaves after the last step.

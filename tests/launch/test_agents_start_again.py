@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.slurm import supervise
-from hpc_train.launch.slurm.supervise import AgentReports, PeerFailures, SrunErrors
+from hpc_train.launch.slurm import agent_reports, srun_errors
+from hpc_train.launch.slurm.agent_reports import AgentReports
+from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
 from hpc_train.resilience.agent import Report, encode_report
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.watch import RankView
@@ -33,8 +34,8 @@ def reports(
     tmp_path: Path, started: list[Mapping[Phase, float]], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[AgentReports]:
     """Agents of two nodes that report once and end; those of node2 report only the first time."""
-    monkeypatch.setattr(supervise, "_AGENTS_AGAIN_SECONDS", 0.0)
-    monkeypatch.setattr(supervise, "_AGENT_START_SECONDS", 0.2)
+    monkeypatch.setattr(agent_reports, "_AGENTS_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(agent_reports, "_AGENT_START_SECONDS", 0.2)
     lines = [encode_report(Report(host, [], learned={Phase.STEP: 1.5})) for host in ("node1", "node2")]
 
     def start(learned: Mapping[Phase, float]) -> subprocess.Popen[bytes]:
@@ -96,7 +97,7 @@ def test_a_silent_node_whose_ranks_go_on_has_a_stuck_agent_once(reports: AgentRe
     report("node1", 55)
     assert reports.has_a_stuck_agent("node2")
     reports.expect_new_agent("node2")
-    assert reports.nodes["node2"].silent == -supervise._AGENT_START_SECONDS
+    assert reports.nodes["node2"].silent == -agent_reports._AGENT_START_SECONDS
     report("node1", 80)
     assert not reports.has_a_stuck_agent("node2"), "once"
 
@@ -119,7 +120,7 @@ def test_agents_that_report_are_left_alone(reports: AgentReports) -> None:
 def test_when_an_agent_was_killed_the_others_leave_and_all_start_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise, "_AGENTS_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(agent_reports, "_AGENTS_AGAIN_SECONDS", 0.0)
     orders, errors = tmp_path / "orders", tmp_path / "agents.err"
     errors.write_text("srun: error: node1: task 0: Killed\n")  # of agents of an earlier supervisor
     words = ["sh", "-c", f"head -n 1 >> {orders}"]
@@ -142,18 +143,18 @@ def test_when_an_agent_was_killed_the_others_leave_and_all_start_again(
 
 def test_ranks_are_ended_some_time_after_a_peer_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(supervise.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(srun_errors.time, "monotonic", lambda: clock[0])
     errors = tmp_path / "srun.err"
     failures = PeerFailures(SrunErrors(errors))
     assert not failures.are_due(), "srun has said nothing yet"
     errors.write_text("srun: error: node1: task 0: Exited with exit code 75\nsrun: error: node2: task 1: Kil")
     assert not failures.are_due()
-    clock[0] += supervise._PEER_SECONDS + 1
+    clock[0] += srun_errors._PEER_SECONDS + 1
     assert not failures.are_due(), "all ranks stop on purpose, and may save"
     with errors.open("a") as file:
         file.write("led\n")
     assert not failures.are_due()
-    clock[0] += supervise._PEER_SECONDS - 0.5
+    clock[0] += srun_errors._PEER_SECONDS - 0.5
     assert not failures.are_due()
     clock[0] += 1
     assert failures.are_due()

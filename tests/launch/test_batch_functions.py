@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,22 @@ def test_a_supervisor_that_is_killed_or_stopped_is_started_again_as_long_as_ther
     calls.unlink()
     gone = f"{quick}; logs={tmp_path} hpc_watch=(bash -c 'echo x >>{calls}; kill -9 $$'); (exit 0) & wait"
     assert run_functions(f"{gone}; keep_watching $! 2>/dev/null; ls {tmp_path}") == ""
+
+
+def test_an_srun_that_outlives_its_ranks_is_left_and_ended_before_the_job_is(tmp_path: Path) -> None:
+    """The script goes on at once; in the end it waits for an srun that may still be told how a rank ended."""
+    begin = f"run={tmp_path} logs={tmp_path} job=1 step=()"
+    begin += "; mkdir $run/logs; hpc_watch=(bash -c 'echo $2 >$1/left-srun' _); run_ranks sleep 600; echo $?"
+    began = time.monotonic()
+    said = run_functions(f"{begin}; touch $logs/lost-node; end_left_sruns; wait; echo ended")
+    assert said == "137\nended"
+    (tmp_path / "left-srun").unlink()
+    (tmp_path / "lost-node").unlink()
+    (tmp_path / "logs").rmdir()
+    slow = begin.replace("sleep 600", "bash -c 'sleep 2; echo told >&2'")
+    assert run_functions(f"{slow}; end_left_sruns") == "137"
+    assert (tmp_path / SRUN_ERRORS).read_text() == "told\n"
+    assert time.monotonic() - began < 15, "nobody waits longer than for the end"
 
 
 def test_a_node_that_srun_cannot_reach_is_lost_though_slurm_does_not_say_so_yet(tmp_path: Path) -> None:

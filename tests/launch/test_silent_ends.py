@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.config.compose import compose
 from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_USER_ERROR, IncompleteRun, MissingRanksError, UserError
-from hpc_train.launch.failures import find_first_error
+from hpc_train.launch.failures import find_first_error, main
 from hpc_train.launch.restarting import decide_after_failure, find_fault
 from hpc_train.resilience.restart import Action, Cause, Fault
 from hpc_train.training.numerics.number_checks import LostNumbers
@@ -79,6 +80,18 @@ def test_a_rank_that_did_not_come_to_the_others_is_named_and_not_the_one_that_wa
     fault = find_fault(logs, EXIT_USER_ERROR)
     assert (fault.cause, fault.host) == (Cause.HANG, "node2")
     assert "missing: task 1 on node2" in fault.text
+
+
+@pytest.mark.parametrize("code", [139, 75, 140])
+def test_a_rank_that_dies_while_all_stop_on_purpose_is_named(tmp_path: Path, code: int) -> None:
+    logs = tmp_path / "logs" / "0"
+    logs.mkdir(parents=True)
+    (logs / "requeue").touch()
+    (logs / "srun.err").write_text("srun: error: node2: task 1: Segmentation fault\n")
+    main(str(tmp_path), "0", str(code), "the ranks stopped on purpose")
+    (event,) = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
+    died = "; meanwhile task 1 on node2 was ended from outside: Segmentation fault" if code == 139 else ""
+    assert event["why"] == f"the ranks stopped on purpose{died}"
 
 
 def test_an_srun_that_was_killed_is_nobodys_fault(logs: Path) -> None:

@@ -188,7 +188,11 @@ def follow(cell: str, scene: Scene, began: float) -> Cell:
 def assert_culprit(fault: str, scene: Scene, began: float) -> None:
     """The rank and its node are named, and nobody else."""
     events = [event for event in lines(scene.run / "events.jsonl") if event["time"] > began]
-    restart = next(event for event in events if event["event"] == "restart")
+    restart = next((event for event in events if event["event"] == "restart"), None)
+    if restart is None:  # while all ranks stopped on purpose, after which the job is requeued
+        (requeue,) = (event for event in events if event["event"] == "requeue")
+        assert f"meanwhile task 1 on {scene.host}" in requeue["why"]
+        return
     if fault in ("ranks' srun", "weight", "moment", "gradient"):
         assert restart["host"] == "", "no node is to blame, or of two copies nobody knows which is right"
     elif fault not in ("both killed", "hang and kill"):

@@ -19,6 +19,8 @@
 
 # What result.json says of an attempt.
 why="" next="" state="" stopped=""
+# Each srun that had not ended when its ranks had, and that nobody waits for.
+left_sruns=()
 
 # write_marker NAME TEXT: readers see the whole file or none.
 write_marker() {
@@ -190,9 +192,31 @@ run_ranks() {
   ranks=$!
   keep_watching "$ranks" >"$logs/watch.log" 2>&1 &
   watcher=$!
-  wait_for "$ranks" || code=$?
   wait_for "$watcher"
-  return "${code:-0}"
+  if [ -e "$logs/left-srun" ]; then
+    left_sruns+=("$ranks")
+    return 137
+  fi
+  wait_for "$ranks"
+}
+
+# end_left_sruns: before the job ends or is requeued. A slurmstepd that has not yet told its srun how a rank ended goes on
+# trying if that was killed, and Slurm may then drain its node ("Kill task failed"). Of a lost node nobody will say it.
+end_left_sruns() {
+  local srun second
+  for srun in "${left_sruns[@]}"; do
+    for ((second = 0; second < 15; second++)); do
+      ! is_own_job "$srun" && continue 2
+      [ ! -e "$logs/lost-node" ] || break
+      sleep 1
+    done
+    kill -KILL "$srun" 2>/dev/null
+  done
+}
+
+# is_own_job PROCESS: whether it was started by this shell and has not ended. Its number may be another process's by now.
+is_own_job() {
+  jobs -pr | grep -qx "$1"
 }
 
 # keep_watching RANKS: the supervisor is started again where it has ended before the ranks, after a pause that grows.
@@ -391,6 +415,7 @@ finish_run() {
   if [ "$hpc_chain" -gt 1 ] && [ "$next" != chain ]; then
     scancel --quiet --state=PENDING --user="$(id -un)" --jobname="$SLURM_JOB_NAME"
   fi
+  end_left_sruns
   [ -z "$requeue" ] || requeue_job
   [ "$next" != cancel ] || scancel "$job"
   exit "$code"
@@ -472,6 +497,7 @@ run_point() (
   export HPC_TRAIN_SHARE="$1/$hpc_points_per_job/$job_cpus"
   start_ranks
   settle_attempt $?
+  end_left_sruns
   exit "$code"
 )
 

@@ -21,6 +21,8 @@ from hpc_train.regular_files import parse_json_object, read_json, read_text, wri
 from hpc_train.user_frames import LOST_PEER, describe_error, every_frame, format_frame, root_cause, user_frames
 
 log = logging.getLogger(__name__)
+REQUEUE_MARKER = "requeue"
+"""File in an attempt's log directory, of ranks that have stopped on purpose."""
 
 
 class LineFile:

@@ -1,0 +1,219 @@
+"""Start the agents of a Slurm job, one a node, and read what they report.
+
+They are a job step of their own, beside that of the ranks. If one of them ends, the others are told to leave, and all
+of them are started again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_train.launch.slurm.srun_errors import SrunErrors
+from hpc_train.resilience.agent import END, LEAVE, Report, decode_report
+from hpc_train.resilience.deadlines import merge_learned
+from hpc_train.resilience.heartbeat import Phase
+from hpc_train.resilience.watch import RankView
+
+AGENTS = "agents"
+"""Name of the agents' job step."""
+AGENT_ERRORS = "agents.err"
+"""File in an attempt's log directory: what the agents' srun says."""
+TICK_SECONDS = 0.5
+"""Seconds between two looks at the reports."""
+END_SECONDS = 5.0
+"""How long agents have to end once they are told to."""
+_LATE_SECONDS = 3.0
+"""Silence after which a node is late: agents report each second."""
+_AGENT_START_SECONDS = 20.0
+"""How much longer than usual a node may be silent whose agent is started again."""
+_STEPS_AHEAD = 5
+"""Steps of other nodes' ranks that show that a silent node still computes."""
+_AGENTS_AGAIN_SECONDS = 5.0
+"""Between two starts of the agents."""
+
+
+@dataclass
+class NodeState:
+    """The newest report of one node's agent, and what its silence since then means."""
+
+    report: Report
+    silent: float = 0.0
+    """Seconds since its last report, counted only while this process runs."""
+    agent_starts: bool = False
+    """Whether its agent was started again and has not reported since."""
+    front: int | None = None
+    """The step that any rank had come to when the node had been silent for half as long as it may be; None before."""
+
+
+@dataclass
+class AgentReports:
+    """The newest report of each node, read from the agents' srun as it comes."""
+
+    start: Callable[[Mapping[Phase, float]], subprocess.Popen[bytes]]
+    """Starts the agents, with the deadlines that were learned so far."""
+    errors: SrunErrors
+    """Of the agents' srun."""
+    nodes: dict[str, NodeState] = field(default_factory=dict)
+    ended: bool = False
+    """Whether the agents have ended by themselves."""
+    _unparsed: bytes = b""
+    _last_read: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.errors.read_exit_codes()  # of earlier agents
+        self.process = self.start(self.merge_learned())
+        self._started, self.ended, self._unparsed = time.monotonic(), False, b""
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self.process.stdout, selectors.EVENT_READ)
+
+    def start_again(self) -> bool:
+        """Have all agents end if one of them was killed, and start them again; returns whether they were started."""
+        if self.errors.read_exit_codes():
+            self.send(LEAVE)
+        if not self.ended or time.monotonic() < self._started + _AGENTS_AGAIN_SECONDS:
+            return False
+        self.close()
+        self._begin()
+        for host in self.nodes:
+            self.expect_new_agent(host)
+        return True
+
+    def expect_new_agent(self, host: str) -> None:
+        """Give a node time for the start of another agent, once: a node on which none can start is lost."""
+        node = self.nodes[host]
+        if not node.agent_starts:
+            node.silent, node.agent_starts = -_AGENT_START_SECONDS, True
+
+    def merge_learned(self) -> dict[Phase, float]:
+        """Return the deadlines that the agents have learned."""
+        return merge_learned(node.report.learned for node in self.nodes.values())
+
+    def read(self, seconds: float) -> None:
+        """Read reports for this many seconds, or until a rank is late, and count how long each node has been silent."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if self._selector.select(left):
+                data = os.read(self.process.stdout.fileno(), 1 << 16)  # type: ignore[union-attr]
+                if not data:  # all agents are gone
+                    self.ended = True
+                    time.sleep(left)
+                    break
+                if self._parse_reports(data):
+                    break
+        now = time.monotonic()
+        for node in self.nodes.values():
+            node.silent += min(now - self._last_read, 2 * seconds)
+        self._last_read = now
+
+    def _parse_reports(self, data: bytes) -> bool:
+        """Take the reports among what was read; returns whether a rank is late in one of them."""
+        late = False
+        *lines, self._unparsed = (self._unparsed + data).split(b"\n")
+        for line in lines:
+            report = decode_report(line.decode(errors="replace"))
+            if report is not None:
+                self.nodes[report.host] = NodeState(report, -TICK_SECONDS)
+                late = late or any(view.overdue for view in report.views)
+        return late
+
+    def _find_front(self) -> int:
+        return max((view.step for view in self.list_views()), default=0)
+
+    def has_a_stuck_agent(self, host: str) -> bool:
+        """Return whether a silent node is there, and only its agent is not, as where somebody has stopped it.
+
+        Ranks on other nodes still make steps, which they cannot without its ranks; or it is the node of this process.
+        Steps count from the middle of its silence on, as it may have died at any moment after its last report. An
+        agent that has just been started again counts as any other: the node may be overloaded.
+        """
+        node = self.nodes[host]
+        others_go_on = node.front is not None and self._find_front() - node.front >= _STEPS_AHEAD
+        return not node.agent_starts and (others_go_on or host == socket.gethostname())
+
+    def list_views(self) -> list[RankView]:
+        """Return the newest views of all ranks."""
+        return [view for node in self.nodes.values() for view in node.report.views]
+
+    def list_machines(self) -> dict[str, Any]:
+        """Return what nodes with late ranks say of their kernel logs and ports, by host."""
+        return {host: node.report.machine for host, node in self.nodes.items() if node.report.machine}
+
+    def find_notice(self) -> Report | None:
+        """Return the report of a node that is about to be taken away; None if there is none."""
+        return next((node.report for node in self.nodes.values() if node.report.notice), None)
+
+    def find_silent(self, seconds: float) -> str | None:
+        """Return a node that has said nothing for so long, while another still reports; None if there is none."""
+        for node in self.nodes.values():
+            if node.front is None and node.silent > seconds / 2:
+                node.front = self._find_front()
+        silent = [host for host, node in self.nodes.items() if node.silent > seconds]
+        return silent[0] if silent and len(silent) < max(2, len(self.nodes)) else None
+
+    def may_miss_a_node(self, seconds: float) -> bool:
+        """Return whether a node is late that may yet turn out to be lost, after `seconds` of silence.
+
+        The ranks on the other nodes often fail first, because their connections break.
+        """
+        return any(_LATE_SECONDS < node.silent <= seconds + 2 * TICK_SECONDS for node in self.nodes.values())
+
+    def send(self, order: bytes) -> None:
+        """Write to the standard input of all agents; nothing happens if they are gone."""
+        with suppress(OSError):
+            os.write(self.process.stdin.fileno(), order)  # type: ignore[union-attr]
+
+    def close(self, seconds: float = END_SECONDS) -> None:
+        """Let the agents end; those that have not done so after `seconds` are killed."""
+        self._selector.close()
+        self.send(END)
+        with suppress(OSError):
+            self.process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()  # type: ignore[union-attr]
+
+
+def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start an agent on each of these nodes, in a step of its own that takes nothing from the ranks."""
+    count, names = len(nodes), ",".join(nodes)
+    options = ["--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={names}"]
+    quiet = [
+        "--cpus-per-task=1",
+        "--mem=0",
+        "--mpi=none",
+        "--cpu-bind=none",
+        "--unbuffered",
+        "--kill-on-bad-exit=0",  # for which Slurm takes KillWait: the supervisor has the others end
+        f"--job-name={AGENTS}",
+    ]
+    agent = [sys.executable, "-P", "-m", "hpc_train.resilience.agent", str(logs), json.dumps(dict(resilience))]
+    with (logs / AGENT_ERRORS).open("ab") as errors:
+        # Variables that srun would take for options of the ranks' step must not reach this one.
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_CPUS", "SLURM_NTASKS"))}
+        return subprocess.Popen(
+            ["srun", *options, *quiet, *agent],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=env,
+            start_new_session=True,
+        )

@@ -1,0 +1,89 @@
+"""Signal and end the job steps of a Slurm job: the ranks, and the agents beside them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_train.launch.slurm.agent_reports import AGENTS, AgentReports
+from hpc_train.launch.slurm.slurm_cli import run_client
+from hpc_train.resilience.agent import KILL
+from hpc_train.resilience.watch import GONE, read_process_state
+
+LEFT_SRUN = "left-srun"
+"""File in an attempt's log directory: the process id of an srun that has not ended after its ranks. The batch script
+goes on without it."""
+SIGNAL_SECONDS = 1.0
+"""How long to wait for scancel: it acts at once, but then waits for all nodes of the job, also for lost ones."""
+SRUN_SECONDS = 6.0
+"""How long srun has to end after its ranks were killed."""
+SRUN_SECONDS_WITHOUT_A_NODE = 2.0
+"""The same where a node is lost, for which srun would wait as long as Slurm does."""
+
+
+def signal_ranks(job: str, number: signal.Signals) -> None:
+    """Signal the ranks of a job."""
+    signal_steps(job, number, agents=False)
+
+
+def signal_steps(job: str, number: signal.Signals, agents: bool) -> None:
+    """Signal the newest step of a job's ranks, or of its agents. SIGKILL to the job as a whole would cancel it.
+
+    An older step is one of an earlier attempt, which Slurm has not given up yet because a node of it was lost.
+    """
+    others = ("batch", "extern")
+    steps = [step for step, name in list_steps(job) if name not in others and (name == AGENTS) is agents]
+    if steps:
+        newest = max(steps, key=lambda step: int(step.rpartition(".")[2]))
+        process = subprocess.Popen(["scancel", f"--signal={number.name.removeprefix('SIG')}", newest])
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SIGNAL_SECONDS)
+
+
+def end_ranks(logs: Path, job: str, srun: int, reports: AgentReports, seconds: float = SRUN_SECONDS) -> None:
+    """Kill the ranks of a job, and leave their srun (a process id) if it has not ended `seconds` later."""
+    kill_ranks(job, reports)
+    end = time.monotonic() + seconds
+    while is_running(srun) and time.monotonic() < end:
+        time.sleep(0.1)
+    leave_srun(logs, srun)
+
+
+def kill_ranks(job: str, reports: AgentReports) -> None:
+    """Kill the ranks of a job, by its agents and by Slurm.
+
+    By the agents, as a node whose slurmstepd was killed does not get Slurm's signal, and srun then waits for that node.
+    """
+    reports.send(KILL)
+    signal_ranks(job, signal.SIGKILL)
+
+
+def leave_srun(logs: Path, srun: int) -> None:
+    """Have the batch script go on without an srun that has not ended after its ranks.
+
+    It is not killed: the slurmstepd of a rank that has not yet told it how the rank ended would go on trying for more
+    than a minute, for which Slurm takes a node out of service ("Kill task failed").
+    """
+    if not is_running(srun):
+        return
+    try:
+        (logs / LEFT_SRUN).write_text(f"{srun}\n")
+    except OSError:  # a full disk: rather a node that may be drained than a job that waits for ever
+        with suppress(ProcessLookupError):
+            os.kill(srun, signal.SIGKILL)
+
+
+def list_steps(job: str) -> list[tuple[str, str]]:
+    """Return id and name of each running step of a job."""
+    answer = run_client(["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"])
+    pairs = (line.strip().partition("|") for line in answer.out.splitlines())
+    return [(step, name) for step, _, name in pairs if step]
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process is there and is no zombie, which its parent has still to wait for."""
+    return read_process_state(process) != GONE
