@@ -23,6 +23,7 @@ from hpc_train.training.step_numbers import read_step_numbers
 
 DRAWN = ("ddp", "fsdp", "tp", "pp", "ep", "window", "fp8")
 OTHERS = ("async_tp", "cp", "chunks", "recompute", "muon", "ema", "diloco")
+OFFLOADED = ("activations", "optimizer")
 Traces = dict[str, Trace]
 
 
@@ -31,12 +32,15 @@ def trace_layouts(*names: str) -> Traces:
     done = subprocess.run([sys.executable, str(script), *names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    return {name: Trace([Entry(**entry) for entry in one["entries"]], one["waits"], one["before"]) for name, one in found.items()}
+    return {
+        name: Trace([Entry(**entry) for entry in one["entries"]], one["waits"], one["before"])
+        for name, one in found.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def traces() -> Traces:
-    return trace_layouts(*DRAWN)
+    return trace_layouts(*DRAWN, *OFFLOADED)
 
 
 def check_one_wait(found: Trace) -> None:
@@ -64,6 +68,31 @@ def test_gathers_and_reductions_have_streams_of_their_own(traces: Traces, name: 
 def test_experts_wait_once_more_in_every_exchange(traces: Traces) -> None:
     """all-to-all takes from the host how many rows go where."""
     assert traces["ep"].waits == ["tolist"] * (1 + MICRO * LAYERS)
+
+
+def test_activations_come_and_go_beside_the_computation(traces: Traces) -> None:
+    """All copies of a block go together, on a stream of their own.
+
+    The computation waits for the copies of a block when the next one has run, and before its backward, but never for
+    those of the last block, which stays.
+    """
+    found = traces["activations"]
+    assert found.waits == ["tolist"]
+    (own,) = {entry.stream for entry in found.entries if entry.what == "aten.copy_.default"} - {DEFAULT_STREAM}
+    groups = [entry.what for entry in found.entries if entry.stream == own].count(f"wait {DEFAULT_STREAM}")
+    assert groups == MICRO * (LAYERS + LAYERS - 1), "out after each forward, back before all backwards but the first"
+    assert found.count_waits(DEFAULT_STREAM, own) == MICRO * 2 * (LAYERS - 1)
+    order = [entry for entry in found.entries if own in (entry.stream, entry.what.removeprefix("wait "))]
+    first = [entry.what for entry in order].index(f"wait {own}")
+    assert [entry.what for entry in order[:first]].count(f"wait {DEFAULT_STREAM}") >= 2, "beside the next forward"
+
+
+def test_an_optimizer_on_the_host_waits_once_more_for_each_part(traces: Traces) -> None:
+    """The model is one part."""
+    found = traces["optimizer"]
+    assert found.waits == ["tolist", "Event.synchronize"]
+    last = [entry for entry in found.entries if entry.what.startswith("wait")][-1]
+    assert last.stream == DEFAULT_STREAM, "the next forward waits for the parameters on their way back"
 
 
 def test_ranks_of_a_window_connect_before_the_first_step(traces: Traces) -> None:

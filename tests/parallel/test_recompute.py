@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from plain_setup import GPT2, LAYOUTS, LENGTH, LLAMA, SEQUENCES, engine_of, glob
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hpc_train._torch import TorchDispatchMode
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
@@ -21,6 +25,8 @@ from hpc_train.models.initial_values import initialise_parameters
 from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.memory import activation_offload, recompute
+from hpc_train.parallel.memory.activation_offload import ActivationMoves
+from hpc_train.parallel.memory.copy_stream import CopyStream
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.parallel.user_model import replace_forward
 from hpc_train.testing import run_ranks
@@ -173,12 +179,21 @@ def _block() -> tuple[nn.Module, Tensor]:
     return next(iter(module.double().blocks().values())), x.requires_grad_()
 
 
-def _gradients(block: nn.Module, x: Tensor) -> tuple[list[Tensor], bool, Watch]:
+def _offload(*blocks: nn.Module) -> ActivationMoves:
+    moves = ActivationMoves(torch.device("cpu"))
+    for block in blocks:
+        replace_forward(block, partial(activation_offload.wrap_offload, block, moves))
+    return moves
+
+
+def _gradients(block: nn.Module, x: Tensor, moves: ActivationMoves | None = None) -> tuple[list[Tensor], bool, Watch]:
     """(gradients, whether the result of attention was held until backward, what forward ran)."""
     kept: list[StorageWeakRef] = []
     block.attention.core.register_forward_hook(lambda _, __, out: kept.append(StorageWeakRef(out.untyped_storage())))
     with Watch() as forward:
         out = block(x)
+    if moves is not None:
+        moves.release_originals()  # as at the end of the next block
     there = not kept[0].expired()
     out.square().sum().backward()
     return [x.grad, *(parameter.grad for parameter in block.parameters())], there, forward
@@ -188,8 +203,7 @@ def test_offload_copies_what_is_kept_once_and_lets_go_of_it() -> None:
     plain, there, _ = _gradients(*_block())
     assert there
     block, x = _block()
-    replace_forward(block, partial(activation_offload.wrap_offload, block))
-    moved, there, forward = _gradients(block, x)
+    moved, there, forward = _gradients(block, x, _offload(block))
     assert not there
     for a, b in zip(moved, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -216,17 +230,126 @@ def test_offload_with_full_recomputation_copies_the_input_of_the_block() -> None
     plain, _, _ = _gradients(*_block())
     block, x = _block()
     replace_forward(block, partial(recompute.wrap_recompute, keep=None))
-    replace_forward(block, partial(activation_offload.wrap_offload, block))
-    moved, _, forward = _gradients(block, x)
+    moved, _, forward = _gradients(block, x, _offload(block))
     assert forward.copied == x.nbytes
     for a, b in zip(moved, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+class _Odd(nn.Module):
+    """Saves a tensor that overlaps itself and one that is not contiguous, and may change what it has saved."""
+
+    def __init__(self, changes: bool = False) -> None:
+        super().__init__()
+        self.changes = changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (n, n) -> (n, n)."""
+        product = x.t() * x[:1].expand_as(x) * x.exp()
+        if self.changes:
+            product.add_(1)
+        out: Tensor = product.sin()
+        if self.changes:
+            product.add_(1)
+        return out
+
+
+def test_offload_keeps_what_is_not_contiguous() -> None:
+    results = []
+    for offloads in (False, True):
+        block = _Odd()
+        moves = _offload(block) if offloads else None
+        x = torch.linspace(0, 1, 64 * 64).view(64, 64).requires_grad_()
+        out = block(x)
+        if moves is not None:
+            moves.release_originals()
+        results.append(torch.autograd.grad(out.sum(), x)[0])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_offload_refuses_a_block_that_changes_what_it_saved() -> None:
+    block = _Odd(changes=True)
+    _offload(block)
+    with pytest.raises(UserError, match="the forward of _Odd changes a tensor in place after an operator has saved it"):
+        block(torch.ones(64, 64, requires_grad=True))
+
+
+def test_host_memory_is_used_again() -> None:
+    block, x = _block()
+    moves = _offload(block)
+    places = []
+    for _ in range(3):
+        out = block(x)
+        moves.release_originals()
+        out.sum().backward()
+        del out
+        places.append(sorted(one.data_ptr() for free in moves.memory._free.values() for one in free))
+    assert places[0]
+    assert places[0] == places[1] == places[2]
+
+
+class _Late(TorchDispatchMode):
+    """Puts copies off."""
+
+    def __init__(self, queue: list[tuple[Any, Any]]) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        self._queue.append((args[0], args[1]))
+        return args[0]
+
+
+class LateStream(CopyStream):
+    """Makes each copy as late as it may be: when the computation waits for a mark behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._queue: list[tuple[Tensor, Tensor]] = []
+        self._done = 0
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        with _Late(self._queue):
+            yield
+
+    def mark(self) -> int:
+        return len(self._queue)
+
+    def wait(self, mark: int | None) -> None:
+        for target, source in self._queue[self._done : mark or 0]:
+            target.copy_(source)
+        self._done = max(self._done, mark or 0)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_nothing_is_used_before_its_copies_are_made(waits: bool) -> None:
+    """With copies as late as the waits allow, all numbers are right; without the waits they are not."""
+    results = []
+    for offloads in (False, True):
+        module = build_model(GPT2)
+        initialise_parameters(module, 0)
+        blocks = list(module.double().blocks().values())
+        if offloads:
+            late = _offload(*blocks).stream = LateStream()
+            if not waits:
+                late.wait = lambda _: None
+        x = torch.randn(SEQUENCES, LENGTH, GPT2.hidden, generator=torch.Generator().manual_seed(0)).double()
+        for _ in range(2):
+            out = x.requires_grad_()
+            for block in blocks:
+                out = block(out)
+            out.square().sum().backward()
+        results.append([x.grad, *(parameter.grad for block in blocks for parameter in block.parameters())])
+    same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert same == waits
+
+
 def _offloaded_steps(world: World, config: RunConfig) -> Outcome:
     module = model("gpt2")
-    for block in module.blocks().values():
-        replace_forward(block, partial(activation_offload.wrap_offload, block))
+    _offload(*module.blocks().values())
     engine = build(module, lambda split: make_optimizer(split, config.optim), config, world)
     return engine_steps(engine, world, config, "gpt2", "two", STEPS)
 

@@ -1,7 +1,15 @@
-"""Keep the tensors that a block saves for backward in CPU memory (Rhu et al. 2016, arXiv:1602.08124)."""
+"""Keep the tensors that a block saves for backward in CPU memory (Rhu et al. 2016, arXiv:1602.08124).
+
+In order of time, on a GPU: when the forward of a block ends, copies of what it saved are queued on a stream of their
+own, and run beside the forward of the next block. When that one ends, the computation waits for these copies, and the
+memory of the originals is free. So what the last block saved stays on the GPU, where backward begins. When the backward
+of a block begins, copies of what the block before saved are queued, and run beside it. At most two blocks have their
+saved tensors on the GPU at a time.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,9 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hpc_train._torch import tensor_version
+from hpc_train._torch import is_memoryless, tensor_version
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
+from hpc_train.parallel.memory.copy_stream import CopyStream, HostMemory, HostPlace, Mark
 from hpc_train.parallel.user_model import Forward, get_blocks, replace_forward
 
 MIN_OFFLOAD_BYTES = 1 << 12
@@ -34,20 +43,26 @@ def offload_activations(part: nn.Module, world: World) -> str:
             "leave it out"
         )
     blocks = get_blocks(part, "parallel.recompute.offload=true")
+    moves = ActivationMoves(world.device)
     for block in blocks:
-        replace_forward(block, partial(wrap_offload, block))
+        replace_forward(block, partial(wrap_offload, block, moves))
     return f"offload of activations: {len(blocks)} blocks, {world.device.type} to CPU memory"
 
 
-def wrap_offload(block: nn.Module, forward: Forward) -> Forward:
-    """Wrap `forward` so that the tensors it saves for backward, except parameters, are copies in CPU memory."""
+def wrap_offload(block: nn.Module, moves: ActivationMoves, forward: Forward) -> Forward:
+    """Wrap `forward` so that the tensors it saves for backward, except parameters, are moved to CPU memory.
+
+    moves: the same for all blocks of a model.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # Computed for each call: sharded parameters are gathered into other memory for every forward.
         stay = {_memory(parameter).cdata for parameter in block.parameters()}
-        moves = _Moves(stay)
-        with saved_tensors_hooks(moves.pack, _unpack):
-            return forward(*args, **kwargs)
+        saving = _Saving(moves.begin_forward(), stay)
+        with saved_tensors_hooks(saving.pack, _unpack):
+            out = forward(*args, **kwargs)
+        moves.end_forward(saving.forward, type(block).__name__)
+        return out
 
     return run
 
@@ -66,39 +81,152 @@ def _local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@dataclass
-class _Moves:
-    """The copies made in one forward of a block; a tensor that several operators save is copied once."""
+class SavedTensor:
+    """A tensor that one or more operators of a block saved for backward; autograd lets go of it after their backward.
 
+    It is on the device (`original`), then also in host memory, then only there, then on the device again (`returned`).
+    """
+
+    def __init__(self, forward: BlockForward, original: Tensor) -> None:
+        self.forward = forward
+        self.original: Tensor | None = original.detach()
+        self.version = tensor_version(original)
+        self.host: HostPlace | None = None
+        self.returned: Tensor | None = None
+
+    def __del__(self) -> None:
+        if self.host is not None:
+            self.forward.moves.memory.give_back(self.host)
+
+    def get(self) -> Tensor:
+        """Return the tensor on the device."""
+        self.forward.moves.begin_backward(self.forward)
+        found = self.original if self.original is not None else self.returned
+        assert found is not None
+        return found
+
+
+@dataclass(eq=False)
+class BlockForward:
+    """One forward of a block."""
+
+    moves: ActivationMoves
+    previous: weakref.ref[BlockForward] | None
+    """The forward before it, of any block; it is gone once its backward is."""
+    saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
+    copied: Mark = None
+    """Behind the copies to the host."""
+    returned: Mark = None
+    """Behind the copies back."""
+    backward: bool = False
+    """Whether its backward has begun."""
+
+    def living(self) -> list[SavedTensor]:
+        """List what backward still needs."""
+        return [one for one in (reference() for reference in self.saved) if one is not None]
+
+
+class ActivationMoves:
+    """Moves what the blocks of a model saved to the host and back, in time for backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.memory = CopyStream(device), HostMemory(device)
+        self._last: weakref.ref[BlockForward] | None = None
+        self._resident: BlockForward | None = None
+        """The forward whose originals are still on the device."""
+        self._ahead: tuple[Mark, list[Tensor]] = (None, [])
+        """What was fetched last: not freed before the computation has waited for its copies."""
+
+    def begin_forward(self) -> BlockForward:
+        """Return a new forward, after all before it."""
+        forward = BlockForward(self, self._last)
+        self._last = weakref.ref(forward)
+        return forward
+
+    def end_forward(self, forward: BlockForward, block: str) -> None:
+        """Copy what a forward saved to the host, and let go of the originals of the one before it."""
+        living = forward.living()
+        if any(one.original is not None and tensor_version(one.original) != one.version for one in living):
+            raise UserError(
+                f"parallel.recompute.offload=true: the forward of {block} changes a tensor in place after an operator "
+                "has saved it for backward; leave that out"
+            )
+        with torch.no_grad(), self.stream.queue():
+            for one in living:
+                assert one.original is not None
+                one.host = self.memory.take(one.original)
+                one.host.tensor.copy_(one.original, non_blocking=True)
+        forward.copied = self.stream.mark()
+        self.release_originals()
+        self._resident = forward if living else None
+
+    def release_originals(self) -> None:
+        """Let go of the originals of the last forward that has ended, once they are copied."""
+        forward, self._resident = self._resident, None
+        if forward is not None and (living := forward.living()):
+            self.stream.wait(forward.copied)
+            for one in living:
+                one.original = None
+
+    def begin_backward(self, forward: BlockForward) -> None:
+        """Make what a forward saved usable on the device, and fetch what the one before it saved."""
+        if forward.backward:
+            return
+        forward.backward = True
+        self._fetch(forward)
+        self.stream.wait(forward.returned)
+        if self._ahead[0] is forward.returned:
+            self._ahead = (None, [])
+        before = None if forward.previous is None else forward.previous()
+        if before is not None:
+            self._fetch(before)
+
+    def _fetch(self, forward: BlockForward) -> None:
+        away = [
+            (one, one.host.tensor)
+            for one in forward.living()
+            if one.original is None and one.returned is None and one.host is not None
+        ]
+        if not away:
+            return
+        self.stream.wait(self._ahead[0])
+        # Made on the stream of the computation, which frees them, too.
+        places = [torch.empty_like(host, device=self.stream.device) for _, host in away]
+        with torch.no_grad(), self.stream.queue():
+            for (one, host), place in zip(away, places, strict=True):
+                one.returned = place.copy_(host, non_blocking=True)
+        forward.returned = self.stream.mark()
+        self._ahead = forward.returned, places if forward.returned is not None else []
+
+
+@dataclass
+class _Saving:
+    """What one forward of a block saves; a tensor that several operators save is moved once."""
+
+    forward: BlockForward
     stay: set[int]
     """Numbers of memory that is not moved."""
-    made: dict[StorageKey, tuple[StorageWeakRef, Tensor]] = field(default_factory=dict)
+    made: dict[StorageKey, tuple[StorageWeakRef, weakref.ref[SavedTensor]]] = field(default_factory=dict)
 
     def pack(self, tensor: Tensor) -> CopyBack:
-        """Copy a tensor to CPU memory; returns a function that brings it back."""
+        """Note a tensor that is to be moved; returns a function that brings it back."""
         if not isinstance(tensor, DTensor):
-            return self._move(tensor)
-        inner = self._move(_local(tensor))
+            return self._note(tensor)
+        inner = self._note(_local(tensor))
         mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
         return lambda: DTensor.from_local(inner(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    def _move(self, tensor: Tensor) -> CopyBack:
+    def _note(self, tensor: Tensor) -> CopyBack:
         source = _memory(tensor)
-        if source.cdata in self.stay or tensor.nbytes < MIN_OFFLOAD_BYTES or type(tensor) not in (Tensor, nn.Parameter):
+        plain = type(tensor) in (Tensor, nn.Parameter) or is_memoryless(tensor)
+        if source.cdata in self.stay or tensor.nbytes < MIN_OFFLOAD_BYTES or not plain:
             return lambda: tensor
-        copy = self._copy(tensor, source)
-        device = tensor.device
-        # From pinned memory in the order of the stream, so that neither side waits for the other.
-        return lambda: copy.to(device, non_blocking=True, copy=True)
-
-    def _copy(self, tensor: Tensor, source: StorageWeakRef) -> Tensor:
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor_version(tensor))
         key = (source.cdata, *layout)
         earlier = self.made.get(key)
-        if earlier is not None and not earlier[0].expired():  # type: ignore[no-untyped-call]
-            return earlier[1]
-        pinned = tensor.device.type == "cuda"
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-        copy.copy_(tensor, non_blocking=pinned)
-        self.made[key] = (source, copy)
-        return copy
+        found = None if earlier is None or earlier[0].expired() else earlier[1]()  # type: ignore[no-untyped-call]
+        if found is None:
+            found = SavedTensor(self.forward, tensor)
+            self.forward.saved.append(weakref.ref(found))
+            self.made[key] = (source, weakref.ref(found))
+        return found.get

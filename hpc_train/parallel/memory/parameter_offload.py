@@ -29,6 +29,7 @@ from hpc_train.cluster.filesystems import find_filesystem
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
+from hpc_train.parallel.memory.copy_stream import CopyStream, HostMemory, HostPlace, Mark
 from hpc_train.parallel.optimizer_step import OptimizerFactory, get_local
 
 log = logging.getLogger(__name__)
@@ -120,11 +121,27 @@ PART_MIB = 64.0
 """MiB of parameters that are updated together; bounds the memory in use, unless one parameter is larger."""
 
 
+@dataclass
+class _PartOnHost:
+    """Gradients of a part of the parameters on their way to where the optimizer is."""
+
+    gradients: dict[nn.Parameter, Tensor]
+    """As the optimizer takes them, by the parameter of the model; without those that have none."""
+    places: list[HostPlace]
+    """Their memory, where it is to be given back."""
+    sources: list[Tensor]
+    """What is copied, which must stay until it is."""
+    copied: Mark
+
+
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Runs the optimizer `inner`, with the same results to the bit, on device `place`, one part after the other.
 
     A parameter on another device has a copy on `place`, which `inner` updates. The state is on `place`, perhaps in
     files. Gradients are freed as they are used.
+
+    From a GPU, parameters and gradients come by copies on a stream of their own into page-locked memory that is kept.
+    While one part is updated the next one comes, and the one before goes back. The host waits once for each part.
     """
 
     def __init__(
@@ -137,7 +154,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """inner: over sharded parameters, before its first step. files: of parameters or state, if any are in files."""
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        self._copies = {p: p if get_local(p).device == place else _copy_parameter(p, place) for p in parameters}
+        device = get_local(parameters[0]).device
+        self._stream, self._memory = CopyStream(device), HostMemory(device)
+        self._copies = {p: p if get_local(p).device == place else self._copy_parameter(p, place) for p in parameters}
         super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
         for group in inner.param_groups:
             group["params"] = [self._copies[parameter] for parameter in group["params"]]
@@ -154,22 +173,52 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         gradients = {parameter: parameter.grad for parameter in self._copies}
         for parameter in self._copies:
             parameter.grad = None
-        for part in self._parts:
-            self._update({parameter: gradients.pop(parameter) for parameter in part})
+        coming = self._fetch(self._parts[0], gradients)
+        for part, following in zip(self._parts, [*self._parts[1:], []], strict=True):
+            there, coming = coming, self._fetch(following, gradients)
+            self._update(part, there)
+        self._stream.wait(self._stream.mark())  # the next forward needs all parameters
 
-    def _update(self, gradients: dict[nn.Parameter, Tensor | None]) -> None:
-        for parameter, gradient in gradients.items():
-            copy = self._copies[parameter]
-            if copy is not parameter:
-                get_local(copy).copy_(get_local(parameter))
-            copy.grad = None if gradient is None else gradient.to(self._place)
+    def _fetch(self, part: list[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None]) -> _PartOnHost:
+        """Queue the copies of parameters and gradients of a part, whose gradients are taken out of `gradients`."""
+        fetched, places, sources = dict[nn.Parameter, Tensor](), list[HostPlace](), list[Tensor]()
+        with self._stream.queue():
+            for parameter in part:
+                copy, gradient = self._copies[parameter], gradients.pop(parameter)
+                if copy is not parameter:
+                    get_local(copy).copy_(get_local(parameter), non_blocking=True)
+                if gradient is not None and copy is not parameter:
+                    sources.append(get_local(gradient))
+                    places.append(self._memory.take(sources[-1]))
+                    places[-1].tensor.copy_(sources[-1], non_blocking=True)
+                    fetched[parameter] = _put_into(copy, places[-1].tensor)
+                elif gradient is not None:
+                    fetched[parameter] = gradient.to(self._place)
+        return _PartOnHost(fetched, places, sources, self._stream.mark())
+
+    def _copy_parameter(self, parameter: nn.Parameter, place: torch.device) -> nn.Parameter:
+        """Copy a parameter, for good, into memory that copies to and from its device are fast with."""
+        copy = parameter.detach().to(place)
+        local = get_local(copy)
+        memory = self._memory.take(local).tensor.copy_(local)
+        return nn.Parameter(_put_into(copy, memory), requires_grad=parameter.requires_grad)
+
+    def _update(self, part: list[nn.Parameter], there: _PartOnHost) -> None:
+        self._stream.wait_on_host(there.copied)
+        there.sources.clear()
+        for parameter in part:
+            self._copies[parameter].grad = there.gradients.get(parameter)
         self._inner.step()
-        for parameter in gradients:
-            copy = self._copies[parameter]
-            copy.grad = None
-            if copy is not parameter:
-                get_local(parameter).copy_(get_local(copy))
-            self._store_state(parameter, self._inner.state[copy])
+        with self._stream.queue():
+            for parameter in part:
+                copy = self._copies[parameter]
+                copy.grad = None
+                if copy is not parameter:
+                    get_local(parameter).copy_(get_local(copy), non_blocking=True)
+        for used in there.places:
+            self._memory.give_back(used)
+        for parameter in part:
+            self._store_state(parameter, self._inner.state[self._copies[parameter]])
 
     def _store_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         self.state[parameter] = state
@@ -183,8 +232,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._files.release_pages(get_local(used))
 
 
-def _copy_parameter(parameter: nn.Parameter, place: torch.device) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to(place))
+def _put_into(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor that is split over ranks as `tensor` is, of which `local` is what this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return local
+    other = tensor.detach()
+    assert isinstance(other, DTensor)
+    set_local(other, local)
+    return other
 
 
 def _split_parameters(parameters: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:

@@ -71,7 +71,7 @@ class _Layer:
     backward: Column
     """Computation with recomputation, and the copy of activations back."""
     moved: Column
-    """The part of forward and backward that copies take."""
+    """The part of forward and backward in which only copies go on."""
     tensor: Column
     """Exposed communication over tp, forward and backward."""
     context: Column
@@ -139,7 +139,8 @@ def _spread(jobs: Jobs, constants: Constants) -> Column:
 
 def _layer(jobs: Jobs, constants: Constants, done: LayerWork) -> _Layer:
     copy = _copy(jobs, constants)
-    forward, backward = done.forward + copy, done.backward + done.again + copy
+    once, back = done.forward, done.backward + done.again
+    forward, backward = np.maximum(once, copy), np.maximum(back, copy)
     tensor_forward, tensor_backward = _tensor(jobs, constants)
     context = _context(jobs, constants, done)
     exchanged = sum(exchange_seconds(jobs, constants), np.zeros(())) if jobs.has_experts else np.zeros(())
@@ -148,14 +149,15 @@ def _layer(jobs: Jobs, constants: Constants, done: LayerWork) -> _Layer:
         np.maximum(done.launch_forward - forward - tensor_forward, 0),
         np.maximum(done.launch_backward - backward - tensor_backward, 0),
     )
-    return _Layer(forward, backward, 2 * copy, tensor_forward + tensor_backward, context, exchanged, *waits)
+    shown = forward - once + backward - back
+    return _Layer(forward, backward, shown, tensor_forward + tensor_backward, context, exchanged, *waits)
 
 
 def _copy(jobs: Jobs, constants: Constants) -> Column:
     """Return the seconds of copying a layer's activations to the host, or back.
 
-    The copies run on the stream that computes (parallel.memory.activation_offload), so that nothing hides them. Bytes
-    over the bandwidth of PCIe (Rhu et al. 2016, arXiv:1602.08124, section 3.1).
+    They run beside the computation of a neighbouring layer (parallel.memory.activation_offload): a layer takes as long
+    as the longer of both. Bytes over the bandwidth of PCIe (Rhu et al. 2016, arXiv:1602.08124, section 3.1).
     """
     if not np.any(jobs.offload_activations):
         return np.zeros(())

@@ -1,0 +1,89 @@
+"""Copies between a device and the host beside the computation, and the page-locked memory that they need.
+
+Copies have a stream of their own. It waits for the computation before it reads what that has made, and the computation
+waits for a mark on it before it uses, or frees, what was copied. So memory is reused in the order of the streams, and
+no tensor has to be recorded on a second stream, which would make the moment of its reuse depend on timing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Mark = Any
+"""A torch.Event of the device's own kind; None on a CPU, where copies are made at once."""
+
+
+class CopyStream:
+    """The stream of the copies of one device. On a CPU everything is done at once and there is nothing to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream: Any = None
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """Queue the copies of this block of code behind all that the computation has queued until now."""
+        if self._module is None:
+            yield
+            return
+        if self._stream is None:
+            self._stream = self._module.Stream(device=self.device)
+        self._stream.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(self._stream):
+            yield
+
+    def mark(self) -> Mark:
+        """Return a mark behind the copies that were queued until now."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, mark: Mark) -> None:
+        """Make the computation wait for the copies before a mark; the host does not wait."""
+        if mark is not None:
+            self._module.current_stream(self.device).wait_event(mark)
+
+    def wait_on_host(self, mark: Mark) -> None:
+        """Make the host wait for the copies before a mark."""
+        if mark is not None:
+            mark.synchronize()
+
+
+@dataclass(frozen=True)
+class HostPlace:
+    """Memory of the host, and the tensor that is in it now."""
+
+    tensor: Tensor
+    memory: Tensor
+
+
+class HostMemory:
+    """Memory of the host for copies, page-locked for CUDA, and kept from use to use: locking pages takes long.
+
+    What is given back may be handed out while a copy from it is still queued: whoever gets it uses it by a later copy
+    of the same stream, or has waited for a mark.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """device: that copies go to and come from."""
+        self._pinned = device.type == "cuda" and torch.cuda.is_available()  # a rehearsal has no GPU
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, like: Tensor) -> HostPlace:
+        """Return memory for a tensor, of the same form unless it overlaps itself; its content is that of before."""
+        form = torch.empty_like(like, device="meta")
+        needed = 1 + sum((size - 1) * step for size, step in zip(form.shape, form.stride(), strict=True))
+        size = needed * form.dtype.itemsize if form.numel() else 0
+        free = self._free[size]
+        memory = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        return HostPlace(memory.view(form.dtype).as_strided(form.shape, form.stride()), memory)
+
+    def give_back(self, place: HostPlace) -> None:
+        """Keep memory from `take` for another tensor."""
+        self._free[place.memory.numel()].append(place.memory)
