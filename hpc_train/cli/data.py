@@ -98,11 +98,12 @@ def _show_progress(what: str = "tokenizing") -> Iterator[Progress | None]:
 
 def inspect_command(path: str, json: bool, verify: bool = False) -> int:
     """Describe the store at `path`. verify: read all of it, and return 1 if its checksum is wrong."""
-    from hpc_train.data.images.image_store import ImageStore, is_image_store, verify_image_store
+    from hpc_train.data.images.image_store import ImageStore, verify_image_store
+    from hpc_train.data.store_file import IMAGE_STORE, is_store
     from hpc_train.data.token_store import TokenStore, verify_store
 
     facts: dict[str, Any]
-    if is_image_store(Path(path).expanduser()):
+    if is_store(Path(path).expanduser(), IMAGE_STORE):
         images = ImageStore.open(path)
         facts = _describe_images(images) | ({"verified": verify_image_store(images)} if verify else {})
     else:

@@ -12,7 +12,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval`."""
     command.add_argument("where", metavar="RUN", help="run directory, step-<n>, or a folder of transformers")
     what = command.add_mutually_exclusive_group()
-    what.add_argument("--data", metavar="PATH", help="token store, text or conversations (default: the run's own data)")
+    what.add_argument(
+        "--data", metavar="PATH", help="store, text, conversations or images (default: the run's own data)"
+    )
     what.add_argument("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
     command.add_argument(
         "--split",
@@ -25,7 +27,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         help="only the first N global batches of the run's evaluations, in their order (default: every sample once)",
     )
-    command.add_argument("--batch", metavar="N", type=whole_number(1), help="sequences at once (default: the run's)")
+    command.add_argument("--batch", metavar="N", type=whole_number(1), help="samples at once (default: the run's)")
     command.add_argument("--sequence-length", metavar="N", type=whole_number(1), help="tokens (default: the run's)")
     command.add_argument("--chat", action="store_true", help="PATH has conversations: the assistant's turns count")
     command.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer of text (default: the model's)")
@@ -65,7 +67,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         "step": score.step,
         "data": score.data,
         "split": score.split,
-        "sequences": score.sequences,
+        score.unit: score.samples,
         "targets": score.result.targets,
         "loss": score.result.loss,
         **score.result.metrics,
@@ -76,7 +78,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         print_json(result)
         return 0
     which = a.where if score.step is None else f"{a.where}, step {score.step}"
-    print(f"{which}; {score.data} ({score.split}): {score.sequences:,} sequences, {score.result.targets:,} targets")
+    print(f"{which}; {score.data} ({score.split}): {score.samples:,} {score.unit}, {score.result.targets:,} targets")
     for name in ("loss", *score.result.metrics):
         print(f"{name:<12} {result[name]:.6g}")
     return 0

@@ -6,26 +6,21 @@ unigram model, which knows only how frequent each token is: a trained model must
 
 from __future__ import annotations
 
-import os
-import secrets
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from hpc_train.data.store_file import TOKEN_STORE, compute_digest, map_dataset, open_store, publish_file
 from hpc_train.errors import UserError
 
-FORMAT = "hpc_train.tokens"
-VERSION = 2
-"""Newest version of the format. Version 2 has COUNTED, which older readers would ignore; without it, 1 is written."""
-
+VERSION = TOKEN_STORE.version
 TOKENS = "tokens"
 """1-D, contiguous layout, little-endian: every document followed by the tokenizer's separator."""
 DOCUMENTS = "documents"
@@ -87,30 +82,15 @@ class TokenStore:
     @classmethod
     def open(cls, path: str | Path) -> TokenStore:
         """Open a store. Raises UserError if it is missing, truncated, of another kind or of a later format."""
-        path = Path(path).expanduser()
-        if not path.is_file():
-            raise UserError(f"no token store at {path}: build one with `hpc-train data build {path} FOLDER`")
-        try:
-            # Lustre without -o flock refuses HDF5's own lock; a store never changes once it has its name.
-            with h5py.File(path, "r", locking=False) as file:
-                return _read_store(file, path)
-        except UserError:
-            raise
-        except Exception as error:  # h5py raises nearly every kind on a damaged header
-            raise UserError(f"{path} {_explain_unreadable(path)} ({_first_line(error)})") from error
+        return open_store(Path(path).expanduser(), TOKEN_STORE, _read_store)
 
 
 def verify_store(store: TokenStore) -> bool:
     """Return whether the tokens still have the digest with which they were written; reads the whole file."""
-    state = xxhash.xxh3_128()
-    for values in (store.tokens,) if store.counted is None else (store.tokens, store.counted):
-        for start in range(0, len(values), SLICE_TOKENS):
-            state.update(values[start : start + SLICE_TOKENS].data)
-    return state.hexdigest() == store.digest
+    return compute_digest([store.tokens] if store.counted is None else [store.tokens, store.counted]) == store.digest
 
 
 def _read_store(file: h5py.File, path: Path) -> TokenStore:
-    _check_header(file, path)
     attributes = file.attrs
     return TokenStore(
         path=path,
@@ -130,43 +110,6 @@ def _read_store(file: h5py.File, path: Path) -> TokenStore:
 
 def _read_text(file: h5py.File, name: str) -> str:
     return bytes(file[name][:]).decode() if name in file else ""
-
-
-def _check_header(file: h5py.File, path: Path) -> None:
-    if file.attrs.get("format") != FORMAT:
-        what = "an image store: use data=images" if file.attrs.get("format") == "hpc_train.images" else "no token store"
-        raise UserError(f"{path} is {what}; token stores are made with `hpc-train data build`")
-    version = int(file.attrs["version"])
-    if version > VERSION:
-        raise UserError(
-            f"{path} has token-store format {version}, newer than {VERSION}, the last this hpc_train reads: "
-            "update hpc_train or build the store again"
-        )
-
-
-def map_dataset(dataset: h5py.Dataset, path: Path) -> npt.NDArray[Any]:
-    """Map a contiguous dataset into memory, without HDF5 between it and its reader."""
-    offset = dataset.id.get_offset()
-    if dataset.chunks is not None or dataset.ndim != 1 or offset is None:
-        raise UserError(f"{path}: data set {dataset.name} is not contiguous (repacked?): build the store again")
-    if path.stat().st_size < offset + dataset.nbytes:
-        raise UserError(f"{path} is cut short: {dataset.name} ends at byte {offset + dataset.nbytes:,}: build it again")
-    # A plain array over the map: np.memmap's own slicing costs several times as much.
-    return np.asarray(np.memmap(path, dataset.dtype, mode="r", offset=offset, shape=dataset.shape))
-
-
-def _explain_unreadable(path: Path) -> str:
-    try:
-        hdf5 = h5py.is_hdf5(path)
-    except OSError:
-        hdf5 = False
-    if hdf5:
-        return "is a damaged or truncated token store: build it again"
-    return "cannot be read as a token store: make one with `hpc-train data build`"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].strip("'\"")
 
 
 def count_tokens(tokens: Tokens, vocab_size: int) -> Counts:
@@ -280,7 +223,7 @@ def _spool_block(spool: _Spool, block: TokenBlock, header: StoreHeader, totals: 
 
 def _write_file(path: Path, spool: _Spool, header: StoreHeader, totals: _Totals) -> None:
     with h5py.File(path, "w", locking=False) as file:
-        file.attrs["format"] = FORMAT
+        file.attrs["format"] = TOKEN_STORE.format
         file.attrs["version"] = 2 if header.counted else 1
         file.attrs["vocab_size"] = header.vocab_size
         file.attrs["tokenizer"] = header.tokenizer
@@ -308,24 +251,3 @@ def _copy_spool(spool: IO[bytes], dataset: h5py.Dataset) -> None:
         data = spool.read(SLICE_TOKENS * dataset.dtype.itemsize)
         part = np.frombuffer(data, dataset.dtype)
         dataset[start : start + len(part)] = part
-
-
-@contextmanager
-def publish_file(path: Path) -> Iterator[Path]:
-    """Give a temporary file to write; it is synced and renamed to `path` only if the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        yield temporary
-        _sync_path(temporary)
-        temporary.replace(path)
-        _sync_path(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

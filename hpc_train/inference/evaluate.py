@@ -20,17 +20,30 @@ from hpc_train.checkpoint.convert.rewrite import SavedStepTensors
 from hpc_train.checkpoint.storage.step_directory import select_weights
 from hpc_train.checkpoint.storage.step_selection import OpenStep, open_one_step
 from hpc_train.config.compose import compose, config_from_dict, config_to_dict
-from hpc_train.config.model import CustomModelConfig, HfModelConfig, TokenDataConfig
+from hpc_train.config.model import (
+    CustomDataConfig,
+    CustomModelConfig,
+    DataConfig,
+    HfModelConfig,
+    ImageDataConfig,
+    ImageFilesDataConfig,
+    TokenDataConfig,
+    VisionTransformerConfig,
+)
 from hpc_train.config.parallel import ParallelConfig, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, Split, check_model_fits_data, open_dataset, require_indexed
+from hpc_train.data.images.image_entries import are_images
 from hpc_train.data.loader import BatchLoader, Loader, SequentialLoader
+from hpc_train.data.store_file import IMAGE_STORE, is_store
 from hpc_train.data.token_files import is_token_file, open_tokens
 from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import UserError
 from hpc_train.inference.load_model import find_run_config, refuse_base_of_folder
 from hpc_train.interfaces import Engine, World
+from hpc_train.launch.freeze import check_model_and_data
 from hpc_train.models.hf.config_file import read_config_file
+from hpc_train.models.hf.image_settings import describe_images
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.metrics import PERPLEXITY
 from hpc_train.runtime.processes import StopRequest
@@ -48,7 +61,7 @@ class EvaluationRequest:
     where: str
     """A run, one of its steps, or a folder that save_pretrained or `checkpoint export` made."""
     data: str | None = None
-    """A token store, a token file, or files of text or conversations; None: the data of the run."""
+    """A store or file of tokens, text, conversations or images; None: the data of the run."""
     split: str | None = None
     """validation, train or all; None: all of `data`, or the validation part of the run's own."""
     batches: int | None = None
@@ -75,7 +88,9 @@ class CheckpointScore:
     """None for a folder."""
     data: str
     split: str
-    sequences: int
+    samples: int
+    unit: str
+    """What a sample is: sequences, images or samples."""
     result: Evaluation
 
 
@@ -104,8 +119,15 @@ def evaluate_checkpoint(request: EvaluationRequest, device: torch.device) -> Che
     assert result is not None  # nobody asks this process to stop
     if not result.targets:
         raise UserError(f"{data.name}: has no target that counts, so there is no loss; give other data")
-    sequences = len(data) if request.batches is None else batches * loader.global_batch
-    return CheckpointScore(None if step is None else step.manifest.step, data.name, split, sequences, result)
+    samples = len(data) if request.batches is None else batches * loader.global_batch
+    at = None if step is None else step.manifest.step
+    return CheckpointScore(at, data.name, split, samples, _name_unit(config.data), result)
+
+
+def _name_unit(data: DataConfig) -> str:
+    if isinstance(data, ImageDataConfig):
+        return "images"
+    return "samples" if isinstance(data, CustomDataConfig) else "sequences"
 
 
 def _open_model(where: str, base: str | None) -> tuple[OpenStep | None, RunConfig]:
@@ -113,7 +135,7 @@ def _open_model(where: str, base: str | None) -> tuple[OpenStep | None, RunConfi
     if _is_model_folder(where):
         refuse_base_of_folder(where, base)
         read_config_file(HfModelConfig(path=where))
-        plain = config_to_dict(compose(["model=hf", "model.path=.", "data=text"]))
+        plain = config_to_dict(compose(["model=hf", "model.path=.", "data=text"]))  # --data takes the place of text
         plain["model"] |= {"path": str(Path(where).expanduser()), "weights": "read"}
         return None, config_from_dict(plain)
     step = open_one_step(where)
@@ -139,7 +161,7 @@ def _adjust_config(request: EvaluationRequest, config: RunConfig) -> RunConfig:
     data = config.data if request.data is None else _choose_data(request, config)
     plain["data"] = asdict(data)
     built_in = () if isinstance(config.model, CustomModelConfig) else (_ACCURACY,)
-    of_tokens = (PERPLEXITY,) if data.kind in ("tokens", "mixture") else ()
+    of_tokens = (PERPLEXITY,) if data.kind in ("tokens", "mixture") and train.loss is None else ()
     plain["train"] |= {
         "micro_batch": request.micro_batch or train.micro_batch,
         "sequence_length": request.sequence_length or train.sequence_length,
@@ -148,18 +170,42 @@ def _adjust_config(request: EvaluationRequest, config: RunConfig) -> RunConfig:
     return config_from_dict(plain)
 
 
-def _choose_data(request: EvaluationRequest, config: RunConfig) -> TokenDataConfig:
-    """Return the configuration of --data: tokens as they are, or a store that is built of text once, in the cache."""
+def _choose_data(request: EvaluationRequest, config: RunConfig) -> TokenDataConfig | ImageFilesDataConfig:
+    """Return the configuration of --data: tokens or images as they are, or a store that is built once, in the cache."""
     assert request.data is not None
-    own = config.data if isinstance(config.data, TokenDataConfig) else TokenDataConfig(name="text")
     path = Path(request.data).expanduser()
     if not path.exists():
-        raise UserError(f"--data {request.data}: is not there; give a token store, or files of text or conversations")
+        raise UserError(f"--data {request.data}: is not there; give a store, or files of text, conversations or images")
+    if is_store(path, IMAGE_STORE) or are_images([str(path)], TokenDataConfig(name="text").suffixes):
+        return _choose_images(request, config, path)
+    own = config.data if isinstance(config.data, TokenDataConfig) else TokenDataConfig(name="text")
     base = replace(own, name=path.name, path=None, sources=[], validation_fraction=config.data.validation_fraction)
     if path.is_file() and is_token_file(path, own.dtype):
         return replace(base, path=str(path))
     tokenizer = request.tokenizer or _find_tokenizer(request, config)
     return replace(base, sources=[str(path)], chat=request.chat or own.chat, tokenizer=tokenizer, vocab_size=256)
+
+
+def _choose_images(request: EvaluationRequest, config: RunConfig, path: Path) -> ImageFilesDataConfig:
+    """Return the configuration of a store, a folder or a tar of images, prepared as the run's or the folder's own."""
+    for option, value in (
+        ("--chat", request.chat),
+        ("--tokenizer", request.tokenizer),
+        ("--sequence-length", request.sequence_length),
+    ):
+        if value:
+            raise UserError(f"{option}: no effect on images, which {request.data} holds; leave it out")
+    if isinstance(config.data, ImageFilesDataConfig):
+        own = config.data
+    elif isinstance(config.model, HfModelConfig):
+        own = describe_images(read_config_file(config.model))
+    elif isinstance(config.model, VisionTransformerConfig):
+        own = ImageFilesDataConfig(image_size=config.model.image_size, channels=config.model.channels)
+    else:
+        own = ImageFilesDataConfig()
+    fraction = config.data.validation_fraction
+    chosen = replace(own, name=path.name, path=None, sources=[], validation_path=None, validation_fraction=fraction)
+    return replace(chosen, path=str(path)) if is_store(path, IMAGE_STORE) else replace(chosen, sources=[str(path)])
 
 
 def _find_tokenizer(request: EvaluationRequest, config: RunConfig) -> str:
@@ -182,6 +228,7 @@ def _find_tokenizer(request: EvaluationRequest, config: RunConfig) -> str:
 
 def _open_data(config: RunConfig, split: str) -> Dataset:
     """Open a part of the data as the model's task wants it; `all` holds nothing out."""
+    check_model_and_data(config)
     data = replace(config.data, validation_fraction=0.0) if split == "all" else config.data
     chosen: Split = "validation" if split == "validation" else "train"
     samples = require_indexed(open_dataset(data, config.train.sequence_length, chosen))

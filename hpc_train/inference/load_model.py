@@ -24,8 +24,10 @@ from hpc_train.config.run import RunConfig
 from hpc_train.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from hpc_train.errors import UserError
 from hpc_train.models.hf.config_file import read_config_file
-from hpc_train.models.hf.library import import_transformers, make_library_config
+from hpc_train.models.hf.library import get_class, make_library_config
 from hpc_train.models.huggingface import to_huggingface
+
+_AUTO_CLASS = "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def _load_folder(path: Path, tokenizer: str, device: torch.device) -> LoadedMode
     config = HfModelConfig(path=str(path))
     read_config_file(config)
     try:
-        model = import_transformers().AutoModelForCausalLM.from_pretrained(
+        model = get_class(_AUTO_CLASS).from_pretrained(
             path, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype="auto"
         )
     except Exception as error:  # of any kind, from code that expects sound files
@@ -95,10 +97,9 @@ def _make_model(config: RunConfig) -> Any:
         settings = make_library_config(body, body["model_type"])
     else:
         raise UserError(f"model={config.model.name}: generates no text; give a run of a language model")
-    library = import_transformers()
     dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
     try:
-        return library.AutoModelForCausalLM.from_config(settings, trust_remote_code=False, dtype=dtype)
+        return get_class(_AUTO_CLASS).from_config(settings, trust_remote_code=False, dtype=dtype)
     except ValueError as error:
         text = " ".join(str(error).split())[:200]
         raise UserError(f"model={config.model.name}: generates no text in transformers ({text})") from error

@@ -179,6 +179,8 @@ def check_model_and_data(config: RunConfig) -> None:
     model, data = config.model, config.data
     if isinstance(model, TransformerConfig) and isinstance(data, ImageDataConfig):
         raise UserError(f"data={data.name}: images, but model={model.name} reads tokens; use model=vit_tiny")
+    if isinstance(data, ImageFilesDataConfig) and not config.launch.setup:
+        _require_image_stores(data)
     if isinstance(model, VisionTransformerConfig) and isinstance(data, ImageFilesDataConfig):
         _check_image_shape(model, data)
     if isinstance(model, VisionTransformerConfig) and isinstance(data, (TokenDataConfig, MixtureDataConfig)):
@@ -191,6 +193,13 @@ def check_model_and_data(config: RunConfig) -> None:
         _check_packing(config)
     if isinstance(data, TokenDataConfig) and data.path is None:
         _check_vocabulary(model, data)
+
+
+def _require_image_stores(data: ImageFilesDataConfig) -> None:
+    """Raise UserError for a store that is not there, before anything is said about its images."""
+    for key, path in (("path", data.path), ("validation_path", data.validation_path)):
+        if path is not None and not Path(path).expanduser().is_file():
+            raise UserError(f"data.{key}={path}: no such file; make it with `hpc-train data build {path} FOLDER`")
 
 
 def _check_image_shape(model: VisionTransformerConfig, data: ImageFilesDataConfig) -> None:

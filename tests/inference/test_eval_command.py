@@ -6,22 +6,29 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
 import transformers
-from torch import Tensor
+from labelled_images import make_folder
+from torch import Tensor, nn
 
 from hpc_train.cli.main import main
+from hpc_train.components import register_metric
 from hpc_train.config.compose import compose
+from hpc_train.config.model import ImageFilesDataConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.data.corpus.build import build_store
+from hpc_train.data.images.build_images import build_image_store
+from hpc_train.data.images.image_samples import ImageSamples
+from hpc_train.data.images.image_store import ImageStore
 from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import EXIT_DONE, UserError
-from hpc_train.interfaces import World
-from hpc_train.models.registry import build_model
+from hpc_train.interfaces import IGNORED_TARGET, World
+from hpc_train.models.registry import build_model, register
 from hpc_train.parallel.adapters import attach_adapters
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
@@ -125,6 +132,97 @@ def test_the_numbers_are_those_that_the_run_wrote(
     assert whole["targets"] == whole["sequences"] * 32 > 768
 
 
+class Bigrams(nn.Module):
+    """A user's own model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next token."""
+        return cast(Tensor, self.table(tokens))
+
+
+register("bigrams_of_eval")(Bigrams)
+
+
+@register_metric("top_five")
+def top_five(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A user's own metric: how often the target is among the five likeliest."""
+    counts = target != IGNORED_TARGET
+    found = (out.topk(5).indices == target.clamp(min=0)[..., None]).any(-1) & counts
+    return found.sum().double(), counts.sum().double()
+
+
+def save_hf(kind: str, folder: Path) -> list[str]:
+    """Make a folder of random weights, and return the overrides that train it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    text = {"vocab_size": 260, "max_position_embeddings": 64, "initializer_range": 0.3}
+    if kind == "bert":
+        transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **text)).save_pretrained(folder)
+        return ["model.mask_token=259"]
+    if kind == "t5":
+        config = transformers.T5Config(
+            vocab_size=260, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0
+        )
+        transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+        return []
+    image = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3, initializer_range=0.3)
+    transformers.ViTForImageClassification(image).save_pretrained(folder)
+    return ["data=images", "data.image_size=8", "data.validation_fraction=0.5"]
+
+
+@pytest.mark.parametrize("kind", ["dora", "custom", "bert", "t5", "vit"])
+def test_every_kind_of_run_can_be_measured(
+    kind: str, store: Path, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, folder = tmp_path / "run", tmp_path / "model"
+    words = [*COMMON, f"data.path={store}", f"run_dir={run_dir}", "train.steps=1", "optim.lr=0.01"]
+    if kind == "dora":
+        words += ["model=hf", f"model.path={llama}", "adapter=dora"]
+    elif kind == "custom":
+        words += ["model=custom", "model.name=bigrams_of_eval", "train.metrics=[accuracy,top_five]", "parallel=ddp"]
+    else:
+        words += ["model=hf", f"model.path={folder}", *save_hf(kind, folder)]
+    if kind == "vit":
+        images = build_image_store([str(make_folder(tmp_path / "photos"))], tmp_path / "images.h5")
+        words = [word for word in words if word != "data=text"] + [f"data.path={images.path}"]
+    (line,) = train(compose(words))
+    found = evaluate(capsys, run_dir, "--batches", 3)
+    assert found["loss"] == pytest.approx(
+        line["validation_loss"], rel=1e-12 if kind in ("custom", "bert", "vit") else 1e-7
+    )
+    own = [name for name in line if name.startswith("validation_") and name != "validation_loss"]
+    assert own
+    assert all(found[name.removeprefix("validation_")] == line[name] for name in own)
+    if kind == "vit":
+        assert (found["images"], found["targets"]) == (24, 24)
+        compare_images(folder, run_dir, images, capsys)
+
+
+def compare_images(folder: Path, run_dir: Path, images: ImageStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder's loss on a store and on the folder of its images, prepared as the model's files say."""
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}))
+    model = transformers.AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    settings = ImageFilesDataConfig(image_size=8, mean=[0.5] * 3, std=[0.25] * 3)
+    pixels, labels = ImageSamples(images, settings, np.arange(len(images))).get(np.arange(len(images)))
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(pixels.double()).logits, labels).item()
+    for data in (images.path, images.path.parent / "photos"):
+        found = evaluate(capsys, folder, "--data", data, "--precision", "fp64")
+        assert (found["images"], found["targets"], "perplexity" in found) == (len(images), len(images), False)
+        assert found["loss"] == pytest.approx(loss, rel=1e-12)
+    assert evaluate(capsys, run_dir, "--data", images.path)["images"] == len(images)
+    for words, said in (
+        (["--data", images.path, "--chat"], "--chat: no effect on images"),
+        (["--data", __file__, "--tokenizer", "byte"], "tokens, but model.path"),
+    ):
+        assert main(["eval", str(run_dir), *map(str, words)]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_a_merged_export_has_the_loss_of_its_run(
     store: Path, llama: Path, gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,7 +323,7 @@ def test_bad_input_of_eval(
 
     assert "no such directory" in refused(tmp_path / "nothing")
     assert "has no data of its own; give --data" in refused(gpt2)
-    assert "is not there; give a token store" in refused(gpt2, "--data", tmp_path / "nothing")
+    assert "is not there; give a store" in refused(gpt2, "--data", tmp_path / "nothing")
     (tmp_path / "text.txt").write_text("some text " * 100)
     assert "its tokenizer is not known here" in refused(gpt2, "--data", tmp_path / "text.txt")
     assert "needs --tasks" in refused(gpt2, "--data", store, "--limit", 3)

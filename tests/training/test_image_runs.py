@@ -123,12 +123,13 @@ def test_folders_are_built_at_first_use_and_wrong_sizes_are_one_line(
     words = ["train", *RUN, *TINY, f"data.path={images}/a.h5", "train.steps=1", f"run_dir={tmp_path}/none"]
     bad = {
         "data.image_size=16": "data.image_size=16 data.channels=3: model=vit_tiny takes images of 8 and 3",
-        "data.path=nowhere.h5": "no image store at nowhere.h5",
+        "data.path=nowhere.h5": "data.path=nowhere.h5: no such file; make it with `hpc-train data build nowhere.h5",
+        "data.path=nowhere.h5 data.image_size=16": "data.path=nowhere.h5: no such file",
         "model=llama_tiny": "reads tokens",
     }
     for word, said in bad.items():
         kept = [one for one in words if one not in TINY] if word.startswith("model") else words
-        assert main([*kept, word]) == EXIT_USER_ERROR
+        assert main([*kept, *word.split()]) == EXIT_USER_ERROR
         error = capsys.readouterr().err
         assert (error.count("\n"), said in error) == (1, True), error
         assert not (tmp_path / "none").exists()

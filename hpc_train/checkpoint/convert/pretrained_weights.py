@@ -28,6 +28,8 @@ from hpc_train.models.hf.library import Conversion, list_ignored_tensors, plan_c
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of weights that are read, as safetensors names them."""
+_COUNTERS = re.compile(r"\.num_batches_tracked$")
+"""Buffers of batch norms that count, in int64."""
 _SHOWN = 3
 """Names in a message."""
 
@@ -94,7 +96,7 @@ class PretrainedWeights:
 
         def empty(stored: str) -> Tensor:
             entry = self._stored[stored]
-            return torch.empty(entry.shape, dtype=_TYPES[entry.dtype], device="meta")
+            return torch.empty(entry.shape, dtype=_TYPES.get(entry.dtype, torch.int64), device="meta")
 
         try:
             return tuple(source.convert(empty)[name].shape)
@@ -205,7 +207,8 @@ def _open(path: Path, stack: ExitStack) -> Any:
 def _check_dtypes(stored: dict[str, StoredTensor], config: HfModelConfig, folder: Path) -> None:
     first: dict[str, str] = {}
     for name, tensor in stored.items():
-        first.setdefault(tensor.dtype, name)
+        if tensor.dtype != "I64" or not _COUNTERS.search(name):
+            first.setdefault(tensor.dtype, name)
     strange = [f"{name} is {dtype}" for dtype, name in first.items() if dtype not in _TYPES]
     if strange:
         raise UserError(

@@ -209,7 +209,7 @@ def open_parts_folder(out: Path) -> Iterator[Path]:
     """Make the folder of a store's part files, and remove it once the store is complete.
 
     Raises UserError if another build of the same store is running (where the file system knows locks). After an error
-    the folder stays if there are tokens in it, which the next build takes.
+    the folder stays if there is work in it, which the next build takes.
     """
     folder = out.with_name(f".{out.name}.parts")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -224,7 +224,8 @@ def open_parts_folder(out: Path) -> Iterator[Path]:
         try:
             yield folder
         except BaseException:
-            if not any(path.stat().st_size for path in folder.glob("*.tokens")):
+            work = [*folder.glob("*.tokens"), *folder.glob("*.checked")]
+            if not any(path.stat().st_size for path in work):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)

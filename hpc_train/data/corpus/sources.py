@@ -18,6 +18,11 @@ STDLIB = "stdlib"
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
 """Folders within the standard library's that hold what somebody installed."""
 _SURELY_RECORDS = tuple(suffix for suffix in RECORD_SUFFIXES if suffix not in (".csv", ".tsv"))
+KINDS = (
+    "text, JSON Lines (plain, gzip, zstd), CSV, Parquet, Arrow, folders saved by `datasets`, and images in folders "
+    "or tars"
+)
+"""Kinds of files that a corpus can be made of, for messages."""
 log = logging.getLogger(__name__)
 
 
@@ -72,10 +77,15 @@ def _expand(source: str, suffixes: tuple[str, ...]) -> list[Path]:
             _warn_of_records(root, every, suffixes)
         return files
     if not every:
-        raise UserError(
-            f"no file under {root} ends in {' '.join(suffixes) or '(no suffix given)'}: give other suffixes"
-        )
+        raise UserError(_explain_no_file(root, suffixes))
     return every
+
+
+def _explain_no_file(root: Path, suffixes: tuple[str, ...]) -> str:
+    if not any(names for _, _, names in os.walk(root)):
+        return f"{root} holds no file: give files or folders of {KINDS}"
+    ends = " ".join(suffixes) or "(no suffix given)"
+    return f"no file under {root} ends in {ends}, and none is of records or images: give other suffixes"
 
 
 def _warn_of_records(root: Path, every: list[Path], suffixes: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.data.corpus.sources import SourceFile, is_of_stdlib
+from hpc_train.data.corpus.sources import KINDS, SourceFile, is_of_stdlib
 from hpc_train.data.readers.formats import recognise_format
 from hpc_train.data.readers.records import FileSample
 from hpc_train.errors import UserError
@@ -77,13 +77,6 @@ _WIDE = (
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
-
-
-KINDS = (
-    "text, JSON Lines (plain, gzip, zstd), CSV, Parquet, Arrow, folders saved by `datasets`, and images in folders "
-    "or tars"
-)
-"""Kinds of files that a corpus can be made of, for messages."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 
 from hpc_train.config.model import ImageFilesDataConfig
-from hpc_train.data.corpus.part_files import Progress
+from hpc_train.data.corpus.part_files import Progress, open_parts_folder
 from hpc_train.data.images.decoding import ImageError, check_image, import_pillow
 from hpc_train.data.images.image_entries import ImageEntry, find_folder_entry, list_files, number_labels
 from hpc_train.data.images.image_store import VERSION, ImageStore, write_image_store
@@ -21,6 +21,9 @@ from hpc_train.regular_files import open_to_read
 LABEL_KEY = "label"
 """Key of a .json in a tar, if no other is named."""
 _SHOWN = 4
+_DIGEST_BYTES = 16
+_NOTED_TOGETHER = 256
+"""Images that are written down as checked in one go."""
 
 
 def build_image_store(
@@ -34,21 +37,18 @@ def build_image_store(
 ) -> ImageStore:
     """Build the image store `out`, and open it. Every image is decoded once, so that none fails in a run.
 
-    The result does not depend on the number of workers, which are threads. Raises UserError for images that are
-    damaged or not images, with the first few, and if `out` exists, unless it is a store and `overwrite` is set.
+    The result does not depend on the number of workers, which are threads. A build that was killed does not decode
+    again what it had decoded. Raises UserError for images that are damaged or not images, with the first few, and if
+    `out` exists, unless it is a store and `overwrite` is set.
     """
     out = Path(out).expanduser()
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists: give another name, or --overwrite")
     if out.exists():
         ImageStore.open(out)  # refuses to replace what is not a store, such as a source named first by mistake
-    import_pillow()
-    entries = list_entries(sources, label_key)
-    labels, classes = number_labels(entries)
-    sizes = [entry.size for entry in entries]
-    source = json.dumps({"sources": list(sources), "images": len(entries), "bytes": sum(sizes)})
     try:
-        write_image_store(out, _read_checked(entries, workers, progress), sizes, labels, classes, source)
+        with open_parts_folder(out) as folder, CheckedImages(folder / "images.checked") as checked:
+            _write_images(sources, label_key, out, checked, workers, progress)
     except OSError as error:
         raise UserError(f"cannot write image store {out}: {error.strerror or error}") from error
     return ImageStore.open(out)
@@ -59,8 +59,11 @@ def ensure_image_store(config: ImageFilesDataConfig) -> Path:
     if config.path is not None:
         return Path(config.path).expanduser()
     out = locate_image_store(config)
-    if not out.exists():
-        build_image_store(config.sources, out, label_key=config.label_key, workers=config.decode_threads)
+    if not out.exists():  # two jobs may do so at once: both write the same bytes
+        try:
+            _write_images(config.sources, config.label_key, out, None, config.decode_threads, None)
+        except OSError as error:
+            raise UserError(f"cannot write image store {out}: {error.strerror or error}") from error
     return out
 
 
@@ -87,7 +90,66 @@ def list_entries(sources: Sequence[str], label_key: str) -> list[ImageEntry]:
     return entries
 
 
-def _read_checked(entries: Sequence[ImageEntry], workers: int, progress: Progress | None) -> Iterator[bytes]:
+def _write_images(
+    sources: Sequence[str],
+    label_key: str,
+    out: Path,
+    checked: CheckedImages | None,
+    workers: int,
+    progress: Progress | None,
+) -> None:
+    """Find, check and write all images. Raises UserError for bad ones, OSError if the store cannot be written."""
+    import_pillow()
+    entries = list_entries(sources, label_key)
+    labels, classes = number_labels(entries)
+    sizes = [entry.size for entry in entries]
+    source = json.dumps({"sources": list(sources), "images": len(entries), "bytes": sum(sizes)})
+    write_image_store(out, _read_checked(entries, checked, workers, progress), sizes, labels, classes, source)
+
+
+class CheckedImages:
+    """The images that builds of a store have decoded, in a file that a later build goes on with."""
+
+    def __init__(self, path: Path) -> None:
+        """path: of the file, which holds a digest for each image and may end in a part of one."""
+        content = path.read_bytes() if path.exists() else b""
+        whole = len(content) - len(content) % _DIGEST_BYTES
+        self._known = {content[start : start + _DIGEST_BYTES] for start in range(0, whole, _DIGEST_BYTES)}
+        self._stamps: dict[Path, int] = {}
+        self._new: list[bytes] = []
+        self._file = path.open("r+b" if path.exists() else "wb", buffering=0)
+        self._file.truncate(whole)
+        self._file.seek(whole)
+
+    def __enter__(self) -> CheckedImages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def has(self, entry: ImageEntry) -> bool:
+        """Return whether this image of a file that has not changed since was decoded. Raises OSError."""
+        return bool(self._known) and self._hash(entry) in self._known
+
+    def add(self, entry: ImageEntry) -> None:
+        """Note that the image is sound; every so many are written down."""
+        self._new.append(self._hash(entry))
+        if len(self._new) == _NOTED_TOGETHER:
+            self._file.write(b"".join(self._new))
+            self._new = []
+
+    def _hash(self, entry: ImageEntry) -> bytes:
+        if entry.path not in self._stamps:
+            if len(self._stamps) > _NOTED_TOGETHER:  # a tar holds many images, and a folder a file for each
+                self._stamps.clear()
+            self._stamps[entry.path] = entry.path.stat().st_mtime_ns
+        content = [VERSION, str(entry.path.absolute()), entry.offset, entry.size, self._stamps[entry.path]]
+        return xxhash.xxh3_128_digest(json.dumps(content).encode())
+
+
+def _read_checked(
+    entries: Sequence[ImageEntry], checked: CheckedImages | None, workers: int, progress: Progress | None
+) -> Iterator[bytes]:
     """Yield the bytes of each image. Raises UserError after the last one if any cannot be decoded."""
     if progress is not None:
         progress.start(sum(entry.size for entry in entries), 0)
@@ -96,9 +158,12 @@ def _read_checked(entries: Sequence[ImageEntry], workers: int, progress: Progres
     with ThreadPoolExecutor(workers, thread_name_prefix="images") as pool:  # Pillow decodes outside of Python's lock
         for start in range(0, len(entries), width):
             group = entries[start : start + width]
-            for entry, (data, problem) in zip(group, pool.map(_read_entry, group), strict=True):
+            known = [checked is not None and checked.has(entry) for entry in group]
+            for entry, is_known, (data, problem) in zip(group, known, pool.map(_read_entry, group, known), strict=True):
                 if problem is not None:
                     problems.append(f"{entry.name} {problem}")
+                elif checked is not None and not is_known:
+                    checked.add(entry)
                 if progress is not None:
                     progress.advance(entry.size)
                 yield data
@@ -108,7 +173,8 @@ def _read_checked(entries: Sequence[ImageEntry], workers: int, progress: Progres
         raise UserError(f"{count}{'; '.join(problems[:_SHOWN])}{more}")
 
 
-def _read_entry(entry: ImageEntry) -> tuple[bytes, str | None]:
+def _read_entry(entry: ImageEntry, is_checked: bool) -> tuple[bytes, str | None]:
+    """Return the bytes of an image, and what is wrong with it."""
     try:
         with open_to_read(entry.path) as file:
             file.seek(entry.offset)
@@ -117,6 +183,8 @@ def _read_entry(entry: ImageEntry) -> tuple[bytes, str | None]:
         return bytes(entry.size), f"cannot be read ({error.strerror or error})"
     if len(data) != entry.size:
         return bytes(entry.size), "changed while it was read"
+    if is_checked:
+        return data, None
     try:
         check_image(data)
     except ImageError as error:

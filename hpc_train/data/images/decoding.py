@@ -22,6 +22,20 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 _WIDE_MODES = ("I", "F")
 """Beginnings of Pillow's names of pixels with more than 8 bits a channel."""
 _ASPECT = math.log(4 / 3)
+_ORIENTATION = 0x0112
+"""Number of the EXIF entry that says how a camera was held."""
+_UPRIGHT = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""Pillow's operation that turns an image of this orientation upright; 1 is upright."""
+_LYING = (5, 6, 7, 8)
+"""Orientations whose width and height are exchanged."""
 
 
 class ImageError(Exception):
@@ -57,13 +71,14 @@ def check_image(data: bytes) -> None:
 
 
 def read_size(data: bytes) -> tuple[int, int]:
-    """Return width and height of an image, from its header. Raises ImageError."""
-    size: tuple[int, int] = _open(data).size
-    return size
+    """Return width and height of an upright image, from its header. Raises ImageError."""
+    image = _open(data)
+    width, height = image.size
+    return (height, width) if _read_orientation(image) in _LYING else (width, height)
 
 
 def decode_image(data: bytes, channels: int, size: int, crop: Crop) -> npt.NDArray[np.uint8]:
-    """Decode a crop of an image at size x size pixels, (size, size, channels). Raises ImageError."""
+    """Decode a crop of an upright image at size x size pixels, (size, size, channels). Raises ImageError."""
     image_module = import_pillow()
     # A JPEG is decoded at a fraction of its size if the crop stays larger than the result.
     image = _load(data, (math.ceil(size / crop.width), math.ceil(size / crop.height)))
@@ -121,12 +136,24 @@ def _open(data: bytes) -> Any:
     return image
 
 
-def _load(data: bytes, least: tuple[int, int]) -> Any:
-    """Decode an image. least: width and height that a JPEG may be reduced to, by a power of two."""
-    image = _open(data)
+def _read_orientation(image: Any) -> int:
+    """Return how the image has to be turned, as EXIF numbers it; 1, upright, where nothing sound says so."""
     try:
-        image.draft(None, least)
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # Pillow raises nearly every kind on hostile bytes, and the pixels may be sound
+        return 1
+    return orientation if isinstance(orientation, int) else 1
+
+
+def _load(data: bytes, least: tuple[int, int]) -> Any:
+    """Decode an image and turn it upright. least: width and height that a JPEG may be reduced to, by a power of two."""
+    image = _open(data)
+    orientation = _read_orientation(image)
+    try:
+        image.draft(None, least[::-1] if orientation in _LYING else least)
         image.load()
     except Exception as error:
         raise ImageError(f"is damaged or cut short ({first_line(error)})") from error
-    return image
+    if orientation not in _UPRIGHT:
+        return image
+    return image.transpose(import_pillow().Transpose[_UPRIGHT[orientation]])

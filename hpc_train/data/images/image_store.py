@@ -16,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpc_train.data.token_store import map_dataset, publish_file
+from hpc_train.data.store_file import IMAGE_STORE, compute_digest, map_dataset, open_store, publish_file
 from hpc_train.errors import UserError
-from hpc_train.terminal import one_line
 
-FORMAT = "hpc_train.images"
-VERSION = 1
+VERSION = IMAGE_STORE.version
 IMAGES = "images"
 """uint8, contiguous: the encoded images (JPEG, PNG, ...) one after another."""
 OFFSETS = "offsets"
@@ -30,7 +28,6 @@ LABELS = "labels"
 """int64, one an image."""
 CLASSES = "classes"
 """uint8, JSON: the names of the classes by their number."""
-_SLICE_BYTES = 1 << 24
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -62,38 +59,12 @@ class ImageStore:
     @classmethod
     def open(cls, path: str | Path) -> ImageStore:
         """Open a store. Raises UserError if it is missing, cut short, of another kind or of a later format."""
-        path = Path(path).expanduser()
-        if not path.is_file():
-            raise UserError(f"no image store at {path}: build one with `hpc-train data build {path} FOLDER`")
-        try:
-            with h5py.File(path, "r", locking=False) as file:
-                return _read_store(file, path)
-        except UserError:
-            raise
-        except Exception as error:  # h5py raises nearly every kind on a damaged header
-            what = one_line(str(error).splitlines()[0] if str(error) else type(error).__name__)
-            raise UserError(
-                f"{path} cannot be read as an image store: make one with `hpc-train data build` ({what})"
-            ) from error
-
-
-def is_image_store(path: Path) -> bool:
-    """Return whether a file says that it is an image store."""
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            return bool(file.attrs.get("format") == FORMAT)
-    except Exception:
-        return False
+        return open_store(Path(path).expanduser(), IMAGE_STORE, _read_store)
 
 
 def verify_image_store(store: ImageStore) -> bool:
     """Return whether images and labels still have the digest with which they were written; reads the whole file."""
-    state = xxhash.xxh3_128()
-    for values in (store.images, store.offsets, store.labels):
-        whole = values.view(np.uint8)
-        for start in range(0, len(whole), _SLICE_BYTES):
-            state.update(whole[start : start + _SLICE_BYTES].data)
-    return state.hexdigest() == store.digest
+    return compute_digest([store.images, store.offsets, store.labels]) == store.digest
 
 
 def write_image_store(
@@ -112,7 +83,7 @@ def write_image_store(
     state = xxhash.xxh3_128()
     path.parent.mkdir(parents=True, exist_ok=True)
     with publish_file(path) as temporary, h5py.File(temporary, "w", locking=False) as file:
-        file.attrs["format"], file.attrs["version"], file.attrs["source"] = FORMAT, VERSION, source
+        file.attrs["format"], file.attrs["version"], file.attrs["source"] = IMAGE_STORE.format, VERSION, source
         target = file.create_dataset(IMAGES, (int(offsets[-1]),), np.uint8)
         for number, image in enumerate(images):
             assert len(image) == sizes[number]
@@ -126,12 +97,6 @@ def write_image_store(
 
 
 def _read_store(file: h5py.File, path: Path) -> ImageStore:
-    found = file.attrs.get("format")
-    if found != FORMAT:
-        what = "a token store: use data=text" if found == "hpc_train.tokens" else "no image store"
-        raise UserError(f"{path} is {what}; image stores are made with `hpc-train data build`")
-    if int(file.attrs["version"]) > VERSION:
-        raise UserError(f"{path} has image-store format {file.attrs['version']}: update hpc_train, or build it again")
     arrays: dict[str, Any] = {name: map_dataset(file[name], path) for name in (IMAGES, OFFSETS, LABELS)}
     store = ImageStore(
         path,

@@ -7,7 +7,6 @@ gradients are exactly those of the document alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.model import TokenDataConfig
+from hpc_train.data.samples.token_samples import TokenSamples
 from hpc_train.data.token_files import TokenSource
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET
@@ -38,12 +38,9 @@ class DocumentPieces:
 
 
 @dataclass(frozen=True)
-class PaddedDocuments:
+class PaddedDocuments(TokenSamples):
     """A piece of a document a sample."""
 
-    name: str
-    store: TokenSource
-    sequence_length: int
     pieces: DocumentPieces
 
     def __len__(self) -> int:
@@ -57,23 +54,6 @@ class PaddedDocuments:
             begin, length = self.pieces.begin[index], self.pieces.length[index]
             copy_piece(self.store, begin, inputs[row, :length], targets[row, :length])
         return torch.from_numpy(inputs), torch.from_numpy(targets)
-
-    @property
-    def tokens_per_sample(self) -> int:
-        return self.sequence_length
-
-    @property
-    def vocab_size(self) -> int:
-        return self.store.vocab_size
-
-    @property
-    def classes(self) -> None:
-        return None
-
-    @cached_property
-    def unigram_entropy(self) -> None:
-        """None: it would be about other targets than these."""
-        return None
 
 
 def open_padded_documents(

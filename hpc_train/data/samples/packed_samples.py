@@ -7,7 +7,6 @@ attention within documents only. A document's last token is a target only, so th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from hpc_train.config.model import TokenDataConfig
 from hpc_train.data.samples.document_samples import PADDING, DocumentPieces, copy_piece, cut_documents
+from hpc_train.data.samples.token_samples import TokenSamples
 from hpc_train.data.token_files import TokenSource
 from hpc_train.interfaces import DOCUMENT_STARTS, IGNORED_TARGET
 
@@ -25,12 +25,9 @@ TOKENS = "x"
 
 
 @dataclass(frozen=True)
-class PackedDocuments:
+class PackedDocuments(TokenSamples):
     """As many consecutive pieces of documents a sample as fit."""
 
-    name: str
-    store: TokenSource
-    sequence_length: int
     pieces: DocumentPieces
     first: Indices
     """(samples + 1,): the first piece of each sample, and the number of all pieces."""
@@ -52,23 +49,6 @@ class PackedDocuments:
                 place = end
             starts[row, place:] = place  # the padding is a document of its own
         return {TOKENS: torch.from_numpy(inputs), DOCUMENT_STARTS: torch.from_numpy(starts)}, torch.from_numpy(targets)
-
-    @property
-    def tokens_per_sample(self) -> int:
-        return self.sequence_length
-
-    @property
-    def vocab_size(self) -> int:
-        return self.store.vocab_size
-
-    @property
-    def classes(self) -> None:
-        return None
-
-    @cached_property
-    def unigram_entropy(self) -> None:
-        """None: it would be about other targets than these."""
-        return None
 
 
 def open_packed_documents(

@@ -1,4 +1,4 @@
-"""Samples cut out of tokens one after another."""
+"""Samples of tokens: what all kinds have in common, and samples that are cut one after another."""
 
 from __future__ import annotations
 
@@ -19,12 +19,35 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class TokenDataset:
-    """Adjacent sequences of T tokens: sample i reads tokens [iT, iT + T] of its split; targets are shifted by one."""
+class TokenSamples:
+    """Sequences of tokens of one length, out of a store or a file of tokens."""
 
     name: str
     store: TokenSource
     sequence_length: int
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.sequence_length
+
+    @property
+    def vocab_size(self) -> int:
+        return self.store.vocab_size
+
+    @property
+    def classes(self) -> None:
+        return None
+
+    @cached_property
+    def unigram_entropy(self) -> float | None:
+        """None where it would be about other targets than these."""
+        return None
+
+
+@dataclass(frozen=True)
+class TokenDataset(TokenSamples):
+    """Adjacent sequences of T tokens: sample i reads tokens [iT, iT + T] of its split; targets are shifted by one."""
+
     begin: int
     end: int
     boundary: int
@@ -40,18 +63,6 @@ class TokenDataset:
         if self.store.counted is not None:
             targets = np.where(self._cut(self.store.counted)[indices][:, 1:], targets, IGNORED_TARGET)
         return torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(np.ascontiguousarray(targets))
-
-    @property
-    def tokens_per_sample(self) -> int:
-        return self.sequence_length
-
-    @property
-    def vocab_size(self) -> int:
-        return self.store.vocab_size
-
-    @property
-    def classes(self) -> None:
-        return None
 
     @cached_property
     def unigram_entropy(self) -> float | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpc_train.errors import UserError
 from hpc_train.models.hf.families import Family, Task
-from hpc_train.models.hf.library import get_tensor_plan, list_block_classes
+from hpc_train.models.hf.library import get_tensor_plan, is_block
 from hpc_train.models.layers import cross_entropy_sum, match_tensor_plan
 
 _SPLITS = {"colwise": "col", "rowwise": "row", "replicated_with_grad_allreduce": "heads"}
@@ -106,15 +106,21 @@ def _make_adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def find_block_names(model: nn.Module) -> list[str]:
-    """Return the names of the layers: elements of module lists, of the classes that the model wants left whole."""
-    classes = list_block_classes(model)
-    names = [
-        f"{path}.{key}" if path else key
+    """Return the names of the layers: the outermost elements of module lists that the model wants left whole.
+
+    A model that names none has the elements of its module lists, such as ALBERT's groups of layers.
+    """
+    elements = {
+        f"{path}.{key}" if path else key: element
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
-        for key, block in module.named_children()
-        if type(block).__name__ in classes
-    ]
+        for key, element in module.named_children()
+    }
+    found = [name for name, element in elements.items() if is_block(model, element)] or list(elements)
+    names: list[str] = []
+    for name in found:  # an outer one comes before what it holds
+        if not name.startswith(tuple(f"{outer}." for outer in names)):
+            names.append(name)
     if not names:
         raise UserError(f"model: {type(model).__name__} of transformers does not say which of its modules are layers")
     return names

@@ -10,7 +10,7 @@ from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf.adapter import HfModel, adapt_model
 from hpc_train.models.hf.config_file import ConfigFile, find_task, read_config_file
-from hpc_train.models.hf.library import import_transformers, make_library_config
+from hpc_train.models.hf.library import get_class, make_library_config
 
 _AUTO_CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
@@ -29,7 +29,7 @@ def build_hf_model(config: HfModelConfig, seed: int = 0) -> HfModel:
     file = read_config_file(config)
     task = find_task(config, file)
     settings = _make_config(file)
-    kind: Any = getattr(import_transformers(), _AUTO_CLASSES[task])
+    kind = get_class(_AUTO_CLASSES[task])
     options = {"attn_implementation": config.attention, "experts_implementation": config.experts}
     chosen = {name: option for name, option in options.items() if option != "auto"}
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
@@ -45,7 +45,9 @@ def build_hf_model(config: HfModelConfig, seed: int = 0) -> HfModel:
 def _make_config(file: ConfigFile) -> Any:
     where = file.folder / "config.json"
     try:
-        return make_library_config(file.body, file.model_type)
+        settings = make_library_config(file.body, file.model_type)
+        settings.architectures = settings.architectures or []  # the library looks through them
+        return settings
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except Exception as error:  # of any kind, from code that expects a sound file

@@ -171,7 +171,8 @@ def find_mask_token(config: HfModelConfig, file: ConfigFile) -> int:
         return next(int(token["id"]) for token in tokenizer["added_tokens"] if token["content"] == word)
     except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
         raise UserError(
-            f"model.mask_token: the tokenizer in {file.folder} has none; give the number of a token that hides others"
+            f"model.mask_token: the tokenizer in {file.folder} has none; give the number of a token that hides "
+            "others, or save a tokenizer with a mask_token there"
         ) from None
 
 

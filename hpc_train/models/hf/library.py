@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hpc_train.errors import UserError
+from hpc_train.quiet_imports import without_warnings
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -22,6 +23,12 @@ OLDEST_TESTED = 5
 """Major release; before it, models had other weights files and other names."""
 _IGNORED_KEYS = re.compile(r"_?(attn|experts)_implementation|torch_dtype|dtype|auto_map|transformers_version")
 """Keys of config.json that choose code or number formats; here the run's configuration does."""
+
+
+def get_class(name: str) -> Any:
+    """Return one of the library's classes, such as AutoModelForCausalLM, without what is logged by its imports."""
+    with without_warnings():  # of compiled parts of other packages for devices that are not here
+        return getattr(import_transformers(), name)
 
 
 def import_transformers() -> ModuleType:
@@ -53,14 +60,26 @@ def make_library_config(body: dict[str, Any], model_type: str) -> Any:
 
 
 def _drop_ignored(value: Any) -> Any:
+    """Return the values of a config.json without the ignored keys, and with infinities as numbers again."""
+    if isinstance(value, dict) and list(value) == ["__float__"]:
+        return float(value["__float__"])
+    if isinstance(value, list):
+        return [_drop_ignored(item) for item in value]
     if isinstance(value, dict):
         return {key: _drop_ignored(item) for key, item in value.items() if not _IGNORED_KEYS.fullmatch(str(key))}
     return value
 
 
-def list_block_classes(model: nn.Module) -> set[str]:
-    """Return the names of the classes that the model wants left whole; the library has no public list of them."""
-    return set(getattr(model, "_no_split_modules", None) or ())
+def is_block(model: nn.Module, module: nn.Module) -> bool:
+    """Return whether `module` is of a class that the model wants left whole; the library has no public list of them.
+
+    Models without such a list say as much by the class of their layers, which recompute themselves.
+    """
+    if classes := getattr(model, "_no_split_modules", None):
+        return type(module).__name__ in classes
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return isinstance(module, GradientCheckpointingLayer)
 
 
 def get_tensor_plan(model: nn.Module) -> dict[str, str]:

@@ -1,0 +1,142 @@
+"""What token stores and image stores have in common: an HDF5 file with contiguous arrays, mapped into memory.
+
+A store gets its name only when it is complete, and never changes once it has it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hpc_train.errors import UserError
+from hpc_train.terminal import one_line
+
+T = TypeVar("T")
+_DIGEST_BYTES_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """A kind of store: what its file says of itself, and what it is called."""
+
+    format: str
+    """Attribute `format` of the file."""
+    name: str
+    article: str
+    version: int
+    """Newest version of the format that is read."""
+    use: str
+    """Override that trains on such a store."""
+
+    @property
+    def a_store(self) -> str:
+        return f"{self.article} {self.name}"
+
+
+TOKEN_STORE = StoreKind("hpc_train.tokens", "token store", "a", 2, "data=text")
+"""Version 2 has tokens that do not count as targets, which older readers would ignore; without them, 1 is written."""
+IMAGE_STORE = StoreKind("hpc_train.images", "image store", "an", 1, "data=images")
+_KINDS = (TOKEN_STORE, IMAGE_STORE)
+
+
+def is_store(path: Path, kind: StoreKind) -> bool:
+    """Return whether a file says that it is a store of this kind."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return bool(file.attrs.get("format") == kind.format)
+    except Exception:
+        return False
+
+
+def open_store(path: Path, kind: StoreKind, read: Callable[[h5py.File, Path], T]) -> T:
+    """Open a store with `read`. Raises UserError if it is missing, damaged, of another kind or of a later format."""
+    if not path.is_file():
+        raise UserError(f"no {kind.name} at {path}: build one with `hpc-train data build {path} FOLDER`")
+    try:
+        # Lustre without -o flock refuses HDF5's own lock.
+        with h5py.File(path, "r", locking=False) as file:
+            _check_header(file, path, kind)
+            return read(file, path)
+    except UserError:
+        raise
+    except Exception as error:  # h5py raises nearly every kind on a damaged header
+        raise UserError(f"{path} {_explain_unreadable(path, kind)} ({_first_line(error)})") from error
+
+
+def _check_header(file: h5py.File, path: Path, kind: StoreKind) -> None:
+    found = file.attrs.get("format")
+    if found != kind.format:
+        other = next((f"{one.a_store}: use {one.use}" for one in _KINDS if one.format == found), f"no {kind.name}")
+        raise UserError(f"{path} is {other}; {kind.name}s are made with `hpc-train data build`")
+    version = int(file.attrs["version"])
+    if version > kind.version:
+        raise UserError(
+            f"{path} has format {version} of {kind.name}s, newer than {kind.version}, the last this hpc_train reads: "
+            "update hpc_train or build the store again"
+        )
+
+
+def _explain_unreadable(path: Path, kind: StoreKind) -> str:
+    try:
+        hdf5 = h5py.is_hdf5(path)
+    except OSError:
+        hdf5 = False
+    if hdf5:
+        return f"is a damaged or truncated {kind.name}: build it again"
+    return f"cannot be read as {kind.a_store}: make one with `hpc-train data build`"
+
+
+def _first_line(error: Exception) -> str:
+    return one_line((str(error).splitlines() or [type(error).__name__])[0].strip("'\""))
+
+
+def map_dataset(dataset: h5py.Dataset, path: Path) -> npt.NDArray[Any]:
+    """Map a contiguous dataset into memory, without HDF5 between it and its reader."""
+    offset = dataset.id.get_offset()
+    if dataset.chunks is not None or dataset.ndim != 1 or offset is None:
+        raise UserError(f"{path}: data set {dataset.name} is not contiguous (repacked?): build the store again")
+    if path.stat().st_size < offset + dataset.nbytes:
+        raise UserError(f"{path} is cut short: {dataset.name} ends at byte {offset + dataset.nbytes:,}: build it again")
+    # A plain array over the map: np.memmap's own slicing costs several times as much.
+    return np.asarray(np.memmap(path, dataset.dtype, mode="r", offset=offset, shape=dataset.shape))
+
+
+def compute_digest(arrays: Iterable[npt.NDArray[Any]]) -> str:
+    """Return XXH3-128 of the bytes of some 1-D arrays, one after another, hexadecimal; reads all of them."""
+    state = xxhash.xxh3_128()
+    for values in arrays:
+        content = values.view(np.uint8)
+        for start in range(0, len(content), _DIGEST_BYTES_AT_ONCE):
+            state.update(content[start : start + _DIGEST_BYTES_AT_ONCE].data)
+    return state.hexdigest()
+
+
+@contextmanager
+def publish_file(path: Path) -> Iterator[Path]:
+    """Give a temporary file to write; it is synced and renamed to `path` only if the block ends without an error."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        _sync_path(temporary)
+        temporary.replace(path)
+        _sync_path(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
