@@ -19,9 +19,9 @@ from hpc_train.checkpoint.convert.quantized_base import add_base, needs_base
 from hpc_train.checkpoint.convert.rewrite import SavedStepTensors, TensorSource, read_whole_tensors
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep, open_one_step
-from hpc_train.config.model import DataConfig, HfModelConfig, TokenDataConfig, TransformerConfig
+from hpc_train.config.model import DataConfig, HfModelConfig, TransformerConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from hpc_train.data.tokenizers.tokenizer import Tokenizer
 from hpc_train.errors import UserError
 from hpc_train.models.hf.config_file import read_config_file
 from hpc_train.models.hf.library import get_class, make_library_config
@@ -150,19 +150,12 @@ def _open_tokenizer(config: DataConfig, folder: str | None) -> Tokenizer:
     """Open the tokenizer of a run's data, or that in `folder`."""
     if folder is not None:
         return _open_folder_tokenizer(folder)
-    if not isinstance(config, TokenDataConfig):
-        raise UserError(f"data={config.name}: does not say which tokenizer; give --tokenizer FOLDER")
-    if config.path is None and config.tokenizer == "byte":
-        return ByteTokenizer()
-    if config.path is None and config.tokenizer != "bpe":
-        return _open_folder_tokenizer(config.tokenizer)
-    from hpc_train.data.token_files import open_tokens
-    from hpc_train.data.token_store import TokenStore
+    from hpc_train.data.tokenizers.data_tokenizer import open_data_tokenizer
 
-    store = open_tokens(config)
-    if not isinstance(store, TokenStore):
-        raise UserError(f"data.path={config.path}: a token file has no tokenizer; give --tokenizer FOLDER")
-    return load_tokenizer(store)
+    found = open_data_tokenizer(config)
+    if found is None:
+        raise UserError(f"data={config.name}: does not say which tokenizer; give --tokenizer FOLDER")
+    return found
 
 
 def _open_folder_tokenizer(folder: str) -> Tokenizer:

@@ -15,7 +15,7 @@ from checkpoint_commands import Terminal
 from checkpoint_helpers import State, alone, names, random_bits, same_bits, save_alone
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
 
 from hpc_train.checkpoint import load_step
 from hpc_train.checkpoint.convert import safetensors_files
@@ -25,6 +25,8 @@ from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.step_directory import try_read_manifest
 from hpc_train.config.compose import compose, config_to_yaml
 from hpc_train.config.model import ModelConfig
+from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe
+from hpc_train.data.tokenizers.tokenizer import load_tokenizer
 from hpc_train.models.huggingface import from_huggingface
 from hpc_train.models.initial_values import initialise_parameters
 from hpc_train.models.registry import build_model
@@ -140,6 +142,21 @@ def test_what_transformers_saves_is_imported_bit_for_bit(tmp_path: Path, termina
     original = compose(FAMILIES[kind]).model
     unknown = {"name": "theirs", "init_std": original.init_std}  # type: ignore[attr-defined]
     assert replace(imported.model, **unknown, source=[]) == replace(original, **unknown, source=[])
+
+
+def test_an_export_has_the_tokenizer_of_the_data(tmp_path: Path, terminal: Terminal) -> None:
+    (tmp_path / "a.txt").write_text("some words, again and again " * 50)
+    recipe = StoreRecipe((str(tmp_path / "a.txt"),), (".txt",), "bpe", 270)
+    store = build_from_recipe(recipe, tmp_path / "a.h5")
+    saved_run(tmp_path / "run", [*FAMILIES["llama"], "data=text", f"data.path={store.path}"])
+    told = terminal.ok("export", tmp_path / "run", tmp_path / "out", "--format", "hf", "--json").json
+    assert told["files"] == ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(store)
+    assert theirs("again, words")["input_ids"] == ours.encode([b"again, words"])[0].tolist()
+    assert (theirs.eos_token_id,) == ours.end
+    store.path.unlink()
+    told = terminal.ok("export", tmp_path / "run", tmp_path / "without", "--format", "hf", "--json").json
+    assert told["files"] == ["model.safetensors", "config.json"]
 
 
 def test_an_export_in_another_type(tmp_path: Path, terminal: Terminal) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from token_stores import build_store
 
 from hpc_train.config.model import TokenDataConfig
-from hpc_train.data.corpus.build import build_store, ensure_store
+from hpc_train.data.corpus.build import ensure_store
 from hpc_train.data.corpus.documents import BATCH_BYTES, PIECE_BYTES, iterate_batches, plan_parts, read_pieces
 from hpc_train.data.corpus.sources import find_source_files
 from hpc_train.data.corpus.text_files import recognise_files
@@ -68,8 +69,8 @@ def test_the_standard_library_is_real_text_without_what_was_installed():
 def test_a_build_is_deterministic_over_processes(tmp_path, corpus, tokenizer):
     vocab_size = {"byte": 256, "bpe": 270}[tokenizer]
     program = (
-        "import sys; from hpc_train.data.corpus.build import build_store as build; "
-        "build(sys.argv[1:2], ['.py'], *eval(sys.argv[2]))"
+        "import sys; from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe; "
+        "*how, out = eval(sys.argv[2]); build_from_recipe(StoreRecipe((sys.argv[1],), ('.py',), *how), out)"
     )
     for out in ("one.h5", "two.h5"):
         arguments = repr((tokenizer, vocab_size, str(tmp_path / out)))
@@ -136,11 +137,11 @@ def test_bad_input_is_one_line_and_leaves_no_file(tmp_path, corpus, sources, suf
 
 UNREADABLE = """
 import os, sys
-from hpc_train.data.corpus.build import build_store as build
+from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe
 from hpc_train.errors import UserError
 if os.geteuid() == 0:
     os.setgid(65534); os.setuid(65534)
-try: build([sys.argv[1]], [".py"], "byte", 256, sys.argv[2])
+try: build_from_recipe(StoreRecipe((sys.argv[1],), (".py",)), sys.argv[2])
 except UserError as error: print(error)
 """
 

@@ -19,11 +19,13 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from token_stores import build_store
 
 from hpc_train.cli.main import main
 from hpc_train.config.model import TokenDataConfig
-from hpc_train.data.corpus.build import build_store, ensure_store
-from hpc_train.data.corpus.text_files import find_text_problem
+from hpc_train.data.corpus.build import ensure_store
+from hpc_train.data.corpus.sources import SourceFile
+from hpc_train.data.corpus.text_files import recognise_files
 from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
@@ -158,7 +160,8 @@ def test_a_mark_of_utf8_is_no_text(tmp_path: Path) -> None:
 
 def test_a_few_lines_in_an_older_encoding_are_let_through(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_bytes(PROSE.encode() + "# d\u00e9j\u00e0 vu\n".encode("latin-1"))
-    assert find_text_problem(tmp_path / "a.py") is None
+    (known,) = recognise_files([SourceFile(tmp_path / "a.py", 0, 0)])
+    assert known.format is None
 
 
 def test_a_folder_of_mixed_files_names_the_first_and_counts_the_rest(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from token_stores import build_store
 
 from hpc_train.cli.main import main
 from hpc_train.data.corpus import documents
-from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe, build_store
+from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe
 from hpc_train.data.corpus.sources import find_source_files
 from hpc_train.data.corpus.text_files import recognise_files
 from hpc_train.data.readers import json_lines, records

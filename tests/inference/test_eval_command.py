@@ -14,6 +14,7 @@ import tokenizers
 import torch
 import transformers
 from labelled_images import make_folder
+from token_stores import build_store
 from torch import Tensor, nn
 
 from hpc_train.cli.main import main
@@ -21,7 +22,6 @@ from hpc_train.components import register_metric
 from hpc_train.config.compose import compose
 from hpc_train.config.model import ImageFilesDataConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.data.corpus.build import build_store
 from hpc_train.data.images.build_images import build_image_store
 from hpc_train.data.images.image_samples import ImageSamples
 from hpc_train.data.images.image_store import ImageStore

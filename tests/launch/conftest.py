@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from jobs import LONG, Workshop
-
-from hpc_train.data.corpus.build import build_store
+from token_stores import build_store
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,8 @@ from hpc_train.checkpoint.format.hdf5_index import INDEX_FILE, find_index_proble
 from hpc_train.checkpoint.storage.lock import refuse_if_locked, take_lock
 from hpc_train.cli.logs import LogSelection, logs_command
 from hpc_train.config.compose import compose
-from hpc_train.data.corpus.text_files import find_text_problem
+from hpc_train.data.corpus.sources import SourceFile
+from hpc_train.data.corpus.text_files import recognise_files
 from hpc_train.errors import UserError
 from hpc_train.launch.cancel import read_cancel_seconds
 from hpc_train.launch.freeze import read_schedule_file
@@ -105,7 +106,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "times of blocks": lambda path: read_block_times(path, []),
     "a job": read_spec,
     "config.yaml of a run": load_run_config,
-    "a text to train on": find_text_problem,
+    "a text to train on": lambda path: recognise_files([SourceFile(path, 0, 0)]),
     "a schedule that is frozen": lambda path: read_schedule_file(
         compose(["parallel.pp=2", f"parallel.pipeline.schedule={path.rename(path.with_suffix('.csv'))}"])
     ),

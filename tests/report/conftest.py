@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from hpc_train.data.corpus.build import build_store
+from token_stores import build_store
 
 
 @pytest.fixture(scope="session")

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm_client import FINAL, SlurmCluster, slurm_conf
+from token_stores import build_store
 from training_client import assert_same_result, hpc_train, lines, steps_done, submit, tasks_of
 
-from hpc_train.data.corpus.build import build_store
 from hpc_train.launch.state.run_ledger import account_run_directory
 
 KINDS = {"kill": 0.4, "stop": 0.2, "gil": 0.1, "node": 0.1, "raise": 0.1, "nan": 0.1}

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from slurm_client import SHAPE, SlurmCluster, dev_cluster, slurm_conf
 from sweep_client import Sweep
-
-from hpc_train.data.corpus.build import build_store
+from token_stores import build_store
 
 HERE = Path(__file__).resolve().parent
 DOWN = 3

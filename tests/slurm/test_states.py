@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 from slurm_client import SlurmCluster, dev_cluster, slurm_conf
+from token_stores import build_store
 
-from hpc_train.data.corpus.build import build_store
 from hpc_train.launch.state.attempts import read_attempts
 
 FAULTY = Path(__file__).parents[1] / "launch"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch._dynamo  # noqa: F401
-
-from hpc_train.data.corpus.build import build_store
+from token_stores import build_store
 
 
 @pytest.fixture(scope="session")

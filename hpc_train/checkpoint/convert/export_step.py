@@ -21,7 +21,7 @@ from hpc_train.checkpoint.storage.file_system import sync_directory, sync_tree
 from hpc_train.checkpoint.storage.retention import make_token
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep
-from hpc_train.config.model import HfModelConfig, ModelConfig
+from hpc_train.config.model import DataConfig, HfModelConfig, ModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.adapter_names import is_adapter_parameter
@@ -117,8 +117,9 @@ def _write_files(
             return safetensors_files.write_safetensors(
                 folder, source, groups, lambda state: safetensors_files.cast_state(state, dtype), on_bytes
             )
-        model = _config_of_step(options, step, builds_model=True).model
-        return _write_hugging_face(folder, source, tensors, model, dtype, on_bytes)
+        config = _config_of_step(options, step, builds_model=True)
+        files = _write_hugging_face(folder, source, tensors, config.model, dtype, on_bytes)
+        return files if "tokenizer.json" in files else [*files, *_write_tokenizer(folder, config.data)]
 
 
 def _select_tensors(step: OpenStep, base: HfModelConfig | None, options: ExportOptions) -> list[SavedTensor]:
@@ -180,6 +181,21 @@ def _write_hugging_face(
     text = json.dumps(model_config.encode_hf_config(model, dtype_name(dtype) if dtype else tensors[0].dtype), indent=2)
     (folder / "config.json").write_text(text + "\n")
     return [*files, "config.json"]
+
+
+def _write_tokenizer(folder: Path, data: DataConfig) -> list[str]:
+    """Write the tokenizer of the run's data, and return the names of the files; none where it has no such form.
+
+    The data may be on another machine: then the export has no tokenizer.
+    """
+    from hpc_train.data.tokenizers.data_tokenizer import open_data_tokenizer
+    from hpc_train.data.tokenizers.tokenizer_folder import write_tokenizer_folder
+
+    try:
+        tokenizer = open_data_tokenizer(data)
+    except UserError:
+        return []
+    return [] if tokenizer is None else write_tokenizer_folder(tokenizer, folder)
 
 
 def _group_by_block(tensors: list[SavedTensor]) -> list[list[SavedTensor]]:

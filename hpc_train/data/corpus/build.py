@@ -70,21 +70,6 @@ def default_column(chat: bool) -> str:
     return "messages" if chat else "text"
 
 
-def build_store(
-    sources: Sequence[str],
-    suffixes: Sequence[str],
-    tokenizer: str,
-    vocab_size: int,
-    out: str | Path,
-    *,
-    overwrite: bool = False,
-) -> TokenStore:
-    """Build the token store `out` from text files and folders in this process, and open it; see build_from_recipe."""
-    return build_from_recipe(
-        StoreRecipe(tuple(sources), tuple(suffixes), tokenizer, vocab_size), out, overwrite=overwrite
-    )
-
-
 def build_from_recipe(
     recipe: StoreRecipe,
     out: str | Path,

@@ -109,12 +109,6 @@ def recognise_files(files: Iterable[SourceFile]) -> list[KnownFile]:
     raise UserError(f"{count}{said}{more} (known: {KINDS})")
 
 
-def find_text_problem(path: Path) -> str | None:
-    """Return why a file is not UTF-8 text and what to do, as the end of a sentence; None if it is. Raises UserError."""
-    format, problem = _recognise(path)
-    return problem if format is None else f"is a file of records ({format})"
-
-
 def _recognise(path: Path) -> tuple[str | None, str | None]:
     """Return a file's format of records, or why it is no text."""
     head, windows = _read_samples(path)

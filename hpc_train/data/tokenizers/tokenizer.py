@@ -15,7 +15,8 @@ SEPARATOR = 0
 """Token after every document, in our own two tokenizers."""
 
 BYTE_VOCAB = 256
-_END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT = "<|endoftext|>"
+"""Name of the separator in a byte-pair encoding."""
 
 
 class Tokenizer(Protocol):
@@ -116,12 +117,12 @@ def train_bpe(batches: Iterable[Sequence[bytes]], vocab_size: int) -> BpeTokeniz
     model.decoder = package.decoders.ByteLevel()
     trainer = package.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[_END_OF_TEXT],
+        special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     model.train_from_iterator(([decode_text(text) for text in texts] for texts in batches), trainer)
-    assert model.token_to_id(_END_OF_TEXT) == SEPARATOR
+    assert model.token_to_id(END_OF_TEXT) == SEPARATOR
     return _make_bpe(model)
 
 

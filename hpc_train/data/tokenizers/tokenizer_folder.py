@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc_train.data.readers.records import first_line
 from hpc_train.data.token_store import Tokens, token_dtype
-from hpc_train.data.tokenizers.tokenizer import decode_text, import_tokenizers
+from hpc_train.data.tokenizers.tokenizer import END_OF_TEXT, BpeTokenizer, Tokenizer, decode_text, import_tokenizers
 from hpc_train.errors import UserError
 from hpc_train.regular_files import read_regular
 from hpc_train.terminal import one_line
@@ -116,14 +116,24 @@ def restore_folder_tokenizer(source: str, settings_json: str) -> FolderTokenizer
     return FolderTokenizer(model, TokenizerSettings(**fields), source)
 
 
-def write_tokenizer_folder(tokenizer: FolderTokenizer, folder: Path) -> None:
-    """Write a tokenizer as a folder that transformers' AutoTokenizer loads. The folder must exist."""
-    settings = tokenizer.settings
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **settings.special}
-    (folder / _TOKENIZER).write_text(tokenizer.source)
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2))
-    if settings.chat_template is not None:
-        (folder / _TEMPLATE).write_text(settings.chat_template)
+def write_tokenizer_folder(tokenizer: Tokenizer, folder: Path) -> list[str]:
+    """Write a tokenizer into a folder as transformers' AutoTokenizer loads it, and return the names of the files.
+
+    The folder must exist. The byte tokenizer has no such form: nothing is written.
+    """
+    if isinstance(tokenizer, FolderTokenizer):
+        special, template = tokenizer.settings.special, tokenizer.settings.chat_template
+    elif isinstance(tokenizer, BpeTokenizer):
+        special, template = {"eos_token": END_OF_TEXT}, None
+    else:
+        return []
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    files = {_TOKENIZER: tokenizer.to_json(), _CONFIG: json.dumps(config, indent=2)}
+    if template is not None:
+        files[_TEMPLATE] = template
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return list(files)
 
 
 def _parse_model(source: str, where: str) -> Any:
