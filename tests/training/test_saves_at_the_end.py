@@ -111,7 +111,7 @@ def test_parameters_that_are_nan_are_never_gone_on_from(store: Path, tmp_path: P
 
 
 def test_what_the_settings_of_retention_keep(store: Path, tmp_path: Path) -> None:
-    # A save that has ended when copies of parameters are compared stays as well: a matter of time, so nothing is compared.
+    # A save that has ended when copies of parameters are compared stays, too: a matter of time, so nothing is compared.
     settings = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_every=4", "train.eval_every=1")
     settings = (*settings, "resilience.numbers.compare_every=0")
     run(small(store, tmp_path / "run", *settings, "train.steps=3", "checkpoint.keep_every=0"))
