@@ -223,7 +223,7 @@ _MAX_RANKS_SHOWN = 6
 
 
 def is_timeout(message: str) -> bool:
-    """Whether an error says that its rank gave up waiting for another rank."""
+    """Return whether an error says that its rank gave up waiting for another rank."""
     return _STOPPED_WAITING.search(message) is not None
 
 

@@ -103,15 +103,7 @@ def decide_after_failure(
     cancelled = any(event["event"] == "cancel" and event["attempt"] == attempt for event in events)
     own = {event["event"]: event for event in events if event["attempt"] == attempt}
     fault = Fault(Cause.CANCELLED) if cancelled else find_fault(logs, code, allocation.lost)
-    if fault.cause is Cause.INCOMPLETE and "rollback" in own:  # the ranks ended, and said so in a line of their own
-        fault = Fault(Cause.NUMBERS)
-    elif fault.cause is Cause.INCOMPLETE and "disagree" in own:
-        hosts = own["disagree"]["hosts"]
-        fault = Fault(Cause.DISAGREE, str(hosts[0]) if len(hosts) == 1 else "", str(own["disagree"]["why"]))
-    elif fault.cause is Cause.INCOMPLETE and "slow_node" in own:
-        fault = Fault(Cause.SLOW_NODE, str(own["slow_node"]["hosts"][0]), str(own["slow_node"]["why"]))
-    elif fault.cause is Cause.REFUSED and "signal" in own:
-        fault = Fault(Cause.STOPPED)
+    fault = _read_own_reason(fault, own)
     record_strikes(folder.path, attempt, fault, allocation)
     choice = choose_nodes(config, folder, allocation) if allocation.nodes else None
     fewer = choice is not None and 0 < len(choice.start) < allocation.wanted
@@ -133,6 +125,21 @@ def decide_after_failure(
     if choice is not None:
         _write_nodes(logs, choice)
     return decision
+
+
+def _read_own_reason(fault: Fault, own: Mapping[str, Mapping[str, Any]]) -> Fault:
+    """Return the fault for which ranks ended the attempt themselves, and said so in an event; else the same fault.
+
+    own: the newest event of each kind of the attempt.
+    """
+    if fault.cause is Cause.INCOMPLETE and "rollback" in own:
+        return Fault(Cause.NUMBERS)
+    if fault.cause is Cause.INCOMPLETE and "disagree" in own:
+        hosts = own["disagree"]["hosts"]
+        return Fault(Cause.DISAGREE, str(hosts[0]) if len(hosts) == 1 else "", str(own["disagree"]["why"]))
+    if fault.cause is Cause.INCOMPLETE and "slow_node" in own:
+        return Fault(Cause.SLOW_NODE, str(own["slow_node"]["hosts"][0]), str(own["slow_node"]["why"]))
+    return Fault(Cause.STOPPED) if fault.cause is Cause.REFUSED and "signal" in own else fault
 
 
 def fit_choice(config: RunConfig, folder: RunDirectory, wanted: int, choice: NodeChoice) -> NodeChoice:

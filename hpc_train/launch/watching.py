@@ -32,7 +32,7 @@ _STACK_SECONDS = 3.0
 _UNABLE = (STOPPED, WAITS_FOR_DISK, GONE, NOT_BEGUN)
 """States in which a process answers no signal."""
 _EARLIEST_SHARE = 0.75
-"""Of a deadline: no rank is asked earlier, however short its deadline is."""
+"""Share of a deadline that passes before any rank is asked, however short the deadline is."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from hpc_train.launch.slurm import agent_reports, srun_errors
-from hpc_train.launch.slurm.agent_reports import AgentReports
+from hpc_train.launch.slurm.agent_reports import AgentReports, NodeProbe
 from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
 from hpc_train.resilience.agent import Report, encode_report
 from hpc_train.resilience.heartbeat import Phase
@@ -100,6 +101,29 @@ def test_a_silent_node_whose_ranks_go_on_has_a_stuck_agent_once(reports: AgentRe
     assert reports.nodes["node2"].silent == -agent_reports._AGENT_START_SECONDS
     report("node1", 80)
     assert not reports.has_a_stuck_agent("node2"), "once"
+
+
+def test_a_silent_node_that_runs_a_step_has_a_stuck_agent_however_slow_the_ranks_are() -> None:
+    asked = []
+
+    def start(host: str) -> subprocess.Popen[bytes]:
+        asked.append(host)
+        return subprocess.Popen(["true"] if host == "node2" else ["sleep", "60"])
+
+    probe = NodeProbe(start)
+    for _ in range(100):
+        probe.ask(["node2", "node3"])
+        if probe.has_answered("node2"):
+            break
+        time.sleep(0.1)
+    assert asked == ["node2", "node3"]
+    assert [probe.has_answered(host) for host in ("node1", "node2", "node3")] == [False, True, False]
+    dead = probe._steps["node3"]
+    probe.ask([])
+    assert not probe.has_answered("node2"), "that was before it said something again"
+    assert dead.poll() is None, "nobody has killed it"
+    dead.kill()
+    dead.wait()
 
 
 def test_the_node_of_the_supervisor_is_never_lost(reports: AgentReports) -> None:

@@ -160,13 +160,14 @@ def test_a_rank_that_hangs_without_its_slurmstepd_is_ended(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("task", [0, 1])
+@pytest.mark.parametrize(("task", "slow"), [(0, False), (1, False), (1, True)])
 def test_an_agent_that_is_stopped_is_started_again_and_its_node_is_not_lost(
-    slurm_cluster: SlurmCluster, settings: list[str], tmp_path: Path, task: int
+    slurm_cluster: SlurmCluster, settings: list[str], tmp_path: Path, task: int, slow: bool
 ) -> None:
-    """Task 0 runs on the node of the supervisor."""
+    """Task 0 runs on the node of the supervisor. slow: a step takes longer than a node may be silent."""
     run = tmp_path / "run"
-    job = start(run, settings, "train.steps=1000000")
+    words = ["train.steps=1000000", "resilience.hang.step_seconds=300"]
+    job = start(run, settings, *words, faults="0:train:60:hold" if slow else "")
     wait_until("steps", lambda: steps_done(run) > 50)
     host = hosts_of(run)[task]
 

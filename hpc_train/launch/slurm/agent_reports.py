@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,8 @@ from hpc_train.resilience.watch import RankView
 
 AGENTS = "agents"
 """Name of the agents' job step."""
+PROBE = "probe"
+"""Name of a job step that shows whether a node is there."""
 AGENT_ERRORS = "agents.err"
 """File in an attempt's log directory: what the agents' srun says."""
 TICK_SECONDS = 0.5
@@ -63,7 +65,7 @@ class AgentReports:
     start: Callable[[Mapping[Phase, float]], subprocess.Popen[bytes]]
     """Starts the agents, with the deadlines that were learned so far."""
     errors: SrunErrors
-    """Of the agents' srun."""
+    """The messages of the agents' srun."""
     nodes: dict[str, NodeState] = field(default_factory=dict)
     ended: bool = False
     """Whether the agents have ended by themselves."""
@@ -166,6 +168,10 @@ class AgentReports:
         silent = [host for host, node in self.nodes.items() if node.silent > seconds]
         return silent[0] if silent and len(silent) < max(2, len(self.nodes)) else None
 
+    def list_late(self) -> list[str]:
+        """Return the nodes whose agents have said nothing for some reports, and may be stopped."""
+        return [host for host, node in self.nodes.items() if node.silent > _LATE_SECONDS and not node.agent_starts]
+
     def may_miss_a_node(self, seconds: float) -> bool:
         """Return whether a node is late that may yet turn out to be lost, after `seconds` of silence.
 
@@ -192,28 +198,74 @@ class AgentReports:
         self.process.stdout.close()  # type: ignore[union-attr]
 
 
-def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start an agent on each of these nodes, in a step of its own that takes nothing from the ranks."""
+@dataclass
+class NodeProbe:
+    """Asks silent nodes for a sign of life by a job step of its own: perhaps only the agent is stopped."""
+
+    start: Callable[[str], subprocess.Popen[bytes]]
+    """Starts a step on a node that ends at once."""
+    _steps: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def ask(self, hosts: Collection[str]) -> None:
+        """Ask each of these nodes once, and forget the answers of all others. Never waits.
+
+        A step without an answer goes on by itself: a node that cannot tell srun of its end may be drained for that.
+        """
+        self._steps = {host: self._steps.get(host) or self.start(host) for host in hosts}
+
+    def has_answered(self, host: str) -> bool:
+        """Return whether a node that was asked has run the step."""
+        return host in self._steps and self._steps[host].poll() == 0
+
+
+def start_probe(host: str, nodes: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a step that ends at once on the node whose agent calls it `host`; Slurm may have a longer name for it."""
+    short = host.partition(".")[0]
+    names = [node for node in nodes if node.partition(".")[0] == short] or [host]
+    return subprocess.Popen(
+        [*_step_command(PROBE, names[:1]), "true"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=_step_environment(),
+        start_new_session=True,
+    )
+
+
+def _step_command(name: str, nodes: Sequence[str]) -> list[str]:
+    """Return an srun with a task on each of these nodes that takes nothing from the ranks."""
     count, names = len(nodes), ",".join(nodes)
-    options = ["--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={names}"]
-    quiet = [
+    return [
+        "srun",
+        "--overlap",
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        f"--nodelist={names}",
         "--cpus-per-task=1",
         "--mem=0",
         "--mpi=none",
         "--cpu-bind=none",
         "--unbuffered",
         "--kill-on-bad-exit=0",  # for which Slurm takes KillWait: the supervisor has the others end
-        f"--job-name={AGENTS}",
+        f"--job-name={name}",
     ]
+
+
+def _step_environment() -> dict[str, str]:
+    """Return the environment without variables that srun would take for options of the ranks' step."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_CPUS", "SLURM_NTASKS"))}
+
+
+def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start an agent on each of these nodes, in a step of its own."""
     agent = [sys.executable, "-P", "-m", "hpc_train.resilience.agent", str(logs), json.dumps(dict(resilience))]
     with (logs / AGENT_ERRORS).open("ab") as errors:
-        # Variables that srun would take for options of the ranks' step must not reach this one.
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_CPUS", "SLURM_NTASKS"))}
         return subprocess.Popen(
-            ["srun", *options, *quiet, *agent],
+            [*_step_command(AGENTS, nodes), *agent],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=env,
+            env=_step_environment(),
             start_new_session=True,
         )

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_train.launch.slurm.agent_reports import AGENTS, AgentReports
+from hpc_train.launch.slurm.agent_reports import AGENTS, PROBE, AgentReports
 from hpc_train.launch.slurm.slurm_cli import run_client
 from hpc_train.resilience.agent import KILL
 from hpc_train.resilience.watch import GONE, read_process_state
@@ -35,7 +35,7 @@ def signal_steps(job: str, number: signal.Signals, agents: bool) -> None:
 
     An older step is one of an earlier attempt, which Slurm has not given up yet because a node of it was lost.
     """
-    others = ("batch", "extern")
+    others = ("batch", "extern", PROBE)
     steps = [step for step, name in list_steps(job) if name not in others and (name == AGENTS) is agents]
     if steps:
         newest = max(steps, key=lambda step: int(step.rpartition(".")[2]))

@@ -20,7 +20,7 @@ _AGREED_SECONDS = 30.0
 
 @dataclass
 class SrunErrors:
-    """What an srun says of its tasks that have failed, read as it comes."""
+    """The messages of an srun about tasks of its own that have failed, read as they come."""
 
     path: Path
     """Where its standard error goes."""
@@ -41,7 +41,7 @@ class PeerFailures:
     """Decides when ranks are to be ended because one of them has failed."""
 
     errors: SrunErrors
-    """Of the ranks' srun."""
+    """The messages of the ranks' srun."""
     _due: float = float("inf")
     killed: float | None = None
     """When the others were killed."""

@@ -26,7 +26,9 @@ from hpc_train.launch.slurm.agent_reports import (
     END_SECONDS,
     TICK_SECONDS,
     AgentReports,
+    NodeProbe,
     start_agents,
+    start_probe,
 )
 from hpc_train.launch.slurm.growth import GrowthCheck, list_task_hosts, report_growth
 from hpc_train.launch.slurm.job_steps import (
@@ -81,6 +83,7 @@ class Supervisor:
         self._reports = AgentReports(self._start_agents, SrunErrors(logs / AGENT_ERRORS))
         self._learned_due = time.monotonic() + _LEARNED_SECONDS
         self._limit = TimeLimit(job, signal_seconds)
+        self._probe = NodeProbe(lambda host: start_probe(host, self._nodes))
         self._growth = GrowthCheck(self._run, self._nodes, float(resilience["elastic"]["grow_seconds"]))
         hosts = list_task_hosts(self._run, self._nodes)
         self._response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1), hosts)
@@ -114,9 +117,10 @@ class Supervisor:
 
     def _end_after_lost_node(self) -> bool:
         """Return whether a node was lost; its ranks and all others are ended then, unless resilience.act=false."""
+        self._probe.ask(self._reports.list_late())
         lost = self._reports.find_silent(self._silent_seconds)
-        if lost and self._reports.has_a_stuck_agent(lost):
-            print(f"hpc-train: the agent of {lost} says nothing, though its ranks go on", flush=True)
+        if lost and (self._reports.has_a_stuck_agent(lost) or self._probe.has_answered(lost)):
+            print(f"hpc-train: the agent of {lost} says nothing, though its node is there", flush=True)
             signal_steps(self._job, signal.SIGKILL, agents=True)
             self._reports.expect_new_agent(lost)
             lost = None
