@@ -118,7 +118,7 @@ def _make_sides(options: LossBenchOptions, device: torch.device) -> dict[str, Ca
     }
 
 
-class _CountMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CountMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows a ledger every result of an operator."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class _CountMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _count_peak(side: Callable[[], None]) -> int:
-    with _CountMemory() as counted:
+    with CountMemory() as counted:
         side()
     peak: int = counted.ledger.worst().total
     return peak

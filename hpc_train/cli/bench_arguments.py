@@ -22,6 +22,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     _add_bubble(kinds)
     _add_collectives(kinds)
     _add_gemm(kinds)
+    _add_gpu(kinds)
     _add_loss(kinds)
     _add_data(kinds)
     _add_loader(kinds)
@@ -243,6 +244,36 @@ def _add_gemm(kinds: _SubCommands) -> None:
     add_examples(
         gemm, "hpc-train bench gemm --out gemm.json", "hpc-train bench gemm --precision bf16 --max 8192 --plot gemm.png"
     )
+
+
+def _add_gpu(kinds: _SubCommands) -> None:
+    from hpc_train.bench.gpu.gpu import PARTS, GpuBenchOptions
+
+    what = "measure one GPU: speed against a hand-written loop, parity, memory, copies, waits"
+    gpu, usual = _add_benchmark(kinds, "gpu", what, _gpu), GpuBenchOptions()
+    add = gpu.add_argument
+    add("--part", action="append", choices=PARTS, help="measure only this part; repeatable (default: all)")
+    add("--minutes", type=float, default=usual.minutes, metavar="N", help="time for all parts (default 10)")
+    add("--out", default=usual.out, metavar="NAME", help=f"write NAME.md and NAME.json (default {usual.out})")
+    add("--device", choices=("cuda", "cpu"), default=usual.device, help="cpu: only with --quick (default cuda)")
+    add("--quick", action="store_true", help="tiny shapes, to try whether the parts run")
+    add("--inside", action="store_true", help=argparse.SUPPRESS)  # a part's own process
+    add_json(gpu)
+    add_examples(
+        gpu,
+        "srun --gpus=1 hpc-train bench gpu",
+        "hpc-train bench gpu --part blocks_8b --part offload --out h200",
+        "hpc-train bench gpu --device cpu --quick",
+    )
+
+
+def _gpu(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.gpu.gpu import PARTS, GpuBenchOptions, gpu_command
+
+    a = arguments
+    parts = tuple(name for name in PARTS if name in (a.part or PARTS))
+    options = GpuBenchOptions(parts, a.device, a.quick, a.minutes, a.out, a.json, a.inside)
+    return gpu_command(options)
 
 
 def _add_loss(kinds: _SubCommands) -> None:

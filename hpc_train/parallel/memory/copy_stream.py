@@ -87,3 +87,7 @@ class HostMemory:
     def give_back(self, place: HostPlace) -> None:
         """Keep memory from `take` for another tensor."""
         self._free[place.memory.numel()].append(place.memory)
+
+    def count_free_bytes(self) -> int:
+        """Count the bytes that are kept and not in use."""
+        return sum(size * len(free) for size, free in self._free.items())

@@ -1,0 +1,84 @@
+"""How often a step makes the host wait for the device, as torch itself counts it, and on a CPU by operators."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hpc_train._torch import TorchDispatchMode
+from hpc_train.bench.gpu.gpu_table import Row
+from hpc_train.bench.gpu.sides import MAX_NORM, make_batch, make_config, make_engine
+from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import World
+from hpc_train.training.step_numbers import read_step_numbers
+
+LAYOUTS = {
+    "ddp": (),
+    "fsdp": ("parallel=fsdp",),
+    "fsdp, activations offloaded": ("parallel=fsdp", "parallel.recompute.offload=true"),
+    "fsdp, optimizer offloaded": ("parallel=fsdp", "parallel.offload.optimizer=cpu"),
+    "fp8": ("precision=fp8",),
+    "muon": ("optim=muon", "parallel=fsdp"),
+}
+_ASKING = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "bincount")
+"""Operators whose result the host needs."""
+
+
+def measure_waits(world: World, quick: bool) -> Iterator[Row]:
+    """Count the waits of a step after the first two, in small layouts of one rank."""
+    on_gpu = world.device.type == "cuda"
+    for name, overrides in LAYOUTS.items():
+        if "offload=true" in str(overrides) and not on_gpu:
+            continue  # refused: activations are there already
+        config = make_config("llama_1b", True, *overrides)
+        step = _make_step(config, world)
+        step()
+        step()
+        found = _count_on_gpu(step) if on_gpu else _count_operators(step)
+        said = "; ".join(f"{count} x {what}" for what, count in found.items())
+        yield Row(f"{name}: waits in a step", sum(found.values()), "", said or "no operator that asks for a value")
+
+
+def _make_step(config: RunConfig, world: World) -> Callable[[], None]:
+    engine, batch = make_engine(config, world), make_batch(config, world.device)
+
+    def step() -> None:
+        read_step_numbers(engine.forward_backward(batch), engine.clip(MAX_NORM))
+        engine.update(config.optim.lr)
+
+    return step
+
+
+def _count_on_gpu(step: Callable[[], None]) -> dict[str, int]:
+    """Count what torch warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = [f"{one.filename.rpartition('/')[2]}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
+    return {place: places.count(place) for place in dict.fromkeys(places)}
+
+
+class _CountAsking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _ASKING:
+            self.found[name] = self.found.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def _count_operators(step: Callable[[], None]) -> dict[str, int]:
+    with _CountAsking() as counted:
+        step()
+    found: dict[str, int] = counted.found
+    return found
