@@ -68,6 +68,8 @@ class Calibration:
     """Constants of the planner that were adapted to runs on the cluster, by name."""
     residuals: tuple[StepResidual, ...] = ()
     """Residuals of these runs."""
+    evidence: dict[str, int] = field(default_factory=dict)
+    """How many of these runs had each technique (planner.evidence)."""
 
     def get_level(self, level: str) -> LevelConstants | None:
         """Return the constants of a level, or None if it was not measured."""
@@ -92,7 +94,8 @@ def read_calibration(path: Path) -> Calibration:
         planner = {str(name): float(value) for name, value in content.get("planner", {}).items()}
         cluster, backend, date = (str(content[name]) for name in ("cluster", "backend", "date"))
         residuals = tuple(_parse_residual(entry) for entry in content.get("residuals", []))
-        return Calibration(cluster, backend, date, levels, device, planner, residuals)
+        evidence = {str(name): int(count) for name, count in content.get("evidence", {}).items()}
+        return Calibration(cluster, backend, date, levels, device, planner, residuals, evidence)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):

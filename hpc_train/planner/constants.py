@@ -25,8 +25,9 @@ from hpc_train.regular_files import read_json
 CONSTANTS_VERSION = 1
 
 
-TIME, MEMORY, EXPERTS = "time", "memory", "experts"
-"""The data that a constant is fitted to: step times of dense models, memory, step times of mixtures of experts."""
+TIME, MEMORY, EXPERTS, PYTORCH = "time", "memory", "experts", "pytorch"
+"""The data that a constant is fitted to: step times of dense models, memory, step times of mixtures of experts, step
+times of dense models under PyTorch's own FSDP and tensor parallelism."""
 
 
 def _fitted(start: float, low: float, high: float, to: str = TIME) -> Any:
@@ -45,6 +46,9 @@ class Constants:
     """Share of a product's memory traffic that is not hidden behind its arithmetic."""
     flash_efficiency: float = _fitted(0.7, 0.4, 1.0)
     """Speed of fused attention in training over the best that its authors measured (Jobs.attention_ceiling)."""
+    flash_half: float = _fitted(500.0, 0.0, 4000.0)
+    """Positions of a sequence at which fused attention runs at half of that speed: short ones do not fill the device
+    (Dao 2023, figure 4)."""
     misaligned: float = _fitted(12.0, 4.0, 20.0)
     """Slowdown of attention's products if head_dim is no multiple of 8, so that they cannot use tensor cores. At most
     the ratio of tensor-core to vector peak, 16 on A100."""
@@ -97,6 +101,17 @@ class Constants:
     """Share of tp's communication that asynchronous tensor parallelism hides."""
     pipeline_exposed: float = _fitted(1.0, 0.0, 2.0)
     """Share of the messages between stages that ranks wait for."""
+    # PyTorch's own FSDP and tensor parallelism, over what all stacks have in common.
+    tensor_pytorch: float = _fitted(1.0, 1.0, 3.0, PYTORCH)
+    """Exposed time of tp's collectives over that of Megatron's."""
+    products_pytorch: float = _fitted(1.0, 0.7, 1.1, PYTORCH)
+    """Speed of matrix products over that of Megatron's."""
+    cast_passes: float = _fitted(2.0, 0.0, 8.0, PYTORCH)
+    """Passes over the 16-bit operands of a product in 8 bits by torchao, to find scales and to cast. tp does not split
+    the positions of a column-parallel layer's input, so that casts weigh more with tp."""
+    launch_dtensor: float = _fitted(1e-4, 1.2e-5, 6e-4, PYTORCH)
+    """Host seconds to launch one kernel of a DTensor without torch.compile: its dispatch finds the layout of each
+    result."""
     # Scale.
     jitter: float = _fitted(0.01, 0.0, 0.05)
     """Share of a step that each doubling of nodes adds, since the slowest rank decides (MegaScale: Jiang et al. 2024,
@@ -122,6 +137,8 @@ class Constants:
     """headroom of hpc_train itself, for which there are no published large runs."""
     spread: float = 0.12
     """Standard deviation of log(measured / predicted) of step time, from cross-validation."""
+    spread_pytorch: float = 0.15
+    """The same for tensor parallelism of PyTorch's stacks."""
     spread_experts: float = 0.26
     """The same for mixtures of experts: root mean square over the held-out rows of tests/planner/published_experts.csv.
     One configuration took up to 1.5 times as long two releases of Megatron-Bridge earlier."""
@@ -132,6 +149,8 @@ class Constants:
     (github.com/pytorch/torchtitan, commit 7a04053), which the model does not have."""
     residuals: tuple[StepResidual, ...] = ()
     """Corrections for settings similar to those of a cluster's measured runs; see fit_residuals."""
+    evidence: Mapping[str, int] = field(default_factory=dict)
+    """How many of the runs that the constants were fitted to had each technique (evidence.find_techniques)."""
 
 
 def constant_bounds(*fitted_to: str) -> dict[str, tuple[float, float]]:
@@ -142,7 +161,8 @@ def constant_bounds(*fitted_to: str) -> dict[str, tuple[float, float]]:
 
 def constant_values(constants: Constants) -> dict[str, float]:
     """Return the value of every constant that is a number, by name."""
-    return {field.name: getattr(constants, field.name) for field in fields(Constants) if field.name != "residuals"}
+    others = ("residuals", "evidence")
+    return {field.name: getattr(constants, field.name) for field in fields(Constants) if field.name not in others}
 
 
 def replace_values(constants: Constants, values: Mapping[str, float]) -> Constants:
@@ -184,7 +204,11 @@ def apply_calibration(constants: Constants, measured: Calibration) -> Constants:
     found |= {name: value for name, value in measured.planner.items() if name in names}
     if any(set(residual.settings) != set(RESIDUAL_SETTINGS) for residual in measured.residuals):
         raise UserError(f"calibration of {measured.cluster}: of another version; run `hpc-train plan calibrate` again")
-    return replace(replace_values(constants, found), residuals=measured.residuals)
+    evidence = {
+        name: constants.evidence.get(name, 0) + measured.evidence.get(name, 0)
+        for name in {**constants.evidence, **measured.evidence}
+    }
+    return replace(replace_values(constants, found), residuals=measured.residuals, evidence=evidence)
 
 
 def read_constants(path: Path) -> Constants:
@@ -195,7 +219,8 @@ def read_constants(path: Path) -> Constants:
             raise UserError(f"{path}: written by another version; run `hpc-train plan fit` again")
         names = constant_values(Constants())
         values = {name: float(value) for name, value in content["constants"].items() if name in names}
-        return replace_values(Constants(), values)
+        evidence = {str(name): int(count) for name, count in content.get("evidence", {}).items()}
+        return replace(replace_values(Constants(), values), evidence=evidence)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -204,9 +229,8 @@ def read_constants(path: Path) -> Constants:
 
 def write_constants(path: Path, constants: Constants, **about: object) -> None:
     """Write constants as JSON. about: fields that describe where they come from."""
-    path.write_text(
-        json.dumps({"version": CONSTANTS_VERSION, **about, "constants": constant_values(constants)}, indent=1) + "\n"
-    )
+    content = {"version": CONSTANTS_VERSION, **about, "evidence": dict(constants.evidence)}
+    path.write_text(json.dumps({**content, "constants": constant_values(constants)}, indent=1) + "\n")
 
 
 Floats = NDArray[np.float64]

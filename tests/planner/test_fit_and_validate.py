@@ -27,11 +27,12 @@ from hpc_train.planner.calibration.run_table import MeasuredRun, RunTable, jobs_
 from hpc_train.planner.calibration.validate import (
     PredictedRun,
     error_statistics,
+    measure_band,
     measure_regret,
     predict_runs,
     validate_predictions,
 )
-from hpc_train.planner.constants import EXPERTS, MEMORY, TIME, Constants, constant_bounds, default_constants
+from hpc_train.planner.constants import EXPERTS, MEMORY, PYTORCH, TIME, Constants, constant_bounds, default_constants
 from hpc_train.planner.model.memory import estimate_memory
 from hpc_train.planner.model.step_time import estimate_step_time
 
@@ -80,8 +81,9 @@ def test_constants_stay_within_their_physical_bounds(sample: RunTable) -> None:
     slow = [replace(run, seconds=run.seconds * 10) for run in sample.runs]
     found = asdict(fit_constants(slow))
     assert all(low <= found[name] <= high for name, (low, high) in constant_bounds().items())
-    assert len(constant_bounds(TIME)) + len(constant_bounds(MEMORY)) <= 25
+    assert len(constant_bounds(TIME)) + len(constant_bounds(MEMORY)) <= 26
     assert len(constant_bounds(EXPERTS)) <= 3
+    assert len(constant_bounds(PYTORCH)) <= 4
     assert set(constant_bounds(MEMORY)) < set(constant_bounds())
 
 
@@ -98,6 +100,21 @@ def test_the_split_is_a_function_of_the_groups_name(sample: RunTable) -> None:
     assert 0 < len(kept) < len(sample.runs)
     assert all(assign_fold(run.group, FOLDS) for run in kept)
     assert {run.group for run in kept}.isdisjoint({run.group for run in sample.runs if run not in kept})
+
+
+def test_a_table_that_says_so_is_split_by_itself(sample: RunTable) -> None:
+    runs = [replace(run, held_out=run.family == "zb") for run in sample.runs]
+    assert {run.id for run in training_runs(runs)} == {run.id for run in runs if run.family != "zb"}
+    spoilt = [replace(run, seconds=run.seconds * 10) if run.held_out else run for run in runs]
+    clean, dirty = (fit_leaving_out(it, lambda run: run.family) for it in (runs, spoilt))
+    assert [part.constants for part in clean] == [part.constants for part in dirty]
+
+
+def test_the_band_has_about_four_fifths(sample: RunTable) -> None:
+    rows = [replace(row("a", 1, 1.0, 1 + 0.01 * step, sample), spread=0.1) for step in range(-20, 21)]
+    found = measure_band(rows)
+    assert (found.n, found.families) == (41, {"sc21": found.inside})
+    assert found.inside == pytest.approx(25 / 41, abs=0.03)
 
 
 def test_cross_validation_never_sees_what_it_predicts(sample: RunTable) -> None:
@@ -175,7 +192,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_the_command_prints_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     first = told(capsys, "validate", str(SAMPLE), "--json", "--rows")
     answer = json.loads(first)
-    assert set(answer) == {"overall", "families", "memory", "regret", "refused", "rows"}
+    assert set(answer) == {"overall", "families", "memory", "regret", "band", "refused", "rows"}
     assert set(answer["overall"]) == {"n", "mape", "median", "bias"}
     assert set(answer["memory"]) >= {"n", "mape", "oom_missed", "false_oom"}
     assert set(answer["regret"]) >= {"n", "mean"}

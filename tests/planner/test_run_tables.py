@@ -10,6 +10,8 @@ import pytest
 
 from hpc_train.errors import UserError
 from hpc_train.planner.calibration.run_table import MeasuredRun, RefusedRun, jobs_from_runs, parse_run, read_runs
+from hpc_train.planner.calibration.unstated import predicted_spread
+from hpc_train.planner.constants import default_constants
 from hpc_train.planner.model.accelerators import find_accelerator
 from hpc_train.planner.model.jobs import RECOMPUTE, SCHEDULES, STACKS
 
@@ -73,15 +75,31 @@ def test_schedule_and_software(cells: dict[str, dict[str, str]], id_: str, sched
     assert columns["stack"] == STACKS.index(stack)
 
 
-def test_what_notes_say(cells: dict[str, dict[str, str]]) -> None:
+def test_what_columns_say(cells: dict[str, dict[str, str]]) -> None:
     assert run(cells, "bloom-pre-L917").out_of_memory
     assert not run(cells, "bloom-pre-L947").out_of_memory
     assert run(cells, "bloom-pre-L947").first_stage
     assert run(cells, "bloom-pre-L947").columns["gradient_bytes"] == 4
     assert run(cells, "bloom-pre-L607").columns["gradient_bytes"] == 2
     assert run(cells, "titan-t1-8B-8-1").columns["fused_elementwise"] == 1
-    assert run(cells, "zb-6.2B-1F1B-m32").assumed == ("vocab", "inter_link_gbps_per_gpu")
+    assert run(cells, "titan-t1-8B-8-1", reduce_once="1").columns["reduce_once"] == 1
+    assert run(cells, "titan-t1-8B-8-1", held_out="1").held_out
+    assert run(cells, "zb-6.2B-1F1B-m32").assumed == ("vocab",)
     assert np.isnan(run(cells, "korth-f1-530B-selective").seconds)
+
+
+def test_megatron_is_that_of_its_year(cells: dict[str, dict[str, str]]) -> None:
+    old, new = (run(cells, "sc21-t1-39.1B", attention="", year=year).columns for year in ("2021", "2024"))
+    assert (old["fused_attention"], new["fused_attention"]) == (0, 1)
+
+
+def test_what_is_not_stated_widens_the_band(cells: dict[str, dict[str, str]]) -> None:
+    rows = [run(cells, "sc21-t1-39.1B", **{name: ""} if name else {}) for name in ("", "recompute", "vocab")]
+    spread = predicted_spread(rows, default_constants())
+    assert spread[0] == pytest.approx(default_constants().spread)
+    assert spread[1] > spread[2] > spread[0]
+    pipeline = run(cells, "sc21-t1-39.1B", vpp="", schedule="")
+    assert predicted_spread([pipeline], default_constants())[0] > spread[0]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +117,7 @@ def test_what_notes_say(cells: dict[str, dict[str, str]]) -> None:
         ({"precision": "tf32"}, "unknown precision 'tf32'"),
         ({"experts": "8"}, "not stated: top_k, expert_hidden"),
         ({"sharding": "magic"}, "unknown sharding 'magic'"),
+        ({"software": "magic"}, "unknown software 'magic'; known: megatron-lm, deepspeed"),
         ({"recompute": "most"}, "unknown recompute 'most'"),
         ({"iter_time_s": "", "mem_gib": ""}, "neither time nor memory is stated"),
     ],

@@ -39,7 +39,8 @@ def fit_command(options: FitOptions) -> int:
 def _provenance(options: FitOptions, found: FitReport) -> dict[str, object]:
     return {
         "data": [Path(path).name for path in options.runs],
-        "trained_on": f"fitted to the groups (family/model/device) whose CRC-32 is not a multiple of {FOLDS}",
+        "trained_on": "fitted to the runs that a table's column held_out leaves in; without such a column to the "
+        f"groups (family/model/device) whose CRC-32 is not a multiple of {FOLDS}",
         "trained": asdict(found.trained),
         "held_out": asdict(found.held_out),
     }

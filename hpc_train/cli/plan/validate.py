@@ -52,6 +52,7 @@ def validation_json(found: Validation, rows: bool = False) -> dict[str, object]:
         "families": {name: _rounded(asdict(errors)) for name, errors in found.families.items()},
         "memory": _rounded(asdict(found.memory)),
         "regret": _rounded(asdict(found.regret)),
+        "band": {**_rounded(asdict(found.band)), "families": _rounded(found.band.families)},
         "refused": [asdict(run) for run in found.refused],
     }
     if rows:
@@ -94,6 +95,9 @@ def _print_validation(found: Validation, rows: bool) -> None:
         f"Regret (measured time of the recommended layout over the fastest, less 1): {regret.mean:.1%} mean over "
         f"{regret.n} groups, {regret.worst:.1%} worst."
     )
+    band = found.band
+    few = ", ".join(f"{name} {share:.0%}" for name, share in band.families.items())
+    console.print(f"Between p10 and p90: {band.inside:.0%} of {band.n} runs{f' ({few})' if few else ''}; 80% is meant.")
     _print_refused(console, found)
     if rows:
         _print_rows(console, found)

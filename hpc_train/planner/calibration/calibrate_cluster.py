@@ -10,7 +10,7 @@ from pathlib import Path
 from hpc_train.cluster.calibration import Calibration, DeviceMeasurement, read_calibration, write_calibration
 from hpc_train.errors import UserError
 from hpc_train.planner import constants as stored
-from hpc_train.planner.calibration.fit import calibrate_constants
+from hpc_train.planner.calibration.fit import calibrate_constants, count_run_evidence
 from hpc_train.planner.calibration.run_directories import cluster_names, read_run_directory
 from hpc_train.planner.calibration.run_table import MeasuredRun
 from hpc_train.planner.calibration.validate import ErrorStatistics, error_statistics, predict_runs
@@ -65,7 +65,8 @@ def calibrate_cluster(sources: CalibrationSources, out: Path) -> tuple[Calibrati
     old = stored.constant_values(before)
     moved = {name: (old[name], new) for name, new in stored.constant_values(after).items() if new != old[name]}
     planner = {name: new for name, (_, new) in moved.items()}
-    write_calibration(out, replace(measured, planner=planner, residuals=after.residuals))
+    evidence = count_run_evidence(runs) if runs else {}
+    write_calibration(out, replace(measured, planner=planner, residuals=after.residuals, evidence=evidence))
     scored = check_runs or runs
     report = CalibrationReport(
         moved,

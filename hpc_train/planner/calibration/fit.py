@@ -21,6 +21,7 @@ from hpc_train.planner.calibration.run_table import MeasuredRun, jobs_from_runs,
 from hpc_train.planner.constants import (
     EXPERTS,
     MEMORY,
+    PYTORCH,
     RESIDUAL_DEVIATION,
     TIME,
     Constants,
@@ -29,7 +30,8 @@ from hpc_train.planner.constants import (
     fit_residuals,
     replace_values,
 )
-from hpc_train.planner.model.jobs import Jobs
+from hpc_train.planner.evidence import count_evidence
+from hpc_train.planner.model.jobs import STACKS, Jobs, job_columns
 from hpc_train.planner.model.memory import Memory, estimate_memory
 from hpc_train.planner.model.step_time import estimate_step_time
 
@@ -49,6 +51,7 @@ def memory_as_reported(runs: Sequence[MeasuredRun], memory: Memory) -> NDArray[n
 
 Floats = NDArray[np.float64]
 
+_FSDP = STACKS.index("fsdp")
 _PRIOR = 0.03
 """Weight that pulls a constant to its start value, per share of its range, so that it stays there without data."""
 _TOLERATED = 0.15
@@ -63,8 +66,11 @@ def assign_fold(group: str, folds: int) -> int:
 
 
 def training_runs(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
-    """Return the runs whose group the shipped constants are fitted to."""
-    return [run for run in runs if assign_fold(run.group, FOLDS) != 0]
+    """Return the runs that the shipped constants are fitted to.
+
+    A table with a column `held_out` says so itself, by source; of others, a fifth of the groups is held out.
+    """
+    return [run for run in runs if not (assign_fold(run.group, FOLDS) == 0 if run.held_out is None else run.held_out)]
 
 
 def fit_constants(runs: Sequence[MeasuredRun], start: Constants | None = None) -> Constants:
@@ -73,9 +79,12 @@ def fit_constants(runs: Sequence[MeasuredRun], start: Constants | None = None) -
     timed = [run for run in runs if np.isfinite(run.seconds)]
     with_memory = [run for run in runs if np.isfinite(run.memory)]
     dense, mixed = ([run for run in timed if (run.columns["experts"] > 0) == has] for has in (False, True))
-    # First what all models have in common, from dense ones; then what only mixtures of experts have.
-    if dense:
-        start = _fit_time(dense, start)
+    # First what all have in common, from dense models; then what only PyTorch's stacks and mixtures of experts have.
+    pytorch = [run for run in dense if run.columns["stack"] == _FSDP]
+    if common := [run for run in dense if run not in pytorch or run.columns["tp"] == 1]:
+        start = _fit_time(common, start)
+    if pytorch:
+        start = _fit_time(pytorch, start, PYTORCH)
     if mixed:
         start = _fit_time(mixed, start, EXPERTS)
     return _fit_memory(with_memory, start) if with_memory else start
@@ -138,6 +147,12 @@ class HeldOutFit:
     constants: Constants
 
 
+def count_run_evidence(runs: Sequence[MeasuredRun]) -> dict[str, int]:
+    """Count the timed runs that had each technique."""
+    timed = [run for run in runs if np.isfinite(run.seconds)]
+    return count_evidence(job_columns(jobs_from_runs(timed))) if timed else {}
+
+
 def fit_leaving_out(runs: Sequence[MeasuredRun], key: Callable[[MeasuredRun], object]) -> tuple[HeldOutFit, ...]:
     """For each group of timed runs with the same key, fit the constants of time to all other runs."""
     timed = [run for run in runs if np.isfinite(run.seconds)]
@@ -146,7 +161,7 @@ def fit_leaving_out(runs: Sequence[MeasuredRun], key: Callable[[MeasuredRun], ob
         parts.setdefault(str(key(run)), []).append(run)
     found = []
     for name in sorted(parts):
-        others = [run for run in timed if str(key(run)) != name]
+        others = [run for run in timed if str(key(run)) != name and not run.held_out]
         found.append(HeldOutFit(tuple(parts[name]), fit_constants([replace(run, memory=math.nan) for run in others])))
     return tuple(found)
 
@@ -170,7 +185,9 @@ def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Co
     if not timed:
         return constants
     jobs, measured = jobs_from_runs(timed), measured_seconds(timed)
-    limits = constant_bounds(TIME, EXPERTS) if jobs.has_experts else constant_bounds(TIME)
+    kinds = [EXPERTS] if jobs.has_experts else []
+    kinds += [PYTORCH] if np.any(jobs.stack == _FSDP) else []
+    limits = constant_bounds(TIME, *kinds)
     root, count = _matrix_root(RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs)), len(limits)
 
     # The unknowns, each in units of its standard deviation: all constants, log(scale), and an error for each run that

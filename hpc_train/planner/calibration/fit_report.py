@@ -19,6 +19,7 @@ from hpc_train.planner.calibration.fit import (
     assign_fold,
     calibrate_constants,
     choose_calibration_runs,
+    count_run_evidence,
     fit_constants,
     fit_leaving_out,
     group_by_cluster,
@@ -32,7 +33,8 @@ from hpc_train.planner.calibration.validate import (
     errors_by_family,
     predict_runs,
 )
-from hpc_train.planner.constants import Constants
+from hpc_train.planner.constants import Constants, replace_values
+from hpc_train.planner.model.jobs import STACKS
 
 A100_GPT = ("sc21", "korth", "megascale", "zb", "vtrain", "bloom", "mtnlg")
 """Families of dense GPTs on several nodes of A100."""
@@ -76,16 +78,16 @@ class FitReport:
 
 def fit_report(runs: Sequence[MeasuredRun], options: FitOptions) -> FitReport:
     """Fit the constants and validate them in every way that the options ask for."""
-    constants = fit_constants(training_runs(runs))
+    trained = training_runs(runs)
+    constants = replace(fit_constants(trained), evidence=count_run_evidence(trained))
     folds = (
         _predict_parts(fit_leaving_out(runs, lambda run: assign_fold(run.group, options.folds)))
         if options.folds > 1
         else []
     )
-    if folds:
-        constants = replace(constants, spread=error_spread(folds))
+    constants = replace_values(constants, _fit_spreads(folds))
     clusters = fit_leaving_out(runs, lambda run: run.cluster) if options.leave_out else ()
-    seen = {run.id for run in training_runs(runs)}
+    seen = {run.id for run in trained}
     ratios = _ratios(runs, constants)
     return FitReport(
         constants,
@@ -101,17 +103,29 @@ def _ratios(runs: Sequence[MeasuredRun], constants: Constants) -> list[float]:
     return [row.ratio for row in predict_runs(runs, constants)]
 
 
+def _fit_spreads(folds: Sequence[PredictedRun]) -> dict[str, float]:
+    """Return the constants that say how wide bands are, from the errors of runs that no fit had seen.
+
+    Held-out runs are among them. Those with experts or products in 8 bits do not count, which have constants of their
+    own, nor those that do not state what widens their bands anyway.
+    """
+    found: dict[str, list[PredictedRun]] = {"spread": [], "spread_pytorch": []}
+    for row in folds:
+        columns = row.run.columns
+        other = columns["experts"] > 0 or columns["peak_flops"] > columns["peak_flops_attention"]
+        if not (other or {"recompute", "vpp"} & set(row.run.assumed)):
+            pytorch = columns["stack"] == STACKS.index("fsdp") and columns["tp"] > 1
+            found["spread_pytorch" if pytorch else "spread"].append(row)
+    return {name: error_spread(rows) for name, rows in found.items() if rows}
+
+
 def error_spread(rows: Sequence[PredictedRun]) -> float:
     """Return the standard deviation of log(measured / predicted), robust against outliers.
 
-    For each family, the bound within which four fifths of its errors lie; averaged over families and divided by the
-    same bound of a standard normal variable.
+    The bound within which four fifths of the errors lie, divided by that of a standard normal variable.
     """
-    errors_of: dict[str, list[float]] = {}
-    for row in rows:
-        errors_of.setdefault(row.run.family, []).append(abs(math.log(row.ratio)))
-    within = [float(np.quantile(errors, 0.8)) for errors in errors_of.values()]
-    return round(float(np.mean(within)) / NormalDist().inv_cdf(0.9), 4)
+    within = float(np.quantile([abs(math.log(row.ratio)) for row in rows], 0.8))
+    return round(within / NormalDist().inv_cdf(0.9), 4)
 
 
 def _predict_parts(parts: Sequence[HeldOutFit]) -> list[PredictedRun]:

@@ -2,8 +2,8 @@
 
 A test compares the page with this file.
 
-Each line (CsvRow) is checked for impossible numbers, and becomes a MeasuredRun, or a RefusedRun with the reason. How
-the run's software (Megatron, DeepSpeed, FSDP or hpc_train) works is not in the table; find_software supplies it.
+Each line is checked for impossible numbers, and becomes a MeasuredRun, or a RefusedRun with the reason. Facts come from
+columns only, never from notes: what a row does not state is assumed, and its estimate gets a wider band (unstated.py).
 """
 
 from __future__ import annotations
@@ -13,197 +13,25 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.errors import UserError
+from hpc_train.planner.calibration.run_row import CsvRow, explain_impossible
+from hpc_train.planner.calibration.software import (
+    ATTENTION_KINDS,
+    SOFTWARE,
+    SoftwareTraits,
+    knows_software,
+    row_software,
+)
 from hpc_train.planner.model.accelerators import Accelerator, attention_peak, find_accelerator
 from hpc_train.planner.model.jobs import FLOAT8_RECIPES, PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column
 from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
 from hpc_train.units import GIB
-
-_COUNTS = (
-    *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq", "vocab", "gpus", "gpus_per_node"),
-    *("dp", "dp_replicate", "tp", "pp", "cp", "ep", "vpp", "micro_batch", "global_batch"),
-    *("top_k", "expert_hidden", "key_rank", "rotary_width", "value_dim"),
-)
-"""Columns with whole numbers of at least 1."""
-_POSITIVE = ("iter_time_s", "mem_gib")
-_RATES = (
-    *("intra_link_gbs", "inter_link_gbps_per_gpu", "experts"),
-    *("shared_hidden", "dense_layers", "query_rank", "expert_imbalance"),
-)
-"""Columns with amounts that may be 0, which means none."""
-_FLAGS = ("gated_mlp", "sp", "compile", "async_tp", "reshard", "out_of_memory")
-_MAX_VALUE = 1e12
-"""Larger numbers are refused."""
-
-
-class CsvRow:
-    """One line of the table: cells by column name. A number is NaN if its cell is empty or not a number."""
-
-    def __init__(self, cells: Mapping[str, str | None]) -> None:
-        self._cells = cells
-
-    def text(self, name: str) -> str:
-        return (self._cells.get(name) or "").strip()
-
-    def number(self, name: str, default: float = math.nan) -> float:
-        """Return a cell as a number. default: value of an empty cell."""
-        text = self.text(name)
-        try:
-            return float(text) if text else default
-        except ValueError:
-            return math.nan
-
-    def stated(self, name: str) -> bool:
-        return bool(self.text(name))
-
-    def flag(self, name: str, otherwise: bool) -> bool:
-        """Return a flag of a column of its own. otherwise: the answer of a table without such a statement."""
-        return self.number(name) == 1 if self.stated(name) else otherwise
-
-    @property
-    def year(self) -> int:
-        """Return the year of the run; 9999 if none is stated."""
-        year = self.number("year")
-        return int(year) if math.isfinite(year) else 9999
-
-
-def explain_impossible(row: CsvRow) -> str | None:
-    """Return why the numbers of a row are impossible; None if they are possible. Empty cells are allowed."""
-    for names, fault in (
-        (_COUNTS, _is_not_a_count),
-        (_POSITIVE, _is_not_an_amount),
-        (_RATES, _is_not_a_bandwidth),
-        (_FLAGS, _is_not_a_flag),
-    ):
-        for name in names:
-            if row.stated(name) and (why := fault(row.number(name))):
-                return f"{name} is {row.text(name)!r}, {why}"
-    return _contradiction(row)
-
-
-def _is_not_a_count(value: float) -> str | None:
-    return None if 1 <= value <= _MAX_VALUE and value == int(value) else "which is not a whole number from 1"
-
-
-def _is_not_an_amount(value: float) -> str | None:
-    return None if 0 < value <= _MAX_VALUE else "which is not a number above 0"
-
-
-def _is_not_a_bandwidth(value: float) -> str | None:
-    return None if 0 <= value <= _MAX_VALUE else "which is not a number from 0"
-
-
-def _is_not_a_flag(value: float) -> str | None:
-    return None if value in (0, 1) else "which is neither 0 nor 1"
-
-
-def _contradiction(row: CsvRow) -> str | None:
-    """Find two numbers that contradict each other. Empty cells are NaN, which compares as false."""
-    heads, stages = row.number("heads"), row.number("pp") * row.number("vpp", 1)
-    sequences_at_once = row.number("dp") * row.number("micro_batch")
-    pairs = (
-        (row.number("kv_heads"), heads, "kv_heads", "heads"),
-        (row.number("tp"), heads, "tp", "heads"),
-        (row.number("cp"), row.number("seq"), "cp", "seq"),
-        # Some stacks count the embedding and the head as a layer each.
-        (stages, row.number("layers") + 2, "pp x vpp", "layers + 2"),
-        (row.number("dp_replicate"), row.number("dp"), "dp_replicate", "dp"),
-        (row.number("top_k"), row.number("experts"), "top_k", "experts"),
-        (row.number("ep"), row.number("dp") * row.number("tp") * row.number("cp", 1), "ep", "dp x cp x tp"),
-        (sequences_at_once, row.number("global_batch"), "dp x micro_batch", "global_batch"),
-    )
-    over = next(((a, b, one, other) for a, b, one, other in pairs if a > b), None)
-    return over and f"{over[2]} = {over[0]:g} is more than {over[3]} = {over[1]:g}"
-
-
-@dataclass(frozen=True)
-class SoftwareTraits:
-    """How a training stack works, from its documentation; nothing here is fitted."""
-
-    name: str
-    """Runs of one software are calibrated together under this name."""
-    stack: str
-    """One of jobs.STACKS."""
-    fused_attention: bool = False
-    fused_elementwise: bool = False
-    overlap_data: bool = False
-    overlap_tensor: bool = False
-    new_attention: bool = False
-    """Has attention kernels written for the device (cuDNN, FlashAttention-3)."""
-    triton_attention: bool = False
-    """Has FlashAttention in its first Triton version."""
-    parallel_block: bool = False
-    gradient_bytes: int = 2
-    """Bytes of a gradient element that is accumulated over micro-batches."""
-    logit_bytes: int = 10
-    """Bytes per logit at the memory peak of the loss: 16-bit, fp32 and fp32 gradient; a fused loss works in place."""
-
-
-_OLD_MEGATRON = SoftwareTraits("megatron", "megatron")
-_MEGATRON = SoftwareTraits("megatron", "megatron", True, True, True, True, True, gradient_bytes=4)
-_FSDP = SoftwareTraits("fsdp", "fsdp", True, False, True, False, False, gradient_bytes=4)
-_DEEPSPEED = SoftwareTraits("deepspeed", "deepspeed")
-
-_SOFTWARE = (
-    (r"megatron-deepspeed|deepspeed|bigscience", _DEEPSPEED),
-    (r"llm-foundry", replace(_FSDP, logit_bytes=4)),
-    (r"torchtitan|fms-fsdp|fsdp", _FSDP),
-    (r"megatron-bridge|nemo|megatron-core|mcore", _MEGATRON),
-    # FlashAttention-2, norms and activations fused, everything overlapped (section 3 of its paper).
-    (r"megascale: |megascale-\d+b", replace(_MEGATRON, name="megascale", parallel_block=True, fused_elementwise=True)),
-    (r"arxiv:2402\.15627", replace(_OLD_MEGATRON, fused_attention=True, gradient_bytes=4)),
-    (r"megatron|arxiv:2104\.04473|arxiv:2205\.05198|arxiv:2401\.10241", _OLD_MEGATRON),
-)
-
-
-_QUOTATION = re.compile(r"\balso in [^|)]*")
-"""Matches mentions of other publications that quote the run, which do not tell what software ran it."""
-
-
-def row_software(row: CsvRow) -> SoftwareTraits:
-    """Return the software of a row: what its own columns state, and for tables without them, what source and notes say.
-
-    What a column states is not looked for in notes.
-    """
-    named = row.text("software").lower()
-    notes = "" if named else f"{row.text('id')} | {row.text('notes')}"
-    found = find_software(named or row.text("source"), notes, row.year)
-    found = replace(
-        found,
-        fused_elementwise=row.flag("compile", found.fused_elementwise),
-        overlap_tensor=row.flag("async_tp", found.overlap_tensor),
-    )
-    if row.stated("version"):
-        found = replace(found, name=f"{found.name} {row.text('version')}")
-    kinds = {"eager": (False, False, False), "triton": (True, False, True), "flash": (True, False, False)}
-    kinds |= {"flash3": (True, True, False), "cudnn": (True, True, False)}
-    if kind := kinds.get(row.text("attention").lower()):
-        fused, new, triton = kind
-        found = replace(found, fused_attention=fused, new_attention=new, triton_attention=triton)
-    return found
-
-
-def find_software(source: str, notes: str, year: int) -> SoftwareTraits:
-    """Find the software in a run's source and notes; if they name none, assume the usual one of that year."""
-    text = _QUOTATION.sub("", f"{source} | {notes}".lower())
-    found = next((settings for pattern, settings in _SOFTWARE if re.search(pattern, text)), None)
-    found = found or (_MEGATRON if year >= 2023 else _OLD_MEGATRON)
-    if re.search(r"compile", text):
-        found = replace(found, fused_elementwise=True)
-    if re.search(r"async-?tp", text) and not re.search(r"vanilla-?tp", text):
-        found = replace(found, overlap_tensor=True)
-    if re.search(r"triton", text):
-        found = replace(found, triton_attention=True)
-    if re.search(r"flash", text):
-        found = replace(found, fused_attention=True)
-    return found
-
 
 _REQUIRED = ("id", "layers", "hidden", "gpu_type", "dp", "tp", "pp", "global_batch", "iter_time_s")
 _WIDE = re.compile(r"fp32|tf32|fp64|int", re.IGNORECASE)
@@ -248,6 +76,8 @@ class MeasuredRun:
     assumed: tuple[str, ...]
     """Columns that are not stated, for which usual values were assumed. With `recompute` among them, times are those
     without recomputation and memory that with full recomputation, the least possible."""
+    held_out: bool | None = None
+    """Whether the table says that the run is only predicted, never fitted to; None: it does not say."""
 
 
 @dataclass(frozen=True)
@@ -322,6 +152,7 @@ def rename_vtrain_columns(rows: list[dict[str, str]]) -> list[dict[str, str]]:
         return rows
     same = {"source": "VIA-Research/vTrain, Megatron-DeepSpeed", "year": "2024", "gpu_type": "A100-80GB"}
     same |= {"gpus_per_node": "8", "sharding": "ddp", "recompute": "full", "precision": "fp16"}
+    same |= {"software": "megatron-deepspeed"}
     found = []
     for number, row in enumerate(rows, 1):
         shape = {name: row[column] for column, name in _VTRAIN.items()}
@@ -358,26 +189,23 @@ def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:
         contest=f"{family}/{model}/{kind}/{batch}/{row.text('precision')}",
         seconds=row.number("iter_time_s"),
         memory=row.number("mem_gib") * GIB,
-        first_stage="embedding-stage" in row.text("notes") or "bigscience" in row.text("source"),
+        first_stage=row.word("memory_stage") == "first",
         memory_of=_memory_convention(row, software),
         out_of_memory=_ran_out_of_memory(row),
         columns=columns,
-        assumed=_list_assumed(row),
+        assumed=_list_assumed(row, software),
+        held_out=row.flag("held_out") if "held_out" in cells else None,
     )
 
 
 def _ran_out_of_memory(row: CsvRow) -> bool:
-    in_notes = bool(re.search(r"\bOOM\b", row.text("notes")))
-    return row.flag("out_of_memory", in_notes) and not row.stated("iter_time_s")
+    return row.flag("out_of_memory") and not row.stated("iter_time_s")
 
 
 def _memory_convention(row: CsvRow, software: SoftwareTraits) -> str:
-    """Return how memory was measured: reserved (torchtitan), device (nvidia-smi: DeepSpeed's users) or allocated."""
-    if row.stated("memory_of"):
-        return row.text("memory_of").lower()
-    if "nvidia-smi" in row.text("notes") or software.stack == "deepspeed":
-        return "device"
-    return "reserved" if software.stack == "fsdp" else "allocated"
+    """Return how memory was measured; where that is not stated, as users of the software do."""
+    usual = {"deepspeed": "device", "fsdp": "reserved"}
+    return row.word("memory_of") or usual.get(software.stack, "allocated")
 
 
 _STATED = ("layers", "hidden", "heads", "seq", "gpus", "dp", "tp", "pp", "global_batch", "micro_batch")
@@ -404,20 +232,27 @@ def _explain_refusal(row: CsvRow, accelerator: Accelerator | None) -> str | None
 
 def _find_unknown_word(row: CsvRow) -> str | None:
     valid = {
-        "sharding": row.text("sharding").lower() in _ZERO,
-        "recompute": row.text("recompute").lower() in ("", *RECOMPUTE),
+        "sharding": row.word("sharding") in _ZERO,
+        "recompute": row.word("recompute") in ("", *RECOMPUTE),
         "precision": not _WIDE.match(row.text("precision")),
-        "attention": row.text("attention").lower() in ("", "eager", "flash", "flash3", "cudnn", "triton"),
-        "memory_of": row.text("memory_of").lower() in ("", "device", "reserved", "allocated"),
-        "schedule": row.text("schedule").lower().replace("-", "_") in ("", *SCHEDULES, *_SCHEDULE_NAMES),
-        "dispatcher": row.text("dispatcher").lower() in ("", "alltoall", "allgather", *_ONCE_A_NODE),
-        "fp8_recipe": row.text("fp8_recipe").lower() in ("", *FLOAT8_RECIPES),
+        "attention": row.word("attention") in ("", *ATTENTION_KINDS),
+        "memory_of": row.word("memory_of") in ("", "device", "reserved", "allocated"),
+        "memory_stage": row.word("memory_stage") in ("", "first"),
+        "schedule": _schedule(row) in SCHEDULES,
+        "dispatcher": row.word("dispatcher") in ("", "alltoall", "allgather", *_ONCE_A_NODE),
+        "fp8_recipe": row.word("fp8_recipe") in ("", *FLOAT8_RECIPES),
     }
+    if not knows_software(row.word("software")):
+        return f"unknown software {row.text('software')!r}; known: megatron-lm, {', '.join(SOFTWARE)}"
     return next((f"unknown {name} {row.text(name)!r}" for name, is_valid in valid.items() if not is_valid), None)
 
 
-def _list_assumed(row: CsvRow) -> tuple[str, ...]:
-    names = ("vocab", "recompute", "vpp", "inter_link_gbps_per_gpu", "ffn_hidden")
+def _list_assumed(row: CsvRow, software: SoftwareTraits) -> tuple[str, ...]:
+    """List the columns that a row does not state and that matter for it."""
+    names = ["software", "vocab", "recompute", "ffn_hidden"]
+    names += ["vpp"] if row.number("pp") > 1 and not row.stated("schedule") else []
+    names += ["inter_link_gbps_per_gpu"] if row.number("gpus") > row.number("gpus_per_node", 8) else []
+    names += ["compile"] if software.stack == "fsdp" else []
     return tuple(name for name in names if not row.text(name))
 
 
@@ -454,19 +289,13 @@ _SCHEDULE_NAMES = {"zb_1p": "interleaved_zero_bubble", "zb_v": "zbv", "dualpipe"
 
 
 def _schedule(row: CsvRow) -> str:
-    if row.stated("schedule"):
-        stated = row.text("schedule").lower().replace("-", "_")
-        return _SCHEDULE_NAMES.get(stated, stated)
-    named = re.search(r"schedule=?\s*([A-Za-z0-9-]+)", row.text("notes"))
-    kind = named[1].lower().replace("-", "") if named else ""
-    schedules = {"zb1p": "interleaved_zero_bubble", "zb2p": "zb_2p", "zbv": "zbv", "gpipe": "gpipe"}
-    return schedules.get(kind, "interleaved_1f1b" if row.number("vpp", 1) > 1 else "1f1b")
+    stated = row.word("schedule").replace("-", "_")
+    usual = "interleaved_1f1b" if row.number("vpp", 1) > 1 else "1f1b"
+    return _SCHEDULE_NAMES.get(stated, stated) or usual
 
 
 def _layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
-    zero, dp, cp = _ZERO[row.text("sharding").lower()], row.number("dp"), row.number("cp", 1)
-    if software.stack == "deepspeed" and "ZeRO stage not stated" in row.text("notes"):
-        zero = 1  # what its users run unless they say otherwise
+    zero, dp, cp = _ZERO[row.word("sharding")], row.number("dp"), row.number("cp", 1)
     sharded = zero > 0
     copies = row.number("dp_replicate", 1 if sharded else dp)
     return {
@@ -476,7 +305,7 @@ def _layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "dp_shard": dp / copies,
         "ep": row.number("ep", 1),
         "imbalance": row.number("expert_imbalance", 1),
-        "sends_once": row.text("dispatcher").lower() in _ONCE_A_NODE,
+        "sends_once": row.word("dispatcher") in _ONCE_A_NODE,
         "loss_chunk": 0,
         "cp": cp,
         "tp": row.number("tp"),
@@ -485,9 +314,10 @@ def _layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "sequence_parallel": row.number("sp", 0),
         "ulysses": 0,
         "zero": zero,
-        "reshard": row.flag("reshard", "SHARD_GRAD_OP" not in row.text("notes")),
+        "reshard": row.flag("reshard", True),
+        "reduce_once": row.flag("reduce_once"),
         "schedule": SCHEDULES.index(_schedule(row)),
-        "recompute": RECOMPUTE.index(row.text("recompute").lower() or "none"),
+        "recompute": RECOMPUTE.index(row.word("recompute") or "none"),
         "recompute_share": 1,
         "offload": 0,
         "offload_activations": 0,
@@ -496,14 +326,14 @@ def _layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "fused_elementwise": software.fused_elementwise,
         "overlap_data": software.overlap_data,
         "overlap_tensor": software.overlap_tensor,
-        "launch_blocking": "LAUNCH_BLOCKING" in row.text("notes"),
+        "launch_blocking": row.flag("launch_blocking"),
     }
 
 
 def _format_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
     """Return the bytes per element. Megatron and DeepSpeed keep 16-bit weights and an fp32 copy, FSDP fp32 weights."""
     fp32 = software.stack == "fsdp"
-    gradient_bytes = 4 if fp32 or "fp32 grad" in row.text("notes").lower() else software.gradient_bytes
+    gradient_bytes = software.gradient_bytes
     return {
         "activation_bytes": 2,
         "weight_bytes": 4 if fp32 else 2,
@@ -511,7 +341,7 @@ def _format_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "reduce_bytes": 2 if fp32 else gradient_bytes,
         "optimizer_bytes": 8 if fp32 else 12,
         "logit_bytes": software.logit_bytes,
-        "float8": FLOAT8_RECIPES.index(row.text("fp8_recipe").lower() or "none"),
+        "float8": FLOAT8_RECIPES.index(row.word("fp8_recipe") or "none"),
         "checkpoint_every": math.inf,
         "checkpoint_bandwidth": PCIE,
     }
@@ -522,7 +352,7 @@ def _bits(precision: str) -> int:
 
 
 def _machine_columns(row: CsvRow, accelerator: Accelerator, software: SoftwareTraits) -> dict[str, float]:
-    kind, bits = row.text("gpu_type"), _bits(row.text("precision").lower())
+    kind, bits = row.text("gpu_type"), _bits(row.word("precision"))
     stated = re.search(r"-(\d+)GB$", kind)
     nic = next((rate for name, rate in _NIC_GBIT.items() if name in kind), 400)
     per_node = min(row.number("gpus_per_node", 8), row.number("gpus"))

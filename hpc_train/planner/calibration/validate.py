@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from hpc_train.planner.calibration.fit import (
     memory_as_reported,
 )
 from hpc_train.planner.calibration.run_table import MeasuredRun, RefusedRun, RunTable, jobs_from_runs
+from hpc_train.planner.calibration.unstated import predicted_spread
 from hpc_train.planner.constants import Constants, without_residuals
 from hpc_train.planner.model.jobs import RECOMPUTE, Jobs, replace_columns
 from hpc_train.planner.model.memory import FITS, NO, YES, estimate_memory
@@ -25,6 +28,9 @@ from hpc_train.planner.model.step_time import estimate_step_time
 from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE, layout_complexity
 
 Floats = NDArray[np.float64]
+_P90 = NormalDist().inv_cdf(0.9)
+BAND_FAMILY = 10
+"""Least number of runs of a family of which a share is given."""
 _LEAST_CONTEST = 2
 """Minimum number of configurations of one job that are compared: with fewer there is no choice to get wrong."""
 
@@ -41,6 +47,8 @@ class PredictedRun:
     fits: str
     ranked: float = 0.0
     """Step time without residuals, which is what a search sorts candidates by; 0: the same as `seconds`."""
+    spread: float = 0.0
+    """Standard deviation of log(measured / predicted) that the prediction states."""
 
     @property
     def ratio(self) -> float:
@@ -50,6 +58,11 @@ class PredictedRun:
     @property
     def memory_ratio(self) -> float:
         return self.memory / self.run.memory
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured time is between p10 and p90; without meaning if no time is stated."""
+        return abs(math.log(self.ratio)) <= _P90 * self.spread
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,16 @@ class MemoryErrors:
 
 
 @dataclass(frozen=True)
+class BandCoverage:
+    """Share of the measured times that are between p10 and p90, which should be 80 %."""
+
+    n: int
+    inside: float
+    families: dict[str, float]
+    """By family, of those with at least BAND_FAMILY runs."""
+
+
+@dataclass(frozen=True)
 class Regret:
     """Slowdown of the configuration the planner picks relative to the fastest measured one, over groups."""
 
@@ -95,6 +118,7 @@ class Validation:
     families: dict[str, ErrorStatistics]
     memory: MemoryErrors
     regret: Regret
+    band: BandCoverage
     refused: tuple[RefusedRun, ...]
     rows: tuple[PredictedRun, ...]
 
@@ -127,6 +151,7 @@ def summarize_rows(
         families=errors_by_family(timed),
         memory=_memory(rows),
         regret=measure_regret(timed),
+        band=measure_band(timed),
         refused=tuple(refused),
         rows=tuple(rows),
     )
@@ -139,9 +164,11 @@ def predict_runs(runs: Sequence[MeasuredRun], constants: Constants) -> list[Pred
     jobs = jobs_from_runs(runs)
     seconds, memory = estimate_step_time(jobs, constants).step, estimate_memory(_least(jobs, runs), constants)
     ranked = estimate_step_time(jobs, without_residuals(constants)).step
-    columns = zip(runs, seconds, memory_as_reported(runs, memory), memory.fits, ranked, strict=True)
+    spread = predicted_spread(runs, constants)
+    columns = zip(runs, seconds, memory_as_reported(runs, memory), memory.fits, ranked, spread, strict=True)
     return [
-        PredictedRun(run, float(one), float(two), FITS[int(code)], float(key)) for run, one, two, code, key in columns
+        PredictedRun(run, float(one), float(two), FITS[int(code)], float(key), float(wide))
+        for run, one, two, code, key, wide in columns
     ]
 
 
@@ -185,6 +212,17 @@ def _memory(rows: Sequence[PredictedRun]) -> MemoryErrors:
 def _on_device(run: MeasuredRun) -> bool:
     """Return whether the run was really measured: one computed on paper may need more memory than the device has."""
     return np.isfinite(run.seconds) or (np.isfinite(run.memory) and run.memory < run.columns["memory_bytes"])
+
+
+def measure_band(rows: Iterable[PredictedRun]) -> BandCoverage:
+    """Count how many measured times are between p10 and p90 of their predictions."""
+    inside: dict[str, list[bool]] = defaultdict(list)
+    for row in rows:
+        if np.isfinite(row.ratio):
+            inside[row.run.family].append(row.inside)
+    every = [flag for flags in inside.values() for flag in flags]
+    families = {name: float(np.mean(inside[name])) for name in sorted(inside) if len(inside[name]) >= BAND_FAMILY}
+    return BandCoverage(len(every), float(np.mean(every)) if every else 0.0, families)
 
 
 def measure_regret(rows: Iterable[PredictedRun]) -> Regret:

@@ -193,6 +193,9 @@ class Jobs:
     """Width of a value."""
     float8: Column = field(default_factory=_zero)
     """Index into FLOAT8_RECIPES. Products in 8 bits run at peak_flops; this says what scaling costs besides."""
+    reduce_once: Column = field(default_factory=_zero)
+    """1: with zero 3, gradients are reduced after the last micro-batch only, and stay whole until then. Published runs
+    with set_requires_gradient_sync(False); hpc_train reduces those of each micro-batch."""
     # Adapters.
     adapter_weights: Column = field(default_factory=_zero)
     """Trained weights of the adapters (LoRA) of one layer, whose own weights are frozen; 0: all weights are trained."""

@@ -38,7 +38,7 @@ _KERNELS_FORWARD, _KERNELS_BACKWARD = 26.0, 44.0
 """Kernel launches of a layer in PyTorch profiles of GPT layers without fused attention."""
 _FUSED_KERNELS = 0.6
 """Share of these launches that is left if attention, or chains of elementwise operations, are fused."""
-_DEEPSPEED = STACKS.index("deepspeed")
+_MEGATRON, _DEEPSPEED, _FSDP, _OURS = (STACKS.index(name) for name in ("megatron", "deepspeed", "fsdp", "hpc_train"))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
     # torch stops recomputing before a layer's last product, since backward does not need its result (stack >= 2: FSDP
     # and hpc_train). Megatron and DeepSpeed recompute it.
     kernels = np.where(jobs.fused_attention + jobs.fused_elementwise > 0, _FUSED_KERNELS, 1.0)
-    kernels = kernels * np.where(jobs.stack == _DEEPSPEED, constants.launch_deepspeed, constants.launch)
+    kernels = kernels * _launch_seconds(jobs, constants)
     full, more = share * lin, expert_kernels(jobs)
     products: Column = np.full((), 2.0)
     if jobs.has_adapters:
@@ -94,6 +94,13 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
         * tokens
         * jobs.cp,
     )
+
+
+def _launch_seconds(jobs: Jobs, constants: Constants) -> Column:
+    """Return the host's seconds to launch one kernel. hpc_train's own tp has plain tensors inside of its layers."""
+    dispatched = (jobs.stack == _FSDP) & (jobs.tp > 1) & (jobs.fused_elementwise == 0)
+    found: Column = np.where(jobs.stack == _DEEPSPEED, constants.launch_deepspeed, constants.launch)
+    return np.where(dispatched, constants.launch_dtensor, found)
 
 
 def attention_score_width(jobs: Jobs) -> Column:
@@ -165,6 +172,9 @@ def _attention(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column
     # Fused: half of the pairs, since causal. Its backward takes 2.5 times forward: five products in place of two,
     # because it computes the scores again (Dao et al. 2022, arXiv:2205.14135).
     flash = jobs.peak_flops_attention * jobs.attention_ceiling * constants.flash_efficiency
+    # Ring attention computes blocks of one rank's positions by another's.
+    positions = jobs.sequence / np.where(jobs.ulysses > 0, 1.0, jobs.cp)
+    flash = flash * positions / (positions + constants.flash_half)
     fused = 2 * tokens * jobs.sequence * width * slow / flash
     # Not fused: two products over all pairs, and passes over the scores in memory.
     scores = tokens * jobs.sequence * jobs.heads / jobs.tp * jobs.activation_bytes / jobs.memory_bandwidth
@@ -172,8 +182,10 @@ def _attention(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column
     products = products + 2 * scores * constants.gemm_traffic
     passes = scores * constants.score_passes / constants.memory_efficiency
     is_fused = jobs.fused_attention > 0
-    forward = np.where(is_fused, fused, products + passes)
-    return forward, np.where(is_fused, 2.5 * fused, 2 * products + _BACKWARD_PASSES * passes)
+    # Short sequences: fused attention is at least as fast as computing the scores one after another.
+    unfused, unfused_backward = products + passes, 2 * products + _BACKWARD_PASSES * passes
+    forward = np.where(is_fused, np.minimum(fused, unfused), unfused)
+    return forward, np.where(is_fused, np.minimum(2.5 * fused, unfused_backward), unfused_backward)
 
 
 def _elementwise(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
@@ -221,7 +233,6 @@ def _embedding(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     return moved / (jobs.memory_bandwidth * constants.memory_efficiency)
 
 
-_MEGATRON, _FSDP, _OURS = (STACKS.index(name) for name in ("megatron", "fsdp", "hpc_train"))
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 _WIDE = 4.0
 """Bytes of an fp32 element."""

@@ -155,7 +155,7 @@ def count_uses(jobs: Jobs) -> DataUses:
     return DataUses(
         np.where(once, again, count_block_gathers(*rule)),
         np.where(once, 1.0, count_end_gathers(*rule)),
-        np.where(once, 1.0, count_reductions(jobs.zero, m)),
+        np.where(once | (jobs.reduce_once > 0), 1.0, count_reductions(jobs.zero, m)),
     )
 
 

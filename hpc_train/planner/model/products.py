@@ -13,7 +13,7 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 the time per element relative to the largest tiles. Small tiles are slower because they reuse their operands less."""
 _GROUP_TILE = 128
 """Rows of a tile of a grouped product."""
-_OURS = STACKS.index("hpc_train")
+_FSDP, _OURS = STACKS.index("fsdp"), STACKS.index("hpc_train")
 _ROWWISE, _ROWWISE_WEIGHTS = FLOAT8_RECIPES.index("rowwise"), FLOAT8_RECIPES.index("rowwise_with_gw_hp")
 _ALIGNED = 8
 """Dimensions must be a multiple of this for tensor cores at 16 bits."""
@@ -30,11 +30,22 @@ def linear_seconds(jobs: Jobs, constants: Constants, rows: Column, inputs: Colum
     """
     flops = 2 * rows * inputs * outputs
     rate = jobs.peak_flops * jobs.gemm_ceiling * constants.gemm_efficiency * _low_precision_share(jobs, constants)
+    rate = rate * np.where(jobs.stack == _FSDP, constants.products_pytorch, 1.0)
     rate = rate / np.where(_whole_lines(inputs) & _whole_lines(outputs), 1.0, constants.alignment)
     # Part of the memory traffic is not hidden behind arithmetic (constants.gemm_traffic); it matters for thin matrices.
     operands = rows * inputs + inputs * outputs
     moved = (operands + rows * outputs) * jobs.activation_bytes * constants.gemm_traffic
-    return flops / rate * wave_quantization(jobs, rows, outputs) + moved / jobs.memory_bandwidth
+    found = flops / rate * wave_quantization(jobs, rows, outputs) + moved / jobs.memory_bandwidth
+    if np.any(jobs.float8):
+        casts = constants.cast_passes * operands * jobs.activation_bytes
+        found = found + np.where(_is_cast(jobs), casts / jobs.memory_bandwidth, 0.0)
+    return found
+
+
+def _is_cast(jobs: Jobs) -> NDArray[np.bool_]:
+    """Return whether torchao casts the operands of products to 8 bits."""
+    cast: NDArray[np.bool_] = (jobs.float8 > 0) & (jobs.peak_flops > jobs.peak_flops_attention)
+    return cast
 
 
 def _whole_lines(width: Column) -> NDArray[np.bool_]:

@@ -9,7 +9,7 @@ import numpy as np
 from hpc_train.planner.constants import Constants, residual_factor
 from hpc_train.planner.model import network
 from hpc_train.planner.model.experts import exchange_seconds
-from hpc_train.planner.model.jobs import PCIE, Column, Jobs
+from hpc_train.planner.model.jobs import PCIE, STACKS, Column, Jobs
 from hpc_train.planner.model.layer import LayerWork, attention_score_width, layer_activations, layer_work
 from hpc_train.planner.model.memory import Memory, estimate_memory
 from hpc_train.planner.model.network import all_reduce_seconds, all_to_all_seconds, make_rank_group, send_seconds
@@ -90,6 +90,10 @@ class _Layer:
         return self.forward + self.backward + self.tensor + self.context + self.experts + self.launch
 
 
+_FSDP = STACKS.index("fsdp")
+"""Stacks from this one on are PyTorch's: FSDP of others, and hpc_train."""
+
+
 def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
     """Estimate the seconds of each part of a step."""
     done = layer_work(jobs, constants)
@@ -129,7 +133,8 @@ def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
 
 def _spread(jobs: Jobs, constants: Constants) -> Column:
     """Return the standard deviation of log(measured / predicted), wider where fewer runs were measured."""
-    spread: Column = np.full((), constants.spread)
+    wider = max(constants.spread_pytorch, constants.spread)
+    spread: Column = np.where((jobs.stack >= _FSDP) & (jobs.tp > 1), wider, constants.spread)
     if np.any(jobs.float8):
         spread = np.where(jobs.float8 > 0, np.maximum(constants.spread_float8, spread), spread)
     if jobs.has_experts:
@@ -179,6 +184,11 @@ def _tensor(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
     once = all_reduce_seconds(make_rank_group(jobs, constants, jobs.tp, np.ones(()), jobs.overlap_tensor), size)
     # A ring of n ranks has 2 (n - 1) hops; with CUDA_LAUNCH_BLOCKING ranks arrive late at each of them.
     once = once + 2 * (jobs.tp - 1) * jobs.launch_blocking * constants.blocking
+    once = once * np.where(jobs.stack >= _FSDP, constants.tensor_pytorch, 1.0)
+    # NCCL gathers along the first dimension, but tp splits positions, which are the second: PyTorch copies the result
+    # of each gather and the input of each scatter, a read and a write of the whole tensor each.
+    copies = 4 * size / (jobs.memory_bandwidth * constants.memory_efficiency)
+    once = once + np.where((jobs.stack >= _FSDP) & (jobs.sequence_parallel > 0) & (jobs.tp > 1), copies, 0.0)
     shown = 1 - np.where(jobs.overlap_tensor > 0, constants.overlap_tensor, 0.0)
     again = np.where(jobs.recompute == 2, jobs.recompute_share, 0.0)
     sums = 2 - jobs.parallel_block

@@ -1,0 +1,111 @@
+"""One line of a table of measured runs: its cells by column, and what is impossible about their numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+_COUNTS = (
+    *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq", "vocab", "gpus", "gpus_per_node"),
+    *("dp", "dp_replicate", "tp", "pp", "cp", "ep", "vpp", "micro_batch", "global_batch"),
+    *("top_k", "expert_hidden", "key_rank", "rotary_width", "value_dim", "gradient_bytes"),
+)
+"""Columns with whole numbers of at least 1."""
+_POSITIVE = ("iter_time_s", "mem_gib")
+_RATES = (
+    *("intra_link_gbs", "inter_link_gbps_per_gpu", "experts"),
+    *("shared_hidden", "dense_layers", "query_rank", "expert_imbalance"),
+)
+"""Columns with amounts that may be 0, which means none."""
+_FLAGS = (
+    *("gated_mlp", "sp", "compile", "async_tp", "reshard", "reduce_once", "launch_blocking"),
+    *("out_of_memory", "held_out"),
+)
+_MAX_VALUE = 1e12
+"""Larger numbers are refused."""
+
+
+class CsvRow:
+    """One line of the table: cells by column name. A number is NaN if its cell is empty or not a number."""
+
+    def __init__(self, cells: Mapping[str, str | None]) -> None:
+        self._cells = cells
+
+    def text(self, name: str) -> str:
+        """Return a cell without spaces around it; empty if there is none."""
+        return (self._cells.get(name) or "").strip()
+
+    def word(self, name: str) -> str:
+        """Return a cell that holds a name, in lower case."""
+        return self.text(name).lower()
+
+    def number(self, name: str, default: float = math.nan) -> float:
+        """Return a cell as a number. default: value of an empty cell."""
+        text = self.text(name)
+        try:
+            return float(text) if text else default
+        except ValueError:
+            return math.nan
+
+    def stated(self, name: str) -> bool:
+        """Return whether a cell has a value."""
+        return bool(self.text(name))
+
+    def flag(self, name: str, otherwise: bool = False) -> bool:
+        """Return a flag. otherwise: value of an empty cell."""
+        return self.number(name) == 1 if self.stated(name) else otherwise
+
+    @property
+    def year(self) -> int:
+        """Return the year of the run; 9999 if none is stated."""
+        year = self.number("year")
+        return int(year) if math.isfinite(year) else 9999
+
+
+def explain_impossible(row: CsvRow) -> str | None:
+    """Return why the numbers of a row are impossible; None if they are possible. Empty cells are allowed."""
+    for names, fault in (
+        (_COUNTS, _is_not_a_count),
+        (_POSITIVE, _is_not_an_amount),
+        (_RATES, _is_not_a_bandwidth),
+        (_FLAGS, _is_not_a_flag),
+    ):
+        for name in names:
+            if row.stated(name) and (why := fault(row.number(name))):
+                return f"{name} is {row.text(name)!r}, {why}"
+    return _contradiction(row)
+
+
+def _is_not_a_count(value: float) -> str | None:
+    return None if 1 <= value <= _MAX_VALUE and value == int(value) else "which is not a whole number from 1"
+
+
+def _is_not_an_amount(value: float) -> str | None:
+    return None if 0 < value <= _MAX_VALUE else "which is not a number above 0"
+
+
+def _is_not_a_bandwidth(value: float) -> str | None:
+    return None if 0 <= value <= _MAX_VALUE else "which is not a number from 0"
+
+
+def _is_not_a_flag(value: float) -> str | None:
+    return None if value in (0, 1) else "which is neither 0 nor 1"
+
+
+def _contradiction(row: CsvRow) -> str | None:
+    """Find two numbers that contradict each other. Empty cells are NaN, which compares as false."""
+    heads, stages = row.number("heads"), row.number("pp") * row.number("vpp", 1)
+    sequences_at_once = row.number("dp") * row.number("micro_batch")
+    pairs = (
+        (row.number("kv_heads"), heads, "kv_heads", "heads"),
+        (row.number("tp"), heads, "tp", "heads"),
+        (row.number("cp"), row.number("seq"), "cp", "seq"),
+        # Some stacks count the embedding and the head as a layer each.
+        (stages, row.number("layers") + 2, "pp x vpp", "layers + 2"),
+        (row.number("dp_replicate"), row.number("dp"), "dp_replicate", "dp"),
+        (row.number("top_k"), row.number("experts"), "top_k", "experts"),
+        (row.number("ep"), row.number("dp") * row.number("tp") * row.number("cp", 1), "ep", "dp x cp x tp"),
+        (sequences_at_once, row.number("global_batch"), "dp x micro_batch", "global_batch"),
+    )
+    over = next(((a, b, one, other) for a, b, one, other in pairs if a > b), None)
+    return over and f"{over[2]} = {over[0]:g} is more than {over[3]} = {over[1]:g}"

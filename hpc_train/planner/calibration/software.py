@@ -1,0 +1,85 @@
+"""How the software of published runs works, by its name in the column `software`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hpc_train.planner.calibration.run_row import CsvRow
+
+
+@dataclass(frozen=True)
+class SoftwareTraits:
+    """How a training stack works, from its documentation; nothing here is fitted."""
+
+    name: str
+    """Runs of one software are calibrated together under this name."""
+    stack: str
+    """One of jobs.STACKS."""
+    fused_attention: bool = False
+    fused_elementwise: bool = False
+    overlap_data: bool = False
+    overlap_tensor: bool = False
+    new_attention: bool = False
+    """Has attention kernels written for the device (cuDNN, FlashAttention-3)."""
+    triton_attention: bool = False
+    """Has FlashAttention in its first Triton version."""
+    parallel_block: bool = False
+    gradient_bytes: int = 2
+    """Bytes of a gradient element that is accumulated over micro-batches."""
+    logit_bytes: int = 10
+    """Bytes per logit at the memory peak of the loss: 16-bit, fp32 and fp32 gradient; a fused loss works in place."""
+
+
+_OLD_MEGATRON = SoftwareTraits("megatron", "megatron")
+_MEGATRON = SoftwareTraits("megatron", "megatron", True, True, True, True, True, gradient_bytes=4)
+_FSDP = SoftwareTraits("fsdp", "fsdp", True, False, True, False, False, gradient_bytes=4)
+_DEEPSPEED = SoftwareTraits("deepspeed", "deepspeed")
+_BY_YEAR = ("", "megatron", "megatron-lm")
+"""Names that stand for the usual software of their year: Megatron-LM, which from 2023 is built on Megatron-Core."""
+_NEW_MEGATRON_YEAR = 2023
+SOFTWARE = {
+    **dict.fromkeys(("deepspeed", "megatron-deepspeed"), _DEEPSPEED),
+    "llm-foundry": replace(_FSDP, logit_bytes=4),
+    **dict.fromkeys(("torchtitan", "fms-fsdp", "fsdp"), _FSDP),
+    **dict.fromkeys(("megatron-bridge", "nemo", "megatron-core"), _MEGATRON),
+    # FlashAttention-2, norms and activations fused, everything overlapped (section 3 of its paper).
+    "megascale": replace(_MEGATRON, name="megascale", parallel_block=True, fused_elementwise=True),
+}
+"""Software by name; those of _BY_YEAR are allowed, too."""
+_ATTENTION = {
+    "eager": (False, False, False),
+    "triton": (True, False, True),
+    "flash": (True, False, False),
+    "flash3": (True, True, False),
+    "cudnn": (True, True, False),
+}
+"""(fused, has kernels for the device, is FlashAttention's first Triton version) by the column `attention`."""
+ATTENTION_KINDS = tuple(_ATTENTION)
+
+
+def row_software(row: CsvRow) -> SoftwareTraits:
+    """Return the software of a row, with what its other columns say of it."""
+    found = _named_software(row.word("software"), row.year)
+    found = replace(
+        found,
+        fused_elementwise=row.flag("compile", found.fused_elementwise),
+        overlap_tensor=row.flag("async_tp", found.overlap_tensor),
+        gradient_bytes=int(row.number("gradient_bytes", found.gradient_bytes)),
+    )
+    if row.stated("version"):
+        found = replace(found, name=f"{found.name} {row.text('version')}")
+    if kind := _ATTENTION.get(row.word("attention")):
+        fused, new, triton = kind
+        found = replace(found, fused_attention=fused, new_attention=new, triton_attention=triton)
+    return found
+
+
+def _named_software(name: str, year: int) -> SoftwareTraits:
+    if name in _BY_YEAR:
+        return _MEGATRON if year >= _NEW_MEGATRON_YEAR else _OLD_MEGATRON
+    return SOFTWARE[name]
+
+
+def knows_software(name: str) -> bool:
+    """Return whether a name in the column `software`, in lower case, is known; an empty one is."""
+    return name in SOFTWARE or name in _BY_YEAR

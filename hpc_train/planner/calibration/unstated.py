@@ -1,0 +1,65 @@
+"""How much wider the band of an estimate is because a measured run does not state what matters for it.
+
+Each unstated column is a distribution over the values that are usual: the run is estimated with each of them, and the
+spread of these estimates is added to that of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_train.planner.calibration.run_table import MeasuredRun, jobs_from_runs
+from hpc_train.planner.constants import Constants
+from hpc_train.planner.model.jobs import RECOMPUTE, SCHEDULES, Jobs, replace_columns
+from hpc_train.planner.model.step_time import estimate_step_time
+
+Floats = NDArray[np.float64]
+_VOCABULARIES = (32_000.0, 51_200.0, 128_256.0)
+_VIRTUAL_STAGES = (1.0, 2.0, 4.0)
+_BANDWIDTHS = (0.5, 1.0, 2.0)
+_WIDTHS = (2.7, 3.5, 4.0)
+"""Widths of a feed-forward layer over that of the model."""
+
+
+def predicted_spread(runs: Sequence[MeasuredRun], constants: Constants) -> Floats:
+    """Return the standard deviation of log(measured / predicted) of each run, [runs]."""
+    jobs = jobs_from_runs(runs)
+    spread = np.broadcast_to(estimate_step_time(jobs, constants).spread, len(runs))
+    variance = spread**2
+    for name in sorted({name for run in runs for name in run.assumed}):
+        rows = [row for row, run in enumerate(runs) if name in run.assumed]
+        usual = _with_usual_values(jobs_from_runs([runs[row] for row in rows]), name)
+        if usual:
+            steps = [np.broadcast_to(estimate_step_time(some, constants).step, len(rows)) for some in usual]
+            variance[rows] += np.var(np.log(steps), axis=0)
+    found: Floats = np.sqrt(variance)
+    return found
+
+
+def _with_usual_values(jobs: Jobs, name: str) -> list[Jobs]:
+    """Return the jobs once with each usual value of a column of the table; empty if none changes an estimate."""
+    if name == "recompute":
+        return [replace_columns(jobs, recompute=code) for code in range(len(RECOMPUTE))]
+    if name == "vpp":
+        return [_with_virtual_stages(jobs, stages) for stages in _VIRTUAL_STAGES]
+    if name == "vocab":
+        return [replace_columns(jobs, vocab=size) for size in _VOCABULARIES]
+    if name == "ffn_hidden":
+        return [replace_columns(jobs, feed_forward=jobs.hidden * width) for width in _WIDTHS]
+    if name == "inter_link_gbps_per_gpu":
+        return [replace_columns(jobs, nic_bandwidth=jobs.nic_bandwidth * factor) for factor in _BANDWIDTHS]
+    if name == "compile":
+        return [replace_columns(jobs, fused_elementwise=flag) for flag in (0, 1)]
+    if name == "software":
+        return [replace_columns(jobs, fused_attention=flag) for flag in (0, 1)]
+    return []
+
+
+def _with_virtual_stages(jobs: Jobs, stages: float) -> Jobs:
+    """Return the jobs with so many virtual stages a rank, at most one a layer."""
+    few = np.clip(np.floor(jobs.layers / jobs.pp), 1, stages)
+    schedule = np.where(few > 1, SCHEDULES.index("interleaved_1f1b"), SCHEDULES.index("1f1b"))
+    return replace_columns(jobs, virtual_stages=few, schedule=schedule)
