@@ -11,6 +11,7 @@ import numpy as np
 
 from hpc_train.config.run import RunConfig
 from hpc_train.models.shape import count_parameters
+from hpc_train.planner.evidence import handicap, unmeasured_techniques
 from hpc_train.planner.model import batch_laws
 from hpc_train.planner.model.jobs import Column, Jobs, job_columns
 from hpc_train.planner.model.memory import FITS, Memory
@@ -59,6 +60,10 @@ class Candidate:
     """Duration, cost and goodput of the whole run."""
     complexity: float = 0.0
     """Points of layout_complexity: fewer is simpler."""
+    unmeasured: tuple[str, ...] = ()
+    """Techniques in use that fewer than evidence.NEEDED_RUNS measured runs had."""
+    handicap: float = 1.0
+    """Factor on its objective when it is compared with others (evidence.handicap)."""
 
     @property
     def stages(self) -> tuple[float, ...]:
@@ -91,6 +96,10 @@ class Candidate:
             return batch_laws.time_to_loss(seconds, self.tokens, self.critical_batch)
         return seconds
 
+    def compared_value(self, objective: str) -> float:
+        """Return the objective as it is compared: with the handicap of techniques that no measured run had."""
+        return self.objective_value(objective) * self.handicap
+
     @property
     def critical_batch(self) -> float:
         """Return the tokens of a step beyond which a larger batch costs more than it gains."""
@@ -115,15 +124,18 @@ def make_candidate(
     estimated: Estimate,
     figures: KnownFigures,
     rate: AssumedFailureRate | None,
+    unmeasured: frozenset[str] = frozenset(),
 ) -> Candidate:
     """Build a candidate from the estimate of one job.
 
-    config: the run with `settings` applied. jobs, estimated: one row each.
+    config: the run with `settings` applied. jobs, estimated: one row each. unmeasured: techniques that too few measured
+    runs had.
     """
     memory = {name: _per_stage(getattr(estimated.memory, name)) for name in MEMORY_PARTS}
     ranks = round(_single_value(jobs.world))
     nodes = max(1, -(-ranks // round(_single_value(jobs.gpus_per_node))))
     step = _step_percentiles(estimated.time) if figures.speed else None
+    columns = job_columns(jobs)
     return Candidate(
         config=config,
         settings=settings,
@@ -141,6 +153,8 @@ def make_candidate(
         if figures.speed
         else None,
         complexity=_complexity(config, jobs),
+        unmeasured=unmeasured_techniques(columns, unmeasured),
+        handicap=_single_value(handicap(columns, unmeasured, estimated.time.spread)),
     )
 
 

@@ -22,7 +22,9 @@ from hpc_train.placement.fabric_from_config import count_ranks_per_node
 from hpc_train.planner.advice.facts import Advice, estimate_for_advice
 from hpc_train.planner.advice.lints import run_lints
 from hpc_train.planner.candidate import Candidate, KnownFigures, make_candidate
+from hpc_train.planner.candidate_text import describe_layout
 from hpc_train.planner.constants import Constants, cluster_constants, residual_factor, without_residuals
+from hpc_train.planner.evidence import NEEDED_RUNS, list_unmeasured
 from hpc_train.planner.model.fabric import estimate_placed, first_nodes
 from hpc_train.planner.model.from_config import jobs_from_config, list_assumptions
 from hpc_train.planner.model.step_time import estimate_jobs
@@ -181,7 +183,7 @@ def make_plan(
         objective=objective,
         quickest=find_quickest(ranked, objective),
         advice=_advise(best, basis) if best else [],
-        notes=_list_notes(config, best, outside),
+        notes=[*_list_notes(config, best, outside), *_note_unmeasured(ranked[:top], objective)],
         outside=outside,
     )
     if baselines and not request.complete:
@@ -206,6 +208,26 @@ def _list_notes(config: RunConfig, best: Candidate | None, outside: str | None) 
         where = f"placed on {nodes[0]} to {nodes[-1]} of {config.cluster.topology}"
         notes.append(f"which nodes the job will get is unknown: {where}")
     return [*notes, outside] if outside else notes
+
+
+def _note_unmeasured(ranked: Sequence[Candidate], objective: str) -> list[str]:
+    """Say which candidate is faster by estimate, but lost because too few measured runs had its techniques."""
+    if not ranked or ranked[0].unmeasured:
+        return []
+    best = ranked[0].objective_value(objective)
+    same_job = [
+        other for other in ranked if (other.ranks, other.global_batch) == (ranked[0].ranks, ranked[0].global_batch)
+    ]
+    faster = [other for other in same_job if other.unmeasured and other.objective_value(objective) < best]
+    if not faster:
+        return []
+    first = min(faster, key=lambda other: other.objective_value(objective))
+    gain, needed = 1 - first.objective_value(objective) / best, first.handicap - 1
+    return [
+        f"{describe_layout(first)} with {', '.join(first.unmeasured)} is {gain:.1%} faster by estimate, but fewer than "
+        f"{NEEDED_RUNS} measured runs had that, so it would have to be {needed:.0%} faster; `plan calibrate` with "
+        f"{NEEDED_RUNS} such runs counts"
+    ]
 
 
 def _advise(best: Candidate, basis: _EstimateBasis) -> list[Advice]:
@@ -280,7 +302,8 @@ def _estimate(
 ) -> Candidate:
     jobs = jobs_from_config(config, ranks)
     estimate = estimate_placed(config, ranks, estimate_jobs(jobs, constants))
-    return make_candidate(config, settings, jobs, estimate, basis.figures, basis.failure_rate)
+    unmeasured = list_unmeasured(basis.constants.evidence)
+    return make_candidate(config, settings, jobs, estimate, basis.figures, basis.failure_rate, unmeasured)
 
 
 def _estimate_fallbacks(request: PlanRequest, basis: _EstimateBasis) -> Iterator[Candidate]:

@@ -1,7 +1,8 @@
 """Rank candidates by the objective; of candidates too close to tell apart the simplest comes first.
 
-Candidates that surely fit come before those that may fit, and these before those that do not. plan.budget and
-plan.deadline_days exclude candidates.
+A candidate with a technique that too few measured runs had is compared as if it were slower by the error of estimates
+(evidence.py). Candidates that surely fit come before those that may fit, and these before those that do not.
+plan.budget and plan.deadline_days exclude candidates.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _FIT_ORDER = {"yes": 0, "unknown": 0, "maybe": 1, "no": 2}
 def rank_candidates(candidates: Iterable[Candidate], objective: str) -> list[Candidate]:
     """Sort candidates, best first: by fit, then by the objective; those equal to the quickest by simplicity."""
     ordered = sorted(
-        candidates, key=lambda candidate: (_FIT_ORDER[candidate.fits], candidate.objective_value(objective))
+        candidates, key=lambda candidate: (_FIT_ORDER[candidate.fits], candidate.compared_value(objective))
     )
     if not ordered:
         return ordered
     equal = [candidate for candidate in ordered if is_equally_quick(ordered[0], candidate, objective)]
-    equal.sort(key=lambda candidate: (candidate.complexity, candidate.objective_value(objective)))
+    equal.sort(key=lambda candidate: (candidate.complexity, candidate.compared_value(objective)))
     equal_ids = set(map(id, equal))
     return equal + [candidate for candidate in ordered if id(candidate) not in equal_ids]
 
@@ -38,7 +39,7 @@ def find_quickest(ordered: Sequence[Candidate], objective: str) -> Candidate | N
     comparable = [
         candidate for candidate in ordered if (candidate.ranks, candidate.global_batch, candidate.fits) == best
     ]
-    return min(comparable, key=lambda candidate: candidate.objective_value(objective))
+    return min(comparable, key=lambda candidate: candidate.compared_value(objective))
 
 
 def is_equally_quick(quickest: Candidate, candidate: Candidate, objective: str) -> bool:
@@ -47,8 +48,8 @@ def is_equally_quick(quickest: Candidate, candidate: Candidate, objective: str) 
         return True
     if candidate.step is None or _job_key(candidate) != _job_key(quickest):
         return False
-    limit = quickest.objective_value(objective) * (1 + EQUAL_TIME_TOLERANCE)
-    return candidate.objective_value(objective) <= limit
+    limit = quickest.compared_value(objective) * (1 + EQUAL_TIME_TOLERANCE)
+    return candidate.compared_value(objective) <= limit
 
 
 def _job_key(candidate: Candidate) -> tuple[int, int, int]:

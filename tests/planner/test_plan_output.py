@@ -18,7 +18,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.launch.submit import default_to_slurm
 from hpc_train.planner.candidate import Candidate
 from hpc_train.planner.output.plan_table import MAX_COLUMNS, MAX_LINES, format_plan
-from hpc_train.planner.plan import Plan, PlanOptions, plan_overrides
+from hpc_train.planner.plan import Plan, PlanOptions, _note_unmeasured, plan_overrides
 from hpc_train.planner.ranking import rank_candidates
 from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE
 
@@ -115,6 +115,17 @@ def test_of_equals_the_simplest_is_first_and_of_others_the_quickest() -> None:
     assert rank_candidates([doubtful, quick], "time") == [quick, doubtful], "what fits for sure is no equal of what may"
     more = _with(one, 1.001, 0.0, ranks=16)
     assert rank_candidates([more, quick], "time")[0] is quick, "another number of ranks is another job"
+
+
+def test_what_no_run_has_measured_must_be_faster_by_the_error() -> None:
+    one = plan_overrides(ONE, options=PlanOptions(top=1, baselines=False)).candidates[0]
+    known = _with(one, 1.0, 2.0)
+    claims = {"unmeasured": ("zbv",), "handicap": 1.12}
+    little, much = _with(one, 0.95, 1.0, **claims), _with(one, 0.85, 1.0, **claims)
+    assert rank_candidates([little, known], "time") == [known, little]
+    assert rank_candidates([much, known], "time") == [much, known]
+    assert "zbv is 5.0% faster by estimate" in _note_unmeasured([known, little], "time")[0]
+    assert _note_unmeasured([much, known], "time") == _note_unmeasured([known], "time") == []
 
 
 def test_plain_data_parallelism_is_taken_where_others_are_as_quick() -> None:
@@ -225,7 +236,7 @@ def test_the_front_begins_with_what_is_recommended() -> None:
     assert best.step is not None
     for it in others:
         assert it.step is not None
-        assert it.step.p50 > best.step.p50 or found.equals_best(it), "nothing on it is quicker, unsaid"
+        assert it.step.p50 > best.step.p50 or found.equals_best(it) or it.unmeasured, "nothing on it is quicker, unsaid"
 
 
 def test_days_are_told_only_where_somebody_said_how_long_the_run_is() -> None:
@@ -264,7 +275,14 @@ def test_impossible_numbers_are_one_line(words: tuple[str, ...], said: str, caps
 
 
 def test_dropout_needs_memory_and_time() -> None:
-    given = ("model=llama_1b", "cluster=dgx_h100", "cluster.nodes=1", "train.global_batch=8", "parallel=zero3")
+    given = (
+        "model=llama_1b",
+        "cluster=dgx_h100",
+        "cluster.nodes=1",
+        "train.global_batch=8",
+        "parallel=zero3",
+        "train.sequence_length=4096",
+    )
     without, dropped = (plan_overrides((*given, f"model.dropout={p}")).candidates[0] for p in (0, 0.1))
     assert dropped.stages[0] > without.stages[0]
     assert dropped.step.p50 > without.step.p50

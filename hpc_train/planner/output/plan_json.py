@@ -79,6 +79,7 @@ def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
         "parallel": parallel_to_json(candidate),
         "overrides": settings_to_overrides(candidate.settings),
         "complexity": round(candidate.complexity, 4),
+        "unmeasured": list(candidate.unmeasured),
         "nodes": candidate.nodes,
         "ranks": candidate.ranks,
         "global_batch": candidate.global_batch,

@@ -303,6 +303,8 @@ def _candidate_section(plan: Plan, shown: Sequence[Candidate], several: bool) ->
             f"=  within {EQUAL_TIME_TOLERANCE:.0%} of the fastest, closer than the estimate is accurate: "
             "the simplest comes first"
         )
+    if any(candidate.unmeasured and not plan.equals_best(candidate) for candidate in shown):
+        lines.append("?  has a technique that hardly any measured run had: preferred only if faster by the error")
     return Section(lines)
 
 
@@ -332,7 +334,7 @@ def _format_numbers(plan: Plan, candidate: Candidate) -> str:
         step = format_seconds(candidate.step.p50)
         if best and best.step and candidate.settings != best.settings:
             slower = f"{(candidate.step.p50 / candidate.tokens) / (best.step.p50 / best.tokens) - 1:+.1%}"
-    mark = "=" if plan.ties > 1 and plan.equals_best(candidate) else ""
+    mark = "=" if plan.ties > 1 and plan.equals_best(candidate) else "?" if candidate.unmeasured else ""
     return f"{mark:<2}{step:>9}{slower:>7}{candidate.total / GIB:>7.1f}{candidate.fits:>8}"
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
+from hpc_train.planner.evidence import handicap, list_unmeasured
 from hpc_train.planner.model.jobs import SCHEDULES, Column, Jobs, replace_columns
 from hpc_train.planner.model.memory import MAYBE, YES, Memory, estimate_memory
 from hpc_train.planner.model.step_time import estimate_step_time
@@ -48,7 +49,7 @@ class SearchResult:
     """Candidates that a search found."""
 
     best: RatedCandidates
-    """Candidates that surely fit, the best of each mesh."""
+    """Candidates that surely fit, the best of each mesh. Step times have the handicap of unmeasured techniques."""
     doubtful: RatedCandidates
     """Candidates that may fit, the best of each mesh."""
     front: RatedCandidates
@@ -134,6 +135,7 @@ class _Search:
 
     def __init__(self, rest: SearchBase, constants: Constants, keep: int) -> None:
         self._rest, self._constants = rest, constants
+        self._unmeasured = list_unmeasured(constants.evidence)
         self._sure, self._maybe = TopCandidates(keep), TopCandidates(keep)
         self._front, self._pareto = ParetoFront(), no_candidates()
         self.searched = self.estimated = 0
@@ -146,15 +148,18 @@ class _Search:
         for rows in _slices(block.rows, max(1, ROWS_AT_ONCE // block.techniques.count)):
             rows_down = {name: column[:, None] for name, column in rows.items()}
             jobs = candidates_to_jobs(self._rest, {**rows_down, **block.techniques.columns}, block.techniques.share)
-            memory, step = estimate_memory(jobs, self._constants), estimate_step_time(jobs, self._constants).step
+            memory, time = estimate_memory(jobs, self._constants), estimate_step_time(jobs, self._constants)
             shape = len(rows["pp"]), block.techniques.count
             self.estimated += shape[0] * shape[1]
-            total, fits, step = (np.broadcast_to(array, shape) for array in (memory.total, memory.fits, step))
+            total, fits, step, spread = (
+                np.broadcast_to(array, shape) for array in (memory.total, memory.fits, time.step, time.spread)
+            )
             fits_host = np.broadcast_to(fits_in_host_memory(self._rest, jobs, memory), shape)
             row, technique = np.nonzero((fits >= MAYBE) & (step <= self._slowest) & fits_host)
             if len(row):
                 columns = {**_take(rows, row), **_take(block.techniques.columns, technique)}
-                self._offer(RatedCandidates(columns, step[row, technique], total[row, technique]), fits[row, technique])
+                rated = RatedCandidates(columns, step[row, technique], total[row, technique])
+                self._offer(rated, fits[row, technique], handicap(columns, self._unmeasured, spread[row, technique]))
 
     def estimate_within_bounds(self, block: Block) -> None:
         """Estimate the candidates of a block that may be among the best or on the front."""
@@ -191,11 +196,16 @@ class _Search:
             least, fits = np.minimum(least, memory.total), np.maximum(fits, memory.fits)
         return least, fits
 
-    def _offer(self, rated: RatedCandidates, fits: Column) -> None:
-        """Add estimated candidates to the best ones and to the front."""
-        maybe, sure = (rated.take(np.flatnonzero(fits == kind)) for kind in (MAYBE, YES))
+    def _offer(self, rated: RatedCandidates, fits: Column, factor: Column) -> None:
+        """Add estimated candidates to the best ones and to the front.
+
+        factor: on step times when candidates are compared (evidence.handicap); the front has their own times.
+        """
+        compared = replace(rated, step=rated.step * factor)
+        maybe, sure = (compared.take(np.flatnonzero(fits == kind)) for kind in (MAYBE, YES))
         self._maybe.offer(maybe.take(np.flatnonzero(maybe.step <= self._maybe.limit)))
         self._sure.offer(sure.take(np.flatnonzero(sure.step <= self._sure.limit)))
+        sure = rated.take(np.flatnonzero(fits == YES))
         undominated = np.flatnonzero(self._front.is_undominated(sure.step, sure.memory))
         if len(undominated):
             combined = concatenate_rated([self._pareto, sure.take(undominated)])
