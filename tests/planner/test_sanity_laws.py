@@ -106,9 +106,9 @@ SPEEDS = ("peak_flops", "memory_bandwidth", "link_bandwidth", "nic_bandwidth", "
 
 @pytest.mark.parametrize("names", [("peak_flops", "peak_flops_attention"), *((name,) for name in SPEEDS[1:])])
 def test_a_faster_part_slows_nothing(jobs: Jobs, told: Estimate, names: tuple[str, ...]) -> None:
-    """But for what the same computation is taken to hide twice: of the ring of cp, and of the data-parallel axes."""
+    """But for what the same computation is taken to hide twice: the ring of cp, the data-parallel axes, launches."""
     faster = replace_columns(jobs, **{name: 2 * getattr(jobs, name) for name in names})
-    assert (step(faster) <= told.time.step * 1.005).all()
+    assert (step(faster) <= told.time.step * 1.01).all()
 
 
 def test_a_cluster_of_twice_the_speed_is_up_to_twice_as_fast(jobs: Jobs, told: Estimate) -> None:
