@@ -18,6 +18,8 @@ from hpc_train.models.adapters import add_adapter, list_nf4_layers, quantize_lay
 from hpc_train.models.nf4 import BLOCK, import_bitsandbytes
 from hpc_train.parallel.user_model import get_named_blocks, name_model
 
+_OF_CONV1D = "import it as model=gpt2 (`hpc-train checkpoint import`)"
+
 
 def attach_adapters(model: nn.Module, config: AdapterConfig) -> str:
     """Freeze all parameters of `model` and add an adapter to each target, in place; returns a line about it.
@@ -71,8 +73,8 @@ def find_target_layers(model: nn.Module, globs: list[str]) -> dict[str, nn.Linea
         if blocks and not inside:
             raise UserError(
                 f"adapter.kind: {name_model(model)} has no nn.Linear layer in its blocks that an adapter could change "
-                "(GPT-2 of transformers has Conv1D there); import it as model=gpt2 (`hpc-train checkpoint import`), or "
-                f"name layers with adapter.targets: {', '.join(layers)}"
+                f"(GPT-2 of transformers has Conv1D there); {_OF_CONV1D}, or name layers with adapter.targets: "
+                f"{', '.join(layers)}"
             )
         return inside or layers
     matched = {glob: [name for name in layers if _matches(name, glob)] for glob in globs}
@@ -102,7 +104,8 @@ def _takes_adapter(module: nn.Module) -> bool:
 def _explain_mismatch(model: nn.Module, layers: dict[str, nn.Linear], glob: str) -> str:
     others = {type(module).__name__ for name, module in model.named_modules() if _matches(name, glob)}
     if others:
-        return f" but {', '.join(sorted(others))}; only nn.Linear layers take an adapter"
+        instead = f"; {_OF_CONV1D}" if "Conv1D" in others else ""
+        return f" but {', '.join(sorted(others))}; only nn.Linear layers take an adapter{instead}"
     ends = sorted({name.rpartition(".")[2] for name in layers})
     near = difflib.get_close_matches(glob, [*layers, *ends], n=3, cutoff=0.4) or ends[:8]
     return f"; the nearest are {', '.join(near)}"

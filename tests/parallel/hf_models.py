@@ -63,6 +63,55 @@ IMAGE = {
     "num_attention_heads": 4,
     "initializer_range": 0.2,
 }
+STRANGERS: dict[str, Callable[[], Any]] = {
+    "distilbert": lambda: transformers.DistilBertConfig(
+        vocab_size=VOCABULARY,
+        dim=32,
+        hidden_dim=40,
+        n_layers=2,
+        n_heads=4,
+        max_position_embeddings=64,
+        dropout=0,
+        attention_dropout=0,
+        initializer_range=0.2,
+    ),
+    "albert": lambda: transformers.AlbertConfig(
+        vocab_size=VOCABULARY,
+        embedding_size=16,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    ),
+    "convnext": lambda: transformers.ConvNextConfig(
+        num_channels=1, patch_size=2, hidden_sizes=[8, 16], depths=[1, 2], num_stages=2, image_size=8, num_labels=10
+    ),
+    "mamba2": lambda: transformers.Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=4,
+        num_heads=8,
+        head_dim=8,
+        n_groups=2,
+        chunk_size=8,
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        dropout=0,
+        init_std=0.2,
+    ),
+}
+"""Families that the table does not list: without a list of layers, with one layer for all, with layers in layers, with
+an infinity in config.json, and an ordinary one."""
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**TEXT, tie_word_embeddings=True),
     "mistral": lambda: transformers.MistralConfig(**TEXT, sliding_window=None),
@@ -111,14 +160,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 EXTRA = {"mixtral": ("model.experts=eager",)}
 """transformers has no other products with experts in float64."""
-IMAGES = ("vit", "dinov2", "clip")
-EXACT = ("gpt2", "bert", *IMAGES)
+IMAGES = ("vit", "dinov2", "clip", "convnext")
+EXACT = ("gpt2", "bert", "distilbert", "albert", "opt", *IMAGES)
 """Families whose code computes in float64 throughout. The others cast norms or angles to float32."""
 
 
 def auto_class(kind: str) -> Any:
     """The class of transformers' own that loads this kind."""
-    other = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}
+    masked = dict.fromkeys(("bert", "distilbert", "albert"), AutoModelForMaskedLM)
+    other = {**masked, "t5": AutoModelForSeq2SeqLM}
     return AutoModelForImageClassification if kind in IMAGES else other.get(kind, AutoModelForCausalLM)
 
 
@@ -126,7 +176,7 @@ def save_model(kind: str, folder: Path, weights: bool = True, **how: Any) -> Pat
     """Make the folder of a random model, as a user of transformers would."""
     with torch.random.fork_rng([]):
         torch.manual_seed(1)
-        model = auto_class(kind).from_config(CONFIGS[kind]())
+        model = auto_class(kind).from_config({**CONFIGS, **STRANGERS}[kind]())
     if not weights:
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawn import draw
-from hf_models import CONFIGS, EXACT, IMAGES, Case, resume, save_model, train_and_save, truth
+from hf_models import CONFIGS, EXACT, IMAGES, STRANGERS, Case, resume, save_model, train_and_save, truth
 from outcome import Outcome, assert_close, whole
 
 from hpc_train.errors import UserError
@@ -101,6 +101,16 @@ def test_layout(name: str, tmp_path: Path, models: Models) -> None:
     _compare(resumed, after, tolerance(kind))
 
 
+@pytest.mark.parametrize("kind", draw(STRANGERS, ("albert", "mamba2")))
+def test_a_family_that_nobody_listed(kind: str, tmp_path: Path, models: Models) -> None:
+    steps, _ = models.known(kind)
+    case = Case(kind, models.folder(kind), 2, ("parallel=fsdp",))
+    check_support(case.config(), 2)
+    _compare(run_ranks(train_and_save, 2, case, tmp_path, parallel=case.config().parallel), steps, tolerance(kind))
+    with pytest.raises(UserError, match=r"parallel\.tp=2: not for .*; use parallel=fsdp"):
+        check_support(Case(kind, models.folder(kind), 2, ("parallel.tp=2",)).config(), 2)
+
+
 def _compare(outcomes: list[Outcome], wanted: Outcome, allowed: float) -> None:
     for outcome in outcomes:
         np.testing.assert_allclose(outcome.losses, wanted.losses, rtol=allowed)
@@ -134,5 +144,5 @@ def test_what_the_table_says_no_to_is_one_line_before_any_rank(kind: str, layout
         check_support(Case(kind, models.folder(kind), ranks, overrides).config(), ranks)
     text = str(raised.value)
     assert text.startswith(f"parallel.{layout[:2]}=2: ")
-    assert text.endswith("spread over dp_replicate and dp_shard")
+    assert text.endswith("use parallel=fsdp, hsdp, zero1, zero2 or ddp, which take every model")
     assert "\n" not in text

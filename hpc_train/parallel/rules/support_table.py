@@ -219,6 +219,14 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_adapters.py",
     ),
     Technique(
+        "adapters over a base in 4 bits (NF4): QLoRA, QDoRA",
+        "model=hf adapter=qlora",
+        "bitsandbytes rounds and expands; our own layers",
+        INEXACT + "weights rounded to 4 bits; the same in every layout",
+        "model.path with weights; no compilation, no offloaded parameters",
+        "tests/parallel/test_hf_adapters.py",
+    ),
+    Technique(
         "recomputation of whole blocks, all or every k-th",
         "parallel.recompute.mode=full",
         "torch.utils.checkpoint",

@@ -8,7 +8,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf.config_file import ConfigFile, find_task, read_config_file
 
-_INSTEAD = "spread over dp_replicate and dp_shard"
+_INSTEAD = "use parallel=fsdp, hsdp, zero1, zero2 or ddp, which take every model"
 
 
 def check_transformers_rules(config: RunConfig, degrees: Degrees) -> None:
@@ -26,7 +26,7 @@ def check_transformers_rules(config: RunConfig, degrees: Degrees) -> None:
         _check_dropout(file, degrees)
     if degrees.cp > 1:
         _check_window(file, config, degrees)
-    _check_length(file, config)
+    _check_length(model, file, config)
 
 
 def _check_family(file: ConfigFile, degrees: Degrees) -> None:
@@ -72,9 +72,10 @@ def _check_window(file: ConfigFile, config: RunConfig, degrees: Degrees) -> None
         )
 
 
-def _check_length(file: ConfigFile, config: RunConfig) -> None:
+def _check_length(model: HfModelConfig, file: ConfigFile, config: RunConfig) -> None:
     longest = file.max_positions
-    if longest is not None and file.family.task != "image_classification" and config.train.sequence_length > longest:
+    reads_text = find_task(model, file) != "image_classification"
+    if longest is not None and reads_text and config.train.sequence_length > longest:
         raise UserError(
             f"train.sequence_length={config.train.sequence_length}: longer than the {longest} positions of "
             f"{file.folder / 'config.json'}"
