@@ -204,6 +204,9 @@ class ParallelConfig:
     """zero strategies: number of blocks whose parameters are gathered ahead; 1 is fully_shard's default."""
     compile: bool = False
     """torch.compile each block."""
+    cuda_graphs: bool = False
+    """With `compile`, on an NVIDIA GPU: record the kernels of compiled blocks once and replay them, which spares small
+    models the launches. For ddp with one micro-batch a step."""
     tensor: TensorConfig = config_field(default=TensorConfig)
     pipeline: PipelineConfig = config_field(default=PipelineConfig)
     context: ContextConfig = config_field(default=ContextConfig)

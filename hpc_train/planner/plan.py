@@ -157,6 +157,10 @@ def make_plan(
         jobs_from_config(config, 1)  # says why not
     if config.parallel.compile and isinstance(config.model, TransformerConfig) and config.model.experts.count:
         check_support(single_rank_config(config, config.train.global_batch), 1)  # says that experts do not compile
+    if config.parallel.cuda_graphs and not request.complete:
+        raise UserError(
+            "parallel.cuda_graphs=true: is for ddp with one micro-batch a step; give that layout, or leave it out"
+        )
     basis = _EstimateBasis(
         constants or cluster_constants(config.cluster),
         known_figures(config),

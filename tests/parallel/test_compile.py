@@ -20,14 +20,21 @@ from plain_setup import FEATURES, LAYOUTS, engine_of, global_batch, share
 from test_matrix import assert_outcome
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import cudagraph_trees
 
+from hpc_train.config.compose import compose
 from hpc_train.config.parallel import smallest_world
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.memory.compilation import check_compiler, report_fallbacks
+from hpc_train.parallel.memory.compilation import (
+    begin_replays,
+    check_compiler,
+    check_graph_device,
+    report_fallbacks,
+)
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.parallel.rules.support_table import EXACT, SUPPORT_TABLE, Technique
 from hpc_train.testing import run_ranks
@@ -313,3 +320,40 @@ def test_no_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=r"parallel.compile=true: there is no C\+\+ compiler no-such-compiler here"):
         check_compiler(torch.device("cpu"))
+
+
+GRAPHS = ("model=llama_tiny", "parallel.cuda_graphs=true", COMPILE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ((*GRAPHS, "parallel.compile=false"), "records compiled blocks; set parallel.compile=true"),
+        ((*GRAPHS, "parallel=fsdp"), "parallel.strategy=zero3 gathers parameters into other memory each time; use ddp"),
+        ((*GRAPHS, "parallel.tp=2"), "parallel.tp=2 exchanges within blocks"),
+        ((*GRAPHS, "parallel.recompute.offload=true"), "parallel.recompute.offload=true moves what a replay needs"),
+        (
+            (*GRAPHS, "train.global_batch=16", "train.micro_batch=2"),
+            "the 4 micro-batches of a step would write their gradients into the same memory; use train.micro_batch=8",
+        ),
+    ],
+)
+def test_graphs_are_refused_where_a_replay_would_be_wrong(overrides: tuple[str, ...], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_support(compose(overrides), 2)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_graphs_need_a_gpu_and_a_micro_batch_of_the_whole_share() -> None:
+    config = compose((*GRAPHS, "train.global_batch=16", "train.micro_batch=8"))
+    check_support(config, 2)
+    with pytest.raises(UserError, match=r"parallel.cuda_graphs=true: this rank computes on a CPU; leave it out"):
+        check_graph_device(torch.device("cpu"))
+
+
+def test_torch_is_told_where_a_forward_begins() -> None:
+    """torch counts the marks down; without them it would guess which results of replays are still needed."""
+    before = cudagraph_trees.MarkStepBox.mark_step_counter
+    begin_replays()
+    assert cudagraph_trees.MarkStepBox.mark_step_counter == before - 1

@@ -1,6 +1,8 @@
 """torch.compile each block by itself: blocks share one code, so it is compiled once.
 
-A graph break would silently run uncompiled, so each new one is reported as a warning.
+A graph break would silently run uncompiled, so each new one is reported as a warning. With parallel.cuda_graphs torch
+records the kernels of each block and replays them (its CUDA graph trees); the model says where a forward begins, so
+that torch knows when it may use the memory of the last one again.
 """
 
 from __future__ import annotations
@@ -30,21 +32,37 @@ def compile_blocks(part: nn.Module, config: RunConfig, world: World) -> str:
     blocks = get_blocks(part, "parallel.compile=true")
     check_compiler(world.device)
     check_precision(config, world.device)
+    graphs = config.parallel.cuda_graphs
+    if graphs:
+        check_graph_device(world.device)
+        part.register_forward_pre_hook(begin_replays)
     reported: set[str] = set()
     split = get_axis_degree(world, "tp") > 1
     if split:
         from hpc_train.parallel.tensor.local_parameters import read_parameters_first
     for block in blocks:
-        replace_forward(block, _compile)
+        replace_forward(block, partial(_compile, graphs=graphs))
         replace_forward(block, partial(report_fallbacks, type(block).__name__, reported=reported))
         if split:
             replace_forward(block, partial(read_parameters_first, block))
-    return f"compile: {len(blocks)} blocks"
+    return f"compile: {len(blocks)} blocks{', replayed as CUDA graphs' if graphs else ''}"
 
 
-def _compile(forward: Forward) -> Forward:
-    compiled: Forward = torch.compile(forward)
+def _compile(forward: Forward, graphs: bool) -> Forward:
+    compiled: Forward = torch.compile(forward, mode="reduce-overhead" if graphs else None)
     return compiled
+
+
+def begin_replays(*_: Any) -> None:
+    """Tell torch that a forward of the whole model begins: results of replays before it are no longer needed."""
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
+
+def check_graph_device(device: torch.device) -> None:
+    """Raise UserError where torch records no kernels; it would leave that out without a word."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        name = "an AMD GPU" if device.type == "cuda" else "a CPU"
+        raise UserError(f"parallel.cuda_graphs=true: this rank computes on {name}; leave it out")
 
 
 def report_fallbacks(block: str, forward: Forward, reported: set[str]) -> Forward:

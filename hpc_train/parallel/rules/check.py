@@ -32,6 +32,7 @@ RULES = (
     attention.check_attention_rules,
     data_parallel.check_gradient_rules,
     memory.check_memory_rules,
+    memory.check_graph_rules,
     memory.check_offload_rules,
     loss.check_loss_rules,
     experts.check_expert_rules,

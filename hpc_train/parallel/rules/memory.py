@@ -1,4 +1,4 @@
-"""Rules of recomputation, of compilation, and of the offload of parameters and optimizer state."""
+"""Rules of recomputation, of recorded kernels, and of the offload of parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -35,6 +35,36 @@ def _check_schedule(config: RunConfig, degrees: Degrees) -> None:
         raise UserError(
             f"parallel.recompute.mode={mode}: parallel.pipeline.schedule={pipeline.schedule} splits backward, and "
             "would recompute a block for each of its parameters; use 1f1b or interleaved_1f1b, or mode=none"
+        )
+
+
+_GRAPHS = "parallel.cuda_graphs=true"
+
+
+def check_graph_rules(config: RunConfig, degrees: Degrees) -> None:
+    """Raise UserError where kernels cannot be recorded: a replay finds all memory where it was."""
+    parallel, train = config.parallel, config.train
+    if not parallel.cuda_graphs:
+        return
+    if not parallel.compile:
+        raise UserError(f"{_GRAPHS}: records compiled blocks; set parallel.compile=true, or leave it out")
+    if parallel.strategy != "ddp":
+        raise UserError(
+            f"{_GRAPHS}: parallel.strategy={parallel.strategy} gathers parameters into other memory each time; use ddp"
+        )
+    for axis in ("pp", "cp", "tp"):
+        if getattr(degrees, axis) > 1:
+            raise UserError(
+                f"{_GRAPHS}: parallel.{axis}={getattr(degrees, axis)} exchanges within blocks, or has several forwards "
+                f"before a backward; spread over dp_replicate, or leave it out"
+            )
+    if parallel.recompute.offload:
+        raise UserError(f"{_GRAPHS}: parallel.recompute.offload=true moves what a replay needs; leave one of them out")
+    share = -(-train.global_batch // degrees.data_parallel)
+    if share > train.micro_batch:
+        raise UserError(
+            f"{_GRAPHS}: the {-(-share // train.micro_batch)} micro-batches of a step would write their gradients into "
+            f"the same memory; use train.micro_batch={share}"
         )
 
 

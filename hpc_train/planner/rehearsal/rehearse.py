@@ -177,7 +177,7 @@ def _compiled(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
     if not parallel.compile:
         return None
     line = "parallel.compile=true: rehearsed without; compiled blocks keep fewer activations"
-    return replace(parallel, compile=False), line
+    return replace(parallel, compile=False, cuda_graphs=False), line
 
 
 def _offloaded(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
