@@ -174,7 +174,7 @@ def _map_numpy(path: Path) -> npt.NDArray[Any]:
             raise UserError(f"{path} is a damaged NumPy file ({first_line(error)})") from error
         offset = file.tell()
     if len(shape) != 1 or dtype.kind not in "iu":
-        raise UserError(f"{path}: an array {shape} of {dtype}; tokens are one row of integers")
+        raise UserError(f"{path}: an array {shape} of {dtype}; tokens are one row of integers (array.reshape(-1))")
     return _map_raw(path, dtype, offset, shape[0])
 
 

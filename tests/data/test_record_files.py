@@ -317,3 +317,36 @@ def test_two_builds_of_one_store_do_not_mix(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"another build of .* is running"), open_parts_folder(tmp_path / "out.h5"):
             pass
     assert not folder.exists()
+
+
+def write_nested(path: Path) -> None:
+    """Texts as text and as bytes inside of a column."""
+    rows = [{"doc": {"text": "one", "more": {"raw": b"a"}}}, {"doc": None}, {"doc": {"text": "two", "more": None}}]
+    table = pa.Table.from_pylist(rows)
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path)
+    elif path.suffix == ".arrow":
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        rows = [{"doc": {"text": "one", "more": {"raw": "a"}}}, {"doc": None}, {"doc": {"text": "two", "more": None}}]
+        path.write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
+def test_a_field_inside_of_a_column(tmp_path: Path, name: str) -> None:
+    write_nested(tmp_path / name)
+    for column, text in (("doc.text", b"one\0two\0"), ("doc.more.raw", b"a\0")):
+        recipe = StoreRecipe((str(tmp_path / name),), (), column=column)
+        store = build_from_recipe(recipe, tmp_path / f"{column}.h5")
+        assert bytes(store.tokens.astype(np.uint8)) == text
+    with pytest.raises(
+        UserError, match=r"no column 'doc.txt'; did you mean 'doc.text'\? its columns are doc.text, doc.more"
+    ):
+        build_from_recipe(StoreRecipe((str(tmp_path / name),), (), column="doc.txt"), tmp_path / "bad.h5")
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"text": [b"\xff\xfe"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="row 1: column 'text' is bytes that are no UTF-8"):
+        build_from_recipe(StoreRecipe((str(tmp_path / "a.parquet"),), ()), tmp_path / "a.h5")

@@ -125,12 +125,22 @@ def _split_file(known: KnownFile) -> list[FilePart]:
 def _check_text(where: Callable[[], str], column: str, value: Any) -> bytes:
     if value is None:
         return b""
+    if isinstance(value, bytes):  # tables of programs that mark no column as text
+        return _check_bytes(where, column, value)
     if not isinstance(value, str):
         kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object"}
         hint = "; a list of messages is a chat: --chat" if isinstance(value, list) else ""
         kind = kinds.get(type(value), type(value).__name__)
         raise UserError(f"{where()}: column {column!r} is {kind}, expected text{hint}")
     return value.encode("utf-8", "replace")
+
+
+def _check_bytes(where: Callable[[], str], column: str, value: bytes) -> bytes:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        raise UserError(f"{where()}: column {column!r} is bytes that are no UTF-8, expected text") from None
+    return value
 
 
 def _read_text_span(path: Path, span: Span) -> Iterator[TextPiece]:

@@ -121,7 +121,8 @@ def _make_entry(
     where = one_line(f"{path}:{key[:_MAX_NAME]}")
     if len(images) > 1:
         raise UserError(
-            f"{where} has {len(images)} images: a sample is one, and its name is unique among its neighbours"
+            f"{where} has {len(images)} images: a sample is one, and its name, up to the first dot, is unique among "
+            "its neighbours"
         )
     image = images[0]
     if image.size > MAX_RECORD_BYTES:

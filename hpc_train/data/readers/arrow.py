@@ -12,9 +12,11 @@ from hpc_train.data.readers.records import (
     FileSample,
     Record,
     Span,
+    check_table_column,
     first_line,
+    get_field,
     import_pyarrow,
-    refuse_missing_column,
+    split_column,
     split_rows,
 )
 from hpc_train.errors import UserError
@@ -44,16 +46,17 @@ def split_arrow(path: Path) -> list[Span]:
 
 
 def read_arrow(path: Path, span: Span, column: str) -> Iterator[Record]:
-    """Read one column of the record batches of a span. A record's place is its row in the file, from 0."""
+    """Read one column, or a field of one, of the record batches of a span. A record's place is its row, from 0."""
     row = 0
     with _open_batches(path) as batches:
         for index, batch in enumerate(batches):
             if index >= span.end:
                 return
-            if column not in batch.schema.names:
-                raise refuse_missing_column(str(path), column, batch.schema.names)
+            check_table_column(str(path), column, batch.schema)
             if index >= span.begin:
-                yield from _read_batch(batch.column(column), row)
+                head, fields = split_column(column, batch.schema.names)
+                for record in _read_batch(batch.column(head), row):
+                    yield record._replace(value=get_field(record.value, fields))
             row += batch.num_rows
 
 

@@ -14,9 +14,12 @@ from hpc_train.data.readers.records import (
     FileSample,
     Record,
     Span,
+    get_field,
+    list_fields,
     read_bounded_lines,
     refuse_long_line,
     refuse_missing_column,
+    split_column,
 )
 from hpc_train.errors import UserError
 from hpc_train.regular_files import open_to_read
@@ -83,9 +86,11 @@ def _find_value(path: Path, place: int, line: bytes, column: str) -> Any:
     if not isinstance(record, dict):
         where = describe_json_line(path, place)
         raise UserError(f"{where}: not an object; expected one a line, such as {{{json.dumps(column)}: ...}}")
-    if column not in record:
-        raise refuse_missing_column(describe_json_line(path, place), column, record)
-    return record[column]
+    head, fields = split_column(column, record)
+    try:
+        return get_field(record[head], fields)
+    except KeyError:
+        raise refuse_missing_column(describe_json_line(path, place), column, list_fields(record)) from None
 
 
 def _read_lines_of_span(path: Path, span: Span) -> Iterator[tuple[int, bytes]]:

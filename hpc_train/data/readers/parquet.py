@@ -11,10 +11,11 @@ from hpc_train.data.readers.records import (
     FileSample,
     Record,
     Span,
+    check_table_column,
     first_line,
+    get_field,
     import_pyarrow,
-    refuse_missing_column,
-    refuse_repeated_column,
+    split_column,
     split_rows,
 )
 from hpc_train.errors import UserError
@@ -41,18 +42,15 @@ def split_parquet(path: Path) -> list[Span]:
 
 
 def read_parquet(path: Path, span: Span, column: str) -> Iterator[Record]:
-    """Read one column of the row groups of a span. A record's place is its row in the file, from 0."""
+    """Read one column, or a field of one, of the row groups of a span. A record's place is its row, from 0."""
     with _open_table(path) as table:
-        names = table.schema_arrow.names
-        if column not in names:
-            raise refuse_missing_column(str(path), column, names)
-        if names.count(column) > 1:
-            raise refuse_repeated_column(str(path), column)
+        check_table_column(str(path), column, table.schema_arrow)
+        _, fields = split_column(column, table.schema_arrow.names)
         row = sum(table.metadata.row_group(index).num_rows for index in range(span.begin))
         groups = list(range(span.begin, span.end))
         for batch in table.iter_batches(_ROWS, groups, [column], use_threads=False):
             for value in batch.column(0).to_pylist():
-                yield Record(row, value)
+                yield Record(row, get_field(value, fields))
                 row += 1
 
 

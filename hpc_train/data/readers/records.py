@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,6 +55,53 @@ class RecordFormat:
     """Reads the column of all records of a span, in bounded memory. Raises UserError of one line."""
     describe: Callable[[Path, int], str]
     """Returns a record's place for a message, such as `FILE:12`."""
+
+
+def split_column(column: str, names: Iterable[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the column that is meant and the fields in it: ("doc", ("text",)) for doc.text, if no name has the dot."""
+    if column in names:
+        return column, ()
+    head, *fields = column.split(".")
+    return head, tuple(fields)
+
+
+def get_field(value: Any, fields: Iterable[str]) -> Any:
+    """Return a field of nested objects; None where one of them is null. Raises KeyError if there is no such field."""
+    for field in fields:
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise KeyError(field)
+        value = value[field]
+    return value
+
+
+def list_fields(record: Mapping[str, Any]) -> list[str]:
+    """List the columns of a record, those of nested objects with dots."""
+    names: list[str] = []
+    for name, value in record.items():
+        names += [f"{name}.{inner}" for inner in list_fields(value)] if isinstance(value, dict) and value else [name]
+    return names
+
+
+def check_table_column(where: str, column: str, schema: Any) -> None:
+    """Raise UserError if a schema of pyarrow has no such column, or several of this name."""
+    names = list(schema.names)
+    head, fields = split_column(column, names)
+    if names.count(head) > 1:
+        raise refuse_repeated_column(where, head)
+    table = {field.name: _describe_type(field.type) for field in schema}
+    try:
+        get_field(table[head], fields)
+    except KeyError:
+        raise refuse_missing_column(where, column, list_fields(table)) from None
+
+
+def _describe_type(kind: Any) -> Any:
+    """Return the fields of a struct of pyarrow by name; of any other type, an empty object."""
+    if not str(kind).startswith("struct<"):
+        return {}
+    return {kind.field(index).name: _describe_type(kind.field(index).type) for index in range(kind.num_fields)}
 
 
 def refuse_missing_column(where: str, column: str, columns: Iterable[object]) -> UserError:

@@ -122,7 +122,10 @@ def has_marks(template: str) -> bool:
 
 
 def check_messages(value: Any, where: Where) -> list[Message]:
-    """Return the messages of a conversation. Raises UserError for what is none, without or with unknown roles."""
+    """Return the messages of a conversation. Raises UserError for what is none, without or with unknown roles.
+
+    Keys without a value are left out: tables have each key in each message, and templates ask whether one is there.
+    """
     if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
         raise UserError(
             f'{where()}: not a conversation; expected a list such as [{{"role": "user", "content": "..."}}]'
@@ -137,4 +140,4 @@ def check_messages(value: Any, where: Where) -> list[Message]:
             raise UserError(one_line(f"{where()}: message {index} has the role {role!r}; known are {roles}"))
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise UserError(f"{where()}: message {index} ({role}) has no text as its content")
-    return value
+    return [{key: item for key, item in one.items() if item is not None or key == "content"} for one in value]
