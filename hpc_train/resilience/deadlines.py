@@ -29,6 +29,8 @@ _FIRST = 5
 """Observations of a phase that are needed before its deadline is learned from them."""
 _REMEMBERED = 500
 """Number of latest observations that count."""
+_ENOUGH = 101
+"""Observations of which a single slow one is no 99th percentile. Those of earlier attempts then count no more."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Deadlines:
                 # The configured deadline of a first step allows for a slow compilation. An attempt that has seen one
                 # need not wait that long again.
                 floor = min(floor, self.limits.known_first_step)
-            typical = max(self.earlier[phase], _find_typical(seen))
+            typical = _find_typical(seen) if len(seen) >= _ENOUGH else max(self.earlier[phase], _find_typical(seen))
         elif len(seen) < _FIRST:
             # Too little is known: be patient, since ending a healthy run is worse than waiting.
             return max(floor, self.limits.first_step)
@@ -94,7 +96,8 @@ class Deadlines:
         for phase in _CARRIED:
             seen = self._seconds.get(phase, ())
             if len(seen) >= (1 if phase is Phase.FIRST_STEP else _FIRST):
-                found[phase] = max(found.get(phase, 0.0), _find_typical(seen))
+                earlier = 0.0 if len(seen) >= _ENOUGH else found.get(phase, 0.0)
+                found[phase] = max(earlier, _find_typical(seen))
         return found
 
 

@@ -115,6 +115,20 @@ def test_deadline_is_five_times_the_99th_percentile_and_no_less_than_the_floor(s
     assert deadlines.seconds(Phase.LOAD) == 1800
 
 
+def test_one_slow_step_does_not_make_a_watcher_patient_for_the_rest_of_the_run() -> None:
+    deadlines = Deadlines(HangLimits())
+    for seconds in [0.4] * 19 + [8.0]:
+        deadlines.observe(Phase.STEP, seconds)
+    assert deadlines.seconds(Phase.STEP) == 40
+    again = Deadlines(HangLimits(), deadlines.learned())
+    for count in range(101):
+        assert again.seconds(Phase.STEP) == 40
+        assert again.learned()[Phase.STEP] == 8.0, count
+        again.observe(Phase.STEP, 0.4)
+    assert again.seconds(Phase.STEP) == 10
+    assert again.learned()[Phase.STEP] == 0.4
+
+
 def test_stacks_are_asked_for_before_the_deadline_so_that_a_hang_is_noticed_at_it(tmp_path: Path) -> None:
     """A rank answers as real ones do: faulthandler's stack in its log."""
     logs, asked = tmp_path / "logs" / "0", []
