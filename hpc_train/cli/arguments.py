@@ -48,6 +48,15 @@ def add_json(command: argparse.ArgumentParser, text: str = "print JSON") -> None
     command.add_argument("--json", action="store_true", help=text)
 
 
+def add_weights(command: argparse.ArgumentParser) -> None:
+    """Add --weights."""
+    command.add_argument(
+        "--weights",
+        choices=("average", "trained"),
+        help="of a run with optim.ema.decay (default: those of the run's own evaluations)",
+    )
+
+
 def add_config_options(command: argparse.ArgumentParser) -> None:
     """Add the arguments that train and submit share: overrides, --cfg and -m."""
     add_overrides(command)

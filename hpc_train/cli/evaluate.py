@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hpc_train.cli.arguments import add_examples, add_json, whole_number
+from hpc_train.cli.arguments import add_examples, add_json, add_weights, whole_number
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -32,6 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--chat", action="store_true", help="PATH has conversations: the assistant's turns count")
     command.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer of text (default: the model's)")
     command.add_argument("--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="default: the run's")
+    add_weights(command)
     command.add_argument("--base", metavar="FOLDER", help="where the folder of the run's model.path is now")
     command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     command.add_argument("--include-path", metavar="DIR", help="folder with task files of your own")
@@ -60,11 +61,22 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     a = arguments
     request = EvaluationRequest(
-        a.where, a.data, a.split, a.batches, a.batch, a.sequence_length, a.tokenizer, a.chat, a.precision, a.base
+        a.where,
+        a.data,
+        a.split,
+        a.batches,
+        a.batch,
+        a.sequence_length,
+        a.tokenizer,
+        a.chat,
+        a.precision,
+        a.base,
+        a.weights,
     )
     score = evaluate_checkpoint(request, choose_device(a.device))
     result: dict[str, Any] = {
         "step": score.step,
+        "weights": "average" if score.averaged else "trained",
         "data": score.data,
         "split": score.split,
         score.unit: score.samples,
@@ -78,6 +90,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         print_json(result)
         return 0
     which = a.where if score.step is None else f"{a.where}, step {score.step}"
+    which += ", average of the weights" if score.averaged else ""
     print(f"{which}; {score.data} ({score.split}): {score.samples:,} {score.unit}, {score.result.targets:,} targets")
     for name in ("loss", *score.result.metrics):
         print(f"{name:<12} {result[name]:.6g}")
@@ -108,7 +121,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     a = arguments
     names = [name.strip() for name in a.tasks.split(",") if name.strip()]
     options = TaskOptions(tuple(names), a.include_path, a.limit, a.shots, a.batch or 8)
-    scores = evaluate_tasks(load_model(a.where, a.tokenizer, choose_device(a.device), a.base), options)
+    scores = evaluate_tasks(load_model(a.where, a.tokenizer, choose_device(a.device), a.base, a.weights), options)
     if a.json:
         print_json({"tasks": scores})
         return 0

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hpc_train.cli.arguments import add_examples, add_json, whole_number
+from hpc_train.cli.arguments import add_examples, add_json, add_weights, whole_number
 
 _MOST_PROMPT_BYTES = 64 << 20
 
@@ -26,6 +26,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", metavar="N", type=whole_number(1), default=8, help="prompts at once (default 8)")
     command.add_argument("--chat", action="store_true", help="prompts are a user's turns, for the chat template")
     command.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer to use (default: the run's)")
+    add_weights(command)
     command.add_argument("--base", metavar="FOLDER", help="where the folder of the run's model.path is now")
     command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add_json(command, "print a JSON line a prompt")
@@ -59,7 +60,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     a = arguments
     options = GenerateOptions(a.tokens, a.temperature, a.top_k, a.top_p, a.seed, a.chat, a.batch)
-    loaded = load_model(a.where, a.tokenizer, choose_device(a.device), a.base)
+    loaded = load_model(a.where, a.tokenizer, choose_device(a.device), a.base, a.weights)
     if len(prompts) == 1 and not a.json:
         sys.stdout.write("" if a.chat else prompts[0])
         for _ in generate_texts(loaded, prompts, options, _show_at_once):

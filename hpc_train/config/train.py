@@ -199,6 +199,9 @@ class OptimConfig:
     """Sequences in the global batch that `lr` was tuned at; needed by linear and sqrt."""
     implementation: str = config_field(default="auto", choices=("auto", "fused", "foreach", "for_loop"))
     """Implementation of torch's AdamW; auto: fused if torch has it for the device."""
+    state: str = config_field(default="full", choices=("full", "bf16"))
+    """Format of AdamW's two moments. full: that of the parameters; bf16: bfloat16, rounded stochastically, the same in
+    every layout."""
     groups: list[ParameterGroupConfig] = config_field(default=[])
     """Settings of parameters by glob: [{match: '*.bias', lr_scale: 0.5}, {match: head.*, weight_decay: 0}]."""
     muon: MuonConfig = config_field(default=MuonConfig)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hpc_train.checkpoint.convert.averaged_weights import AveragedTensors, choose_weights
 from hpc_train.checkpoint.convert.model_config import load_model_config, load_run_config
 from hpc_train.checkpoint.convert.quantized_base import check_base
 from hpc_train.checkpoint.convert.rewrite import SavedStepTensors
@@ -39,7 +40,7 @@ from hpc_train.data.store_file import IMAGE_STORE, is_store
 from hpc_train.data.token_files import is_token_file, open_tokens
 from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import UserError
-from hpc_train.inference.load_model import find_run_config, refuse_base_of_folder
+from hpc_train.inference.load_model import find_run_config, refuse_base_of_folder, refuse_weights_of_folder
 from hpc_train.interfaces import Engine, World
 from hpc_train.launch.freeze import check_model_and_data
 from hpc_train.models.hf.config_file import read_config_file
@@ -78,6 +79,8 @@ class EvaluationRequest:
     """fp64, fp32, bf16 or fp16; None: as in the run, fp32 for a folder."""
     base: str | None = None
     """Where the folder of a run's model of transformers is now; None: where the run found it."""
+    weights: str | None = None
+    """average or trained; None: those of the run's own evaluations."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class CheckpointScore:
 
     step: int | None
     """None for a folder."""
+    averaged: bool
+    """Whether the weights are a moving average."""
     data: str
     split: str
     samples: int
@@ -100,6 +105,9 @@ def evaluate_checkpoint(request: EvaluationRequest, device: torch.device) -> Che
     Raises UserError for data that the model cannot take, and CheckpointError for a damaged step.
     """
     step, config = _open_model(request.where, request.base)
+    averaged = False
+    if step is None:
+        refuse_weights_of_folder(request.where, request.weights)
     config = _adjust_config(request, config)
     split = request.split or ("all" if request.data is not None else "validation")
     data = _open_data(config, split)
@@ -110,7 +118,7 @@ def evaluate_checkpoint(request: EvaluationRequest, device: torch.device) -> Che
             check_base(config.model, step.manifest.extra, step.where)
         engine = _build_engine(config, world)
         if step is not None:
-            _load_step(step, engine)
+            averaged = _load_step(step, engine, config, request.weights)
         loader, batches = _make_loader(request, config, data)
         try:
             result = evaluate_batches(engine, loader, batches, config.train.metrics, StopRequest())
@@ -121,7 +129,7 @@ def evaluate_checkpoint(request: EvaluationRequest, device: torch.device) -> Che
         raise UserError(f"{data.name}: has no target that counts, so there is no loss; give other data")
     samples = len(data) if request.batches is None else batches * loader.global_batch
     at = None if step is None else step.manifest.step
-    return CheckpointScore(at, data.name, split, samples, _name_unit(config.data), result)
+    return CheckpointScore(at, averaged, data.name, split, samples, _name_unit(config.data), result)
 
 
 def _name_unit(data: DataConfig) -> str:
@@ -269,9 +277,12 @@ def _build_engine(config: RunConfig, world: World) -> Engine:
     return build(model, lambda _: torch.optim.SGD([{"params": []}], lr=0.0), config, world, values=values)
 
 
-def _load_step(step: OpenStep, engine: Engine) -> None:
-    with SavedStepTensors(step.path, step.manifest, step.where) as source:
-        source.fill(select_weights(engine.shards()))
+def _load_step(step: OpenStep, engine: Engine, config: RunConfig, weights: str | None) -> bool:
+    """Load the weights of a step; returns whether they are the average."""
+    with SavedStepTensors(step.path, step.manifest, step.where) as opened:
+        source = choose_weights(opened, weights, config.optim.ema, step.where)
+        source.fill(list(select_weights(engine.shards())))
+    return isinstance(source, AveragedTensors)
 
 
 def _make_loader(request: EvaluationRequest, config: RunConfig, data: Dataset) -> tuple[BatchLoader, int]:

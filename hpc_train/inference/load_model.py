@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpc_train.checkpoint.convert.averaged_weights import choose_weights
 from hpc_train.checkpoint.convert.merge_adapters import MergedTensors, find_adapted_layers
 from hpc_train.checkpoint.convert.model_config import encode_hf_config, load_model_config
 from hpc_train.checkpoint.convert.quantized_base import add_base, needs_base
-from hpc_train.checkpoint.convert.rewrite import SavedStepTensors, TensorSource, read_whole_tensors
+from hpc_train.checkpoint.convert.rewrite import SavedStepTensors, read_whole_tensors
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep, open_one_step
 from hpc_train.config.model import DataConfig, HfModelConfig, TransformerConfig
@@ -39,20 +40,24 @@ class LoadedModel:
     tokenizer: Tokenizer
 
 
-def load_model(where: str, tokenizer: str | None, device: torch.device, base: str | None = None) -> LoadedModel:
+def load_model(
+    where: str, tokenizer: str | None, device: torch.device, base: str | None = None, weights: str | None = None
+) -> LoadedModel:
     """Load the model at `where`: a run, one of its steps, or a folder that save_pretrained made.
 
     tokenizer: a folder to use in place of the run's own. base: where the folder of a run's model of transformers is.
+    weights: average or trained; None: those of the run's own evaluations.
     Raises UserError for a model that generates no text, and one without a tokenizer.
     """
     path = Path(where).expanduser()
     if (path / "config.json").is_file():
         refuse_base_of_folder(where, base)
+        refuse_weights_of_folder(where, weights)
         return _load_folder(path, tokenizer or where, device)
     step = open_one_step(where)
     config = load_model_config(find_run_config(step), base)
     model = _make_model(config)
-    state = _read_step(step, config)
+    state = _read_step(step, config, weights)
     if isinstance(config.model, TransformerConfig) and config.model.experts.count:
         model = _load_experts(model, state, where)
     else:
@@ -64,6 +69,12 @@ def refuse_base_of_folder(where: str, base: str | None) -> None:
     """Raise UserError for --base beside a folder of transformers, which has its model in it."""
     if base is not None:
         raise UserError(f"--base: {where} is a folder of transformers itself; leave it out")
+
+
+def refuse_weights_of_folder(where: str, weights: str | None) -> None:
+    """Raise UserError for --weights beside a folder of transformers, which has one set of them."""
+    if weights is not None:
+        raise UserError(f"--weights {weights}: {where} is a folder of transformers, which has no other; leave it out")
 
 
 def find_run_config(step: OpenStep) -> Path:
@@ -105,13 +116,13 @@ def _make_model(config: RunConfig) -> Any:
         raise UserError(f"model={config.model.name}: generates no text in transformers ({text})") from error
 
 
-def _read_step(step: OpenStep, config: RunConfig) -> dict[str, Tensor]:
+def _read_step(step: OpenStep, config: RunConfig, weights: str | None) -> dict[str, Tensor]:
     """Read a step's weights, with adapters merged, under the library's names."""
     with SavedStepTensors(step.path, step.manifest, step.where) as opened:
-        source: TensorSource = opened
+        source = choose_weights(opened, weights, config.optim.ema, step.where)
         if needs_base(step.manifest):
             assert isinstance(config.model, HfModelConfig)
-            source = add_base(opened, step.manifest, config.model, step.where)
+            source = add_base(source, step.manifest, config.model, step.where)
         if find_adapted_layers(source.tensors):
             source = MergedTensors(source, config.adapter)
         state = read_whole_tensors(source, [tensor for tensor in source.tensors if is_weight(tensor.name)])

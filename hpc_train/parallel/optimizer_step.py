@@ -246,8 +246,16 @@ def _check_state_value(name: str, key: object, value: object, parameter: Tensor)
         raise UserError(
             f"optim: {name} has the state {key}, a {type(value).__name__}, which cannot be saved; make it a tensor"
         )
-    partial = isinstance(value, DTensor) and any(one.is_partial() for one in value.placements)
-    if isinstance(parameter, DTensor) and (partial or (value.ndim > 0 and value.shape != parameter.shape)):
+    kind = type(get_local(value))
+    if kind not in (Tensor, nn.Parameter):
+        raise UserError(
+            f"optim: {name} has the state {key} as a {kind.__name__}, whose numbers are packed, so it "
+            "would fit no other layout; use an optimizer with plain tensors"
+        )
+    is_rectangle = value.ndim == 0 or value.shape == parameter.shape  # else only a DTensor says what a rank has of it
+    if isinstance(value, DTensor):
+        is_rectangle = not any(one.is_partial() for one in value.placements)
+    if isinstance(parameter, DTensor) and not is_rectangle:
         raise UserError(
             f"optim: {name} has the state {key} of shape {tuple(value.shape)} for a parameter {tuple(parameter.shape)} "
             "that is split over ranks, so it would not fit another layout; use parallel=ddp"

@@ -53,6 +53,16 @@ def make_optimizer(model: nn.Module, config: OptimConfig, world: World | None = 
 
 
 def _make_adamw(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:
+    if config.state == "bf16":
+        from hpc_train.parallel.optimizers.rounded_adamw import RoundedAdamW
+
+        return RoundedAdamW(
+            make_groups(trained, config),
+            {one.value: one.name for one in trained},
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+        )
     return torch.optim.AdamW(
         make_groups(trained, config),
         lr=config.lr,
@@ -90,6 +100,10 @@ def _make_sgd(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch
 
 
 def _make_adafactor(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:
+    if any(isinstance(one.value, DTensor) for one in trained):
+        from hpc_train.parallel.optimizers.adafactor import ShardedAdafactor
+
+        return ShardedAdafactor(make_groups(trained, config), config.lr, config.adafactor)
     return torch.optim.Adafactor(
         make_groups(trained, config),
         lr=config.lr,

@@ -50,6 +50,6 @@ def test_a_step_without_an_average_is_one_line(tmp_path: Path, capsys: pytest.Ca
     words = ["checkpoint", "export", str(tmp_path / "steps"), str(tmp_path / "out"), "--format", "dcp", "--average"]
     assert main(words) == 2
     said = capsys.readouterr().err.strip()
-    assert "has no average of the weights; train with optim.ema.decay=0.999, or omit --average" in said
+    assert "has no average of the weights; train with optim.ema.decay=0.999, or take the trained ones" in said
     assert "\n" not in said
     assert not (tmp_path / "out").exists()

@@ -27,6 +27,7 @@ from hpc_train.data.images.image_samples import ImageSamples
 from hpc_train.data.images.image_store import ImageStore
 from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import EXIT_DONE, UserError
+from hpc_train.inference.load_model import load_model
 from hpc_train.interfaces import IGNORED_TARGET, World
 from hpc_train.models.registry import build_model, register
 from hpc_train.parallel.adapters import attach_adapters
@@ -114,7 +115,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, An
 def test_the_numbers_are_those_that_the_run_wrote(
     kind: str, store: Path, gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = OWN if kind == "own" else ("model=hf", f"model.path={gpt2}", "optim.lr=0.01")
+    model = (*OWN, "optim.ema.decay=0.5") if kind == "own" else ("model=hf", f"model.path={gpt2}", "optim.lr=0.01")
     run_dir = tmp_path / "run"
     lines = train(compose([*COMMON, *model, f"data.path={store}", f"run_dir={run_dir}"]))
     assert lines[0]["validation_loss"] != lines[1]["validation_loss"]
@@ -124,12 +125,30 @@ def test_the_numbers_are_those_that_the_run_wrote(
         assert found["loss"] == pytest.approx(line["validation_loss"], rel=1e-12)
         assert found["accuracy"] == line["validation_accuracy"]
         assert found["perplexity"] == pytest.approx(math.exp(line["validation_loss"]), rel=1e-12)
+        assert found["weights"] == ("average" if kind == "own" else "trained")
     whole = evaluate(capsys, run_dir)
     assert whole == evaluate(capsys, run_dir)
     other = evaluate(capsys, run_dir, "--batch", 7)
     assert other["loss"] == pytest.approx(whole["loss"], rel=1e-12)
     assert (other["accuracy"], other["targets"]) == (whole["accuracy"], whole["targets"])
     assert whole["targets"] == whole["sequences"] * 32 > 768
+
+    if kind == "own":
+        check_choice_of_weights(run_dir, whole["loss"], capsys)
+
+
+def check_choice_of_weights(run_dir: Path, averaged: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """The average by default, as in the run's own evaluations; the trained weights on request."""
+    assert evaluate(capsys, run_dir, "--weights", "average")["loss"] == averaged
+    trained = evaluate(capsys, run_dir, "--weights", "trained")
+    assert trained["weights"] == "trained"
+    assert trained["loss"] != averaged
+    usual, average, own = (
+        load_model(str(run_dir), None, torch.device("cpu"), None, weights).model.lm_head.weight
+        for weights in (None, "average", "trained")
+    )
+    assert torch.equal(usual, average)
+    assert not torch.equal(usual, own)
 
 
 class Bigrams(nn.Module):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from torch import nn
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.models.registry import build_model
+from hpc_train.parallel.optimizer_step import initialise_optimizer_state
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
@@ -24,8 +26,11 @@ REFUSED = (
         "optim.ema.decay=0.9 parallel.sync.every=5",
         "leave out optim.ema.decay",
     ),
-    ("optim=adafactor parallel=fsdp", "optim.name=adafactor: torch's needs whole parameters"),
-    ("optim=adafactor parallel.tp=2", "use parallel=ddp with tp and pp 1"),
+    ("optim.state=bf16 optim=sgd", "is of AdamW's moments, and optim.name=sgd"),
+    ("optim.state=bf16 optim.implementation=fused", "is of torch's AdamW, which rounds no moments"),
+    ("optim.state=bf16 parallel=fsdp parallel.offload.optimizer=cpu", "not with parallel.offload.optimizer"),
+    ("optim.state=bf16 parallel.sync.every=5", "not with parallel.sync.every"),
+    ("optim.state=bf16 parallel=server", "not with parallel.server.mode"),
     ("optim=sgd parallel=fsdp optim.implementation=fused", "torch has no fused SGD over shards"),
     ("optim=sgd optim.sgd.nesterov=true optim.sgd.momentum=0", "optim.sgd.nesterov=true: needs momentum"),
     ("optim.muon.ns_steps=3", "optim.muon.ns_steps=3: without effect at optim.name=adamw; set optim=muon"),
@@ -116,3 +121,18 @@ def test_groups_set_rate_and_decay_by_name() -> None:
         "2.weight": (1.0, 0.0),
         "2.bias": (0.5, 0.2),
     }
+
+
+class _Packed(torch.Tensor):
+    """A tensor whose numbers are not in its own memory, such as those of 8-bit optimizers."""
+
+
+class _PackingOptimizer(torch.optim.SGD):
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["packed"] = torch.zeros_like(parameter).as_subclass(_Packed)
+
+
+def test_a_packed_state_is_refused() -> None:
+    with pytest.raises(UserError, match="has the state packed as a _Packed, whose numbers are packed"):
+        initialise_optimizer_state(_PackingOptimizer(nn.Linear(2, 2).parameters(), lr=0.1))

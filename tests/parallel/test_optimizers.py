@@ -25,6 +25,7 @@ from torch import nn
 
 from hpc_train.config.run import RunConfig
 from hpc_train.models.experts import Experts
+from hpc_train.parallel.optimizers.rounded_adamw import RoundedAdamW, round_stochastically
 from hpc_train.testing import run_ranks
 
 MUON = ("optim=muon", "optim.weight_decay=0.3")
@@ -36,7 +37,8 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     ),
     "sgd": ("optim=sgd", "optim.sgd.nesterov=true"),
     "sgd-plain": ("optim=sgd", "optim.sgd.momentum=0"),
-    "adafactor": ("optim=adafactor",),
+    "adafactor": ("optim=adafactor", "optim.weight_decay=0.3"),
+    "bf16": ("optim.state=bf16", "optim.weight_decay=0.3"),
 }  # fmt: skip
 
 CASES: dict[str, tuple[str, Case]] = {
@@ -71,10 +73,23 @@ CASES: dict[str, tuple[str, Case]] = {
     "adafactor-ddp": ("adafactor", Case(2, ("parallel=ddp",))),
     "adafactor-ddp-4-tied": ("adafactor", Case(4, ("parallel=ddp",), "tied", micro=2)),
     "adafactor-cp-2": ("adafactor", Case(2, ("parallel=ddp", "parallel.cp=2"))),
+    "adafactor-zero1": ("adafactor", Case(2, ("parallel.strategy=zero1",))),
+    "adafactor-zero3-4-uneven": ("adafactor", Case(4, ("parallel=fsdp",), "grouped", micro=2)),
+    "adafactor-hsdp-tp-2": ("adafactor", Case(8, (*HSDP, "parallel.tp=2"), "gpt2", micro=2)),
+    "adafactor-tp-2-zero3-2": ("adafactor", Case(4, ("parallel=fsdp", "parallel.tp=2"), "tied", micro=5)),
+    "adafactor-pp-2": ("adafactor", Case(2, ("parallel=ddp", "parallel.pp=2"), "tied")),
+    "adafactor-ep-2-tp-2": (
+        "adafactor",
+        Case(4, ("parallel=fsdp", "parallel.ep=2", "parallel.tp=2"), "shared-experts"),
+    ),
+    "bf16-ddp": ("bf16", Case(2, ("parallel=ddp",))),
+    "bf16-tp-2-zero3-2": ("bf16", Case(4, ("parallel=fsdp", "parallel.tp=2"), "tied", micro=5)),
+    "bf16-pp-2-zero3-2": ("bf16", Case(4, ("parallel=fsdp", "parallel.pp=2"), micro=2)),
+    "bf16-ep-2": ("bf16", Case(2, ("parallel=fsdp", "parallel.ep=2"), "experts")),
 }
 DRAWN = (
     "muon-ddp-3-of-4", "muon-zero3-4-uneven", "muon-hsdp", "muon-tp-2-zero3-2", "muon-pp-2-zbv-ddp-2", "muon-ep-2-of-4",
-    "sgd-zero3-tp-2",
+    "sgd-zero3-tp-2", "adafactor-tp-2-zero3-2", "bf16-tp-2-zero3-2",
 )  # fmt: skip
 
 
@@ -146,6 +161,9 @@ def _make_reference(module: nn.Module, config: RunConfig) -> torch.optim.Optimiz
         return WholeMuon(module, config)
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=1.0, momentum=optim.sgd.momentum, nesterov=optim.sgd.nesterov)
+    if optim.name == "adamw":
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        return RoundedAdamW(groups, names, lr=1.0, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps)
     assert optim.name == "adafactor"
     return torch.optim.Adafactor(groups, lr=1.0)
 
@@ -172,7 +190,7 @@ class Folders:
         if (kind, optimizer) not in self._saved:
             folder = self.factory.mktemp(f"elsewhere-{kind}")
             layout = ("parallel=fsdp", "parallel.reshard_after_forward=false")
-            other = Case(2, ("parallel=ddp",) if optimizer == "adafactor" else layout, kind, micro=8)
+            other = Case(2, layout, kind, micro=8)
             other = _with_optimizer(other, optimizer)
             run_ranks(train_and_save, other.ranks, other, folder, parallel=other.config().parallel)
             self._saved[kind, optimizer] = folder
@@ -209,3 +227,27 @@ def _check(case: Case, optimizer: str, folders: Folders) -> None:
     assert_outcome([resumed for _, resumed in ranks], after)
     alone = _with_optimizer(Case(1, (), case.kind, micro=SEQUENCES), optimizer)
     assert_outcome(run_ranks(resume, 1, alone, own, parallel=alone.config().parallel), after)
+
+
+def test_rounding_keeps_the_mean_and_is_to_a_neighbour() -> None:
+    x = torch.tensor([1.0, 1.0 + 2**-9, -3.0 - 2**-7 * 0.75, 1e-30, torch.inf])
+    bits = torch.arange(1 << 16).unsqueeze(1).expand(-1, len(x))
+    rounded = round_stochastically(x.expand(len(bits), -1), bits).double()
+    mean = rounded[:, :4].mean(0)
+    assert torch.allclose(mean, x[:4].double(), rtol=1e-6, atol=0)
+    assert all(len(column.unique()) <= 2 for column in rounded.T)
+    assert rounded[:, 4].isinf().all()
+
+
+def test_rounded_moments_follow_adamw() -> None:
+    """Over 300 steps: parameters as close to torch's as two decimals, where rounding to the nearest stands still."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))]
+    ours = RoundedAdamW([{"params": weights[:1]}], {weights[0]: "w"}, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    theirs = torch.optim.AdamW(weights[1:], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
+    for _ in range(300):
+        for weight in weights:
+            weight.grad = weight.detach() * 0.1 + 0.01
+        ours.step()
+        theirs.step()
+    assert (weights[0] - weights[1]).abs().max() < 0.02 * (1 - weights[1]).abs().max()

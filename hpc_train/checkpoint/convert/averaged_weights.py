@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hpc_train.checkpoint.convert.rewrite import TensorSource
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.step_directory import is_weight
+from hpc_train.config.optim import EmaConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
 
@@ -18,7 +19,22 @@ _PREFIX = "optim.ema."
 def check_average(tensors: Sequence[SavedTensor], where: str) -> None:
     """Raise UserError for a step that has no average. where: names the step."""
     if not any(tensor.name.startswith(_PREFIX) for tensor in tensors):
-        raise UserError(f"{where}: has no average of the weights; train with optim.ema.decay=0.999, or omit --average")
+        raise UserError(
+            f"{where}: has no average of the weights; train with optim.ema.decay=0.999, or take the trained ones"
+        )
+
+
+def choose_weights(source: TensorSource, wanted: str | None, ema: EmaConfig, where: str) -> TensorSource:
+    """Return the average of a step's weights, or the source as it is.
+
+    wanted: average, trained, or None for what the run's own evaluations use. Raises UserError for a step without an
+    average that was asked for.
+    """
+    has_average = any(tensor.name.startswith(_PREFIX) for tensor in source.tensors)
+    if wanted == "average":
+        check_average(source.tensors, where)
+    uses = wanted == "average" or (wanted is None and ema.decay is not None and ema.evaluate and has_average)
+    return AveragedTensors(source) if uses else source
 
 
 @dataclass(frozen=True)

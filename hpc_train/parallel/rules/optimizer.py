@@ -19,6 +19,7 @@ def check_optimizer_rules(config: RunConfig, degrees: Degrees) -> None:
     _check_servers(config)
     _check_loose_sync(config)
     _check_offload(config)
+    _check_rounded_state(config)
     if uses_fully_shard(config, degrees):
         _check_shards(config)
 
@@ -80,12 +81,30 @@ def _check_offload(config: RunConfig) -> None:
             raise UserError(f"optim.ema.decay={optim.ema.decay:g}: not with {where}; leave one of them out")
 
 
+def _check_rounded_state(config: RunConfig) -> None:
+    optim, parallel = config.optim, config.parallel
+    if optim.state == "full":
+        return
+    option = f"optim.state={optim.state}"
+    if optim.name != "adamw":
+        raise UserError(f"{option}: is of AdamW's moments, and optim.name={optim.name}; use optim=adamw, or full")
+    if optim.implementation != "auto":
+        raise UserError(
+            f"optim.implementation={optim.implementation}: is of torch's AdamW, which rounds no moments; leave it out, "
+            "or use optim.state=full"
+        )
+    others = {
+        "parallel.offload.optimizer": parallel.offload.optimizer != "none",
+        "parallel.offload.parameters": parallel.offload.parameters != "none",
+        "parallel.sync.every": parallel.sync.every is not None,
+        "parallel.server.mode": parallel.server.mode != "none",
+    }
+    for other, is_on in others.items():
+        if is_on:
+            raise UserError(f"{option}: not with {other}; use optim.state=full, or leave {other} out")
+
+
 def _check_shards(config: RunConfig) -> None:
     optim = config.optim
-    if optim.name == "adafactor":
-        raise UserError(
-            "optim.name=adafactor: torch's needs whole parameters on each rank; use parallel=ddp with tp and pp 1, or "
-            "optim=adamw, muon or sgd"
-        )
     if optim.name == "sgd" and optim.implementation == "fused":
         raise UserError("optim.implementation=fused: torch has no fused SGD over shards; use auto, foreach or for_loop")

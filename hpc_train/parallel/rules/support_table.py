@@ -301,9 +301,17 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
     Technique(
         "Adafactor",
         "optim=adafactor",
-        "torch.optim.Adafactor",
+        "torch.optim.Adafactor; over shards our own sums",
         EXACT,
-        "ddp without tp and pp; no offload",
+        "no loose synchronisation, no offload",
+        "tests/parallel/test_optimizers.py",
+    ),
+    Technique(
+        "AdamW's moments in 16 bits",
+        "optim.state=bf16",
+        "our own, rounded stochastically",
+        "not equal: moments are rounded; the same in every layout",
+        "no parameter servers, no offload",
         "tests/parallel/test_optimizers.py",
     ),
     Technique(

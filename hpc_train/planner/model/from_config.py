@@ -117,6 +117,8 @@ def _count_optimizer_states(optim: OptimConfig, jobs: Jobs) -> Column:
     """Return the elements of optimizer state per parameter, on average over the model; 2 for AdamW and users' own."""
     in_layers = jobs.layers * jobs.all_layer_parameters / jobs.parameters
     states: Column = as_column(2.0)
+    if optim.state == "bf16":
+        states = as_column(1.0)
     if optim.name == "muon":  # a momentum of matrices in layers, AdamW's two moments of the rest
         states = 2 - in_layers
     if optim.name == "sgd":
