@@ -50,7 +50,7 @@ class StepTimes:
 
 
 class StepClock(Protocol):
-    """What engines and the loop call. Marks outside a step are ignored."""
+    """A clock that engines and the training loop mark. Marks outside a step are ignored."""
 
     observers: list[Callable[[StepPart], None]]
     """Called with each part that begins: a profiler's."""
@@ -233,7 +233,7 @@ class DeviceClock:
         self._active = False
         self._step = _DeviceStep()
         self._bucket: tuple[DeviceEvent, int] | None = None
-        """Where the last bucket was ready, and how many waits had ended by then."""
+        """Event at which the last bucket was ready, and number of waits that had ended by then."""
 
     def begin(self) -> None:
         self._step, self._bucket, self._active = _DeviceStep(), None, True

@@ -61,13 +61,13 @@ class Allocation:
     """The nodes of a job."""
 
     nodes: tuple[str, ...] = ()
-    """All of them; () on a machine without Slurm."""
+    """All nodes; () on a machine without Slurm."""
     lost: tuple[str, ...] = ()
     """Nodes that do not answer."""
     wanted: int = 1
-    """How many the ranks need."""
+    """Number of nodes that the ranks need."""
     can_requeue: bool = False
-    """Or, in a chain, whether another job may go on."""
+    """Whether Slurm may requeue the job or, in a chain, another job may go on."""
     enough_time: bool = True
     """See Policy.enough_time."""
 
@@ -81,10 +81,10 @@ class NodeChoice:
     """The nodes on which ranks start again in this job, and the nodes that a requeue leaves out."""
 
     start: Sequence[str]
-    """() where there are too few."""
+    """Nodes to start on; () if there are too few."""
     exclude: Sequence[str] = ()
     requeue_nodes: int = 0
-    """How many nodes a requeue asks for; 0: as many as before."""
+    """Number of nodes that a requeue asks for; 0: as many as before."""
 
 
 def decide_after_failure(

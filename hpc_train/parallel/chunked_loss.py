@@ -79,17 +79,17 @@ class LossChunks:
     """How a loss is computed in chunks."""
 
     tokens: int
-    """Of a chunk; the last one may be shorter."""
+    """Tokens in a chunk; the last chunk may have fewer."""
     classes: int
-    """Of the whole vocabulary."""
+    """Size of the whole vocabulary."""
     dtype: torch.dtype | None = None
-    """Of the products; None: that of the hidden states."""
+    """Type that the products are computed in; None: that of the hidden states."""
     own: _OwnClasses | None = None
     """This rank's part of the vocabulary; None: all of it."""
     keeps_gradients: bool = False
     """Whether a backward may run again: a split backward asks for the gradients of activations and weights in turn."""
     softcap: float | None = None
-    """Of logits: they become softcap tanh(logit / softcap)."""
+    """Bound on logits, which become softcap tanh(logit / softcap); None: no bound."""
 
 
 class ChunkedLoss:

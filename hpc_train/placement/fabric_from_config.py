@@ -46,7 +46,7 @@ class FabricFigures:
 
     inside_bandwidth: float
     pair_bandwidth: float
-    """Of the link that two GPUs of a node have for themselves; infinite if a GPU can send all to one peer."""
+    """Bandwidth between two GPUs of one node; infinite if a GPU can send all that it has to one peer."""
     inside_latency: float
     nic_uplink: float
     """Network bandwidth of a node, all its NICs together."""

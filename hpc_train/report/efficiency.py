@@ -47,13 +47,13 @@ class StepLosses:
     """Where the time of a step goes, in seconds; means over steps and ranks."""
 
     total: float
-    """T."""
+    """Length of a step, T."""
     useful: float
-    """Mean C."""
+    """Mean computation of the ranks, C."""
     losses: dict[str, float]
-    """By name of LOSSES; they add up to T - mean C."""
+    """Seconds by name of LOSSES; they add up to T - C."""
     work: Array
-    """Mean C of each rank."""
+    """Mean computation of each rank."""
     data: Array
     """Mean wait for data of each rank."""
     bubble_share: float | None

@@ -34,9 +34,11 @@ class OperatorTime:
 
     name: str
     calls: float
-    """In a step."""
+    """Calls in a step."""
     host: float
+    """Own seconds a step on the CPU."""
     device: float
+    """Seconds a step of the kernels that it started."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,16 @@ class Profile:
 
     steps: int
     seconds: float
-    """Of a step, with what tracing costs."""
+    """Length of a step, with what tracing costs."""
     phases: dict[str, float]
     operators: tuple[OperatorTime, ...]
-    """The longest first."""
+    """Sorted, the longest first."""
     modules: tuple[ModuleTime, ...]
     on_device: bool
     """The times of modules are those of kernels on a GPU."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return all fields as values of JSON."""
         return asdict(self)
 
 

@@ -55,10 +55,10 @@ class RunSummary:
     ledger: Ledger
     config: RunConfig | None
     ranks: list[dict[str, Any]]
-    """Where each rank sat: entries of rankmap.json, by rank."""
+    """Entries of rankmap.json by rank: host and place of each."""
     facts: Facts
     notes: tuple[str, ...] = ()
-    """What could not be read."""
+    """One line for each file that could not be read."""
     made: float = field(default_factory=time.time)
 
 

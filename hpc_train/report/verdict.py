@@ -65,13 +65,13 @@ class Facts:
     node_of_rank: Mapping[int, str] = field(default_factory=dict)
     steps_left: int = 0
     memory_limit_mib: float | None = None
-    """Of one rank; None if it is not known."""
+    """Memory of one rank's device; None if unknown."""
     strategy: str = "ddp"
     degrees: Mapping[str, int] = field(default_factory=dict)
     global_batch: int = 1
     micro_batch: int = 1
     micro_batches: int = 1
-    """Of one rank in a step."""
+    """Micro-batches that one rank computes in a step."""
     compile: bool = False
     checkpoint_every: int = 0
     background_saves: bool = True
@@ -98,7 +98,7 @@ class Verdict:
     name: str
     """A key of CLASSES."""
     share_lost: float | None
-    """Of the step; None if nothing is lost to a single cause."""
+    """Share of the step that this cause takes; None if nothing is lost to a single cause."""
     severity: str
     """ok, warning or critical."""
     ranks: tuple[int, ...] = ()

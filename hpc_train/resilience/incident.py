@@ -40,7 +40,7 @@ class Incident:
     kind: str
     """Kind of incident; so far only "hang"."""
     text: str
-    """Who, where, for how long: one line."""
+    """One line that names the task, its host and for how long it was silent."""
     task: int | None = None
     """The task that held up the others, if one stands out."""
     host: str = ""

@@ -66,7 +66,7 @@ class LedgerLine:
     step: int
     """Updates made so far, those of earlier attempts included."""
     seconds: Mapping[str, float]
-    """By activity, since this process began."""
+    """Seconds of each activity since this process began."""
     nodes: int = 1
     """Nodes that train."""
     ended: bool = False

@@ -108,7 +108,7 @@ class Policy:
     enough_nodes: bool = True
     """Whether the allocation has enough nodes that are neither lost nor to be left out."""
     fewer_nodes: str = ""
-    """How many these are, such as "2 of 3 nodes", where it goes on with fewer than it was submitted for."""
+    """The nodes that are left, such as "2 of 3 nodes", if the run can go on with them; else empty."""
     can_requeue: bool = False
     """Whether the job may go back to the queue, or another one of its chain may go on."""
     by: str = "by a requeue"

@@ -68,9 +68,9 @@ class TrainingRun:
     profiler: StepProfiler | None = None
     """Traces single steps of this rank when asked to."""
     ledger: LedgerFile | None = None
-    """Of rank 0: what its time went into."""
+    """On rank 0: records what the time of the run went into."""
     node_metrics: NodeMetrics | None = None
-    """Of the first rank of each node: writes its file for Prometheus."""
+    """On the first rank of each node: writes the file of metrics for Prometheus."""
     step: int = 0
     """Updates done so far."""
     steps_here: int = 0

@@ -60,13 +60,13 @@ class _Host:
 
     name: str
     processes: dict[tuple[str, int], _Process] = field(default_factory=dict)
-    """By process number and cudaDev."""
+    """Processes by process id and cudaDev."""
     nics: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Index -> device and layer."""
     transports: dict[tuple[int, int, str, int | None], None] = field(default_factory=dict)
     """(Rank on this host, other rank, kind, index of the NIC)."""
     gpus: dict[str | int, int] = field(default_factory=dict)
-    """What identifies a GPU -> its number; see number_gpus."""
+    """Number of each GPU by its identity; see number_gpus."""
     masked: bool = False
     """Whether processes see different GPUs under one number, as CUDA_VISIBLE_DEVICES makes them."""
 

@@ -20,14 +20,14 @@ _AGREED_SECONDS = 30.0
 
 @dataclass
 class SrunErrors:
-    """The messages of an srun about tasks of its own that have failed, read as they come."""
+    """Reads, as they come, the messages of an srun about its tasks that have failed."""
 
     path: Path
-    """Where its standard error goes."""
+    """File that its standard error goes to."""
     _position: int = 0
 
     def read_exit_codes(self) -> list[int]:
-        """Return how tasks have ended that were reported since the last call; see list_exit_codes."""
+        """Return the exit codes of the tasks that were reported since the last call; see list_exit_codes."""
         with suppress(OSError), self.path.open("rb") as file:
             file.seek(self._position)
             text, newline, _ = file.read(_ERROR_BYTES).rpartition(b"\n")

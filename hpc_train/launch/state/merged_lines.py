@@ -337,7 +337,7 @@ class _Alike:
         self._groups: deque[FoldedLine] = deque()
         self._dropped = 0
         self._joined: dict[int, int] = {}
-        """By rank: the number of groups that it has joined, with those before them."""
+        """For each rank, how many groups it has joined or passed."""
 
     def join(self, line: RankLine) -> FoldedLine | None:
         """Add a line to the first group without its rank; returns the group if it is new."""

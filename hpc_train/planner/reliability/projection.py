@@ -156,7 +156,7 @@ class Market:
     days: Percentiles | None
     """None if the number of steps is unknown."""
     bill: Bill | None
-    """At the median of `days`."""
+    """What the run costs if it takes the median of `days`."""
     money: Percentiles | None
 
     @property
