@@ -29,19 +29,22 @@ def estimated(*more: str, ranks: int = 8) -> tuple[Memory, StepTime]:
 
 
 def test_the_host_has_what_the_device_no_longer_has() -> None:
-    """Except for one layer, which is on the device while it is computed, when another moment is the peak."""
+    """Except for two layers: one that is computed, and a neighbour on its way, when another moment is the peak."""
     (kept, _), (moved, _) = estimated(), estimated(MOVED)
     one = float(moved.host) / 32
-    assert 30 * one < float(kept.total - moved.total) < 31.01 * one
+    assert 29 * one < float(kept.total - moved.total) < 30.01 * one
     assert float(kept.host) == 0
     hidden, wide, tokens = 4096, 11008, 4096
     assert one > tokens * 2 * (6 * hidden + 3 * wide), "norms' and products' inputs, and what attention keeps"
 
 
-def test_copies_take_what_the_bus_takes_and_nothing_hides_them() -> None:
+def test_of_the_copies_shows_what_takes_longer_than_the_layer_beside_them() -> None:
     (moved, slow), (_, quick) = estimated(MOVED), estimated()
     bus = float(jobs_from_config(run(*BASE), 8).host_bandwidth)
-    assert float(slow.offload) == pytest.approx(4 * 2 * float(moved.host) / bus), "there and back, four micro-batches"
+    copies = 4 * 2 * float(moved.host) / bus  # there and back, four micro-batches
+    assert copies - float(quick.compute) < float(slow.offload) < copies
+    faster = replace_columns(jobs_from_config(run(*BASE, MOVED), 8), host_bandwidth=as_column(1e15))
+    assert float(estimate_step_time(faster, PLAIN).offload) == 0
     assert float(quick.offload) == 0
     assert float(slow.compute) == pytest.approx(float(quick.compute))
     assert float(slow.step) > float(quick.step)
@@ -52,8 +55,8 @@ def test_recomputed_layers_move_their_inputs_only() -> None:
     moved, time_ = estimated(MOVED, full)
     inputs = 32 * 4096 * 4096 * 2
     assert float(moved.host) == pytest.approx(inputs)
-    assert float(time_.offload) < float(estimated(MOVED)[1].offload) / 10
-    assert 0.95 * inputs < float(estimated(full)[0].total - moved.total) < 1.01 * inputs
+    assert float(time_.offload) == 0, "hidden by the computation"
+    assert 0.93 * inputs < float(estimated(full)[0].total - moved.total) < 0.95 * inputs, "all but those of two layers"
 
 
 def test_a_pipeline_keeps_the_ends_of_its_stages() -> None:

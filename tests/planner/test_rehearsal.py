@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_train._torch_rehearsal import MemorylessMode, tensors_in, watch_storage_sizes
 from hpc_train.config.compose import compose
-from hpc_train.config.parallel import resolve_degrees
+from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
 from hpc_train.models.registry import build_model as build_model
@@ -23,6 +23,7 @@ from hpc_train.planner.rehearsal import one_rank
 from hpc_train.planner.rehearsal.memory_ledger import MemoryLedger
 from hpc_train.planner.rehearsal.rehearse import rehearse_run
 from hpc_train.planner.rehearsal.result import CountedMemory, HeldShard
+from hpc_train.planner.rehearsal.start_up import StoreSpeed, estimate_start_up, measure_store
 from hpc_train.runtime.start import make_another_mesh
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
@@ -176,3 +177,26 @@ def test_16384_ranks() -> None:
     assert first.activations > 2**30, "that much on a real one"
     assert rehearsed.rss - here < 2**30
     assert first.parameters == rehearsed.closed_form[0]["parameters"]
+
+
+def test_the_start_grows_with_what_the_store_does_for_each_rank() -> None:
+    """Twice the ranks take twice as long to join; from 128 on no rank connects to all others."""
+    speed = StoreSpeed(connection=1e-3, request=1e-4)
+    small, large, larger = (
+        estimate_start_up(Degrees(1, ranks // 8, 8, 1, 1), speed, 0.5) for ranks in (64, 2048, 4096)
+    )
+    assert small.join_seconds == pytest.approx(64 * (1e-3 + 8e-4))
+    assert larger.join_seconds == pytest.approx(2 * large.join_seconds)
+    assert (small.groups, small.group_requests, large.group_requests) == (6, 12, 6)
+    assert small.sockets == 64 * 63 // 2 + 64 * 7 // 2 * 2
+    assert large.sockets == 0
+    assert large.seconds == pytest.approx(large.join_seconds + 2048 * 6 * 1e-4 + 0.5)
+    assert "from 2,048 running processes to the mesh" in large.describe()
+    assert estimate_start_up(Degrees(1, 1, 8, 1, 1), speed, 0.0).groups == 5, (
+        "an axis of all ranks is the default group"
+    )
+
+
+def test_the_store_is_measured_here() -> None:
+    found = measure_store()
+    assert 0 < found.request < found.connection < 1

@@ -339,8 +339,8 @@ class Counted(JobStore):
         return super()._call(*arguments, **settings)
 
 
-def requests_for_groups(rank: int, address: tuple[str, int]) -> list[int]:
-    os.environ.update(GLOO_ENABLE_STORE_V2_API="1", GLOO_SOCKET_IFNAME="lo")
+def requests_for_groups(rank: int, address: tuple[str, int], lazy: str = "0") -> list[int]:
+    os.environ.update(GLOO_ENABLE_STORE_V2_API="1", GLOO_SOCKET_IFNAME="lo", TORCH_GLOO_LAZY_INIT=lazy)
     store, counts = Counted(address, SECRET, LONG), []
     dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=GROUP_SIZE, timeout=LONG)
     counts.append(store.requests)
@@ -355,6 +355,13 @@ def requests_for_groups(rank: int, address: tuple[str, int]) -> list[int]:
 def test_a_rank_makes_as_many_requests_for_a_group_of_any_size(group: ProcessPoolExecutor, server: StoreServer) -> None:
     found = list(group.map(requests_for_groups, range(GROUP_SIZE), [server.address] * GROUP_SIZE))
     assert found == [[2, 8]] * GROUP_SIZE
+
+
+def test_a_rank_that_connects_on_demand_makes_one_request_for_a_group(
+    group: ProcessPoolExecutor, server: StoreServer
+) -> None:
+    found = list(group.map(requests_for_groups, range(GROUP_SIZE), [server.address] * GROUP_SIZE, ["1"] * GROUP_SIZE))
+    assert found == [[1, 4]] * GROUP_SIZE
 
 
 def gloo_asks_once(process: int, folder: Path) -> str:

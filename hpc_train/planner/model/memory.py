@@ -142,7 +142,9 @@ class _PeakSearch:
         self.keeps_gradients = keeps_gradients(jobs.zero)
         self.moved = jobs.offload_activations > 0
         self.layer, self.working = layer_activations(jobs, constants, tokens)
-        self.unmoved = full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0) * self.moved
+        # Of the layer in backward all is here, and of the one before it what comes back meanwhile.
+        whole = full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0)
+        self.unmoved = (whole + self.layer) * self.moved
         again = recomputed_activations(jobs, constants, tokens) + self.unmoved
         self.attention = dropout_attention_working(jobs, tokens)
         self.before_attention = again - feed_forward_activations(jobs, tokens)
@@ -703,7 +705,8 @@ def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Colu
     # DeepSpeed's pipeline keeps each stage's outputs, and room for their gradients, for every micro-batch in flight.
     moved, piped = jobs.offload_activations > 0, jobs.pp > 1
     ends = tokens * jobs.hidden * jobs.activation_bytes * np.where(piped & (moved | (jobs.stack == _DEEPSPEED)), 2.0, 0)
-    alive = alive + np.where(moved, full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0), 0.0)
+    whole = full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0)
+    alive = alive + np.where(moved, whole + stored, 0.0)  # stored: what comes back for the layer before
     split = list(zip((layers.first, layers.middle, layers.last), counts, strict=True))
     total = _stack_stages(*(stored * each * count for each, count in split))
     rest = _stack_stages(*(ends * count + alive for _, count in split))

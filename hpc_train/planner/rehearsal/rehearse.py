@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
@@ -37,12 +38,14 @@ from hpc_train.planner.rehearsal.checks import (
 from hpc_train.planner.rehearsal.one_rank import (
     build_whole_model,
     find_rank,
+    pretend_world,
     rank_coordinates,
     rehearse_rank,
     tensor_shapes,
 )
 from hpc_train.planner.rehearsal.pipeline_order import choose_micro_batches, prove_order
 from hpc_train.planner.rehearsal.result import SHARED_AXES, Rehearsal, RehearsedRank
+from hpc_train.planner.rehearsal.start_up import estimate_start_up, measure_store
 from hpc_train.planner.request import check_not_loose
 
 MOST_PROCESSES = 4
@@ -84,10 +87,18 @@ def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes
         planned=plan,
         fit=check_memory_fit(tuple(ranks.values()), plan, read_device(config), more),
         servers=server_bytes(config, model),
+        start_up=estimate_start_up(degrees, measure_store(), run_in_processes(partial(_time_mesh, degrees), [0], 1)[0]),
         not_rehearsed=tuple(dict.fromkeys(notes)),
         seconds=time.perf_counter() - started,
         processes=processes,
     )
+
+
+def _time_mesh(degrees: Degrees, rank: int) -> float:
+    """Return the CPU seconds that a rank takes to make the mesh, in a process of its own."""
+    begun = time.process_time()
+    with pretend_world(rank, degrees):
+        return time.process_time() - begun
 
 
 def _closed_forms(config: RunConfig, degrees: Degrees, ranks: Mapping[int, RehearsedRank]) -> dict[int, dict[str, int]]:

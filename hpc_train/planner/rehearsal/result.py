@@ -18,6 +18,7 @@ from hpc_train._torch import cut_dimension, shard_rectangle
 from hpc_train.config.parallel import Degrees
 from hpc_train.parallel.mesh_axes import EXPERT_SHARD_AXIS, SHARD_CP_AXIS
 from hpc_train.planner.rehearsal.pipeline_order import OrderProof
+from hpc_train.planner.rehearsal.start_up import StartUp
 from hpc_train.units import MIB, choose_memory_unit, format_bytes
 
 SHARED_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -253,6 +254,8 @@ class Rehearsal:
     """Whether the ranks stay within the plan and fit on their device."""
     servers: tuple[int, ...]
     """Bytes of each parameter server's share, with its optimizer state."""
+    start_up: StartUp
+    """Estimate of the start of the job, from parts measured here."""
     not_rehearsed: tuple[str, ...]
     seconds: float
     processes: int
@@ -308,6 +311,7 @@ def rehearsal_to_json(found: Rehearsal) -> dict[str, Any]:
         "micro_batches": found.micro_batches,
         "memory": [_memory(found, built) for built in stepped or found.ranks],
         "servers": list(found.servers),
+        "start_up": found.start_up.to_json(),
         "not_rehearsed": list(found.not_rehearsed),
         "seconds": found.seconds,
         "processes": found.processes,
@@ -344,6 +348,7 @@ def format_rehearsal(found: Rehearsal) -> Iterator[str]:
     if found.servers:
         sizes = ", ".join(f"{size / MIB:,.1f}" for size in found.servers)
         yield f"servers: {sizes} MiB each, with the optimizer's state"
+    yield found.start_up.describe()
     yield from (f"not rehearsed: {line}" for line in found.not_rehearsed)
     rss = f"{found.processes} processes of up to {format_bytes(found.rss)}"
     yield f"{found.seconds:.1f} s, {rss}"
