@@ -1,9 +1,9 @@
 """Faults are put into real runs of every layout, and the report has to name them: class, and rank where there is one.
 
-`make test` draws 20 runs, every fault at least once and every layout with at least two; each costs some 15 s of a core.
-It leaves out the cells that other tests beside them would disturb (a busy core, and runs without a fault where
-collectives have a large part). `make test-long` runs every cell 20 times, alone, and prints the
-table of docs/seeing.md.
+`make test` draws 40 runs, every fault at least three times and every layout at least twice, which takes minutes: each
+costs 2 to 8 s of processor time. It leaves out the cells that other tests beside them would disturb (a busy core, and
+runs without a fault where collectives have a large part). `make test-long` runs every cell 20 times, alone, and prints
+the table of docs/seeing.md.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import pytest
 from lab import FAULTS, LAYOUTS, Outcome, run_cells
 
 DRAWN = [
-    *(("ddp", fault, 0) for fault in FAULTS if fault != "busy"),
+    *(("ddp", fault, seed) for fault in FAULTS if fault not in ("busy", "memory") for seed in (0, 1, 2)),
     *(("fsdp", fault, 0) for fault in ("input_one", "delay", "memory", "link")),
     *(("hsdp", fault, 0) for fault in ("delay", "save")),
     *(("tp", fault, 0) for fault in ("input", "link")),
-    *(("pp", fault, 0) for fault in ("delay", "save")),
+    *(("pp", fault, 0) for fault in ("input_one", "delay", "memory", "save")),
+    ("ddp", "memory", 0),
 ]
 
 
@@ -30,7 +31,7 @@ def describe_wrong(outcomes: list[Outcome]) -> str:
 
 @pytest.mark.timeout(900)
 def test_faults_are_named(store: Path, tmp_path: Path) -> None:
-    assert len(DRAWN) == 20
+    assert len(DRAWN) == 40
     outcomes = run_cells(DRAWN, store, tmp_path)
     assert len(outcomes) == len(DRAWN)
     assert sum(one.right for one in outcomes) >= 0.95 * len(outcomes), describe_wrong(outcomes)
