@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hpc_train.training.records.profile_files import TraceFile
 
 _NEW_STEPS = "6:10"
+_STEPS_TIMED = 20
 _STEPS_OF_RUNNING = 5
 _MOST_RANKS = 64
 _POLL_SECONDS = 0.5
@@ -186,7 +187,9 @@ def trace_running(point: RunPoint, target: str, steps: str | None, ranks: list[i
     wanted = ranks or [0]
     check_ranks(wanted, len(read_rank_entries(point.run)) or None, "--ranks")
     made = read_steps(point.run / "metrics.jsonl")
-    newest, seconds = (int(made[-1]["step"]), float(made[-1]["step_seconds"])) if made else (0, 1.0)
+    newest = int(made[-1]["step"]) if made else 0
+    # The shortest of the newest steps: a rank that sees the request too late would trace other steps than the others.
+    seconds = min((float(step["step_seconds"]) for step in made[-_STEPS_TIMED:]), default=1.0)
     if steps is not None:
         first, last = parse_steps(steps, "--steps")
         if first <= newest + 1:

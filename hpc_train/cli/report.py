@@ -76,18 +76,14 @@ def print_experiments(point: RunPoint) -> int:
     """
     from hpc_train.errors import UserError
     from hpc_train.launch.slurm.slurm_cli import run_client
-    from hpc_train.report.page import list_changed_settings
+    from hpc_train.report.page import list_overrides
     from hpc_train.report.run_summary import summarise_run
     from hpc_train.report.tuning import format_command
 
     summary = summarise_run(point, run_client)
     if summary.config is None:
         raise UserError(summary.notes[0])
-    given = [
-        f"{key}={json.dumps(value) if isinstance(value, (bool, type(None))) else value}"
-        for key, value, _ in list_changed_settings(summary.config)
-        if key != "run_dir"
-    ]
+    given = list_overrides(summary.config)
     print(f"# {summary.verdict.line}")
     commands = 0
     for setting in summary.verdict.advice:
@@ -104,6 +100,7 @@ def report_comparison(first: RunPoint, second: RunPoint, out: Path | None, as_js
     from hpc_train.cli.output import print_line, print_table
     from hpc_train.launch.slurm.slurm_cli import run_client
     from hpc_train.report.comparison import compare_runs, write_comparison
+    from hpc_train.report.page import format_setting
     from hpc_train.report.run_summary import summarise_run
     from hpc_train.units import format_seconds
 
@@ -124,7 +121,7 @@ def report_comparison(first: RunPoint, second: RunPoint, out: Path | None, as_js
     ]
     print_table(("part", first.name, second.name, "moved"), rows, (first.name, second.name, "moved"))
     for key, one, other in comparison.settings:
-        print_line(f"{key}: {one} -> {other}")
+        print_line(f"{key}: {format_setting(one)} -> {format_setting(other)}")
     print_line(f"page  {page}")
     return EXIT_DONE
 
@@ -141,7 +138,7 @@ def report_sweep(path: Path, points: Sequence[RunPoint], out: Path | None, as_js
     ledgers = [account_run_directory(point.run) for point in points]
     hours = [(ledger.total - ledger.seconds["queue"]) / 3600 for ledger in ledgers]
     verdicts = [judge_newest_steps(point.run)[0].name for point in points]
-    rows = list_sweep_rows([point.name for point in points], results, hours, verdicts)
+    rows = list_sweep_rows(points, results, hours, verdicts)
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))
     if out is not None or not as_json:
@@ -164,7 +161,10 @@ def print_verdict(summary: RunSummary) -> None:
 
     verdict, losses, status = summary.verdict, summary.losses, summary.status
     at = f", step {status.step}" + (f" of {status.steps}" if status.steps else "") if status.step is not None else ""
-    facts: list[tuple[str, object]] = [("state", f"{status.state}{at}"), ("verdict", verdict.line)]
+    facts: list[tuple[str, object]] = [("state", f"{status.state}{at}")]
+    if status.reason:
+        facts.append(("reason", status.reason))
+    facts.append(("verdict", verdict.line))
     facts += [("because", line) for line in verdict.evidence]
     facts += [("try", _describe_setting(setting)) for setting in verdict.advice]
     facts += [

@@ -128,7 +128,6 @@ def draw_look(look: Look) -> Group:
         Text(escape_controls(f"{look.name}  {status.state}{at}{loss}{step}"), style="bold"),
         Text(escape_controls(verdict.line), style=f"bold {colour}"),
         *(Text(escape_controls(line)) for line in verdict.evidence),
-        *(Text(escape_controls(f"try {one.override or one.why}")) for one in verdict.advice[:2]),
     ]
     if look.losses is not None:
         lines += [_draw_factor(name.replace("_", " "), value) for name, value in look.losses.efficiencies.items()]

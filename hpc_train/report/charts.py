@@ -335,7 +335,7 @@ def draw_parallel(title: str, axes: Sequence[tuple[str, Sequence[object]]], best
         places.append((x, y_of))
         body.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}"/>')
         body.append(_text("label", x, 12, name.rpartition(".")[2][:22], "middle"))
-        body += [_text("tick", x + 5, y + 3.5, text) for y, text in ticks]
+        body += [_text("tick", x + 5, y + 3.5, text) for y, text in _thin_ticks(ticks)]
     order = [point for point in range(len(axes[0][1])) if point != best] + ([best] if best is not None else [])
     for point in order:
         path = "M" + "L".join(f"{x:.1f} {y_of[point]:.1f}" for x, y_of in places)
@@ -343,6 +343,18 @@ def draw_parallel(title: str, axes: Sequence[tuple[str, Sequence[object]]], best
             0 if point != best else len(body), f'<path class="way{" best" if point == best else ""}" d="{path}"/>'
         )
     return _svg(title, WIDTH, height, body)
+
+
+def _thin_ticks(ticks: Sequence[tuple[float, str]], least: float = 11.0) -> list[tuple[float, str]]:
+    """Leave out ticks whose labels would lie on another one's; the outermost stay."""
+    if len(ticks) < 3:
+        return list(ticks)
+    first, *between, last = sorted(ticks)
+    shown = [first]
+    for tick in between:
+        if min(tick[0] - shown[-1][0], last[0] - tick[0]) >= least:
+            shown.append(tick)
+    return [*shown, last]
 
 
 def _place_values(values: Sequence[object], top: float, bottom: float) -> tuple[list[tuple[float, str]], list[float]]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.report import charts
 from hpc_train.report.efficiency import LOSSES, StepLosses
-from hpc_train.report.run_summary import RunSummary
+from hpc_train.report.run_summary import RunSummary, read_config
 from hpc_train.report.step_table import StepTable
 from hpc_train.units import format_seconds
 
@@ -139,7 +140,7 @@ class SweepRow:
     verdict: str
     best: bool
     command: str
-    """Runs this point again."""
+    """Runs the best point again; "" for the others."""
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> Path:
@@ -169,10 +170,13 @@ def write_comparison(comparison: Comparison, folder: Path) -> Path:
 
 
 def list_sweep_rows(
-    names: Sequence[str], results: Any, hours: Sequence[float], verdicts: Sequence[str]
+    points: Sequence[RunPoint], results: Any, hours: Sequence[float], verdicts: Sequence[str]
 ) -> list[SweepRow]:
     """Put what is known of each point into one row, the best first. results: report.sweep_results.SweepResults."""
     winner = results.winner
+    again = next(
+        (_format_command(point.run, row) for point, row in zip(points, results.rows, strict=True) if row is winner), ""
+    )
     rows = [
         SweepRow(
             row.point,
@@ -183,12 +187,22 @@ def list_sweep_rows(
             cost,
             verdict,
             row is winner,
-            " ".join(["hpc-train train", *(f"{key}={value}" for key, value in row.swept.items())]),
+            again if row is winner else "",
         )
         for row, cost, verdict in zip(results.rows, hours, verdicts, strict=True)
     ]
     # The best point first, points without a result last.
     return sorted(rows, key=lambda row: (not row.best, row.metric is None, row.metric or 0.0))
+
+
+def _format_command(run: Path, row: Any) -> str:
+    """Return the command that runs a point again, with all its settings, or if they cannot be read, those swept."""
+    from hpc_train.report.page import list_overrides
+    from hpc_train.report.tuning import format_command
+
+    config, _ = read_config(run)
+    swept = {key: str(value) for key, value in row.swept.items()}
+    return format_command([], swept) if config is None else format_command(list_overrides(config), {})
 
 
 def write_sweep(path: Path, rows: Sequence[SweepRow], keys: Sequence[str], metric: str, folder: Path) -> Path:

@@ -350,6 +350,7 @@ def render_template(name: str, **values: Any) -> str:
     # Names, reasons and log lines come from anywhere: the page is opened in a browser that may be logged in elsewhere.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["seconds"] = lambda value: "-" if value is None else format_seconds(value)
+    environment.filters["setting"] = format_setting
     environment.filters["percent"] = lambda value: "-" if value is None else f"{value:.1%}"
     environment.filters["when"] = lambda value: datetime.fromtimestamp(value).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     files = resources.files("hpc_train.report")
@@ -411,6 +412,19 @@ def list_changed_settings(config: RunConfig | None) -> list[tuple[str, Any, Any]
 
     own, default = flatten(config_to_dict(config)), flatten(config_to_dict(compose()))
     return [(key, value, default.get(key)) for key, value in own.items() if key not in default or default[key] != value]
+
+
+def list_overrides(config: RunConfig) -> list[str]:
+    """List the overrides that make a configuration out of the defaults, without its run directory."""
+    changed = list_changed_settings(config)
+    return [f"{key}={format_setting(value)}" for key, value, _ in changed if key != "run_dir"]
+
+
+def format_setting(value: Any) -> str:
+    """Format the value of a setting as an override has it."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value)
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:

@@ -26,7 +26,7 @@ from hpc_train.regular_files import read_json
 from hpc_train.report.efficiency import Pipeline, StepLosses
 from hpc_train.report.prediction import rate_advice
 from hpc_train.report.step_table import StepTable, read_newest_steps, read_step_table
-from hpc_train.report.verdict import Facts, Verdict, judge_run
+from hpc_train.report.verdict import Facts, Verdict, find_silent_ranks, format_ranks, judge_run
 from hpc_train.resilience.ledger import Ledger
 from hpc_train.schedules.generate import generate_order
 from hpc_train.traffic.stages import (
@@ -86,19 +86,27 @@ def summarise_run(point: RunPoint, ask: RunClient) -> RunSummary:
         config,
         ranks,
         wanted,
-        (note,) if note else (),
+        tuple(filter(None, (note, _describe_silent_ranks(table, wanted)))),
     )
+
+
+def _describe_silent_ranks(table: StepTable | None, facts: Facts) -> str:
+    """Name the ranks of the newest attempt that have recorded nothing; "" if there are none, or no records at all."""
+    silent = find_silent_ranks(table, facts) if table is not None else []
+    return f"steps of {format_ranks(silent)}: no records" if silent else ""
 
 
 def judge_newest_steps(run: Path, steps_left: int = 0) -> tuple[Verdict, StepLosses | None, StepTable | None]:
     """Judge the newest steps of a run, for commands that look often. steps_left: of the whole run.
 
-    The configuration, which takes long to read, is read for pipelines only.
+    The configuration, which takes long to read, is read for pipelines only. Settings to try are left out: without the
+    configuration nobody knows whether the run has them already.
     """
     table, ranks = read_newest_steps(run), read_rank_entries(run)
     config = read_config(run)[0] if table is not None and _has_pipeline(run) else None
     facts = describe_facts(config, table, ranks, steps_left)
-    return *judge_run(table, facts), table
+    verdict, losses = judge_run(table, facts)
+    return replace(verdict, advice=()), losses, table
 
 
 def describe_pace(run: Path) -> str:

@@ -17,12 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 
 from hpc_train.config.compose import compose
-from hpc_train.config.parallel import resolve_degrees
+from hpc_train.config.parallel import ParallelConfig, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.freeze import check_run
@@ -42,6 +43,21 @@ _UNTIMED = (
     "checkpoint.resume=never",
 )
 """What is not part of a step."""
+
+_OPTIONS_OF_LAYOUTS = (
+    "bucket_mib",
+    "static_graph",
+    "unused_parameters",
+    "reshard_after_forward",
+    "prefetch",
+    "tensor.sequence",
+    "tensor.vocabulary",
+    "tensor.asynchronous",
+    "pipeline.schedule",
+    "pipeline.virtual_stages",
+    "pipeline.timeline",
+)
+"""Settings of parallel that some layouts refuse: they would have no effect there. None changes what is learned."""
 
 Change = tuple[tuple[str, str], ...]
 """Settings that change together, as (key, value)."""
@@ -143,8 +159,38 @@ def list_changes(base: Sequence[str], best: Trial, ranks: int) -> Iterator[Chang
     options = list(_list_options(config))
     first, then = (layouts, batches) if best.verdict in ("network", "bubble", "straggler") else (batches, layouts)
     for change in [*first[:1], *then[:1], *first[1:], *then[1:], *options]:
-        if _can_run([*base, *best.overrides, *(f"{key}={value}" for key, value in change)], ranks):
-            yield change
+        if (possible := _make_possible([*base, *best.overrides], config, change, ranks)) is not None:
+            yield possible
+
+
+def _make_possible(given: Sequence[str], config: RunConfig, change: Change, ranks: int) -> Change | None:
+    """Return a change that can run: as it is, or with options at their defaults that its layout refuses; None if none.
+
+    config: what `given` composes to.
+    """
+
+    def can_run(settings: Change) -> bool:
+        return _can_run([*given, *(f"{key}={value}" for key, value in settings)], ranks)
+
+    if can_run(change):
+        return change
+    resets = list(_list_resets(config.parallel)) if any(key == "parallel.strategy" for key, _ in change) else []
+    possible = (*change, *resets)
+    if not resets or not can_run(possible):
+        return None
+    for reset in resets:  # those that the layout takes stay as they are
+        fewer = tuple(setting for setting in possible if setting != reset)
+        possible = fewer if can_run(fewer) else possible
+    return possible
+
+
+def _list_resets(parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
+    """List settings that take the options of layouts back to their defaults, where they are not."""
+    defaults = ParallelConfig()
+    for name in _OPTIONS_OF_LAYOUTS:
+        now, default = (attrgetter(name)(config) for config in (parallel, defaults))
+        if now != default:
+            yield f"parallel.{name}", default if isinstance(default, str) else json.dumps(default)
 
 
 def _list_micro_batches(config: RunConfig, ranks: int) -> Iterator[Change]:

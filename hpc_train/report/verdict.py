@@ -145,6 +145,9 @@ def judge_run(table: StepTable | None, facts: Facts) -> tuple[Verdict, StepLosse
         why = "the parts of steps were not measured, which takes ranks on processors" if facts.accelerator else ""
         why = why or ("" if facts.waits_measured else "waits for parameter servers are not measured")
         return _abstain(why or "no step was recorded by every rank"), None
+    if findings and findings[0].name == "network" and (silent := find_silent_ranks(table, facts)):
+        # What blocks all that were recorded may be one that was not.
+        return _abstain(f"{format_ranks(silent)} recorded nothing, and may be what the others wait for"), losses
     if findings:
         first, *others = findings
         severity = "critical" if first.share >= CRITICAL_FROM else "warning"
@@ -163,6 +166,19 @@ def judge_run(table: StepTable | None, facts: Facts) -> tuple[Verdict, StepLosse
     name = "compute" if useful >= COMPUTE_FROM else "balanced"
     evidence = f"the ranks compute for {useful:.0%} of a step of {format_seconds(losses.total)}"
     return Verdict(name, None, "ok", evidence=(evidence,), advice=advise(Finding(name, 0.0), facts)), losses
+
+
+def find_silent_ranks(table: StepTable, facts: Facts) -> list[int]:
+    """List the ranks of the newest attempt of which no step was recorded."""
+    return sorted(set(facts.node_of_rank) - set(table.ranks))
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks as "rank 3", "ranks 3, 4" or "9 ranks (3, 4, 5, 6, ...)"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    first = ", ".join(map(str, ranks[:4]))
+    return f"ranks {first}" if len(ranks) <= 4 else f"{len(ranks)} ranks ({first}, ...)"
 
 
 def _abstain(why: str) -> Verdict:

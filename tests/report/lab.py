@@ -152,8 +152,10 @@ def _settings(layout: str, fault: str, ranks: int) -> tuple[str, ...]:
         return ("checkpoint.every=3", "checkpoint.background=false", "checkpoint.keep=1")
     if fault == "memory" and layout == "ddp":
         return LARGE  # or making the memory takes a third of a step
-    if fault == "none" and LARGE[0] in LAYOUTS[layout]:
+    if (fault == "none" and layout in ("fsdp", "hsdp")) or (fault == "memory" and layout == "hsdp"):
         return ("train.global_batch=96", "train.micro_batch=24")  # or gathering parameters takes a fifth of a step
+    if fault == "none" and layout == "pp":
+        return ("model.layers=4",)  # or one stage is a third longer
     return ()
 
 

@@ -16,7 +16,7 @@ NODES = {rank: f"node{rank // 2 + 1}" for rank in range(4)}
 
 
 def judge(tmp_path: Path, change: Callable[[int, int], Mapping[str, Any]], **facts: Any) -> Verdict:
-    return judge_run(make_table(tmp_path, 4, change), Facts(node_of_rank=NODES, **facts))[0]
+    return judge_run(make_table(tmp_path, 4, change), Facts(**{"node_of_rank": NODES, **facts}))[0]
 
 
 def test_nothing(tmp_path: Path) -> None:
@@ -55,6 +55,13 @@ def test_slow_links(tmp_path: Path) -> None:
     verdict = judge(tmp_path, lambda rank, step: {"waits": waits(0.03, 0.03)})
     assert verdict.name == "network"
     assert verdict.severity == "critical"
+
+
+def test_a_rank_that_recorded_nothing_may_be_what_the_others_wait_for(tmp_path: Path) -> None:
+    nodes = dict.fromkeys(range(5), "node1")
+    verdict = judge(tmp_path, lambda rank, step: {"waits": waits(0.03, 0.03)}, node_of_rank=nodes)
+    assert verdict.name == "not enough data"
+    assert verdict.evidence[0].startswith("rank 4 recorded nothing")
 
 
 def test_small_operations(tmp_path: Path) -> None:

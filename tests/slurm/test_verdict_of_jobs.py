@@ -1,4 +1,4 @@
-"""The report of a job on several nodes names what holds it back: a cable that the kernel limits, or a slow node."""
+"""The report of a job on several nodes names what holds it back: a cable that the kernel limits. And it is traced."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from slurm_client import SlurmCluster, dev_cluster
 
 from hpc_train.api import Run
+from hpc_train.training.records.profile_files import list_traces
 
 NODES = 2
 RUN = (
@@ -69,8 +70,9 @@ def report(store: Path, run: Path, *overrides: str) -> dict[str, Any]:
 def test_a_thin_cable_is_the_network(
     slurm_cluster: SlurmCluster, thin_cables: None, store: Path, tmp_path: Path
 ) -> None:
-    found = report(store, tmp_path / "run")
+    found = report(store, tmp_path / "run", "profile.steps=4:5", "profile.ranks=[1]")
     assert found["verdict"]["class"] == "network", found["verdict"]
     assert {phase["node"] for phase in found["phases"]} <= {f"node{number}" for number in range(1, 5)}
     assert len(found["phases"]) == NODES
     assert len(list((tmp_path / "run/logs").glob("*/steps-node-*.bin"))) == NODES
+    assert [(trace.rank, trace.first, trace.last) for trace in list_traces(tmp_path / "run")] == [(1, 4, 5)]

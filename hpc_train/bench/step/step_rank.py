@@ -7,13 +7,16 @@ result has medians, ratios of medians, and a bootstrap interval of each ratio.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,6 +92,10 @@ def _measure(
             warm_up_side(REFERENCE_SIDE, lambda: by_hand(make_same_model(config, world), tuned=False)),
             warm_up_side("hand_written_tuned", lambda: by_hand(make_same_model(config, world), tuned=True)),
         ]
+        if (trace := find_step_tracer()) is not None:
+            sides.append(
+                warm_up_side(TRACED_SIDE, lambda: by_hand(make_same_model(config, world), tuned=False, trace=trace))
+            )
         _check_first_losses(sides, config)
         tokens = config.train.global_batch * data.tokens_per_sample
         return summarize_step(config, world, sides, time_rounds(sides, rounds, steps), tokens, steps, startup)
@@ -176,25 +183,47 @@ def our_steps(run: TrainingRun) -> Iterator[float]:
         yield loss
 
 
+StepTracer = Callable[[nn.Module], AbstractContextManager[Any]]
+"""Traces the step that runs inside of what it returns."""
+
+
+def find_step_tracer() -> StepTracer | None:
+    """Return TraceML's tracer of steps if `traceml run` started this rank, and None if not."""
+    if "traceml_ai.runtime" not in sys.modules:
+        return None
+    traceml = import_module("traceml_ai")
+    traceml.init(mode="auto")
+    tracer: StepTracer = traceml.trace_step
+    return tracer
+
+
 def hand_written_steps(
-    model: nn.Module, data: Dataset, order: Iterable[Indices], config: RunConfig, world: World, tuned: bool
+    model: nn.Module,
+    data: Dataset,
+    order: Iterable[Indices],
+    config: RunConfig,
+    world: World,
+    tuned: bool,
+    trace: StepTracer = nullcontext,
 ) -> Iterator[float]:
     """Run the shortest loop in plain PyTorch; yields the loss of this rank's share.
 
     model: on its device. order: this rank's samples of each step. tuned: add the two arguments that PyTorch's tuning
-    guide recommends.
+    guide recommends. trace: what each step runs inside of.
     """
     if world.size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=tuned)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=tuned or None)
     for indices in order:
-        inputs, targets = data.get(indices)
-        inputs = require_one_input(inputs, "bench step", "the plain loop takes one")
-        loss = _accumulate(model, inputs.to(world.device), targets.to(world.device), config)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_norm or float("inf"))
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss.item()
+        with trace(model):
+            inputs, targets = data.get(indices)
+            inputs = require_one_input(inputs, "bench step", "the plain loop takes one")
+            loss = _accumulate(model, inputs.to(world.device), targets.to(world.device), config)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_norm or float("inf"))
+            optimizer.step()
+            optimizer.zero_grad()
+            value = loss.item()
+        yield value
 
 
 def _accumulate(model: nn.Module, inputs: Tensor, targets: Tensor, config: RunConfig) -> Tensor:
@@ -215,6 +244,8 @@ def _accumulate(model: nn.Module, inputs: Tensor, targets: Tensor, config: RunCo
 
 UNRECORDED_SIDE = "hpc_train_unrecorded"
 """Ours with train.record_steps=false: what recording steps costs."""
+TRACED_SIDE = "hand_written_traceml"
+"""The shortest loop traced by TraceML, where that has started the ranks."""
 REFERENCE_SIDE = "hand_written"
 """The side that ours must not be slower than: the shortest loop, with torch's defaults."""
 _RESAMPLES = 2000

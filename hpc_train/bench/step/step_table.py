@@ -13,6 +13,7 @@ _SIDE_DESCRIPTIONS = {
     "hpc_train_unrecorded": "the same with train.record_steps=false",
     "hand_written": "DDP, AdamW, clip_grad_norm_ with torch's defaults",
     "hand_written_tuned": "the same with fused AdamW and gradient_as_bucket_view",
+    "hand_written_traceml": "that with torch's defaults, traced by TraceML",
 }
 
 
