@@ -1,4 +1,4 @@
-"""What token stores and image stores have in common: an HDF5 file with contiguous arrays, mapped into memory.
+"""Open, map and publish stores of tokens and of images: HDF5 files with contiguous arrays.
 
 A store gets its name only when it is complete, and never changes once it has it.
 """

@@ -57,7 +57,7 @@ _ACCURACY = "accuracy"
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What to measure, and on what."""
+    """A checkpoint to measure, and the data to measure it on."""
 
     where: str
     """A run, one of its steps, or a folder that save_pretrained or `checkpoint export` made."""
@@ -85,7 +85,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class CheckpointScore:
-    """What was measured."""
+    """Loss and metrics of a checkpoint on some data."""
 
     step: int | None
     """None for a folder."""
@@ -95,7 +95,7 @@ class CheckpointScore:
     split: str
     samples: int
     unit: str
-    """What a sample is: sequences, images or samples."""
+    """Word for the samples: sequences, images or samples."""
     result: Evaluation
 
 

@@ -20,7 +20,7 @@ from hpc_train.inference.generate import GenerateOptions, generate_texts
 from hpc_train.inference.load_model import LoadedModel
 
 _MOST_NEW_TOKENS = 256
-"""Of a text that its task does not limit, as in the harness."""
+"""Length of an answer that its task does not limit, as in the harness."""
 _DEFAULT_LENGTH = 2048
 """Tokens of a window for a model that does not say how many positions it has."""
 

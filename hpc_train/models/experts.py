@@ -145,7 +145,7 @@ class BestExperts(nn.Module):
 
 @dataclass
 class BalanceState:
-    """What a training step tells the router, and what the router has seen in it."""
+    """Data of one training step for the router, and the counts that the router collects in it."""
 
     loss_scale: Callable[[], float] = lambda: 1.0
     """The factor between the sum of losses and what backward starts from."""

@@ -17,7 +17,7 @@ from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.models.rotary import RotaryTable, apply_interleaved_rotary, apply_rotary
 
 NORM_EPS = 1e-6
-"""Of the norms of the latents; DeepSeek's code has it there whatever the norms of the model have."""
+"""Epsilon in the norms of the latents; DeepSeek's code has it there whatever the norms of the model have."""
 
 
 class LatentAttention(nn.Module):

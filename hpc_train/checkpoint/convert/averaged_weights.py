@@ -13,7 +13,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
 
 _PREFIX = "optim.ema."
-"""Of the average of a parameter, in the state of its optimizer."""
+"""Prefix of the name of a parameter's average, in the state of its optimizer."""
 
 
 def check_average(tensors: Sequence[SavedTensor], where: str) -> None:

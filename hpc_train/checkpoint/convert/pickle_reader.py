@@ -197,6 +197,17 @@ class _Reader:
     def _remember(self, key: int) -> None:
         self._memo[key] = self._top()
 
+    def _recall(self, key: int) -> None:
+        self._stack.append(self._memo[key])
+
+    def _check_protocol(self) -> None:
+        if self._take(1)[0] > 5:
+            raise ValueError("a newer protocol")
+
+    def _check_frame(self) -> None:
+        if self._number(_EIGHT) > len(self._data) - self.at:
+            raise IndexError("a frame past the end")
+
     def _name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise ForbiddenError("a name that is not text")
@@ -211,6 +222,14 @@ class _Reader:
             raise ForbiddenError("a call of something that is not a function")
         self._push(PickledCall(function, args))
 
+    def _name_from_stack(self) -> None:
+        name = self._pop()
+        self._name(self._pop(), name)
+
+    def _call_from_stack(self) -> None:
+        args = self._pop()
+        self._call(self._pop(), args)
+
     def _build(self) -> None:
         state, made = self._pop(), self._top()
         if type(made) is not PickledCall or made.state is not None:
@@ -222,6 +241,14 @@ class _Reader:
         if type(target) is not list:
             raise ForbiddenError("items for something that is not a list")
         target += values
+
+    def _append(self) -> None:
+        item = self._pop()
+        self._extend([item])
+
+    def _set_one(self) -> None:
+        item = self._pop()
+        self._set([self._pop(), item])
 
     def _set(self, values: list[Any]) -> None:
         target = self._top()
@@ -270,48 +297,21 @@ _RUNNING = {
 """Forbidden opcodes: they make objects in ways that torch does not write, or use tables outside the pickle."""
 
 
-def _opcodes() -> dict[int, Callable[[_Reader], None]]:
-    """Return a handler for every opcode that torch.save and DCP write, with any protocol; each checks its operands."""
+Step = Callable[[_Reader], None]
 
-    def value(constant: Any) -> Callable[[_Reader], None]:
-        return lambda r: r._stack.append(constant)
 
-    def protocol(r: _Reader) -> None:
-        if r._take(1)[0] > 5:
-            raise ValueError("a newer protocol")
+def _push_constant(constant: Any) -> Step:
+    return lambda r: r._stack.append(constant)
 
-    def frame(r: _Reader) -> None:
-        if r._number(_EIGHT) > len(r._data) - r.at:
-            raise IndexError("a frame past the end")
 
-    def pair(r: _Reader) -> None:
-        name = r._pop()
-        r._name(r._pop(), name)
-
-    def called(r: _Reader) -> None:
-        args = r._pop()
-        r._call(r._pop(), args)
-
-    def appended(r: _Reader) -> None:
-        item = r._pop()
-        r._extend([item])
-
-    def item_set(r: _Reader) -> None:
-        item = r._pop()
-        r._set([r._pop(), item])
-
-    def again(r: _Reader, key: int) -> None:
-        r._stack.append(r._memo[key])
-
-    found: dict[str, Callable[[_Reader], None]] = {
-        "\x80": protocol,
-        "\x95": frame,
-        "(": value(_MARK),
-        "0": lambda r: r._stack.__delitem__(-1),
-        "1": lambda r: r._since_mark().clear(),
-        "N": value(None),
-        "\x88": value(True),
-        "\x89": value(False),
+def _list_value_opcodes() -> dict[str, Step]:
+    """Return the opcodes of numbers and texts, and those that frame a pickle."""
+    return {
+        "\x80": _Reader._check_protocol,
+        "\x95": _Reader._check_frame,
+        "N": _push_constant(None),
+        "\x88": _push_constant(True),
+        "\x89": _push_constant(False),
         "K": lambda r: r._stack.append(r._number(_ONE)),
         "M": lambda r: r._stack.append(r._number(_TWO)),
         "J": lambda r: r._stack.append(r._number(_SIGNED)),
@@ -327,33 +327,51 @@ def _opcodes() -> dict[int, Callable[[_Reader], None]]:
         "B": lambda r: r._stack.append(r._take(r._number(_FOUR))),
         "\x8e": lambda r: r._stack.append(r._take(r._number(_EIGHT))),
         "\x96": lambda r: r._stack.append(r._take(r._number(_EIGHT))),
+    }
+
+
+def _list_container_opcodes() -> dict[str, Step]:
+    """Return the opcodes of the stack, and of tuples, lists, sets and dictionaries."""
+    return {
+        "(": _push_constant(_MARK),
+        "0": lambda r: r._stack.__delitem__(-1),
+        "1": lambda r: r._since_mark().clear(),
         "]": lambda r: r._push([]),
         "\x8f": lambda r: r._push([]),
-        ")": value(()),
+        ")": _push_constant(()),
         "}": lambda r: r._push(PickledPairs()),
         "t": lambda r: r._push(tuple(r._since_mark())),
         "\x85": lambda r: r._tuple(1),
         "\x86": lambda r: r._tuple(2),
         "\x87": lambda r: r._tuple(3),
         "\x91": lambda r: r._push(r._since_mark()),
-        "a": appended,
+        "a": _Reader._append,
         "e": lambda r: r._extend(r._since_mark()),
         "\x90": lambda r: r._extend(r._since_mark()),
-        "s": item_set,
+        "s": _Reader._set_one,
         "u": lambda r: r._set(r._since_mark()),
+    }
+
+
+def _list_object_opcodes() -> dict[str, Step]:
+    """Return the opcodes of the memo, and of names, calls and objects beside the pickle."""
+    return {
         "q": lambda r: r._remember(r._number(_ONE)),
         "r": lambda r: r._remember(r._number(_FOUR)),
         "\x94": lambda r: r._remember(len(r._memo)),
-        "h": lambda r: again(r, r._number(_ONE)),
-        "j": lambda r: again(r, r._number(_FOUR)),
+        "h": lambda r: r._recall(r._number(_ONE)),
+        "j": lambda r: r._recall(r._number(_FOUR)),
         "c": lambda r: r._name(r._line(), r._line()),
-        "\x93": pair,
-        "R": called,
-        "\x81": called,
-        "b": lambda r: r._build(),
-        "Q": lambda r: r._refer(),
+        "\x93": _Reader._name_from_stack,
+        "R": _Reader._call_from_stack,
+        "\x81": _Reader._call_from_stack,
+        "b": _Reader._build,
+        "Q": _Reader._refer,
     }
-    return {ord(code): step for code, step in found.items()}
 
 
-_Reader._steps = _opcodes()
+# Every opcode that torch.save and DCP write, with any protocol; each step checks its operands.
+_Reader._steps = {
+    ord(code): step
+    for code, step in {**_list_value_opcodes(), **_list_container_opcodes(), **_list_object_opcodes()}.items()
+}

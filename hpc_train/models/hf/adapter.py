@@ -25,7 +25,7 @@ _VOCABULARY = {"colwise_gather_output", "embedding_rowwise"}
 
 
 class HfModel(nn.Module):
-    """What a class of transformers lacks to be an interfaces.Model; `adapt_model` mixes this class into its own."""
+    """The methods of interfaces.Model that a class of transformers lacks; `adapt_model` mixes them into its own class."""
 
     plan: dict[str, str]
     family: Family

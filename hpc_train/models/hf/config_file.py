@@ -54,7 +54,7 @@ class ConfigFile:
 
     @cached_property
     def family(self) -> Family:
-        """What can be done with this type."""
+        """The techniques that this type of model can have."""
         return find_family(self.model_type)
 
     def get_number(self, *keys: str) -> int | None:
