@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.errors import UserError
-from hpc_train.models.adapter_names import is_adapter_parameter
+from hpc_train.models.adapters.names import is_adapter_parameter
 
 CHUNK_ELEMENTS = 1 << 20
 """Values drawn from one generator: small enough for a shard to skip what it does not hold."""

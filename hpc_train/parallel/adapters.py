@@ -13,9 +13,9 @@ from torch import nn
 
 from hpc_train.config.adapter import AdapterConfig
 from hpc_train.errors import UserError
-from hpc_train.models.adapter_names import ADAPTER_LEAVES
-from hpc_train.models.adapters import add_adapter, list_nf4_layers, quantize_layer
-from hpc_train.models.nf4 import BLOCK, import_bitsandbytes
+from hpc_train.models.adapters.adapted_linear import add_adapter, list_nf4_layers, quantize_layer
+from hpc_train.models.adapters.names import ADAPTER_LEAVES
+from hpc_train.models.adapters.nf4 import BLOCK, import_bitsandbytes
 from hpc_train.parallel.user_model import get_named_blocks, name_model
 
 _OF_CONV1D = "import it as model=gpt2 (`hpc-train checkpoint import`)"

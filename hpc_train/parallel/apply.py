@@ -17,7 +17,7 @@ from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig, is_loose
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, Model, World
-from hpc_train.models.adapter_names import is_adapter_parameter
+from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.deferred import DeferredValues
 from hpc_train.parallel.attention_backend import report_attention
 from hpc_train.parallel.dropout import place_dropout

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET, World
-from hpc_train.models.adapters import AdaptedLinear
+from hpc_train.models.adapters.adapted_linear import AdaptedLinear
 from hpc_train.models.transformer import Transformer
 from hpc_train.parallel.loss import check_targets, differentiate_cross_entropy
 from hpc_train.parallel.mesh_axes import get_axis_degree

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train._torch import is_memoryless, shard_offset
 from hpc_train.errors import UserError
-from hpc_train.models.adapter_names import is_adapter_parameter
-from hpc_train.models.adapters import initialise_adapters
+from hpc_train.models.adapters.adapted_linear import initialise_adapters
+from hpc_train.models.adapters.names import is_adapter_parameter
+from hpc_train.models.adapters.nf4 import NF4_CODES, NF4_SCALES, quantize
 from hpc_train.models.deferred import DeferredValues, iterate_plain_tensors
 from hpc_train.models.initial_values import Region, initialise_parameters, whole_region
-from hpc_train.models.nf4 import NF4_CODES, NF4_SCALES, quantize
 
 ParameterValues = MutableMapping[str, Tensor]
 """Whole parameters by name, in CPU memory."""

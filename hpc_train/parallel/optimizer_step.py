@@ -23,7 +23,7 @@ from hpc_train.components import explain_user_code
 from hpc_train.config.optim import EmaConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
-from hpc_train.models.nf4 import Nf4Weight
+from hpc_train.models.adapters.nf4 import Nf4Weight
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.mesh_axes import find_replica, find_split_axes, get_axis_degree
 from hpc_train.parallel.precision import LossScale

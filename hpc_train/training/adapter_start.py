@@ -16,7 +16,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, TensorShard, World
 from hpc_train.messages import all_gather_values
-from hpc_train.models.adapter_names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE, is_adapter_parameter
+from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE, is_adapter_parameter
 
 
 def load_adapter(config: RunConfig, engine: Engine, world: World) -> str:

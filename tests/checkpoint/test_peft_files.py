@@ -19,7 +19,7 @@ from hpc_train.config.compose import compose, config_to_yaml
 from hpc_train.config.model import ModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
-from hpc_train.models.adapter_names import is_adapter_parameter
+from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.initial_values import initialise_parameters
 from hpc_train.models.registry import build_model
 from hpc_train.parallel.adapters import attach_adapters

@@ -16,7 +16,7 @@ from hpc_train.data.tokenizers.tokenizer import ByteTokenizer
 from hpc_train.inference.generate import GenerateOptions, TextStreamer, generate_texts
 from hpc_train.inference.load_model import load_model
 from hpc_train.interfaces import TensorShard
-from hpc_train.models.adapter_names import is_adapter_parameter
+from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.initial_values import initialise_parameters
 from hpc_train.models.registry import build_model
 from hpc_train.parallel.adapters import attach_adapters

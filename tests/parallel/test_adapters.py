@@ -18,7 +18,7 @@ from torch import nn
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET, World
-from hpc_train.models.adapters import initialise_adapters
+from hpc_train.models.adapters.adapted_linear import initialise_adapters
 from hpc_train.parallel.adapters import attach_adapters, find_target_layers
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer

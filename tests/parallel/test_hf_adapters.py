@@ -32,11 +32,11 @@ from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET, World
-from hpc_train.models.adapters import list_nf4_layers
+from hpc_train.models.adapters.adapted_linear import list_nf4_layers
+from hpc_train.models.adapters.nf4 import expand, import_bitsandbytes, quantize
 from hpc_train.models.hf.adapter import find_block_names
 from hpc_train.models.hf.build import build_hf_model
 from hpc_train.models.initial_values import Normal, draw_values
-from hpc_train.models.nf4 import expand, import_bitsandbytes, quantize
 from hpc_train.parallel.adapters import find_target_layers
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks

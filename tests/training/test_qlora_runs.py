@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
 from hpc_train.interfaces import World
-from hpc_train.models.nf4 import expand, quantize
+from hpc_train.models.adapters.nf4 import expand, quantize
 from hpc_train.parallel.apply import build
 from hpc_train.testing import run_ranks
 from hpc_train.training.components import make_deferred_model

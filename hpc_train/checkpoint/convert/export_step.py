@@ -24,7 +24,7 @@ from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenSt
 from hpc_train.config.model import DataConfig, HfModelConfig, ModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.adapter_names import is_adapter_parameter
+from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.huggingface import find_model_family, to_huggingface
 
 

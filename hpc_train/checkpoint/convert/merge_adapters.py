@@ -14,7 +14,7 @@ from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.config.adapter import AdapterConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
-from hpc_train.models.adapter_names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE, is_adapter_parameter
+from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE, is_adapter_parameter
 
 
 def find_adapted_layers(tensors: Sequence[SavedTensor]) -> dict[str, list[SavedTensor]]:

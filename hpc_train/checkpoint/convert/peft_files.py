@@ -1,8 +1,8 @@
 """Adapters in PEFT's format: adapter_model.safetensors and adapter_config.json, from and to our parameters.
 
 Both sides have A (rank, inputs) and B (outputs, rank). PEFT keeps DoRA's magnitude m, we its difference to the lengths
-of the weight's rows (models/adapters.py). GPT-2 of transformers has q, k and v in one layer: their adapters become one
-of the sum of their ranks, whose B has blocks.
+of the weight's rows (models/adapters/adapted_linear.py). GPT-2 of transformers has q, k and v in one layer: their
+adapters become one of the sum of their ranks, whose B has blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpc_train.checkpoint.convert.torch_files import read_bounded_json
 from hpc_train.config.adapter import AdapterConfig
 from hpc_train.config.model import CustomModelConfig, HfModelConfig, ModelConfig
 from hpc_train.errors import UserError
-from hpc_train.models.adapter_names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
+from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
 from hpc_train.models.huggingface import find_model_family, name_huggingface_module
 
 State = dict[str, Tensor]

@@ -24,9 +24,9 @@ from hpc_train.checkpoint.storage.step_directory import BASE_DIGEST
 from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
-from hpc_train.models.adapters import list_nf4_layers
+from hpc_train.models.adapters.adapted_linear import list_nf4_layers
+from hpc_train.models.adapters.nf4 import expand, import_bitsandbytes, quantize
 from hpc_train.models.hf.build import build_hf_model
-from hpc_train.models.nf4 import expand, import_bitsandbytes, quantize
 
 _HEAD_BYTES, _PIECE_BYTES, _PIECES = 1 << 20, 1 << 16, 64
 

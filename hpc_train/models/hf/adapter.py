@@ -25,7 +25,7 @@ _VOCABULARY = {"colwise_gather_output", "embedding_rowwise"}
 
 
 class HfModel(nn.Module):
-    """The methods of interfaces.Model that a class of transformers lacks; `adapt_model` mixes them into its own class."""
+    """The methods of interfaces.Model that a class of transformers lacks; `adapt_model` mixes them into its class."""
 
     plan: dict[str, str]
     family: Family

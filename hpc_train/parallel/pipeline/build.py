@@ -12,7 +12,7 @@ from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Model, World
-from hpc_train.models.adapters import copy_adapters
+from hpc_train.models.adapters.adapted_linear import copy_adapters
 from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.engines import pipeline_engine
 from hpc_train.parallel.engines.pipeline_engine import BetweenStages, PipelineEngine

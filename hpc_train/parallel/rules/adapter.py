@@ -14,7 +14,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.hf.config_file import read_config_file
 
 _BLOCK = 64
-"""Numbers that share a scale (models/nf4.py, which needs torch)."""
+"""Numbers that share a scale (models/adapters/nf4.py, which needs torch)."""
 
 
 def check_adapter_rules(config: RunConfig, degrees: Degrees) -> None:

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpc_train._torch import all_gather, check_on_device, reduce_scatter
 from hpc_train.errors import UserError
-from hpc_train.models.adapter_names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
-from hpc_train.models.adapters import AdaptedLinear
+from hpc_train.models.adapters.adapted_linear import AdaptedLinear
+from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
+from hpc_train.models.adapters.nf4 import BLOCK, NF4_CODES, NF4_SCALES, Nf4Weight, multiply
 from hpc_train.models.layers import LinearGroup
-from hpc_train.models.nf4 import BLOCK, NF4_CODES, NF4_SCALES, Nf4Weight, multiply
 from hpc_train.parallel.tensor.local_parameters import ParameterLayout, ParameterLayouts
 from hpc_train.traffic.axes import assign_kv_heads
 

@@ -21,7 +21,7 @@ from torch import nn
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET, Model, World
-from hpc_train.models.adapter_names import is_adapter_parameter
+from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.parallel.mesh_axes import get_axis_degree, provide_positions
 from hpc_train.parallel.tensor import layers

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpc_train.models.adapter_names import ADAPTER_A, ADAPTER_MAGNITUDE, is_adapter_parameter
+from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_MAGNITUDE, is_adapter_parameter
+from hpc_train.models.adapters.nf4 import BLOCK, Nf4Linear, Nf4Weight, multiply, replace_weight
 from hpc_train.models.dropout import Dropout
 from hpc_train.models.initial_values import Normal, Region, draw_values, whole_region
-from hpc_train.models.nf4 import BLOCK, Nf4Linear, Nf4Weight, multiply, replace_weight
 
 
 class AdaptedLinear(nn.Linear):
