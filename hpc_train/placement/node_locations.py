@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
-from hpc_train.cluster.readers.slurm_environment import parse_address
-from hpc_train.cluster.readers.slurm_topology import query_topology
+from hpc_train.cluster.readers.slurm.slurm_environment import parse_address
+from hpc_train.cluster.readers.slurm.slurm_topology import query_topology
 from hpc_train.cluster.spec import Cluster
 from hpc_train.cluster.switch_tree import (
     UnitUplink,

@@ -11,7 +11,7 @@ from reader_outcome import NAME, check, outcome
 from render_hwloc import Device, Spec, render
 
 from hpc_train.cluster.readers.formats import read_topology_text
-from hpc_train.cluster.readers.hwloc_xml import matches_hwloc_xml, read_hwloc_xml
+from hpc_train.cluster.readers.node.hwloc_xml import matches_hwloc_xml, read_hwloc_xml
 from hpc_train.errors import UserError
 
 DEVICES = st.builds(

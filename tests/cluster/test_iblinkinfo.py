@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reader_outcome import NAME, check, outcome
 
-from hpc_train.cluster.readers.iblinkinfo import matches_iblinkinfo, read_iblinkinfo
-from hpc_train.cluster.readers.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
+from hpc_train.cluster.readers.infiniband.iblinkinfo import matches_iblinkinfo, read_iblinkinfo
+from hpc_train.cluster.readers.infiniband.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
 from hpc_train.errors import UserError
 
 FABRICS = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.cluster.readers.ibstat import matches_ibstat, read_ibstat
+from hpc_train.cluster.readers.infiniband.ibstat import matches_ibstat, read_ibstat
 from hpc_train.cluster.spec import Nic
 from hpc_train.errors import UserError
 

@@ -9,7 +9,7 @@ from fake_fabric import FakeFabric, rail_fabric, three_levels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.cluster.readers.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
+from hpc_train.cluster.readers.infiniband.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
 from hpc_train.cluster.spec import Cluster
 from hpc_train.cluster.switch_tree import build_units, find_rails, find_scalable_units, list_nodes_under
 from hpc_train.errors import UserError

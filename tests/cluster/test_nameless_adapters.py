@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_fabric import FakeFabric, rail_fabric
 
-from hpc_train.cluster.readers.ibnetdiscover import read_ibnetdiscover
+from hpc_train.cluster.readers.infiniband.ibnetdiscover import read_ibnetdiscover
 
 NAMELESS = "MT4129 ConnectX7   Mellanox Technologies"
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reader_outcome import NAME, check, outcome
 
-from hpc_train.cluster.readers.nccl_graph_xml import matches_nccl_graph, read_nccl_graph
-from hpc_train.cluster.readers.nccl_xml import matches_nccl_xml
+from hpc_train.cluster.readers.node.nccl_graph_xml import matches_nccl_graph, read_nccl_graph
+from hpc_train.cluster.readers.node.nccl_xml import matches_nccl_xml
 from hpc_train.cluster.spec import Cluster
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reader_outcome import check, outcome
 
 from hpc_train.cluster.readers.formats import read_topology_file
-from hpc_train.cluster.readers.nccl_log import matches_nccl_log, read_nccl_log
+from hpc_train.cluster.readers.node.nccl_log import matches_nccl_log, read_nccl_log
 from hpc_train.cluster.spec import Cluster
 
 SAMPLES = Path(__file__).parents[2].parent / "shared/data/topology/nccl-log"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reader_outcome import check, outcome
 from render_nccl_xml import Leaf, Spec, render
 
-from hpc_train.cluster.readers import nccl_xml
+from hpc_train.cluster.readers.node import nccl_xml
 from hpc_train.cluster.readers.xml_elements import MAX_DEPTH
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from reader_outcome import check, outcome
 from render_nvidia_smi import Spec, Style, render
 
-from hpc_train.cluster.readers import nvidia_smi
-from hpc_train.cluster.readers.nvidia_smi import infer_nvlinks
+from hpc_train.cluster.readers.node import nvidia_smi
+from hpc_train.cluster.readers.node.nvidia_smi import infer_nvlinks
 from hpc_train.cluster.spec import Cluster, Gpu, Link, Nic, Node
 from hpc_train.errors import UserError
 

@@ -12,8 +12,8 @@ from render_nvidia_smi import Style, render
 from test_nvidia_smi import machine
 
 from hpc_train.cluster.readers.formats import list_formats
-from hpc_train.cluster.readers.nvidia_smi_nvlinks import matches_nvidia_smi_nvlinks, read_nvidia_smi_nvlinks
-from hpc_train.cluster.readers.nvidia_smi_peers import matches_nvidia_smi_peers, read_nvidia_smi_peers
+from hpc_train.cluster.readers.node.nvidia_smi_nvlinks import matches_nvidia_smi_nvlinks, read_nvidia_smi_nvlinks
+from hpc_train.cluster.readers.node.nvidia_smi_peers import matches_nvidia_smi_peers, read_nvidia_smi_peers
 from hpc_train.cluster.spec import Cluster
 
 LEGEND = "\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n  CNS  = Chipset not supported\n  U    = Unknown\n"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reader_outcome import check, outcome
 from render_rocm_smi import SECTIONS, Spec, render_json, render_text
 
-from hpc_train.cluster.readers import nvidia_smi, rocm_smi
+from hpc_train.cluster.readers.node import nvidia_smi, rocm_smi
 from hpc_train.cluster.spec import Cluster, Gpu, Link, Node
 from hpc_train.errors import UserError
 

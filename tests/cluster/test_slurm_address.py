@@ -7,7 +7,7 @@ from hypothesis import given
 from slurm_specs import trees
 from slurm_texts import Spec
 
-from hpc_train.cluster.readers.slurm_environment import build_cluster_from_paths, parse_address
+from hpc_train.cluster.readers.slurm.slurm_environment import build_cluster_from_paths, parse_address
 from hpc_train.cluster.switch_tree import find_paths as paths
 from hpc_train.errors import UserError
 

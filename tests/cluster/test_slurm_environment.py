@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.cluster.readers.formats import read_topology_text
-from hpc_train.cluster.readers.slurm_environment import parse_tasks_per_node
+from hpc_train.cluster.readers.slurm.slurm_environment import parse_tasks_per_node
 from hpc_train.cluster.spec import Cluster
 from hpc_train.cluster.switch_tree import find_paths as paths
 from hpc_train.errors import UserError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.cluster.readers.slurm_topology import query_topology
+from hpc_train.cluster.readers.slurm.slurm_topology import query_topology
 from hpc_train.cluster.spec import Switch
 from hpc_train.errors import UserError
 

@@ -8,7 +8,7 @@ from slurm_specs import trees
 from slurm_texts import Spec, topograph_model, topology_conf, tree_yaml
 
 from hpc_train.cluster.readers.formats import read_topology_text
-from hpc_train.cluster.readers.topology_yaml import read_named_topologies
+from hpc_train.cluster.readers.slurm.topology_yaml import read_named_topologies
 from hpc_train.cluster.spec import Cluster, Switch
 from hpc_train.cluster.switch_tree import find_paths as paths
 from hpc_train.errors import UserError

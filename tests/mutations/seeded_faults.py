@@ -372,14 +372,14 @@ FAULTS = (
     ),
     Fault(
         "a GPU with as many links as there are has a switch",
-        "cluster/readers/nvidia_smi.py",
+        "cluster/readers/node/nvidia_smi.py",
         "if sum(counts) > MAX_NVLINKS:",
         "if sum(counts) >= MAX_NVLINKS:",
         ("cluster/test_nvidia_smi.py",),
     ),
     Fault(
         "a second row of a GPU replaces the first",
-        "cluster/readers/nvidia_smi.py",
+        "cluster/readers/node/nvidia_smi.py",
         "if row.label in rows:",
         "if row.label in rows and not rows:",
         ("cluster/test_nvidia_smi.py",),

@@ -12,8 +12,8 @@ from slurm_client import SlurmCluster
 
 from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
 from hpc_train.cluster.readers.formats import read_topology_file, read_topology_text
-from hpc_train.cluster.readers.slurm_environment import build_cluster_from_paths, parse_address
-from hpc_train.cluster.readers.slurm_topology import query_topology
+from hpc_train.cluster.readers.slurm.slurm_environment import build_cluster_from_paths, parse_address
+from hpc_train.cluster.readers.slurm.slurm_topology import query_topology
 from hpc_train.cluster.spec import Switch
 from hpc_train.cluster.switch_tree import find_paths as paths
 

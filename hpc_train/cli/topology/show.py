@@ -74,7 +74,7 @@ def _cluster_of_machine() -> Cluster:
 
 def _cluster_of_job(env: Mapping[str, str]) -> Cluster:
     """Describe the job's nodes and the switches above them, and the devices of this node."""
-    from hpc_train.cluster.readers.slurm_topology import query_topology
+    from hpc_train.cluster.readers.slurm.slurm_topology import query_topology
 
     here, slurm, nodes = _cluster_of_machine(), query_topology(), set(list_job_nodes(env))
     [node] = here.nodes

@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cluster.readers.hostfile import matches_hostfile, matches_hostlist, read_hostfile, read_hostlist
-from hpc_train.cluster.readers.hwloc_xml import matches_hwloc_xml, read_hwloc_xml
-from hpc_train.cluster.readers.iblinkinfo import matches_iblinkinfo, read_iblinkinfo
-from hpc_train.cluster.readers.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
-from hpc_train.cluster.readers.ibstat import matches_ibstat, read_ibstat
-from hpc_train.cluster.readers.nccl_graph_xml import matches_nccl_graph, read_nccl_graph
-from hpc_train.cluster.readers.nccl_log import matches_nccl_log, read_nccl_log
-from hpc_train.cluster.readers.nccl_xml import matches_nccl_xml, read_nccl_xml
-from hpc_train.cluster.readers.nvidia_smi import matches_nvidia_smi, read_nvidia_smi
-from hpc_train.cluster.readers.nvidia_smi_nvlinks import matches_nvidia_smi_nvlinks, read_nvidia_smi_nvlinks
-from hpc_train.cluster.readers.nvidia_smi_peers import matches_nvidia_smi_peers, read_nvidia_smi_peers
-from hpc_train.cluster.readers.rocm_smi import matches_rocm_smi, read_rocm_smi
-from hpc_train.cluster.readers.slurm_environment import matches_slurm_environment, read_slurm_environment
-from hpc_train.cluster.readers.slurm_topology import (
+from hpc_train.cluster.readers.infiniband.iblinkinfo import matches_iblinkinfo, read_iblinkinfo
+from hpc_train.cluster.readers.infiniband.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
+from hpc_train.cluster.readers.infiniband.ibstat import matches_ibstat, read_ibstat
+from hpc_train.cluster.readers.node.hwloc_xml import matches_hwloc_xml, read_hwloc_xml
+from hpc_train.cluster.readers.node.nccl_graph_xml import matches_nccl_graph, read_nccl_graph
+from hpc_train.cluster.readers.node.nccl_log import matches_nccl_log, read_nccl_log
+from hpc_train.cluster.readers.node.nccl_xml import matches_nccl_xml, read_nccl_xml
+from hpc_train.cluster.readers.node.nvidia_smi import matches_nvidia_smi, read_nvidia_smi
+from hpc_train.cluster.readers.node.nvidia_smi_nvlinks import matches_nvidia_smi_nvlinks, read_nvidia_smi_nvlinks
+from hpc_train.cluster.readers.node.nvidia_smi_peers import matches_nvidia_smi_peers, read_nvidia_smi_peers
+from hpc_train.cluster.readers.node.rocm_smi import matches_rocm_smi, read_rocm_smi
+from hpc_train.cluster.readers.slurm.slurm_environment import matches_slurm_environment, read_slurm_environment
+from hpc_train.cluster.readers.slurm.slurm_topology import (
     matches_scontrol,
     matches_topology_conf,
     read_scontrol,
     read_topology_conf,
 )
-from hpc_train.cluster.readers.topology_yaml import (
+from hpc_train.cluster.readers.slurm.topology_yaml import (
     matches_topograph,
     matches_topology_yaml,
     read_topograph,

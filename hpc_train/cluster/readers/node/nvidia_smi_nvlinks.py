@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from hpc_train.cluster.readers.nvidia_smi_rows import clean_lines, looks_like_matrix, looks_like_peer_matrix
+from hpc_train.cluster.readers.node.nvidia_smi_rows import clean_lines, looks_like_matrix, looks_like_peer_matrix
 from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Gpu, Node
 from hpc_train.errors import UserError
 

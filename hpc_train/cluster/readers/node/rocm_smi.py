@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hpc_train.cluster.readers.nvidia_smi_rows import clean_lines
+from hpc_train.cluster.readers.node.nvidia_smi_rows import clean_lines
 from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Gpu, Link, Node
 from hpc_train.errors import UserError
 

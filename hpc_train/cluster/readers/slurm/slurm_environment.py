@@ -11,7 +11,7 @@ from functools import cache
 from itertools import pairwise
 
 from hpc_train.cluster.hostlist import expand_hostlist, name_switch_group
-from hpc_train.cluster.readers.slurm_records import ListedUnit, build_cluster, expand_names
+from hpc_train.cluster.readers.slurm.slurm_records import ListedUnit, build_cluster, expand_names
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
 

@@ -9,8 +9,8 @@ import itertools
 import re
 from collections import defaultdict
 
-from hpc_train.cluster.readers.nvidia_smi import matches_nvidia_smi
-from hpc_train.cluster.readers.nvidia_smi_rows import clean_lines, looks_like_peer_matrix
+from hpc_train.cluster.readers.node.nvidia_smi import matches_nvidia_smi
+from hpc_train.cluster.readers.node.nvidia_smi_rows import clean_lines, looks_like_peer_matrix
 from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Gpu, Link, Node
 from hpc_train.errors import UserError
 

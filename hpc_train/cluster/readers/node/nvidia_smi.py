@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hpc_train.cluster.readers.nvidia_smi_rows import (
+from hpc_train.cluster.readers.node.nvidia_smi_rows import (
     LINK_KIND,
     MatrixColumns,
     MatrixRow,

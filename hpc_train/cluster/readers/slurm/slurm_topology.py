@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hpc_train.cluster.readers.slurm_records import (
+from hpc_train.cluster.readers.slurm.slurm_records import (
     KeyValueRecord,
     ListedUnit,
     RecordGrammar,

@@ -14,7 +14,7 @@ from math import prod
 
 import yaml  # type: ignore[import-untyped]
 
-from hpc_train.cluster.readers.slurm_records import (
+from hpc_train.cluster.readers.slurm.slurm_records import (
     ListedUnit,
     build_cluster,
     check_defined,

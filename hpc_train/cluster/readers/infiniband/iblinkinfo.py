@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from hpc_train.cluster.readers.ibnetdiscover import make_fabric
-from hpc_train.cluster.readers.ibnetdiscover_text import CA, SWITCH, CableEnd, SubnetDevice
+from hpc_train.cluster.readers.infiniband.ibnetdiscover import make_fabric
+from hpc_train.cluster.readers.infiniband.ibnetdiscover_text import CA, SWITCH, CableEnd, SubnetDevice
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
 

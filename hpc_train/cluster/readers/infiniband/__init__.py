@@ -1,0 +1,1 @@
+"""Readers of InfiniBand's tools: adapters, switches and cables."""

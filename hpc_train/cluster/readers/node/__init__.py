@@ -1,0 +1,1 @@
+"""Readers of files about one node: GPUs, NICs, processors and the links between them."""
