@@ -124,6 +124,21 @@ def test_every_candidate_trains(model: str, more: tuple[str, ...]) -> None:
     _train_all(model, *more, every=1)
 
 
+DRAWN = {
+    "any layout": (),
+    "pipelines": ("parallel.pp=2",),
+    "context": ("parallel.cp=2", "train.sequence_length=64"),
+    "tensor": ("parallel.tp=2", "parallel.recompute.mode=selective"),
+    "offload": ("parallel.strategy=zero3", "parallel.offload.optimizer=cpu"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", DRAWN)
+def test_every_candidate_of_a_dense_plan_trains(name: str) -> None:
+    _train_all("llama_tiny", *DRAWN[name], every=1)
+
+
 @pytest.mark.parametrize("model", ["mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3"])
 def test_plans_of_published_models_are_accepted(model: str) -> None:
     size = {"mixtral_8x7b": 8, "qwen3_30b_a3b": 8, "deepseek_v3": 128}[model]
