@@ -196,6 +196,31 @@ def reduce_scatter(mine: Tensor, parts: Tensor, group: dist.ProcessGroup) -> Non
     scatter(mine, parts.flatten(0, 1), group=group)
 
 
+def fused_gather_matmul(x: Tensor, matrices: list[Tensor], group: str) -> tuple[Tensor, list[Tensor]]:
+    """All-gather x (B, T / size, K) over positions -> (B, T, K), and multiply that by every matrix (K, N_i).
+
+    Private, as is the next one, because torch has its products over symmetric memory only as operators of its own
+    compiler pass. group: its name. On a CPU torch's fallback, a collective and then the products.
+    """
+    from torch.distributed import _symmetric_memory  # few runs need it
+
+    if x.device.type == "cuda":
+        gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(x, matrices, 1, group)
+    else:
+        gathered, products = _symmetric_memory._fused_all_gather_matmul_fallback(x, matrices, 1, group)  # type: ignore[arg-type]
+    return gathered, products
+
+
+def fused_matmul_scatter(x: Tensor, matrix: Tensor, group: str) -> Tensor:
+    """Multiply x (B, T, K) by a matrix (K, N), and reduce-scatter over positions -> (B, T / size, N)."""
+    from torch.distributed import _symmetric_memory
+
+    if x.device.type == "cuda":
+        output: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 1, group)
+        return output
+    return _symmetric_memory._fused_matmul_reduce_scatter_fallback(x, matrix, "sum", 1, group)  # type: ignore[arg-type]
+
+
 def find_group(name: str) -> dist.ProcessGroup:
     """Return the process group of this name (ProcessGroup.group_name).
 

@@ -35,6 +35,8 @@ class TensorConfig:
     """Split the embedding, the output layer and the loss by vocabulary, so that no rank ever has all logits."""
     asynchronous: bool = False
     """Overlap the gather and the scatter of activations with the matrix products, a chunk at a time."""
+    symmetric: bool = False
+    """asynchronous: by torch's products over symmetric memory, on GPUs of one NVLink domain, in place of messages."""
 
 
 @config_dataclass

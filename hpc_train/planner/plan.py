@@ -15,6 +15,7 @@ import numpy as np
 
 from hpc_train.config.compose import compose
 from hpc_train.config.model import CustomModelConfig, HfModelConfig, TransformerConfig
+from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.rules.check import check_support
@@ -157,10 +158,8 @@ def make_plan(
         jobs_from_config(config, 1)  # says why not
     if config.parallel.compile and isinstance(config.model, TransformerConfig) and config.model.experts.count:
         check_support(single_rank_config(config, config.train.global_batch), 1)  # says that experts do not compile
-    if config.parallel.cuda_graphs and not request.complete:
-        raise UserError(
-            "parallel.cuda_graphs=true: is for ddp with one micro-batch a step; give that layout, or leave it out"
-        )
+    if not request.complete:
+        _check_layout_is_given(config.parallel)
     basis = _EstimateBasis(
         constants or cluster_constants(config.cluster),
         known_figures(config),
@@ -193,6 +192,16 @@ def make_plan(
     if baselines and not request.complete:
         plan = replace(plan, baselines=_compare_baselines(plan, basis, found))
     return replace(plan, seconds=time.perf_counter() - began)
+
+
+def _check_layout_is_given(parallel: ParallelConfig) -> None:
+    """Raise UserError for settings that only some layouts can have, as the search would find others."""
+    if parallel.cuda_graphs:
+        raise UserError(
+            "parallel.cuda_graphs=true: is for ddp with one micro-batch a step; give that layout, or leave it out"
+        )
+    if parallel.tensor.symmetric:
+        raise UserError("parallel.tensor.symmetric=true: is for asynchronous tp; give that layout, or leave it out")
 
 
 def _explain_no_layout(request: PlanRequest) -> str:

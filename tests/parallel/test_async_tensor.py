@@ -24,6 +24,12 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.parallel.tensor.ring_matmul import MatmulRing, gather_matmul, matmul_scatter
+from hpc_train.parallel.tensor.symmetric_matmul import (
+    check_symmetric_memory,
+    gather_matmul_symmetric,
+    matmul_scatter_symmetric,
+)
+from hpc_train.planner.plan import plan_overrides
 from hpc_train.testing import run_ranks
 
 POSITIONS, HIDDEN = 24, 5
@@ -39,6 +45,8 @@ class Shape:
     batch: int
     chunk_bytes: int
     dtype: torch.dtype = torch.float64
+    symmetric: bool = False
+    """By torch's operators of symmetric memory, of which a CPU has the fallback."""
 
 
 def _draw(seed: int, *shape: int) -> Tensor:
@@ -66,7 +74,10 @@ def _gather_errors(world: World, shape: Shape) -> dict[str, float]:
     weights = [_draw(1 + i, width * world.size, HIDDEN).to(shape.dtype) for i, width in enumerate(WIDTHS)]
     cotangents = [_draw(9 + i, shape.batch, POSITIONS, len(weight)).to(shape.dtype) for i, weight in enumerate(weights)]
     own_x, own = _own(x, 1, world), [_own(weight, 0, world) for weight in weights]
-    got = gather_matmul(own_x, own, _ring(world, shape))
+    if shape.symmetric:
+        got = gather_matmul_symmetric(own_x, own, world.mesh["tp"].get_group().group_name)
+    else:
+        got = gather_matmul(own_x, own, _ring(world, shape))
     torch.autograd.backward(got, [c.chunk(world.size, 2)[world.rank] for c in cotangents])
 
     x, *weights = (tensor.double().requires_grad_() for tensor in (x, *weights))
@@ -87,7 +98,10 @@ def _scatter_errors(world: World, shape: Shape) -> dict[str, float]:
     weight = _draw(1, HIDDEN, 7 * world.size).to(shape.dtype)
     cotangent = _draw(2, shape.batch, POSITIONS, HIDDEN).to(shape.dtype)
     own_x, own = _own(x, 2, world), _own(weight, 1, world)
-    got = matmul_scatter(own_x, own, _ring(world, shape))
+    if shape.symmetric:
+        got = matmul_scatter_symmetric(own_x, own, world.mesh["tp"].get_group().group_name)
+    else:
+        got = matmul_scatter(own_x, own, _ring(world, shape))
     got.backward(cotangent.chunk(world.size, 1)[world.rank])
 
     x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
@@ -103,6 +117,7 @@ def _scatter_errors(world: World, shape: Shape) -> dict[str, float]:
 
 
 SHAPES = [Shape(batch, size) for batch, size in product((1, 2, 3), CHUNKS.values())]
+SHAPES += [Shape(batch, 1, symmetric=True) for batch in (1, 2, 3)]
 SIDES: dict[str, Callable[[World, Shape], dict[str, float]]] = {"gather": _gather_errors, "scatter": _scatter_errors}
 
 
@@ -271,3 +286,36 @@ def test_what_does_not_go_with_it_is_refused_in_a_line(overrides: tuple[str, ...
     with pytest.raises(UserError, match=words) as refused:
         check_support(compose((*overrides, ON)), 4)
     assert "\n" not in str(refused.value)
+
+
+SYMMETRIC = ("model=llama_tiny", "parallel.tp=2", "parallel.tensor.symmetric=true", "parallel.tensor.asynchronous=true")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ((*SYMMETRIC, "parallel.tensor.asynchronous=false"), "no effect without parallel.tensor.asynchronous=true"),
+        ((*SYMMETRIC, "parallel.compile=true"), "is not combined with parallel.compile"),
+        ((*SYMMETRIC, "parallel.tp=1", "parallel.tensor.asynchronous=false"), "has no effect with parallel.tp=1"),
+        (
+            (*SYMMETRIC, "cluster=dgx_h200", "parallel.tp=16", "model.heads=16", "model.kv_heads=16"),
+            "parallel.tp=16 ranks are in no NVLink domain of 8 GPUs",
+        ),
+    ],
+)
+def test_symmetric_memory_is_refused_where_there_is_none(overrides: tuple[str, ...], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_support(compose(overrides), 16)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_symmetric_memory_needs_a_gpu() -> None:
+    with pytest.raises(UserError, match=r"parallel.tensor.symmetric=true: this rank computes on a CPU"):
+        check_symmetric_memory(torch.device("cpu"))
+
+
+def test_the_planner_is_not_asked_for_what_only_some_layouts_have() -> None:
+    for key in ("parallel.tensor.symmetric", "parallel.cuda_graphs"):
+        with pytest.raises(UserError, match=rf"{key}=true: is for .*; give that layout, or leave it out"):
+            plan_overrides(("model=llama_7b", "cluster=dgx_h200", "cluster.nodes=1", f"{key}=true"))

@@ -34,6 +34,7 @@ USED = {
     ("zero3-2", ()): {"data_parallel.fully_shard", BATCH_NORM},
     ("zero3-2", ("parallel.recompute.mode=full", "parallel.offload.optimizer=cpu")): {
         "data_parallel.fully_shard",
+        "memory.copy_stream",
         "memory.recompute",
         "memory.parameter_offload",
         BATCH_NORM,

@@ -29,7 +29,7 @@ def check_tensor_rules(config: RunConfig, degrees: Degrees) -> None:
 
 def _check_unused_tensor_options(options: TensorConfig) -> None:
     default = TensorConfig()
-    for name in ("sequence", "vocabulary", "asynchronous"):
+    for name in ("sequence", "vocabulary", "asynchronous", "symmetric"):
         if (value := getattr(options, name)) != getattr(default, name):
             raise UserError(
                 f"parallel.tensor.{name}={str(value).lower()}: has no effect with parallel.tp=1; leave it out or set tp"
@@ -78,11 +78,26 @@ def _check_positions(config: RunConfig, degrees: Degrees) -> None:
 _OPTION = "parallel.tensor.asynchronous=true"
 
 
+def _check_symmetric(config: RunConfig, degrees: Degrees) -> None:
+    domain = config.cluster.node.nvlink_domain_gpus
+    if domain and degrees.tp > domain:
+        raise UserError(
+            f"parallel.tensor.symmetric=true: parallel.tp={degrees.tp} ranks are in no NVLink domain of {domain} GPUs "
+            f"(cluster={config.cluster.name}); use tp={domain}, or leave it out"
+        )
+    if config.parallel.compile:
+        raise UserError("parallel.tensor.symmetric=true: is not combined with parallel.compile; leave one of them out")
+
+
 def check_async_tensor_rules(config: RunConfig, degrees: Degrees) -> None:
     """Raise UserError for what asynchronous tensor parallelism cannot be combined with."""
     parallel = config.parallel
     if not parallel.tensor.asynchronous:
+        if parallel.tensor.symmetric:
+            raise UserError("parallel.tensor.symmetric=true: has no effect without parallel.tensor.asynchronous=true")
         return
+    if parallel.tensor.symmetric:
+        _check_symmetric(config, degrees)
     if not parallel.tensor.sequence:
         raise UserError(f"{_OPTION}: overlaps the exchange of positions; use parallel.tensor.sequence=true")
     if isinstance(config.model, VisionTransformerConfig):

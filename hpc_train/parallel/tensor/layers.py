@@ -37,6 +37,8 @@ class TensorAxis:
     mesh: DeviceMesh
     sequence: bool
     """Between layers each rank has T / size positions (Korthikanti et al. 2022, arXiv:2205.05198), else all T."""
+    symmetric: bool = False
+    """Asynchronous products go through symmetric memory."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -141,6 +143,13 @@ def make_column_products(axis: TensorAxis, asynchronous: bool) -> ColumnProducts
     positions, as Megatron does, would save B T h (1 - 1 / size) numbers for each group of layers and cost one more
     all-gather each.
     """
+    if asynchronous and axis.symmetric:
+        from hpc_train.parallel.tensor.symmetric_matmul import gather_matmul_symmetric
+
+        name = axis.group.group_name
+        return lambda x, weights: gather_matmul_symmetric(
+            x, [w.weight if isinstance(w, nn.Linear) else w for w in weights], name
+        )
     if asynchronous:
         from hpc_train.parallel.tensor.ring_matmul import MatmulRing, gather_matmul  # their operators take 50 ms
 
@@ -156,6 +165,11 @@ def make_column_products(axis: TensorAxis, asynchronous: bool) -> ColumnProducts
 
 def make_row_product(axis: TensorAxis, asynchronous: bool) -> RowProduct:
     """Make the product of a row-parallel layer, without its bias."""
+    if asynchronous and axis.symmetric:
+        from hpc_train.parallel.tensor.symmetric_matmul import matmul_scatter_symmetric
+
+        name = axis.group.group_name
+        return lambda x, weight: matmul_scatter_symmetric(x, weight, name)
     if asynchronous:
         from hpc_train.parallel.tensor.ring_matmul import MatmulRing, matmul_scatter
 

@@ -33,7 +33,12 @@ from hpc_train.parallel.tensor.tensor_plan import check_plan_coverage, read_tens
 def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> str:
     """Split the modules that the model's plan names over tp."""
     plan, options = read_tensor_plan(part, whole_model=get_axis_degree(world, "pp") == 1), config.parallel.tensor
-    axis = TensorAxis(world.mesh["tp"], sequence=options.sequence and "seq" in plan.values())
+    sequence = options.sequence and "seq" in plan.values()
+    axis = TensorAxis(world.mesh["tp"], sequence=sequence, symmetric=options.symmetric)
+    if options.symmetric:
+        from hpc_train.parallel.tensor.symmetric_matmul import check_symmetric_memory
+
+        check_symmetric_memory(world.device)
     if axis.sequence:
         check_plan_coverage(part, plan)
         if "positions" in inspect.signature(part.forward).parameters:

@@ -177,7 +177,7 @@ def _given(text: str, degrees: Degrees) -> tuple[int, ...]:
 def replace_unavailable(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return a configuration that runs here with the same layout, and one line for each thing that it leaves out."""
     parallel, said = config.parallel, []
-    for change in (_compiled, _offloaded, _in_files, _in_host_memory, _by_mpi, _compressed, _served):
+    for change in (_compiled, _symmetric, _offloaded, _in_files, _in_host_memory, _by_mpi, _compressed, _served):
         if (changed := change(parallel)) is not None:
             parallel, line = changed
             said.append(line)
@@ -189,6 +189,13 @@ def _compiled(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
         return None
     line = "parallel.compile=true: rehearsed without; compiled blocks keep fewer activations"
     return replace(parallel, compile=False, cuda_graphs=False), line
+
+
+def _symmetric(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+    if not parallel.tensor.symmetric:
+        return None
+    line = "parallel.tensor.symmetric=true: rehearsed with messages in a ring, which keep the same tensors"
+    return replace(parallel, tensor=replace(parallel.tensor, symmetric=False)), line
 
 
 def _offloaded(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
