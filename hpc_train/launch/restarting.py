@@ -26,6 +26,7 @@ from hpc_train.launch.failures import EXIT_CODES, FirstError, find_first_error
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.slurm.time_limit import SLURM_EARLY_SECONDS, read_time_left
 from hpc_train.launch.slurm.waiting_time import estimate_wait, fit_requeue
+from hpc_train.launch.state.attempts import read_attempt
 from hpc_train.launch.state.run_facts import read_events
 from hpc_train.resilience.exclusion import (
     EXCLUDE,
@@ -102,7 +103,7 @@ def decide_after_failure(
     logs, events, saved = folder.logs(attempt), read_events(folder.path), find_newest_step(folder)
     cancelled = any(event["event"] == "cancel" and event["attempt"] == attempt for event in events)
     own = {event["event"]: event for event in events if event["attempt"] == attempt}
-    fault = Fault(Cause.CANCELLED) if cancelled else find_fault(logs, code, allocation.lost)
+    fault = Fault(Cause.CANCELLED) if cancelled else find_fault(logs, code, _list_lost_in(logs, allocation.lost))
     fault = _read_own_reason(fault, own)
     record_strikes(folder.path, attempt, fault, allocation)
     choice = choose_nodes(config, folder, allocation) if allocation.nodes else None
@@ -125,6 +126,16 @@ def decide_after_failure(
     if choice is not None:
         _write_nodes(logs, choice)
     return decision
+
+
+def _list_lost_in(logs: Path, lost: Sequence[str]) -> list[str]:
+    """Return those of the lost nodes that the attempt with these logs ran on: others were lost before it.
+
+    All of them where nobody knows what it ran on.
+    """
+    begun = read_attempt(logs).begun
+    nodes = expand_hostlist(begun.nodes) if begun is not None and begun.nodes else lost
+    return [host for host in lost if host in nodes]
 
 
 def _read_own_reason(fault: Fault, own: Mapping[str, Mapping[str, Any]]) -> Fault:

@@ -42,3 +42,25 @@ def test_a_decision_that_is_made_twice_counts_once(tmp_path: Path, lost: tuple[s
         restarts = [event for event in lines(folder.events) if event["event"] == "restart"]
         assert [event["attempt"] for event in restarts] == list(range(attempt + 1))
         assert [strike["attempt"] for strike in lines(tmp_path / NODES)] == list(range(attempt + 1))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cause", "host"),
+    [
+        ("node1,node3", "a rank was killed", "node2"),
+        ("node1,node2", "a lost node", "node2"),
+        ("", "a lost node", "node3"),
+    ],
+)
+def test_a_node_that_was_lost_before_an_attempt_is_not_why_it_failed(
+    tmp_path: Path, nodes: str, cause: str, host: str
+) -> None:
+    folder = RunDirectory(tmp_path, tmp_path / "checkpoints")
+    fail(folder, 0)
+    (folder.logs(0) / "attempt.json").write_text(json.dumps({"host": "node1", "time": 0.0, "nodes": nodes}))
+    lost = ("node2",) if nodes == "node1,node2" else ("node3",)
+    lost = ("node4",) if nodes == "node1,node3" else lost
+    config = compose(default_to_slurm(["checkpoint.every=10"]))
+    decide_after_failure(config, folder, 0, 137, 0, Allocation((*NODES_OF_THE_JOB, "node4"), lost, 2))
+    (event,) = (event for event in lines(folder.events) if event["event"] == "restart")
+    assert (event["cause"], event["host"]) == (cause, host)
