@@ -48,7 +48,7 @@ def test_groups_and_their_options() -> None:
 
 def test_keys_at_every_depth() -> None:
     assert candidates("train", "run") == ["run_dir="]
-    assert candidates("train", "optim.s") == ["optim.schedule.", "optim.sgd."]
+    assert candidates("train", "optim.s") == ["optim.schedule.", "optim.sgd.", "optim.state="]
     assert candidates("train", "optim.schedule.war") == ["optim.schedule.warmup_steps="]
     assert candidates("train", "launch.ext") == ["launch.extra."]
     assert candidates("train", "+optim.schedule.war") == ["+optim.schedule.warmup_steps="]

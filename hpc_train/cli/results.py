@@ -218,6 +218,8 @@ def _plot_lines(axes: Any, results: SweepResults, rows: Sequence[PointResult], k
     if all(is_number(value) for value in places):
         if spans_decades(numbers):
             axes.set_xscale("log")
+        elif all(isinstance(value, int) for value in places):
+            axes.xaxis.get_major_locator().set_params(integer=True)  # there is no layer between two
     else:
         axes.set_xticks(list(places.values()), [str(value) for value in places])
     _scale(axes, results, rows)

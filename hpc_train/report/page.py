@@ -298,6 +298,7 @@ def _draw_pipeline(summary: RunSummary) -> list[Chart]:
     spans, seconds = simulate_spans(losses.work, pipeline)
     rows = len(set(pipeline.stage_of_rank))
     note = f"Simulated with the measured times of the stages: {losses.bubble_share:.1%} idle."
+    note += " Blue is forward, green backward."
     found = [
         Chart(
             "gantt_simulated",
