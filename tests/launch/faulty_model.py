@@ -2,16 +2,18 @@
 
 FAULTS="1:train:3:raise 0:save:1:hold": rank 1 raises in its third forward of training, and rank 0 holds in its first
 checkpoint until the file `go` appears (listen: until it has been asked to stop; eat: takes memory without end; memory:
-the same, and soon gets no more; poison: one of its weights is NaN from now on; nan: its answer is NaN, once; flip,
-moment: a bit of a weight, or of a moment of the optimizer, flips; nap2.5: sleeps that many seconds; pause2.5:
-is stopped by SIGSTOP for that long; disk: a system call does not return; full2.5: writes fail for that long).
+the same, and soon gets no more; poison: one of its weights is NaN from now on; nan: its answer is NaN, once; flip:
+a bit of a weight flips; nap2.5: sleeps that many seconds; pause2.5: is stopped by SIGSTOP for that long; disk: a system
+call does not return; full2.5: writes fail for that long).
 Every fault happens once in the life of FAULT_FOLDER, where a file with its name says that it did.
+
+With STEP_SECONDS, a forward of training takes so long until FAULT_FOLDER has a file `fast`, and a file `1.save` there
+has rank 1 do in its next checkpoint what the file says, once.
 """
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import os
 import resource
@@ -46,6 +48,15 @@ def reach(moment: str, model: Faulty | None = None) -> None:
         if fault.startswith(f"{name}:") and not done.exists():
             done.touch()
             act(fault.rsplit(":", 1)[1], model)
+    if "STEP_SECONDS" in os.environ:
+        folder = Path(os.environ["FAULT_FOLDER"])
+        if moment == "train" and not (folder / "fast").exists():
+            time.sleep(float(os.environ["STEP_SECONDS"]))
+        order = folder / f"{dist.get_rank()}.{moment}"
+        if order.exists():
+            action = order.read_text()
+            order.unlink()
+            act(action, model)
 
 
 def act(action: str, model: Faulty | None) -> None:
@@ -53,12 +64,9 @@ def act(action: str, model: Faulty | None) -> None:
         assert model is not None
         model.spoils = True
         return
-    if action in ("flip", "moment"):
+    if action == "flip":
         assert model is not None
-        if action == "flip":
-            flip_bit(model.out.weight, 0)
-        else:
-            flip_bit(find_moment(model.out.weight), 20)  # less would be lost where the update is rounded
+        flip_lowest_bit(model.out.weight)
         return
     if action == "raise":
         raise RuntimeError("a fault of the user's model")
@@ -112,16 +120,10 @@ def act(action: str, model: Faulty | None) -> None:
         time.sleep(0.01)
 
 
-def flip_bit(tensor: Tensor, bit: int) -> None:
-    """Flip a bit of the mantissa of the largest number: too little for a loss to show."""
+def flip_lowest_bit(tensor: Tensor) -> None:
+    """Flip the lowest bit of the mantissa of the largest number: too little for a loss to show."""
     numbers = tensor.data.view(-1)
-    numbers.view(torch.int32)[numbers.abs().argmax()] ^= 1 << bit
-
-
-def find_moment(weight: Tensor) -> Tensor:
-    """The first moment of a weight, of whichever optimizer has it."""
-    optimizers = [found for found in gc.get_objects() if isinstance(found, torch.optim.Optimizer)]
-    return next(found.state[weight]["exp_avg"] for found in optimizers if weight in found.state)
+    numbers.view(torch.int32)[numbers.abs().argmax()] ^= 1
 
 
 def wait_in_the_kernel() -> None:

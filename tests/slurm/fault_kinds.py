@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_client import SlurmCluster
-from training_client import parent_of, pid_of_task, processes_with, tasks_of, variables_of, wait_until
+from training_client import parent_of, pid_of_task, processes_with, tasks_of, variables_of
 
 from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.resilience.chaos import Order
@@ -145,7 +145,7 @@ def cut_network(scene: Scene) -> Iterator[None]:
     finally:
         for words in cables:
             scene.cluster.dev_cluster(*words[:2], "up", *words[2:])
-        wait_until("the node", lambda: scene.cluster.node_state(scene.host) in ("idle", "drained"))
+        scene.cluster.wait_until_back(scene.host)
         if scene.cluster.node_state(scene.host) == "drained":  # as Slurm could not end the rank there in a minute
             scene.cluster.scontrol("update", f"nodename={scene.host}", "state=resume")
         left = [str(find_folder(logs)) for logs in attempts(scene.run)]  # for an epilog: the agent there was killed
@@ -226,8 +226,10 @@ def kill_agent(scene: Scene) -> AbstractContextManager[None]:
 
 def kill_one_while_the_other_hangs(scene: Scene) -> AbstractContextManager[None]:
     """Kill rank 0 at the moment at which the stacks of the ranks are asked for, because rank 1 hangs."""
-    time.sleep(10)
-    os.kill(pid_of_task(scene.run, 0), signal.SIGKILL)
+    rank = pid_of_task(scene.run, 0)
+    time.sleep(9.5)
+    with suppress(ProcessLookupError):  # the ranks have been ended already
+        os.kill(rank, signal.SIGKILL)
     return nullcontext()
 
 
@@ -268,8 +270,8 @@ KINDS = {
     "slow link": Kind(8, "hold", COMPUTES, silent=True, outside=slow_network),
     "busy core": Kind(8, "hold", COMPUTES, silent=True, outside=busy_node),
     "nan": Kind(4, "nan", ("first step", "step"), goes_on=True),
-    "weight": Kind(6, "flip", COMPUTES),
-    "moment": Kind(6, "moment", ("step", "evaluation")),
+    "weight": Kind(6, "flip", ("step", "evaluation")),
+    "moment": Kind(6, "", ("step",), order=Order("flip_moment", 1)),
     "gradient": Kind(6, "", ("first step", "step"), order=Order("flip_gradient", 1)),
     "slow disk": Kind(8, "", ("save",), silent=True, order=Order("slow_disk", 1, seconds=8)),
     "rendezvous": Kind(8, "", tuple(ORDERS)[:3], hangs=True, order=Order("rendezvous", 1)),
@@ -289,4 +291,5 @@ KINDS = {
     "full disk": Kind(4, "full3", ("save",), ends_the_job=True),
 }
 """Where a kind has fewer phases than there are: a rank that starts or loads has no numbers yet, a full disk matters to
-who writes, and a rank answers `listen` only where it trains or evaluates."""
+who writes, a rank answers `listen` only where it trains or evaluates, and copies of parameters are first compared after
+three steps (docs/survival.md, what cannot be seen)."""

@@ -117,6 +117,13 @@ class SlurmCluster:
             time.sleep(0.1)
         return state
 
+    def wait_until_back(self, name: str, timeout: float = 120) -> None:
+        """Wait until a node is there again: idle, or in a job that has not lost it."""
+        end = time.monotonic() + timeout
+        while (state := self.node_state(name)) not in ("idle", "drained", "allocated", "mixed"):
+            assert time.monotonic() < end, f"{name} is {state} after {timeout:g} s"
+            time.sleep(0.5)
+
     def wait_for_node(self, name: str, state: str = "idle", timeout: float = 60) -> None:
         end = time.monotonic() + timeout
         while (now := self.node_state(name)) != state:
@@ -141,7 +148,7 @@ class SlurmCluster:
             yield
         finally:
             self.boot_node(name)
-            self.wait_for_node(name)
+            self.wait_until_back(name)
 
     def dev_cluster(self, *arguments: str) -> str:
         done = dev_cluster(*arguments, directory=self.directory)

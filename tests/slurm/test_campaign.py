@@ -1,4 +1,7 @@
-"""Four minutes of random faults in a training job, on a cluster of its own; an hour of them is `make campaign`."""
+"""Each kind of fault once, and some minutes of random ones, on a cluster of its own; `make campaign` runs for an hour.
+
+Takes minutes: a hang is noticed after ten seconds, and each start of the ranks imports torch.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_client import dev_cluster
+import test_faults_of_jobs
+from fault_kinds import KINDS
+from fault_sequence import ELSEWHERE, SEQUENCE, FaultSequence
+from slurm_client import SlurmCluster, dev_cluster, slurm_conf
 
 CAMPAIGN = Path(__file__).with_name("campaign.py")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster_of_five() -> Iterator[Path]:
     """Directory of a cluster of four nodes and a spare. Its name is short, as those of Slurm's sockets have to be."""
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
@@ -45,3 +51,22 @@ def test_a_run_of_random_faults_ends_as_one_without(cluster_of_five: Path, tmp_p
     assert "bit for bit" in said.stdout
     faults = json.loads((tmp_path / "campaign/faults.json").read_text())
     assert len(faults) >= 2
+
+
+@pytest.mark.hangs
+@pytest.mark.timeout(1500)
+def test_each_kind_of_fault_once_in_one_run(
+    cluster_of_five: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = slurm_conf(cluster_of_five)
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    sequence = FaultSequence(SlurmCluster(conf, cluster_of_five), tmp_path / "faults" / "run", store)
+    sequence.submit()
+    for fault, moment in SEQUENCE:
+        print(sequence.meet(fault, moment), flush=True)
+    sequence.finish()
+
+
+def test_each_kind_of_fault_is_met_by_a_test() -> None:
+    assert sorted([*(fault for fault, _ in SEQUENCE), *ELSEWHERE]) == sorted(KINDS)
+    assert [name for name in ELSEWHERE.values() if not hasattr(test_faults_of_jobs, name)] == []

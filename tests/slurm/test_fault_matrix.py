@@ -1,7 +1,7 @@
 """Every fault in every phase of a run, on a real Slurm: noticed in time, the right rank named, the same numbers.
 
 Half a minute a cell, because a hang is noticed after ten seconds and each start of the ranks imports torch. `make test`
-draws five; with HPC_TRAIN_FAULT_TABLE=FILE every cell adds a line of its times to that file.
+draws one; with HPC_TRAIN_FAULT_TABLE=FILE every cell adds a line of its times to that file.
 """
 
 from __future__ import annotations
@@ -11,59 +11,38 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from drawn import draw
-from fault_kinds import KINDS, ORDERS, PHASES, Kind, Scene, attempts, host_of_task_1
+from fault_checks import (
+    FAULTY,
+    NOTICES,
+    Cell,
+    assert_culprit,
+    assert_no_alarm,
+    assert_noticed,
+    describe_faulty_run,
+    list_leftovers,
+)
+from fault_kinds import KINDS, ORDERS, PHASES, Scene, host_of_task_1
 from slurm_client import SlurmCluster
-from training_client import assert_same_result, hpc_train, kinds, lines, processes_with, submit, wait_until
+from training_client import assert_same_result, hpc_train, kinds, lines, submit, wait_until
 
 from hpc_train.resilience.chaos import give_order
-from hpc_train.resilience.heartbeat import find_folder
 
-FAULTY = Path(__file__).parents[1] / "launch"
 STEPS, EVERY = 60, 20
-DEADLINE = 12
-"""Seconds, of every phase but the start, whose imports take longer on a busy machine."""
-START_DEADLINE = 30
-UNTIL_THE_NEXT_SAVE = 15
-"""Seconds of steps on a busy machine for which nobody waits for a save that hangs."""
 WITHOUT_A_SAVE = ("start", "first step", "load after a restart", "load after a requeue")
-COMPARE_EVERY = 4
-"""Steps between two comparisons of the copies of the parameters."""
-DRAWN = ("abort in step", "ranks' srun in save", "gil in evaluation", "loop in save", "raise in load after a restart")
-"""The others that `make test` runs are in test_faults_of_jobs.py."""
-NOTICES = ("hang", "lost_node", "disagree", "transient", "restart", "requeue", "failure", "checkpoint_failed")
-ALARMS = ("hang", "lost_node", "restart", "slow_node", "failure")
-"""Events of which there is none where nothing is wrong."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What became of one fault in one phase."""
-
-    fault: str
-    phase: str
-    noticed: float | None
-    """Seconds from the fault to the first event about it; None: there was none."""
-    trained: float | None
-    """Seconds from the fault until the ranks had resumed, or begun again; None: the run ended."""
-    then: str
+DRAWN = ("raise in load after a restart",)
+"""It ends the run. `make test` meets each kind once, in test_campaign.py and test_faults_of_jobs.py."""
 
 
 @pytest.fixture(scope="module")
 def settings(store: Path) -> list[str]:
-    """A model that does what a test asks for, on two nodes with one rank each."""
-    model = ["model=custom", "model.module=faulty_model", "model.name=faulty", "train.sequence_length=16"]
-    batch = ["train.global_batch=4", "train.micro_batch=2", f"train.steps={STEPS}", f"checkpoint.every={EVERY}"]
-    rest = ["train.eval_every=10", "train.eval_batches=2", "train.tensorboard=false", "cluster.node.ranks=1"]
-    deadlines = [f"resilience.hang.{name}_seconds={DEADLINE}" for name in ("first_step", "load", "save")]
-    start = f"resilience.hang.start_seconds={START_DEADLINE}"
-    text = ["data=text", f"data.path={store}", "train.noise_scale.every=0", "launch.export=[FAULTS,FAULT_FOLDER]"]
-    compare = f"resilience.numbers.compare_every={COMPARE_EVERY}"
-    return [*model, *batch, *rest, *deadlines, start, compare, *text, "launch.spares=1", "resilience.chaos=true"]
+    exported = "launch.export=[FAULTS,FAULT_FOLDER]"
+    lengths = [f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "train.eval_every=10"]
+    return [*describe_faulty_run(store), *lengths, exported, "launch.spares=1"]
 
 
 def start(run: Path, settings: list[str], faults: str = "") -> str:
@@ -98,7 +77,7 @@ CELLS = [f"{fault} in {phase}" for fault, kind in KINDS.items() for phase in kin
 
 @pytest.mark.parametrize("cell", draw(CELLS, DRAWN))
 def test_a_fault(
-    cell: str, slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+    cell: str, slurm_cluster: SlurmCluster, settings: list[str], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     fault, _, phase = cell.partition(" in ")
     kind, run = KINDS[fault], tmp_path / "run"
@@ -136,7 +115,7 @@ def test_a_fault(
             slurm_cluster.wait_for_state(job, "COMPLETED", timeout=120)
         else:
             assert outcome.then == "COMPLETED"
-        assert_same_result(run, undisturbed, STEPS)
+        assert_same_result(run, request.getfixturevalue("undisturbed"), STEPS)
         if kind.ends_the_job:
             assert kinds(run).count("resume") == 1
         elif kind.goes_on or (fault in ("raise", "memory") and phase.startswith("save")):
@@ -144,31 +123,6 @@ def test_a_fault(
         elif not kind.silent:
             assert_culprit(fault, scene, began)
     wait_until("the end of what is left", lambda: list_leftovers(scene) == [], 60)
-
-
-def assert_noticed(kind: Kind, outcome: Cell) -> None:
-    """It was noticed within its bound."""
-    deadline = (START_DEADLINE if outcome.phase.startswith("start") else DEADLINE) if kind.hangs else 0
-    if kind.hangs and outcome.phase == "save":
-        deadline += UNTIL_THE_NEXT_SAVE
-    assert outcome.noticed is not None
-    assert outcome.noticed <= kind.seconds + deadline
-
-
-def assert_no_alarm(outcome: Cell, scene: Scene, began: float) -> None:
-    """Nobody took it for a fault. A job that was asked to stop is requeued."""
-    events = [event for event in lines(scene.run / "events.jsonl") if event["time"] > began]
-    assert [event for event in events if event["event"] in ALARMS] == []
-    assert outcome.noticed is None or outcome.phase.endswith("requeue")
-
-
-def list_leftovers(scene: Scene) -> list[str]:
-    """Processes of a run, and its files in the memory of nodes."""
-    left = [f"process {process}" for srun in (True, False) for process in processes_with(str(scene.run), srun=srun)]
-    entries = {find_folder(logs).name for logs in attempts(scene.run)}
-    for node in sorted(set(scene.cluster.command("sinfo", "-hN", "-o", "%N").split())):
-        left += entries & set(scene.cluster.dev_cluster("exec", node, "ls", "/dev/shm").split())
-    return left
 
 
 def follow(cell: str, scene: Scene, began: float) -> Cell:
@@ -183,25 +137,6 @@ def follow(cell: str, scene: Scene, began: float) -> Cell:
         return Cell(fault, phase, None, None, then)
     resumed = [event["time"] for event in events if event["event"] in ("start", "resume") and event["time"] > noticed]
     return Cell(fault, phase, noticed - began, resumed[0] - began if resumed else None, then)
-
-
-def assert_culprit(fault: str, scene: Scene, began: float) -> None:
-    """The rank and its node are named, and nobody else."""
-    events = [event for event in lines(scene.run / "events.jsonl") if event["time"] > began]
-    restart = next((event for event in events if event["event"] == "restart"), None)
-    if restart is None:  # while all ranks stopped on purpose, after which the job is requeued
-        (requeue,) = (event for event in events if event["event"] == "requeue")
-        assert f"meanwhile task 1 on {scene.host}" in requeue["why"]
-        return
-    if fault in ("ranks' srun", "weight", "moment", "gradient"):
-        assert restart["host"] == "", "no node is to blame, or of two copies nobody knows which is right"
-    elif fault not in ("both killed", "hang and kill"):
-        assert restart["host"] == scene.host
-    if fault == "raise":
-        assert "a fault of the user's model" in restart["signature"]
-    if KINDS[fault].hangs:
-        hang = next(event for event in events if event["event"] == "hang")
-        assert "task 1" in hang["why"]
 
 
 def write_line(cell: Cell) -> None:
