@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
 from hpc_train.interfaces import IGNORED_TARGET
-from hpc_train.models.attention_kernels import DocumentMask, attend, make_document_mask
+from hpc_train.models.attention.attention_kernels import DocumentMask, attend, make_document_mask
+from hpc_train.models.attention.plain_attention import ScoreRule, attend_plainly
+from hpc_train.models.attention.rotary import RotaryTable, apply_rotary
 from hpc_train.models.dropout import Dropout, DropoutSite, list_positions
 from hpc_train.models.initial_values import Normal, gpt2_init_rule
-from hpc_train.models.plain_attention import ScoreRule, attend_plainly
-from hpc_train.models.rotary import RotaryTable, apply_rotary
 
 
 class LinearGroup(nn.Module):

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from hpc_train.config.model import TransformerConfig
 from hpc_train.models import shape
-from hpc_train.models.attention_kernels import DocumentMask
+from hpc_train.models.attention.attention_kernels import DocumentMask
+from hpc_train.models.attention.plain_attention import ScoreRule
+from hpc_train.models.attention.rotary import RotaryTable, compute_query_factor, make_rotary_table
 from hpc_train.models.dropout import Dropout
 from hpc_train.models.initial_values import ZEROS, Normal
 from hpc_train.models.layers import (
@@ -31,8 +33,6 @@ from hpc_train.models.layers import (
     make_stage_blocks,
     match_tensor_plan,
 )
-from hpc_train.models.plain_attention import ScoreRule
-from hpc_train.models.rotary import RotaryTable, compute_query_factor, make_rotary_table
 
 TENSOR_PLAN = {
     "embed": "vocab",
@@ -188,7 +188,7 @@ def _make_attention(config: TransformerConfig, layer: int) -> nn.Module:
     )
     factor = compute_query_factor(config, shape.compute_head_dim(config))
     if shape.has_latent_attention(config):
-        from hpc_train.models.latent_attention import LatentAttention  # other models need none of this
+        from hpc_train.models.attention.latent_attention import LatentAttention  # other models need none of this
 
         return LatentAttention(config.hidden, config.heads, config.latent, core, factor)
     attention = Attention(

@@ -15,9 +15,9 @@ from hpc_train.config.model import TransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.models.attention_kernels import MIN_BLOCK, choose_way
+from hpc_train.models.attention.attention_kernels import MIN_BLOCK, choose_way
+from hpc_train.models.attention.plain_attention import ScoreRule
 from hpc_train.models.layers import ScaledDotProduct
-from hpc_train.models.plain_attention import ScoreRule
 from hpc_train.models.shape import compute_head_dim, count_kv_heads
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.mesh_axes import get_axis_degree

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from hpc_train.config.model import TransformerConfig
-from hpc_train.models import attention_kernels, plain_attention
-from hpc_train.models.attention_kernels import attend, choose_way, make_document_mask
-from hpc_train.models.plain_attention import ScoreRule
+from hpc_train.models.attention import attention_kernels, plain_attention
+from hpc_train.models.attention.attention_kernels import attend, choose_way, make_document_mask
+from hpc_train.models.attention.plain_attention import ScoreRule
 from hpc_train.models.registry import build_model
 from hpc_train.models.shape import compute_flops_per_token, compute_mean_keys
 

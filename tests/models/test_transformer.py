@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from hpc_train.config.model import ModelConfig, TransformerConfig
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.interfaces import IGNORED_TARGET, Model, World
-from hpc_train.models.rotary import apply_rotary, make_rotary_table
+from hpc_train.models.attention.rotary import apply_rotary, make_rotary_table
 from hpc_train.models.transformer import TENSOR_PLAN, Transformer
 from hpc_train.models.vision_transformer import TENSOR_PLAN as VIT_PLAN
 from hpc_train.testing import run_ranks

@@ -19,10 +19,10 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
 from hpc_train.checkpoint.convert.model_config import encode_hf_config, parse_hf_config
 from hpc_train.config.model import ExpertsConfig, LatentConfig, RopeConfig, TransformerConfig
 from hpc_train.errors import UserError
+from hpc_train.models.attention.rotary import make_rotary_table
 from hpc_train.models.hf.library import make_library_config
 from hpc_train.models.huggingface import find_model_family, from_huggingface, to_huggingface
 from hpc_train.models.layers import Attention, ScaledDotProduct
-from hpc_train.models.rotary import make_rotary_table
 
 LENGTH, WINDOW = 150, 7
 GEMMA = TransformerConfig(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.models import plain_attention
+from hpc_train.models.attention import plain_attention
 from hpc_train.models.dropout import (
     Dropout,
     DropoutSite,

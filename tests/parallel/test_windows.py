@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.parallel import ContextConfig, ParallelConfig
 from hpc_train.interfaces import World
-from hpc_train.models import plain_attention
+from hpc_train.models.attention import plain_attention
 from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.parallel import mesh_axes
 from hpc_train.parallel.context import context_parallel

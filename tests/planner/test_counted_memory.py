@@ -11,7 +11,7 @@ from planner_runs import run
 
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import UserError
-from hpc_train.models import plain_attention
+from hpc_train.models.attention import plain_attention
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.planner.model import layer
 from hpc_train.planner.rehearsal.one_rank import rehearse_rank

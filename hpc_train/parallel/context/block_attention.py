@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hpc_train import _torch
-from hpc_train.models import plain_attention
-from hpc_train.models.plain_attention import ScoreRule
+from hpc_train.models.attention import plain_attention
+from hpc_train.models.attention.plain_attention import ScoreRule
 
 BlockGradients = tuple[Tensor, Tensor, Tensor]
 

@@ -19,8 +19,8 @@ from hpc_train._torch import all_gather, reduce_scatter
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
+from hpc_train.models.attention.plain_attention import attend_plainly
 from hpc_train.models.layers import ScaledDotProduct
-from hpc_train.models.plain_attention import attend_plainly
 from hpc_train.parallel.context.block_attention import cast_to_autocast
 from hpc_train.parallel.mesh_axes import SequenceShare, get_axis_degree, get_sequence_share, provide_positions
 

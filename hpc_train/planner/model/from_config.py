@@ -260,7 +260,7 @@ def _formats(config: RunConfig, degrees: Degrees) -> dict[str, float]:
         "optimizer_bytes": 2 * weight_bytes,
         "logit_bytes": ELEMENT_BYTES[config.precision.name] + 2 * weight_bytes,
         "stack": STACKS.index("hpc_train"),
-        # With dropout, models.plain_attention computes scores and masks itself instead of calling a fused kernel.
+        # With dropout, plain_attention computes scores and masks itself instead of calling a fused kernel.
         "fused_attention": getattr(config.model, "dropout", 0.0) == 0,
         "fused_elementwise": config.parallel.compile,
         "overlap_data": 1,

@@ -241,7 +241,7 @@ _MASK = 1.0
 MAX_SCORES, MIN_QUERIES = 2.0**24, 16.0
 """Attention with dropout is computed in blocks of queries: at most so many scores, at least so many queries each.
 
-The values are those of models.plain_attention.
+The values are those of models.attention.plain_attention.
 """
 
 
@@ -341,7 +341,7 @@ def embedding_mask_bytes(jobs: Jobs, tokens: Column) -> Column:
 def dropout_attention_working(jobs: Jobs, tokens: Column) -> Column:
     """Return the bytes that the backward of attention with dropout needs at its peak; 0 without dropout.
 
-    For hpc_train's models (models.plain_attention). For one block of queries: four fp32 tensors of the size of its
+    For hpc_train's models (plain_attention). For one block of queries: four fp32 tensors of the size of its
     scores (weights, their gradients before and after the mask, one temporary) and the mask. For all queries: gradients
     of queries and of the result, and of keys and values in fp32.
     """

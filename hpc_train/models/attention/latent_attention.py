@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpc_train.config.model import LatentConfig
-from hpc_train.models.attention_kernels import DocumentMask
+from hpc_train.models.attention.attention_kernels import DocumentMask
+from hpc_train.models.attention.rotary import RotaryTable, apply_interleaved_rotary, apply_rotary
 from hpc_train.models.layers import ScaledDotProduct
-from hpc_train.models.rotary import RotaryTable, apply_interleaved_rotary, apply_rotary
 
 NORM_EPS = 1e-6
 """Epsilon in the norms of the latents; DeepSeek's code has it there whatever the norms of the model have."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from hpc_train.models.attention.plain_attention import ScoreRule, attend_plainly
 from hpc_train.models.dropout import list_positions
-from hpc_train.models.plain_attention import ScoreRule, attend_plainly
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -1,0 +1,1 @@
+"""Attention: kernels, plain operations, latent attention of DeepSeek, and rotary positions."""
