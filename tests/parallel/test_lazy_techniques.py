@@ -36,7 +36,6 @@ USED = {
         "data_parallel.fully_shard",
         "memory.copy_stream",
         "memory.recompute",
-        "memory.copy_stream",
         "memory.parameter_offload",
         BATCH_NORM,
     },
