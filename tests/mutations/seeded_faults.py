@@ -243,7 +243,7 @@ FAULTS = (
     ),
     Fault(
         "rotary embeddings turn the other way",
-        "models/rotary.py",
+        "models/attention/rotary.py",
         "first * cosine - second * sine, second * cosine + first * sine",
         "first * cosine + second * sine, second * cosine - first * sine",
         ("parallel/test_against_transformers.py",),
