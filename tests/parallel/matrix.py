@@ -29,6 +29,7 @@ from hpc_train.models.initial_values import initialise_parameters
 from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel.apply import build
+from hpc_train.training.numerics.replica_check import ReplicaCheck
 from hpc_train.training.optimizer import make_optimizer
 
 SEQUENCES, LENGTH, VOCABULARY = 16, 16, 29
@@ -260,6 +261,7 @@ def steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) -> O
         outcome.norms.append(float(engine.clip(MAX_NORM)))
         assert engine.update(RATES[step])
     outcome.state = held(engine.shards())
+    assert ReplicaCheck(engine, world).find_odd_ranks() == ([], True)  # a run takes other copies for a fault
     return outcome
 
 

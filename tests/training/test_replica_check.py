@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from training_runs import SMALL
+import torch
+from training_runs import SMALL, small, with_run
 
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 from hpc_train.training.components import make_engine, make_model
+from hpc_train.training.numerics import replica_check
+from hpc_train.training.numerics.number_checks import RanksDisagree, check_numbers
 from hpc_train.training.numerics.replica_check import ReplicaCheck, find_minority
+from hpc_train.training.step import train_step
+from hpc_train.training.training_run import TrainingRun
 
 
 def compare(world: World, config: RunConfig, wrong: list[int]) -> tuple[tuple[list[int], bool], tuple[list[int], bool]]:
@@ -63,3 +69,31 @@ def test_the_minority_of_each_place_is_odd(seed: int) -> None:
         else:
             rare = min(counts, key=lambda value: counts[value])
             assert set(odd) & set(ranks) == {rank for rank in ranks if sums[rank][1] == rare}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"), [(1, "copies of parameters are not equal any more, as they were after step 0"), (2, "")]
+)
+def test_a_number_that_changes_in_the_first_steps_is_found_where_devices_round_alike(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: int, found: str
+) -> None:
+    def change_a_number(run: TrainingRun) -> str:
+        monkeypatch.setattr(replica_check, "probe_rounding", lambda device: run.world.rank % kinds)
+        for step in range(3):
+            train_step(run)
+            if step == run.world.rank == 1:
+                next(iter(run.engine.shards())).local.view(-1)[0] += 1e-3
+        try:
+            check_numbers(run, lambda: None)
+        except RanksDisagree as error:
+            return str(error)
+        assert run.replicas is None
+        return ""
+
+    for said in with_run(small(store, tmp_path / "run"), change_a_number):
+        assert said.startswith(found)
+        assert bool(said) == bool(found)
+
+
+def test_a_device_makes_the_same_bits_of_the_same_numbers() -> None:
+    assert replica_check.probe_rounding(torch.device("cpu")) == replica_check.probe_rounding(torch.device("cpu"))

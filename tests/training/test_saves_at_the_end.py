@@ -13,19 +13,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from training_runs import run, small
+from training_runs import run, small, with_run
 
 from hpc_train.checkpoint import list_committed_steps, verify_step
 from hpc_train.checkpoint.format.manifest import read_manifest
-from hpc_train.config.run import RunConfig
-from hpc_train.interfaces import World
-from hpc_train.runtime.processes import StopRequest
-from hpc_train.testing import run_ranks
-from hpc_train.training.assemble import assemble_run
 from hpc_train.training.completion import find_shortfall
-from hpc_train.training.components import make_engine, make_model, open_data
 from hpc_train.training.loop import run_training
-from hpc_train.training.run_directory import RunDirectory, locate_run_directory, prepare_run_directory
 from hpc_train.training.training_run import TrainingRun
 
 _fsync = os.fsync
@@ -34,23 +27,6 @@ _fsync = os.fsync
 def slow_fsync(descriptor: int) -> None:
     time.sleep(0.05)
     _fsync(descriptor)
-
-
-def with_run(config: RunConfig, act: Callable[[TrainingRun], Any], ranks: int = 2) -> list[Any]:
-    """Assemble a run on some ranks and do something with it."""
-
-    def rank(world: World, folder: RunDirectory) -> Any:
-        engine = make_engine(config, world, make_model(config))
-        assembled = assemble_run(config, world, folder, 0, StopRequest(), open_data(config, world), engine)
-        try:
-            return act(assembled)
-        finally:
-            assembled.close()
-
-    folder = locate_run_directory(config)
-    prepare_run_directory(folder, config)
-    folder.logs(0).mkdir(parents=True, exist_ok=True)
-    return run_ranks(rank, ranks, folder, parallel=config.parallel)
 
 
 def test_a_save_under_way_when_the_training_fails_is_committed(store: Path, tmp_path: Path) -> None:

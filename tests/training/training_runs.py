@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hpc_train.training.loop import run_training
 from hpc_train.training.optimizer import require_determinism
 from hpc_train.training.records.run_records import read_metrics
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory
+from hpc_train.training.training_run import TrainingRun
 
 SMALL = (
     "data=text",
@@ -89,6 +91,23 @@ def _rank(world: World, config: RunConfig, folder: RunDirectory, attempt: int, a
             loader.close()
     run.reporter.close()
     return Ended(code, run.step, {piece.name: piece.local.numpy().copy() for piece in engine.shards()})
+
+
+def with_run(config: RunConfig, act: Callable[[TrainingRun], Any], ranks: int = 2) -> list[Any]:
+    """Assemble a run on some ranks and do something with it."""
+
+    def rank(world: World, folder: RunDirectory) -> Any:
+        engine = make_engine(config, world, make_model(config))
+        assembled = assemble_run(config, world, folder, 0, StopRequest(), open_data(config, world), engine)
+        try:
+            return act(assembled)
+        finally:
+            assembled.close()
+
+    folder = locate_run_directory(config)
+    prepare_run_directory(folder, config)
+    folder.logs(0).mkdir(parents=True, exist_ok=True)
+    return run_ranks(rank, ranks, folder, parallel=config.parallel)
 
 
 def metrics(config: RunConfig, *keys: str) -> list[tuple[Any, ...]]:

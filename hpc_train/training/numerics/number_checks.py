@@ -135,7 +135,7 @@ def _compare_replicas_if_due(run: TrainingRun) -> None:
     if run.replicas is None or not (first or run.step % every == 0):
         return
     odd, sure = run.replicas.find_odd_ranks()
-    if odd and first:
+    if odd and first and not run.replicas.do_devices_round_alike():
         run.replicas = None
         if run.world.rank == 0:
             log.warning("copies of parameters are not compared: devices of different kinds round differently")

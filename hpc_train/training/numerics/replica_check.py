@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hpc_train.interfaces import Engine, World
 
@@ -44,13 +45,42 @@ class ReplicaCheck:
         dist.all_gather(everybody, mine)
         return find_minority([(int(place), int(bits)) for place, bits in everybody])
 
+    def do_devices_round_alike(self) -> bool:
+        """Return whether the devices of all ranks make the same bits of the same numbers; a collective.
+
+        Devices of different kinds may not. Copies of parameters then drift apart without any fault.
+        """
+        mine = torch.tensor(probe_rounding(self._world.device), dtype=torch.int64)
+        everybody = [torch.empty_like(mine) for _ in range(self._world.size)]
+        dist.all_gather(everybody, mine)
+        return all(int(other) == int(mine) for other in everybody)
+
     def add_up(self) -> int:
         """Return the sum of the bits of this rank's parameters, as integers modulo 2^64."""
-        total = torch.zeros((), dtype=torch.int64, device=self._world.device)
-        for tensor in self._tensors:
-            bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
-            total += bits.sum(dtype=torch.int64).to(total.device)
-        return int(total)
+        return add_up_bits(self._tensors, self._world.device)
+
+
+def add_up_bits(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Return the sum of the bits of tensors, as integers modulo 2^64."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+        total += bits.sum(dtype=torch.int64).to(total.device)
+    return int(total)
+
+
+def probe_rounding(device: torch.device) -> int:
+    """Return the sum of the bits of what a device makes of fixed numbers by the operations of clipping and updating.
+
+    The order in which a device adds up a norm, its fused operations and its matrix products are what may differ.
+    """
+    values = (torch.arange(1 << 20, dtype=torch.float32) % 9973 + 1).div_(7919).to(device)
+    moment = values.lerp(values.square(), 0.1)
+    update = torch.addcdiv(values, moment, moment.sqrt().add_(1e-8), value=-1e-3)
+    update.div_(torch.linalg.vector_norm(values) + 1e-6)
+    square = update[: 1 << 16].view(256, 256)
+    half = square.to(torch.bfloat16)
+    return add_up_bits([update, square @ square.T, half @ half.T], device)
 
 
 def find_minority(sums: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
