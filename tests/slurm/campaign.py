@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # this is a program, too
+
 from slurm_client import FINAL, SlurmCluster, slurm_conf
 from token_stores import build_store
 from training_client import assert_same_result, hpc_train, lines, steps_done, submit, tasks_of
