@@ -8,6 +8,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
 
 from hpc_train import __version__
@@ -79,15 +80,15 @@ def make_report(
         interface=network[1],
         gpus=torch.cuda.device_count(),
         slurm=compare_with_slurm(task, env),
-        mpi=describe_mpi_view(task, env),
+        mpi=describe_mpi_view(task, env, timedelta(seconds=config.launch.timeout_seconds)),
         findings=findings,
         nvlinks=[gpu.nvlinks or 0 for gpu in node.gpus] if node else [],
         rates=[nic.gbit_s for nic in node.nics if nic.active and nic.gbit_s] if node else [],
     )
 
 
-def describe_mpi_view(task: Task, env: Mapping[str, str]) -> str | None:
-    """Say how MPI sees this process if it differs from the launcher's view; None if both agree.
+def describe_mpi_view(task: Task, env: Mapping[str, str], timeout: timedelta) -> str | None:
+    """Say how MPI sees this process if it differs from the launcher's view; None if both agree. A collective.
 
     MPI is asked only if the environment has its variables: without them each process would be a world of its own, and
     some libraries abort.
@@ -95,7 +96,7 @@ def describe_mpi_view(task: Task, env: Mapping[str, str]) -> str | None:
     # Importing MPI without a launcher may abort the process in Open MPI, so the environment is asked first.
     has_mpi_variables = any(name.startswith(("PMIX_", "PMI_", "OMPI_COMM_WORLD_")) for name in env)
     if has_mpi_variables and (task.launcher == "mpi" or "SLURM_STEP_ID" in env):
-        view = read_mpi_rank_and_size()
+        view = read_mpi_rank_and_size(task, timeout)
         return None if view is None else compare_with_mpi(task, view)
     if "SLURM_STEP_ID" in env and task.processes > 1:
         return (

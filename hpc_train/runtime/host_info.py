@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -115,6 +117,8 @@ def _find_free_port(address: str) -> int:
 
 
 _FACTS_GATE = "facts/published"
+_MPI_GATE = "mpi/ready"
+_MPI_POLL_SECONDS = 0.002
 
 
 def publish_process_info(task: Task, own_info: ProcessInfo) -> None:
@@ -158,13 +162,39 @@ def _store_of(task: Task) -> Store:
     return task.store
 
 
-def read_mpi_rank_and_size() -> tuple[int, int] | None:
-    """Return (rank, size) as the MPI library counts them; None without mpi4py. The first call initialises MPI."""
+def read_mpi_rank_and_size(task: Task, timeout: timedelta) -> tuple[int, int] | None:
+    """Return (rank, size) as the MPI library counts them; None without mpi4py. A collective: it initialises MPI.
+
+    Raises UserError if other processes do not come within `timeout`.
+    """
+    _await_others_before_mpi(task, timeout)
     try:
         MPI = load_mpi()
     except ImportError:
         return None
     return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+def _await_others_before_mpi(task: Task, timeout: timedelta) -> None:
+    """Let process 0 be the last to initialise MPI, when no other process waits for an answer of the job's store.
+
+    mpi4py holds the interpreter's lock until all processes have come, and the store is served by a thread of process 0:
+    a process that still waited for its answer would never come.
+    """
+    if task.store is None or task.processes == 1 or "mpi4py.MPI" in sys.modules:
+        return
+    if task.process != 0:
+        arrive_at_gate(task.store, _MPI_GATE, task.processes)
+        return
+    deadline = time.monotonic() + timeout.total_seconds()
+    # Not wait_for_gate: its answer may be sent before that of the process that opened the gate.
+    while (arrived := count_arrived(task.store, _MPI_GATE)) < task.processes - 1:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{arrived + 1} of {task.processes} processes came to initialise MPI within "
+                f"{timeout.total_seconds():.0f} s; did the others fail? see their logs"
+            )
+        time.sleep(_MPI_POLL_SECONDS)
 
 
 def find_missing_mpi(launcher: str, env: Mapping[str, str]) -> str | None:

@@ -398,8 +398,9 @@ def arrange_ranks(
     visible = torch.cuda.device_count() if gpu is not None else 0
     if needs_mpi and (missing := find_missing_mpi(task.launcher, env)):
         raise UserError(f"{needs_mpi}: {missing}")
-    own_info = collect_process_info(task, env, address, gpu, read_mpi_rank_and_size() if needs_mpi else None, visible)
     timeout = timedelta(seconds=config.launch.timeout_seconds)
+    mpi_view = read_mpi_rank_and_size(task, timeout) if needs_mpi else None
+    own_info = collect_process_info(task, env, address, gpu, mpi_view, visible)
     assignment, hashed = agree_on_assignment(
         task, own_info, timeout, lambda infos: _decide_on_process_0(config, task, infos, needs_mpi, env, find)
     )

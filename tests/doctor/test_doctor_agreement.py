@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -120,11 +121,11 @@ TASK = Task(1, 4, 1, 0, 1, "slurm", "n0")
 
 
 def test_srun_without_mpi_leaves_every_rank_alone() -> None:
-    line = describe_mpi_view(TASK, {"SLURM_STEP_ID": "0"})
+    line = describe_mpi_view(TASK, {"SLURM_STEP_ID": "0"}, timedelta(seconds=1))
     assert line is not None
     assert "0 of 1" in line
-    assert describe_mpi_view(TASK, {}) is None, "torchrun has nothing to do with MPI"
-    assert describe_mpi_view(replace(TASK, processes=1), {"SLURM_STEP_ID": "0"}) is None
+    assert describe_mpi_view(TASK, {}, timedelta(seconds=1)) is None, "torchrun has nothing to do with MPI"
+    assert describe_mpi_view(replace(TASK, processes=1), {"SLURM_STEP_ID": "0"}, timedelta(seconds=1)) is None
 
 
 # speed
