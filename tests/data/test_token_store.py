@@ -149,7 +149,7 @@ def test_a_store_of_a_later_format_is_refused(tmp_path):
     store = written(tmp_path / "a.h5", random_tokens(10))
     with h5py.File(store.path, "r+") as file:
         file.attrs["version"] = 99
-    with pytest.raises(UserError, match="format 99, newer than 2"):
+    with pytest.raises(UserError, match="format 99 of token stores, newer than 2"):
         TokenStore.open(store.path)
 
 
