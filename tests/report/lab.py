@@ -3,8 +3,8 @@
 A cell is a layout and a fault. Its ranks are real processes with real collectives. How long a fault takes is counted in
 units of an untroubled step of the same run, so that it is as large on a busy machine as on a quiet one. Cells with a
 thin link run in a network namespace whose loopback device the kernel limits (tbf). All ranks are forked from a process
-that has torch loaded, and run before other work of the machine, where that is allowed: what else the machine does would
-be a fault, too.
+that has torch loaded and nothing else, and run before other work of the machine, where that is allowed: what else the
+machine does would be a fault, too.
 """
 
 from __future__ import annotations
@@ -264,7 +264,8 @@ def run_cells(cells: list[tuple[str, str, int]], store: Path, folder: Path) -> l
 
 
 def _run_in_child(cells: list[tuple[str, str, int]], thin: bool, store: Path, folder: Path) -> list[Outcome]:
-    context = multiprocessing.get_context("fork")
+    # A new interpreter: next to all that a process of tests has gathered, memory that a rank gains would be little.
+    context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_run_apart, args=(sender, cells, thin, store, folder))
     child.start()
@@ -282,6 +283,7 @@ def _run_in_child(cells: list[tuple[str, str, int]], thin: bool, store: Path, fo
 def _run_apart(sender: Connection, cells: list[tuple[str, str, int]], thin: bool, store: Path, folder: Path) -> None:
     """Run cells one after another, and send their outcomes."""
     take_priority()
+    torch.set_num_threads(1)  # run_ranks forks
     if thin:
         if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "a network namespace needs root")
