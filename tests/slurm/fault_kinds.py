@@ -270,7 +270,7 @@ KINDS = {
     "slow link": Kind(8, "hold", COMPUTES, silent=True, outside=slow_network),
     "busy core": Kind(8, "hold", COMPUTES, silent=True, outside=busy_node),
     "nan": Kind(4, "nan", ("first step", "step"), goes_on=True),
-    "weight": Kind(6, "flip", ("step", "evaluation")),
+    "weight": Kind(6, "flip", ("first step", "step", "evaluation")),
     "moment": Kind(6, "", ("step",), order=Order("flip_moment", 1)),
     "gradient": Kind(6, "", ("first step", "step"), order=Order("flip_gradient", 1)),
     "slow disk": Kind(8, "", ("save",), silent=True, order=Order("slow_disk", 1, seconds=8)),
