@@ -51,6 +51,8 @@ _KINDS = (TOKEN_STORE, IMAGE_STORE)
 
 def is_store(path: Path, kind: StoreKind) -> bool:
     """Return whether a file says that it is a store of this kind."""
+    if not path.is_file():  # HDF5 would wait for whoever writes to a pipe
+        return False
     try:
         with h5py.File(path, "r", locking=False) as file:
             return bool(file.attrs.get("format") == kind.format)

@@ -138,7 +138,7 @@ class Constants:
     spread: float = 0.12
     """Standard deviation of log(measured / predicted) of step time, from cross-validation."""
     spread_pytorch: float = 0.15
-    """The same for tensor parallelism of PyTorch's stacks."""
+    """Standard deviation for tensor parallelism of PyTorch's stacks."""
     spread_experts: float = 0.26
     """The same for mixtures of experts: root mean square over the held-out rows of tests/planner/published_experts.csv.
     One configuration took up to 1.5 times as long two releases of Megatron-Bridge earlier."""

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpc_train.data.store_file import TOKEN_STORE, is_store
 from hpc_train.data.token_store import (
     SLICE_TOKENS,
     StoreHeader,
@@ -265,3 +266,10 @@ def test_the_store_knows_the_entropy_of_all_its_tokens(tmp_path):
     store = written(tmp_path / "a.h5", np.repeat(np.arange(8), 100))
     assert store.unigram_entropy == pytest.approx(np.log(8))
     assert compute_unigram_entropy(store) == pytest.approx(np.log(8))
+
+
+def test_a_pipe_is_no_store_and_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.h5")
+    assert not is_store(tmp_path / "pipe.h5", TOKEN_STORE)
+    with pytest.raises(UserError, match="no token store at"):
+        TokenStore.open(tmp_path / "pipe.h5")

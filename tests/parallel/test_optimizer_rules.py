@@ -26,7 +26,7 @@ REFUSED = (
         "optim.ema.decay=0.9 parallel.sync.every=5",
         "leave out optim.ema.decay",
     ),
-    ("optim.state=bf16 optim=sgd", "is of AdamW's moments, and optim.name=sgd"),
+    ("optim.state=bf16 optim=sgd", "works for the moments of AdamW only, not with optim.name=sgd"),
     ("optim.state=bf16 optim.implementation=fused", "is of torch's AdamW, which rounds no moments"),
     ("optim.state=bf16 parallel=fsdp parallel.offload.optimizer=cpu", "not with parallel.offload.optimizer"),
     ("optim.state=bf16 parallel.sync.every=5", "not with parallel.sync.every"),

@@ -49,7 +49,7 @@ class PublishedSpeed:
 
     what: str
     tokens_per_second: float
-    """Of one GPU."""
+    """Tokens a second of one GPU."""
     source: str
 
 

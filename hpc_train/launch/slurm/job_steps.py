@@ -22,7 +22,7 @@ SIGNAL_SECONDS = 1.0
 SRUN_SECONDS = 6.0
 """How long srun has to end after its ranks were killed."""
 SRUN_SECONDS_WITHOUT_A_NODE = 2.0
-"""The same where a node is lost, for which srun would wait as long as Slurm does."""
+"""How long srun has to end if a node is lost: it would wait for that node as long as Slurm does."""
 
 
 def signal_ranks(job: str, number: signal.Signals) -> None:

@@ -15,7 +15,7 @@ _ERROR_BYTES = 1 << 20
 _PEER_SECONDS = 2.0
 """How long ranks have to end by themselves after one of them has failed, and to write down what they saw of that."""
 _AGREED_SECONDS = 30.0
-"""The same after an exit code that all ranks agree on, when they stop on purpose."""
+"""How long ranks have to end by themselves after an exit code that all agree on, when they stop on purpose."""
 
 
 @dataclass

@@ -135,7 +135,7 @@ class ActivationMoves:
         self._resident: BlockForward | None = None
         """The forward whose originals are still on the device."""
         self._ahead: tuple[Mark, list[Tensor]] = (None, [])
-        """What was fetched last: not freed before the computation has waited for its copies."""
+        """Tensors fetched last, which are not freed before the computation has waited for their copies."""
 
     def begin_forward(self) -> BlockForward:
         """Return a new forward, after all before it."""
@@ -201,7 +201,7 @@ class ActivationMoves:
 
 @dataclass
 class _Saving:
-    """What one forward of a block saves; a tensor that several operators save is moved once."""
+    """Tensors that one forward of a block saves; a tensor that several operators save is moved once."""
 
     forward: BlockForward
     stay: set[int]

@@ -130,7 +130,7 @@ class _PartOnHost:
     places: list[HostPlace]
     """Their memory, where it is to be given back."""
     sources: list[Tensor]
-    """What is copied, which must stay until it is."""
+    """Tensors that are copied. They must stay alive until then."""
     copied: Mark
 
 

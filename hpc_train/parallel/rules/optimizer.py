@@ -87,7 +87,10 @@ def _check_rounded_state(config: RunConfig) -> None:
         return
     option = f"optim.state={optim.state}"
     if optim.name != "adamw":
-        raise UserError(f"{option}: is of AdamW's moments, and optim.name={optim.name}; use optim=adamw, or full")
+        raise UserError(
+            f"{option}: works for the moments of AdamW only, not with optim.name={optim.name}; set optim=adamw or "
+            "optim.state=full"
+        )
     if optim.implementation != "auto":
         raise UserError(
             f"optim.implementation={optim.implementation}: is of torch's AdamW, which rounds no moments; leave it out, "

@@ -29,7 +29,7 @@ from hpc_train.runtime.store.server import StoreServer
 from hpc_train.units import format_seconds
 
 JOIN_REQUESTS = 8
-"""Of a rank: two of the rendezvous, six of the rank map (runtime/rank_assignment.py)."""
+"""Requests of one rank: two for the rendezvous, six for the rank map (runtime/rank_assignment.py)."""
 _CONNECTIONS, _REQUESTS = 32, 256
 
 
@@ -56,7 +56,7 @@ class StartUp:
     join_seconds: float
     group_seconds: float
     mesh_seconds: float
-    """Of each rank, beside the others."""
+    """Every rank makes its own mesh, at the same time as the others."""
 
     @property
     def seconds(self) -> float:

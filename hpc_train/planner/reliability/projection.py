@@ -156,7 +156,7 @@ class Market:
     days: Percentiles | None
     """None if the number of steps is unknown."""
     bill: Bill | None
-    """What the run costs if it takes the median of `days`."""
+    """Price of the run if it takes the median of `days`."""
     money: Percentiles | None
 
     @property

@@ -1,4 +1,4 @@
-"""What published files have beside the weights that we train: scales of 8-bit weights, and DeepSeek-V3's extra module.
+"""Read what published files have beside weights that we train: scales of 8-bit weights, DeepSeek-V3's extra module.
 
 DeepSeek-V3 (arXiv:2412.19437) is published in float8 with a scale for each block of 128 x 128 weights, and with a
 module that predicts the token after the next one, as layers behind the last one.
@@ -17,7 +17,7 @@ from hpc_train.errors import UserError
 
 State = dict[str, Tensor]
 _SCALE = "_scale_inv"
-"""What the name of a weight's scales ends in."""
+"""Ending of the name of a weight's scales."""
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
 
