@@ -49,8 +49,8 @@ from hpc_train.parallel.apply import build
 from hpc_train.parallel.metrics import PERPLEXITY
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.start import leave_process_group, make_world
-from hpc_train.training.components import make_deferred_model, make_task_samples
 from hpc_train.training.evaluation import Evaluation, evaluate_batches
+from hpc_train.training.factory import make_deferred_model, make_task_samples
 
 _ACCURACY = "accuracy"
 

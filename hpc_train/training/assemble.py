@@ -15,8 +15,8 @@ from hpc_train.interfaces import Engine, World
 from hpc_train.models.registry import build_model as build_model
 from hpc_train.runtime.consensus import Consensus
 from hpc_train.runtime.processes import StopRequest
-from hpc_train.training.components import count_samples, count_total_steps, make_loader, make_validation_loader
 from hpc_train.training.data_position import restore_position
+from hpc_train.training.factory import count_samples, count_total_steps, make_loader, make_validation_loader
 from hpc_train.training.numerics.rollback import ROLLBACKS, read_rollbacks
 from hpc_train.training.optimizer import doubt_learning_rate
 from hpc_train.training.records.reporter import Reporter

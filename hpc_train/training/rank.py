@@ -37,8 +37,8 @@ from hpc_train.runtime.rank_assignment import arrange_ranks, search_placement
 from hpc_train.runtime.start import leave_process_group, start
 from hpc_train.training.assemble import assemble_run
 from hpc_train.training.completion import find_shortfall, raise_if_any_incomplete
-from hpc_train.training.components import count_samples, make_deferred_model, make_engine, open_data
 from hpc_train.training.evaluation import evaluate_owed
+from hpc_train.training.factory import count_samples, make_deferred_model, make_engine, open_data
 from hpc_train.training.loop import run_training
 from hpc_train.training.optimizer import doubt_learning_rate, require_determinism
 from hpc_train.training.records.rank_log import RankLog

@@ -34,7 +34,7 @@ from hpc_train.parallel.adapters import attach_adapters
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.assemble import assemble_run
-from hpc_train.training.components import make_deferred_model, make_engine, open_data
+from hpc_train.training.factory import make_deferred_model, make_engine, open_data
 from hpc_train.training.loop import run_training
 from hpc_train.training.records.run_records import read_metrics
 from hpc_train.training.run_directory import locate_run_directory, make_attempt, prepare_run_directory

@@ -22,7 +22,7 @@ from hpc_train.data.stream_loader import StreamLoader
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
-from hpc_train.training.components import make_engine, make_model
+from hpc_train.training.factory import make_engine, make_model
 from hpc_train.training.optimizer import make_optimizer, make_schedule
 
 MODEL = ("model=custom", "model.module=own_parts", "model.name=pair", "precision=fp64")

@@ -14,7 +14,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.interfaces import MicroBatch, StepBatch, World
 from hpc_train.testing import run_ranks
-from hpc_train.training.components import make_engine, make_model
+from hpc_train.training.factory import make_engine, make_model
 from hpc_train.training.records.run_records import summarise_exception
 from hpc_train.user_frames import user_frames
 

@@ -22,7 +22,7 @@ from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.freeze import check_run
 from hpc_train.models.hf.build import build_hf_model
-from hpc_train.training.components import make_pretrained_model
+from hpc_train.training.factory import make_pretrained_model
 from hpc_train.training.rank import advise_learning_rate
 
 

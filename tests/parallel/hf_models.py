@@ -26,7 +26,7 @@ from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
-from hpc_train.training.components import make_engine, make_pretrained_model
+from hpc_train.training.factory import make_engine, make_pretrained_model
 from hpc_train.training.optimizer import make_optimizer
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 16, 48

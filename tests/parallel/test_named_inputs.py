@@ -19,7 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET, MicroBatch, StepBatch, World
 from hpc_train.parallel.apply import build
 from hpc_train.testing import run_ranks
-from hpc_train.training.components import make_engine, make_model
+from hpc_train.training.factory import make_engine, make_model
 from hpc_train.training.optimizer import make_optimizer
 
 STEPS = (0, 1, 2)

@@ -14,7 +14,7 @@ from hpc_train.launch.freeze import decide_auto_layout
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.runtime.start import make_another_mesh
 from hpc_train.testing import run_ranks
-from hpc_train.training.components import make_engine, make_model
+from hpc_train.training.factory import make_engine, make_model
 
 TINY = (
     "model.hidden=32",

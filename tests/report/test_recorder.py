@@ -23,7 +23,7 @@ from hpc_train.runtime.processes import StopRequest
 from hpc_train.step_clock import HostClock, StepPart
 from hpc_train.testing import run_ranks
 from hpc_train.training.assemble import assemble_run
-from hpc_train.training.components import make_engine, make_model, open_data
+from hpc_train.training.factory import make_engine, make_model, open_data
 from hpc_train.training.loop import run_training
 from hpc_train.training.records.recorder import StepRecorder, count_nodes, measure_node_seconds, read_node_counters
 from hpc_train.training.records.run_records import read_metrics

@@ -9,7 +9,7 @@ from training_runs import assert_same_bits, metrics, run, small
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import MicroBatch, StepBatch, World
 from hpc_train.testing import run_ranks
-from hpc_train.training.components import make_engine, make_model
+from hpc_train.training.factory import make_engine, make_model
 
 HSDP = ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2")
 EXACT = ("precision=fp64", "train.eval_every=1", "train.steps=2")

@@ -23,7 +23,7 @@ from hpc_train.interfaces import World
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.assemble import assemble_run
-from hpc_train.training.components import make_engine, make_model, open_data
+from hpc_train.training.factory import make_engine, make_model, open_data
 from hpc_train.training.run_directory import locate_run_directory, make_attempt
 
 State = dict[str, npt.NDArray[Any]]

@@ -24,7 +24,7 @@ from hpc_train.interfaces import TensorShard, World
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.assemble import assemble_run
-from hpc_train.training.components import make_engine, make_model, open_data
+from hpc_train.training.factory import make_engine, make_model, open_data
 from hpc_train.training.loop import run_training
 from hpc_train.training.rank import advise_incremental_saves, list_frozen_parameters
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory, prepare_run_directory

@@ -12,7 +12,7 @@ from hpc_train.config.compose import compose
 from hpc_train.interfaces import World
 from hpc_train.parallel.apply import build
 from hpc_train.testing import run_ranks
-from hpc_train.training.components import make_deferred_model
+from hpc_train.training.factory import make_deferred_model
 
 MIB = 1 << 20
 SLACK = 16 * MIB

@@ -20,7 +20,7 @@ from hpc_train.interfaces import World
 from hpc_train.models.adapters.nf4 import expand, quantize
 from hpc_train.parallel.apply import build
 from hpc_train.testing import run_ranks
-from hpc_train.training.components import make_deferred_model
+from hpc_train.training.factory import make_deferred_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -14,7 +14,7 @@ from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
-from hpc_train.training.components import make_engine, make_model
+from hpc_train.training.factory import make_engine, make_model
 from hpc_train.training.numerics import replica_check
 from hpc_train.training.numerics.number_checks import RanksDisagree, check_numbers
 from hpc_train.training.numerics.replica_check import ReplicaCheck, find_minority

@@ -21,7 +21,7 @@ from hpc_train.resilience.exclusion import read_strikes
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.assemble import assemble_run
-from hpc_train.training.components import make_engine, make_model, open_data
+from hpc_train.training.factory import make_engine, make_model, open_data
 from hpc_train.training.loop import run_training
 from hpc_train.training.numerics.anomalies import SkipList, UpdateGuard, read_skip_list
 from hpc_train.training.optimizer import require_determinism

@@ -40,7 +40,7 @@ from hpc_train.interfaces import World
 from hpc_train.parallel.user_model import get_named_blocks, require_one_input
 from hpc_train.runtime.identity import identify_process
 from hpc_train.runtime.start import make_another_mesh
-from hpc_train.training.components import open_data
+from hpc_train.training.factory import open_data
 from hpc_train.training.run_directory import RunDirectory
 
 

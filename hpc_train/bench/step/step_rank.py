@@ -38,7 +38,7 @@ from hpc_train.parallel.user_model import require_one_input
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.start import join, leave_process_group, start
 from hpc_train.training.assemble import assemble_run
-from hpc_train.training.components import make_engine, make_model, open_data
+from hpc_train.training.factory import make_engine, make_model, open_data
 from hpc_train.training.loop import report_step
 from hpc_train.training.optimizer import require_determinism
 from hpc_train.training.rank import place_rank
