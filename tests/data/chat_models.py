@@ -19,6 +19,40 @@ MARKED = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """The same text, with the assistant's part marked."""
+_CALLS = (
+    "{% for call in message.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' }}"
+    "{{ call.function.arguments | tojson }}{{ '</call>' }}{% endfor %}"
+)
+_ANSWER = "{{ message.content or '' }}" + _CALLS + "{{ '<|im_end|>' }}"
+_TEXT = (
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
+)
+
+
+def write_tool_template(answer: str, text: str = _TEXT) -> str:
+    """Return a template in the manner of Hermes and Qwen: tools in the system's turn, their answers in the user's."""
+    return (
+        "{% if tools %}{{ '<|im_start|>system\\n<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+        "{{ '</tools><|im_end|>\\n' }}{% endif %}"
+        "{% for message in messages %}{% if message.role == 'tool' %}"
+        "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user\\n' }}{% endif %}"
+        "{{ '<result>' + message.content + '</result>' }}"
+        "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}{% else %}"
+        "{{ '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}"
+        + answer
+        + "{% else %}"
+        + text
+        + "{{ '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+
+
+TOOLS = write_tool_template(_ANSWER)
+"""Writes tools and calls of them; nothing says which part is the assistant's."""
+MARKED_TOOLS = write_tool_template("{% generation %}" + _ANSWER + "{% endgeneration %}")
+TEXT_TOOLS = write_tool_template(_ANSWER, "{{ message.content }}")
+"""Would write content that is a list as Python shows it."""
 FORGETFUL = (
     "{% for message in messages %}{{ message['role'] }}: {% if loop.last or message['role'] != 'assistant' %}"
     "{{ message['content'] }}{% else %}...{% endif %}\\n{% endfor %}"

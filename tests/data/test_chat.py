@@ -19,7 +19,7 @@ from hpc_train.config.model import TokenDataConfig
 from hpc_train.data.corpus.build import ensure_store
 from hpc_train.data.datasets import open_dataset
 from hpc_train.data.token_store import TokenStore, verify_store
-from hpc_train.data.tokenizers.chat import make_chat_encoder
+from hpc_train.data.tokenizers.chat import has_marks, make_chat_encoder
 from hpc_train.data.tokenizers.tokenizer import load_tokenizer
 from hpc_train.data.tokenizers.tokenizer_folder import FolderTokenizer, load_tokenizer_folder, write_tokenizer_folder
 from hpc_train.errors import EXIT_USER_ERROR, UserError
@@ -37,6 +37,7 @@ CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "nobody answers"}],
     [{"role": "assistant", "content": "I begin."}, {"role": "user", "content": "You may."}],
 ]
+OPENING = "<|im_start|>assistant\n"
 ANSWERED = [chat for chat in CHATS if any(message["role"] == "assistant" for message in chat)]
 
 
@@ -54,7 +55,8 @@ def encode_by_prefixes(folder: Path, chat: list[dict[str, Any]]) -> tuple[list[i
         if message["role"] == "assistant":
             through = reference.apply_chat_template(chat[: index + 1], return_dict=True)["input_ids"]
             prompt = {"add_generation_prompt": True, "return_dict": True}
-            before = reference.apply_chat_template(chat[:index], **prompt)["input_ids"] if index else []
+            begun = reference.apply_chat_template(chat[:index], **prompt) if index else reference(OPENING)
+            before = begun["input_ids"]
             assert whole[: len(through)] == through
             mask[len(before) : len(through)] = [True] * (len(through) - len(before))
     return whole, mask
@@ -64,7 +66,7 @@ def encode_by_prefixes(folder: Path, chat: list[dict[str, Any]]) -> tuple[list[i
 def test_a_template_without_marks_counts_what_a_turn_adds(tmp_path: Path, chat: list[dict[str, Any]]) -> None:
     tokenizer = load_tokenizer_folder(save_tokenizer(tmp_path, eos_token="<|im_end|>"))
     encoder = make_chat_encoder(tokenizer)
-    assert not encoder.marked
+    assert not has_marks(encoder.template)
     tokens, counts = encoder.encode(chat, lambda: "here")
     assert (tokens.tolist(), counts.tolist()) == encode_by_prefixes(tmp_path, chat)
 
@@ -73,7 +75,7 @@ def test_a_template_without_marks_counts_what_a_turn_adds(tmp_path: Path, chat: 
 def test_a_template_with_marks_counts_what_they_enclose(tmp_path: Path, chat: list[dict[str, Any]]) -> None:
     tokenizer = load_tokenizer_folder(save_tokenizer(tmp_path, MARKED, eos_token="<|im_end|>"))
     encoder = make_chat_encoder(tokenizer)
-    assert encoder.marked
+    assert has_marks(encoder.template)
     tokens, counts = encoder.encode(chat, lambda: "here")
     reference = AutoTokenizer.from_pretrained(str(tmp_path))
     expected = reference.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
@@ -146,7 +148,9 @@ BAD = [
     ([[{"content": "Hi"}]], "a.jsonl:1: message 1 has no role (its keys: content); one of system, "),
     ([CHATS[0], [{"from": "human", "value": "x"}]], "a.jsonl:2: message 1 has no role (its keys: from, value)"),
     ([[{"role": "human", "content": "x"}]], "a.jsonl:1: message 1 has the role 'human'; known are system, developer"),
-    ([[{"role": "user", "content": [{"type": "image"}]}]], "message 1 (user) has no text as its content"),
+    ([[{"role": "user", "content": [{"type": "image"}]}]], "message 1 (user) has a part of type 'image' in its"),
+    ([[{"role": "user", "content": 3}]], "message 1 (user) has no text as its content"),
+    ([[{"role": "user", "content": []}]], "message 1 (user) has no text as its content"),
     (["hello"], "a.jsonl:1: not a conversation; expected a list"),
     ([CHATS[2]], "none of 1 conversations has a turn of the assistant to learn from"),
     ([[{"role": "user", "content": "\ud800"}, CHATS[0][-1]]], "a.jsonl:1: has half of a character in it"),

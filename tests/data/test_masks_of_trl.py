@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_models import MARKED, save_tokenizer
+from chat_models import MARKED_TOOLS, save_tokenizer
 
 from hpc_train.config.model import TokenDataConfig
 from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe
@@ -25,6 +25,19 @@ CHATS = [
     + [{"role": "user", "content": "user"}, {"role": "assistant", "content": "a joke 日本語 🙂"}] * (number % 3)
     for number in range(1, 7)
 ]
+CALL = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "Paris"}}}
+CLOCK = {"type": "function", "function": {"name": "clock", "description": "Tell the time"}}
+RECORDS = [{"messages": chat, "tools": None} for chat in CHATS] + [
+    {
+        "messages": [
+            {"role": "user", "content": "the time?"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "noon"},
+            {"role": "assistant", "content": "Noon."},
+        ],
+        "tools": [CLOCK],
+    }
+]
 LENGTH = 256
 
 
@@ -32,8 +45,8 @@ LENGTH = 256
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """A store of chats, and each chat as TRL prepares it."""
     folder = tmp_path_factory.mktemp("trl")
-    save_tokenizer(folder / "model", MARKED, eos_token="<|im_end|>")
-    (folder / "a.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    save_tokenizer(folder / "model", MARKED_TOOLS, eos_token="<|im_end|>")
+    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     recipe = StoreRecipe((str(folder / "a.jsonl"),), (), str(folder / "model"), column="messages", chat=True)
     build_from_recipe(recipe, folder / "a.h5")
     return folder / "a.h5", prepare_by_trl(folder)
@@ -49,7 +62,7 @@ def prepare_by_trl(folder: Path) -> list[dict[str, Any]]:
     settings = trl.SFTConfig(
         str(folder / "out"), assistant_only_loss=True, max_length=None, report_to=[], use_cpu=True, bf16=False
     )
-    table = datasets.Dataset.from_list([{"messages": chat} for chat in CHATS])
+    table = datasets.Dataset.from_list(RECORDS)
     made = trl.SFTTrainer(model, settings, train_dataset=table, processing_class=tokenizer)
     return [{key: list(row[key]) for key in ("input_ids", "labels")} for row in made.train_dataset]
 

@@ -144,6 +144,8 @@ def _locate_cached_store(config: TokenDataConfig, recipe: StoreRecipe, files: Se
 
 def _hash_recipe(recipe: StoreRecipe, files: Sequence[SourceFile]) -> str:
     content = [VERSION, asdict(recipe), [(str(file.path.absolute()), file.size, file.mtime_ns) for file in files]]
+    if recipe.chat:
+        content.append("with tools")  # a store of the same chats without them must not be taken for it
     if recipe.tokenizer not in ("byte", "bpe"):
         tokenizer = load_tokenizer_folder(recipe.tokenizer, recipe.end_of_document)
         content.append([tokenizer.to_json(), tokenizer.settings_json()])

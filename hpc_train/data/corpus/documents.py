@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 from hpc_train.data.corpus.sources import is_of_stdlib
 from hpc_train.data.corpus.text_files import KnownFile
 from hpc_train.data.readers.formats import find_format
-from hpc_train.data.readers.records import PART_BYTES, Record, Span
+from hpc_train.data.readers.records import PART_BYTES, Record, Span, drop_nulls
 from hpc_train.errors import UserError
 from hpc_train.regular_files import open_to_read
 
@@ -78,17 +78,21 @@ def read_pieces(part: Part, column: str) -> Iterator[TextPiece]:
         if piece.format is None:
             yield from _read_text_span(piece.path, piece.span)
         else:
-            for where, value in read_values(piece, column):
-                yield from cut_text(_check_text(where, column, value))
+            for where, record in read_records(piece, column):
+                yield from cut_text(_check_text(where, column, record.value))
 
 
-def read_values(piece: FilePart, column: str) -> Iterator[tuple[Callable[[], str], Any]]:
-    """Read a column of a span of records: (function that says where the record is, value). Raises UserError."""
+def read_records(piece: FilePart, column: str, beside: str | None = None) -> Iterator[tuple[Callable[[], str], Record]]:
+    """Read a column of a span of records, and a second one where it is there. Raises UserError.
+
+    Yields (function that says where the record is, record).
+    """
     assert piece.format is not None
     format = find_format(piece.format)
-    records: Iterator[Record] = format.read(piece.path, piece.span, column)
-    for record in records:
-        yield partial(format.describe, piece.path, record.place), record.value
+    for record in format.read(piece.path, piece.span, column, beside):
+        if format.fills:
+            record = Record(record.place, drop_nulls(record.value), drop_nulls(record.beside))
+        yield partial(format.describe, piece.path, record.place), record
 
 
 def iterate_batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:

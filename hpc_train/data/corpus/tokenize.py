@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpc_train.data.corpus.documents import Part, TextPiece, iterate_batches, read_pieces, read_values
+from hpc_train.data.corpus.documents import Part, TextPiece, iterate_batches, read_pieces, read_records
 from hpc_train.data.token_store import TokenBlock, Tokens
 from hpc_train.data.tokenizers.tokenizer import Tokenizer
 from hpc_train.data.tokenizers.tokenizer_folder import FolderTokenizer
@@ -58,6 +58,11 @@ def tokenize_part(part: Part, how: Tokenization, left_out: LeftOut) -> Iterator[
             yield _make_block(how.tokenizer, filled, part)
 
 
+def name_tools_column(column: str) -> str:
+    """Return the column of a chat's tools: `tools`, in the object that the messages are in."""
+    return f"{column.rpartition('.')[0]}.tools".removeprefix(".")
+
+
 def describe_assistant_part(how: Tokenization) -> str:
     """Return how the assistant's part of a chat is found."""
     from hpc_train.data.tokenizers.chat import has_marks
@@ -105,11 +110,11 @@ def _tokenize_chats(part: Part, how: Tokenization, left_out: LeftOut) -> Iterato
     for piece in part:
         if piece.format is None:
             raise UserError(f"{piece.path}: plain text, but a chat is read from records: give JSON Lines or Parquet")
-        for where, value in read_values(piece, how.column):
+        for where, (_, value, tools) in read_records(piece, how.column, name_tools_column(how.column)):
             if value is None or value == []:
                 left_out.empty += 1
                 continue
-            chat = encoder.encode(value, where)
+            chat = encoder.encode(value, where, tools)
             if not chat.counts.any():
                 if any(message["role"] == ASSISTANT for message in value):
                     raise UserError(f"{where()}: the chat template marks nothing of the assistant's turns")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from hpc_train.data.readers.records import (
     Span,
     check_table_column,
     first_line,
-    get_field,
+    has_table_column,
     import_pyarrow,
-    split_column,
+    list_values,
     split_rows,
 )
 from hpc_train.errors import UserError
@@ -45,8 +45,11 @@ def split_arrow(path: Path) -> list[Span]:
         return split_rows([batch.nbytes for batch in batches])
 
 
-def read_arrow(path: Path, span: Span, column: str) -> Iterator[Record]:
-    """Read one column, or a field of one, of the record batches of a span. A record's place is its row, from 0."""
+def read_arrow(path: Path, span: Span, column: str, beside: str | None = None) -> Iterator[Record]:
+    """Read one column, or a field of one, of the record batches of a span, and a second one if it is there.
+
+    A record's place is its row, from 0.
+    """
     row = 0
     with _open_batches(path) as batches:
         for index, batch in enumerate(batches):
@@ -54,9 +57,8 @@ def read_arrow(path: Path, span: Span, column: str) -> Iterator[Record]:
                 return
             check_table_column(str(path), column, batch.schema)
             if index >= span.begin:
-                head, fields = split_column(column, batch.schema.names)
-                for record in _read_batch(batch.column(head), row):
-                    yield record._replace(value=get_field(record.value, fields))
+                columns = [column, *([beside] if beside and has_table_column(beside, batch.schema) else [])]
+                yield from _read_batch(batch, columns, row)
             row += batch.num_rows
 
 
@@ -87,10 +89,11 @@ def list_dataset_files(folder: Path) -> list[Path]:
     return [folder / str(name) for name in names]
 
 
-def _read_batch(values: Any, row: int, count: int = 1024) -> Iterator[Record]:
-    for start in range(0, len(values), count):  # as Python objects, a batch may be many times its size
-        for offset, value in enumerate(values.slice(start, count).to_pylist(), start):
-            yield Record(row + offset, value)
+def _read_batch(batch: Any, columns: Sequence[str], row: int, count: int = 1024) -> Iterator[Record]:
+    for start in range(0, batch.num_rows, count):  # as Python objects, a batch may be many times its size
+        part = batch.slice(start, count)
+        for offset, values in enumerate(zip(*(list_values(part, name) for name in columns), strict=True), start):
+            yield Record(row + offset, *values)
 
 
 @contextmanager

@@ -43,8 +43,8 @@ def split_csv(path: Path) -> list[Span]:
     return [Span(0, path.stat().st_size)]
 
 
-def read_csv(path: Path, span: Span, column: str) -> Iterator[Record]:
-    """Read one column. A record's place is the number of its last line."""
+def read_csv(path: Path, span: Span, column: str, beside: str | None = None) -> Iterator[Record]:
+    """Read one column. A record's place is the number of its last line. beside: not read, since cells are text."""
     # The limit of the standard library is one for the process; it is only ever raised, to ours.
     csv.field_size_limit(MAX_RECORD_BYTES)
     try:

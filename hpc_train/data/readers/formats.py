@@ -20,8 +20,8 @@ RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".csv", ".tsv
 def list_formats() -> tuple[RecordFormat, ...]:
     """List every format of records, in the order in which they are tried."""
     return (
-        RecordFormat("parquet", matches_parquet, split_parquet, read_parquet, describe_parquet_row),
-        RecordFormat("arrow", matches_arrow, split_arrow, read_arrow, describe_arrow_row),
+        RecordFormat("parquet", matches_parquet, split_parquet, read_parquet, describe_parquet_row, fills=True),
+        RecordFormat("arrow", matches_arrow, split_arrow, read_arrow, describe_arrow_row, fills=True),
         RecordFormat("json_lines", matches_json_lines, split_json_lines, read_json_lines, describe_json_line),
         RecordFormat("csv", matches_csv, split_csv, read_csv, describe_csv_row),
     )

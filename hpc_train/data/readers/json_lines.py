@@ -14,6 +14,7 @@ from hpc_train.data.readers.records import (
     FileSample,
     Record,
     Span,
+    find_field,
     get_field,
     list_fields,
     read_bounded_lines,
@@ -58,14 +59,18 @@ def split_json_lines(path: Path) -> list[Span]:
     return [Span(begin, min(begin + PART_BYTES, size)) for begin in range(0, size, PART_BYTES)]
 
 
-def read_json_lines(path: Path, span: Span, column: str) -> Iterator[Record]:
-    """Read one column. A record's place is the byte where its line begins, in a compressed file the line's number."""
+def read_json_lines(path: Path, span: Span, column: str, beside: str | None = None) -> Iterator[Record]:
+    """Read one column, and a second one if it is there.
+
+    A record's place is the byte where its line begins, in a compressed file the line's number.
+    """
     with _open(path) as file:
         compressed = is_compressed(file.read(4))
     lines = _read_numbered_lines(path) if compressed else _read_lines_of_span(path, span)
     for place, line in lines:
         if stripped := line.removeprefix(_MARK).strip():
-            yield Record(place, _find_value(path, place, stripped, column))
+            record = _parse_record(path, place, stripped, column)
+            yield Record(place, _find_value(path, place, record, column), find_field(record, beside))
 
 
 def describe_json_line(path: Path, place: int) -> str:
@@ -77,7 +82,7 @@ def describe_json_line(path: Path, place: int) -> str:
         return f"{path}:{1 + _count_line_ends(file, place)}"
 
 
-def _find_value(path: Path, place: int, line: bytes, column: str) -> Any:
+def _parse_record(path: Path, place: int, line: bytes, column: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -86,6 +91,10 @@ def _find_value(path: Path, place: int, line: bytes, column: str) -> Any:
     if not isinstance(record, dict):
         where = describe_json_line(path, place)
         raise UserError(f"{where}: not an object; expected one a line, such as {{{json.dumps(column)}: ...}}")
+    return record
+
+
+def _find_value(path: Path, place: int, record: dict[str, Any], column: str) -> Any:
     head, fields = split_column(column, record)
     try:
         return get_field(record[head], fields)

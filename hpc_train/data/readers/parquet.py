@@ -13,9 +13,9 @@ from hpc_train.data.readers.records import (
     Span,
     check_table_column,
     first_line,
-    get_field,
+    has_table_column,
     import_pyarrow,
-    split_column,
+    list_values,
     split_rows,
 )
 from hpc_train.errors import UserError
@@ -41,16 +41,19 @@ def split_parquet(path: Path) -> list[Span]:
         return split_rows([groups.row_group(index).total_byte_size for index in range(groups.num_row_groups)])
 
 
-def read_parquet(path: Path, span: Span, column: str) -> Iterator[Record]:
-    """Read one column, or a field of one, of the row groups of a span. A record's place is its row, from 0."""
+def read_parquet(path: Path, span: Span, column: str, beside: str | None = None) -> Iterator[Record]:
+    """Read one column, or a field of one, of the row groups of a span, and a second one if it is there.
+
+    A record's place is its row, from 0.
+    """
     with _open_table(path) as table:
         check_table_column(str(path), column, table.schema_arrow)
-        _, fields = split_column(column, table.schema_arrow.names)
+        columns = [column, *([beside] if beside and has_table_column(beside, table.schema_arrow) else [])]
         row = sum(table.metadata.row_group(index).num_rows for index in range(span.begin))
         groups = list(range(span.begin, span.end))
-        for batch in table.iter_batches(_ROWS, groups, [column], use_threads=False):
-            for value in batch.column(0).to_pylist():
-                yield Record(row, get_field(value, fields))
+        for batch in table.iter_batches(_ROWS, groups, columns, use_threads=False):
+            for values in zip(*(list_values(batch, name) for name in columns), strict=True):
+                yield Record(row, *values)
                 row += 1
 
 

@@ -31,6 +31,8 @@ class Record(NamedTuple):
     place: int
     """Where the record is, in the unit of its format; RecordFormat.describe makes text of it."""
     value: Any
+    beside: Any = None
+    """The value of the second column that was asked for; None where the record has no such column."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,14 @@ class RecordFormat:
     """Returns whether a file looks like this format; no two formats claim the same file."""
     split: Callable[[Path], list[Span]]
     """Cuts a file into spans of about PART_BYTES that can be read independently of each other."""
-    read: Callable[[Path, Span, str], Iterator[Record]]
-    """Reads the column of all records of a span, in bounded memory. Raises UserError of one line."""
+    read: Callable[[Path, Span, str, str | None], Iterator[Record]]
+    """Reads the column of all records of a span, and a second one where there is such a column, in bounded memory.
+
+    Raises UserError of one line."""
     describe: Callable[[Path, int], str]
     """Returns a record's place for a message, such as `FILE:12`."""
+    fills: bool = False
+    """Whether objects get each key that another record's object has, with a null."""
 
 
 def split_column(column: str, names: Iterable[str]) -> tuple[str, tuple[str, ...]]:
@@ -76,6 +82,17 @@ def get_field(value: Any, fields: Iterable[str]) -> Any:
     return value
 
 
+def find_field(record: Mapping[str, Any], column: str | None) -> Any:
+    """Return a column of a record, or a field of one; None if there is no such column."""
+    if column is None:
+        return None
+    head, fields = split_column(column, record)
+    try:
+        return get_field(record[head], fields)
+    except KeyError:
+        return None
+
+
 def list_fields(record: Mapping[str, Any]) -> list[str]:
     """List the columns of a record, those of nested objects with dots."""
     names: list[str] = []
@@ -95,6 +112,21 @@ def check_table_column(where: str, column: str, schema: Any) -> None:
         get_field(table[head], fields)
     except KeyError:
         raise refuse_missing_column(where, column, list_fields(table)) from None
+
+
+def has_table_column(column: str, schema: Any) -> bool:
+    """Return whether a schema of pyarrow has this column once."""
+    try:
+        check_table_column("", column, schema)
+    except UserError:
+        return False
+    return True
+
+
+def list_values(batch: Any, column: str) -> list[Any]:
+    """List a column, or a field of one, of a record batch of pyarrow as Python objects."""
+    head, fields = split_column(column, batch.schema.names)
+    return [get_field(value, fields) for value in batch.column(head).to_pylist()]
 
 
 def _describe_type(kind: Any) -> Any:
@@ -155,6 +187,15 @@ def import_pyarrow(path: Path) -> Any:
     except ImportError as error:
         raise UserError(f"{path} needs the package pyarrow: pip install 'hpc_train[data]'") from error
     return pyarrow
+
+
+def drop_nulls(value: Any) -> Any:
+    """Return a value without the nulls of its objects, which tables put where another record has a key."""
+    if isinstance(value, list):
+        return [drop_nulls(one) for one in value]
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def first_line(error: BaseException) -> str:

@@ -2,14 +2,17 @@
 
 Templates run in the sandbox of transformers (jinja2.sandbox). A template that marks the assistant's part itself, with
 `{% generation %}`, decides what counts; for any other, a turn is what the template adds to the text of the turns before
-it and the prompt for an answer.
+it and the prompt for an answer. A conversation may have tools (functions that the assistant may call), which the
+template writes too.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +29,7 @@ ASSISTANT = "assistant"
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Where = Callable[[], str]
 Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
 
 
 class EncodedChat(NamedTuple):
@@ -42,28 +46,48 @@ class ChatEncoder:
 
     renderer: Any
     """transformers.PreTrainedTokenizerFast"""
-    marked: bool
-    """Whether the template itself marks the assistant's part."""
+    template: str
+    tool_template: str
+    """The template of conversations that have tools; most tokenizers have one template for both."""
     vocab_size: int
 
-    def encode(self, value: Any, where: Where) -> EncodedChat:
-        """Encode one conversation, a list of messages. where: says which one it is. Raises UserError, one line."""
-        messages = check_messages(value, where)
-        ids, counts = self._encode_marked(messages, where) if self.marked else self._encode_by_prefixes(messages, where)
+    def encode(self, value: Any, where: Where, tools: Any = None) -> EncodedChat:
+        """Encode one conversation, a list of messages. where: says which one it is. Raises UserError, one line.
+
+        tools: JSON schemas of functions, as a list or as JSON text of one; None or empty: none.
+        """
+        messages, tools = check_messages(value, where), check_tools(tools, where)
+        template = self.tool_template if tools else self.template
+        _check_template(template, messages, tools, where)
+        if not self.takes_parts:
+            messages = [_join_text_parts(message) for message in messages]
+        encode = self._encode_marked if has_marks(template) else self._encode_by_prefixes
+        ids, counts = encode(messages, where, tools)
         return EncodedChat(np.array(ids, token_dtype(self.vocab_size)), np.array(counts, np.bool_))
 
-    def _encode_marked(self, messages: list[Message], where: Where) -> tuple[list[int], list[bool]]:
-        encoded = self._apply(messages, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes the texts of content that is a list of parts; most expect text alone."""
+        probe = [{"role": "user", "content": [{"type": "text", "text": "0f9a"}, {"type": "text", "text": "77c3"}]}]
+        try:
+            text = self.renderer.apply_chat_template(probe, tokenize=False)
+        except Exception:  # a template that adds a list to a text, or refuses it
+            return False
+        return "0f9a" in text and "77c3" in text and "'type'" not in text and '"type"' not in text
+
+    def _encode_marked(self, messages: list[Message], where: Where, tools: Tools) -> tuple[list[int], list[bool]]:
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = self._apply(messages, where, tools, tokenize=True, **options)
         return list(encoded["input_ids"]), [bool(value) for value in encoded["assistant_masks"]]
 
-    def _encode_by_prefixes(self, messages: list[Message], where: Where) -> tuple[list[int], list[bool]]:
-        text = self._apply(messages, where, tokenize=False)
+    def _encode_by_prefixes(self, messages: list[Message], where: Where, tools: Tools) -> tuple[list[int], list[bool]]:
+        text = self._apply(messages, where, tools, tokenize=False)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise UserError(f"{where()}: has half of a character in it (\\ud800 to \\udfff alone)") from error
         spans = [
-            self._find_turn(messages, index, text, where)
+            self._find_turn(messages, index, text, where, tools)
             for index, message in enumerate(messages)
             if message["role"] == ASSISTANT
         ]
@@ -74,10 +98,13 @@ class ChatEncoder:
         ]
         return list(encoded["input_ids"]), counts
 
-    def _find_turn(self, messages: list[Message], index: int, text: str, where: Where) -> tuple[int, int]:
+    def _find_turn(self, messages: list[Message], index: int, text: str, where: Where, tools: Tools) -> tuple[int, int]:
         """Return the characters of `text` that are the answer `index`."""
-        before = self._apply(messages[:index], where, tokenize=False, add_generation_prompt=True) if index else ""
-        through = self._apply(messages[: index + 1], where, tokenize=False)
+        through = self._apply(messages[: index + 1], where, tools, tokenize=False)
+        if index:
+            before = self._apply(messages[:index], where, tools, tokenize=False, add_generation_prompt=True)
+        else:
+            before = self._find_opening(messages[0], through, where, tools)
         if not (text.startswith(through) and through.startswith(before)):
             raise UserError(
                 f"{where()}: the chat template writes message {index + 1} differently once others follow, so that the "
@@ -85,16 +112,23 @@ class ChatEncoder:
             )
         return len(before), len(through)
 
-    def _apply(self, messages: list[Message], where: Where, **options: Any) -> Any:
+    def _find_opening(self, answer: Message, through: str, where: Where, tools: Tools) -> str:
+        """Return what the template writes before the first message, an answer: what another answer has in common."""
+        given = str(answer.get("content") or "").lstrip()
+        other = {"role": ASSISTANT, "content": "b" if given.startswith("a") else "a"}
+        pairs = zip(through, self._apply([other], where, tools, tokenize=False), strict=False)
+        return through[: next((place for place, (one, two) in enumerate(pairs) if one != two), 0)]
+
+    def _apply(self, messages: list[Message], where: Where, tools: Tools, **options: Any) -> Any:
         try:
-            return self.renderer.apply_chat_template(messages, **options)
+            return self.renderer.apply_chat_template(messages, tools, **options)
         except Exception as error:  # a template may fail in any way, and says so itself with raise_exception
             raise UserError(one_line(f"{where()}: the chat template refuses it ({first_line(error)})")) from error
 
 
 def make_chat_encoder(tokenizer: FolderTokenizer) -> ChatEncoder:
     """Make the encoder of a tokenizer's chat template. Raises UserError if it has none, or transformers is missing."""
-    template = tokenizer.settings.chat_template
+    template, tool_template = tokenizer.settings.chat_template, tokenizer.settings.tool_template
     if template is None:
         raise UserError(
             "this tokenizer has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
@@ -111,9 +145,12 @@ def make_chat_encoder(tokenizer: FolderTokenizer) -> ChatEncoder:
     model.no_truncation()
     model.no_padding()
     renderer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=model, chat_template=template, clean_up_tokenization_spaces=False, **tokenizer.settings.special
+        tokenizer_object=model,
+        chat_template={"default": template, "tool_use": tool_template or template},
+        clean_up_tokenization_spaces=False,
+        **tokenizer.settings.special,
     )
-    return ChatEncoder(renderer, has_marks(template), tokenizer.vocab_size)
+    return ChatEncoder(renderer, template, tool_template or template, tokenizer.vocab_size)
 
 
 def has_marks(template: str) -> bool:
@@ -138,6 +175,63 @@ def check_messages(value: Any, where: Where) -> list[Message]:
             raise UserError(one_line(f"{where()}: message {index} has no role (its keys: {keys}); one of {roles}"))
         if role not in ROLES:
             raise UserError(one_line(f"{where()}: message {index} has the role {role!r}; known are {roles}"))
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise UserError(f"{where()}: message {index} ({role}) has no text as its content")
+        _check_calls(message, index, where)
+        if not _is_text(content) and not (content is None and message.get("tool_calls")):
+            raise UserError(one_line(f"{where()}: message {index} ({role}) has {_describe_content(content)}"))
     return [{key: item for key, item in one.items() if item is not None or key == "content"} for one in value]
+
+
+def check_tools(value: Any, where: Where) -> Tools:
+    """Return a conversation's tools; None if it has none. Tables often have them as JSON text. Raises UserError."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise UserError(one_line(f"{where()}: tools is text that is not JSON ({first_line(error)})")) from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(one, dict) and one for one in value):
+        raise UserError(
+            f'{where()}: tools is no list of functions; expected [{{"type": "function", "function": {{"name": ...}}}}]'
+        )
+    return value
+
+
+def _check_template(template: str, messages: list[Message], tools: Tools, where: Where) -> None:
+    """Raise UserError where a template would leave out tools or calls of them without a word."""
+    calls = next((index for index, one in enumerate(messages, 1) if one.get("tool_calls")), None)
+    lost = "its tools" if tools and "tools" not in template else None
+    lost = f"the tool_calls of message {calls}" if calls and "tool_calls" not in template else lost
+    if lost:
+        raise UserError(
+            f"{where()}: the chat template does not write {lost}: take the tokenizer of a model that calls functions, "
+            "or leave them out of the records"
+        )
+
+
+def _check_calls(message: Message, index: int, where: Where) -> None:
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(one, dict) for one in calls)):
+        raise UserError(f"{where()}: message {index}: tool_calls is no list of objects")
+
+
+def _is_text(content: Any) -> bool:
+    """Return whether content is text, or a list of parts that are."""
+    if isinstance(content, list):
+        return bool(content) and all(_is_text_part(part) for part in content)
+    return isinstance(content, str)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+def _describe_content(content: Any) -> str:
+    other = [part for part in content if not _is_text_part(part)] if isinstance(content, list) else []
+    kind = other[0].get("type") if other and isinstance(other[0], dict) else None
+    return f"a part of type {kind!r} in its content; only text can be read" if kind else "no text as its content"
+
+
+def _join_text_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else message

@@ -27,6 +27,7 @@ _TOKENIZER, _CONFIG, _SPECIAL, _TEMPLATE = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+_TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 _MOST_TOKENIZER_BYTES = 256 << 20
 _MOST_TEXT_BYTES = 16 << 20
 _SLOW = ("vocab.json", "merges.txt", "spiece.model", "tokenizer.model", "vocab.txt")
@@ -42,6 +43,8 @@ class TokenizerSettings:
     """Role (bos_token, eos_token, ...) -> token."""
     chat_template: str | None = None
     """Jinja source."""
+    tool_template: str | None = None
+    """Jinja source for conversations with tools, where it is another."""
     begin: tuple[int, ...] = ()
     """Tokens before every document, as the tokenizer itself puts them."""
     end: tuple[int, ...] = ()
@@ -104,7 +107,8 @@ def load_tokenizer_folder(path: str | Path, end_of_document: str | None = None) 
     begin, end = _find_frame(model)
     end = _choose_end(model, end, end_of_document or names.get("eos_token"), end_of_document is not None, path)
     model.encode_special_tokens = True  # after _find_frame; in text they are text
-    return FolderTokenizer(model, TokenizerSettings(names, _read_template(folder, config), begin, end), source)
+    templates = _read_template(folder, config), _read_tool_template(folder, config)
+    return FolderTokenizer(model, TokenizerSettings(names, *templates, begin, end), source)
 
 
 def restore_folder_tokenizer(source: str, settings_json: str) -> FolderTokenizer:
@@ -122,16 +126,19 @@ def write_tokenizer_folder(tokenizer: Tokenizer, folder: Path) -> list[str]:
     The folder must exist. The byte tokenizer has no such form: nothing is written.
     """
     if isinstance(tokenizer, FolderTokenizer):
-        special, template = tokenizer.settings.special, tokenizer.settings.chat_template
+        settings = tokenizer.settings
     elif isinstance(tokenizer, BpeTokenizer):
-        special, template = {"eos_token": END_OF_TEXT}, None
+        settings = TokenizerSettings({"eos_token": END_OF_TEXT})
     else:
         return []
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **settings.special}
     files = {_TOKENIZER: tokenizer.to_json(), _CONFIG: json.dumps(config, indent=2)}
-    if template is not None:
-        files[_TEMPLATE] = template
+    if settings.chat_template is not None:
+        files[_TEMPLATE] = settings.chat_template
+    if settings.tool_template is not None:
+        files[_TOOL_TEMPLATE] = settings.tool_template
     for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     return list(files)
 
@@ -187,10 +194,24 @@ def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the chat template: of its own file, or of the settings; of several, the one named default."""
     if (folder / _TEMPLATE).exists():
         return _read_text(folder / _TEMPLATE, _MOST_TEXT_BYTES)
+    return _choose_template(folder, config, "default")
+
+
+def _read_tool_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return the chat template of conversations with tools, where a folder has one of its own."""
+    if (folder / _TOOL_TEMPLATE).exists():
+        return _read_text(folder / _TOOL_TEMPLATE, _MOST_TEXT_BYTES)
+    return None if (folder / _TEMPLATE).exists() else _choose_template(folder, config, "tool_use")
+
+
+def _choose_template(folder: Path, config: dict[str, Any], name: str) -> str | None:
+    """Return the chat template of the settings: of several, the one of this name; a single one is the default."""
     template = config.get("chat_template", _read_object(folder / "chat_template.json").get("chat_template"))
     if isinstance(template, list):
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-        template = named.get("default")
+        template = named.get(name)
+    elif name != "default":
+        return None
     return template if isinstance(template, str) else None
 
 
