@@ -25,8 +25,6 @@ SRUN_ERRORS = "srun.err"
 _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of Memory")
 """Slurm says this of all tasks of a node that end at that moment, so that it does not tell which one it was."""
-_STOPPED_EARLY = (128 + signal.SIGUSR2, 128 + signal.SIGTERM)
-"""Exit codes of a task that a stop signal ended before it had a handler."""
 _ABORTED = "Aborted"
 _DEADLY_WORDS = (
     "Killed",
@@ -272,7 +270,7 @@ def main(run_dir: str, attempt: str, code: str, requeue: str) -> int:
     run = Path(run_dir)
     logs = run / "logs" / attempt
     if requeue:
-        if error := _find_error_of_stop(logs, int(code)):
+        if error := _find_error_of_stop(logs):
             requeue = f"{requeue}; meanwhile {error.line}"
         append_event(run / "events.jsonl", "requeue", int(attempt), exit_code=int(code), why=requeue)
         print(f"requeued: {requeue}", flush=True)
@@ -288,13 +286,9 @@ def main(run_dir: str, attempt: str, code: str, requeue: str) -> int:
     return 0
 
 
-def _find_error_of_stop(logs: Path, code: int) -> FirstError | None:
-    """Return the first failure of ranks that stopped on purpose, as where one died in the save; None without one.
-
-    code: srun's exit code.
-    """
-    failed = (logs / REQUEUE_MARKER).exists() and code not in (EXIT_REQUEUE, *_STOPPED_EARLY)
-    return find_first_error(logs) if failed else None
+def _find_error_of_stop(logs: Path) -> FirstError | None:
+    """Return the first failure of ranks that stopped on purpose, as where one died in the save; None without one."""
+    return find_first_error(logs) if (logs / REQUEUE_MARKER).exists() else None
 
 
 def _explain_by_batch_script(logs: Path, code: str) -> str:

@@ -39,7 +39,7 @@ from hpc_train.resilience.exclusion import (
 )
 from hpc_train.resilience.incident import read_hang
 from hpc_train.resilience.restart import Action, Cause, Decision, Fault, History, Policy, decide_after_fault
-from hpc_train.training.records.run_records import append_event, read_first_failure
+from hpc_train.training.records.run_records import REQUEUE_MARKER, append_event, read_first_failure
 from hpc_train.training.run_directory import RunDirectory
 
 RESTARTED = Action.RESTART.value
@@ -116,6 +116,7 @@ def decide_after_failure(
         allocation.can_requeue,
         "in the next job of the chain" if config.launch.chain > 1 else "by a requeue",
         allocation.enough_time,
+        "signal" in own or (logs / REQUEUE_MARKER).exists(),
     )
     history = read_history(events, attempt, first_attempt, saved)
     decision = decide_after_fault(fault, history, saved, policy)

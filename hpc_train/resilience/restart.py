@@ -115,6 +115,8 @@ class Policy:
     """How the run gets other nodes."""
     enough_time: bool = True
     """Whether the job is not about to be asked to stop before its time limit."""
+    stopping: bool = False
+    """Whether the ranks failed while they stopped on purpose: they do not start again in a job that has to end."""
 
 
 @dataclass(frozen=True)
@@ -149,16 +151,23 @@ def decide_after_fault(fault: Fault, history: History, saved: int | None, policy
         why = f"{used} restarts in a row brought no newer checkpoint (resilience.restarts={policy.restarts})"
         return Decision(Action.GIVE_UP, why)
     # An exception at the same step with the same data: computing it again gives the same exception.
-    if fault.cause not in _MAY_NOT_COME_AGAIN and not advanced:
+    if fault.cause not in _MAY_NOT_COME_AGAIN and not advanced and not policy.stopping:
         return Decision(Action.END, "the same would come again: no checkpoint was saved since the last start")
     place = f"from step {saved}" if saved is not None else "from the beginning"
     count = f"restart {used + 1} of {policy.restarts} without a newer save"
     # Restarting here saves the wait in the queue. Near the time limit that gains nothing, unless there is no queue to
     # go to.
-    if policy.enough_nodes and (policy.enough_time or not policy.can_requeue):
+    if policy.enough_nodes and not policy.stopping and (policy.enough_time or not policy.can_requeue):
         fewer = f" on {policy.fewer_nodes}" if policy.fewer_nodes else ""
         return Decision(Action.RESTART, f"starting again {place}{fewer} ({count})")
     if policy.can_requeue:
-        why = "on other nodes" if not policy.enough_nodes else "as the time limit of this job is near"
-        return Decision(Action.REQUEUE, f"going on {place} {why}, {policy.by} ({count})")
-    return Decision(Action.END, "too few nodes are left, and the job may not be requeued (launch.max_attempts)")
+        return Decision(Action.REQUEUE, f"going on {place} {_explain_requeue(policy)}, {policy.by} ({count})")
+    lacks = "the ranks were to stop" if policy.stopping else "too few nodes are left"
+    return Decision(Action.END, f"{lacks}, and the job may not be requeued (launch.max_attempts)")
+
+
+def _explain_requeue(policy: Policy) -> str:
+    """Return why the ranks do not start again in the same job."""
+    if not policy.enough_nodes:
+        return "on other nodes"
+    return "as its ranks were to stop" if policy.stopping else "as the time limit of this job is near"

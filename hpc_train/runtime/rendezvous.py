@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
+from hpc_train.cluster.task_hosts import list_task_hosts
 from hpc_train.errors import MissingRanksError, UserError
 from hpc_train.mpi import load_mpi
 from hpc_train.runtime.identity import ProcessIdentity, find_own_address
@@ -61,15 +62,12 @@ def find_missing_tasks(store: Store, me: ProcessIdentity, env: Mapping[str, str]
 
 
 def _find_hosts(processes: Sequence[int], me: ProcessIdentity, env: Mapping[str, str]) -> list[str]:
-    return sorted({host for process in processes if (host := _find_host(process, me, env))})
-
-
-def _find_host(process: int, me: ProcessIdentity, env: Mapping[str, str]) -> str:
-    """Return a task's node, as Slurm numbers tasks node by node by default; "" if that is unknown."""
+    """Return the nodes of these tasks in order, each once; those that nobody knows are left out."""
     names = _list_nodes(env)
-    if me.processes % max(len(names), 1) or "cyclic" in env.get("SLURM_DISTRIBUTION", ""):
-        return ""
-    return names[process * len(names) // me.processes] if names else ""
+    if not names or me.processes % len(names):
+        return []
+    hosts = list_task_hosts(names, [me.processes // len(names)] * len(names), env)
+    return sorted({hosts[process] for process in processes if hosts[process]})
 
 
 def _list_nodes(env: Mapping[str, str]) -> Sequence[str]:

@@ -165,6 +165,28 @@ def test_when_an_agent_was_killed_the_others_leave_and_all_start_again(
     assert orders.read_text() == "leave\nend\n"
 
 
+def test_agents_of_which_none_begins_are_started_again_more_and_more_patiently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_reports, "_AGENTS_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(agent_reports, "END_SECONDS", 0.1)
+    report, starts = encode_report(Report("node1", [])), []
+
+    def start(_: Mapping[Phase, float]) -> subprocess.Popen[bytes]:
+        starts.append(time.monotonic())
+        words = ["sleep", "60"] if len(starts) < 3 else ["sh", "-c", f"echo '{report}'; exec sleep 60"]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    made = AgentReports(start, SrunErrors(tmp_path / "agents.err"), _patience=0.3)
+    for _ in range(30):
+        made.start_again()
+        made.read(0.1)
+    made.close(0.1)
+    assert len(starts) == 3
+    assert 0.3 <= starts[1] - starts[0] < starts[2] - starts[1]
+    assert starts[2] - starts[1] >= 0.6
+
+
 def test_ranks_are_ended_some_time_after_a_peer_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(srun_errors.time, "monotonic", lambda: clock[0])

@@ -103,6 +103,27 @@ def test_a_decision_is_made_again_where_the_process_that_makes_it_was_killed(tmp
     assert run_functions(f"{settings}; hpc_restart=(bash -c 'kill -9 $$'); decide; echo $?") == "137"
 
 
+@pytest.mark.parametrize(
+    ("code", "said", "failed"),
+    [
+        (75, "srun: error: node1: tasks 0-1: Exited with exit code 75\n", False),
+        (75, "srun: error: node1: task 0: Exited with exit code 75\nsrun: error: node2: task 1: Terminated\n", False),
+        (
+            75,
+            "srun: error: n1: task 0: Exited with exit code 75\nsrun: error: n2: task 1: Exited with exit code 3\n",
+            True,
+        ),
+        (137, "", True),
+        (140, "", False),
+        (1, "", True),
+    ],
+)
+def test_a_task_that_fails_while_the_others_stop_is_seen(tmp_path: Path, code: int, said: str, failed: bool) -> None:
+    (tmp_path / SRUN_ERRORS).write_text(said)
+    answer = run_functions(f"logs={tmp_path}; failed_while_stopping {code} && echo failed || echo stopped")
+    assert answer == ("failed" if failed else "stopped")
+
+
 def test_a_supervisor_that_is_killed_or_stopped_is_started_again_as_long_as_there_are_ranks(tmp_path: Path) -> None:
     """Fifteen are killed, and the next one is stopped."""
     calls = tmp_path / "calls"

@@ -44,6 +44,21 @@ def test_a_decision_that_is_made_twice_counts_once(tmp_path: Path, lost: tuple[s
         assert [strike["attempt"] for strike in lines(tmp_path / NODES)] == list(range(attempt + 1))
 
 
+def test_ranks_that_die_while_all_stop_count_as_any_others(tmp_path: Path) -> None:
+    """Three stops in a row in which a rank dies on the same node end the run; until then the job is requeued."""
+    folder = RunDirectory(tmp_path, tmp_path / "checkpoints")
+    config = compose(default_to_slurm(["checkpoint.every=10"]))
+    allocation = Allocation(NODES_OF_THE_JOB[:2], (), 2, can_requeue=True)
+    actions = []
+    for attempt in range(3):
+        fail(folder, attempt)
+        (folder.logs(attempt) / "requeue").touch()
+        actions.append(decide_after_failure(config, folder, attempt, 137, 0, allocation).action.value)
+    assert actions == ["requeued", "requeued", "given up"]
+    assert [(strike["host"], strike["weight"]) for strike in lines(tmp_path / NODES)] == [("node2", 1)] * 3
+    assert (folder.logs(1) / "exclude").read_text() == "node2\n"
+
+
 @pytest.mark.parametrize(
     ("nodes", "cause", "host"),
     [

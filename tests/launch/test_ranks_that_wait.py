@@ -63,4 +63,6 @@ def test_who_has_not_come_is_named_with_its_node() -> None:
     env = {"SLURM_JOB_NODELIST": "n[1-4]"}
     assert find_missing_tasks(store, me, env).describe() == "tasks 4, 6, 7 on n[3-4]"
     assert find_missing_tasks(store, me, {}).describe() == "tasks 4, 6, 7"
-    assert find_missing_tasks(store, me, env | {"SLURM_DISTRIBUTION": "cyclic"}).describe() == "tasks 4, 6, 7"
+    for order, where in (("cyclic", " on n[1,3-4]"), ("arbitrary", "")):
+        dealt = env | {"SLURM_DISTRIBUTION": order}
+        assert find_missing_tasks(store, me, dealt).describe() == f"tasks 4, 6, 7{where}"

@@ -82,15 +82,23 @@ def test_a_rank_that_did_not_come_to_the_others_is_named_and_not_the_one_that_wa
     assert "missing: task 1 on node2" in fault.text
 
 
-@pytest.mark.parametrize("code", [139, 75, 140])
-def test_a_rank_that_dies_while_all_stop_on_purpose_is_named(tmp_path: Path, code: int) -> None:
+@pytest.mark.parametrize(
+    ("code", "end", "named"),
+    [
+        (139, "Segmentation fault", "was ended from outside: Segmentation fault"),
+        (75, "Exited with exit code 3", "exited with code 3 without a word"),  # srun returns the highest code
+        (75, "Exited with exit code 75", ""),
+        (140, "User defined signal 2", ""),
+    ],
+)
+def test_a_rank_that_dies_while_all_stop_on_purpose_is_named(tmp_path: Path, code: int, end: str, named: str) -> None:
     logs = tmp_path / "logs" / "0"
     logs.mkdir(parents=True)
     (logs / "requeue").touch()
-    (logs / "srun.err").write_text("srun: error: node2: task 1: Segmentation fault\n")
+    (logs / "srun.err").write_text(f"srun: error: node2: task 1: {end}\n")
     main(str(tmp_path), "0", str(code), "the ranks stopped on purpose")
     (event,) = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
-    died = "; meanwhile task 1 on node2 was ended from outside: Segmentation fault" if code == 139 else ""
+    died = f"; meanwhile task 1 on node2 {named}" if named else ""
     assert event["why"] == f"the ranks stopped on purpose{died}"
 
 

@@ -199,16 +199,21 @@ def test_a_job_that_loses_the_slurmstepd_of_its_script_goes_on(
     assert_same_result(run, undisturbed, STEPS)
 
 
-def test_a_stop_saves_and_requeues_beside_the_supervisor(
+def test_a_rank_that_dies_in_the_save_of_a_stop_is_counted_and_the_job_is_requeued(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    job = start(run, settings, faults="0:train:30:listen")
+    job = start(run, settings, faults="0:train:30:listen 1:save:2:kill")
     wait_until("the hold", lambda: (tmp_path / "0:train:30:listen").exists())
+    host = hosts_of(run)[1]
     slurm_cluster.command("scancel", "--signal=USR2", job)
     slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
     assert_same_result(run, undisturbed, STEPS)
-    assert [kind for kind in kinds(run) if kind in ("signal", "requeue", "restart")] == ["signal", "requeue"]
+    assert [kind for kind in kinds(run) if kind in ("signal", "requeue", "restart")] == ["signal", "restart", "requeue"]
+    (restart,) = (event for event in lines(run / "events.jsonl") if event["event"] == "restart")
+    assert (restart["cause"], restart["host"], restart["action"]) == ("a rank was killed", host, "requeued")
+    assert restart["why"].startswith("going on from step 20 as its ranks were to stop, by a requeue (restart 1 of 3")
+    assert [(strike["host"], strike["weight"]) for strike in lines(run / "nodes.jsonl")] == [(host, 1)]
 
 
 def test_a_lost_node_is_left_out_when_the_job_comes_back(

@@ -43,6 +43,10 @@ _STEPS_AHEAD = 5
 """Steps of other nodes' ranks that show that a silent node still computes."""
 _AGENTS_AGAIN_SECONDS = 5.0
 """Between two starts of the agents."""
+_SILENT_START_SECONDS = 60.0
+"""How long the first srun of the agents has until one of them reports; the next one has twice as long, and so on."""
+_OPTIONS_OF_RANKS = ("SLURM_CPUS", "SLURM_NTASKS", "SLURM_DIST", "SLURM_HOSTFILE")
+"""What the names of variables begin with that srun takes for options, and that say how ranks are dealt out."""
 
 
 @dataclass
@@ -69,6 +73,9 @@ class AgentReports:
     nodes: dict[str, NodeState] = field(default_factory=dict)
     ended: bool = False
     """Whether the agents have ended by themselves."""
+    _patience: float = _SILENT_START_SECONDS
+    _reported: bool = False
+    """Whether any of the agents at hand has reported."""
     _unparsed: bytes = b""
     _last_read: float = field(default_factory=time.monotonic)
 
@@ -78,16 +85,19 @@ class AgentReports:
     def _begin(self) -> None:
         self.errors.read_exit_codes()  # of earlier agents
         self.process = self.start(self.merge_learned())
-        self._started, self.ended, self._unparsed = time.monotonic(), False, b""
+        self._started, self._reported, self.ended, self._unparsed = time.monotonic(), False, False, b""
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.process.stdout, selectors.EVENT_READ)
 
     def start_again(self) -> bool:
-        """Have all agents end if one of them was killed, and start them again; returns whether they were started."""
+        """Have all agents end if one was killed, or none has reported, and start them again; returns whether it did."""
         if self.errors.read_exit_codes():
             self.send(LEAVE)
+        # An srun that does not come to start them, as where Slurm creates no step, may do so at a second try.
+        if not self._reported and time.monotonic() > self._started + self._patience:
+            self.ended, self._patience = True, 2 * self._patience
         if not self.ended or time.monotonic() < self._started + _AGENTS_AGAIN_SECONDS:
             return False
         self.close()
@@ -130,6 +140,7 @@ class AgentReports:
         for line in lines:
             report = decode_report(line.decode(errors="replace"))
             if report is not None:
+                self._reported = True
                 self.nodes[report.host] = NodeState(report, -TICK_SECONDS)
                 late = late or any(view.overdue for view in report.views)
         return late
@@ -254,7 +265,7 @@ def _step_command(name: str, nodes: Sequence[str]) -> list[str]:
 
 def _step_environment() -> dict[str, str]:
     """Return the environment without variables that srun would take for options of the ranks' step."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_CPUS", "SLURM_NTASKS"))}
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OPTIONS_OF_RANKS)}
 
 
 def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -287,23 +287,35 @@ list_taken_nodes() {
   [ -z "$left" ] || comm -23 <(scontrol show hostnames "$1" | sort) <(scontrol show hostnames "$left" | sort)
 }
 
+# failed_while_stopping CODE: whether a task has failed though the ranks stopped on purpose. srun's exit code is the highest
+# of its tasks, so that it may hide one that exited with less than the others.
+failed_while_stopping() {
+  ! stopped_early "$1" || return 1
+  [ "$1" -eq "$exit_requeue" ] || return 0
+  grep -E '^srun: error: [^ ]+: tasks? [0-9,-]+: ' "$logs/srun.err" 2>/dev/null |
+    grep -qvE 'Exited with exit code ('"$exit_requeue|$stopped_early_usr2|$stopped_early_term"')$|: (Terminated|User defined)'
+}
+
 # settle_attempt CODE: find out how an attempt ended and write it down; sets `code`, and `requeue` for the job's end.
 settle_attempt() {
-  local lost=""
+  local lost="" fault=1
   code="$1" requeue=""
   # srun returns 0, too, when it gave up waiting for a step that was ended from outside.
   [ "$code" -ne 0 ] || [ -e "$logs/done" ] || { code=1 why="the ranks were ended before they were done"; }
   if [ -e "$logs/requeue" ] || stopped_early "$code"; then
     why="the ranks stopped on purpose" stopped=1
-  elif [ "$code" -ne 0 ]; then
+    failed_while_stopping "$code" || fault=""
+  fi
+  [ "$code" -ne 0 ] || fault=""
+  if [ -n "$fault" ]; then
     lost="$(find_lost_nodes "$step_nodes")"
-    [ -z "$lost" ] || { why="a node of the job does not answer" stopped=1; }
+    [ -z "$lost" ] || { why="${why:-a node of the job does not answer}" stopped=1; }
   fi
   [ "$code" -eq 0 ] || state="$(read_job_state)"
   if [ "$code" -ne 0 ] && [ -e "$run/logs/cancel-$job" ]; then
     why="stopped by hpc-train cancel" next=cancel
   elif [ "$code" -ne 0 ] && [ "${state%% *}" = RUNNING ]; then
-    if [ "${#hpc_restart[@]}" -gt 0 ] && { [ -n "$lost" ] || [ -z "$stopped" ]; }; then
+    if [ "${#hpc_restart[@]}" -gt 0 ] && [ -n "$fault" ]; then
       decide_after_fault "$lost"
     elif [ -n "$stopped" ]; then
       continue_after_stop

@@ -22,12 +22,6 @@ def count_ranks_per_node(spec: Mapping[str, Any]) -> int:
     return int(node["ranks"] or max(int(node["gpus"]), 1))
 
 
-def list_task_hosts(run: Path, nodes: Sequence[str]) -> list[str]:
-    """Return the node of each task of a run on these nodes: Slurm numbers the tasks node by node."""
-    ranks = count_ranks_per_node(read_json(run / "job.json"))
-    return [node for node in nodes for _ in range(ranks)]
-
-
 class GrowthCheck:
     """Asks Slurm from time to time for the nodes that a run lacks which goes on with fewer (resilience.elastic)."""
 

@@ -47,9 +47,7 @@ def signal_steps(job: str, number: signal.Signals, agents: bool) -> None:
 def end_ranks(logs: Path, job: str, srun: int, reports: AgentReports, seconds: float = SRUN_SECONDS) -> None:
     """Kill the ranks of a job, and leave their srun (a process id) if it has not ended `seconds` later."""
     kill_ranks(job, reports)
-    end = time.monotonic() + seconds
-    while is_running(srun) and time.monotonic() < end:
-        time.sleep(0.1)
+    wait_for_srun(srun, seconds)
     leave_srun(logs, srun)
 
 
@@ -75,6 +73,25 @@ def leave_srun(logs: Path, srun: int) -> None:
     except OSError:  # a full disk: rather a node that may be drained than a job that waits for ever
         with suppress(ProcessLookupError):
             os.kill(srun, signal.SIGKILL)
+
+
+def end_stuck_srun(logs: Path, job: str, srun: int, reports: AgentReports) -> None:
+    """End an srun (a process id) that has started no rank.
+
+    It is killed, unlike one whose ranks have run: it might start them yet, beside those of the next attempt.
+    """
+    kill_ranks(job, reports)
+    with suppress(ProcessLookupError):
+        os.kill(srun, signal.SIGKILL)
+    wait_for_srun(srun, SRUN_SECONDS)
+    leave_srun(logs, srun)
+
+
+def wait_for_srun(srun: int, seconds: float) -> None:
+    """Wait until an srun (a process id) has ended, at most so long."""
+    end = time.monotonic() + seconds
+    while is_running(srun) and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def list_steps(job: str) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.cluster.hostlist import expand_hostlist
+from hpc_train.cluster.task_hosts import list_task_hosts
 from hpc_train.launch.failures import SRUN_ERRORS
 from hpc_train.launch.slurm.agent_reports import (
     AGENT_ERRORS,
@@ -30,13 +31,14 @@ from hpc_train.launch.slurm.agent_reports import (
     start_agents,
     start_probe,
 )
-from hpc_train.launch.slurm.growth import GrowthCheck, list_task_hosts, report_growth
+from hpc_train.launch.slurm.growth import GrowthCheck, count_ranks_per_node, report_growth
 from hpc_train.launch.slurm.job_steps import (
     LEFT_SRUN,
     SIGNAL_SECONDS,
     SRUN_SECONDS,
     SRUN_SECONDS_WITHOUT_A_NODE,
     end_ranks,
+    end_stuck_srun,
     is_running,
     kill_ranks,
     leave_srun,
@@ -45,6 +47,7 @@ from hpc_train.launch.slurm.job_steps import (
 )
 from hpc_train.launch.slurm.slurm_cli import current_job_id
 from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
+from hpc_train.launch.slurm.stuck_start import StuckStart, report_stuck_start
 from hpc_train.launch.slurm.time_limit import TimeLimit
 from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
 from hpc_train.regular_files import read_json
@@ -85,9 +88,12 @@ class Supervisor:
         self._limit = TimeLimit(job, signal_seconds)
         self._probe = NodeProbe(lambda host: start_probe(host, self._nodes))
         self._growth = GrowthCheck(self._run, self._nodes, float(resilience["elastic"]["grow_seconds"]))
-        hosts = list_task_hosts(self._run, self._nodes)
+        ranks = count_ranks_per_node(read_json(self._run / "job.json"))
+        hosts = list_task_hosts(self._nodes, [ranks] * len(self._nodes), os.environ)
         self._response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1), hosts)
         self._failures = PeerFailures(SrunErrors(logs / SRUN_ERRORS))
+        self._start = StuckStart(logs, settings.limits.start)
+        self._reported_start = False
 
     def _start_agents(self, learned: Mapping[Phase, float]) -> subprocess.Popen[bytes]:
         seconds = {phase.name: value for phase, value in {**read_learned(self._run), **learned}.items()}
@@ -110,7 +116,7 @@ class Supervisor:
     def _look_after_agents(self) -> None:
         """Start agents again that have ended, and write down now and then what they have learned."""
         if is_running(self._srun) and self._reports.start_again():
-            report_watch(self._logs, "an agent has ended before the ranks, and the agents were started again")
+            report_watch(self._logs, "an agent has ended before the ranks, or none began: they were started again")
         if time.monotonic() > self._learned_due:
             self._learned_due = time.monotonic() + _LEARNED_SECONDS
             write_learned(self._run, self._reports.merge_learned())
@@ -139,10 +145,20 @@ class Supervisor:
             self._ask_to_stop_if_due()
         if self._failures.are_due():
             return self._end_peers()
-        if self._response.respond(self._reports.list_views(), self._reports.list_machines()):
+        views = self._reports.list_views()
+        if self._response.respond(views, self._reports.list_machines()):
             end_ranks(self._logs, self._job, self._srun, self._reports)
             return True
-        return False
+        return self._start.is_overdue(views) and self._end_stuck_start()
+
+    def _end_stuck_start(self) -> bool:
+        """Report once that srun has started no rank; return whether it was ended for that."""
+        if not self._reported_start:
+            self._reported_start = True
+            report_stuck_start(self._logs, self._start.describe(), self._settings)
+        if self._settings.act:
+            end_stuck_srun(self._logs, self._job, self._srun, self._reports)
+        return self._settings.act
 
     def _ask_to_stop_if_due(self) -> None:
         """Have all ranks save the same step, after which the job is requeued, where they cannot go on for long."""
