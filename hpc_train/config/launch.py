@@ -39,6 +39,9 @@ class LaunchConfig:
     placement: str = config_field(default="auto", choices=("auto", "launcher", "strict"))
     """Order of ranks on nodes. auto: by the topology if that is faster; if facts are missing or contradict, the
     launcher's order with a warning. strict: refuse to start in that case. launcher: always the launcher's order."""
+    compact_nodes: str = config_field(default="auto", choices=("off", "auto", "ask"))
+    """slurm: whether to ask for nodes that are close together (sbatch --switches, --segment or --contiguous). auto: if
+    the shorter communication is expected to save more than the wait for them costs; ask: whenever Slurm can."""
     bind: bool = True
     """Bind every rank to the cores and the memory next to its GPU, or without GPUs to its share of the node."""
     signal_seconds: int = config_field(default=120, ge=10, le=65535)

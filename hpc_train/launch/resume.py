@@ -17,6 +17,7 @@ from typing import Any
 from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.launch.command_output import CommandOutput
 from hpc_train.launch.job_spec import JobSpec, read_spec
+from hpc_train.launch.slurm.compact_nodes import ask_for_compact_nodes
 from hpc_train.launch.slurm.request import check_partition, make_request
 from hpc_train.launch.slurm.sbatch import submit_job
 from hpc_train.launch.slurm.slurm_cli import delay_signals, run_client
@@ -188,6 +189,7 @@ def _resume_run(candidate: ResumeCandidate, mode: str, how: _Resumer) -> int:
     folder, config = spec.folder(), spec.run_config()
     request = make_request(config, folder, load_snapshot(spec))
     check_partition(config, request, run_client)
+    request = ask_for_compact_nodes(config, request, how.output.report, run_client)
     with delay_signals():
         jobs = submit_job(folder, request.with_hold() if mode == FORCE else request)
         if mode == FORCE:

@@ -20,6 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.command_output import Report
 from hpc_train.launch.freeze import check_cluster_files, check_run, decide_auto_layout, freeze_run
 from hpc_train.launch.slurm import slurm_cli
+from hpc_train.launch.slurm.compact_nodes import ask_for_compact_nodes
 from hpc_train.launch.slurm.request import JobRequest, check_partition, make_request, node_count
 from hpc_train.launch.slurm.sbatch import render_script, submit_job
 from hpc_train.launch.slurm.slurm_cli import RunClient, delay_signals, run_client
@@ -81,6 +82,7 @@ def submit_run(
     if dry_run:
         check_run(config, ranks)
         check_cluster_files(config)
+        request = ask_for_compact_nodes(config, request, report, ask)
         return Submission(folder.path, ranks, script=render_script(folder, request))
     check_partition(config, request, ask)
     # From here on Ctrl-C waits: between sbatch and the record of the job's number a job would be lost.
@@ -88,6 +90,7 @@ def submit_run(
         refuse_unfinished_job(folder.path, ask)
         with code.stored_for(folder.path) if code else nullcontext():
             freeze_run(config, ranks, report, folder, why, code)
+            request = ask_for_compact_nodes(config, request, report, ask)
             jobs = submit_job(folder, request)
             record_submission(folder, request, jobs)
     if code:

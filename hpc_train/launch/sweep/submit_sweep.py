@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from hpc_train.config.compose_sweep import Composer
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.command_output import Report
+from hpc_train.launch.slurm.compact_nodes import ask_for_compact_nodes
 from hpc_train.launch.slurm.request import check_partition, node_count
 from hpc_train.launch.slurm.sbatch import BatchExecutor, require_sbatch, submission_environment
 from hpc_train.launch.slurm.slurm_cli import RunClient, delay_signals, max_array_size, run_client
@@ -82,6 +83,11 @@ def submit_sweep(
     jobs: list[str] = []
     if not dry_run:
         check_arrays(arrays, run_client)
+    arrays = [
+        replace(array, request=ask_for_compact_nodes(array.config, array.request, report, run_client))
+        for array in arrays
+    ]
+    if not dry_run:
         jobs = _submit_arrays(folder, points, arrays, code, {"overrides": list(overrides), "swept": list(grid.keys)})
     return SweepSubmission(folder, tuple(point.id for point in points), tuple(arrays), tuple(jobs))
 

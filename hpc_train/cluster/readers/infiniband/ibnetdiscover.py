@@ -153,8 +153,9 @@ def read_ibnetdiscover(text: str, name: str) -> Cluster:
     Devices are known by GUID. SHARP's aggregation nodes and routers are no hosts. Raises UserError, one line, for a
     dump that is cut or contradicts itself.
     """
-    for tool, pattern in _OTHERS.items():
-        if pattern.search(text) and not _DUMP.search(text):
+    # The beginning of a dump tells what it is; the other expressions would be looked for in all of it.
+    for tool, pattern in () if _DUMP.search(text) else _OTHERS.items():
+        if pattern.search(text):
             raise UserError(f"{name}:1: {tool} is not read; expected what ibnetdiscover prints without options")
     return make_fabric(parse_ibnetdiscover(text, name), name, "ibnetdiscover")
 

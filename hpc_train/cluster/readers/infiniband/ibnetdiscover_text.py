@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from hpc_train.errors import UserError
@@ -49,7 +50,11 @@ def parse_ibnetdiscover(text: str, name: str) -> dict[str, SubnetDevice]:
     """Parse the devices that have a record of their own, in the file's order. name: what messages call the file."""
     parser = _Parser(name)
     for number, line in enumerate(text.split("\n"), 1):
-        parser.take(line.strip(), number)
+        # Nearly all lines of a large dump are ports in ibnetdiscover's own form; one expression reads them whole.
+        if line.startswith("[") and (port := _USUAL_PORT.match(line)):
+            parser.add_usual_port(port, number)
+        elif line:
+            parser.take(line.strip(), number)
     if not parser.devices:
         raise UserError(f"{name}:{number}: the file ends before any device; expected a line such as {_HEADER_EXAMPLE}")
     # A file that was cut in its last line still parses if the cut falls after the cable; but then the name, which other
@@ -79,6 +84,10 @@ _PORT = re.compile(
     r'\[(\d{1,3})\](?:\[ext \d+\])?\s*(?:\([0-9a-fA-F]+\))?\s*"([^"]+)"\s*(?:\[(\d{1,3})\])?(?:\[ext \d+\])?'
     r"\s*(?:\([0-9a-fA-F]+\))?\s*((?:\w+=\w+\s*)*)(#.*)?"
 )
+_USUAL_PORT = re.compile(
+    r'\[(\d{1,3})\](?:\([0-9a-f]+\))?\s*"([SHR]-[0-9a-f]{16})"\[(\d{1,3})\](?:\([0-9a-f]+\))?'
+    r"[ \t]*#[^\"\n]{0,100}\"([^\"\n]{1,100})\"[^\"\n]{0,60}?\b(\d+x[A-Z]+\d*)\b[^\"\n]{0,60}$"
+)
 _PORT_RATE = re.compile(r"\b\d+x[A-Z]+\d*\b")
 _PLAIN_NAME = re.compile(r"#\s*([^\"]*?)\s*(?:\b(?:enhanced|base) port\b.*|\blid\b.*|\blmc\b.*)?")
 _SYSTEM = re.compile(r"sysimgguid=0x([0-9a-fA-F]{1,16})\b")
@@ -99,7 +108,7 @@ class _Parser:
         """Whether port lines, and whether headers, have names in this file."""
 
     def take(self, line: str, number: int) -> None:
-        if not line or line.startswith(("#", "vendid=0x", "devid=0x")):
+        if not line or line.startswith(("#", "vendid=0x", "devid=0x", "switchguid=0x", "caguid=0x")):
             return
         if len(line) > _LONGEST:
             raise UserError(f"{self.name}:{number}: {len(line)} characters in a line; expected at most {_LONGEST}")
@@ -161,7 +170,23 @@ class _Parser:
         rate = _PORT_RATE.search(comment, comment.rfind('"') + 1) if comment else None
         cable = CableEnd(far, int(far_port or 1), number, self._get_quoted(comment, number), rate[0] if rate else None)
         self.names_in[True] |= cable.far_name is not None
+        self._add_cable(device, port, cable, number)
+
+    def add_usual_port(self, match: re.Match[str], number: int) -> None:
+        """Parse a port line in ibnetdiscover's own form, with a name and a rate."""
+        device = self.current
+        own, far, far_port, far_name, rate = match.groups()
+        if device is None or not 1 <= (port := int(own)) <= device.ports:
+            self.take(match.string.strip(), number)  # says what is wrong
+            return
+        self.names_in[True] = True
+        self._add_cable(device, port, CableEnd(far, int(far_port), number, far_name, rate), number)
+
+    def _add_cable(self, device: SubnetDevice, port: int, cable: CableEnd, number: int) -> None:
+        far = cable.far
         before = device.cables.setdefault(port, cable)
+        if before is cable:
+            return
         if before[:2] != cable[:2]:
             raise UserError(
                 f"{self.name}:{number}: {device.id}[{port}] goes to {far}[{cable.far_port}], in line {before.line} to "
@@ -189,6 +214,7 @@ _LANE = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR10": 10, "FDR": 14, "EDR": 25, "HD
 """Rate of a lane, 10^9 bit/s in one direction, as ports report it (FDR: 56 for four lanes)."""
 
 
+@cache
 def parse_rate(rate: str | None) -> float | None:
     """Parse a link's width and speed: 4xHDR -> 200 Gbit/s; None for an unknown speed."""
     match = re.fullmatch(r"(\d{1,2})x(\w+)", rate or "")
