@@ -23,7 +23,7 @@ positions of nodes, and equal ones once with a weight.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -149,11 +149,20 @@ class ListedMessages:
 
     closed: bool
     """Whether they form rings: as many enter a part of the fabric as leave it."""
+    rail: Ints | None = None
+    """[messages]: rail of each, if a message takes one NIC only; None: NCCL spreads them over all NICs of the node."""
 
     @cached_property
     def node_load(self) -> float:
         """Maximum number of messages that leave, or enter, one node; the same in any order."""
         return float(max(np.bincount(end, self.weight).max(initial=0.0) for end in (self.source, self.target)))
+
+    def count_rail_load(self, rails: int) -> float:
+        """Return node_load as if all rails were as busy as the busiest: what the node would send over all its NICs."""
+        if self.rail is None or rails == 1:
+            return self.node_load
+        ends = (self.source, self.target)
+        return rails * float(max(np.bincount(end * rails + self.rail, self.weight).max(initial=0.0) for end in ends))
 
 
 @dataclass(frozen=True)
@@ -194,6 +203,14 @@ class LevelLinks:
     """`bandwidth` left for this job next to busy neighbours."""
     shared: bool
     """Whether a group has one link for all its nodes."""
+    rails: int = 1
+    """Links that each one of `index` consists of."""
+
+    def split(self, rails: int) -> LevelLinks:
+        """Return the links cut into one for each rail, with an equal part of the bandwidth."""
+        bandwidth = np.repeat(self.bandwidth / rails, rails, axis=-1)
+        share = bandwidth if self.share is self.bandwidth else np.repeat(self.share / rails, rails, axis=-1)
+        return LevelLinks(self.index, self.count * rails, bandwidth, share, self.shared, rails)
 
     @staticmethod
     def build(level: FabricLevel, group: Ints) -> LevelLinks:
@@ -223,6 +240,31 @@ def has_uniform_uplinks(level: FabricLevel) -> bool:
 def build_pattern(rows: GroupRows, phase: CollectivePhase) -> MessagePattern:
     """Build the messages of one phase of a collective, for all groups of an axis."""
     return _count_pairs(rows) if phase.edges == "pairs" else _list_messages(rows, phase)
+
+
+def split_by_rail(
+    messages: ListedMessages, phase: CollectivePhase, ranks: Ints, ranks_per_node: int, rails: int
+) -> ListedMessages:
+    """Give each message of a phase that nothing follows (send_recv) the rail whose NIC it takes.
+
+    NCCL cuts a ring's buffer into channels over all NICs, but sends a message to another rank over one: that next to
+    the receiver, which the sender reaches over NVLink. ranks: [groups, ranks of a group].
+    """
+    source, target = (ranks[:, end] for end in list_edges(phase.edges, ranks.shape[1], phase.round))
+    between = source // ranks_per_node != target // ranks_per_node
+    source, target = source[between], target[between]
+    rail = target % ranks_per_node * rails // ranks_per_node
+    ends, weight = np.unique(
+        np.stack([source // ranks_per_node, target // ranks_per_node, rail]), axis=1, return_counts=True
+    )
+    return replace(
+        messages,
+        source=ends[0],
+        target=ends[1],
+        row=np.zeros(len(weight), np.int64),
+        weight=weight.astype(np.float64),
+        rail=ends[2],
+    )
 
 
 def _list_messages(rows: GroupRows, phase: CollectivePhase) -> ListedMessages:
@@ -296,17 +338,18 @@ def _measure_messages(messages: ListedMessages, fabric: Fabric, orders: Ints) ->
     for number, level in enumerate(fabric.levels):
         # All orders load equal nodes equally, so the level of the nodes is the same for every order: no need to count.
         if not number and has_uniform_uplinks(level):
-            seconds = beside = np.maximum(seconds, messages.node_load / level.uplink[0])
+            seconds = beside = np.maximum(seconds, messages.count_rail_load(level.rails) / level.uplink[0])
             continue
         group = level.group[orders]
         crossed = group[:, messages.source] != group[:, messages.target]
         links = LevelLinks.build(level, group)
-        load = _count_message_loads(messages, links.index[:, messages.source], crossed, links.count)
+        if messages.rail is not None and level.rails > 1:
+            links = links.split(level.rails)
+        source, target = (_find_links(links, end, messages.rail) for end in (messages.source, messages.target))
+        load = _count_message_loads(messages, source, crossed, links.count)
         # A ring enters every group as often as it leaves it; a node's own share of a link need not balance.
         if not (messages.closed and links.shared):
-            load = np.maximum(
-                load, _count_message_loads(messages, links.index[:, messages.target], crossed, links.count)
-            )
+            load = np.maximum(load, _count_message_loads(messages, target, crossed, links.count))
         alone, shared = links.busiest(load)
         seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
         if number:
@@ -314,6 +357,12 @@ def _measure_messages(messages: ListedMessages, fabric: Fabric, orders: Ints) ->
             latency[crossed] = level.latency
             crossings += crossed @ messages.weight
     return MeasuredPhase(seconds, beside, _measure_hops(messages, fabric.inside_latency, latency), crossings)
+
+
+def _find_links(links: LevelLinks, end: Ints, rail: Ints | None) -> Ints:
+    """Return [orders, messages]: the link of each message at one end. end: [messages], its position there."""
+    index = links.index[:, end]
+    return index if links.rails == 1 or rail is None else index * links.rails + rail
 
 
 def _count_message_loads(messages: ListedMessages, link: Ints, crossed: NDArray[np.bool_], count: int) -> Floats:

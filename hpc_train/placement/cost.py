@@ -15,6 +15,9 @@ using their nodes' fair share of each uplink (`beside`). The truth lies between.
 spans nodes leaves by the NICs of the sending node, so at that level each node has an equal share of the uplink, and no
 more.
 
+A message between two ranks (send_recv of NCCL) takes one NIC: it has that part of its node's uplink, and of a
+rail-optimised leaf's, which belongs to its rail. Collectives are cut into channels over all NICs of a node.
+
 The model knows no overlap with computation, and no hashing of flows onto parallel links (ECMP): it compares orders of
 nodes, and predicts their ratio better than their seconds.
 """
@@ -30,15 +33,17 @@ from numpy.typing import NDArray
 from hpc_train.placement.collective_messages import (
     Backend,
     CollectivePhase,
+    ListedMessages,
     MeasuredPhase,
     MessagePattern,
     build_pattern,
     count_loads,
     list_phases,
     measure_orders,
+    split_by_rail,
 )
 from hpc_train.placement.fabric import Fabric
-from hpc_train.placement.mesh_groups import GroupRows, check_world, format_axes, list_rows
+from hpc_train.placement.mesh_groups import GroupRows, check_world, format_axes, list_groups, list_rows
 from hpc_train.placement.placement_result import CommunicationCost
 from hpc_train.traffic.axes import Flow
 
@@ -164,7 +169,11 @@ def build_cost_model(
             key = (name, phase.edges, phase.round, phase.hops == 1)
             if key not in index:
                 index[key] = len(patterns)
-                patterns.append(build_pattern(groups[name], phase))
+                pattern = build_pattern(groups[name], phase)
+                if backend == "nccl" and phase.hops == 1 and isinstance(pattern, ListedMessages):
+                    ranks, rails = list_groups(sizes, flow.axes), max(level.rails for level in fabric.levels)
+                    pattern = split_by_rail(pattern, phase, ranks, fabric.ranks_per_node, rails)
+                patterns.append(pattern)
             terms.append(CostTerm(flow, phase, index[key]))
     labels = tuple(dict.fromkeys(format_axes(flow.axes) for flow in flows))
     return CostModel(fabric, groups, tuple(patterns), tuple(terms), labels)

@@ -149,6 +149,8 @@ class FabricLevel:
 
     The group's other nodes, of other jobs, use their fair share; None: the job has all of the uplink.
     """
+    rails: int = 1
+    """Equal parts of each uplink, one a rail: a message between two ranks has only that of its rail."""
 
     @property
     def busy_uplink(self) -> NDArray[np.float64]:

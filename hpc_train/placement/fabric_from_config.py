@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +62,10 @@ class FabricFigures:
     """Nodes on a leaf; 0: unknown."""
     nodes_per_group: int
     measured: Calibration | None
+    nics: int = 1
+    """NICs of a node; 1 if unknown."""
+    rail_optimised: bool = False
+    """Whether each NIC of a node is on a leaf switch of its own."""
 
     def measured_uplink(self, level: str) -> float | None:
         """Return the measured bytes/s out of one group of the level, if any."""
@@ -110,6 +114,8 @@ def collect_figures(cluster: ClusterConfig, nics: int = 0, node_gbit_s: float = 
         nodes_per_leaf=fabric.nodes_per_leaf,
         nodes_per_group=fabric.nodes_per_group,
         measured=measured,
+        nics=node.nics or nics or 1,
+        rail_optimised=fabric.topology == "rail_optimised",
     )
 
 
@@ -184,7 +190,11 @@ def build_located_fabric(
         inside_bandwidth=figures.inside_bandwidth,
         inside_latency=figures.inside_latency,
         levels=tuple(
-            _make_level(level, figures, number, spans, locations, unknown_taper) for number, level in enumerate(levels)
+            replace(
+                _make_level(level, figures, number, spans, locations, unknown_taper),
+                rails=_count_rails(level, figures, ranks_per_node, spans),
+            )
+            for number, level in enumerate(levels)
         ),
         pair_bandwidth=figures.pair_bandwidth,
     )
@@ -284,6 +294,18 @@ def count_ranks_per_node(config: RunConfig) -> int:
     if described:
         return min(cluster.ranks_per_node, config.launch.ranks or cluster.ranks_per_node)
     return config.launch.ranks or max(smallest_world(config.parallel), LOCAL_RANKS)
+
+
+def _count_rails(level: NamedLevel, figures: FabricFigures, ranks_per_node: int, spans: bool) -> int:
+    """Return into how many parts the uplinks of a level fall, of which a message between two ranks has one.
+
+    Nodes, and NVLink domains whose nodes' NICs these are, have a part for each NIC that has ranks; a leaf has them if
+    it is a unit of rail-optimised leaves.
+    """
+    rails = min(figures.nics, ranks_per_node)
+    if level.name == "domain" or (level.name == "node" and not spans):
+        return rails
+    return rails if level.name == "leaf" and figures.rail_optimised else 1
 
 
 def _make_level(
