@@ -136,8 +136,12 @@ class CostModel:
         larger: NDArray[np.float64] = both.max(axis=0)
         return larger
 
+    def measure_pattern(self, pattern: MessagePattern, orders: NDArray[np.int64]) -> MeasuredPhase:
+        """Measure the load of one of the patterns. orders: [orders, positions]."""
+        return measure_orders(pattern, self.fabric, orders)
+
     def _measure(self, orders: NDArray[np.int64]) -> list[MeasuredPhase]:
-        return [measure_orders(pattern, self.fabric, orders) for pattern in self.patterns]
+        return [self.measure_pattern(pattern, orders) for pattern in self.patterns]
 
     def _compute_part(self, orders: NDArray[np.int64]) -> StepSums:
         measured = self._measure(orders)

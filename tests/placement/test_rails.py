@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy.optimize import linprog
 
 from hpc_train.config.compose import compose
+from hpc_train.config.run import RunConfig
 from hpc_train.placement.cost import build_cost_model
+from hpc_train.placement.dragonfly import bound_routing
 from hpc_train.placement.fabric import Fabric, FabricLevel
-from hpc_train.placement.fabric_from_config import build_fabric
-from hpc_train.traffic.axes import Flow
+from hpc_train.placement.fabric_from_config import (
+    build_fabric,
+    build_located_fabric,
+    locate_described_cluster,
+    name_described_nodes,
+)
+from hpc_train.traffic.axes import Collective, Flow
 
 Ends = tuple[object, object]
 SPINES = 2
@@ -87,6 +96,65 @@ def test_a_pipeline_takes_the_time_of_a_maximum_flow(seed: int) -> None:
                 demands[("out", order[source], rail), ("in", order[target], rail)] += 1.0
         expected = solve_concurrent_flow(demands, links)
         assert model.compute_cost(order.tolist()).total == pytest.approx(expected)
+
+
+def make_dragonfly(config: RunConfig, nodes: int) -> Fabric:
+    """Return nodes dealt to the first groups of a described dragonfly, without latencies."""
+    names = name_described_nodes(nodes)
+    located = build_located_fabric(config, locate_described_cluster(config, names), 1)
+    return replace(located, inside_latency=0.0, levels=tuple(replace(level, latency=0.0) for level in located.levels))
+
+
+@pytest.mark.parametrize("what", ["all_gather", "all_to_all", "send_recv"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_dragonfly_lies_between_its_bounds(what: Collective, seed: int) -> None:
+    """Of all ways to route, the best is no faster than `ideal`; with direct cables only it takes `minimal`."""
+    config = compose(
+        [
+            *("cluster=slurm", "cluster.node.ranks=1", "cluster.node.nics=1", "cluster.node.nic_gbit_s=8"),
+            *("cluster.fabric.topology=dragonfly", "cluster.fabric.nodes_per_group=2", "cluster.total_nodes=10"),
+            *("cluster.fabric.oversubscription=1", "cluster.fabric.group_oversubscription=4"),
+        ]
+    )
+    fabric = make_dragonfly(config, 6)
+    model = build_cost_model(fabric, {"dp_replicate": 6}, [Flow(("dp_replicate",), what, 1e9, 1, "data")], 6)
+    order = np.random.default_rng(seed).permutation(6).tolist()
+    bounds = bound_routing(config.cluster, model, order)
+    assert bounds is not None
+    assert bounds.groups == 5
+    group = fabric.levels[-1].group[order]
+    pairs = [(a, b) for a in range(6) for b in range(6) if a != b] if what == "all_to_all" else around(6)
+    size = {"all_gather": 5 / 6, "all_to_all": 1 / 6, "send_recv": 1.0}[what]
+    demands: dict[Ends, float] = defaultdict(float)
+    for a, b in pairs:
+        if group[a] != group[b]:
+            demands[int(group[a]), int(group[b])] += size
+    cables = {(a, b): float(fabric.levels[-1].uplink[0]) / 1e9 / 4 for a in range(5) for b in range(5) if a != b}
+    best = solve_concurrent_flow(demands, cables)
+    assert bounds.ideal <= best * (1 + 1e-9)
+    assert best <= min(bounds.valiant, bounds.minimal) * (1 + 1e-9)
+    direct = max(demand / cables[ends] for ends, demand in demands.items())
+    assert bounds.minimal == pytest.approx(direct)
+    assert bounds.minimal > bounds.ideal
+
+
+def around(count: int) -> list[tuple[int, int]]:
+    return [(rank, (rank + 1) % count) for rank in range(count)]
+
+
+def test_routing_is_said_of_dragonflies_that_a_job_leaves_a_group_of(capsys: pytest.CaptureFixture[str]) -> None:
+    from hpc_train.cli.main import main
+
+    words = ["topology", "place", "model=llama_1b", "parallel=hsdp", "train.global_batch=4096", "--json"]
+    words += ["cluster=frontier", "parallel.dp_replicate=2", "parallel.dp_shard=-1"]
+    assert main([*words, "cluster.nodes=256"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["routing"]["groups"] == 77
+    assert shown["routing"]["ideal"] == pytest.approx(shown["cost"]["placed"])
+    assert shown["routing"]["minimal"] > 1.05 * shown["routing"]["ideal"]
+    assert any("Valiant" in note for note in shown["notes"])
+    assert main([*words, "cluster.nodes=128"]) == 0
+    assert "routing" not in json.loads(capsys.readouterr().out)
 
 
 _FLOWS = (("pp", "send_recv"), ("dp_replicate", "all_gather"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from hpc_train.placement.allocation import find_allocation, shuffle_nodes
 from hpc_train.placement.cost import build_cost_model
 from hpc_train.placement.diagram.canvas import check_picture_path
 from hpc_train.placement.diagram.picture import PlacementPanels, choose_axes
+from hpc_train.placement.dragonfly import RoutingBounds, bound_routing
 from hpc_train.placement.explanation import advise_allocation, name_taper_settings
 from hpc_train.placement.fabric import build_levels
 from hpc_train.placement.fabric_from_config import count_ranks_per_node, list_assumptions
@@ -60,10 +61,13 @@ def place_command(
     notes = _placement_notes(config, job, where)
     if gpus is not None and not gpus.is_identity:
         notes.append(f"local ranks take GPUs {', '.join(map(str, gpus.gpus))}: {gpus.reason}")
+    routing = _bound_placed_routing(config, job, found)
+    if routing is not None:
+        notes.append(routing.describe())
     fabric = job.tapered or job.fabric
     wanted = advise_allocation(fabric, job.sizes, job.flows, found)
     if options.json:
-        print(json_module.dumps(_placement_json(job, where, found, notes, wanted, gpus)))
+        print(json_module.dumps(_placement_json(job, where, found, notes, wanted, gpus, routing)))
     else:
         print_rich(*PlacementView(where, fabric, job.sizes, job.flows, found, notes, wanted).render())
     return 0
@@ -101,6 +105,14 @@ def _order_described_gpus(config: RunConfig, job: PlacementJob) -> GpuOrder | No
     return order_gpus(links, job.sizes, job.flows, job.backend)
 
 
+def _bound_placed_routing(config: RunConfig, job: PlacementJob, found: Placement) -> RoutingBounds | None:
+    """Bound the placed order's communication where it depends on the routing; None where it does not."""
+    if not config.cluster.fabric.topology.startswith("dragonfly"):
+        return None
+    model = build_cost_model(job.fabric, job.sizes, job.flows, len(found.nodes), job.backend)
+    return bound_routing(config.cluster, model, found.nodes)
+
+
 def _placement_notes(config: RunConfig, job: PlacementJob, where: NodeLocations) -> list[str]:
     notes = [*list_assumptions(config.cluster, where.node_gbit_s), *job.notes]
     if where.problem is not None:
@@ -121,6 +133,7 @@ def _placement_json(
     notes: Sequence[str],
     wanted: Sequence[str],
     gpus: GpuOrder | None,
+    routing: RoutingBounds | None,
 ) -> dict[str, Any]:
     order = [job.fabric.nodes[node] for node in found.nodes]
     more = {
@@ -130,5 +143,6 @@ def _placement_json(
         "notes": list(notes),
         "advice": list(wanted),
         **({"gpus": list(gpus.gpus)} if gpus is not None else {}),
+        **({"routing": asdict(routing)} if routing is not None else {}),
     }
     return {**placement_to_json(found), **more}
