@@ -22,6 +22,7 @@ NOT_FOR_ANY_APPLICATION = {
         "kind",
         "chain",
         "placement",
+        "compact_nodes",
         "bind",
         "spares",
         "timeout_seconds",

@@ -101,6 +101,13 @@ def test_nothing_is_asked_where_nothing_is_gained(
     assert decide(make_ask(running), *overrides) == ({}, [])
 
 
+def test_auto_does_not_wait_for_a_taper_that_nobody_knows() -> None:
+    assert decide(make_ask({**SCATTERED}), *TAPERED[:2]) == ({}, [])
+    asked, said = decide(make_ask(SCATTERED), *TAPERED[:2], "launch.compact_nodes=ask")
+    assert list(asked) == ["switches"]
+    assert "saves 0 to" in said[0]
+
+
 def test_the_users_own_option_stays() -> None:
     assert decide(make_ask(SCATTERED), *TAPERED, "+launch.extra.switches=2@10") == ({"switches": "2@10"}, [])
 

@@ -292,9 +292,10 @@ class _Comparison:
         return _NodeChoice(tuple(found[0][1]), (found[0][0], found[1][0]))
 
     def cost(self, choice: _NodeChoice) -> Interval | None:
-        """Return the seconds of communication of a step, from empty and whole uplinks to busy and tapered ones.
+        """Return the seconds of communication of a step, from empty uplinks to busy ones.
 
-        None if only the model itself knows its shape.
+        Uplinks of unknown taper count as whole; for launch.compact_nodes=ask, the second number has them tapered. None
+        if only the model itself knows its shape.
         """
         if isinstance(self.config.model, (CustomModelConfig, HfModelConfig)):
             return None
@@ -306,11 +307,13 @@ class _Comparison:
         where = locate_hosts(self.config.cluster, [JobHost(name) for name in names], True, lambda: self._shown)
         job = make_placement_job(self.config, where, self.config.cluster.ranks_per_node)
         order = range(len(names)) if self.config.launch.placement == "launcher" else place_nodes(job).nodes
+        # What auto decides on its own rests on known figures: an assumed taper would make jobs wait for nothing.
+        worst = job.tapered if job.tapered is not None and self.config.launch.compact_nodes == "ask" else job.fabric
         sums = [
             build_cost_model(fabric, job.sizes, job.flows, len(names), job.backend).compute_sums(
                 np.array([list(order)])
             )
-            for fabric in (job.fabric, job.tapered or job.fabric)
+            for fabric in (job.fabric, worst)
         ]
         return Interval(float(sums[0].seconds[0]), float(sums[1].beside[0]))
 
