@@ -13,12 +13,10 @@ from torch import nn
 
 from hpc_train.config.adapter import AdapterConfig
 from hpc_train.errors import UserError
-from hpc_train.models.adapters.adapted_linear import add_adapter, list_nf4_layers, quantize_layer
+from hpc_train.models.adapters.adapted_linear import add_adapter, is_conv1d, list_nf4_layers, quantize_layer
 from hpc_train.models.adapters.names import ADAPTER_LEAVES
 from hpc_train.models.adapters.nf4 import BLOCK, import_bitsandbytes
 from hpc_train.parallel.user_model import get_named_blocks, name_model
-
-_OF_CONV1D = "import it as model=gpt2 (`hpc-train checkpoint import`)"
 
 
 def attach_adapters(model: nn.Module, config: AdapterConfig) -> str:
@@ -27,6 +25,7 @@ def attach_adapters(model: nn.Module, config: AdapterConfig) -> str:
     Raises UserError for a glob that matches no linear layer, or one whose code would not call an adapter.
     """
     layers = find_target_layers(model, config.targets)
+    _check_rank(layers, config.rank)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for layer in layers.values():
@@ -60,11 +59,18 @@ def quantize_base(part: nn.Module) -> str:
     return f"base: nf4, {len(layers)} linear layers with {numbers:,} numbers of 4.5 bits{left}"
 
 
-def find_target_layers(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
+def _check_rank(layers: dict[str, nn.Module], rank: int) -> None:
+    """Raise UserError for a square Conv1D of the adapter's own rank: shapes would not say that it is transposed."""
+    for name, layer in layers.items():
+        if is_conv1d(layer) and tuple(layer.weight.shape) == (rank, rank):  # type: ignore[union-attr, arg-type]
+            raise UserError(f"adapter.rank={rank}: {name} is no larger than that; use a smaller rank")
+
+
+def find_target_layers(model: nn.Module, globs: list[str]) -> dict[str, nn.Module]:
     """Return the linear layers that the globs name, by module name, in the model's order; see AdapterConfig.targets."""
     layers = {name: module for name, module in model.named_modules() if _takes_adapter(module)}
     if not layers:
-        raise UserError(f"adapter.kind: {name_model(model)} has no nn.Linear layer that an adapter could change")
+        raise UserError(f"adapter.kind: {name_model(model)} has no nn.Linear or Conv1D that an adapter could change")
     if not globs:
         blocks = tuple(f"{name}." for name in get_named_blocks(model))
         routers = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__ == "Router")
@@ -72,9 +78,8 @@ def find_target_layers(model: nn.Module, globs: list[str]) -> dict[str, nn.Linea
         inside = {name: layer for name, layer in layers.items() if name.startswith(blocks)}
         if blocks and not inside:
             raise UserError(
-                f"adapter.kind: {name_model(model)} has no nn.Linear layer in its blocks that an adapter could change "
-                f"(GPT-2 of transformers has Conv1D there); {_OF_CONV1D}, or name layers with adapter.targets: "
-                f"{', '.join(layers)}"
+                f"adapter.kind: {name_model(model)} has no nn.Linear or Conv1D in its blocks that an adapter could "
+                f"change; name layers with adapter.targets: {', '.join(layers)}"
             )
         return inside or layers
     matched = {glob: [name for name in layers if _matches(name, glob)] for glob in globs}
@@ -96,16 +101,17 @@ def _takes_adapter(module: nn.Module) -> bool:
 
     nn.MultiheadAttention reads the weight of its out_proj without calling it.
     """
+    if is_conv1d(module):
+        return True
     if not isinstance(module, nn.Linear) or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return False
     return type(module).forward is nn.Linear.forward and not any(hasattr(module, leaf) for leaf in ADAPTER_LEAVES)
 
 
-def _explain_mismatch(model: nn.Module, layers: dict[str, nn.Linear], glob: str) -> str:
+def _explain_mismatch(model: nn.Module, layers: dict[str, nn.Module], glob: str) -> str:
     others = {type(module).__name__ for name, module in model.named_modules() if _matches(name, glob)}
     if others:
-        instead = f"; {_OF_CONV1D}" if "Conv1D" in others else ""
-        return f" but {', '.join(sorted(others))}; only nn.Linear layers take an adapter{instead}"
+        return f" but {', '.join(sorted(others))}; only nn.Linear and Conv1D take an adapter"
     ends = sorted({name.rpartition(".")[2] for name in layers})
     near = difflib.get_close_matches(glob, [*layers, *ends], n=3, cutoff=0.4) or ends[:8]
     return f"; the nearest are {', '.join(near)}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, TensorShard, World
 from hpc_train.messages import all_gather_values
-from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE, is_adapter_parameter
+from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE, is_adapter_parameter, is_transposed
 
 
 def load_adapter(config: RunConfig, engine: Engine, world: World) -> str:
@@ -28,24 +29,47 @@ def load_adapter(config: RunConfig, engine: Engine, world: World) -> str:
     assert config.adapter.path is not None
     folder, shards = Path(config.adapter.path).expanduser(), list(engine.shards())
     layers = _gather_layers(shards)
-    adapters = read_peft(folder, config.model, layers)
+    adapters = read_peft(folder, config.model, {name: (one.outputs, one.inputs) for name, one in layers.items()})
     _check_kind(folder, adapters, config.adapter)
     lengths = _measure_weights(shards, adapters, layers, world) if config.adapter.kind == "dora" else {}
     for shard in shards:
         layer, _, leaf = shard.name.rpartition(".")
         if layer in adapters and leaf in (ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE):
-            _copy_overlap(shard, _convert(adapters[layer], leaf, config.adapter, lengths.get(layer)))
+            value = _convert(adapters[layer], leaf, config.adapter, lengths.get(layer))
+            _copy_overlap(shard, value.t() if layers[layer].transposed and value.ndim == 2 else value)
     left = f"; {len(layers) - len(adapters)} others begin at zero" if len(adapters) < len(layers) else ""
     return f"adapter: {len(adapters)} layers start from {folder}{left}"
 
 
-def _gather_layers(shards: Iterable[TensorShard]) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of every layer with an adapter, of all ranks: a pipeline stage has only its own."""
-    shapes = {shard.name: list(shard.shape) for shard in select_weights(shards) if is_adapter_parameter(shard.name)}
+class LayerShape(NamedTuple):
+    """Sizes of a layer with an adapter."""
+
+    outputs: int
+    inputs: int
+    transposed: bool
+    """Whether its weight is (inputs, outputs), as in Conv1D of transformers."""
+
+    @classmethod
+    def of(cls, a: Sequence[int], b: Sequence[int], weight: Sequence[int] | None) -> LayerShape:
+        """Tell it from the shapes of a layer's parameters. weight: None where it is kept in 4 bits."""
+        transposed = weight is not None and is_transposed(weight, a, b)
+        return cls(b[1], a[0], True) if transposed else cls(b[0], a[1], False)
+
+
+def _gather_layers(shards: Iterable[TensorShard]) -> dict[str, LayerShape]:
+    """Return the sizes of every layer with an adapter, of all ranks: a pipeline stage has only its own."""
+    weights = list(select_weights(shards))
+    adapted = {shard.name.rpartition(".")[0] for shard in weights if is_adapter_parameter(shard.name)}
+    shapes = {shard.name: list(shard.shape) for shard in weights if shard.name.rpartition(".")[0] in adapted}
     shapes = {name: shape for own in all_gather_values(shapes) for name, shape in own.items()}
     layers = [name.rpartition(".")[0] for name in shapes if name.endswith(f".{ADAPTER_A}")]
     layers = [layer for layer in layers if f"{layer}.{ADAPTER_B}" in shapes]
-    return {layer: (shapes[f"{layer}.{ADAPTER_B}"][0], shapes[f"{layer}.{ADAPTER_A}"][1]) for layer in sorted(layers)}
+    return {
+        layer: LayerShape.of(
+            shapes[f"{layer}.{ADAPTER_A}"], shapes[f"{layer}.{ADAPTER_B}"], shapes.get(f"{layer}.weight")
+        )
+        for layer in sorted(layers)
+    }
 
 
 def _check_kind(folder: Path, adapters: dict[str, LayerAdapter], config: AdapterConfig) -> None:
@@ -60,16 +84,17 @@ def _check_kind(folder: Path, adapters: dict[str, LayerAdapter], config: Adapter
 def _measure_weights(
     shards: Iterable[TensorShard],
     adapters: dict[str, LayerAdapter],
-    layers: dict[str, tuple[int, int]],
+    layers: dict[str, LayerShape],
     world: World,
 ) -> dict[str, Tensor]:
-    """Return the length of each row of the adapted weights, (outputs,), whose parts lie on several ranks."""
-    squares = {layer: torch.zeros(layers[layer][0], dtype=torch.float64) for layer in sorted(adapters)}
+    """Return the length of each output's adapted weights, (outputs,), whose parts lie on several ranks."""
+    squares = {layer: torch.zeros(layers[layer].outputs, dtype=torch.float64) for layer in sorted(adapters)}
     for shard in shards:
         layer, _, leaf = shard.name.rpartition(".")
         if layer in squares and leaf == "weight" and shard.replica == 0:
-            rows = slice(shard.offset[0], shard.offset[0] + shard.local.shape[0])
-            squares[layer][rows] += shard.local.detach().double().square().sum(1).cpu()
+            dim = int(layers[layer].transposed)  # that of the outputs
+            outputs = slice(shard.offset[dim], shard.offset[dim] + shard.local.shape[dim])
+            squares[layer][outputs] += shard.local.detach().double().square().sum(1 - dim).cpu()
     joined = torch.cat(list(squares.values()))
     if world.size > 1:
         total = joined.to(world.device)

@@ -206,6 +206,7 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.jsonl", lambda path: path.write_text('{"text": ""}\n'), "no text: every document is empty"),
     ("a.jsonl", lambda path: path.write_text('{"text": "a\\u0000b"}\n'), "a text with a zero byte in it"),
     ("a.jsonl", lambda path: path.write_text('{"text": ' + "[" * 100_000), "a.jsonl:1: not JSON"),
+    ("a.jsonl", lambda path: path.write_text('{"text": "a"}\n{"text": "b", "text": "c"}\n'), "a.jsonl:2: has several"),
     ("a.csv", lambda path: path.write_text("text,b\na,b\na,b,c\n"), "a.csv:3: 3 columns but the header has 2"),
     ("a.csv", lambda path: path.write_text('text,b\n"a,b\n'), "a.csv:2: 1 columns but the header has 2"),
 ]

@@ -49,7 +49,7 @@ ADAPTERS = {
     "qdora": ("adapter=qlora", "adapter.kind=dora", "adapter.rank=2"),
 }
 KINDS = (
-    "llama", "qwen2", "gemma2", "gemma3", "phi", "olmo2", "gpt_neox", "mixtral", "bert", "t5", "vit",
+    "gpt2", "llama", "qwen2", "gemma2", "gemma3", "phi", "olmo2", "gpt_neox", "mixtral", "bert", "t5", "vit",
 )  # fmt: skip
 WIDE = {**TEXT, "hidden_size": 128, "intermediate_size": 256}
 """Sizes that NF4 can keep in blocks of 64 numbers, also in two parts."""
@@ -64,7 +64,14 @@ OF_NF4 = [
     if allows(kind, place)
     for how in ("qlora", "qdora")
 ]
-DRAWN = ("gemma2 fsdp-2 lora", "phi tp-2 dora", "gpt_neox pp-2 lora", "llama tp-2 qlora", "bert fsdp-2 qdora")
+DRAWN = (
+    "gpt2 fsdp-2 dora",
+    "gemma2 fsdp-2 lora",
+    "phi tp-2 dora",
+    "gpt_neox pp-2 lora",
+    "llama tp-2 qlora",
+    "bert fsdp-2 qdora",
+)
 
 
 WIDE_BERT = {key: value for key, value in WIDE.items() if key != "num_key_value_heads"}
@@ -125,10 +132,12 @@ def make_peft_model(case: Case) -> nn.Module:
     )
     theirs = peft.get_peft_model(model, settings)
     for name in names:
-        a = theirs.base_model.model.get_submodule(name).lora_A.default.weight
+        layer = theirs.base_model.model.get_submodule(name)
+        a = layer.lora_A.default.weight
         rule = Normal(0.0, 1 / math.sqrt(3 * a.shape[1]))
-        shape = tuple(a.shape)
-        a.data.copy_(draw_values(rule, config.train.seed, f"{name}.lora_a", shape, (0, 0), shape))
+        ours = a.t() if type(layer.base_layer).__name__ == "Conv1D" else a
+        shape = tuple(ours.shape)
+        ours.data.copy_(draw_values(rule, config.train.seed, f"{name}.lora_a", shape, (0, 0), shape))
     return theirs
 
 
@@ -144,10 +153,21 @@ def list_trained(theirs: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def list_transposed(theirs: nn.Module) -> set[str]:
+    """Our names of A and B whose layer has its weight as (inputs, outputs)."""
+    layers = [name for name, module in theirs.named_modules() if type(module).__name__ == "Conv1D"]
+    ours = [name.removeprefix("base_model.model.").removesuffix(".base_layer") for name in layers]
+    return {f"{layer}.{leaf}" for layer in ours for leaf in ("lora_a", "lora_b")}
+
+
 def train_with_peft(case: Case) -> tuple[list[float], list[float], list[Arrays], Arrays]:
     """Losses, norms, gradients and adapters after the steps, by PEFT and plain autograd."""
     theirs = make_peft_model(case)
-    trained = list_trained(theirs)
+    trained, transposed = list_trained(theirs), list_transposed(theirs)
+
+    def to_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
+        return {name: to_array(one.t() if name in transposed else one) for name, one in tensors.items()}
+
     starts = {name: p.detach().clone() for name, p in trained.items() if name.endswith("magnitude")}
     optimizer = make_optimizer(theirs, case.config().optim)
     losses, norms, gradients = [], [], []
@@ -161,12 +181,12 @@ def train_with_peft(case: Case) -> tuple[list[float], list[float], list[Arrays],
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
-        gradients.append({name: to_array(p.grad) for name, p in trained.items() if p.grad is not None})
+        gradients.append(to_arrays({name: p.grad for name, p in trained.items() if p.grad is not None}))
         norms.append(float(nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)))
         for group in optimizer.param_groups:
             group["lr"] = RATES[step]
         optimizer.step()
-    return losses, norms, gradients, {name: to_array(p - starts.get(name, 0.0)) for name, p in trained.items()}
+    return losses, norms, gradients, to_arrays({name: p - starts.get(name, 0.0) for name, p in trained.items()})
 
 
 def to_array(tensor: torch.Tensor) -> Array:

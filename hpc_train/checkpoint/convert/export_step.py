@@ -11,7 +11,12 @@ import torch
 
 from hpc_train.checkpoint.convert import dcp, model_config, peft_files, safetensors_files
 from hpc_train.checkpoint.convert.averaged_weights import AveragedTensors, check_average
-from hpc_train.checkpoint.convert.merge_adapters import MergedTensors, find_adapted_layers, read_adapters
+from hpc_train.checkpoint.convert.merge_adapters import (
+    MergedTensors,
+    find_adapted_layers,
+    list_transposed_layers,
+    read_adapters,
+)
 from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, load_model_config, load_run_config
 from hpc_train.checkpoint.convert.quantized_base import add_base, needs_base
 from hpc_train.checkpoint.convert.rewrite import OnBytes, Progress, SavedStepTensors, TensorSource
@@ -153,7 +158,10 @@ def _write_adapter(
     """Write PEFT's files. tensors: the adapters, and the weights of their layers."""
     state = safetensors_files.cast_state(read_adapters(source, tensors, on_bytes), dtype)
     adapters = peft_files.group_adapters(state, config.adapter.alpha / config.adapter.rank)
-    return peft_files.write_peft(folder, adapters, config.model, config.adapter, getattr(config.model, "path", None))
+    base = peft_files.PeftBase(
+        config.model, getattr(config.model, "path", None), transposed=bool(list_transposed_layers(tensors))
+    )
+    return peft_files.write_peft(folder, adapters, base, config.adapter)
 
 
 def _write_hugging_face(

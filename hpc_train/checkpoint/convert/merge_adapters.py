@@ -14,7 +14,7 @@ from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.config.adapter import AdapterConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
-from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE, is_adapter_parameter
+from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE, is_adapter_parameter, is_transposed
 
 
 def find_adapted_layers(tensors: Sequence[SavedTensor]) -> dict[str, list[SavedTensor]]:
@@ -30,17 +30,33 @@ def find_adapted_layers(tensors: Sequence[SavedTensor]) -> dict[str, list[SavedT
 
 
 def read_adapters(source: TensorSource, tensors: Sequence[SavedTensor], on_bytes: OnBytes) -> dict[str, Tensor]:
-    """Read all adapters, with DoRA's magnitudes made absolute. Of the weights, one is in memory at a time."""
+    """Read all adapters as A (rank, inputs), B (outputs, rank), with DoRA's magnitudes made absolute.
+
+    Of the weights, one is in memory at a time.
+    """
     state: dict[str, Tensor] = {}
     for layer, parts in find_adapted_layers(tensors).items():
         is_dora = len(parts) == 4
         values = read_whole_tensors(source, parts if is_dora else parts[1:])
         weight = values.pop(f"{layer}.weight", None)
+        transposed = _is_transposed(parts)
         if weight is not None:
-            values[f"{layer}.{ADAPTER_MAGNITUDE}"] += measure_rows(weight)
+            values[f"{layer}.{ADAPTER_MAGNITUDE}"] += measure_rows(weight.t() if transposed else weight)
+        for leaf in (ADAPTER_A, ADAPTER_B) if transposed else ():
+            values[f"{layer}.{leaf}"] = values[f"{layer}.{leaf}"].t()
         state |= values
         on_bytes(sum(tensor.rectangle.volume * tensor.itemsize for tensor in parts[1:]))
     return state
+
+
+def list_transposed_layers(tensors: Sequence[SavedTensor]) -> list[str]:
+    """List the layers with an adapter whose weight is (inputs, outputs)."""
+    return [layer for layer, parts in find_adapted_layers(tensors).items() if _is_transposed(parts)]
+
+
+def _is_transposed(parts: Sequence[SavedTensor]) -> bool:
+    weight, a, b = (tensor.shape for tensor in parts[:3])
+    return is_transposed(weight, a, b)
 
 
 def measure_rows(weight: Tensor) -> Tensor:
@@ -74,11 +90,13 @@ class MergedTensors:
                 shard.local.copy_(self._merge(adapted[shard.name])[where])
 
     def _merge(self, parts: Sequence[SavedTensor]) -> Tensor:
-        """Return W + s B A, or with DoRA that with rows of the trained lengths."""
+        """Return W + s B A, or with DoRA that with the trained lengths of each output's weights."""
         wholes = [make_blank_shard(tensor, tensor.rectangle) for tensor in parts]
         self.source.fill(wholes)
         weight, a, b, *magnitude = (shard.local for shard in wholes)
+        if _is_transposed(parts):
+            weight, a, b = weight.t(), a.t(), b.t()
         merged = weight + (self.adapter.alpha / self.adapter.rank) * (b @ a)
         if magnitude:
             merged *= ((measure_rows(weight) + magnitude[0]) / measure_rows(merged)).unsqueeze(1)
-        return merged
+        return merged.t() if _is_transposed(parts) else merged

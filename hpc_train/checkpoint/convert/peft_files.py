@@ -48,6 +48,17 @@ class LayerAdapter:
     """Factor of B A."""
 
 
+@dataclass(frozen=True)
+class PeftBase:
+    """The model that an adapter belongs to."""
+
+    model: ModelConfig
+    path: str | None
+    """Where the base model is, for PEFT's config."""
+    transposed: bool
+    """Whether adapted weights are (inputs, outputs), as in Conv1D of transformers."""
+
+
 def group_adapters(state: Mapping[str, Tensor], scale: float) -> dict[str, LayerAdapter]:
     """Return the adapters by our layer's name, from our parameters, with magnitudes made absolute already."""
     layers = {name.rpartition(".")[0] for name in state}
@@ -62,10 +73,9 @@ def group_adapters(state: Mapping[str, Tensor], scale: float) -> dict[str, Layer
     }
 
 
-def write_peft(
-    folder: Path, adapters: Mapping[str, LayerAdapter], model: ModelConfig, adapter: AdapterConfig, base: str | None
-) -> list[str]:
-    """Write both files into `folder`; returns their names. base: where the base model is, for PEFT's config."""
+def write_peft(folder: Path, adapters: Mapping[str, LayerAdapter], base: PeftBase, adapter: AdapterConfig) -> list[str]:
+    """Write both files into `folder`; returns their names."""
+    model = base.model
     theirs = _name_and_fuse(adapters, model)
     state: State = {}
     for module, layer in theirs.items():
@@ -78,14 +88,14 @@ def write_peft(
     config = {
         "peft_type": "LORA",
         "task_type": None if isinstance(model, CustomModelConfig) else "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base.path,
         "inference_mode": True,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,
         "use_dora": adapter.kind == "dora",
         "bias": "none",
-        "fan_in_fan_out": _family(model) == "gpt2",
+        "fan_in_fan_out": base.transposed or _family(model) == "gpt2",
         "target_modules": sorted(theirs),
         "rank_pattern": ranks,
         "alpha_pattern": {module: theirs[module].scale * rank for module, rank in ranks.items()},

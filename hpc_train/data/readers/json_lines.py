@@ -20,6 +20,7 @@ from hpc_train.data.readers.records import (
     read_bounded_lines,
     refuse_long_line,
     refuse_missing_column,
+    refuse_repeated_column,
     split_column,
 )
 from hpc_train.errors import UserError
@@ -91,7 +92,17 @@ def _parse_record(path: Path, place: int, line: bytes, column: str) -> dict[str,
     if not isinstance(record, dict):
         where = describe_json_line(path, place)
         raise UserError(f"{where}: not an object; expected one a line, such as {{{json.dumps(column)}: ...}}")
+    if line.count(name := json.dumps(split_column(column, record)[0]).encode()) > 1:
+        _refuse_repeated_key(path, place, line, name)
     return record
+
+
+def _refuse_repeated_key(path: Path, place: int, line: bytes, name: bytes) -> None:
+    """Raise UserError if an object has a key twice, of which the last would be taken without a word."""
+    key: str = json.loads(name)
+    pairs = json.loads(line, object_pairs_hook=list)
+    if sum(pair[0] == key for pair in pairs) > 1:
+        raise refuse_repeated_column(describe_json_line(path, place), key)
 
 
 def _find_value(path: Path, place: int, record: dict[str, Any], column: str) -> Any:

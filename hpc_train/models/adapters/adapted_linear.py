@@ -5,11 +5,14 @@ arXiv:2402.09353) also trains the length of each row: it computes m / |W + s B A
 rows count as constants in the gradient, as in PEFT. We train how much m differs from |W|: the trained number is
 zero at the start whatever W is loaded later, and the steps are the same.
 
-The parameters of an adapter are the layer's own, so that the weights keep their names.
+The parameters of an adapter are the layer's own, so that the weights keep their names. Conv1D of transformers, in
+GPT-2's family, is a linear layer whose weight is transposed; its A and B are transposed with it, so that shapes say
+which it is.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -25,9 +28,11 @@ from hpc_train.models.dropout import Dropout
 from hpc_train.models.initial_values import Normal, Region, draw_values, whole_region
 
 
-class AdaptedLinear(nn.Linear):
-    """nn.Linear with an adapter; made of an nn.Linear by `add_adapter`, in place."""
+class AdaptedLayer(nn.Module):
+    """A layer with an adapter; `add_adapter` makes it of one without, in place."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     lora_magnitude: nn.Parameter | None
@@ -39,19 +44,19 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """x (..., inputs) -> (..., outputs)."""
-        base = multiply(self, input)
+        base = self.multiply_weight(input)
         dropped = input if self.lora_dropout is None else self.lora_dropout(input)
-        low = F.linear(dropped, self.lora_a)
+        low = self.multiply_a(dropped)
         if self.lora_magnitude is None or dropped is input:
             out = self.combine(base, low)
         else:  # DoRA drops inputs of its change of the weight only
-            product = multiply(self, dropped)
+            product = self.multiply_weight(dropped)
             out = base + self.combine(product, low) - product
         return out if self.bias is None else out + self.bias
 
     def combine(self, base: Tensor, low: Tensor) -> Tensor:
         """Return this layer's output without bias from W x (..., outputs) and A x (..., rank)."""
-        out = base + self.scale * F.linear(low, self.lora_b)
+        out = base + self.scale * self.multiply_b(low)
         return out if self.lora_magnitude is None else out * self.row_factors().to(out.dtype)
 
     def row_factors(self) -> Tensor:
@@ -61,8 +66,8 @@ class AdaptedLinear(nn.Linear):
             weight = self.weight
             wide = torch.promote_types(weight.dtype, torch.float32)
             weight = weight.to(wide)
-            changed = weight + self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide))
-            squares = torch.stack([weight.square().sum(1), changed.square().sum(1)])
+            changed = weight + self.scale * self.multiply_factors(wide)
+            squares = torch.stack([one.square().sum(self.inputs_dim) for one in (weight, changed)])
             before, after = (squares if self.sum_squares is None else self.sum_squares(squares)).sqrt()
         factors: Tensor = (before + self.lora_magnitude) / after
         return factors
@@ -70,7 +75,76 @@ class AdaptedLinear(nn.Linear):
     def extra_repr(self) -> str:
         """Describe the layer for print."""
         kind = "lora" if self.lora_magnitude is None else "dora"
-        return f"{super().extra_repr()}, {kind}, rank={self.lora_a.shape[0]}, scale={self.scale:g}"
+        return f"{super().extra_repr()}, {kind}, rank={self.rank}, scale={self.scale:g}"
+
+    inputs_dim: int
+    """Which dimension of the weight is the inputs."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapter."""
+        return self.lora_a.shape[1 - self.inputs_dim]
+
+    def multiply_weight(self, x: Tensor) -> Tensor:
+        """(..., inputs) -> (..., outputs), without the adapter."""
+        raise NotImplementedError
+
+    def multiply_a(self, x: Tensor) -> Tensor:
+        """(..., inputs) -> (..., rank)."""
+        raise NotImplementedError
+
+    def multiply_b(self, low: Tensor) -> Tensor:
+        """(..., rank) -> (..., outputs)."""
+        raise NotImplementedError
+
+    def multiply_factors(self, dtype: torch.dtype) -> Tensor:
+        """Return B A, as the weight is laid out."""
+        raise NotImplementedError
+
+
+class AdaptedLinear(AdaptedLayer, nn.Linear):
+    """nn.Linear with an adapter."""
+
+    weight: nn.Parameter
+    inputs_dim = 1
+
+    def multiply_weight(self, x: Tensor) -> Tensor:
+        """(..., inputs) -> (..., outputs), without the adapter."""
+        return multiply(self, x)
+
+    def multiply_a(self, x: Tensor) -> Tensor:
+        """(..., inputs) -> (..., rank)."""
+        return F.linear(x, self.lora_a)
+
+    def multiply_b(self, low: Tensor) -> Tensor:
+        """(..., rank) -> (..., outputs)."""
+        return F.linear(low, self.lora_b)
+
+    def multiply_factors(self, dtype: torch.dtype) -> Tensor:
+        """Return B A: (outputs, inputs)."""
+        return self.lora_b.to(dtype) @ self.lora_a.to(dtype)
+
+
+class AdaptedConv1D(AdaptedLayer):
+    """Conv1D of transformers with an adapter; A is (inputs, rank) and B (rank, outputs)."""
+
+    inputs_dim = 0
+
+    def multiply_weight(self, x: Tensor) -> Tensor:
+        """(..., inputs) -> (..., outputs), without the adapter."""
+        return x @ self.weight
+
+    def multiply_a(self, x: Tensor) -> Tensor:
+        """(..., inputs) -> (..., rank)."""
+        return x @ self.lora_a
+
+    def multiply_b(self, low: Tensor) -> Tensor:
+        """(..., rank) -> (..., outputs)."""
+        return low @ self.lora_b
+
+    def multiply_factors(self, dtype: torch.dtype) -> Tensor:
+        """Return A B: (inputs, outputs)."""
+        return self.lora_a.to(dtype) @ self.lora_b.to(dtype)
 
 
 class AdaptedNf4Linear(Nf4Weight, AdaptedLinear):  # type: ignore[override]  # weight is computed
@@ -100,19 +174,33 @@ def list_nf4_layers(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Lin
     }
 
 
-def add_adapter(layer: nn.Linear, rank: int, alpha: float, dropout: float, *, magnitude: bool) -> None:
-    """Turn an nn.Linear into an AdaptedLinear, with empty parameters of the adapter on the weight's device.
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether this is a Conv1D of transformers, which is not imported for the question."""
+    kind = type(module)
+    return (kind.__name__, kind.__module__) == ("Conv1D", "transformers.pytorch_utils")
+
+
+def add_adapter(layer: nn.Module, rank: int, alpha: float, dropout: float, *, magnitude: bool) -> None:
+    """Turn an nn.Linear or a Conv1D into an AdaptedLayer, with empty parameters on the weight's device.
 
     magnitude: DoRA. `initialise_adapters` gives the parameters their values.
     """
-    outputs, inputs = layer.weight.shape
-    layer.__class__ = AdaptedLinear
-    adapted = cast("AdaptedLinear", layer)
-    adapted.lora_a = nn.Parameter(layer.weight.new_empty(rank, inputs))
-    adapted.lora_b = nn.Parameter(layer.weight.new_empty(outputs, rank))
-    adapted.register_parameter(ADAPTER_MAGNITUDE, nn.Parameter(layer.weight.new_empty(outputs)) if magnitude else None)
+    layer.__class__ = _name_adapted_conv1d(type(layer)) if is_conv1d(layer) else AdaptedLinear
+    adapted = cast("AdaptedLayer", layer)
+    weight, inputs_dim = adapted.weight, adapted.inputs_dim
+    inputs, outputs = weight.shape[inputs_dim], weight.shape[1 - inputs_dim]
+    factors = [(rank, inputs), (outputs, rank)]
+    a, b = factors if inputs_dim == 1 else [(second, first) for first, second in factors]
+    adapted.lora_a, adapted.lora_b = (nn.Parameter(weight.new_empty(shape)) for shape in (a, b))
+    adapted.register_parameter(ADAPTER_MAGNITUDE, nn.Parameter(weight.new_empty(outputs)) if magnitude else None)
     adapted.lora_dropout = Dropout(dropout) if dropout > 0 else None
     adapted.scale, adapted.sum_squares = alpha / rank, None
+
+
+@functools.cache
+def _name_adapted_conv1d(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return Conv1D with an adapter: still a Conv1D for the model's own code."""
+    return type("AdaptedConv1D", (AdaptedConv1D, kind), {})
 
 
 def copy_adapters(part: nn.Module, model: nn.Module) -> None:
@@ -120,9 +208,9 @@ def copy_adapters(part: nn.Module, model: nn.Module) -> None:
     layers = dict(model.named_modules())
     for name, layer in list(part.named_modules()):
         own = layers.get(name)
-        if isinstance(own, AdaptedLinear) and isinstance(layer, nn.Linear):
-            rank, dropout = own.lora_a.shape[0], 0.0 if own.lora_dropout is None else own.lora_dropout.p
-            add_adapter(layer, rank, own.scale * rank, dropout, magnitude=own.lora_magnitude is not None)
+        if isinstance(own, AdaptedLayer) and (isinstance(layer, nn.Linear) or is_conv1d(layer)):
+            dropout = 0.0 if own.lora_dropout is None else own.lora_dropout.p
+            add_adapter(layer, own.rank, own.scale * own.rank, dropout, magnitude=own.lora_magnitude is not None)
 
 
 @torch.no_grad()
@@ -135,6 +223,7 @@ def initialise_adapters(part: nn.Module, seed: int, region: Callable[[Tensor], R
         if not is_adapter_parameter(name):
             continue
         own = region(parameter)
+        layer = cast("AdaptedLayer", part.get_submodule(name.rpartition(".")[0]))
         is_a = name.endswith(ADAPTER_A)
-        rule = Normal(0.0, 1 / math.sqrt(3 * own.shape[1]) if is_a else 0.0)
+        rule = Normal(0.0, 1 / math.sqrt(3 * own.shape[layer.inputs_dim]) if is_a else 0.0)
         own.local.copy_(draw_values(rule, seed, name, own.shape, own.offset, tuple(own.local.shape)))
