@@ -62,7 +62,7 @@ def quantize_base(part: nn.Module) -> str:
 def _check_rank(layers: dict[str, nn.Module], rank: int) -> None:
     """Raise UserError for a square Conv1D of the adapter's own rank: shapes would not say that it is transposed."""
     for name, layer in layers.items():
-        if is_conv1d(layer) and tuple(layer.weight.shape) == (rank, rank):  # type: ignore[union-attr, arg-type]
+        if is_conv1d(layer) and tuple(layer.weight.shape) == (rank, rank):  # type: ignore[arg-type]
             raise UserError(f"adapter.rank={rank}: {name} is no larger than that; use a smaller rank")
 
 

@@ -16,7 +16,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,8 @@ from hpc_train.models.initial_values import Normal, Region, draw_values, whole_r
 class AdaptedLayer(nn.Module):
     """A layer with an adapter; `add_adapter` makes it of one without, in place."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Any
+    bias: Any
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     lora_magnitude: nn.Parameter | None
@@ -105,7 +105,6 @@ class AdaptedLayer(nn.Module):
 class AdaptedLinear(AdaptedLayer, nn.Linear):
     """nn.Linear with an adapter."""
 
-    weight: nn.Parameter
     inputs_dim = 1
 
     def multiply_weight(self, x: Tensor) -> Tensor:
@@ -132,7 +131,7 @@ class AdaptedConv1D(AdaptedLayer):
 
     def multiply_weight(self, x: Tensor) -> Tensor:
         """(..., inputs) -> (..., outputs), without the adapter."""
-        return x @ self.weight
+        return cast(Tensor, x @ self.weight)
 
     def multiply_a(self, x: Tensor) -> Tensor:
         """(..., inputs) -> (..., rank)."""
@@ -185,7 +184,7 @@ def add_adapter(layer: nn.Module, rank: int, alpha: float, dropout: float, *, ma
 
     magnitude: DoRA. `initialise_adapters` gives the parameters their values.
     """
-    layer.__class__ = _name_adapted_conv1d(type(layer)) if is_conv1d(layer) else AdaptedLinear
+    layer.__class__ = _name_adapted_conv1d(type(layer)) if is_conv1d(layer) else AdaptedLinear  # type: ignore[arg-type]
     adapted = cast("AdaptedLayer", layer)
     weight, inputs_dim = adapted.weight, adapted.inputs_dim
     inputs, outputs = weight.shape[inputs_dim], weight.shape[1 - inputs_dim]
@@ -197,7 +196,7 @@ def add_adapter(layer: nn.Module, rank: int, alpha: float, dropout: float, *, ma
     adapted.scale, adapted.sum_squares = alpha / rank, None
 
 
-@functools.cache
+@functools.cache  # one class for all layers, or compiled code would be made for each
 def _name_adapted_conv1d(kind: type[nn.Module]) -> type[nn.Module]:
     """Return Conv1D with an adapter: still a Conv1D for the model's own code."""
     return type("AdaptedConv1D", (AdaptedConv1D, kind), {})
