@@ -129,8 +129,10 @@ class TransformerConfig(ModelConfig):
     norm: str = config_field(default="rmsnorm", choices=("rmsnorm", "rmsnorm_1p", "layernorm"))
     """Normalisation before attention, before the feed-forward layer and before the head. rmsnorm_1p multiplies by one
     plus its weight (Gemma)."""
+    pre_norms: bool = True
+    """Normalise the inputs of attention and of the feed-forward layer; OLMo 2 and 3, without, have only post_norms."""
     post_norms: bool = False
-    """Normalise the results of attention and of the feed-forward layer too (Gemma 2)."""
+    """Normalise the results of attention and of the feed-forward layer (Gemma 2, OLMo 2)."""
     scaled_embeddings: bool = False
     """Multiply embeddings by sqrt(hidden) (Gemma)."""
     norm_eps: float = config_field(default=1e-5, gt=0)
@@ -156,7 +158,7 @@ class TransformerConfig(ModelConfig):
     init_std: float = config_field(default=0.02, gt=0)
     """Standard deviation of initial weights."""
     query_key_norm: str = config_field(default="none", choices=("none", "head", "full"))
-    """RMSNorm of queries and keys before rotary positions: of each head (Qwen3) or of all heads together (OLMoE)."""
+    """RMSNorm of queries and keys before rotary positions: of each head (Qwen3) or of all heads together (OLMo)."""
     sliding_window: int | None = config_field(default=None, ge=1)
     """Keys that a token sees, its own and those just before it (Beltagy et al. 2020, arXiv:2004.05150; Mistral); None:
     all that are not behind it."""

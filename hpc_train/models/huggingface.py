@@ -1,6 +1,7 @@
 """Weights between our names and shapes and those of the transformers library, both ways.
 
-The families are Llama, Mistral, Ministral, Gemma 2 and 3, GPT-2, ViT, Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3.
+The families are Llama, Mistral, Ministral, Gemma 2 and 3, OLMo 2 and 3, GPT-2, ViT, Mixtral, Qwen3-MoE, OLMoE and
+DeepSeek-V3.
 
 Pure functions of state dicts, also of a state dict of gradients. Linear weights are (out, in) on both sides but for
 GPT-2, whose Conv1D keeps (in, out) and puts q, k and v into one matrix. Files have a matrix for each expert, which we
@@ -42,6 +43,11 @@ _GEMMA3 = {
     "model.layers.#.post_attention_layernorm": "layers.#.attention_output_norm",
     "model.layers.#.pre_feedforward_layernorm": "layers.#.feed_forward_norm",
     "model.layers.#.post_feedforward_layernorm": "layers.#.feed_forward_output_norm",
+}
+_OLMO = {
+    theirs: ours
+    for theirs, ours in _GEMMA3.items()
+    if not theirs.endswith(("input_layernorm", "pre_feedforward_layernorm"))
 }
 _GPT2 = {
     "transformer.wte": "embed",
@@ -100,6 +106,8 @@ _TABLES = {
     "ministral": _LLAMA,
     "gemma2": {theirs: ours for theirs, ours in _GEMMA3.items() if not theirs.endswith(("q_norm", "k_norm"))},
     "gemma3_text": _GEMMA3,
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
     "gpt2": _GPT2,
     "vit": _VIT,
     "mixtral": _MIXTRAL,
@@ -122,6 +130,8 @@ def find_model_family(config: ModelConfig) -> str:
         kind = (config.positions, config.norm, config.activation)
         if config.norm == "rmsnorm_1p":
             return _check_gemma(config)
+        if not config.pre_norms:
+            return _check_olmo(config)
         _refuse_gemma_parts(config)
         if has_latent_attention(config):
             return _check_deepseek(config)
@@ -133,15 +143,18 @@ def find_model_family(config: ModelConfig) -> str:
         if is_gpt and config.sliding_window is None:
             return "gpt2"
     raise UserError(
-        f"model={config.name}: is neither of the Llama, the Gemma, the GPT-2 nor the ViT family of transformers, so "
-        "its weights have no names there; use a model of these families"
+        f"model={config.name}: is of none of the Llama, Gemma, OLMo, GPT-2 and ViT families of transformers, so its "
+        "weights have no names there; use a model of these families"
     )
+
+
+_GEMMA_PARTS = ("attention_softcap", "logit_softcap", "attention_scale", "post_norms", "scaled_embeddings")
 
 
 def _refuse_gemma_parts(config: TransformerConfig) -> None:
     """Raise UserError for what only the models of the Gemma family have, in one of another family."""
     plain = TransformerConfig(name="")
-    for key in ("attention_softcap", "logit_softcap", "attention_scale", "post_norms", "scaled_embeddings"):
+    for key in _GEMMA_PARTS:
         value = getattr(config, key)
         if value != getattr(plain, key):
             raise UserError(
@@ -162,6 +175,7 @@ def _check_gemma(config: TransformerConfig) -> str:
     wanted = {
         "activation": config.activation == "geglu",
         "positions": config.positions == "rotary",
+        "pre_norms": config.pre_norms,
         "post_norms": config.post_norms,
         "scaled_embeddings": config.scaled_embeddings,
         "bias": not config.bias,
@@ -177,6 +191,34 @@ def _check_gemma(config: TransformerConfig) -> str:
             f"model.{wrong[0]} is another, so its weights have no names there; use --format safetensors"
         )
     return kind
+
+
+def _check_olmo(config: TransformerConfig) -> str:
+    """olmo2, or with windows olmo3. Raises UserError for what neither computes."""
+    plain = TransformerConfig(name="")
+    wanted = {
+        "norm": config.norm == "rmsnorm",
+        "activation": config.activation == "swiglu",
+        "positions": config.positions == "rotary",
+        "bias": not config.bias,
+        "query_key_norm": config.query_key_norm == "full",
+        "experts.count": not config.experts.count,
+        "rope.local_theta": config.rope.local_theta in (None, config.rope_theta),
+        **{key: getattr(config, key) == getattr(plain, key) for key in _GEMMA_PARTS if key != "post_norms"},
+    }
+    wrong = [key for key, agrees in wanted.items() if not agrees]
+    if wrong:
+        raise UserError(
+            f"model={config.name}: model.pre_norms=false makes it one of the OLMo family in transformers, which has "
+            "rmsnorm, swiglu, rotary positions of one base and query_key_norm=full, and no biases or experts; "
+            f"model.{wrong[0]} is another, so its weights have no names there; use --format safetensors"
+        )
+    if config.sliding_window is not None and config.rope.local_theta is None and config.rope_scaling != "none":
+        raise UserError(
+            f"model={config.name}: model.rope_scaling={config.rope_scaling}: OLMo 3 of transformers scales no layers "
+            f"with a window; set model.rope.local_theta={config.rope_theta:g}, or use --format safetensors"
+        )
+    return "olmo2" if config.sliding_window is None else "olmo3"
 
 
 def _find_llama_family(config: TransformerConfig) -> str:

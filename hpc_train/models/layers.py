@@ -240,6 +240,24 @@ class PostNormBlock(Block):
         return out
 
 
+class OutputNormBlock(Block):
+    """A block that normalises only the results of attention and of the feed-forward layer (OLMo 2)."""
+
+    def __init__(
+        self, attention: nn.Module, feed_forward: nn.Module, norm: Callable[[], nn.Module], dropout: float
+    ) -> None:
+        super().__init__(attention, feed_forward, norm, dropout)
+        del self.attention_norm, self.feed_forward_norm
+        self.attention_output_norm = norm()
+        self.feed_forward_output_norm = norm()
+
+    def forward(self, x: Tensor, table: RotaryTable | None = None, mask: DocumentMask | None = None) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden)."""
+        x = x + self.attention_dropout(self.attention_output_norm(self.attention(x, table, mask)))
+        out: Tensor = x + self.feed_forward_dropout(self.feed_forward_output_norm(self.feed_forward(x)))
+        return out
+
+
 def list_block_names(layers: int) -> list[str]:
     """List the module names of all blocks of a model, in order."""
     return [f"layers.{index}" for index in range(layers)]

@@ -56,7 +56,7 @@ def count_branches(config: TransformerConfig) -> int:
 
 def count_block_norms(config: TransformerConfig) -> int:
     """Return the number of norms of hidden states in a block."""
-    return 4 if config.post_norms else 2
+    return 2 * (config.pre_norms + config.post_norms)
 
 
 def count_vit_tokens(config: VisionTransformerConfig) -> int:
@@ -88,7 +88,8 @@ def check_transformer(config: TransformerConfig) -> None:
         raise UserError(
             f"model.{key}={compute_rotary_dim(config)}: must be even, as model.positions=rotary turns pairs of channels"
         )
-
+    if not (config.pre_norms or config.post_norms):
+        raise UserError("model.pre_norms=false: leaves blocks without norms; set model.post_norms=true, too")
     if config.global_every and config.sliding_window is None:
         raise UserError(
             f"model.global_every={config.global_every}: without effect, as no layer has a window; set "

@@ -1,4 +1,4 @@
-"""A decoder-only transformer of the Llama, Gemma or GPT family, whole or one pipeline stage of it."""
+"""A decoder-only transformer of the Llama, Gemma, OLMo or GPT family, whole or one pipeline stage of it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hpc_train.models.layers import (
     Attention,
     Block,
     BlockModel,
+    OutputNormBlock,
     PostNormBlock,
     RMSNorm1p,
     ScaledDotProduct,
@@ -174,7 +175,8 @@ def _make_rms_norm(config: TransformerConfig, width: int) -> nn.Module:
 
 def _make_block(config: TransformerConfig, name: str) -> Block:
     attention, feed_forward = _make_attention(config, get_block_index(name)), _make_feed_forward(config, name)
-    kind = PostNormBlock if config.post_norms else Block
+    kinds = {(True, False): Block, (True, True): PostNormBlock, (False, True): OutputNormBlock}
+    kind = kinds[config.pre_norms, config.post_norms]
     return kind(attention, feed_forward, partial(_make_norm, config), config.dropout)
 
 

@@ -44,6 +44,8 @@ PUBLISHED = {
     "llama_tiny": 820_352,  # ours
     "mixtral_8x7b": 46_702_792_704,  # the sum over the published checkpoint, as of the next two
     "olmoe_1b_7b": 6_919_161_856,
+    "olmo3_32b": 32.2e9,  # Olmo Team 2025, arXiv:2512.13961
+    "olmo3_7b": 7.3e9,
     "qwen3_30b_a3b": 30_532_122_624,
     "vit_large": 304_326_632,
     "vit_small": 22_050_664,
@@ -62,6 +64,7 @@ VARIANTS = [
     replace(LLAMA, experts=ExpertsConfig(count=8, top_k=8, shared=2, first_dense=1), query_key_norm="full"),
     replace(GPT2, bias=False, tied_embeddings=False, activation="swiglu", kv_heads=2),
     replace(LLAMA, norm="rmsnorm_1p", activation="geglu", post_norms=True, query_key_norm="head"),
+    replace(LLAMA, pre_norms=False, post_norms=True, query_key_norm="full"),
     LATENT,
     replace(LATENT, latent=replace(LATENT.latent, q_rank=30)),
 ]

@@ -1,4 +1,4 @@
-"""Models of transformers in float64: windows (Mistral, Ministral), whole Gemma 2 and 3, and scaled rotary positions."""
+"""Models of transformers in float64: windows (Mistral, Ministral), Gemma 2 and 3, OLMo 2 and 3, scaled positions."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ CASES = {
         GEMMA, attention_softcap=None, logit_softcap=None, query_key_norm="head", rope=GEMMA3_ROPE, rope_theta=1e5
     ),
 }
+OLMO = replace(LLAMA, layers=4, pre_norms=False, post_norms=True, query_key_norm="full", rope_theta=5e3)
+CASES |= {"olmo2": OLMO, "olmo3": replace(OLMO, sliding_window=WINDOW, global_every=4)}
 YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope": RopeConfig(original_positions=32)}
 EXPERTS = ExpertsConfig(count=6, top_k=2, feed_forward=24)
 SCALED: dict[str, TransformerConfig] = {
@@ -68,6 +70,9 @@ SCALED: dict[str, TransformerConfig] = {
         rope=RopeConfig(original_positions=40, beta_fast=8.0, beta_slow=0.5, truncate=False, table_factor=1.3),
     ),
     "gemma3_text linear": replace(CASES["gemma3_text"], rope_scaling="linear", logit_softcap=2.0),
+    "olmo3 yarn": replace(
+        CASES["olmo3"], **{**YARN, "rope": RopeConfig(original_positions=32, local_theta=5e3, table_factor=1.2)}
+    ),
     "mixtral": replace(LLAMA, experts=replace(EXPERTS, feed_forward=None), **YARN),
     "qwen3_moe": replace(LLAMA, query_key_norm="head", experts=EXPERTS, **YARN),
     "olmoe": replace(LLAMA, query_key_norm="full", experts=replace(EXPERTS, normalise=False), **YARN),

@@ -147,6 +147,8 @@ CASES: dict[str, Case] = {
     "pp-2-capped-chunks": Case(2, _pp("1f1b", "train.loss_chunk=5"), "capped"),
     "pp-2-windows": Case(2, _pp("interleaved_1f1b"), "windows"),
     "cp-2-windows": Case(2, ("parallel.cp=2",), "windows"),
+    "tp-2-olmo-chunks": Case(2, ("parallel.tp=2", "train.loss_chunk=5"), "olmo"),
+    "pp-2-cp-2-olmo": Case(4, _pp("1f1b", "parallel.cp=2"), "olmo"),
     "cp-4-windows-unbalanced": Case(4, ("parallel.cp=4", "parallel.context.balanced=false"), "windows"),
     "cp-2-capped": Case(2, ("parallel.cp=2",), "capped"),
     "cp-2-ulysses-capped": Case(2, ("parallel.cp=2", "parallel.context.method=ulysses"), "capped"),

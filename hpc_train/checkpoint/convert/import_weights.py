@@ -37,6 +37,8 @@ _BASES = {
     "ministral": "llama_tiny",
     "gemma2": "gemma_tiny",
     "gemma3_text": "gemma_tiny",
+    "olmo2": "llama_tiny",
+    "olmo3": "llama_tiny",
     "gpt2": "gpt2_tiny",
     "vit": "vit_tiny",
     "mixtral": "llama_moe_tiny",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.checkpoint.convert.hf_config import dense, experts, gemma
+from hpc_train.checkpoint.convert.hf_config import dense, experts, gemma, olmo
 from hpc_train.checkpoint.convert.hf_config.rotary import Json
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.config.compose import config_from_dict, config_to_dict
@@ -40,6 +40,8 @@ def encode_hf_config(config: ModelConfig, dtype: str) -> Json:
         "vit": dense.encode_vit,
         "gemma2": gemma.encode_gemma2,
         "gemma3_text": gemma.encode_gemma3,
+        "olmo2": olmo.encode_olmo2,
+        "olmo3": olmo.encode_olmo3,
         "mixtral": experts.encode_mixtral,
         "qwen3_moe": partial(experts.encode_many_experts, architecture="Qwen3MoeForCausalLM"),
         "olmoe": partial(experts.encode_many_experts, architecture="OlmoeForCausalLM"),
@@ -59,6 +61,8 @@ def parse_hf_config(body: Mapping[str, Any], name: str) -> ModelConfig:
         "vit": dense.parse_vit,
         "gemma2": gemma.parse_gemma2,
         "gemma3_text": gemma.parse_gemma3,
+        "olmo2": olmo.parse_olmo2,
+        "olmo3": olmo.parse_olmo3,
         "mixtral": experts.parse_mixtral,
         "qwen3_moe": experts.parse_qwen3_moe,
         "olmoe": experts.parse_olmoe,

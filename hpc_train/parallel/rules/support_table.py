@@ -179,6 +179,14 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_matrix.py",
     ),
     Technique(
+        "OLMo 2 and 3: norms of results only, queries and keys normalised over all heads",
+        "model.pre_norms=false model.post_norms=true model.query_key_norm=full",
+        "our own layers",
+        EXACT,
+        "not latent attention; not planned by the planner",
+        "tests/parallel/test_matrix.py",
+    ),
+    Technique(
         "choice of the attention kernel",
         "model.attention=flash",
         "torch's scaled_dot_product_attention, FlexAttention",
