@@ -19,8 +19,8 @@ SEQUENCES, LENGTH = 24, 8
 
 
 def make_model() -> nn.Module:
-    """Make a model that tp and cp can divide, with the same values at every call."""
-    made = build_model(LLAMA(tied_embeddings=False, feed_forward=28))
+    """Make a model that tp, cp and pp can divide, with the same values at every call."""
+    made = build_model(LLAMA(tied_embeddings=True, layers=4, feed_forward=28))
     initialise_parameters(made, 0)
     return made
 

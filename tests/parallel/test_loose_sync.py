@@ -30,6 +30,7 @@ from hpc_train.training.optimizer import make_optimizer
 
 STEPS = 8
 RATES = [1e-2 * (1 + index % 3) for index in range(STEPS)]
+ZBV = "parallel.pipeline.schedule=zbv"
 LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "2 copies": (2, 2, ()),
     "3 copies": (3, 3, ()),
@@ -39,6 +40,8 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "2 copies x zero1 2": (4, 2, ("parallel=zero1", "parallel.dp_replicate=2", "parallel.dp_shard=2")),
     "2 copies x tp 2": (4, 2, ("parallel.dp_replicate=2", "parallel.tp=2")),
     "2 copies x cp 2": (4, 2, ("parallel.dp_replicate=2", "parallel.cp=2")),
+    "2 copies x pp 2": (4, 2, ("parallel=pp", "parallel.dp_replicate=2", "parallel.pp=2")),
+    "2 copies x zbv 2": (4, 2, ("parallel=pp", "parallel.dp_replicate=2", "parallel.pp=2", ZBV)),
 }
 EVERY = "parallel.sync.every=4"
 WAYS: dict[str, tuple[str, ...]] = {

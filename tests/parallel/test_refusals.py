@@ -43,7 +43,7 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     # copies that train on their own
     (2, ("parallel.sync.outer_lr=1",), "parallel.sync.outer_lr=1.0: has no effect without parallel.sync.every"),
     (2, (APART, "parallel=fsdp"), f"{APART}: there is a single copy of the model, because parallel.dp_replicate"),
-    (4, (APART, "parallel=pp", "parallel.dp_replicate=2"), f"{APART}: pipeline stages are the outermost axis"),
+    (4, (APART, "parallel=pp", "parallel.dp_replicate=2", "parallel.pipeline.resplit=true"), "resplit=true writes one"),
     (2, (APART, "train.global_batch=9"), "train.global_batch=9: does not divide over 2"),
     (2, (APART, SERVERS), f"{APART}: not with {SERVERS}"),
     (2, (APART, TOPK), f"{APART}: no gradients are sent between copies; leave out parallel.compression"),

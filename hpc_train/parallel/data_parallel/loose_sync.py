@@ -7,12 +7,13 @@ of 1 this is local SGD, with momentum DiLoCo (Douillard et al. 2023, arXiv:2311.
 streaming form (arXiv:2501.18512), where a copy merges the anchor into what it has trained meanwhile.
 
 When a fragment is exchanged is a function of the step alone, so a resumed run goes on as one that never stopped.
-Ranks at the same place of their copies exchange: each sends only the shards that it holds.
+Ranks at the same place of their copies exchange: each sends only the shards, of the stages, that it holds.
+Fragments are parts of the whole model, so that they are the same in every layout of a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,20 +66,24 @@ class PendingMean:
 class OuterOptimizer:
     """Exchanges outer gradients and steps the anchor; see the module."""
 
-    def __init__(self, trained: Sequence[Named], sync: SyncConfig, group: dist.ProcessGroup) -> None:
-        """trained: the same names in the same order on every copy. group: the ranks that hold copies of these shards.
+    def __init__(
+        self, trained: Sequence[Named], fragment_of: Mapping[str, int], sync: SyncConfig, group: dist.ProcessGroup
+    ) -> None:
+        """trained: of this rank, the same names in the same order on every copy; those of tied parameters may be twice.
 
-        Raises UserError for more fragments than there are parameters.
+        fragment_of: the number of the fragment of every parameter of the model, by name; see number_fragments.
+        group: the ranks that hold copies of these shards.
         """
         assert sync.every is not None
         self._sync, self._every, self._group = sync, sync.every, group
         self._copies = dist.get_world_size(group)
-        self.parameters = {name: _make_outer_parameter(name, parameter, sync) for name, parameter in trained}
-        sizes = [parameter.numel() for _, parameter in trained]
-        cuts = cut_fragments(sizes, sync.fragments)
-        outer, steps = list(self.parameters.values()), list_exchange_steps(sync.every, sync.fragments)
-        self._fragments = [Fragment(outer[part], step) for part, step in zip(cuts, steps, strict=True)]
-        self._sgd = _make_sgd(outer, sync)
+        self.parameters = [_make_outer_parameter(name, parameter, sync) for name, parameter in trained]
+        held: dict[int, list[OuterParameter]] = {}
+        for one in self.parameters:
+            held.setdefault(fragment_of[one.name], []).append(one)
+        steps = list_exchange_steps(sync.every, sync.fragments)
+        self._fragments = [Fragment(held[index], step) for index, step in enumerate(steps) if index in held]
+        self._sgd = _make_sgd(self.parameters, sync)
 
     def end_step(self, step: int) -> None:
         """Begin and end the exchanges that are due after `step` updates. A collective if any is."""
@@ -105,7 +110,7 @@ class OuterOptimizer:
     @torch.no_grad()
     def start_from_anchors(self) -> None:
         """Give the copy the anchors as its own parameters, as after weights have been loaded into them."""
-        for parameter in self.parameters.values():
+        for parameter in self.parameters:
             parameter.own.copy_(parameter.anchor)
 
     def _is_due(self, fragment: Fragment, step: int) -> bool:
@@ -173,10 +178,17 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def _swap_anchors(self) -> None:
-        for one in self.parameters.values():
+        for one in self.parameters:
             own = one.own.clone()
             one.own.copy_(one.anchor)
             one.anchor.copy_(own)
+
+
+def number_fragments(trained: Iterable[Named], count: int) -> dict[str, int]:
+    """Number the fragment of each parameter of the whole model, from 0. Raises UserError as cut_fragments."""
+    sizes = {name: parameter.numel() for name, parameter in trained}
+    names, cuts = list(sizes), cut_fragments(list(sizes.values()), count)
+    return {name: index for index, part in enumerate(cuts) for name in names[part]}
 
 
 def cut_fragments(sizes: Sequence[int], count: int) -> list[slice]:

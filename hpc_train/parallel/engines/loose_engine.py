@@ -21,7 +21,7 @@ from hpc_train.config.run import RunConfig, describe_one_copy
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, StepBatch, Sums, TensorShard, World
 from hpc_train.models.deferred import DeferredValues
-from hpc_train.parallel.data_parallel.loose_sync import OuterOptimizer
+from hpc_train.parallel.data_parallel.loose_sync import Named, OuterOptimizer, OuterParameter, number_fragments
 from hpc_train.parallel.engines.updating_engine import has_routers
 from hpc_train.parallel.mesh_axes import get_axis_index
 from hpc_train.parallel.optimizer_step import OptimizerFactory
@@ -95,12 +95,16 @@ class LooseEngine:
         The latter is `optim.copy<c>_parameter.<name>` and `optim.copy<c>_<state>.<name>`.
         """
         self._outer.finish_communication()
+        outers: dict[str, list[OuterParameter]] = {}  # of a name that two stages of this rank have, in their order
+        for one in self._outer.parameters:
+            outers.setdefault(one.name, []).append(one)
         for shard in self._engine.shards():
             # A copy's ranks write its own state; the first copy's what is the same on all.
             common = replace(shard, replica=shard.replica + self._copy * self._copy_world.size)
             if shard.name.startswith("optim."):
                 yield replace(shard, name=f"optim.copy{self._copy}_{shard.name.removeprefix('optim.')}")
-            elif (outer := self._outer.parameters.get(shard.name)) is not None:
+            elif shard.name in outers:
+                outer = outers[shard.name].pop(0)
                 yield replace(common, local=outer.anchor)
                 yield replace(shard, name=f"optim.copy{self._copy}_parameter.{shard.name}")
                 for key, tensor in (("momentum", outer.momentum), ("delta", outer.delta)):
@@ -144,15 +148,19 @@ def build_loose_engine(
     own_config, own_degrees = describe_one_copy(config, degrees)
     copy_world = make_copy_world(world, own_degrees)
     engine = build(model, make_optimizer, own_config, copy_world, say, values)
-    trained = [(name, p) for part in engine.parts for name, p in part.named_parameters() if p.requires_grad]
+    trained = [one for part in engine.parts for one in _list_trained(part)]
     sync, group = config.parallel.sync, world.mesh["dp_replicate"].get_group()
-    outer = OuterOptimizer(trained, sync, group)
+    outer = OuterOptimizer(trained, number_fragments(_list_trained(model), sync.fragments), sync, group)
     momentum = f"Nesterov {sync.outer_momentum:g}" if sync.outer_momentum else "no momentum"
     say(
         f"loose synchronisation: {degrees.dp_replicate} copies, every {sync.every} steps, {sync.fragments} fragments, "
         f"outer lr {sync.outer_lr:g}, {momentum}, compression {sync.compression}"
     )
     return LooseEngine(engine, outer, world, copy_world)
+
+
+def _list_trained(part: nn.Module) -> list[Named]:
+    return [(name, parameter) for name, parameter in part.named_parameters() if parameter.requires_grad]
 
 
 def make_copy_world(world: World, degrees: Degrees) -> World:

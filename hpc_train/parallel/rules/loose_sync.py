@@ -28,11 +28,12 @@ def _check_copies(config: RunConfig, degrees: Degrees, every: str) -> None:
             f"{every}: there is a single copy of the model, because parallel.dp_replicate is 1 unless given; give the "
             "number of copies (1 for an outer optimizer over one copy), or leave it out"
         )
-    if degrees.pp > 1:
-        raise UserError(
-            f"{every}: pipeline stages are the outermost axis, so a pipeline would cross the link between the copies "
-            f"(parallel.pp={degrees.pp}); use tp, cp or dp_shard in a copy"
-        )
+    for option in ("timeline", "resplit"):
+        if getattr(config.parallel.pipeline, option):
+            raise UserError(
+                f"{every}: parallel.pipeline.{option}=true writes one file a run, and every copy has a pipeline of its "
+                "own; leave it out"
+            )
     batch, copies = config.train.global_batch, degrees.dp_replicate
     if batch % copies:
         lower = batch // copies * copies

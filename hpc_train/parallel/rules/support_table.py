@@ -415,7 +415,7 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "parallel.sync.every=50 parallel.dp_replicate=2",
         "our own exchange; torch's SGD for the outer step",
         INEXACT + "copies train apart; exact against a loop over copies",
-        "pp = 1; dense models; ddp or a zero strategy, tp and cp in a copy",
+        "dense models; ddp or a zero strategy, tp, cp and pp in a copy",
         "tests/parallel/test_loose_sync.py",
     ),
     Technique(
