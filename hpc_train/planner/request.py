@@ -13,6 +13,7 @@ from hpc_train.errors import UserError
 from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
 from hpc_train.planner.search.space import FixedColumns
 from hpc_train.planner.settings import fixed_columns
+from hpc_train.traffic.stages import splits_backward
 
 LARGEST_NODES, LARGEST_BATCH = 1 << 16, 1 << 24
 """Limits on nodes, and on sequences per step, that can be requested: beyond any machine, and still searched quickly."""
@@ -56,6 +57,7 @@ def make_request(config: RunConfig, overrides: Sequence[str]) -> PlanRequest:
     """
     _check_lists(config, overrides)
     check_not_loose(config)
+    _check_recomputation(config)
     _check_goals(config)
     keys = config.parallel.fixed if config.parallel.fixed is not None else explicit_settings(config, overrides)
     option = chosen_parallel_option(overrides)
@@ -67,6 +69,7 @@ def make_request(config: RunConfig, overrides: Sequence[str]) -> PlanRequest:
 def make_job_request(config: RunConfig, ranks: int | None) -> PlanRequest:
     """Return the request of parallel=auto. ranks: of the job; None: the planner chooses."""
     check_not_loose(config)
+    _check_recomputation(config)
     _check_goals(config)
     worlds = (ranks,) if ranks is not None else _ranks(config, config.parallel.fixed or [], complete=False)
     return PlanRequest(config, fixed_columns(config, config.parallel.fixed or ()), False, worlds, _batches(config))
@@ -130,6 +133,17 @@ def check_not_loose(config: RunConfig) -> None:
         raise UserError(
             f"parallel.sync.every={config.parallel.sync.every}: the planner knows neither the anchors that each copy "
             "keeps nor what rare exchanges cost in convergence; plan one copy without it, and give the degrees"
+        )
+
+
+def _check_recomputation(config: RunConfig) -> None:
+    """Raise UserError for recomputation in a split backward, if both are given."""
+    parallel = config.parallel
+    if parallel.pp > 1 and parallel.recompute.mode != "none" and splits_backward(parallel.pipeline):
+        raise UserError(
+            f"parallel.recompute.mode={parallel.recompute.mode}: the planner has no model of what waits for the "
+            f"gradients of weights in {parallel.pipeline.schedule}, so it cannot plan this; plan with 1f1b or "
+            "interleaved_1f1b, or count the memory of your degrees with hpc-train plan rehearse"
         )
 
 

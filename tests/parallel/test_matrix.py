@@ -147,6 +147,11 @@ CASES: dict[str, Case] = {
     "pp-2-capped-chunks": Case(2, _pp("1f1b", "train.loss_chunk=5"), "capped"),
     "pp-2-windows": Case(2, _pp("interleaved_1f1b"), "windows"),
     "cp-2-windows": Case(2, ("parallel.cp=2",), "windows"),
+    # a backward in two parts, of blocks that run again once
+    "zbv-full": Case(2, _pp("zbv", "parallel.recompute.mode=full"), "llama-dropout"),
+    "zero-bubble-full-tp": Case(
+        4, _pp("interleaved_zero_bubble", "parallel.recompute.mode=full", "parallel.tp=2"), "deep"
+    ),
     "tp-2-olmo-chunks": Case(2, ("parallel.tp=2", "train.loss_chunk=5"), "olmo"),
     "pp-2-cp-2-olmo": Case(4, _pp("1f1b", "parallel.cp=2"), "olmo"),
     "cp-4-windows-unbalanced": Case(4, ("parallel.cp=4", "parallel.context.balanced=false"), "windows"),

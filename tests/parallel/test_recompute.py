@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
+import matrix
 import numpy as np
 import pytest
 import torch
@@ -130,6 +131,21 @@ def _counted(world: World, configs: dict[str, RunConfig]) -> dict[str, tuple[int
 def _counts() -> dict[str, tuple[int, int, int]]:
     configs = {mode: LAYOUTS["ddp-1"].config(*more) for mode, more in {"none": (), **MODES}.items()}
     return run_ranks(_counted, 1, configs)[0]
+
+
+def _count_attentions(world: World, case: matrix.Case) -> int:
+    engine = matrix.fresh(case, world)
+    with Watch() as step:
+        engine.forward_backward(matrix.share(matrix.global_batch(case.kind, 0), world, case.micro))
+    return step.calls["_scaled_dot_product_flash_attention_for_cpu"]
+
+
+@pytest.mark.parametrize(("mode", "runs"), [("none", 1), ("full", 2)])
+def test_a_backward_in_two_parts_runs_a_block_again_once(mode: str, runs: int) -> None:
+    """Not once for each of its matrices. Of four blocks a rank has two, for four micro-batches each."""
+    overrides = ("parallel.pp=2", "parallel.pipeline.schedule=zbv", f"{MODE}{mode}")
+    case = matrix.Case(2, overrides, "llama", micro=4)
+    assert run_ranks(_count_attentions, 2, case, parallel=case.config().parallel) == [runs * 2 * 4] * 2
 
 
 TOKENS, HIDDEN, KV, WIDE, HEADS, FP64 = SEQUENCES * LENGTH, 20, 10, 27, 2, 8
@@ -395,7 +411,8 @@ def test_what_matches_nothing_is_one_line(kind: str, more: tuple[str, ...], says
         ((f"{MODE}full", "parallel.recompute.keep=[mm]"), "keep: without effect at mode=full"),
         ((f"{MODE}selective", "parallel.recompute.keep=[]"), "keep=[]: selective without anything to keep"),
         ((f"{MODE}selective", "parallel.recompute.offload=true"), "what mode=selective keeps cannot be moved"),
-        ((f"{MODE}full", *ZERO_BUBBLE), "schedule=zbv splits backward"),
+        ((f"{MODE}selective", *ZERO_BUBBLE), "schedule=zbv splits backward, and torch hands out"),
+        ((f"{MODE}full", "parallel.recompute.offload=true", *ZERO_BUBBLE), "recompute.offload=true: parallel.pipeline"),
     ],
 )
 def test_what_has_no_effect_is_refused_before_any_rank_is_started(more: tuple[str, ...], says: str) -> None:

@@ -3,7 +3,7 @@ arXiv:1604.06174); selective by operator (Korthikanti et al. 2022, arXiv:2205.05
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.user_model import Forward, get_blocks, replace_forward
+from hpc_train.traffic.stages import splits_backward
 
 GROUPS = {
     "mm": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
@@ -42,8 +43,10 @@ def recompute_activations(part: nn.Module, config: RunConfig) -> str:
     blocks = get_blocks(part, f"parallel.recompute.mode={recompute.mode}")
     chosen = blocks[:: recompute.every]
     keep = KeepPolicy.named(recompute.keep) if recompute.mode == "selective" else None
+    once = config.parallel.pp > 1 and splits_backward(config.parallel.pipeline)
+    wrap: Callable[[Forward], Forward] = wrap_recompute_once if once else partial(wrap_recompute, keep=keep)
     for block in chosen:
-        replace_forward(block, partial(wrap_recompute, keep=keep))
+        replace_forward(block, wrap)
     if keep is not None:
         keep.check_after(chosen[-1])
     exceptions = f" but {', '.join(recompute.keep)}" if keep is not None else ""
@@ -107,6 +110,13 @@ def _operators(name: str) -> list[Any]:
 def _find_operator(name: str) -> Any:
     namespace, _, operator = name.rpartition(".")
     return getattr(getattr(torch.ops, namespace or "aten"), operator, None)
+
+
+def wrap_recompute_once(forward: Forward) -> Forward:
+    """Wrap `forward` to save only its arguments, for a backward in two parts; see recompute_once."""
+    from hpc_train.parallel.memory.recompute_once import recompute_once
+
+    return partial(recompute_once, forward)
 
 
 def wrap_recompute(forward: Forward, keep: KeepPolicy | None) -> Forward:

@@ -29,12 +29,20 @@ def _check_recompute(recompute: RecomputeConfig) -> None:
 
 
 def _check_schedule(config: RunConfig, degrees: Degrees) -> None:
-    """Refuse recomputation in a split backward: torch would recompute a block once per matrix, or fail (selective)."""
-    pipeline, mode = config.parallel.pipeline, config.parallel.recompute.mode
-    if degrees.pp > 1 and mode != "none" and splits_backward(pipeline):
+    """Refuse, in a split backward, what recomputes by operator or moves arguments: see memory.recompute_once."""
+    pipeline, recompute = config.parallel.pipeline, config.parallel.recompute
+    if degrees.pp == 1 or not splits_backward(pipeline):
+        return
+    schedule = f"parallel.pipeline.schedule={pipeline.schedule} splits backward"
+    if recompute.mode == "selective":
         raise UserError(
-            f"parallel.recompute.mode={mode}: parallel.pipeline.schedule={pipeline.schedule} splits backward, and "
-            "would recompute a block for each of its parameters; use 1f1b or interleaved_1f1b, or mode=none"
+            f"parallel.recompute.mode=selective: {schedule}, and torch hands out what an operator left only once; use "
+            "mode=full, or 1f1b or interleaved_1f1b"
+        )
+    if recompute.mode == "full" and recompute.offload:
+        raise UserError(
+            f"parallel.recompute.offload=true: {schedule}, and keeps what it recomputes for the gradients of weights; "
+            "leave it out, or use 1f1b or interleaved_1f1b"
         )
 
 

@@ -127,7 +127,7 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "parallel=pp parallel.pipeline.schedule=zbv",
         "torch.distributed.pipelining",
         EXACT,
-        "the same; no recomputation, no compilation",
+        "the same; recompute.mode none or full; no compilation",
         "tests/parallel/test_pipeline.py",
     ),
     Technique(

@@ -402,6 +402,8 @@ def _techniques(space: SearchSpace, kind: _Kind) -> Techniques:
     """List the valid techniques, the fastest first: search.py bounds the step time with it."""
     fixed = space.fixed
     modes = fixed.of("recompute", [0] if kind.split else [0, 1, 2])
+    if kind.split:  # what is recomputed waits for the gradients of weights, of which there is no model
+        modes = tuple(mode for mode in modes if mode == 0)
     # Asynchronous tensor parallelism computes products in parts, whose results selective recomputation cannot store.
     # Selective recomputation cannot keep results while experts of other ranks are gathered (parallel.rules.experts).
     no_selective = kind.asynchronous or kind.exchanges
