@@ -43,12 +43,6 @@ def read_local_nics(root: Path = Path("/")) -> tuple[LocalNic, ...]:
     return tuple(LocalNic(replace(local.nic, id=f"NIC{n}"), local.path) for n, local in enumerate(nics))
 
 
-def read_bonds(root: Path = Path("/")) -> dict[str, tuple[str, ...]]:
-    """Map each bonded interface to its member interfaces."""
-    slaves_by_name = {entry.name: read_text(entry / "bonding/slaves") for entry in list_entries(root / "sys/class/net")}
-    return {name: tuple(slaves.split()) for name, slaves in slaves_by_name.items() if slaves is not None}
-
-
 def _list_rdma_nics(root: Path) -> Iterator[LocalNic]:
     for device in list_entries(root / "sys/class/infiniband"):
         path = find_pci_path(device)

@@ -95,8 +95,6 @@ class FileSystemConfig:
     """shared: every node sees it, but which kind it is depends on the site."""
     write_gb_s: float = config_field(default=0.0, ge=0)
     """Aggregate write bandwidth, 10^9 bytes/s; 0 if unknown."""
-    read_gb_s: float = config_field(default=0.0, ge=0)
-    """Aggregate read bandwidth, 10^9 bytes/s; 0 if unknown."""
     osts: int = config_field(default=0, ge=0)
     """Object storage targets (Lustre); 0 if unknown or another kind."""
 

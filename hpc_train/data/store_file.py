@@ -44,7 +44,6 @@ class StoreKind:
 
 
 TOKEN_STORE = StoreKind("hpc_train.tokens", "token store", "a", 2, "data=text")
-"""Version 2 has tokens that do not count as targets, which older readers would ignore; without them, 1 is written."""
 IMAGE_STORE = StoreKind("hpc_train.images", "image store", "an", 1, "data=images")
 _KINDS = (TOKEN_STORE, IMAGE_STORE)
 

@@ -224,7 +224,7 @@ def _spool_block(spool: _Spool, block: TokenBlock, header: StoreHeader, totals: 
 def _write_file(path: Path, spool: _Spool, header: StoreHeader, totals: _Totals) -> None:
     with h5py.File(path, "w", locking=False) as file:
         file.attrs["format"] = TOKEN_STORE.format
-        file.attrs["version"] = 2 if header.counted else 1
+        file.attrs["version"] = VERSION
         file.attrs["vocab_size"] = header.vocab_size
         file.attrs["tokenizer"] = header.tokenizer
         file.attrs["source"] = header.source

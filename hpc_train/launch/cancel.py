@@ -209,7 +209,7 @@ def _cancel_local(run: CancelCandidate, now: bool, output: CommandOutput) -> Non
 
 
 _DEFAULT_SECONDS = 120
-"""Default for runs frozen before launch.cancel_seconds existed, or whose job.json cannot be read."""
+"""Seconds for a run whose job.json cannot be read."""
 ANSWER_SECONDS = {True: 6.0, False: 3.0}
 """Seconds to wait for the ranks' stacks, by whether it is a Slurm job (True) or local (False)."""
 _GRACE_SECONDS = {True: 45.0, False: 5.0}
@@ -253,7 +253,7 @@ def read_cancel_seconds(point: RunPoint) -> int:
     """Return launch.cancel_seconds of a run as it was frozen."""
     try:
         launch = read_json(point.run / "job.json")["config"]["launch"]
-        return int(launch.get("cancel_seconds") or launch["signal_seconds"])
+        return int(launch["cancel_seconds"] or launch["signal_seconds"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return _DEFAULT_SECONDS
 

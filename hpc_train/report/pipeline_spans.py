@@ -13,8 +13,6 @@ from hpc_train.report.step_table import Array
 from hpc_train.report.verdict import Facts
 from hpc_train.schedules.simulate import simulate_order
 
-_TIMELINE_BYTES = 64 << 20
-
 
 def simulate_spans(work: Array, pipeline: Pipeline) -> tuple[list[Span], float]:
     """Return the bars of a simulated step, and its length in seconds. work: C of each rank."""

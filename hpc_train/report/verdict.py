@@ -64,8 +64,6 @@ class Facts:
     pipeline: Pipeline | None = None
     node_of_rank: Mapping[int, str] = field(default_factory=dict)
     steps_left: int = 0
-    memory_limit_mib: float | None = None
-    """Memory of one rank's device; None if unknown."""
     strategy: str = "ddp"
     degrees: Mapping[str, int] = field(default_factory=dict)
     global_batch: int = 1

@@ -89,8 +89,7 @@ def _restore_run(run: TrainingRun, resumed: ResumedStep) -> list[str]:
     run.owes_validation = run.saved_at is not None and extra.get("owes_validation", False)
     _check_position(extra["consumed_samples"], run)
     run.noise.restore(extra["noise_scale"])
-    if "numbers" in extra:  # not in checkpoints of earlier releases
-        run.guard.restore(extra["numbers"])
+    run.guard.restore(extra["numbers"])
     exact = getattr(run.config.data, "resume", "exact") == "exact"
     restarted = restore_position(run.loader, extra.get("data"), run.consumed_samples, exact, run.world)
     if run.saved_at is not None:

@@ -162,7 +162,7 @@ def make_files_private() -> Iterator[None]:
 
 
 def make_submitit_directory(directory: RunDirectory) -> None:
-    """Make submitit's directory; one that an earlier release made with the umask becomes private."""
+    """Make submitit's directory, private also where a directory with other rights is there already."""
     directory.submitit.mkdir(mode=0o700, exist_ok=True)
     directory.submitit.chmod(0o700)
 

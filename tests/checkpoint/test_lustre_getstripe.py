@@ -64,7 +64,6 @@ def meant(it: dict[str, Any], form: Form) -> PlacedComponent:
         stripes,
         tuple(it["osts"]),
         it["osts"][0] if it["osts"] else None,
-        overstriped="overstriped" in it["pattern"] and not (form.directory and form.old),
         flags=composite_flags if it["osts"] or on_mdt else (),
     )
 
@@ -99,7 +98,7 @@ def test_a_count_of_all_osts_in_sixteen_bits_and_a_released_file() -> None:
         "lmm_stripe_count:  65535\nlmm_stripe_size:   65536\nlmm_pattern:       raid0,released\nlmm_stripe_offset: -1\n"
     )
     (placed,) = parse_getstripe(text).parts
-    assert (placed.component.count, placed.released, placed.osts) == (-1, True, ())
+    assert (placed.component.count, placed.osts) == (-1, ())
 
 
 @pytest.mark.parametrize(

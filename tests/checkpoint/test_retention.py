@@ -83,12 +83,12 @@ def test_the_temporary_directory_of_a_dead_process_goes_and_of_a_live_one_stays(
     live = f"step-9.tmp-{host}.{os.getppid()}.{random}.{here}"
     elsewhere = f"step-9.tmp-elsewhere.1.{random}.{here}"
     another_namespace = f"step-9.tmp-{host}.{dead_process()}.{random}.0123456789ab"
-    of_an_earlier_release = f"step-9.tmp-{host}.{dead_process()}.{random}"
+    without_machine = f"step-9.tmp-{host}.{dead_process()}.{random}"
     leave(tmp_path, f"step-9.tmp-{host}.{dead_process()}.{random}.{here}")
-    for name in (live, elsewhere, another_namespace, of_an_earlier_release):
+    for name in (live, elsewhere, another_namespace, without_machine):
         leave(tmp_path, name)
     prune_steps(tmp_path, keep=1)
-    assert names(tmp_path) == sorted([live, elsewhere, another_namespace, of_an_earlier_release])
+    assert names(tmp_path) == sorted([live, elsewhere, another_namespace, without_machine])
 
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child")

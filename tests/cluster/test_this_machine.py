@@ -13,7 +13,7 @@ from fake_sysfs import GPUS, FakeMachine, dgx
 
 from hpc_train.cluster.hostlist import natural_key
 from hpc_train.cluster.local_gpus import load_nvml, read_nvml_gpus
-from hpc_train.cluster.local_nics import read_bonds, read_local_nics
+from hpc_train.cluster.local_nics import read_local_nics
 from hpc_train.cluster.spec import Cluster, Nic
 from hpc_train.cluster.sysfs import read_numa_nodes
 from hpc_train.cluster.this_machine import describe_this_node
@@ -68,9 +68,8 @@ def test_links_of_dgx(tmp_path: Path) -> None:
     assert links["GPU0", "NIC8"] == "SYS"
 
 
-def test_bonds_are_reported_and_virtual_devices_are_not_nics(tmp_path: Path) -> None:
+def test_bonds_and_virtual_devices_are_not_nics(tmp_path: Path) -> None:
     dgx(tmp_path)
-    assert read_bonds(tmp_path) == {"bond0": ("ens8", "ens9")}
     assert not {"lo", "bond0", "docker0"} & {it.device for it in nics(tmp_path)}
 
 
@@ -248,7 +247,6 @@ def test_an_empty_tree(tmp_path: Path) -> None:
     (node,) = describe_this_node(tmp_path).nodes
     assert (node.name, node.gpus, node.nics) == ("localhost", (), ())
     assert read_numa_nodes(tmp_path) == ()
-    assert read_bonds(tmp_path) == {}
 
 
 def test_files_that_hold_nonsense(tmp_path: Path) -> None:

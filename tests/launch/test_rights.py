@@ -32,7 +32,7 @@ def train(folder: Path, umask: int, *words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_under_an_open_umask_is_private_also_where_an_earlier_release_was_not(tmp_path: Path) -> None:
+def test_a_run_under_an_open_umask_is_private_also_in_directories_that_were_open(tmp_path: Path) -> None:
     (tmp_path / "run/logs").mkdir(parents=True)
     (tmp_path / "run/logs").chmod(0o700)
     (tmp_path / "run/.submitit").mkdir()

@@ -23,7 +23,6 @@ from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.units import format_bytes
 
 CHECKSUM_ALGORITHM = "xxh3_128"
-_BLOCK = 4 << 20
 _AT_ONCE = 2
 
 

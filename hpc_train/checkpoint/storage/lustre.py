@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -169,10 +169,6 @@ class PlacedComponent:
     """Indices of its OSTs in the order of the stripes; empty until its first byte is written."""
     first: int | None = None
     """Index of its first OST; None: any."""
-    overstriped: bool = False
-    """An OST may have several of its stripes (Lustre 2.13)."""
-    released: bool = False
-    """The data is in an archive such as tape (HSM)."""
     flags: tuple[str, ...] = ()
 
 
@@ -232,8 +228,7 @@ def _pairs(line: str) -> Iterator[tuple[str, str]]:
 def _parse_placed(printed: _Found) -> PlacedComponent:
     texts = printed.texts
     # Newer releases print words, older ones a number: 2 is the metadata server.
-    pattern = set(texts.get("pattern", "raid0").split(","))
-    on_mdt = bool(pattern & set(_MDT))
+    on_mdt = not {*texts.get("pattern", "raid0").split(",")}.isdisjoint(_MDT)
     component = StripeComponent(
         end=None if texts.get("end", "EOF") == "EOF" else _number(texts["end"]),
         count=_number(texts["count"]),
@@ -243,8 +238,7 @@ def _parse_placed(printed: _Found) -> PlacedComponent:
     )
     first = _number(texts["offset"]) if "offset" in texts else -1
     flags = tuple(flag for flag in texts.get("flags", "").split(",") if flag not in ("", "0", "N/A"))
-    placed = PlacedComponent(component, tuple(printed.osts), first if first >= 0 else None, flags=flags)
-    return replace(placed, overstriped="overstriped" in pattern, released="released" in pattern)
+    return PlacedComponent(component, tuple(printed.osts), first if first >= 0 else None, flags)
 
 
 def _number(text: str) -> int:

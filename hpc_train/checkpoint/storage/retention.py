@@ -191,8 +191,7 @@ def _hash_machine() -> str:
 def _is_abandoned(path: Path, token: str) -> bool:
     """Return whether the process of a temporary directory is gone.
 
-    If the process ran elsewhere, or its token, of an earlier release, does not name the machine, the directory is
-    abandoned when nothing in it has changed for _LEASE_SECONDS.
+    If the process ran on another machine, the directory is abandoned when nothing in it has changed for _LEASE_SECONDS.
     """
     host, _, rest = token.partition(".")
     process, _, rest = rest.partition(".")

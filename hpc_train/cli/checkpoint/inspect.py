@@ -151,7 +151,7 @@ PROVENANCE_PARTS = ("copy", "prepare", "write", "agree", "commit")
 
 
 def provenance_fields(manifest: Manifest) -> dict[str, Any]:
-    """Return `origin` and `times` of its manifest; None for what an earlier release, or no training, has written."""
+    """Return `origin` and `times` of its manifest; None in a step that no training has written."""
     origin, times = manifest.origin, manifest.times
     return {
         "origin": None if origin is None else encode_provenance(origin),

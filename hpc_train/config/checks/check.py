@@ -42,7 +42,7 @@ _UNCOMPRESSED = {
 
 def check_config(config: RunConfig) -> RunConfig:
     """Raise UserError for the first value that is out of range or contradicts another; returns the config."""
-    _check_fields(config, "")
+    check_group(config, "")
     check_cluster(config.cluster)
     _check_length(config)
     _check_optim(config)
@@ -63,17 +63,13 @@ def check_config(config: RunConfig) -> RunConfig:
 
 def check_group(config: Any, path: str) -> None:
     """Raise UserError for the first value of one group's config that is out of range. path: its name, with a dot."""
-    _check_fields(config, path)
-
-
-def _check_fields(config: Any, path: str) -> None:
     for item in fields(config):
         value, where = getattr(config, item.name), f"{path}{item.name}"
         if is_dataclass(value):
-            _check_fields(value, f"{where}.")
+            check_group(value, f"{where}.")
         elif isinstance(value, list) and any(is_dataclass(one) for one in value):
             for index, one in enumerate(value):
-                _check_fields(one, f"{where}.{index}.")
+                check_group(one, f"{where}.{index}.")
         else:
             _check_value(value, where, item.metadata.get("range"))
 

@@ -60,10 +60,8 @@ def explain_unwatched(facts: RunFacts) -> str:
         return "not watched: it shares its job with other points (launch.points_per_job)"
     try:
         watch = read_json(facts.point.run / "job.json")["config"]["resilience"]["watch"]
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):
         return ""  # what is wrong with the file is said elsewhere
-    except (KeyError, TypeError):
-        return "not watched: frozen by an earlier release"
     return "" if watch else "not watched: resilience.watch=false"
 
 

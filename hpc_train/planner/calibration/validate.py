@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpc_train.errors import UserError
 from hpc_train.planner.calibration.fit import (
@@ -27,7 +26,6 @@ from hpc_train.planner.model.memory import FITS, NO, YES, estimate_memory
 from hpc_train.planner.model.step_time import estimate_step_time
 from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE, layout_complexity
 
-Floats = NDArray[np.float64]
 _P90 = NormalDist().inv_cdf(0.9)
 BAND_FAMILY = 10
 """Least number of runs of a family of which a share is given."""
