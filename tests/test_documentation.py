@@ -33,6 +33,20 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_architecture_names_every_folder_and_the_guides_name_only_what_is_there() -> None:
+    architecture, guide = (ROOT / name for name in ("docs/architecture.md", "CONTRIBUTING.md"))
+    paths = [
+        path.relative_to(ROOT) for top in ("hpc_train", "tests", "conf", "slurm") for path in (ROOT / top).rglob("*")
+    ]
+    folders = {file.parent for file in paths if file.suffix == ".py" and file.parts[0] == "hpc_train"}
+    named = architecture.read_text()
+    assert [
+        str(folder) for folder in sorted(folders) if len(folder.parts) > 1 and f"`{folder.name}/`" not in named
+    ] == []
+    files = re.findall(r"`([\w/]+\.py)`", named + guide.read_text())
+    assert [file for file in files if not any(f"/{path}".endswith(f"/{file}") for path in paths)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

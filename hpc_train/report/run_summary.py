@@ -146,20 +146,19 @@ def describe_facts(
         return Facts(node_of_rank=nodes, steps_left=max(0, steps_left))
     degrees = resolve_degrees(config.parallel, len(ranks))
     return Facts(
-        _describe_pipeline(config, degrees, table) if degrees.pp > 1 and table is not None else None,
-        nodes,
-        max(0, steps_left),
-        None,
-        config.parallel.strategy,
-        {name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")},
-        config.train.global_batch,
-        config.train.micro_batch,
-        count_micro_batches(config, degrees),
-        config.parallel.compile,
-        config.checkpoint.every,
-        config.checkpoint.background,
-        any(entry.get("gpu") is not None for entry in ranks),
-        config.parallel.server.mode == "none",
+        pipeline=_describe_pipeline(config, degrees, table) if degrees.pp > 1 and table is not None else None,
+        node_of_rank=nodes,
+        steps_left=max(0, steps_left),
+        strategy=config.parallel.strategy,
+        degrees={name: getattr(degrees, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")},
+        global_batch=config.train.global_batch,
+        micro_batch=config.train.micro_batch,
+        micro_batches=count_micro_batches(config, degrees),
+        compile=config.parallel.compile,
+        checkpoint_every=config.checkpoint.every,
+        background_saves=config.checkpoint.background,
+        accelerator=any(entry.get("gpu") is not None for entry in ranks),
+        waits_measured=config.parallel.server.mode == "none",
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.checkpoint.convert.peft_files import LayerAdapter, read_peft
+from hpc_train.checkpoint.convert.formats.peft_files import LayerAdapter, read_peft
 from hpc_train.checkpoint.storage.step_directory import select_weights
 from hpc_train.config.adapter import AdapterConfig
 from hpc_train.config.run import RunConfig

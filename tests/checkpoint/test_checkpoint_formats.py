@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
 
 from hpc_train.checkpoint import load_step
-from hpc_train.checkpoint.convert import safetensors_files
+from hpc_train.checkpoint.convert.formats import safetensors_files
 from hpc_train.checkpoint.convert.model_config import parse_hf_config
 from hpc_train.checkpoint.convert.rewrite import StateDictTensors, make_blank_shard
 from hpc_train.checkpoint.format.shard_layout import SavedTensor

@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.compose import check_and_seal, compose, compose_unchecked, explain_error
-from hpc_train.config.compose_sweep import Composer
 from hpc_train.config.keys.overrides import get_value, parse_overrides
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
 from hpc_train.errors import UserError
+from hpc_train.launch.sweep.compose_sweep import Composer
 
 VALUES = ("null", "0", "-1", "1" + 23 * "0", "1.0e+300", "inf", "-inf", "nan", "true", "")
 BASES: tuple[list[str], ...] = ([], ["data=digits", "model=vit_tiny"])

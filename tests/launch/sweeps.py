@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_train.config.compose_sweep import Composer
 from hpc_train.launch.slurm.request import node_count
 from hpc_train.launch.submit import submission_transaction
+from hpc_train.launch.sweep.compose_sweep import Composer
 from hpc_train.launch.sweep.points import FrozenSweep, PointFreezer, freeze_points, read_grid
 from hpc_train.launch.sweep.submit_sweep import write_sweep_directory
 from hpc_train.launch.sweep.sweep_directory import SweepDirectory

@@ -11,9 +11,9 @@ from sweeps import make
 
 from hpc_train.cli.main import main
 from hpc_train.config.compose import compose, config_to_dict, list_options
-from hpc_train.config.compose_sweep import Composer
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.launch.job_spec import read_spec
+from hpc_train.launch.sweep.compose_sweep import Composer
 from hpc_train.launch.sweep.point_entrypoint import make_run_directories
 from hpc_train.launch.sweep.points import config_digest, make_point_id, read_grid
 from hpc_train.launch.sweep.sweep_directory import read_points

@@ -123,7 +123,7 @@ FAULTS = (
     ),
     Fault(
         "a pickle may name anything",
-        "checkpoint/convert/pickle_reader.py",
+        "checkpoint/convert/formats/pickle_reader.py",
         "if (module, name) not in self._allowed:",
         "if not module and not name:",
         ("checkpoint/test_hostile_pickles.py",),
@@ -301,7 +301,7 @@ FAULTS = (
     ),
     Fault(
         "tied embeddings take the memory of two tables",
-        "planner/model/memory.py",
+        "planner/model/peak_memory.py",
         "np.where(jobs.pp == 1, 2.0 - jobs.tied, has_first + has_last)",
         "np.where(jobs.pp == 1, 2.0, has_first + has_last)",
         ("planner/test_memory_model.py", "planner/test_counted_memory.py"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from hpc_train.checkpoint import Saver
-from hpc_train.checkpoint.save.staging import TensorCopy
+from hpc_train.checkpoint.save.tensor_copy import TensorCopy
 from hpc_train.interfaces import Engine, StepBatch, World
 
 STEPS, RATE, MAX_NORM = 3, 1e-2, 0.05

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from hpc_train.checkpoint.convert import dcp, model_config, peft_files, safetensors_files
+from hpc_train.checkpoint.convert import model_config
 from hpc_train.checkpoint.convert.averaged_weights import AveragedTensors, check_average
+from hpc_train.checkpoint.convert.formats import dcp, peft_files, safetensors_files
 from hpc_train.checkpoint.convert.merge_adapters import (
     MergedTensors,
     find_adapted_layers,

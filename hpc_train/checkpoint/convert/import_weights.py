@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from hpc_train.checkpoint.convert import dcp, model_config, safetensors_files, torch_files
-from hpc_train.checkpoint.convert.dcp import parse_dcp_metadata
+from hpc_train.checkpoint.convert import model_config
+from hpc_train.checkpoint.convert.formats import dcp, safetensors_files, torch_files
+from hpc_train.checkpoint.convert.formats.dcp import parse_dcp_metadata
+from hpc_train.checkpoint.convert.formats.torch_files import read_bounded_json
 from hpc_train.checkpoint.convert.hf_config.published_files import (
     drop_next_token_layers,
     expand_block_scales,
@@ -24,7 +26,6 @@ from hpc_train.checkpoint.convert.rewrite import (
     cut_rows,
     write_step,
 )
-from hpc_train.checkpoint.convert.torch_files import read_bounded_json
 from hpc_train.checkpoint.storage.step_directory import find_steps, is_weight, mark_weights_only
 from hpc_train.config.compose import compose
 from hpc_train.config.model import ModelConfig

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_train.checkpoint.convert.safetensors_files import import_safetensors, list_weight_files
-from hpc_train.checkpoint.convert.torch_files import open_foreign_file
+from hpc_train.checkpoint.convert.formats.safetensors_files import import_safetensors, list_weight_files
+from hpc_train.checkpoint.convert.formats.torch_files import open_foreign_file
 from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.deferred import DeferredValues

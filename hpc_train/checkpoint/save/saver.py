@@ -36,7 +36,7 @@ from hpc_train.checkpoint.save.save_step import (
 )
 from hpc_train.checkpoint.save.shard_file import ShardStager
 from hpc_train.checkpoint.save.shared_file import WriterGroup, WriterSharing, make_section, make_writer_group
-from hpc_train.checkpoint.save.staging import TensorCopy
+from hpc_train.checkpoint.save.tensor_copy import TensorCopy
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory
 from hpc_train.checkpoint.storage.lock import Lock
 from hpc_train.checkpoint.storage.step_directory import step_path

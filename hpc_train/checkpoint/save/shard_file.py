@@ -55,16 +55,13 @@ from hpc_train.checkpoint.save.file_writer import (
 )
 from hpc_train.checkpoint.save.staging import (
     FloatSpan,
-    FusedStaging,
     StagingBuffer,
     StagingLayout,
     StreamingCheck,
-    TensorCopy,
     are_spans_finite,
-    can_fuse_staging,
     make_staging_layout,
-    start_copy,
 )
+from hpc_train.checkpoint.save.tensor_copy import FusedStaging, TensorCopy, can_fuse_staging, start_copy
 from hpc_train.checkpoint.storage.file_system import (
     DEFAULT_POLICY,
     WritePolicy,

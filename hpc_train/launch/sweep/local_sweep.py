@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from hpc_train import __version__
-from hpc_train.config.compose_sweep import Composer
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UserError
 from hpc_train.launch.command_output import CommandOutput
@@ -24,6 +23,7 @@ from hpc_train.launch.restarting import decide_on_this_machine
 from hpc_train.launch.state.attempts import write_result_marker
 from hpc_train.launch.submit import submission_transaction
 from hpc_train.launch.sweep import sweep_directory
+from hpc_train.launch.sweep.compose_sweep import Composer
 from hpc_train.launch.sweep.point_entrypoint import make_run_directory
 from hpc_train.launch.sweep.points import PointFreezer, freeze_points, read_grid, report_plans
 from hpc_train.launch.sweep.submit_sweep import compose_first, new_sweep_directory, write_sweep_directory

@@ -23,7 +23,6 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
 from hpc_train.config.compose import config_to_dict, list_options
-from hpc_train.config.compose_sweep import Composer
 from hpc_train.config.keys import overrides
 from hpc_train.config.keys.groups import GROUPS
 from hpc_train.config.run import RunConfig
@@ -31,6 +30,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.command_output import Report
 from hpc_train.launch.freeze import check_files, check_run, find_token_store, read_schedule_file
 from hpc_train.launch.job_spec import make_spec
+from hpc_train.launch.sweep.compose_sweep import Composer
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
 from hpc_train.training.run_directory import RunDirectory
 

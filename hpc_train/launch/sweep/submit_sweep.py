@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train import __version__
-from hpc_train.config.compose_sweep import Composer
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.command_output import Report
@@ -26,6 +25,7 @@ from hpc_train.launch.snapshot.code_snapshot import Snapshot, remove_unused_snap
 from hpc_train.launch.submit import jobs_to_wait_for, submission_transaction
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.launch.sweep.arrays import JobArray, make_arrays
+from hpc_train.launch.sweep.compose_sweep import Composer
 from hpc_train.launch.sweep.points import (
     Grid,
     PointFreezer,

@@ -1,11 +1,65 @@
-"""Rules of the attention of our own transformer: kernels, windows and soft-caps."""
+"""Rules of attention: sequences split over ranks (context parallelism), kernels, windows and soft-caps."""
 
 from __future__ import annotations
 
-from hpc_train.config.model import TransformerConfig
-from hpc_train.config.parallel import Degrees
+from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
+from hpc_train.config.parallel import ContextConfig, Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+
+
+def check_context_rules(config: RunConfig, degrees: Degrees) -> None:
+    """Raise UserError for what context parallelism cannot do."""
+    context, model = config.parallel.context, config.model
+    if degrees.cp == 1:
+        _check_unused(context)
+        return
+    if context.method == "ulysses" and not context.balanced:
+        raise UserError(
+            "parallel.context.balanced=false: without effect at method=ulysses, whose ranks all have whole sequences; "
+            "leave it out"
+        )
+    if isinstance(model, VisionTransformerConfig):
+        raise UserError(
+            f"parallel.cp={degrees.cp}: model={model.name} has a class token, which leaves its sequence in no equal "
+            "parts; spread over dp_replicate and dp_shard"
+        )
+    if isinstance(model, TransformerConfig):
+        _check_model(model, config, degrees)
+    _check_length(config, degrees)
+
+
+def _check_unused(context: ContextConfig) -> None:
+    default = ContextConfig()
+    for name in ("method", "balanced"):
+        value = getattr(context, name)
+        if value != getattr(default, name):
+            written = str(value).lower()
+            raise UserError(f"parallel.context.{name}={written}: without effect at parallel.cp=1; leave it out")
+
+
+def _check_model(model: TransformerConfig, config: RunConfig, degrees: Degrees) -> None:
+    heads = model.heads // degrees.tp
+    if config.parallel.context.method == "ulysses" and heads % degrees.cp:
+        per_tp = f" / parallel.tp={degrees.tp}" if degrees.tp > 1 else ""
+        raise UserError(
+            f"parallel.context.method=ulysses: model.heads={model.heads}{per_tp} do not divide over "
+            f"parallel.cp={degrees.cp} ranks; use parallel.context.method=ring"
+        )
+
+
+def _check_length(config: RunConfig, degrees: Degrees) -> None:
+    """Check that every rank of cp gets as many tokens; rules/tensor.py checks how tp splits them again."""
+    length, context, cp = config.train.sequence_length, config.parallel.context, degrees.cp
+    balanced = context.method == "ring" and context.balanced
+    parts = 2 * cp if balanced else cp
+    if length % parts == 0:
+        return
+    lower = length // parts * parts
+    legal = f"{lower} or {lower + parts}" if lower else str(parts)
+    why = f"{parts} chunks, two a rank of parallel.cp={cp}" if balanced else f"parallel.cp={cp} ranks"
+    other = ", or parallel.context.balanced=false" if balanced and length % cp == 0 else ""
+    raise UserError(f"train.sequence_length={length}: does not divide into {why}; use {legal}{other}")
 
 
 def check_attention_rules(config: RunConfig, degrees: Degrees) -> None:

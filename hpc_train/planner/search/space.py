@@ -105,7 +105,7 @@ def tensor_degrees(shape: DegreeLimits, world: int) -> list[int]:
 
 
 def context_degrees(shape: DegreeLimits, world: int, tp: int) -> list[tuple[int, int]]:
-    """List (cp, ulysses): degrees that divide the positions (parallel.rules.context) and the world; ulysses is 0 or 1.
+    """List (cp, ulysses): degrees dividing the positions (parallel.rules.attention) and the world; ulysses is 0 or 1.
 
     cp=1 is listed unless the run sets an option that needs more than one rank.
     """

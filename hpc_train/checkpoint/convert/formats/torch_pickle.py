@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hpc_train.checkpoint.convert.pickle_reader import (
+from hpc_train.checkpoint.convert.formats.pickle_reader import (
     PickledCall,
     PickledName,
     PickledPairs,

@@ -21,16 +21,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from hpc_train.checkpoint.convert.pickle_reader import (
+from hpc_train.checkpoint.convert.formats.pickle_reader import (
     ForbiddenError,
     PickledCall,
     PickledPairs,
     PickleError,
     read_pickle,
 )
-from hpc_train.checkpoint.convert.rewrite import TensorSource, read_whole_tensors
-from hpc_train.checkpoint.convert.torch_files import FilePart, MappedFile, open_foreign_file, read_bounded_file
-from hpc_train.checkpoint.convert.torch_pickle import (
+from hpc_train.checkpoint.convert.formats.torch_files import FilePart, MappedFile, open_foreign_file, read_bounded_file
+from hpc_train.checkpoint.convert.formats.torch_pickle import (
     list_allowed_names,
     list_dtype_names,
     open_zip_storages,
@@ -38,6 +37,7 @@ from hpc_train.checkpoint.convert.torch_pickle import (
     parse_shape,
     parse_strided_tensor,
 )
+from hpc_train.checkpoint.convert.rewrite import TensorSource, read_whole_tensors
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.hdf5_layout import dtype_name, parse_dtype
 from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage, forms_grid

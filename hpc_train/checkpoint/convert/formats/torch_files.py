@@ -18,14 +18,14 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hpc_train.checkpoint.convert.pickle_reader import (
+from hpc_train.checkpoint.convert.formats.pickle_reader import (
     ForbiddenError,
     PickledPairs,
     PickledReference,
     PickleError,
     read_pickle,
 )
-from hpc_train.checkpoint.convert.torch_pickle import (
+from hpc_train.checkpoint.convert.formats.torch_pickle import (
     MAX_PICKLE_BYTES,
     ByteSpan,
     StorageLookup,

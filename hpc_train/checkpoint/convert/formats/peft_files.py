@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint.convert.safetensors_files import read_safetensors, save_state
-from hpc_train.checkpoint.convert.torch_files import read_bounded_json
+from hpc_train.checkpoint.convert.formats.safetensors_files import read_safetensors, save_state
+from hpc_train.checkpoint.convert.formats.torch_files import read_bounded_json
 from hpc_train.config.adapter import AdapterConfig
 from hpc_train.config.model import CustomModelConfig, HfModelConfig, ModelConfig
 from hpc_train.errors import UserError
