@@ -63,7 +63,7 @@ def time_rounds(sides: list[Side], rounds: int, steps: int) -> RoundTimings:
 
 def _time_steps(side: Iterator[float], steps: int) -> tuple[float, float]:
     """Return (wall, CPU) seconds per step of this rank. Reading the loss synchronises with a GPU."""
-    dist.barrier()
+    dist.barrier()  # else a rank that is still busy with the side before would count here
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
         next(side)
@@ -78,6 +78,7 @@ def _gather(value: float | Samples) -> Samples:
 def _resident_mib() -> float:
     """Return the resident memory in MiB, after freeing garbage and the allocator's unused pages."""
     gc.collect()
+    # glibc keeps freed pages for later; given back to the kernel, they no longer count as resident.
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -47,7 +47,7 @@ class ScalingPoint:
     planned: float | None
     """Strong efficiency that the planner predicts; None where it cannot."""
     verdict: str
-    """Of the strong run: what holds it back."""
+    """What holds the strong run back."""
 
 
 def scaling_command(

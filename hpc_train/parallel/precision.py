@@ -20,7 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
 
 _FLOAT8_CAPABILITY = (8, 9)
-"""Of the first NVIDIA GPUs with products of 8 bits (Ada Lovelace)."""
+"""Compute capability of the first NVIDIA GPUs with products of 8 bits (Ada Lovelace)."""
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -1,6 +1,6 @@
 """Choose the nodes to place ranks on: those of a Slurm job, of a list on a topology file, or of a described cluster.
 
-At the end: cluster=<name> as a Cluster, as if it had been read from a topology file.
+build_described_cluster makes a Cluster of cluster=<name>, as if it had been read from a topology file.
 """
 
 from __future__ import annotations

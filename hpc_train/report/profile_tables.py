@@ -21,7 +21,7 @@ from hpc_train.regular_files import open_to_read
 from hpc_train.training.records.profile_files import MODULE_PREFIX, PHASE_PREFIX, STEP_PREFIX, TraceFile
 
 MOST_BYTES = 1 << 30
-"""Of a trace once it is uncompressed."""
+"""Maximum size of an uncompressed trace."""
 _HOST = ("cpu_op", "user_annotation")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _BACKWARD = "autograd::engine::evaluate_function"

@@ -122,6 +122,7 @@ def varied_keys(rows: Sequence[PointResult], keys: Sequence[str]) -> list[str]:
 
 
 def is_number(value: object) -> bool:
+    """Return whether a value can be drawn on an axis; true and false cannot."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -68,7 +68,7 @@ class Trial:
     """One short run."""
 
     settings: Mapping[str, str]
-    """Beside those that were given."""
+    """Settings beyond those the user gave."""
     seconds: float
     """Median step; infinity if the run failed."""
     noise: float

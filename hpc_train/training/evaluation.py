@@ -30,7 +30,7 @@ class Evaluation:
     loss: float
     """Nats per target."""
     metrics: dict[str, float]
-    """Those of train.metrics, by name."""
+    """Values of train.metrics, by name."""
     targets: int = 0
     """Targets that count."""
 

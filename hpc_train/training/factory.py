@@ -75,6 +75,7 @@ def get_stream_part(world: World) -> StreamPart:
 
 
 def make_loader(config: RunConfig, data: Dataset | OwnStream, world: World, augment: bool = False) -> BatchLoader:
+    """Make the loader of this rank. augment: draw a crop of each image, as for training."""
     train_config = config.train
     if isinstance(data, OwnStream):
         return StreamLoader(data, train_config.global_batch, train_config.micro_batch, world.dp_index, world.dp_size)
@@ -83,6 +84,7 @@ def make_loader(config: RunConfig, data: Dataset | OwnStream, world: World, augm
 
 
 def make_validation_loader(config: RunConfig, world: World) -> BatchLoader | None:
+    """Make the loader of the validation part; None if the run does not evaluate, or the data has no such part."""
     if not config.train.eval_every or not config.data.validation_fraction:
         return None
     part = get_stream_part(world)
@@ -93,6 +95,7 @@ def make_validation_loader(config: RunConfig, world: World) -> BatchLoader | Non
 
 
 def count_samples(data: Dataset | OwnStream) -> int | None:
+    """Return the number of samples; None for a stream, whose length nobody knows."""
     return None if isinstance(data, OwnStream) else len(data)
 
 

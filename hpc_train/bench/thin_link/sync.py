@@ -26,7 +26,7 @@ class SyncOptions:
     """Options of `bench sync`."""
 
     overrides: list[str]
-    """Of the run's configuration; parallel.sync.* for the loose copies."""
+    """Overrides of the run's configuration; parallel.sync.* for the loose copies."""
     rounds: int
     steps: int
     """Steps of ddp in a round."""

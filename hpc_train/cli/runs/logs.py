@@ -75,6 +75,7 @@ def _attempts(run: Path) -> list[int]:
 
 
 def choose_attempt(run: Path, choice: LogSelection) -> int:
+    """Return the chosen attempt, or the newest. Raises UserError if there is none."""
     there = _attempts(run)
     if not there:
         raise UserError(f"{run}: no attempt has begun; see `hpc-train status {run}`, or wait for it with -f")

@@ -23,8 +23,10 @@ from hpc_train.regular_files import open_to_read
 from hpc_train.terminal import one_line
 
 _BLOCK = 512
+"""Bytes of a block of tar, to which headers and members are padded."""
 _MAX_LABEL_BYTES = 1 << 20
 _MAX_NAME = 200
+"""Characters of a name or a label that a message shows at most."""
 _NUMBER = re.compile(r"\d{1,6}")
 _KINDS = {
     tarfile.SYMTYPE: "a symbolic link",

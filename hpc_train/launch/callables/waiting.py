@@ -44,7 +44,7 @@ class JobEnd:
     value: Any = None
     error: str = ""
     how: str | None = None
-    """How it ended according to its source, where it left nothing itself."""
+    """How it ended according to its source; None if it left a result of its own."""
 
 
 class JobSource(Protocol):

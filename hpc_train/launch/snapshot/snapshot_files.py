@@ -152,6 +152,7 @@ def is_excluded_folder(folder: Path) -> bool:
 
 
 def is_data(path: str) -> bool:
+    """Return whether a file is data by its ending, which a code snapshot leaves out."""
     return os.path.splitext(path)[1].lower() in _DATA_SUFFIXES  # noqa: PTH122
 
 

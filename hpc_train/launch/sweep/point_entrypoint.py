@@ -38,6 +38,7 @@ def make_run_directory(folder: SweepDirectory, point: FrozenPoint) -> None:
 
 
 def main(words: Sequence[str]) -> int:
+    """Make the run directories of a sweep's points, in the job of that sweep; returns the exit code."""
     try:
         make_run_directories(SweepDirectory(Path(words[0])), words[1:])
     except UserError as error:

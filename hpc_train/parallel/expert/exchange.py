@@ -104,6 +104,7 @@ class ExchangedDispatch(Dispatch):
         # The one place of a layer where the host waits for the device: all-to-all takes its sizes from the host.
         given_rows, taken_rows = torch.stack((given, taken)).sum(2).tolist()
         there = RowExchange(given_rows, taken_rows, self.group)
+        # `order` numbers (token, choice) pairs, so that order // choices is the token: it goes once for each choice.
         arriving = start_exchange(x[order // chosen.shape[1]], there)
         other = None if meanwhile is None else meanwhile()
         rows = finish_exchange(arriving, there)
@@ -112,6 +113,7 @@ class ExchangedDispatch(Dispatch):
         held = expert.repeat_interleave(taken.flatten(), output_size=sum(taken_rows))
         by_expert = held.argsort(stable=True)
         results = experts(rows[by_expert], taken.sum(0))
+        # Back into the order in which the rows came, because the way back sends each rank one piece, too.
         results = torch.zeros_like(results).index_copy(0, by_expert, results)
         back = RowExchange(taken_rows, given_rows, self.group)
         returned = finish_exchange(start_exchange(results, back), back)

@@ -192,6 +192,7 @@ class BlockTimes:
         everybody = all_gather_values(self._mine(), group)
         if self._world.rank:
             return
+        # A rename is atomic: a resumed run finds the old times or the new ones, never half a file.
         beside = self._file.with_name(f".{self._file.name}.{os.getpid()}")
         beside.write_text(json.dumps({name: seconds for mine in everybody for name, seconds in mine.items()}, indent=1))
         beside.replace(self._file)

@@ -18,14 +18,14 @@ from hpc_train.config.cluster import NodeConfig, parse_gpu_pairs
 Floats = NDArray[np.float64]
 
 NVLINK_BANDWIDTH = 25e9
-"""Of one NVLink, one direction, bytes/s: generations 2 to 4. Only ratios within a node decide."""
+"""Bytes/s of one NVLink in one direction (generations 2 to 4). Only ratios within a node decide."""
 XGMI_BANDWIDTH = 50e9
-"""Of a pair over xGMI, one direction, where the description does not say, bytes/s: one link of MI200; likewise."""
+"""Bytes/s of a pair over xGMI in one direction, unless described: one link of MI200. Only ratios decide here, too."""
 PCIE_BANDWIDTH = 25e9
-"""Of a PCIe port where the description does not say, one direction, bytes/s: 4.0 x16 with its overhead."""
+"""Bytes/s of a PCIe port in one direction, unless described: PCIe 4.0 x16 with its overhead."""
 _FAR = {"SYS": 0.5}
-"""Share of a PCIe port that reaches a GPU by the way of a link's kind, an assumption: SYS shares the link between
-sockets; other ways do not leave the socket."""
+"""Assumed share of a PCIe port that reaches a GPU, by the kind of their link: SYS crosses the link between sockets,
+which others use too; the other kinds do not leave the socket."""
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ class ChosenRanks:
 
     built: tuple[int, ...]
     stepped: tuple[int, ...]
-    """Those of `built` that also train a step."""
+    """The ranks of `built` that also train a step."""
 
 
 def choose_ranks(which: str, degrees: Degrees) -> ChosenRanks:

@@ -48,7 +48,7 @@ _HELP = {
     **dict(_FROM_RECORD.values()),
 }
 _TAIL_BYTES = 4 << 20
-"""Of goodput.jsonl, about 28,000 lines."""
+"""Bytes of goodput.jsonl that are read, from its end: about 28,000 lines."""
 _LINES_OF_A_PERIOD = 100
 _CLOSE_SECONDS = 2.0
 _RESTARTED = Action.RESTART.value

@@ -1,4 +1,8 @@
-"""config.json of Llama, Mistral, Ministral, GPT-2 and ViT."""
+"""config.json of Llama, Mistral, Ministral, GPT-2 and ViT.
+
+An `encode_` function returns the fields of config.json that describe one of our shapes; a `parse_` function returns the
+shape that config.json describes. Raises UserError for what our models do not have.
+"""
 
 from __future__ import annotations
 

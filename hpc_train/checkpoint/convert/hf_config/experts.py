@@ -1,4 +1,4 @@
-"""config.json of the mixtures of experts: Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3."""
+"""config.json of the mixtures of experts: Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3; functions as in dense.py."""
 
 from __future__ import annotations
 

@@ -38,6 +38,8 @@ class PciPlace:
 
 @dataclass(frozen=True)
 class NcclDevice:
+    """A GPU or NIC of the file, and its place on the PCI bus."""
+
     element: XmlElement
     """<gpu>, <net>, or the <pci> of a file that lists neither."""
     place: PciPlace

@@ -44,6 +44,8 @@ class WrappedLines:
 
 @dataclass(frozen=True)
 class TextMatrix:
+    """The table of `nvidia-smi topo`: its header and its rows, with wrapped lines joined."""
+
     header: WrappedLines
     rows: tuple[WrappedLines, ...]
     peers: bool
