@@ -169,7 +169,7 @@ def add_status(command: argparse.ArgumentParser) -> None:
 
 
 def _status(a: argparse.Namespace) -> int:
-    from hpc_train.cli.runs.status import status_command
+    from hpc_train.cli.run.status import status_command
     from hpc_train.errors import UserError
 
     if a.goodput and a.watch:
@@ -217,7 +217,7 @@ def add_logs(command: argparse.ArgumentParser) -> None:
 
 
 def _logs(a: argparse.Namespace) -> int:
-    from hpc_train.cli.runs.logs import LogSelection, logs_command
+    from hpc_train.cli.run.logs import LogSelection, logs_command
     from hpc_train.errors import UserError
 
     choice = LogSelection(a.rank, a.attempt, a.tail)
@@ -225,7 +225,7 @@ def _logs(a: argparse.Namespace) -> int:
         if a.follow or a.first_error:
             option = "-f" if a.follow else "--first-error"
             raise UserError(f"logs --merge: prints what there is, the first error first; leave out {option}")
-        from hpc_train.cli.runs.merged_logs import merged_logs_command
+        from hpc_train.cli.run.merged_logs import merged_logs_command
         from hpc_train.launch.state.merged_lines import LineFilter
 
         return merged_logs_command(a.target, choice, LineFilter(a.rank, a.level or "debug", a.step), a.json)
@@ -275,7 +275,7 @@ def add_cancel(command: argparse.ArgumentParser) -> None:
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
-    from hpc_train.cli.runs.cancel import cancel_command
+    from hpc_train.cli.run.cancel import cancel_command
 
     return cancel_command(arguments.target, arguments.yes, arguments.now, not arguments.no_wait)
 
@@ -298,7 +298,7 @@ def add_attach(command: argparse.ArgumentParser) -> None:
 
 
 def _attach(a: argparse.Namespace) -> int:
-    from hpc_train.cli.runs.attach import attach_command
+    from hpc_train.cli.run.attach import attach_command
 
     return attach_command(a.target, a.words, a.rank, a.node, a.dry_run)
 
@@ -323,7 +323,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     # Before the slow imports, so that a SIGTERM that arrives during them is not lost.
     request = processes.install_stop_handlers()
-    from hpc_train.cli.runs.resume import resume_command
+    from hpc_train.cli.run.resume import resume_command
 
     return resume_command(arguments.target, arguments.mode, arguments.json, request)
 
@@ -351,7 +351,7 @@ def add_results(command: argparse.ArgumentParser) -> None:
 
 
 def _results(a: argparse.Namespace) -> int:
-    from hpc_train.cli.runs.results import ResultsOptions, results_command
+    from hpc_train.cli.run.results import ResultsOptions, results_command
 
     return results_command(a.target, ResultsOptions(a.metric, a.best, a.json, a.csv, a.plot))
 

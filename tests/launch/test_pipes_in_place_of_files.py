@@ -13,7 +13,7 @@ from hpc_train.checkpoint.convert.model_config import load_run_config
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.hdf5_index import INDEX_FILE, find_index_problem
 from hpc_train.checkpoint.storage.lock import refuse_if_locked, take_lock
-from hpc_train.cli.runs.logs import LogSelection, logs_command
+from hpc_train.cli.run.logs import LogSelection, logs_command
 from hpc_train.config.compose import compose
 from hpc_train.data.corpus.sources import SourceFile
 from hpc_train.data.corpus.text_files import recognise_files

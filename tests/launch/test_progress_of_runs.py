@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpc_train.cli.runs.status import status_table
+from hpc_train.cli.run.status import status_table
 from hpc_train.launch.state.attempts import Attempt, AttemptStart
 from hpc_train.launch.state.progress import add_progress
 from hpc_train.launch.state.run_facts import RunFacts, read_files

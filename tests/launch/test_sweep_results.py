@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cli.runs.results import plot_run, plot_sweep
+from hpc_train.cli.run.results import plot_run, plot_sweep
 from hpc_train.errors import UserError
 from hpc_train.launch.state.progress import find_best_value, read_final_values
 from hpc_train.report.sweep_results import PointResult, SweepResults, spans_decades, varied_keys

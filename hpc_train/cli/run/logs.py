@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from hpc_train.cli.runs.status import read_statuses
+from hpc_train.cli.run.status import read_statuses
 from hpc_train.errors import UserError
 from hpc_train.launch.failures import FirstError, find_first_error
 from hpc_train.launch.slurm.slurm_cli import Backoff, run_client

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from hpc_train.cli.runs.logs import LogSelection, choose_attempt
+from hpc_train.cli.run.logs import LogSelection, choose_attempt
 from hpc_train.errors import UserError
 from hpc_train.launch.failures import find_first_error
 from hpc_train.launch.slurm.slurm_cli import run_client
