@@ -12,7 +12,7 @@ import transformers
 from checkpoint_commands import Terminal
 from checkpoint_helpers import save_alone
 
-from hpc_train.checkpoint.convert.safetensors_files import read_safetensors
+from hpc_train.checkpoint.convert.formats.safetensors_files import read_safetensors
 from hpc_train.config.compose import compose, config_to_yaml
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
