@@ -22,6 +22,8 @@ from hpc_train.training.records.run_records import REQUEUE_MARKER, RankFailure, 
 EXIT_CODES = "exits.json"
 """File in an attempt's log directory, of the local pool: [[task, exit code], ...] in the order of their ends."""
 SRUN_ERRORS = "srun.err"
+ENDED_TASKS = "ended-tasks.json"
+"""File in an attempt's log directory, of the supervisor: [[task, node], ...] that were gone as it ended the others."""
 _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of Memory")
 """Slurm says this of all tasks of a node that end at that moment, so that it does not tell which one it was."""
@@ -90,7 +92,7 @@ def find_first_error(logs: Path) -> FirstError | None:
     # A rank that a signal ended wrote no report. Its peers did, but only about its connection.
     dead = _find_in_exit_codes(logs, failure)
     if dead is None and (failure is None or failure.lost_peer):
-        dead = _find_in_srun_errors(logs)
+        dead = _find_in_srun_errors(logs) or _find_unreported(logs)
     if dead is not None or failure is None:
         return dead
     # The kernel may have killed a child of the rank, such as a data loader: the rank then reports an error of its own.
@@ -164,6 +166,20 @@ def _find_in_srun_errors(logs: Path) -> FirstError | None:
         return aborted
     memory = _OUT_OF_MEMORY.search(text)
     return _find_out_of_memory(logs, memory["host"]) if memory else None
+
+
+def _find_unreported(logs: Path) -> FirstError | None:
+    """Find the first task that was gone, and of whose end srun knows nothing: its slurmstepd is dead, or stopped."""
+    try:
+        ended = [(int(task), str(host)) for task, host in read_json(logs / ENDED_TASKS)]
+    except (OSError, ValueError, TypeError):
+        return None
+    reported = {task for line in _SRUN_LINE.finditer(_read_srun_errors(logs)) for task in _expand_tasks(line["tasks"])}
+    for task, host in ended:
+        if task not in reported and _has_no_report(logs, task):
+            text = f"task {task} on {host} was ended from outside: it is gone, and its slurmstepd has not said how"
+            return FirstError(task, text, host)
+    return None
 
 
 def list_exit_codes(srun_errors: str) -> list[int]:

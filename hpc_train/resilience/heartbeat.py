@@ -141,7 +141,7 @@ def _create_entry(folder: Path, task: int) -> mmap.mmap:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(folder / str(task), flags, 0o600)
     try:
-        os.ftruncate(descriptor, _BYTES)
+        os.posix_fallocate(descriptor, 0, _BYTES)  # where the memory is full, the first write would be SIGBUS
         return mmap.mmap(descriptor, _BYTES)
     finally:
         os.close(descriptor)

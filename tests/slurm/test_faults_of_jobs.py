@@ -69,13 +69,19 @@ def _no_job_outlives_its_test(slurm_cluster: SlurmCluster, tmp_path: Path) -> It
 def test_a_killed_rank_starts_again_in_the_same_job(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
+    """The second one after its slurmstepd, so that srun hears of its peer alone."""
     run = tmp_path / "run"
-    job = start(run, settings, faults="1:train:33:kill 0:train:15:kill")
+    job = start(run, settings, faults="0:train:15:kill 1:train:33:hold")
+    wait_until("the hold", lambda: (tmp_path / "1:train:33:hold").exists())
+    hosts, rank = hosts_of(run), pid_of_task(run, 1)
+    os.kill(parent_of(rank), signal.SIGKILL)
+    os.kill(rank, signal.SIGKILL)
     slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
     assert_same_result(run, undisturbed, STEPS)
-    assert [event["cause"] for event in lines(run / "events.jsonl") if event["event"] == "restart"] == [
-        "a rank was killed",
-        "a rank was killed",
+    restarts = [event for event in lines(run / "events.jsonl") if event["event"] == "restart"]
+    assert [(event["cause"], event["host"]) for event in restarts] == [
+        ("a rank was killed", hosts[0]),
+        ("a rank was killed", hosts[1]),
     ]
     starts = [json.loads((run / "logs" / name / "attempt.json").read_text()) for name in ("0", "1", "2")]
     assert {attempt["job_id"] for attempt in starts} == {job}

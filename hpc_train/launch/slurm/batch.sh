@@ -19,6 +19,8 @@
 
 # What result.json says of an attempt.
 why="" next="" state="" stopped=""
+# How srun begins what it says of tasks that have failed.
+srun_task_error='^srun: error: [^ ]+: tasks? [0-9,-]+: '
 # Each srun that had not ended when its ranks had, and that nobody waits for.
 left_sruns=()
 
@@ -195,6 +197,7 @@ run_ranks() {
   wait_for "$watcher"
   if [ -e "$logs/left-srun" ]; then
     left_sruns+=("$ranks")
+    [ ! -e "$logs/done" ] || grep -qE "$srun_task_error" "$logs/srun.err" || return 0 # srun has missed a good end
     return 137
   fi
   wait_for "$ranks"
@@ -292,7 +295,7 @@ list_taken_nodes() {
 failed_while_stopping() {
   ! stopped_early "$1" || return 1
   [ "$1" -eq "$exit_requeue" ] || return 0
-  grep -E '^srun: error: [^ ]+: tasks? [0-9,-]+: ' "$logs/srun.err" 2>/dev/null |
+  grep -E "$srun_task_error" "$logs/srun.err" 2>/dev/null |
     grep -qvE 'Exited with exit code ('"$exit_requeue|$stopped_early_usr2|$stopped_early_term"')$|: (Terminated|User defined)'
 }
 

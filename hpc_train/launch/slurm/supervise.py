@@ -31,6 +31,7 @@ from hpc_train.launch.slurm.agent_reports import (
     start_agents,
     start_probe,
 )
+from hpc_train.launch.slurm.ended_ranks import EndedRanks, write_ended_tasks
 from hpc_train.launch.slurm.growth import GrowthCheck, count_ranks_per_node, report_growth
 from hpc_train.launch.slurm.job_steps import (
     LEFT_SRUN,
@@ -93,6 +94,7 @@ class Supervisor:
         self._response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1), hosts)
         self._failures = PeerFailures(SrunErrors(logs / SRUN_ERRORS))
         self._start = StuckStart(logs, settings.limits.start)
+        self._ended = EndedRanks(len(hosts))
         self._reported_start = False
 
     def _start_agents(self, learned: Mapping[Phase, float]) -> subprocess.Popen[bytes]:
@@ -149,6 +151,11 @@ class Supervisor:
         if self._response.respond(views, self._reports.list_machines()):
             end_ranks(self._logs, self._job, self._srun, self._reports)
             return True
+        if self._ended.outlive_srun(views):
+            report_watch(self._logs, "all ranks have ended, and their srun has not noticed: it is left behind")
+            write_ended_tasks(self._logs, views)
+            leave_srun(self._logs, self._srun)
+            return True
         return self._start.is_overdue(views) and self._end_stuck_start()
 
     def _end_stuck_start(self) -> bool:
@@ -182,6 +189,7 @@ class Supervisor:
         srun is waited for while a node may turn out to be lost, which happens after some seconds without a report.
         """
         if self._failures.killed is None:
+            write_ended_tasks(self._logs, self._reports.list_views())
             kill_ranks(self._job, self._reports)
             self._failures.killed = time.monotonic()
         early = time.monotonic() < self._failures.killed + SRUN_SECONDS

@@ -1,0 +1,42 @@
+"""Notice ranks that have ended without a word to srun: a slurmstepd was killed or is stopped, or srun itself is."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_train.launch.failures import ENDED_TASKS
+from hpc_train.regular_files import write_private_file
+from hpc_train.resilience.heartbeat import Phase
+from hpc_train.resilience.watch import RankView
+
+SRUN_END_SECONDS = 30.0
+"""How long srun has to end once all of its ranks have: epilogs of tasks may take some seconds."""
+_LONGEST_TICK = 1.0
+"""Maximum seconds that one look adds: while the watcher itself was stopped, nobody is late."""
+
+
+class EndedRanks:
+    """Tells when all ranks have ended and their srun has not noticed."""
+
+    def __init__(self, tasks: int) -> None:
+        """tasks: number of tasks of the attempt."""
+        self._tasks, self._seconds, self._last = tasks, 0.0, time.monotonic()
+
+    def outlive_srun(self, views: Sequence[RankView]) -> bool:
+        """Return whether srun has had enough time to end after the last rank. views: of all ranks that were seen."""
+        now = time.monotonic()
+        tick, self._last = min(now - self._last, _LONGEST_TICK), now
+        over = len(views) == self._tasks and all(view.ended for view in views)
+        self._seconds = self._seconds + tick if over else 0.0
+        return self._seconds > SRUN_END_SECONDS
+
+
+def write_ended_tasks(logs: Path, views: Sequence[RankView]) -> None:
+    """Leave to those who explain a failure which ranks are gone that had not come to their end."""
+    ended = [(view.task, view.host) for view in views if view.ended and view.phase is not Phase.END]
+    with suppress(OSError):
+        write_private_file(logs / ENDED_TASKS, json.dumps(ended) + "\n")
