@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import test_faults_of_jobs
 from fault_kinds import KINDS
-from fault_sequence import ELSEWHERE, SEQUENCE, FaultSequence
+from fault_sequence import ELSEWHERE, IN_THE_START_AFTER, SEQUENCE, FaultSequence
 from slurm_client import SlurmCluster, dev_cluster, slurm_conf
 
 CAMPAIGN = Path(__file__).with_name("campaign.py")
@@ -68,5 +68,6 @@ def test_each_kind_of_fault_once_in_one_run(
 
 
 def test_each_kind_of_fault_is_met_by_a_test() -> None:
-    assert sorted([*(fault for fault, _ in SEQUENCE), *ELSEWHERE]) == sorted(KINDS)
+    met = [*(fault for fault, _ in SEQUENCE), *IN_THE_START_AFTER.values()]
+    assert sorted([*met, *ELSEWHERE]) == sorted(KINDS)
     assert [name for name in ELSEWHERE.values() if not hasattr(test_faults_of_jobs, name)] == []

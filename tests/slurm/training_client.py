@@ -53,11 +53,11 @@ def kinds(run: Path) -> list[str]:
     return [event["event"] for event in lines(run / "events.jsonl")]
 
 
-def wait_until(what: str, true: Callable[[], bool], timeout: float = 120) -> None:
+def wait_until(what: str, true: Callable[[], bool], timeout: float = 120, pause: float = 0.1) -> None:
     end = time.monotonic() + timeout
     while not true():
         assert time.monotonic() < end, f"not within {timeout:g} s: {what}"
-        time.sleep(0.1)
+        time.sleep(pause)
 
 
 def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
