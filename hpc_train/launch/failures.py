@@ -169,7 +169,7 @@ def _find_in_srun_errors(logs: Path) -> FirstError | None:
 
 
 def _find_unreported(logs: Path) -> FirstError | None:
-    """Find the first task that was gone, and of whose end srun knows nothing: its slurmstepd is dead, or stopped."""
+    """Find the first task that was gone, and of whose end srun knows nothing: a slurmstepd is dead, or srun is stopped."""
     try:
         ended = [(int(task), str(host)) for task, host in read_json(logs / ENDED_TASKS)]
     except (OSError, ValueError, TypeError):
@@ -177,7 +177,7 @@ def _find_unreported(logs: Path) -> FirstError | None:
     reported = {task for line in _SRUN_LINE.finditer(_read_srun_errors(logs)) for task in _expand_tasks(line["tasks"])}
     for task, host in ended:
         if task not in reported and _has_no_report(logs, task):
-            text = f"task {task} on {host} was ended from outside: it is gone, and its slurmstepd has not said how"
+            text = f"task {task} on {host} was ended from outside: it is gone, and srun was not told how"
             return FirstError(task, text, host)
     return None
 
