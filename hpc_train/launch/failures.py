@@ -169,7 +169,7 @@ def _find_in_srun_errors(logs: Path) -> FirstError | None:
 
 
 def _find_unreported(logs: Path) -> FirstError | None:
-    """Find the first task that was gone, and of whose end srun knows nothing: a slurmstepd is dead, or srun is stopped."""
+    """Find the first task that was gone, and of whose end srun knows nothing; a slurmstepd or srun itself failed."""
     try:
         ended = [(int(task), str(host)) for task, host in read_json(logs / ENDED_TASKS)]
     except (OSError, ValueError, TypeError):
