@@ -80,6 +80,8 @@ def _run_rank(run_dir: Path, process: int, lines: RankLog) -> int:
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
     # Before the imports: a rank can be stuck in them, too.
     heartbeat = Heartbeat(run_dir / "logs" / str(attempt) if config.resilience.watch else None, process)
+    if heartbeat.failure:
+        logging.getLogger("hpc_train.launch").warning("nobody watches task %d: %s", process, heartbeat.failure)
     lines.heartbeat = heartbeat
     if config.launch.bind:
         bind_to_share()
