@@ -12,7 +12,20 @@ from hpc_train.config.model import (
     TransformerConfig,
     VisionTransformerConfig,
 )
+from hpc_train.config.schema import config_dataclass
 from hpc_train.errors import UserError
+
+
+@config_dataclass
+class CountedTransformer(TransformerConfig):
+    """A decoder of another library by our shape, whose parameters were counted; it can be planned and not built."""
+
+    parameters: int = 0
+    """Number of parameters, a tied table once."""
+    parallel_block: bool = False
+    """Attention and feed-forward layer run on the same input."""
+    fused_attention_input: bool = False
+    """Queries, keys and values are one linear layer."""
 
 
 def compute_head_dim(config: TransformerConfig) -> int:
@@ -222,6 +235,8 @@ def _check_divides(part: str, divisor: int, key: str, value: int, why: str) -> N
 
 def count_parameters(config: ModelConfig) -> int | None:
     """Count the parameters of the model, a tied embedding once; None for a custom model, whose shape only it knows."""
+    if isinstance(config, CountedTransformer):
+        return config.parameters
     if isinstance(config, TransformerConfig):
         return _transformer_parameters(config)
     if isinstance(config, VisionTransformerConfig):

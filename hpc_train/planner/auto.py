@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_train.config.model import CustomModelConfig, HfModelConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.config.schema import seal_config
 from hpc_train.errors import UserError
+from hpc_train.models.hf.decoder_shape import describe_decoder
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.planner.candidate import Candidate
 from hpc_train.planner.candidate_text import describe_candidate
@@ -38,17 +40,23 @@ def choose_parallel(config: RunConfig, ranks: int | None = None) -> ParallelChoi
     accelerators, nothing is guessed: the run gets the simplest data parallelism that it supports. Raises UserError if
     nothing fits.
     """
-    if isinstance(config.model, (CustomModelConfig, HfModelConfig)):
+    if isinstance(config.model, CustomModelConfig):
         return _choose_fallback(config, ranks, "only the model itself knows its shape")
     if not known_figures(config).speed and not known_figures(config).memory:
         why = f"cluster={config.cluster.name} does not describe its accelerators"
         return _choose_fallback(config, ranks, why)
+    if isinstance(config.model, HfModelConfig):
+        try:
+            describe_decoder(config.model)
+        except UserError as error:
+            return _choose_fallback(config, ranks, str(error).rpartition(";")[0])
     plan = make_plan(make_job_request(config, ranks), top=5)
     for candidate in plan.candidates:
         if candidate.fits != "no":
-            check_support(candidate.config, candidate.ranks)
+            chosen = seal_config(replace(candidate.config, model=config.model))
+            check_support(chosen, candidate.ranks)
             text = json.dumps(plan_to_json(plan), indent=1) + "\n"
-            return ParallelChoice(candidate.config, _explain_choice(plan, candidate), text)
+            return ParallelChoice(chosen, _explain_choice(plan, candidate), text)
     if plan.outside:
         raise UserError(f"parallel=auto: {plan.outside}")
     world = "any number of its nodes" if ranks is None else f"{ranks} ranks"

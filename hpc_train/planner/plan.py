@@ -18,6 +18,7 @@ from hpc_train.config.model import CustomModelConfig, HfModelConfig, Transformer
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.models.hf.decoder_shape import describe_decoder, list_unsplit
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.placement.fabric_from_config import count_ranks_per_node
 from hpc_train.planner.advice.facts import Advice, estimate_for_advice
@@ -154,8 +155,10 @@ def make_plan(
     began = time.perf_counter()
     config = request.config
     objective = objective or config.plan.objective
-    if isinstance(config.model, (CustomModelConfig, HfModelConfig)):
+    if isinstance(config.model, CustomModelConfig):
         jobs_from_config(config, 1)  # says why not
+    if isinstance(config.model, HfModelConfig):
+        return _plan_decoder(config.model, request, top, objective, constants, baselines)
     if config.parallel.compile and isinstance(config.model, TransformerConfig) and config.model.experts.count:
         check_support(single_rank_config(config, config.train.global_batch), 1)  # says that experts do not compile
     if not request.complete:
@@ -192,6 +195,39 @@ def make_plan(
     if baselines and not request.complete:
         plan = replace(plan, baselines=_compare_baselines(plan, basis, found))
     return replace(plan, seconds=time.perf_counter() - began)
+
+
+def _plan_decoder(
+    model: HfModelConfig,
+    request: PlanRequest,
+    top: int,
+    objective: str,
+    constants: Constants | None,
+    baselines: bool,
+) -> Plan:
+    """Plan a decoder of transformers by its shape, and leave out what its own rules refuse."""
+    config = replace(request.config, model=describe_decoder(model))
+    fixed = request.fixed
+    if request.complete:
+        for ranks in request.ranks:
+            check_support(request.config, ranks)
+    else:
+        fixed = FixedColumns({**list_unsplit(model), **fixed.values})
+    plan = make_plan(replace(request, config=config, fixed=fixed), MIN_KEPT_MESHES, objective, constants, baselines)
+    runs = [candidate for candidate in plan.candidates if _can_run(candidate, model)]
+    if plan.candidates and not runs:
+        check_support(replace(plan.candidates[0].config, model=model), plan.candidates[0].ranks)  # says why not
+    front = [candidate for candidate in plan.front if _can_run(candidate, model)]
+    changed = runs[:1] != plan.candidates[:1]
+    return replace(plan, candidates=runs[:top], front=front, advice=[] if changed else plan.advice)
+
+
+def _can_run(candidate: Candidate, model: HfModelConfig) -> bool:
+    try:
+        check_support(replace(candidate.config, model=model), candidate.ranks)
+    except UserError:
+        return False
+    return True
 
 
 def _check_layout_is_given(parallel: ParallelConfig) -> None:

@@ -227,7 +227,7 @@ def share(kind: str, step: int, world: World, micro: int = 2) -> StepBatch:
 
 def truth(kind: str, folder: Path) -> tuple[Outcome, Outcome]:
     """By transformers alone, in one process: from_pretrained, three steps of AdamW, and the one after them."""
-    how = {"experts_implementation": "eager"} if kind == "mixtral" else {}
+    how = {"experts_implementation": "eager"} if kind in ("mixtral", "granitemoe") else {}
     module = auto_class(kind).from_pretrained(folder, dtype=torch.float64, **how).train()
     config = compose((*COMMON, "model.path=x"))
     optimizer = make_optimizer(module, config.optim)

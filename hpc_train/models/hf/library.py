@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from hpc_train.errors import UserError
@@ -210,3 +211,20 @@ SIDE_FILES = (
 def list_side_files(folder: Path) -> list[Path]:
     """Return the files of the tokenizer, of generation and of preprocessing that this folder has."""
     return [folder / name for name in SIDE_FILES if (folder / name).is_file()]
+
+
+def fill_activation_buffers(model: nn.Module) -> None:
+    """Give the constants of activations on the meta device (xIELU's of Apertus) their values, which no reset writes.
+
+    The library makes an activation from its name alone, so that one made anew has the same constants.
+    """
+    for module in model.modules():
+        if type(module).__module__ != "transformers.activations":
+            continue
+        missing = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if not missing:
+            continue
+        with torch.device("cpu"):
+            made = type(module)()
+        for name in missing:
+            setattr(module, name, getattr(made, name).to(getattr(module, name).dtype))

@@ -15,6 +15,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.config.train import OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.models.shape import (
+    CountedTransformer,
     compute_expert_width,
     compute_head_dim,
     count_branches,
@@ -95,9 +96,17 @@ def _count_adapter_weights(config: RunConfig) -> float:
             f"adapter={adapter.kind}: the planner counts adapters of dense transformers only, and model={model.name} "
             "is none; choose the degrees yourself, and count their memory with hpc-train plan rehearse"
         )
+    if isinstance(model, CountedTransformer) and (adapter.targets or adapter.base != "full"):
+        raise UserError(
+            f"adapter={adapter.kind}: of models of transformers the planner counts adapters on all linear layers over "
+            "weights that are whole; leave out adapter.targets and adapter.base, or choose the degrees yourself"
+        )
     hidden, width = model.hidden, compute_head_dim(model)
     queries, keys = model.heads * width, count_kv_heads(model) * width
-    shapes = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden)}
+    fused = isinstance(model, CountedTransformer) and model.fused_attention_input
+    inputs = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys)}
+    shapes = {"qkv": (hidden, queries + 2 * keys)} if fused else inputs
+    shapes["o"] = (queries, hidden)
     if count_branches(model) == 2:
         shapes["gate"] = (hidden, model.feed_forward)
     shapes |= {"up": (hidden, model.feed_forward), "down": (model.feed_forward, hidden)}
@@ -141,7 +150,7 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
             "head_dim": compute_head_dim(model),
             "vocab": model.vocab_size,
             "gated": count_branches(model) == 2,
-            "parallel_block": 0,
+            "parallel_block": isinstance(model, CountedTransformer) and model.parallel_block,
             "tied": model.tied_embeddings,
             "learned_positions": model.max_positions if model.positions == "learned" else 0,
             "dropout": model.dropout > 0,
@@ -191,6 +200,7 @@ def _latent_columns(model: TransformerConfig) -> dict[str, float]:
 
 def _refuse_unplanned(model: TransformerConfig, sequence: int) -> None:
     """Raise UserError for parts whose time and memory are not modelled."""
+    library = isinstance(model, CountedTransformer)
     keys = {
         "sliding_window": model.sliding_window if (model.sliding_window or sequence) < sequence else None,
         "attention_softcap": model.attention_softcap,
@@ -203,9 +213,10 @@ def _refuse_unplanned(model: TransformerConfig, sequence: int) -> None:
         )
     for key, value in keys.items():
         if value is not None:
+            name, instead = (key, "") if library else (f"model.{key}", f"plan with model.{key}=null, or ")
             raise UserError(
-                f"model.{key}={value:g}: the planner has no model of it yet, so it cannot plan this; plan with "
-                f"model.{key}=null, or choose the degrees yourself and count their memory with hpc-train plan rehearse"
+                f"{name}={value:g}: the planner has no model of it yet, so it cannot plan this; {instead}choose the "
+                "degrees yourself and count their memory with hpc-train plan rehearse"
             )
 
 

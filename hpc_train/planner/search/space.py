@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.models.shape import compute_expert_width
+from hpc_train.models.shape import CountedTransformer, compute_expert_width
 from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, SCHEDULES, Column
 from hpc_train.schedules.generate import REQUIREMENTS, Requirements
 
@@ -49,6 +49,8 @@ class DegreeLimits:
     """Experts of a layer; 0: none."""
     tensor: bool = True
     """Whether tp is allowed: not with products in 8 bits, norms over all heads, or dropout of adapters."""
+    positions: bool = True
+    """Whether tp may split positions between layers: not in models of transformers, whose hidden states are whole."""
     adapter: bool = False
     """Only adapters are trained, which excludes asynchronous tp and ep."""
 
@@ -81,6 +83,7 @@ def degree_limits(config: RunConfig, global_batch: int | None = None) -> DegreeL
         tensor=config.precision.float8 == "none"
         and getattr(model, "query_key_norm", "none") != "full"
         and config.adapter.dropout == 0,
+        positions=not isinstance(model, CountedTransformer),
         adapter=config.adapter.kind != "none",
     )
 
@@ -203,7 +206,7 @@ def _tensor_choices(space: SearchSpace, tp: int, cp: int) -> Iterator[tuple[int,
             yield 1, 0
         return
     images, adapter = space.shape.images, space.shape.adapter
-    for sequence in fixed.of("sequence_parallel", [1] if images else [1, 0]):
+    for sequence in fixed.of("sequence_parallel", [1] if images else [1, 0] if space.shape.positions else [0]):
         if sequence and not images and space.shape.sequence % (cp * tp):
             continue  # tp splits what cp leaves of the positions
         for overlap in fixed.of("overlap_tensor", [0, 1] if sequence and not (images or adapter) else [0]):

@@ -1,0 +1,191 @@
+"""Describe decoders of transformers by the shape of our own transformer, for the planner; no torch.
+
+What is counted is what the library builds: the number of parameters is exact. Families, or settings of them, that our
+own model has no words for are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_train.config.model import ExpertsConfig, HfModelConfig
+from hpc_train.errors import UserError
+from hpc_train.models.hf.config_file import ConfigFile, find_task, read_config_file
+from hpc_train.models.shape import CountedTransformer
+
+_YOURSELF = "choose the degrees yourself, such as parallel=fsdp"
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What the layers of a family have; a text is the key of config.json that says so, and the default is False."""
+
+    query_bias: bool | str = False
+    """Biases of queries, keys and values."""
+    output_bias: bool | str = False
+    feed_forward_bias: bool | str = False
+    head_bias: bool = False
+    gated: bool = True
+    norms: int = 2
+    """Norms of hidden states in a layer."""
+    layernorm: bool = False
+    """Norms have a bias, too."""
+    query_key_norm: str = "none"
+    tied: bool = False
+    """Whether embedding and head are one where the file does not say."""
+    parallel_block: bool | str = False
+    refused: tuple[str, ...] = ()
+    """Keys that must not be set: they add parameters that nothing here counts."""
+
+
+_GPT_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+}
+_PLAIN_GPT = {"query_bias": True, "output_bias": True, "feed_forward_bias": True, "gated": False, "layernorm": True}
+_QWEN2, _QWEN3 = Decoder(query_bias=True), Decoder("attention_bias", "attention_bias", query_key_norm="head")
+_DECODERS = {
+    "llama": Decoder("attention_bias", "attention_bias", "mlp_bias"),
+    "mistral": Decoder(),
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "gemma": Decoder("attention_bias", "attention_bias", tied=True),
+    "phi": Decoder(**_PLAIN_GPT, head_bias=True, norms=1, parallel_block=True, refused=("qk_layernorm",)),
+    "olmo2": Decoder("attention_bias", "attention_bias", query_key_norm="full"),
+    "gpt2": Decoder(**_PLAIN_GPT, tied=True, refused=("add_cross_attention",)),
+    "gpt_neox": Decoder(
+        "attention_bias", "attention_bias", True, gated=False, layernorm=True, parallel_block="use_parallel_residual"
+    ),
+    "mixtral": Decoder(),
+    "qwen2_moe": _QWEN2,
+    "qwen3_moe": _QWEN3,
+}
+"""By model_type. GPT-NeoX is the only one whose two keys are true where the file does not have them."""
+
+
+def describe_decoder(model: HfModelConfig) -> CountedTransformer:
+    """Return the shape of a decoder. Raises UserError, one line, for what the planner has no model of."""
+    file = read_config_file(model)
+    decoder = _DECODERS.get(file.model_type)
+    if decoder is None or find_task(model, file) != "causal_lm":
+        raise UserError(
+            f"model.path={model.path}: the planner has no model of {file.family.name} of transformers for "
+            f"{find_task(model, file)}, only of {', '.join(_DECODERS)}; {_YOURSELF}"
+        )
+    for key in (*decoder.refused, "mlp_only_layers"):
+        if file.body.get(key):
+            raise _refuse(file, key, file.body[key])
+    if file.body.get("decoder_sparse_step", 1) != 1:
+        raise _refuse(file, "decoder_sparse_step", file.body["decoder_sparse_step"])
+    return _Reader(file, decoder).describe(model.name)
+
+
+def _refuse(file: ConfigFile, key: str, value: object) -> UserError:
+    return UserError(f"{file.folder / 'config.json'}: {key}={value}: the planner has no model of it; {_YOURSELF}")
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """The configuration of one decoder."""
+
+    file: ConfigFile
+    decoder: Decoder
+
+    def describe(self, name: str) -> CountedTransformer:
+        """Return the shape with its number of parameters."""
+        hidden, heads = self.get("hidden_size"), self.get("num_attention_heads")
+        body, decoder, experts = self.file.body, self.decoder, self.read_experts()
+        return CountedTransformer(
+            name=name,
+            vocab_size=self.get("vocab_size"),
+            layers=self.get("num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=self.get("num_key_value_heads", heads),
+            head_dim=self.get("head_dim", hidden // heads),
+            feed_forward=self.get("intermediate_size", 4 * hidden),
+            activation="swiglu" if decoder.gated else "gelu",
+            norm="layernorm" if decoder.layernorm else "rmsnorm",
+            positions="learned" if self.file.model_type == "gpt2" else "rotary",
+            max_positions=self.file.max_positions or 2048,
+            tied_embeddings=bool(body.get("tie_word_embeddings", decoder.tied)),
+            query_key_norm=decoder.query_key_norm,
+            sliding_window=self.read_window(),
+            dropout=0.0 if self.file.find_dropout() is None else 0.1,
+            experts=experts,
+            parallel_block=self.flag(decoder.parallel_block),
+            fused_attention_input=self.file.model_type in ("gpt2", "gpt_neox"),
+            parameters=self.count(experts),
+        )
+
+    def get(self, key: str, default: int | None = None) -> int:
+        """Return a number of config.json. Raises UserError if it is not there and has no default."""
+        keys = (key, _GPT_KEYS[key]) if key in _GPT_KEYS else (key,)
+        value = self.file.get_number(*keys)
+        value = default if value is None else value
+        if value is None or value <= 0:
+            raise UserError(
+                f"{self.file.folder / 'config.json'}: has no number {key}, which the planner needs; save it again "
+                "with transformers"
+            )
+        return value
+
+    def flag(self, named: bool | str) -> bool:
+        """Return whether a decoder has a part; of a text, the key of this name."""
+        if isinstance(named, bool):
+            return named
+        return bool(self.file.body.get(named, self.file.model_type == "gpt_neox"))
+
+    def read_window(self) -> int | None:
+        """Return the window of attention, if layers use it."""
+        window = self.file.get_number("sliding_window")
+        return None if self.file.body.get("use_sliding_window") is False else window
+
+    def read_experts(self) -> ExpertsConfig:
+        """Return the mixture of a layer; its shared experts count as so many of the routed ones' width."""
+        count = self.file.get_number("num_experts", "num_local_experts")
+        if self.file.model_type not in ("mixtral", "qwen2_moe", "qwen3_moe") or count is None:
+            return ExpertsConfig()
+        width = self.get("moe_intermediate_size", self.get("intermediate_size"))
+        shared = -(-(self.file.get_number("shared_expert_intermediate_size") or 0) // width)
+        return ExpertsConfig(count=count, top_k=self.get("num_experts_per_tok"), feed_forward=width, shared=shared)
+
+    def count(self, experts: ExpertsConfig) -> int:
+        """Count the parameters; a tied table once."""
+        hidden, heads, vocab = self.get("hidden_size"), self.get("num_attention_heads"), self.get("vocab_size")
+        norm = hidden * (2 if self.decoder.layernorm else 1)
+        layer = self._count_attention(hidden, heads) + self._count_feed_forward(hidden, experts)
+        total = self.get("num_hidden_layers") * (layer + self.decoder.norms * norm) + norm + vocab * hidden
+        if self.file.model_type == "gpt2":
+            total += (self.file.max_positions or 0) * hidden
+        if not self.file.body.get("tie_word_embeddings", self.decoder.tied):
+            total += vocab * hidden
+        return total + (vocab if self.decoder.head_bias else 0)
+
+    def _count_attention(self, hidden: int, heads: int) -> int:
+        keys, width = self.get("num_key_value_heads", heads), self.get("head_dim", hidden // heads)
+        projected = (heads + 2 * keys) * width
+        found = hidden * projected + heads * width * hidden
+        found += projected if self.flag(self.decoder.query_bias) else 0
+        found += hidden if self.flag(self.decoder.output_bias) else 0
+        return found + {"none": 0, "head": 2, "full": heads + keys}[self.decoder.query_key_norm] * width
+
+    def _count_feed_forward(self, hidden: int, experts: ExpertsConfig) -> int:
+        branches, width = (3 if self.decoder.gated else 2), self.get("intermediate_size", 4 * hidden)
+        if experts.count:
+            found = hidden * experts.count * (1 + 3 * (experts.feed_forward or width))
+            shared = self.file.get_number("shared_expert_intermediate_size") or 0
+            return found + (hidden * (3 * shared + 1) if self.file.model_type == "qwen2_moe" else 0)
+        bias = width * (branches - 1) + hidden if self.flag(self.decoder.feed_forward_bias) else 0
+        return branches * hidden * width + bias
+
+
+def list_unsplit(model: HfModelConfig) -> dict[str, tuple[float, ...]]:
+    """Return the columns of a search that the family fixes: axes that it cannot be split over, by name."""
+    family = read_config_file(model).family
+    splits = {"tp": family.tensor, "pp": family.pipeline, "cp": family.context}
+    fixed: dict[str, tuple[float, ...]] = {axis: (1.0,) for axis, why in splits.items() if why is not None}
+    # The library's layers have no products in a ring, and keep all experts on each rank.
+    return fixed | {"overlap_tensor": (0.0,), "ep": (1.0,)}

@@ -1,0 +1,83 @@
+"""Decoders of transformers are planned by their own shape: parameters as the library builds them, layouts that run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hpc_train.config.compose import compose
+from hpc_train.config.model import HfModelConfig
+from hpc_train.errors import UserError
+from hpc_train.models.hf.decoder_shape import describe_decoder
+from hpc_train.models.shape import count_parameters
+from hpc_train.parallel.rules.check import check_support
+from hpc_train.planner.auto import choose_parallel
+from hpc_train.planner.plan import plan_overrides
+
+SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
+WIDE = {**SIZES, "intermediate_size": 80}
+FEW = {**WIDE, "num_key_value_heads": 2}
+MIXED = {**FEW, "num_experts_per_tok": 2}
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "llama": transformers.LlamaConfig(**FEW, attention_bias=True),
+    "llama tied": transformers.LlamaConfig(**FEW, mlp_bias=True, tie_word_embeddings=True),
+    "mistral": transformers.MistralConfig(**FEW),
+    "qwen2": transformers.Qwen2Config(**FEW),
+    "qwen3": transformers.Qwen3Config(**FEW, head_dim=16),
+    "gemma": transformers.GemmaConfig(**FEW, head_dim=12),
+    "phi": transformers.PhiConfig(**WIDE),
+    "olmo2": transformers.Olmo2Config(**FEW),
+    "gpt2": transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=4, n_head=8, resid_pdrop=0, attn_pdrop=0),
+    "gpt_neox": transformers.GPTNeoXConfig(**WIDE),
+    "gpt_neox plain": transformers.GPTNeoXConfig(**WIDE, attention_bias=False, use_parallel_residual=False),
+    "mixtral": transformers.MixtralConfig(**MIXED, num_local_experts=4),
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        **MIXED, num_experts=4, moe_intermediate_size=24, shared_expert_intermediate_size=40
+    ),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**MIXED, num_experts=4, moe_intermediate_size=24, head_dim=16),
+}
+JOB = ["cluster=dgx_h100", "train.sequence_length=64", "train.global_batch=64"]
+
+
+def save(folder: Path, config: transformers.PretrainedConfig) -> HfModelConfig:
+    config.architectures = [type(transformers.AutoModelForCausalLM.from_config(config)).__name__]
+    config.save_pretrained(folder)
+    return HfModelConfig(path=str(folder))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_that_the_library_builds(tmp_path: Path, name: str) -> None:
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(CONFIGS[name])
+    CONFIGS[name].architectures = [type(built).__name__]
+    CONFIGS[name].save_pretrained(tmp_path)
+    shape = describe_decoder(HfModelConfig(path=str(tmp_path)))
+    assert count_parameters(shape) == sum(parameter.numel() for parameter in built.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_what_is_planned_runs(tmp_path: Path, name: str) -> None:
+    save(tmp_path, CONFIGS[name])
+    words = [*JOB, "model=hf", f"model.path={tmp_path}"]
+    plan = plan_overrides([*words, "cluster.nodes=2"])
+    assert plan.candidates
+    chosen = choose_parallel(compose([*words, "parallel=auto"]), 8)
+    assert isinstance(chosen.config.model, HfModelConfig)
+    check_support(chosen.config, 8)
+    assert "the best of" in chosen.line
+
+
+def test_a_family_without_a_model_is_one_line(tmp_path: Path) -> None:
+    save(tmp_path, transformers.Gemma2Config(**FEW))
+    words = [*JOB, "model=hf", f"model.path={tmp_path}"]
+    with pytest.raises(UserError, match=r"the planner has no model of Gemma 2 of transformers for causal_lm, only of"):
+        plan_overrides(words)
+    assert "ddp" in choose_parallel(compose([*words, "parallel=auto"]), 8).line
+    (tmp_path / "moe").mkdir()
+    save(tmp_path / "moe", transformers.Qwen3MoeConfig(**MIXED, num_experts=4, mlp_only_layers=[1]))
+    with pytest.raises(UserError, match=r"mlp_only_layers=\[1\]: the planner has no model of it"):
+        describe_decoder(HfModelConfig(path=str(tmp_path / "moe")))
