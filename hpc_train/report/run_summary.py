@@ -22,6 +22,7 @@ from hpc_train.launch.state.run_facts import gather_facts, read_events
 from hpc_train.launch.state.run_ledger import account_run_directory
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.state.state_names import RunStatus
+from hpc_train.models.shape import count_parameters
 from hpc_train.regular_files import read_json
 from hpc_train.report.efficiency import Pipeline, StepLosses
 from hpc_train.report.prediction import rate_advice
@@ -29,7 +30,9 @@ from hpc_train.report.step_table import StepTable, read_newest_steps, read_step_
 from hpc_train.report.verdict import Facts, Verdict, find_silent_ranks, format_ranks, judge_run
 from hpc_train.resilience.ledger import Ledger
 from hpc_train.schedules.generate import generate_order
+from hpc_train.traffic.sharding import uses_fully_shard
 from hpc_train.traffic.stages import (
+    ELEMENT_BYTES,
     block_costs,
     costs_from_config,
     count_micro_batches,
@@ -158,8 +161,22 @@ def describe_facts(
         checkpoint_every=config.checkpoint.every,
         background_saves=config.checkpoint.background,
         accelerator=any(entry.get("gpu") is not None for entry in ranks),
+        collective_kib=_measure_collectives(config, degrees),
         waits_measured=config.parallel.server.mode == "none",
     )
+
+
+def _measure_collectives(config: RunConfig, degrees: Degrees) -> float | None:
+    """Return what a collective of fully_shard carries, KiB; None if there are others, or the model's size is unknown.
+
+    Parameters of a block travel together, and those outside of blocks.
+    """
+    if not uses_fully_shard(config, degrees) or degrees.dp_shard == 1 or degrees.tp * degrees.cp * degrees.pp > 1:
+        return None
+    parameters, layers = count_parameters(config.model), getattr(config.model, "layers", None)
+    if parameters is None or layers is None or config.parallel.ep > 1:
+        return None
+    return parameters / (layers + 1) * ELEMENT_BYTES[config.precision.name] / 1024
 
 
 def _describe_pipeline(config: RunConfig, degrees: Degrees, table: StepTable) -> Pipeline | None:

@@ -23,6 +23,8 @@ CRITICAL_FROM = 0.30
 COMPUTE_FROM = 0.80
 _TOO_SMALL = 0.3
 """Share of what a rank computes from which starting operations means that they, and collectives too, are too small."""
+_SMALL_KIB, _QUICK_SECONDS = 1024.0, 0.002
+"""Collectives that carry no more, and take no longer, are bound by their start: a faster link would change little."""
 _LEAST_BINS = 5
 _SLOW_IN = 0.7
 """A straggler is slower than the others in this share of the steps."""
@@ -74,6 +76,8 @@ class Facts:
     checkpoint_every: int = 0
     background_saves: bool = True
     accelerator: bool = False
+    collective_kib: float | None = None
+    """What a collective of sharded parameters carries on average; None where collectives are others."""
     waits_measured: bool = True
     """False with parameter servers, whose waits nobody measures: they would count as computation."""
 
@@ -190,7 +194,7 @@ def list_findings(table: StepTable, losses: StepLosses | None, facts: Facts) -> 
         stragglers = _find_straggler(table, losses, facts)
         found += [
             *stragglers,
-            *_find_network_and_launch(table, losses),
+            *_find_network_and_launch(table, losses, facts),
             _find_bubble(losses, facts, straggler=any(one.share >= NAMED_FROM for one in stragglers)),
         ]
     named = [finding for finding in found if finding is not None and finding.share >= NAMED_FROM]
@@ -310,7 +314,7 @@ def _relate_to_stage(work: Array, losses: StepLosses, facts: Facts) -> Array:
     return np.asarray(related)
 
 
-def _find_network_and_launch(table: StepTable, losses: StepLosses) -> list[Finding]:
+def _find_network_and_launch(table: StepTable, losses: StepLosses, facts: Facts) -> list[Finding]:
     """Find transfers, and operations that are too small: then collectives are too, and count as the same loss."""
     transfer, total = losses.losses["transfer"], losses.total
     launch = float(np.nanmean(table["launch"])) if np.isfinite(table["launch"]).any() else 0.0
@@ -322,11 +326,26 @@ def _find_network_and_launch(table: StepTable, losses: StepLosses) -> list[Findi
             f"that a rank computes, and small collectives {format_seconds(transfer)} more"
         )
         return [Finding("launch", (launch + transfer) / total, evidence=evidence)]
+    if small := _explain_small_collectives(table, transfer, facts):
+        return [Finding("launch", transfer / total, evidence=small)]
     evidence = (
         f"collectives block every rank for {format_seconds(transfer)} of a step of {format_seconds(total)}, also the "
         "one that arrives last"
     )
     return [Finding("network", transfer / total, evidence=evidence)]
+
+
+def _explain_small_collectives(table: StepTable, transfer: float, facts: Facts) -> str:
+    """Say so if collectives are so small and quick that starting them is what takes their time; else an empty text."""
+    count = float(np.nanmean(table["collectives"]))
+    if facts.collective_kib is None or facts.collective_kib > _SMALL_KIB or count < 1:
+        return ""
+    if transfer / count > _QUICK_SECONDS:
+        return ""
+    return (
+        f"{count:,.0f} collectives a step carry {facts.collective_kib:,.0f} KiB each and take "
+        f"{format_seconds(transfer / count)} each, {format_seconds(transfer)} together: they are too small for any link"
+    )
 
 
 def _find_bubble(losses: StepLosses, facts: Facts, straggler: bool) -> Finding | None:
@@ -386,6 +405,10 @@ def _advise_straggler(finding: Finding, facts: Facts) -> list[Setting]:
 
 def _advise_launch(finding: Finding, facts: Facts) -> list[Setting]:
     advice = []
+    if facts.collective_kib is not None and facts.collective_kib <= _SMALL_KIB:
+        advice.append(
+            Setting("parallel.strategy=ddp", "one reduction a step: the model is small enough for each rank to keep it")
+        )
     if facts.micro_batches > 1:
         advice.append(Setting(f"train.micro_batch={facts.micro_batch * 2}", "half as many operations a step"))
     else:

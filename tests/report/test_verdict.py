@@ -68,6 +68,20 @@ def test_small_operations(tmp_path: Path) -> None:
     assert judge(tmp_path, lambda rank, step: {"launch": 0.07}).name == "launch"
 
 
+def test_collectives_of_a_small_model_are_not_the_networks_fault(tmp_path: Path) -> None:
+    def change(rank: int, step: int) -> Mapping[str, Any]:
+        return {"waits": waits(0.02, 0.02), "collectives": 30}
+
+    facts = {"strategy": "zero3", "micro_batch": 2}
+    small = judge(tmp_path / "small", change, collective_kib=700.0, **facts)
+    assert (small.name, small.advice[0].override) == ("launch", "parallel.strategy=ddp")
+    assert small.advice[1].override == "train.global_batch=2 train.micro_batch=4"
+    assert small.evidence[0].startswith("30 collectives a step carry 700 KiB each and take 1.33 ms each, 40 ms togeth")
+    assert judge(tmp_path / "large", change, collective_kib=3000.0, **facts).name == "network"
+    slow = judge(tmp_path / "slow", lambda rank, step: {**change(rank, step), "collectives": 10}, collective_kib=700.0)
+    assert slow.name == "network"
+
+
 def test_slow_saves(tmp_path: Path) -> None:
     verdict = judge(tmp_path, lambda rank, step: {"save": 0.5 if step % 10 == 0 else 0.0}, checkpoint_every=10)
     assert verdict.name == "checkpoint"

@@ -6,7 +6,7 @@ own model has no words for are refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_train.config.model import ExpertsConfig, HfModelConfig
 from hpc_train.errors import UserError
@@ -44,7 +44,7 @@ _GPT_KEYS = {
     "num_attention_heads": "n_head",
     "intermediate_size": "n_inner",
 }
-_PLAIN_GPT = {"query_bias": True, "output_bias": True, "feed_forward_bias": True, "gated": False, "layernorm": True}
+_GPT = Decoder(True, True, True, gated=False, layernorm=True)
 _QWEN2, _QWEN3 = Decoder(query_bias=True), Decoder("attention_bias", "attention_bias", query_key_norm="head")
 _DECODERS = {
     "llama": Decoder("attention_bias", "attention_bias", "mlp_bias"),
@@ -52,9 +52,9 @@ _DECODERS = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
     "gemma": Decoder("attention_bias", "attention_bias", tied=True),
-    "phi": Decoder(**_PLAIN_GPT, head_bias=True, norms=1, parallel_block=True, refused=("qk_layernorm",)),
+    "phi": replace(_GPT, head_bias=True, norms=1, parallel_block=True, refused=("qk_layernorm",)),
     "olmo2": Decoder("attention_bias", "attention_bias", query_key_norm="full"),
-    "gpt2": Decoder(**_PLAIN_GPT, tied=True, refused=("add_cross_attention",)),
+    "gpt2": replace(_GPT, tied=True, refused=("add_cross_attention",)),
     "gpt_neox": Decoder(
         "attention_bias", "attention_bias", True, gated=False, layernorm=True, parallel_block="use_parallel_residual"
     ),
