@@ -176,7 +176,7 @@ def _measure_collectives(config: RunConfig, degrees: Degrees) -> float | None:
     parameters, layers = count_parameters(config.model), getattr(config.model, "layers", None)
     if parameters is None or layers is None or config.parallel.ep > 1:
         return None
-    return parameters / (layers + 1) * ELEMENT_BYTES[config.precision.name] / 1024
+    return float(parameters / (layers + 1) * ELEMENT_BYTES[config.precision.name] / 1024)
 
 
 def _describe_pipeline(config: RunConfig, degrees: Degrees, table: StepTable) -> Pipeline | None:
