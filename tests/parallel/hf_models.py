@@ -85,7 +85,6 @@ STRANGERS: dict[str, Callable[[], Any]] = {
         max_position_embeddings=64,
         initializer_range=0.2,
     ),
-    "apertus": lambda: transformers.ApertusConfig(**TEXT),
     "convnext": lambda: transformers.ConvNextConfig(
         num_channels=1, patch_size=2, hidden_sizes=[8, 16], depths=[1, 2], num_stages=2, image_size=8, num_labels=10
     ),

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from drawn import draw
-from hf_models import CONFIGS, EXACT, IMAGES, STRANGERS, Case, resume, save_model, train_and_save, truth
+from hf_models import CONFIGS, EXACT, IMAGES, STRANGERS, TEXT, Case, resume, save_model, train_and_save, truth
 from outcome import Outcome, assert_close, whole
 
+from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
+from hpc_train.models.hf.build import build_hf_model
 from hpc_train.models.hf.families import FAMILIES, find_family, format_family_table
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
@@ -119,6 +123,19 @@ def _compare(outcomes: list[Outcome], wanted: Outcome, allowed: float) -> None:
         got = whole([outcome.gradients[step] for outcome in outcomes])
         assert_close(got, whole([wanted.gradients[step]]), allowed)
     assert_close(whole([outcome.state for outcome in outcomes]), whole([wanted.state]), allowed)
+
+
+def test_constants_of_activations_have_their_values_on_the_meta_device(tmp_path: Path) -> None:
+    config = transformers.ApertusConfig(**TEXT)
+    config.architectures = ["ApertusForCausalLM"]
+    config.save_pretrained(tmp_path)
+    built = build_hf_model(HfModelConfig(path=str(tmp_path)))
+    with torch.device("meta"):
+        empty = build_hf_model(HfModelConfig(path=str(tmp_path)))
+    constants = {name: buffer for name, buffer in empty.named_buffers() if ".act_fn." in name}
+    assert len(constants) == 8
+    for name, buffer in built.named_buffers():
+        assert name not in constants or constants[name].equal(buffer)
 
 
 def test_the_page_has_the_table_of_families() -> None:
