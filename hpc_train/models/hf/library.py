@@ -214,17 +214,14 @@ def list_side_files(folder: Path) -> list[Path]:
 
 
 def fill_activation_buffers(model: nn.Module) -> None:
-    """Give the constants of activations on the meta device (xIELU's of Apertus) their values, which no reset writes.
+    """Give the constants of xIELU activations (Apertus) on the meta device their values, which no reset writes.
 
-    The library makes an activation from its name alone, so that one made anew has the same constants.
+    The library makes them from the number format alone.
     """
     for module in model.modules():
-        if type(module).__module__ != "transformers.activations":
-            continue
-        missing = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        if not missing:
+        if type(module).__name__ != "XIELUActivation" or not any(buffer.is_meta for buffer in module.buffers()):
             continue
         with torch.device("cpu"):
-            made = type(module)()
-        for name in missing:
-            setattr(module, name, getattr(made, name).to(getattr(module, name).dtype))
+            made = type(module)(dtype=next(module.buffers()).dtype)
+        for name, buffer in made.named_buffers(recurse=False):
+            setattr(module, name, buffer)
