@@ -160,7 +160,7 @@ def _obey(order: Order) -> None:
     if order.kind in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if order.kind == "kill" else signal.SIGSTOP)
     elif order.kind == "gil":
-        ctypes.PyDLL(None).sleep(1 << 30)  # PyDLL: without giving up the lock
+        hold_interpreter_lock()
     elif order.kind == "exception":
         raise RuntimeError("ordered by hpc-train chaos")
     elif order.kind == "slow":
@@ -171,6 +171,18 @@ def _obey(order: Order) -> None:
         for _ in os.sched_getaffinity(0):
             # In a session of their own, so that they outlive the rank, as a stranger's processes would.
             subprocess.Popen([sys.executable, "-S", "-c", _BUSY, str(order.seconds)], start_new_session=True)
+
+
+def hold_interpreter_lock() -> None:
+    """Never return, and never give up the interpreter's lock.
+
+    A sleep would end at the first signal, which is the one that asks a rank that seems to hang for its stacks; the wait
+    for a mutex that this thread has locked itself goes on.
+    """
+    library = ctypes.PyDLL(None)  # of a PyDLL: its functions run without giving up the lock
+    mutex = ctypes.create_string_buffer(128)  # a pthread_mutex_t of zeros is an unlocked one
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
 
 
 def _fail_writes(seconds: float) -> None:

@@ -34,6 +34,7 @@ from hpc_train.checkpoint.save import save_step
 from hpc_train.data.loader import Loader
 from hpc_train.errors import UserError
 from hpc_train.models.registry import register
+from hpc_train.resilience.chaos import hold_interpreter_lock
 from hpc_train.training import assemble
 
 _moments: Counter[str] = Counter()
@@ -83,7 +84,7 @@ def act(action: str, model: Faulty | None) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         return
     if action == "gil":
-        ctypes.PyDLL(None).sleep(10_000)  # of a PyDLL: without giving up the lock of the interpreter
+        hold_interpreter_lock()
     if action.startswith("nap"):
         time.sleep(float(action.removeprefix("nap")))
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,41 @@ def test_an_order_is_obeyed_once_by_its_rank_at_its_step(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="ordered by hpc-train chaos"):
         ours.before_step(3, [])
     FaultInjector(tmp_path, 1).before_step(3, [])  # as after a restart
+
+
+HOLDING = """
+import faulthandler, signal, threading, time
+from hpc_train.resilience.chaos import hold_interpreter_lock
+
+def beat():
+    while True:
+        print("beat", flush=True)
+        time.sleep(0.01)
+
+faulthandler.register(signal.SIGUSR1)
+threading.Thread(target=beat, daemon=True).start()
+time.sleep(0.1)
+print("holds", flush=True)
+hold_interpreter_lock()
+print("goes on", flush=True)
+"""
+
+
+def test_a_rank_that_holds_the_interpreter_shows_its_stacks_and_holds_on() -> None:
+    rank = subprocess.Popen([sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    assert rank.stderr is not None
+    while rank.stdout.readline() != "holds\n":
+        pass
+    for _ in range(2):
+        rank.send_signal(signal.SIGUSR1)
+        while "hold_interpreter_lock" not in rank.stderr.readline():
+            pass
+    time.sleep(0.2)
+    assert rank.poll() is None
+    rank.kill()
+    out, _ = rank.communicate()
+    assert out in ("", "beat\n")  # one that was under way
 
 
 def take_step(model: nn.Module, injector: FaultInjector, step: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ take the lock of the interpreter for ever (gil), or return NaN once (nan). STEP_
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.models.registry import register
+from hpc_train.resilience.chaos import hold_interpreter_lock
 
 FOLDER = os.environ.get("CAMPAIGN_FOLDER")
 TASK = os.environ.get("SLURM_PROCID", "0")
@@ -50,5 +50,5 @@ class CampaignModel(nn.Module):
         if order == "raise":
             raise RuntimeError("ordered by the campaign")
         if order == "gil":
-            ctypes.PyDLL(None).sleep(10_000)  # of a PyDLL: without giving up the lock of the interpreter
+            hold_interpreter_lock()
         return logits * float("nan") if order == "nan" else logits
