@@ -11,4 +11,5 @@ _PACKAGES = {
     ".".join(file.parent.parts) for room in ("hpc_train", "hydra_plugins") for file in Path(room).rglob("*.py")
 }
 
-setup(packages=sorted(_PACKAGES | {"hpc_train.conf"}))
+# Without hydra_plugins itself, which has no file of its own, Hydra finds no launcher of an editable installation.
+setup(packages=sorted(_PACKAGES | {"hpc_train.conf", "hydra_plugins"}))
