@@ -47,7 +47,7 @@ class ScalingPoint:
     planned: float | None
     """Strong efficiency that the planner predicts; None where it cannot."""
     verdict: str
-    """What holds the strong run back."""
+    """The class of the strong run's bottleneck, as its report names it."""
 
 
 def scaling_command(

@@ -77,7 +77,7 @@ class Facts:
     background_saves: bool = True
     accelerator: bool = False
     collective_kib: float | None = None
-    """What a collective of sharded parameters carries on average; None where collectives are others."""
+    """Average KiB of one collective of fully_shard; None if the run has other collectives."""
     waits_measured: bool = True
     """False with parameter servers, whose waits nobody measures: they would count as computation."""
 

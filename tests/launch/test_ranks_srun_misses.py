@@ -37,7 +37,7 @@ def test_the_rank_that_srun_says_nothing_of_is_named_and_not_the_one_that_lost_i
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the watchers take for the time."""
+    """The clock of the watchers."""
     seconds = [100.0]
     for module in (ended_ranks, stuck_start):
         monkeypatch.setattr(module.time, "monotonic", lambda: seconds[0])

@@ -108,7 +108,7 @@ def make_dragonfly(config: RunConfig, nodes: int) -> Fabric:
 @pytest.mark.parametrize("what", ["all_gather", "all_to_all", "send_recv"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_dragonfly_lies_between_its_bounds(what: Collective, seed: int) -> None:
-    """Of all ways to route, the best is no faster than `ideal`; with direct cables only it takes `minimal`."""
+    """The best routing is no faster than `ideal`; with direct cables only it takes `minimal`."""
     config = compose(
         [
             *("cluster=slurm", "cluster.node.ranks=1", "cluster.node.nics=1", "cluster.node.nic_gbit_s=8"),

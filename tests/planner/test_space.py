@@ -50,7 +50,7 @@ def test_every_candidate_can_be_run(case: str, world: int) -> None:
 
 @pytest.mark.parametrize(("case", "world"), [*((case, 4) for case in CASES), ("odd", 6)])
 def test_everything_that_can_be_run_is_a_candidate(case: str, world: int) -> None:
-    """Of all combinations of all values, a sample of those that the planner has a model of."""
+    """A sample of all combinations of values that the planner has a model of."""
     config = run(*CASES[case])
     naive = [row for row in naive_rows(config, world) if _modelled(row, config.model.layers)]  # type: ignore[attr-defined]
     found = set(rows_of(space(case, world)))

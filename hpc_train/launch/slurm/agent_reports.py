@@ -46,7 +46,7 @@ _AGENTS_AGAIN_SECONDS = 5.0
 _SILENT_START_SECONDS = 60.0
 """How long the first srun of the agents has until one of them reports; the next one has twice as long, and so on."""
 _OPTIONS_OF_RANKS = ("SLURM_CPUS", "SLURM_NTASKS", "SLURM_DIST", "SLURM_HOSTFILE")
-"""What the names of variables begin with that srun takes for options, and that say how ranks are dealt out."""
+"""Prefixes of variables that srun reads as options for how tasks are distributed."""
 
 
 @dataclass

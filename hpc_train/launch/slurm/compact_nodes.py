@@ -72,7 +72,7 @@ class NodeRequest:
     count: int
     """Switches, or nodes of a segment; 0: the option has no number."""
     where: str
-    """What is asked for, in words."""
+    """The request in words, such as `1 leaf switch`."""
     communication: Interval | None
     """Seconds of a step on these nodes; None: only the model itself knows what its ranks exchange."""
     saved: Interval

@@ -18,7 +18,7 @@ _YOURSELF = "choose the degrees yourself, such as parallel=fsdp"
 
 @dataclass(frozen=True)
 class Decoder:
-    """What the layers of a family have; a text is the key of config.json that says so, and the default is False."""
+    """Parts of the layers of a family. A text names the key of config.json that decides, False where it is missing."""
 
     query_bias: bool | str = False
     """Biases of queries, keys and values."""

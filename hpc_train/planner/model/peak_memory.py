@@ -200,7 +200,7 @@ class _PeakSearch:
 
     @cached_property
     def _trained_held(self) -> Column:
-        """The same of _held."""
+        """Those of _held that are trained, [3, n]; with gathered experts they are more than _trained."""
         if self._held is self.weights:
             return self._trained
         return (self._held - self.ends) * self.share + self.ends * self.trains_ends
