@@ -68,7 +68,7 @@ class Campaign:
         """Inject a fault into a rank or a node that is there."""
         kind = self.draw.choices(list(KINDS), list(KINDS.values()))[0]
         tasks = tasks_of(self.run)
-        if not tasks or (kind in ("raise", "nan") and not self._may_order()):
+        if not tasks or (kind in ("raise", "nan", "gil") and not self._may_order()):
             return
         task = self.draw.choice(sorted(tasks))
         fault = Injected(kind, time.time(), steps_done(self.run))
@@ -86,7 +86,7 @@ class Campaign:
         print(f"{time.strftime('%H:%M:%S')} step {fault.step}: {kind} (task {task})", flush=True)
 
     def _may_order(self) -> bool:
-        """Whether an exception or a NaN ordered now comes after a save of this attempt.
+        """Whether what a rank is ordered to do now happens after a save of this attempt.
 
         An exception before it would end the run, and a NaN in the first forward would do nothing where that warms up
         DistributedDataParallel. While an earlier fault is not over, the order might wait for the ranks of the next

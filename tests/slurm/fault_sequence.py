@@ -193,10 +193,14 @@ class FaultSequence:
         wait_until(f"the ranks train again after {fault}", lambda: find_first(("resume",), noticed) is not None, 120)
         return Cell(fault, phase, noticed - began, (find_first(("resume",), noticed) or 0.0) - began, "restarted")
 
+    def repair(self) -> None:
+        """Give the cluster the nodes back that were lost."""
+        self._repairs.close()
+
     def finish(self) -> None:
         """Resume the run, whose batch script was killed last, to its end, and compare it with one without faults."""
         self.cluster.wait_for_state(self.job, "FAILED", timeout=60)
-        self._repairs.close()
+        self.repair()
         (self.run.parent / "fast").touch()
         resumed = hpc_train("resume", "--json", str(self.run), **self._variables("0"))
         assert resumed.returncode == 0, resumed.stderr

@@ -35,13 +35,24 @@ def cluster_of_five() -> Iterator[Path]:
         assert down.returncode == 0, down.stderr
 
 
+@pytest.fixture
+def cluster(cluster_of_five: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """The cluster, which no job outlives a test on: one that failed would keep the nodes from the next."""
+    conf = slurm_conf(cluster_of_five)
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    made = SlurmCluster(conf, cluster_of_five)
+    yield made
+    for job in made.squeue("-o", "%A"):
+        made.scancel(job)
+
+
 @pytest.mark.hangs
 @pytest.mark.timeout(900)
-def test_a_run_of_random_faults_ends_as_one_without(cluster_of_five: Path, tmp_path: Path) -> None:
+def test_a_run_of_random_faults_ends_as_one_without(cluster: SlurmCluster, tmp_path: Path) -> None:
     words = ["--minutes", "1.5", "--mttf", "40", "--seed", "4", "--folder", str(tmp_path / "campaign")]
     said = subprocess.run(
         [sys.executable, str(CAMPAIGN), *words],
-        env={**os.environ, "HPC_TRAIN_DEV_CLUSTER": str(cluster_of_five)},
+        env={**os.environ, "HPC_TRAIN_DEV_CLUSTER": str(cluster.directory)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -55,16 +66,15 @@ def test_a_run_of_random_faults_ends_as_one_without(cluster_of_five: Path, tmp_p
 
 @pytest.mark.hangs
 @pytest.mark.timeout(1500)
-def test_each_kind_of_fault_once_in_one_run(
-    cluster_of_five: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conf = slurm_conf(cluster_of_five)
-    monkeypatch.setenv("SLURM_CONF", str(conf))
-    sequence = FaultSequence(SlurmCluster(conf, cluster_of_five), tmp_path / "faults" / "run", store)
+def test_each_kind_of_fault_once_in_one_run(cluster: SlurmCluster, store: Path, tmp_path: Path) -> None:
+    sequence = FaultSequence(cluster, tmp_path / "faults" / "run", store)
     sequence.submit()
-    for fault, moment in SEQUENCE:
-        print(sequence.meet(fault, moment), flush=True)
-    sequence.finish()
+    try:
+        for fault, moment in SEQUENCE:
+            print(sequence.meet(fault, moment), flush=True)
+        sequence.finish()
+    finally:
+        sequence.repair()
 
 
 def test_each_kind_of_fault_is_met_by_a_test() -> None:
