@@ -33,5 +33,5 @@ def test_an_unknown_weight_is_a_user_error() -> None:
 
 
 def test_a_shape_without_a_family_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="neither of the Llama, the Gemma, the GPT-2 nor the ViT family"):
+    with pytest.raises(UserError, match="of none of the Llama, Gemma, OLMo, GPT-2 and ViT families"):
         find_model_family(replace(LLAMA, norm="layernorm"))
