@@ -23,11 +23,12 @@ from hpc_train.interfaces import MicroBatch, StepBatch, World
 from hpc_train.testing import run_ranks
 
 JOIN = """
-import torch, torch.distributed as dist, hpc_train
+import os, torch, torch.distributed as dist, hpc_train
 world = hpc_train.init(tp=2)
 total = torch.tensor([world.rank + 1.0])
 dist.all_reduce(total)
-print(world.rank, world.size, world.mesh.size(2), world.mesh.size(4), total.item(), flush=True)
+numbers = world.rank, world.size, world.mesh.size(2), world.mesh.size(4), total.item()
+os.write(1, (" ".join(map(str, numbers)) + "\\n").encode())  # at once, as both ranks write into one pipe
 dist.destroy_process_group()
 """
 

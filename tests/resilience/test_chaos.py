@@ -54,17 +54,19 @@ print("goes on", flush=True)
 """
 
 
-def test_a_rank_that_holds_the_interpreter_shows_its_stacks_and_holds_on() -> None:
-    rank = subprocess.Popen([sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_a_rank_that_holds_the_interpreter_shows_its_stacks_and_holds_on(tmp_path: Path) -> None:
+    stacks = tmp_path / "stacks"
+    with stacks.open("w") as file:
+        rank = subprocess.Popen([sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, stderr=file, text=True)
     assert rank.stdout is not None
-    assert rank.stderr is not None
     while rank.stdout.readline() != "holds\n":
         pass
-    for _ in range(2):
-        rank.send_signal(signal.SIGUSR1)
-        while "hold_interpreter_lock" not in rank.stderr.readline():
-            pass
-    time.sleep(0.2)
+
+    def shows_itself_twice() -> bool:
+        rank.send_signal(signal.SIGUSR1)  # the first may come before it holds the lock
+        return stacks.read_text().count("in hold_interpreter_lock") >= 2
+
+    wait_until(shows_itself_twice)
     assert rank.poll() is None
     rank.kill()
     out, _ = rank.communicate()

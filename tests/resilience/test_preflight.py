@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,18 +109,19 @@ def _one_rank_a_node(world: World) -> World:
 @contextmanager
 def busy_cpu(cpu: int, processes: int) -> Iterator[None]:
     """Keep one CPU busy with several processes, all of which run when this begins."""
-    spin = f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nprint(flush=True)\nwhile True: pass"
-    running = [subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) for _ in range(processes)]
+    spin = f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nany(os.fork() == 0 for _ in range({processes - 1}))\n"
+    spin += "os.write(1, b'.')\nwhile True: pass"
+    parent = subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE, start_new_session=True)
+    assert parent.stdout is not None
     try:
-        for process in running:
-            assert process.stdout is not None
-            process.stdout.readline()
-            process.stdout.close()
+        for _ in range(processes):
+            parent.stdout.read(1)
         yield
     finally:
-        for process in running:
-            process.kill()
-            process.wait()
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.stdout.read()  # ends when the last of them has
+        parent.stdout.close()
+        parent.wait()
 
 
 def test_every_rank_gets_the_same_figures_of_every_node() -> None:
@@ -142,7 +144,7 @@ def test_a_node_whose_cpu_is_busy_is_found() -> None:
     def check(world: World) -> Preflight:
         return run_preflight(_one_rank_a_node(world), f"node{world.rank}", QUICK)
 
-    with busy_cpu(sorted(os.sched_getaffinity(0))[-1], 12):
+    with busy_cpu(sorted(os.sched_getaffinity(0))[-1], 30):  # far more than the other tests that run on the other CPU
         result = run_ranks(check, 4)[0]
     assert [node.host for node in result.slow if node.blamed] == ["node2"]
     assert "node2: matrix product takes" in result.slow[0].describe()
