@@ -65,6 +65,7 @@ def test_json_has_every_operation_of_every_side_and_nothing_is_left(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_equal_tensors_as_a_table_and_a_plot(tmp_path: Path) -> None:
     where = tmp_path / "disk"
     where.mkdir()

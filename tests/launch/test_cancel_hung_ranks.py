@@ -81,6 +81,7 @@ def test_a_point_of_a_sweep_here(workshop: Workshop, capsys: pytest.CaptureFixtu
     assert processes(workshop.folder) == []
 
 
+@pytest.mark.long
 def test_a_run_that_answers_is_only_waited_for(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     job = workshop.start("run", *ENDLESS, "launch.cancel_seconds=100", faults="0:train:3:listen")
     workshop.wait_for_fault("0:train:3:listen", job)

@@ -162,7 +162,7 @@ def test_shell_in_a_setting_is_never_run(where: tuple[str, str], plain: dict[str
     assert_harmless(plain, stubs, where, value, base)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     where=st.sampled_from(SETTINGS),
     value=st.lists(st.one_of(st.sampled_from(PAYLOADS), st.sampled_from("ax/ -=.")), min_size=1, max_size=4),

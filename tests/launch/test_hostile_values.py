@@ -133,7 +133,7 @@ def test_options_that_would_make_another_job_of_it_are_refused(option: str) -> N
         script_of(compose(default_to_slurm([f"+launch.extra.{option}=x"])), Path("/scratch/run"))
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(alphabet=st.sampled_from("'\"\\$`;|&<>(){}[]!#*?~ %=-\tabz\n\0é"), min_size=1, max_size=30))
 def test_any_text_is_quoted_or_refused(
     plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, value: str

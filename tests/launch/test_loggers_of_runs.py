@@ -192,7 +192,11 @@ def test_a_logger_of_an_installed_package_gets_every_step_and_loads_nothing_else
     [
         ("fails", r"logger own: ValueError: the server has no room; training goes on without it"),
         ("spins", r"logger own: not done 3 s after the end of the run \(loggers.close_seconds\), and killed"),
-        ("lingers", r"logger own: not done 3 s after the end of the run \(loggers.close_seconds\), and killed"),
+        pytest.param(
+            "lingers",
+            r"logger own: not done 3 s after the end of the run \(loggers.close_seconds\), and killed",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_logger_that_fails_or_blocks_stops_nothing(

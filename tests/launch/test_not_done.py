@@ -76,6 +76,7 @@ def test_points_of_a_sweep_whose_loss_is_not_finite_in_the_end(
     assert described[1e20] is None, "a checkpoint with NaN in it is no run that is done"
 
 
+@pytest.mark.long
 def test_by_other_launchers_too(workshop: Workshop) -> None:
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     command = (torchrun, "--nproc-per-node=1", "-m", "hpc_train", "train")

@@ -80,6 +80,7 @@ def test_an_exception_that_would_come_again_is_not_tried_again(workshop: Worksho
     assert events(workshop, "restart") == []
 
 
+@pytest.mark.long
 def test_an_exception_after_a_checkpoint_is_tried_again(workshop: Workshop, uninterrupted: Any) -> None:
     ended = workshop.train("run", *LONG, faults="1:train:7:raise")
     assert ended.code == 0, ended
@@ -175,6 +176,7 @@ def test_a_run_survives_what_chaos_orders(
     assert "not started with resilience.chaos=true" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_a_gradient_that_differs_on_one_rank_is_noticed_and_its_checkpoint_distrusted(
     workshop: Workshop, uninterrupted: Any
 ) -> None:
@@ -192,6 +194,7 @@ def test_a_gradient_that_differs_on_one_rank_is_noticed_and_its_checkpoint_distr
     assert_same_run(run, uninterrupted)
 
 
+@pytest.mark.long
 def test_a_weight_that_differs_on_one_rank_is_noticed_and_its_checkpoints_distrusted(
     workshop: Workshop, uninterrupted: Any
 ) -> None:

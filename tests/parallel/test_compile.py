@@ -148,7 +148,7 @@ def graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     counters.clear()
 
 
-DRAWN = ("asynchronous-full", "tp-dropout-full")
+DRAWN = ("asynchronous-full",)
 
 
 @pytest.mark.usefixtures("graphs_only")

@@ -169,7 +169,7 @@ def _compare_run(overrides: tuple[str, ...]) -> dict[int, tuple[float, float]]:
     return {rank: (sum(found.planned[rank].values()), float(peak)) for rank, peak in counted.items()}
 
 
-@pytest.mark.parametrize("layout", draw_every(DRAWN, 3))
+@pytest.mark.parametrize("layout", draw_every(DRAWN, 5))
 def test_what_is_whole_between_uses_is_planned(layout: str) -> None:
     for planned, counted in _compare(layout).values():
         assert planned == pytest.approx(counted, rel=TOLERANCE)

@@ -101,6 +101,7 @@ def test_the_tables_add_up(traced: tuple[Path, list[dict[str, Any]]]) -> None:
         assert in_modules <= profile.phases["forward"] * 1.01
 
 
+@pytest.mark.long
 def test_tracing_changes_no_number(traced: tuple[Path, list[dict[str, Any]]], store: Path, tmp_path: Path) -> None:
     done = call("train", *RUN, f"data.path={store}", f"run_dir={tmp_path / 'plain'}", "train.steps=5")
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from drawn import draw
 from lab import BASE, LAYOUTS
 
 from hpc_train.config.compose import compose
@@ -116,7 +117,7 @@ def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int
     assert dist.Work.wait is wait
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
+@pytest.mark.parametrize("layout", draw(["ddp", "fsdp", "tp"], ("ddp", "tp")))
 def test_others_are_blocked_for_as_long_as_one_is_late(layout: str, store: Path, tmp_path: Path) -> None:
     train(store, tmp_path, layout, late=True)
     table = read_step_table(tmp_path)
@@ -131,7 +132,7 @@ def test_others_are_blocked_for_as_long_as_one_is_late(layout: str, store: Path,
     assert np.prod(list(losses.efficiencies.values())) == pytest.approx(losses.useful / losses.total, rel=0.01)
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("layout", draw(sorted(LAYOUTS), ("ddp", "fsdp", "tp")))
 def test_recording_changes_no_number(layout: str, store: Path, tmp_path: Path) -> None:
     recorded = train(store, tmp_path / "a", layout)
     assert recorded == train(store, tmp_path / "b", layout, record=False)

@@ -88,7 +88,12 @@ def list_space() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     ("verdict", "start", "most_until_best"),
-    [("launch", START, 4), ("network", START, 4), ("compute", START, 4), ("network", NO_OVERLAP, 20)],
+    [
+        ("launch", START, 4),
+        ("compute", START, 4),
+        ("network", NO_OVERLAP, 20),
+        pytest.param("network", START, 4, marks=pytest.mark.long),
+    ],
 )
 def test_it_finds_the_best_of_all_in_a_fifth_of_the_runs(
     verdict: str, start: Sequence[str], most_until_best: int

@@ -114,6 +114,7 @@ def test_a_model_without_known_blocks_or_a_pipeline_is_one_line(tmp_path: Path) 
         search_schedule(PartTimes(0.0, (1.0, 1.0), 0.0), 4, 8)
 
 
+@pytest.mark.long
 def test_sleeping_ranks_are_faster_in_the_order_that_was_found(tmp_path: Path) -> None:
     """Real ranks run both orders by the engine's own stages, which sleep as long as the simulation says."""
     run = ["model=llama_1b", "model.vocab_size=128256", "parallel=pp", "parallel.pp=4", "launch.ranks=4"]

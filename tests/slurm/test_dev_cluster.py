@@ -67,6 +67,7 @@ def test_node_that_slurm_holds_for_down_requeues_its_job(slurm_cluster: SlurmClu
     slurm_cluster.wait_for_sacct(job, ("State",), [("NODE_FAIL",), ("COMPLETED",)])
 
 
+@pytest.mark.long
 def test_power_loss_requeues_the_job_elsewhere(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     job = running_counter(slurm_cluster, tmp_path, "-N2")
     lost = slurm_cluster.job(job)["BatchHost"]

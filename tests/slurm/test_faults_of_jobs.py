@@ -258,6 +258,7 @@ def test_the_next_job_of_a_chain_leaves_a_lost_node_out(
     assert again["why"].startswith("going on from step 20 on other nodes, in the next job of the chain")
 
 
+@pytest.mark.long
 def test_a_lost_node_is_taken_again_where_slurm_has_no_other(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -293,6 +294,7 @@ def test_a_spare_node_takes_over_in_the_same_job(
     assert "requeue" not in kinds(run)
 
 
+@pytest.mark.long
 def test_a_node_on_which_ranks_die_twice_is_replaced_by_a_spare(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -306,6 +308,7 @@ def test_a_node_on_which_ranks_die_twice_is_replaced_by_a_spare(
     assert "requeue" not in kinds(run)
 
 
+@pytest.mark.long
 def test_the_same_fault_again_and_again_ends_the_job_for_good(
     slurm_cluster: SlurmCluster, settings: list[str], tmp_path: Path
 ) -> None:
@@ -324,6 +327,7 @@ def hosts_of(run: Path) -> dict[int, str]:
     return {rank["rank"]: rank["host"] for rank in json.loads((run / "rankmap.json").read_text())["ranks"]}
 
 
+@pytest.mark.long
 def test_a_notice_on_one_node_saves_and_requeues(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:

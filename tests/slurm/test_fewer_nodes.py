@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from slurm_client import SlurmCluster
 from training_client import TINY, kinds, lines, steps_done, submit, tensors, wait_until
 
@@ -25,6 +26,7 @@ def nodes_of(run: Path, attempt: int) -> int:
     return len(json.loads((run / f"logs/{attempt}/attempt.json").read_text())["nodes"].split(","))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_fewer_nodes_and_comes_back_to_all(
     slurm_cluster: SlurmCluster, store: Path, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_spare_takes_over_once(folder: RunDirectory) -> None:
     assert run_ranks(check_nodes, 4, folder, make_attempt(folder), 1) == [""] * 4  # there was no other node
 
 
+@pytest.mark.long
 def test_without_a_spare_it_is_only_said(folder: RunDirectory) -> None:
     attempt = make_attempt(folder)
     assert run_ranks(check_nodes, 4, folder, attempt, 0) == [""] * 4
