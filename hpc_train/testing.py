@@ -79,6 +79,8 @@ def _fork(
 ) -> list[T]:
     if dist.is_initialized():
         raise RankFailure("run_ranks: this process is a rank already; start all ranks with one run_ranks")
+    import hpc_train.runtime.start  # noqa: F401  each rank needs it, and would take half a second to import it anew
+
     context = multiprocessing.get_context("fork")
     processes: list[ForkProcess] = []
     receivers: dict[Connection, int] = {}
