@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,39 @@ class LocalNic:
 
     nic: Nic
     path: PciPath
+
+
+@dataclass(frozen=True)
+class NicPort:
+    """What the libraries of a fabric need to name a NIC, beside the name of its device."""
+
+    number: int | None = None
+    """The first port of an RDMA device that is up."""
+    subnet: str | None = None
+    """InfiniBand subnet prefix of that port, 16 hexadecimal digits."""
+    cxi: str | None = None
+    """Slingshot device, such as cxi0, whose network interface may have another name."""
+
+
+def read_nic_ports(nics: Iterable[Nic], root: Path = Path("/")) -> dict[str, NicPort]:
+    """Map the ids of RDMA and Slingshot NICs to their ports; other NICs are left out."""
+    rdma, cxi = root / "sys/class/infiniband", root / "sys/class/cxi"
+    cxi_of = {get_pci_address(find_pci_path(device)): device.name for device in list_entries(cxi)}
+    ports = {}
+    for nic in nics:
+        if nic.layer == "slingshot":
+            ports[nic.id] = NicPort(cxi=cxi_of.get(nic.pci) if nic.pci else None)
+        elif nic.device and (rdma / nic.device).exists():
+            ports[nic.id] = _read_rdma_port(rdma / nic.device)
+    return ports
+
+
+def _read_rdma_port(device: Path) -> NicPort:
+    for port in list_entries(device / "ports"):
+        if port.name.isdecimal() and (read_text(port / "state") or "").endswith("ACTIVE"):
+            prefix = re.sub("[^0-9a-f]", "", (read_text(port / "gids/0") or "").lower())[:16]
+            return NicPort(int(port.name), prefix if len(prefix) == 16 else None)
+    return NicPort()
 
 
 def read_local_nics(root: Path = Path("/")) -> tuple[LocalNic, ...]:

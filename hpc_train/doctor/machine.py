@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import resource
 import shutil
@@ -15,10 +16,12 @@ from typing import Any
 from hpc_train.cluster.filesystems import MountedFileSystem, find_filesystem
 from hpc_train.cluster.local_gpus import load_nvml
 from hpc_train.cluster.spec import Gpu, Nic
+from hpc_train.cluster.sysfs import list_entries
 from hpc_train.cluster.this_machine import describe_this_node
 from hpc_train.config.run import RunConfig
 from hpc_train.doctor.findings import Finding, fail_check, join_first, pass_check, warn_check
 from hpc_train.doctor.software import check_environment, check_software, check_tools
+from hpc_train.runtime.binding import NodeSurvey, survey_node
 from hpc_train.units import GIB
 
 DEFAULT_RUN_DIR = "runs"
@@ -30,7 +33,7 @@ def check_machine(config: RunConfig, env: Mapping[str, str], host: str, nodes: i
     shared = nodes > 1 or config.launch.kind == "slurm"
     return [
         *check_software(),
-        *check_gpus(),
+        *check_gpus(env),
         *check_tools(env),
         *check_limits(Path(config.run_dir or DEFAULT_RUN_DIR).absolute(), shared),
         *check_environment(env, host, nodes, config.cluster.fabric.interface, local),
@@ -141,19 +144,22 @@ class GpuClock:
     """Bits of the reasons why the clock is lowered."""
 
 
-def check_gpus() -> Iterator[Finding]:
-    """Run the checks of GPUs and NICs."""
+def check_gpus(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Run the checks of GPUs and NICs. env: in which variables may name NICs."""
     import torch
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        node = describe_this_node().nodes[0]
+        cluster = describe_this_node()
+    node = cluster.nodes[0]
     for warning in said:
         yield fail_check("driver", str(warning.message), "see dmesg for the GPU that fell off, and drain the node")
     seen = torch.cuda.device_count()
     yield check_gpus_in_torch(node.gpus, seen, torch.version.cuda is not None or torch.version.hip is not None)
     yield from check_nvlinks(node.gpus)
     yield from check_ports(node.nics)
+    yield from check_nic_variables(survey_node(lambda: cluster), len(node.gpus))
+    yield from check_named_nics(env)
     yield from check_clocks(read_clocks(load_nvml()))
 
 
@@ -222,6 +228,48 @@ def check_ports(nics: Sequence[Nic]) -> Iterator[Finding]:
         )
     else:
         yield pass_check("nics", f"{join_first([nic.device or nic.id for nic in up], 8)} up{speed}")
+
+
+def check_nic_variables(survey: NodeSurvey, gpus: int) -> Iterator[Finding]:
+    """Report the NIC that UCX is told to use on each rank with a GPU, or why it is told nothing."""
+    if not gpus or len(survey.fit_nics) < 2:
+        return
+    name = "UCX_NET_DEVICES"
+    values = [survey.nic_variables.get(nic, {}).get(name) for nic in survey.nic_of.values()]
+    chosen = [value for value in values if value is not None]
+    if len(survey.fit_nics) > gpus:
+        yield pass_check("nic of a rank", f"UCX chooses: {len(survey.fit_nics)} NICs for {gpus} GPUs")
+    elif chosen:
+        yield pass_check("nic of a rank", f"{name} by GPU, unless it is set: {join_first(chosen, 8)}")
+
+
+NIC_VARIABLES = {
+    "UCX_NET_DEVICES": ("infiniband", "net"),
+    "FI_VERBS_DEVICE_NAME": ("infiniband",),
+    "FI_EFA_IFACE": ("infiniband",),
+    "FI_CXI_DEVICE_NAME": ("cxi",),
+}
+"""Variables that name NICs -> the classes of /sys/class whose devices they name."""
+
+
+def check_named_nics(env: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
+    """Check that the NICs that variables of UCX and libfabric name are on this host."""
+    for name, kinds in NIC_VARIABLES.items():
+        value = env.get(name, "")
+        wanted = [part.partition(":")[0] for part in value.split(",") if part]
+        if not wanted or "all" in wanted or value.startswith("^"):
+            continue
+        have = sorted(device.name for kind in kinds for device in list_entries(root / "sys/class" / kind))
+        # libfabric's verbs provider takes beginnings of names.
+        prefix = name == "FI_VERBS_DEVICE_NAME"
+        absent = [
+            part
+            for part in wanted
+            if not any(device.startswith(part) if prefix else fnmatch.fnmatchcase(device, part) for device in have)
+        ]
+        if absent:
+            text = f"{name}={value}: this host has {join_first(have, 12) or 'none'}"
+            yield fail_check("environment", text, f"unset {name}; `train` gives each rank the NIC nearest to it")
 
 
 def read_clocks(nvml: Any | None) -> list[GpuClock]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpc_train.cluster.spec import Cluster
+from hpc_train.cluster.local_nics import NicPort, read_nic_ports
+from hpc_train.cluster.spec import Cluster, Nic
 from hpc_train.cluster.this_machine import describe_this_node
 from hpc_train.config.launch import LaunchConfig
 from hpc_train.placement.node.cpu_binding import (
@@ -24,6 +25,7 @@ from hpc_train.placement.node.cpu_binding import (
     read_processors,
 )
 from hpc_train.placement.node.nic_assignment import NO_PORT_UP, assign_nics
+from hpc_train.placement.node.nic_variables import name_nics
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +36,21 @@ class NodeSurvey:
 
     cliques: dict[str, str] = field(default_factory=dict)
     """PCI address of a GPU -> NVLink domain that spans nodes."""
-    nics: list[str] = field(default_factory=list)
-    """Devices fit for GPU traffic."""
+    fit_nics: list[Nic] = field(default_factory=list)
+    """NICs fit for GPU traffic."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Other devices that are up -> why they are not fit."""
     nic_of: dict[str, str] = field(default_factory=dict)
     """PCI address of a GPU -> the device that serves it."""
     gpu_links: dict[str, str] = field(default_factory=dict)
     """Two PCI addresses of GPUs, with a blank between -> kind of the link between them."""
+    nic_variables: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Device of a NIC -> the variables that make UCX or libfabric use it and no other."""
+
+    @property
+    def nics(self) -> list[str]:
+        """Devices fit for GPU traffic."""
+        return [nic.device or nic.id for nic in self.fit_nics]
 
 
 def find_pci_address(device: torch.device) -> str | None:
@@ -62,12 +71,17 @@ def find_nearby_processors(pci: str, root: Path = Path("/")) -> frozenset[int]:
         return frozenset()
 
 
-def survey_node(read: Callable[[], Cluster] = describe_this_node) -> NodeSurvey:
+def survey_node(
+    read: Callable[[], Cluster] = describe_this_node,
+    read_ports: Callable[[Iterable[Nic]], dict[str, NicPort]] = read_nic_ports,
+) -> NodeSurvey:
     """Read the GPUs and NICs of this node. If that fails it warns and returns nothing: it must not stop a job."""
     try:
         cluster = read()
         node = cluster.nodes[0]
         assignment = assign_nics(node, cluster.links)
+        fit = [nic for nic in node.nics if nic.id not in assignment.dropped]
+        ports = read_ports(fit)
     except Exception as error:
         log.warning("the GPUs and NICs of this node could not be read", exc_info=error)
         return NodeSurvey()
@@ -75,12 +89,13 @@ def survey_node(read: Callable[[], Cluster] = describe_this_node) -> NodeSurvey:
     pci = {gpu.id: gpu.pci or gpu.id for gpu in node.gpus}
     return NodeSurvey(
         cliques={pci[gpu.id]: gpu.clique for gpu in node.gpus if gpu.clique is not None},
-        nics=[devices[nic.id] for nic in node.nics if nic.id not in assignment.dropped],
+        fit_nics=fit,
         dropped={devices[nic]: why for nic, why in assignment.dropped.items() if why != NO_PORT_UP},
         nic_of={pci[gpu]: devices[nic] for gpu, nic in assignment.nic_of.items()},
         gpu_links={
             f"{pci[link.a]} {pci[link.b]}": link.kind for link in cluster.links if link.a in pci and link.b in pci
         },
+        nic_variables=name_nics(fit, ports),
     )
 
 

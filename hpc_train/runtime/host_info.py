@@ -58,6 +58,8 @@ class ProcessInfo:
     """Other devices that are up -> why they are not fit, of local rank 0."""
     nic_of: dict[str, str] = field(default_factory=dict)
     """PCI address of a GPU -> the device that serves it best, of local rank 0."""
+    nic_variables: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Device -> the variables that make UCX or libfabric use it and no other, of local rank 0."""
     harmful: dict[str, str] = field(default_factory=dict)
     """Inherited variables that do harm -> their values."""
     mpi: list[int] | None = None
@@ -103,6 +105,7 @@ def collect_process_info(
         nics=survey.nics,
         dropped_nics=survey.dropped,
         nic_of=survey.nic_of,
+        nic_variables=survey.nic_variables,
         harmful={variable.name: variable.value for variable in find_harmful_variables(env, 2 if several else 1)},
         mpi=list(mpi) if mpi else None,
     )

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,11 +27,9 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import RankMap, Task
 from hpc_train.placement.communication_environment import (
     VariableSetting,
-    apply_settings,
     choose_cpu_settings,
     choose_nic_settings,
     choose_socket_settings,
-    combine_with_site,
     find_harmful_variables,
     find_missing_file,
 )
@@ -50,6 +49,11 @@ from hpc_train.runtime.host_info import (
     read_mpi_rank_and_size,
 )
 from hpc_train.runtime.identity import find_own_address
+from hpc_train.runtime.rank_environment import (
+    RankEnvironment,
+    choose_gpu_nic_settings,
+    choose_mpi_nic_settings,
+)
 from hpc_train.runtime.start import make_identity_map, pick_device
 from hpc_train.runtime.store.exchange import arrive_at_gate, publish_value, read_published
 
@@ -399,6 +403,9 @@ def arrange_ranks(
     if needs_mpi and (missing := find_missing_mpi(task.launcher, env)):
         raise UserError(f"{needs_mpi}: {missing}")
     timeout = timedelta(seconds=config.launch.timeout_seconds)
+    environment = RankEnvironment(env, config.cluster.environment)
+    if needs_mpi and "mpi4py.MPI" not in sys.modules:
+        environment.set_before_mpi(choose_mpi_nic_settings(task, gpu))
     mpi_view = read_mpi_rank_and_size(task, timeout) if needs_mpi else None
     own_info = collect_process_info(task, env, address, gpu, mpi_view, visible)
     assignment, hashed = agree_on_assignment(
@@ -413,20 +420,20 @@ def arrange_ranks(
     settings = [VariableSetting(*setting) for setting in assignment.settings]
     # Before a library reads them: gloo, NCCL and OpenMP look at their variables once.
     sockets = choose_socket_settings(interface, task.nodes, config.cluster.fabric.interface is not None)
-    chosen, refused = combine_with_site([*sockets, *settings], config.cluster.environment)
-    applied, left_alone = apply_settings(chosen, env)
+    nic_settings = [] if needs_mpi else choose_gpu_nic_settings(node_infos, gpu, task.nodes)
+    environment.set([*sockets, *settings], nic_settings)
     if task.launcher != "single":
         export_environment(assignment, task, env)
     own = {**binding.as_json(), "gpu": gpu, "nic": node_infos[0].nic_of.get(gpu or "")}
-    shown = [setting for setting in applied if task.nodes > 1 or setting not in sockets]
-    lines = _report_lines(assignment, task, binding, shown, left_alone)
-    lines += [f"did not set {name}, as cluster.environment asks" for name in refused]
+    if environment.own:
+        own["environment"] = environment.own
+    changes = environment.describe(quiet=sockets if task.nodes == 1 else ())
     return RankMap(
         assignment.map_processes(),
         assignment.reason,
         assignment.warning,
-        tuple(lines),
-        _describe_assignment(assignment, hashed, applied, left_alone),
+        tuple(_report_lines(assignment, task, binding, changes)),
+        _describe_assignment(assignment, hashed, environment),
         own,
         assignment.gpus[task.local] if assignment.gpus else None,
     )
@@ -500,14 +507,8 @@ def _check_assignment(assignment: RankAssignment, task: Task, config: RunConfig)
         raise UserError(refusal)
 
 
-def _report_lines(
-    assignment: RankAssignment,
-    task: Task,
-    binding: RankBinding,
-    applied: Sequence[VariableSetting],
-    left_alone: Sequence[str],
-) -> list[str]:
-    """Return the lines that rank 0 prints."""
+def _report_lines(assignment: RankAssignment, task: Task, binding: RankBinding, changes: Sequence[str]) -> list[str]:
+    """Return the lines that rank 0 prints. changes: those on its environment variables."""
     lines = []
     if task.nodes > 1 or assignment.warning:
         lines.append(f"{'warning: ' if assignment.warning else ''}placement: {assignment.reason}")
@@ -515,14 +516,11 @@ def _report_lines(
         order = f"local ranks take GPUs {', '.join(map(str, assignment.gpus))}: " if assignment.gpus else ""
         lines.append(f"GPUs: {order}{assignment.gpu_reason}")
     lines.append(f"binding: {binding.describe()}")
-    lines += [f"set {setting}" for setting in applied]
-    lines += [f"kept your {name}" for name in left_alone]
+    lines += changes
     return lines + [f"warning: {note}" for note in assignment.notes]
 
 
-def _describe_assignment(
-    assignment: RankAssignment, hashed: str, applied: Sequence[VariableSetting], left_alone: Sequence[str]
-) -> dict[str, Any]:
+def _describe_assignment(assignment: RankAssignment, hashed: str, environment: RankEnvironment) -> dict[str, Any]:
     """Return the part of rankmap.json that is the same for all ranks."""
     return {
         "hash": hashed,
@@ -530,9 +528,9 @@ def _describe_assignment(
         **assignment.result,
         "master": [assignment.master, assignment.port],
         "environment": [
-            {"name": setting.name, "value": setting.value, "reason": setting.reason} for setting in applied
+            {"name": setting.name, "value": setting.value, "reason": setting.reason} for setting in environment.shared
         ],
-        "kept": list(left_alone),
+        "kept": environment.unchanged,
         **({"gpus": assignment.gpus} if assignment.gpus else {}),
         "notes": assignment.notes,
     }

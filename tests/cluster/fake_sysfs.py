@@ -49,8 +49,9 @@ class FakeMachine:
         ports: tuple[tuple[str, str, str], ...] = (("4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"),),
         guid: str = "0002:c903:0000:0001",
         driver: str = "mlx5_core",
+        subnet: str = "fe80:0000:0000:0000",
     ) -> Path:
-        """ports: state, rate and link layer of each."""
+        """ports: state, rate and link layer of each. subnet: prefix of the first GID of every port."""
         device = self.pci(path, numa)
         place = device / "infiniband" / name
         own = str(place.relative_to(self.root))
@@ -58,6 +59,7 @@ class FakeMachine:
         for number, (state, rate, layer) in enumerate(ports, 1):
             for what, content in (("state", state), ("rate", rate), ("link_layer", layer)):
                 self.file(f"{own}/ports/{number}/{what}", content)
+            self.file(f"{own}/ports/{number}/gids/0", f"{subnet}:{guid}")
         self.link(f"{own}/device", device)
         self.link(f"sys/class/infiniband/{name}", place)
         (self.root / "sys/bus/drivers" / driver).mkdir(parents=True, exist_ok=True)

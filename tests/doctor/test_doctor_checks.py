@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -28,6 +29,7 @@ from hpc_train.doctor.findings import (
 from hpc_train.doctor.machine import GpuClock
 from hpc_train.doctor.speeds import check_slow_nodes
 from hpc_train.resilience.preflight import NodeFigures, Preflight, SlowNode
+from hpc_train.runtime.binding import NodeSurvey
 
 
 def _is(found: Finding, status: Status, *words: str) -> None:
@@ -293,6 +295,38 @@ def test_ethernet_beside_a_fabric_may_be_unplugged() -> None:
     _is(found, "ok", "mlx5_0 up")
 
 
+def test_the_nics_that_ranks_would_be_told() -> None:
+    nics = [Nic(f"NIC{n}", f"mlx5_{n}") for n in range(2)]
+    names = {f"mlx5_{n}": {"UCX_NET_DEVICES": f"mlx5_{n}:1"} for n in range(2)}
+    survey = NodeSurvey(fit_nics=nics, nic_of={"a": "mlx5_1", "b": "mlx5_0"}, nic_variables=names)
+    (found,) = machine.check_nic_variables(survey, 2)
+    assert found.text == "UCX_NET_DEVICES by GPU, unless it is set: mlx5_1:1, mlx5_0:1"
+    (found,) = machine.check_nic_variables(survey, 1)
+    assert found.text == "UCX chooses: 2 NICs for 1 GPUs"
+    assert not list(machine.check_nic_variables(replace(survey, nic_variables={}), 2))
+    assert not list(machine.check_nic_variables(NodeSurvey(fit_nics=nics[:1]), 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fine"),
+    [
+        ("UCX_NET_DEVICES", "mlx5_0:1,eth0", True),
+        ("UCX_NET_DEVICES", "all", True),
+        ("UCX_NET_DEVICES", "mlx5_7:1", False),
+        ("FI_VERBS_DEVICE_NAME", "mlx5", True),
+        ("FI_VERBS_DEVICE_NAME", "rxe", False),
+        ("FI_CXI_DEVICE_NAME", "cxi0,cxi9", False),
+        ("FI_EFA_IFACE", "", True),
+    ],
+)
+def test_a_nic_that_a_variable_names_must_be_there(name: str, value: str, fine: bool, tmp_path: Path) -> None:
+    for device in ("infiniband/mlx5_0", "net/eth0", "cxi/cxi0"):
+        (tmp_path / "sys/class" / device).mkdir(parents=True)
+    found = list(machine.check_named_nics({name: value}, tmp_path))
+    assert [it.status for it in found] == ([] if fine else ["bad"])
+    assert all(it.text.startswith(f"{name}={value}: this host has ") for it in found)
+
+
 def test_clocks() -> None:
     assert list(machine.check_clocks([])) == []
     (fine,) = machine.check_clocks([GpuClock(0, 1980, 1980, 0x4), GpuClock(1, 1700, 1980, 0x0)])
@@ -346,7 +380,7 @@ def test_clocks_are_read_where_nvml_tells() -> None:
 def test_what_this_machine_says_of_itself() -> None:
     found = [
         *software.check_software(),
-        *machine.check_gpus(),
+        *machine.check_gpus({}),
         *software.check_tools({}),
         *machine.check_limits(Path.cwd(), False),
     ]
