@@ -86,6 +86,34 @@ class FakeFabric:
                 lines.append(f'{head}{link} {lid:7} {far_port:4}[  ] "{far.name}" ( )')
         return "\n".join(lines) + "\n"
 
+    def subnet_lst(self) -> str:
+        """As ibdiagnet2.lst and opensm-subnet.lst: a line for each end of a cable."""
+        return "".join(
+            f"{_lst_end(device, port)} {_lst_end(far, far_port)} PHY={rate[:2]} LOG=ACT SPD={LST_SPEEDS[rate[2:]]}\n"
+            for device in self.devices
+            for port, (far, far_port, rate) in sorted(device.cables.items())
+        )
+
+    def ibdiagnet_csv(self, ports: bool = True) -> str:
+        """As ibdiagnet2.db_csv, with a section that no reader needs; without the section PORTS if not `ports`."""
+        kinds = {"H": 1, "S": 2, "R": 3}
+        lines = ["# ibdiagnet", "START_NODES", "NodeDesc,NumPorts,NodeType,ClassVersion,SystemImageGUID,NodeGUID"]
+        for one in self.devices:
+            lines.append(f'"{one.name}",{one.ports},{kinds[one.letter]},1,0x{one.system:016x},0x{one.guid:016x}')
+        lines += ["END_NODES", "", "START_PORTS", "NodeGuid,PortGuid,PortNum,LinkWidthActv,LinkSpeedActv"]
+        for one in self.devices:
+            for port, (_, _, rate) in sorted(one.cables.items()):
+                lines.append(f"0x{one.guid:016x},0x{one.guid:016x},{port},2,{CSV_SPEEDS[rate[2:]]}")
+        lines += ["END_PORTS", "", "START_PM_INFO", "NodeGUID,PortNumber,rcv", "0x1,1,2", "END_PM_INFO", ""]
+        if not ports:
+            del lines[lines.index("START_PORTS") : lines.index("END_PORTS") + 1]
+        lines += ["START_LINKS", "NodeGuid1,PortNum1,NodeGuid2,PortNum2"]
+        for one in self.devices:
+            for port, (far, far_port, _) in sorted(one.cables.items()):
+                if (one.guid, port) < (far.guid, far_port):
+                    lines.append(f"0x{one.guid:016x},{port},0x{far.guid:016x},{far_port}")
+        return "\n".join([*lines, "END_LINKS", ""])
+
     def net(self) -> str:
         """As a net file of ibsim: names for ids, no GUIDs, no rates."""
         lines = ["# a net", ""]
@@ -99,6 +127,20 @@ class FakeFabric:
 
 LANES = {"HDR": "53.125 Gbps", "NDR": "106.25 Gbps", "EDR": "25.78125 Gbps", "FDR10": "10.0 Gbps (FDR10)"}
 """A lane's speed as iblinkinfo prints it."""
+
+LST_SPEEDS = {"HDR": "50", "NDR": "100", "EDR": "25", "FDR10": "FDR10", "XDR": "200"}
+"""A lane's speed as ibdiagnet2.lst has it."""
+CSV_SPEEDS = {"HDR": 1024, "NDR": 2048, "EDR": 512, "FDR10": 65536, "XDR": 16777216}
+"""A lane's speed as LinkSpeedActv of ibdiagnet2.db_csv has it."""
+
+
+def _lst_end(device: FakeDevice, port: int) -> str:
+    word = {"S": "SW", "H": "CA", "R": "Rt"}[device.letter]
+    return (
+        f"{{ {word} Ports:{device.ports:02X} SystemGUID:{device.system:016x} NodeGUID:{device.guid:016x} "
+        f"PortGUID:{device.guid:016x} VenID:000002C9 DevID:D2F0 Rev:000000A1 {{{device.name}}} LID:0009 "
+        f"PN:{port:02X} }}"
+    )
 
 
 def _free(device: FakeDevice, taken: int | None = None) -> int:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cluster.readers.hostfile import matches_hostfile, matches_hostlist, read_hostfile, read_hostlist
+from hpc_train.cluster.readers.infiniband.ibdiagnet_csv import matches_ibdiagnet_csv, read_ibdiagnet_csv
 from hpc_train.cluster.readers.infiniband.iblinkinfo import matches_iblinkinfo, read_iblinkinfo
 from hpc_train.cluster.readers.infiniband.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
 from hpc_train.cluster.readers.infiniband.ibstat import matches_ibstat, read_ibstat
+from hpc_train.cluster.readers.infiniband.subnet_lst import matches_subnet_lst, read_subnet_lst
 from hpc_train.cluster.readers.node.hwloc_xml import matches_hwloc_xml, read_hwloc_xml
 from hpc_train.cluster.readers.node.nccl_graph_xml import matches_nccl_graph, read_nccl_graph
 from hpc_train.cluster.readers.node.nccl_log import matches_nccl_log, read_nccl_log
@@ -78,6 +80,8 @@ def list_formats() -> tuple[TopologyFormat, ...]:
         TopologyFormat("hwloc_xml", matches_hwloc_xml, read_hwloc_xml, MAX_NODE_BYTES),
         TopologyFormat("ibnetdiscover", matches_ibnetdiscover, read_ibnetdiscover),
         TopologyFormat("iblinkinfo", matches_iblinkinfo, read_iblinkinfo),
+        TopologyFormat("subnet_lst", matches_subnet_lst, read_subnet_lst),
+        TopologyFormat("ibdiagnet_csv", matches_ibdiagnet_csv, read_ibdiagnet_csv),
         TopologyFormat("ibstat", matches_ibstat, read_ibstat, MAX_NODE_BYTES),
         TopologyFormat("hostlist", matches_hostlist, read_hostlist),
         TopologyFormat("hostfile", matches_hostfile, read_hostfile),
