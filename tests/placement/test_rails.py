@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.optimize import linprog
+from concurrent_flow import Ends, solve_concurrent_flow
 
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
@@ -25,32 +25,7 @@ from hpc_train.placement.fabric_from_config import (
 )
 from hpc_train.traffic.axes import Collective, Flow
 
-Ends = tuple[object, object]
 SPINES = 2
-
-
-def solve_concurrent_flow(demands: Mapping[Ends, float], capacity: Mapping[Ends, float]) -> float:
-    """Return the seconds in which all demands can be moved at once, each over any paths of the directed links."""
-    links, points = list(capacity), sorted({end for link in capacity for end in link}, key=repr)
-    wanted = list(demands)
-    # Variables: the flow of each demand on each link, then the share of all demands that moves in a second.
-    count = len(wanted) * len(links)
-    balance = np.zeros((len(wanted) * len(points), count + 1))
-    room = np.zeros((len(links), count + 1))
-    for number, (start, end) in enumerate(wanted):
-        for at, (a, b) in enumerate(links):
-            column = number * len(links) + at
-            balance[number * len(points) + points.index(a), column] += 1
-            balance[number * len(points) + points.index(b), column] -= 1
-            room[at, column] = 1
-        balance[number * len(points) + points.index(start), count] = -demands[start, end]
-        balance[number * len(points) + points.index(end), count] = demands[start, end]
-    goal = np.zeros(count + 1)
-    goal[count] = -1
-    limits = np.array([capacity[link] for link in links])
-    found = linprog(goal, A_ub=room, b_ub=limits, A_eq=balance, b_eq=np.zeros(len(balance)), method="highs")
-    assert found.status == 0, found.message
-    return 1 / float(found.x[count])
 
 
 def make_links(
