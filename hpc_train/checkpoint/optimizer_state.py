@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hpc_train.checkpoint.wrapped_optimizers import unwrap_optimizers
 from hpc_train.errors import UserError
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -46,8 +47,8 @@ class NamedOptimizers:
     """One or more optimizers over parameters that have names."""
 
     def __init__(self, optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raises UserError if a parameter is not one of the model, or belongs to two optimizers."""
-        self._optimizers = [_unwrap(optimizer) for optimizer in _list_optimizers(optimizers)]
+        """Raises UserError for what is no optimizer, and a parameter that is not the model's or belongs to two."""
+        self._optimizers, self._outer_groups = unwrap_optimizers(optimizers)
         names = {parameter: name for name, parameter in parameters.items()}
         self._owner: dict[str, tuple[Optimizer, nn.Parameter]] = {}
         self._group_of: dict[str, int] = {}
@@ -58,7 +59,8 @@ class NamedOptimizers:
                 if parameter not in names:
                     raise UserError(
                         f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
-                        "not in model=; make the optimizer after the model is split, and give all its modules"
+                        "not in model=; make the optimizer after the model is split, and give all modules, a parameter "
+                        "without one in an nn.ParameterList"
                     )
                 name = names[parameter]
                 if name in self._owner:
@@ -77,7 +79,7 @@ class NamedOptimizers:
     def describe_groups(self) -> list[dict[str, Any]]:
         """Return the hyperparameters of every group, and the names of its parameters on this rank."""
         described = []
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(self._outer_groups):
             values = {key: _plain_value(value) for key, value in group.items() if key not in _HOW_IT_RUNS}
             names = [name for name, group_number in self._group_of.items() if group_number == number]
             described.append({"values": values, "parameters": names})
@@ -85,13 +87,9 @@ class NamedOptimizers:
 
     def restore_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Set the hyperparameters that `describe_groups` returned."""
-        for group, described in zip(self._groups, saved, strict=True):
-            for key, value in described["values"].items():
-                current = group.get(key)
-                if isinstance(current, Tensor):
-                    current.fill_(value)
-                else:
-                    group[key] = tuple(value) if isinstance(value, list) and isinstance(current, tuple) else value
+        for group, outer, described in zip(self._groups, self._outer_groups, saved, strict=True):
+            for one in (group,) if outer is group else (group, outer):
+                _restore_values(one, described["values"])
 
     def check_groups(self, saved: Sequence[Mapping[str, Any]], where: str) -> None:
         """Raise UserError if the groups are others than those of the checkpoint."""
@@ -145,26 +143,14 @@ class NamedOptimizers:
                     )
 
 
-def _list_optimizers(optimizers: Optimizers) -> list[Optimizer]:
-    if isinstance(optimizers, Optimizer):
-        return [optimizers]
-    return list(optimizers.values()) if isinstance(optimizers, Mapping) else list(optimizers)
-
-
-def _unwrap(optimizer: Optimizer) -> Optimizer:
-    """Return torch's optimizer inside those of Lightning and Accelerate, whose `step` may do nothing."""
-    # Both keep torch's own optimizer under this name.
-    inner = getattr(optimizer, "optimizer", None)
-    return _unwrap(inner) if isinstance(inner, Optimizer) else optimizer
-
-
 def _make_tensor(key: object, name: str, value: object, parameter: nn.Parameter) -> Tensor:
     if isinstance(value, _NUMBERS) and isinstance(key, str) and "." not in key:
         kind = {bool: torch.bool, int: torch.int64}.get(type(value), torch.float64)
         return torch.tensor(value, dtype=kind)
     if not isinstance(value, Tensor) or not isinstance(key, str) or "." in key:
         raise UserError(
-            f"optimizer state {key!r} of {name!r} is a {type(value).__name__}; only tensors and numbers can be saved"
+            f"optimizer state {key!r} of {name!r} is a {type(value).__name__}; only tensors and numbers can be saved, "
+            "and in one process anything else through extra={'optimizer': optimizer.state_dict()}"
         )
     # One element, such as a step count, is the same on all ranks; more could be of any part.
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
@@ -182,10 +168,20 @@ def _plain_value(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _restore_values(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        current = group.get(key)
+        if isinstance(current, Tensor):
+            current.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) and isinstance(current, tuple) else value
+
+
 def _make_state(optimizer: Optimizer, missing: set[nn.Parameter]) -> None:
     """Make the state of the parameters in `missing` by a step with a rate and gradients of 0; the others are left out.
 
     The values of their state are of no use afterwards, because a load overwrites them. Gradients stay as they were.
+    Raises UserError if that step fails.
     """
     gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     rates = [group.get("lr") for group in optimizer.param_groups]
@@ -194,11 +190,24 @@ def _make_state(optimizer: Optimizer, missing: set[nn.Parameter]) -> None:
             if "lr" in group:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
             for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter) if parameter in missing else None
+                parameter.grad = _make_zero_gradient(optimizer, parameter) if parameter in missing else None
         optimizer.step()
+    except Exception as error:  # of a user's own optimizer, or one that needs a closure
+        raise UserError(
+            f"{type(optimizer).__name__} cannot make its state before a load, by a step with gradients of 0 "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); make one step before the load, which "
+            "overwrites all of it, or leave optimizer= out"
+        ) from error
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if "lr" in group:
                 group["lr"] = rate
+
+
+def _make_zero_gradient(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor:
+    """Make a gradient of 0; SparseAdam refuses one that is not sparse."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return torch.zeros_like(parameter, layout=torch.sparse_coo)
+    return torch.zeros_like(parameter)

@@ -24,7 +24,7 @@ from hpc_train.checkpoint.storage.step_selection import open_step
 from hpc_train.interfaces import TensorShard
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LOOPS = ("fsdp2_loop", "accelerate_loop", "lightning_trainer", "transformers_trainer")
+LOOPS = ("fsdp2_loop", "gan_loop", "accelerate_loop", "lightning_trainer", "transformers_trainer")
 MOST_LINES = 15
 STEPS = 30
 
@@ -84,7 +84,14 @@ def test_few_lines_are_changed(loop: str) -> None:
     assert 0 < len(lines) < MOST_LINES
 
 
-CASES = [("fsdp2_loop", 2), ("accelerate_loop", 0), ("lightning_trainer", 0), ("transformers_trainer", 0)]
+CASES = [
+    ("fsdp2_loop", 2),
+    ("gan_loop", 0),
+    ("gan_loop", 2),
+    ("accelerate_loop", 0),
+    ("lightning_trainer", 0),
+    ("transformers_trainer", 0),
+]
 
 
 @pytest.mark.timeout(900)
