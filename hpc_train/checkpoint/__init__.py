@@ -9,7 +9,7 @@ convert/   reshard steps; import and export other libraries' files
 
 checkpoints/step-<n>/manifest.json                 tensors, their places, sizes, checksums, `extra`
 checkpoints/step-<n>/index.h5                      a list of the tensors for HDF5 tools, without values
-checkpoints/step-<n>/shards/<folder>/<rank>.h5     one contiguous dataset a shard, readable by any HDF5 tool
+checkpoints/step-<n>/shards/<folder>/<rank>.h5     one contiguous dataset per shard, readable by any HDF5 tool
 checkpoints/step-<n>/shards/<folder>/<rank>.h5.digests   digest of every block of that file
 checkpoints/step-<n>/shards/<folder>/<first>-<last>.h5   shard file of several ranks (checkpoint.ranks_per_file)
 checkpoints/step-<n>/shards/<folder>/<rank>.step-<m>.h5  hard link to a file of step m (incremental)

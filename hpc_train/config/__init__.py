@@ -1,1 +1,1 @@
-"""The schema of conf/: one dataclass a group, range checks, and one-line errors with suggestions."""
+"""The schema of conf/: one dataclass per group, range checks, and one-line errors with suggestions."""

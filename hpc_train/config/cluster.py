@@ -35,7 +35,7 @@ class NodeConfig:
     gpus: int = config_field(default=0, ge=0)
     """GPUs of a node; 0 on a node without GPUs."""
     ranks: int | None = config_field(default=None, ge=1)
-    """Ranks a node; None means one a GPU (and one on a node without GPUs)."""
+    """Ranks a node; None means one per GPU (and one on a node without GPUs)."""
     cpus: int = config_field(default=1, ge=1)
     """Physical cores."""
     sockets: int = config_field(default=1, ge=1)

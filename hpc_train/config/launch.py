@@ -12,7 +12,7 @@ class LaunchConfig:
     kind: str = config_field(default="local", choices=("local", "slurm"))
     """How ranks are started. local: as processes on this machine; slurm: by submitting a job."""
     ranks: int | None = config_field(default=None, ge=1, le=4096)
-    """local: processes to start; None: one a GPU of this machine, or 2 without GPUs."""
+    """local: processes to start; None: one per GPU of this machine, or 2 without GPUs."""
     threads: int | None = config_field(default=None, ge=1, le=4096)
     """CPU threads of a rank; None: an equal share of the cores (local), or the CPUs that Slurm gave the task
     (slurm)."""

@@ -303,8 +303,8 @@ class TokenDataConfig(DataConfig):
     chat: bool = False
     """Records are conversations for the tokenizer's chat template; only the assistant's turns count in the loss."""
     tokenizer: str = "byte"
-    """byte: one token a byte; bpe: byte-pair encoding, trained on the text; else a tokenizer.json, or a folder with one
-    as transformers saves it."""
+    """byte: one token per byte; bpe: byte-pair encoding, trained on the text; else a tokenizer.json, or a folder with
+    one as transformers saves it."""
     end_of_document: str | None = None
     """Token after every document, for a tokenizer from a folder; None: its own choice, else its eos_token."""
     vocab_size: int = config_field(default=256, ge=256, le=1 << 31)

@@ -49,7 +49,7 @@ class TrainConfig:
     gc_every: int = config_field(default=50, ge=0)
     """Steps between two collections of Python's garbage, at the same step on all ranks; 0: whenever Python wants to."""
     record_steps: bool = True
-    """Record what each rank spends each step on, 200 bytes a step, for `hpc-train report`, `top` and `status`."""
+    """Record what each rank spends each step on, 200 bytes per step, for `hpc-train report`, `top` and `status`."""
     module: str | None = None
     """Python module to import first, where `loss` and `metrics` of your own are registered."""
     loss: str | None = None

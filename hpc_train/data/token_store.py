@@ -33,7 +33,7 @@ TOKENIZER = "tokenizer_json"
 SETTINGS = "tokenizer_settings"
 """uint8, JSON: special tokens and chat template of a tokenizer that came from a folder; absent for others."""
 COUNTED = "counted"
-"""uint8, one a token: 1 if it is a target that counts. Absent if all of them do."""
+"""uint8, one per token: 1 if it is a target that counts. Absent if all of them do."""
 
 SLICE_TOKENS = 1 << 22
 """Tokens read at once by everything that reads a whole store."""

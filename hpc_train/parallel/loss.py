@@ -80,9 +80,9 @@ def compute_first_loss_sum(model: nn.Module, out: Any, target: Tensor) -> Tensor
 def sum_split_cross_entropy(logits: DTensor, target: Tensor) -> Tensor:
     """Sum the cross entropy (nats) of split logits over the targets that count; a scalar, the same on each rank.
 
-    logits: (..., vocab), split over its last dimension on a mesh of one axis. target: (...), int64, whole.
-    Each rank adds up what its part of the vocabulary contributes to the normaliser and to the logit of the target
-    (Shoeybi et al. 2019, arXiv:1909.08053, section 3): two all-reduces of one and two numbers a token.
+    logits: (..., vocab), split over its last dimension on a mesh of one axis. target: (...), int64, whole. Each rank
+    adds up what its part of the vocabulary contributes to the normaliser and to the logit of the target (Shoeybi et al.
+    2019, arXiv:1909.08053, section 3): two all-reduces of one and two numbers per token.
     """
     local, first = logits.to_local().flatten(0, -2), shard_offset(logits)[-1]
     check_targets(target, logits.shape[-1])

@@ -63,7 +63,7 @@ class SequenceShare:
     rank: int
     ranks: int
     balanced: bool
-    """Cut into 2 x ranks chunks, of which rank r takes chunks r and 2 x ranks - 1 - r; else a chunk a rank."""
+    """Cut into 2 x ranks chunks, of which rank r takes chunks r and 2 x ranks - 1 - r; else a chunk per rank."""
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         """Return this rank's positions, (length / ranks,), int64, ascending; see chunks.

@@ -122,7 +122,7 @@ class CostModel:
         return CommunicationCost(sum(per_axis.values()), per_axis)
 
     def compute_link_bytes(self, order: Sequence[int]) -> dict[str, NDArray[np.float64]]:
-        """Map each level to [groups]: bytes a step that leave a group, or enter it, whichever are more."""
+        """Map each level to [groups]: bytes per step that leave a group, or enter it, whichever are more."""
         orders = np.asarray(order, np.int64)[None]
         return {
             level.name: self._compute_level_bytes(number, orders) for number, level in enumerate(self.fabric.levels)

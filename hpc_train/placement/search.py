@@ -58,10 +58,10 @@ def search_placement(
     sizes: mesh axis -> degree; their product is the world size. Raises UserError if they do not fill the nodes. Same
     input, same answer.
 
-    Up to 8 nodes every order is tried: the answer has the fewest seconds a step, then seconds next to busy neighbours,
-    then bytes x levels crossed, then groups that straddle a level, then nodes moved. For more nodes it is the best of
-    the launcher's order, orders along the tree and orders packed in whole cells, each with every nesting of the axes,
-    and, up to 256 nodes, swaps of nodes and cells.
+    Up to 8 nodes every order is tried: the answer has the fewest seconds per step, then seconds next to busy
+    neighbours, then bytes x levels crossed, then groups that straddle a level, then nodes moved. For more nodes it is
+    the best of the launcher's order, orders along the tree and orders packed in whole cells, each with every nesting of
+    the axes, and, up to 256 nodes, swaps of nodes and cells.
 
     If that gains less than 1 % of the seconds, with and without neighbours, uplinks may still be busier than either
     assumption: then the order with the fewest straddling groups, then crossings, is taken, if it has fewer than the

@@ -76,14 +76,14 @@ class StepLosses:
 
 
 def measure_work(table: StepTable) -> Array:
-    """Return C of each rank and bin, in seconds a step."""
+    """Return C of each rank and bin, in seconds per step."""
     parts = table["forward"] + table["backward"] + table["clip"] + table["update"]
     blocked = table["blocked_forward"] + table["blocked_backward"] + table["blocked_clip"]
     return np.asarray(np.maximum(parts - blocked, 0.0))
 
 
 def measure_blocked(table: StepTable) -> Array:
-    """Return the time in which collectives blocked each rank, by bin, in seconds a step."""
+    """Return the time in which collectives blocked each rank, by bin, in seconds per step."""
     return np.asarray(sum(table[f"blocked_{name}"] for name in ("forward", "backward", "clip", "rest")))
 
 
@@ -128,7 +128,7 @@ def split_step(table: StepTable, pipeline: Pipeline | None = None) -> StepLosses
 
 
 def _find_transfer(table: StepTable, complete: Any, pipeline: Pipeline | None) -> Array:
-    """Return the seconds a step in which collectives blocked all ranks alike, by bin.
+    """Return the seconds per step in which collectives blocked all ranks alike, by bin.
 
     Stages run different collectives, so that with a pipeline only ranks of one stage are compared, and what the
     schedule leaves idle is no transfer.

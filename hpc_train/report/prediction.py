@@ -66,7 +66,7 @@ def _parse(text: str) -> Any:
 
 
 def predict_gain(config: RunConfig, changed: RunConfig, ranks: int) -> float | None:
-    """Return the planner's tokens a second of `changed` over those of `config`, less 1.
+    """Return the planner's tokens per second of `changed` over those of `config`, less 1.
 
     None for a machine or model that the planner does not know, where it sees no difference between the two, and where
     the change would not fit into the memory.

@@ -1,6 +1,6 @@
 """Read a trace of torch.profiler, and add up what its steps went into: phases, operators, modules of the model.
 
-Times are seconds a step of one rank. The own time of an operator is its duration without that of what it calls; on a
+Times are seconds per step of one rank. The own time of an operator is its duration without that of what it calls; on a
 GPU it is the duration of the kernels that it has started. A backward operator belongs to the module whose forward made
 its node of the autograd graph: both have the same sequence number in the trace.
 """
@@ -36,7 +36,7 @@ class OperatorTime:
     calls: float
     """Calls in a step."""
     host: float
-    """Own seconds a step on the CPU."""
+    """Own seconds per step on the CPU."""
     device: float
     """Seconds a step of the kernels that it started."""
 

@@ -1,7 +1,7 @@
 """Break a run on purpose, to see whether it survives: orders to its ranks, and how a rank obeys one.
 
 `hpc-train chaos` writes orders as files into RUN/chaos. Each rank of a run with resilience.chaos=true looks there once
-a step, and once before the ranks meet, and obeys those that are for it. An order is renamed before it is obeyed, so
+per step, and once before the ranks meet, and obeys those that are for it. An order is renamed before it is obeyed, so
 that no restart obeys it again. Faults of machines (power, cables) are not offered: only an administrator can make
 those. A slow or full disk is one for the rank alone.
 """

@@ -125,9 +125,9 @@ _MPI_POLL_SECONDS = 0.002
 
 
 def publish_process_info(task: Task, own_info: ProcessInfo) -> None:
-    """Publish this process's ProcessInfo under a key of its node, so that process 0 reads one key a node."""
+    """Publish this process's ProcessInfo under a key of its node, so that process 0 reads one key per node."""
     store = _store_of(task)
-    # One key a node instead of one a process: process 0 of a large job then makes hundreds of reads, not tens of
+    # One key per node instead of one per process: process 0 of a large job then makes hundreds of reads, not tens of
     # thousands.
     append_to(store, _node_key(task.node), asdict(own_info))
     arrive_at_gate(store, _FACTS_GATE, task.processes)

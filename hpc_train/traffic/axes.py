@@ -320,7 +320,7 @@ def loss_flows(tokens: float, item: int, micro_batches: int) -> list[Flow]:
 def gradient_flows(sizes: Sequence[int], item: int, reductions: int) -> list[Flow]:
     """Return the sums over tp of the gradients of parameters that every tp rank holds whole.
 
-    sizes: elements of each; one call each. item: bytes of an element. reductions: times a step.
+    sizes: elements of each; one call each. item: bytes of an element. reductions: times per step.
     """
     if not sizes:
         return []

@@ -193,7 +193,7 @@ class _Job:
         return [*self.weights.dense_block * part.dense, *(*self.weights.block, *experts) * part.mixed]
 
     def _expert_groups(self, part: StagePart) -> list[axis_flows.ShardGroup]:
-        """Return the groups of experts, one a layer, which ep splits before fully_shard does."""
+        """Return the groups of experts, one per layer, which ep splits before fully_shard does."""
         parallel, shards = self.config.parallel, self.degrees.dp_shard * self.degrees.cp // self.ep
         rule = parallel.strategy, parallel.reshard_after_forward, self.degrees.pp, self.work.micro_batches, part.split
         experts = [replace(one, shape=(one.shape[0] // self.ep, *one.shape[1:])) for one in self.weights.experts]

@@ -31,7 +31,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(folder, "my_models.py", "import helper\n")
     write(folder, "helper.py", "VERSION = 1\n")
     monkeypatch.chdir(folder)
-    Plugins.instance()  # its scan happens once a process: with the whole path
+    Plugins.instance()  # its scan happens once per process: with the whole path
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry and code_sources.is_installed(Path(entry))])
     return folder
 

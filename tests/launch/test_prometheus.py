@@ -1,6 +1,6 @@
 """From a run to a dashboard: the metrics file of a node, a real node_exporter, a real Prometheus and its promtool.
 
-Takes about half a minute: a run is watched while it trains, and Prometheus asks once a second.
+Takes about half a minute: a run is watched while it trains, and Prometheus asks once per second.
 """
 
 from __future__ import annotations

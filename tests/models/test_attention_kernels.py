@@ -78,7 +78,7 @@ def test_a_window_as_long_as_the_sequence_changes_nothing() -> None:
 
 
 def test_flops_count_the_keys_in_the_window() -> None:
-    """By counting pairs; T / 2 and its like leave out half a key a token."""
+    """By counting pairs; T / 2 and its like leave out half a key per token."""
     config = TransformerConfig(name="x", layers=6, sliding_window=10, global_every=3)
     for layer, length in product(range(6), (4, 10, 37, 1000)):
         window = length if layer % 3 == 2 else 10

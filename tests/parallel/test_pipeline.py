@@ -222,7 +222,7 @@ def _traffic(world: World, case: Case) -> dict[str, int]:
 def test_ranks_send_hidden_states_once_each_way_and_reduce_gradients(schedule: str, strategy: str) -> None:
     """A pipeline of S stages moves 2 n (S - 1) B T hidden, less within a rank, and reduces tied gradients once.
 
-    zero1 reduces a gradient once a step, zero2 and zero3 in every micro-batch.
+    zero1 reduces a gradient once per step, zero2 and zero3 in every micro-batch.
     """
     case = _case(schedule, f"parallel={strategy}", "parallel.dp_shard=2", ranks=4, micro=2)
     ranks = run_ranks(_traffic, 4, case, parallel=case.config().parallel)

@@ -24,7 +24,7 @@ def test_the_step_law_gives_the_batches_of_gpt_3_and_llama_3(tokens: float, batc
 
 
 def test_llama_3_and_gpt_3_are_not_past_twice_the_critical_batch() -> None:
-    """16 million tokens a step at 15.6 trillion (arXiv:2407.21783), 3.2 million at 300 billion (arXiv:2005.14165)."""
+    """16 million tokens per step at 15.6 trillion (arXiv:2407.21783), 3.2 million at 300 billion (arXiv:2005.14165)."""
     assert critical_batch(15.6e12) > 16e6 / 2
     assert critical_batch(300e9) > 3.2e6 / 2
 

@@ -48,7 +48,7 @@ def states(told: Memory) -> float:
 
 @pytest.mark.parametrize(("zero", "each"), [(0, 16), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)])
 def test_states_of_the_zero_stages(zero: int, each: float) -> None:
-    """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1: 16 bytes a parameter, and what eight ranks share of them."""
+    """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1: 16 bytes per parameter, and what eight ranks share."""
     jobs = gpt(tp=1, dp_replicate=1, dp_shard=8, zero=zero)
     assert states(estimate_memory(jobs, PLAIN)) == pytest.approx(float(jobs.parameters) * each, rel=1e-6)
 

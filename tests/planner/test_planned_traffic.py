@@ -21,7 +21,7 @@ from hpc_train.planner.model.step_time import ulysses_bytes
 from hpc_train.traffic.flows import compute_flows
 
 _SMALL = {"number of targets", "loss", "loss and gradient norm", "largest logits", "sums of the loss"}
-"""Flows of a few bytes a token or less."""
+"""Flows of a few bytes per token or less."""
 
 
 def moved(config: RunConfig, world: int) -> dict[tuple[tuple[str, ...], str], float]:

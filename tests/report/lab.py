@@ -236,7 +236,7 @@ class Trouble:
 
     def _delay_backward(self, part: torch.nn.Module, inputs: Any, output: Tensor) -> None:
         def sleep(gradient: Tensor) -> None:
-            if self._slept_in != self._run.step:  # once a step
+            if self._slept_in != self._run.step:  # once per step
                 self._slept_in = self._run.step
                 time.sleep(self._delay * self.unit)
 

@@ -40,7 +40,7 @@ def test_slurms_own_count() -> None:
 
 
 def test_a_launcher_inside_a_step_of_other_tasks() -> None:
-    """torchrun once a node is as it should be; torchrun in each of 8 tasks on 2 nodes is not."""
+    """torchrun once per node is as it should be; torchrun in each of 8 tasks on 2 nodes is not."""
     once = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
     assert compare_with_slurm(TASK, once) is None
     assert compare_with_slurm(TASK, srun(2, 1, 0)) is None

@@ -130,7 +130,7 @@ def _without_compiler(overrides: tuple[str, ...], quick: bool) -> tuple[str, ...
 
 
 def _time_steps(steps: list[Step], device: torch.device, rounds: int, least: float) -> list[list[float]]:
-    """Return the seconds a step of every side in each round. least: seconds of a round of the first side."""
+    """Return the seconds per step of every side in each round. least: seconds of a round of the first side."""
     calls = max(1, round(least / time_calls(steps[0], 1, device)))
     seconds = [[0.0] * rounds for _ in steps]
     for number, index in interleave_rounds(rounds, len(steps)):

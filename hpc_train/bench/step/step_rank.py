@@ -337,7 +337,7 @@ def summarize_step(
 
 
 def summarize_side(side: Side, wall: Samples, cpu: Samples, tokens: int) -> SideResult:
-    """Summarise one side. wall, cpu: (rounds,) seconds a step. tokens: of a step, over all ranks."""
+    """Summarise one side. wall, cpu: (rounds,) seconds per step. tokens: of a step, over all ranks."""
     low, median, high = (float(value) for value in np.quantile(wall, (0.25, 0.5, 0.75)))
     cpu_median = float(np.median(cpu))
     return SideResult(side.name, median, (low, high), tokens / median, cpu_median, side.kept_mib, side.first_loss)

@@ -279,7 +279,7 @@ def find_distinct(values: Iterable[T]) -> tuple[list[T], Integers]:
 
 def _share_layout(key: Any, files: list[int], file_layouts: Sequence[FileLayout]) -> SharedLayout:
     numbered, shapes, places, within = key
-    # One column a row of the layout: its offset in each file. Rows with equal columns share one cut.
+    # One column per row of the layout: its offset in each file. Rows with equal columns share one cut.
     columns = zip(*(map(attrgetter("offset"), file_layouts[file].rows) for file in files), strict=True)
     found, cut = find_distinct(zip(shapes, columns, strict=True))
     cuts = tuple(

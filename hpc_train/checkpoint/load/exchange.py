@@ -2,8 +2,8 @@
 
 Files are divided into cells. Every rank counts the blocks of each cell that it would read; an all-reduce of these
 counts tells all ranks alike which cells would be read more than once. Those are shared out: each is read by one rank
-and passed on, in rounds of bounded memory. So a load by columns of what was saved by rows, or of the same parameters
-on many replicas, reads each byte from the file system once. The all-reduce moves three numbers a cell; everything else
+and passed on, in rounds of bounded memory. So a load by columns of what was saved by rows, or of the same parameters on
+many replicas, reads each byte from the file system once. The all-reduce moves three numbers per cell; everything else
 goes only between the two ranks concerned.
 """
 

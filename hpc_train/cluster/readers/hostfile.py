@@ -1,4 +1,4 @@
-"""Read files that name hosts: one host list as Slurm writes it, or a name a line as MPI launchers take it."""
+"""Read files that name hosts: one host list as Slurm writes it, or a name per line as MPI launchers take it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Readers of files of records: one file a format, each recognised by content. See formats.list_formats."""
+"""Readers of files of records: one file per format, each recognised by content. See formats.list_formats."""

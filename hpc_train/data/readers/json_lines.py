@@ -1,4 +1,4 @@
-"""JSON Lines: an object a line (jsonlines.org), plain or compressed with gzip or zstd."""
+"""JSON Lines: an object per line (jsonlines.org), plain or compressed with gzip or zstd."""
 
 from __future__ import annotations
 

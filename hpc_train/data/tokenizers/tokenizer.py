@@ -1,4 +1,4 @@
-"""Convert text to tokens and back: a token a byte, a byte-pair encoding trained on the corpus, or one from a folder."""
+"""Convert text to tokens and back: one token per byte, byte-pair encoding trained on the corpus, or one from a folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """One token a byte. The separator is the zero byte, because text files hold none; a newline ends every line."""
+    """One token per byte. The separator is the zero byte, because text files hold none; a newline ends every line."""
 
     name: str = "byte"
     vocab_size: int = BYTE_VOCAB

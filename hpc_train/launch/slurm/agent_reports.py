@@ -1,4 +1,4 @@
-"""Start the agents of a Slurm job, one a node, and read what they report.
+"""Start the agents of a Slurm job, one per node, and read what they report.
 
 They are a job step of their own, beside that of the ranks. If one of them ends, the others are told to leave, and all
 of them are started again.

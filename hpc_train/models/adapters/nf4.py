@@ -1,8 +1,8 @@
 """A frozen linear layer whose weight is kept in 4 bits (NF4), under an adapter or alone.
 
 NF4 (Dettmers et al. 2023, arXiv:2305.14314) keeps, of each 64 numbers, the largest magnitude in float32 and 16 levels
-of 4 bits: 4.5 bits a number. bitsandbytes rounds and expands; its blocks are ours, because a row has whole blocks here.
-So a rank can round its own rows, or its own columns, and has the numbers that one device would have.
+of 4 bits: 4.5 bits per number. bitsandbytes rounds and expands; its blocks are ours, because a row has whole blocks
+here. So a rank can round its own rows, or its own columns, and has the numbers that one device would have.
 
 Two frozen parameters take the place of the weight. They are of bytes, so that nothing casts them: fully_shard casts
 floating-point parameters to the format that it computes in.
@@ -28,7 +28,7 @@ BLOCK = 64
 _BLOCKS_AT_ONCE = 1 << 12
 """Rounding on a CPU compares each number with all 16 levels, in memory."""
 NF4_CODES, NF4_SCALES = "nf4_codes", "nf4_scales"
-"""Parameters of the layer: two numbers a byte (outputs, inputs / 2); float32 as bytes (outputs, inputs / 64 * 4)."""
+"""Parameters of the layer: two numbers per byte (outputs, inputs / 2); float32 as bytes (outputs, inputs / 64 * 4)."""
 
 
 class Nf4Weight:

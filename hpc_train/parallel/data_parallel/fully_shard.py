@@ -5,16 +5,16 @@ All three are fully_shard (FSDP2). They differ in when parameters are gathered a
 micro-batches, each rank exchanges:
 
               parameters are gathered       gradients are reduced     volume
-    zero1     once a step                   once a step               2 P
-    zero2     once a step                   in every micro-batch      (1 + M) P
+    zero1     once per step                   once per step               2 P
+    zero2     once per step                   in every micro-batch      (1 + M) P
     zero3     in forward and in backward    in every micro-batch      3 M P, or 2 M P without reshard_after_forward
 
-Pipeline stages do the same, except that zero3 without reshard_after_forward gathers once a step, because more than one
-micro-batch is in flight: (1 + M) P. torch's own pipelines keep whole gradients for the whole step, which is what zero1
-is for; zero2 and zero3 save that memory for M reductions, each overlapped with the backward of the next block.
+Pipeline stages do the same, except that zero3 without reshard_after_forward gathers once per step, because more than
+one micro-batch is in flight: (1 + M) P. torch's own pipelines keep whole gradients for the whole step, which is what
+zero1 is for; zero2 and zero3 save that memory for M reductions, each overlapped with the backward of the next block.
 
 Modules outside all blocks (embedding, head) are used at the end of forward and at the beginning of backward, so zero3
-gathers them once. Over dp_replicate the gradients of a shard are reduced once a step, in the last micro-batch.
+gathers them once. Over dp_replicate the gradients of a shard are reduced once per step, in the last micro-batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Say which optimizer updates a parameter, and with which settings: by name, by shape, and by where it is in the model.
 
-A glob that matches no parameter of the whole model is an error. With pipeline stages a rank has only some of the names,
-so the ranks agree on what matched.
+A glob that matches no parameter of the whole model is an error. With pipeline stages a rank has only some of the
+names, so the ranks agree on what matched.
 """
 
 from __future__ import annotations

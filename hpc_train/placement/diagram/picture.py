@@ -62,7 +62,7 @@ class PlacementPanels:
         )
 
     def _locate_ranks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (group, place in it) of every rank, [nodes, ranks a node], nodes in the order of ranks."""
+        """Return (group, place in it) of every rank, [nodes, ranks per node], nodes in the order of ranks."""
         members = list_groups(self.sizes, self.axes)
         group, place = np.empty(members.size, np.int64), np.empty(members.size, np.int64)
         group[members] = np.arange(len(members))[:, None]

@@ -119,7 +119,7 @@ def _classify_edges(phase: CollectivePhase) -> Literal["ring", "pairs", "closed"
 
 
 def compute_order_seconds(links: GpuLinks, phases: Sequence[LocalPhase], orders: Ints) -> Floats:
-    """Return [orders]: seconds a step of communication inside a node. orders: [orders, local ranks], their GPUs."""
+    """Return [orders]: seconds per step of communication inside a node. orders: [orders, local ranks], their GPUs."""
     tables = _RateTables(links)
     seconds = np.zeros(len(orders))
     for phase in phases:

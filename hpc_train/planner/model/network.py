@@ -145,8 +145,8 @@ class DataUses:
 def count_uses(jobs: Jobs) -> DataUses:
     """Count the uses by the rules of traffic.sharding, for an average stage of the first rank.
 
-    Pipelines of other stacks reduce gradients once a step. With zero 3 they gather for each of the m forwards and once
-    for backward, because what a backward has gathered stays until the step ends.
+    Pipelines of other stacks reduce gradients once per step. With zero 3 they gather for each of the m forwards and
+    once for backward, because what a backward has gathered stays until the step ends.
     """
     m, split = jobs.micro_batches, _count_split_backwards(jobs)
     rule = jobs.zero, jobs.reshard, jobs.pp, m, split

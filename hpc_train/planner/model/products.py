@@ -119,7 +119,7 @@ def grouped_seconds(
     rate = peak * jobs.gemm_ceiling * constants.gemm_efficiency * constants.grouped_efficiency
     rate = rate * np.where(peak > jobs.peak_flops_attention, _low_precision_share(jobs, constants), 1.0)
     moved = (rows * (inputs + outputs) + groups * inputs * outputs) * jobs.activation_bytes
-    # Few rows a group: the weights are read from memory whatever the arithmetic.
+    # Few rows per group: the weights are read from memory whatever the arithmetic.
     arithmetic = flops / rate * wave_quantization(jobs, padded, outputs)
     found: Column = np.maximum(
         arithmetic + moved * constants.gemm_traffic / jobs.memory_bandwidth, moved / jobs.memory_bandwidth

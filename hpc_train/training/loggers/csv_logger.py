@@ -1,4 +1,4 @@
-"""Write the metrics as metrics.csv, for spreadsheets and pandas.read_csv: a row a step, each step once."""
+"""Write the metrics as metrics.csv, for spreadsheets and pandas.read_csv: a row per step, each step once."""
 
 from __future__ import annotations
 

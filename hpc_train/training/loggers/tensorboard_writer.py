@@ -1,4 +1,4 @@
-"""Write TensorBoard's event file: one event a step, without a thread of its own.
+"""Write TensorBoard's event file: one event per step, without a thread of its own.
 
 torch's SummaryWriter writes one event for each value, from a thread that contends for the interpreter: about 1 % of the
 step of a small model.

@@ -2,9 +2,9 @@
 
 Every rank adds up the bits of its parameters, as integers; ranks that hold the same rectangles of the same tensors must
 come to the same sum, because they have made the same updates from the same averaged gradients. One all-gather of two
-numbers a rank, and one pass over the parameters, every `resilience.numbers.compare_every` steps. With three copies or
-more the odd one is named. Optimizer state is not compared, nor what exists once: with zero1 to
-zero3 a rank has its own share of the parameters, of which only dp_replicate makes copies.
+numbers per rank, and one pass over the parameters, every `resilience.numbers.compare_every` steps. With three copies or
+more the odd one is named. Optimizer state is not compared, nor what exists once: with zero1 to zero3 a rank has its own
+share of the parameters, of which only dp_replicate makes copies.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Write and read the records of steps: what each rank spent the time of each step on.
 
-Each node has one file an attempt, logs/<attempt>/steps-node-<n>.bin, to which its ranks append blocks. A block is a
+Each node has one file per attempt, logs/<attempt>/steps-node-<n>.bin, to which its ranks append blocks. A block is a
 header (magic, version, rank, number of records) and that many records of RECORD, all little-endian; each is one write,
 so that blocks of ranks do not mix. A block that was not written to its end is skipped by looking for the next header.
 
 A record has 200 bytes. The first 1,024 records of an attempt are of one step each, the next 1,024 of two, the next of
-four, and so on: an attempt of a million steps has about 10,000 records a rank.
+four, and so on: an attempt of a million steps has about 10,000 records per rank.
 
 Imports neither torch nor omegaconf, because commands that look at runs import it.
 """
