@@ -1,4 +1,4 @@
-"""A user's own models, losses, metrics, optimizers, learning-rate schedules and data sets, found by name.
+"""Find a user's own models, losses, metrics, optimizers, learning-rate schedules and data sets by name.
 
 A decorator of this module gives a function or class its name; the Python module that holds it is named in the
 configuration, or an installed package offers it by an entry point. An exception in it becomes one line that begins with

@@ -1,4 +1,4 @@
-"""The interfaces between packages (a leaf): the least that a model, an engine or a checkpoint writer must offer."""
+"""The interfaces between packages (a leaf): what a model, an engine or a checkpoint writer must at least offer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`hpc-train bench bubble`: measure the bubble of each pipeline schedule, and compare it with the simulation.
 
-Every rank is a process whose stages sleep for known times, run by the engine's own stages and torch's schedules over
-gloo. The measured bubble includes torch's time to send, receive and choose the next action, which the simulation lacks.
+Every rank is a process whose stages sleep for known times instead of computing. The engine's own stages and torch's
+schedules run them over gloo. The measured bubble includes torch's time to send, receive and choose the next action,
+which the simulation lacks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`hpc-train bench loader`: how fast batches of tokens reach a training loop, beside two common ways with `datasets`.
+"""`hpc-train bench loader`: measure how fast token batches reach a loop, compared with two uses of `datasets`.
 
-Every side reads the same texts and gives batches of the same shape in an order of its own. Ours and "datasets blocks"
-read tokens that were written before; "tokenized while read" does what loaders such as torchtitan's do, which tokenize a
-text when it is read and cut sequences out of a buffer of tokens. Rounds alternate between the sides, so that a machine
-that others use slows all of them alike.
+Every side reads the same texts and gives batches of the same shape, each in its own order. Ours and "datasets blocks"
+read tokens that were written beforehand. "tokenized while read" does what loaders such as torchtitan's do: it tokenizes
+each text when it is read and cuts sequences out of a buffer of tokens. Rounds alternate between the sides, so that
+other load on the machine slows all of them alike.
 """
 
 from __future__ import annotations

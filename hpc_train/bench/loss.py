@@ -1,4 +1,4 @@
-"""`hpc-train bench loss`: time and memory of output layer and loss, in chunks of tokens and all at once.
+"""`hpc-train bench loss`: compare time and memory of output layer and loss in chunks of tokens and all at once.
 
 Both sides run forward and backward over the same hidden states in interleaved rounds. Memory is what torch's operators
 have allocated at the worst moment, beyond hidden states and weight; kernels' own scratch memory is not seen. `--count`

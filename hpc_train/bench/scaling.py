@@ -1,7 +1,7 @@
-"""`hpc-train bench scaling`: how a training speeds up with more ranks or nodes, and where that stops paying.
+"""`hpc-train bench scaling`: measure the speed-up from more ranks or nodes, and where adding more stops paying off.
 
 Strong scaling keeps the global batch: efficiency is T(1) / (n T(n)). Weak scaling keeps the batch of a rank: efficiency
-is T(1) / T(n), the global batch growing with n. Both are relative to the smallest number in the list. The interval is
+is T(1) / T(n), and the global batch grows with n. Both are relative to the smallest number in the list. The interval is
 that of two standard errors of both medians. Beside them is what the planner predicts for strong scaling, where the
 cluster's GPUs are known, and what published runs reach.
 """

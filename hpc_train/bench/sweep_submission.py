@@ -1,6 +1,6 @@
-"""`hpc-train bench submit`: measure the time and the files that submitting a large sweep takes.
+"""`hpc-train bench submit`: measure how long submitting a large sweep takes, and how many files it writes.
 
-Every side sweeps the seed of the same configuration, with a --begin so late that nothing runs. Time is taken until
+Every side sweeps the seed of the same configuration, with a --begin time so late that no job runs. Time is taken until
 Slurm lists every point.
 """
 

@@ -1,7 +1,7 @@
-"""`hpc-train bench data`: how fast `data build` is beside the tokenizer's library alone, and beside `datasets`.
+"""`hpc-train bench data`: compare the speed of `data build` with the tokenizer's library alone and `datasets`.
 
-The library gets all texts in one list, in memory, and keeps no result: the least that any builder of token files does.
-Rounds alternate between the sides, so that a machine that others use slows all of them alike.
+The library gets all texts in one list in memory and keeps no result, which is the least work that any builder of token
+files does. Rounds alternate between the sides, so that other load on the machine slows all of them alike.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints for any training loop: the face of this room for programs that are not `hpc-train train`.
+"""Save and load checkpoints in any training loop: the public class for programs other than `hpc-train train`.
 
     with hpc_train.Checkpointer("checkpoints") as checkpointer:
         loaded = checkpointer.load_latest(model=model, optimizer=optimizer)
@@ -6,7 +6,7 @@
             ...
             checkpointer.save_async(step + 1, model=model, optimizer=optimizer, extra={"consumed": consumed})
 
-What is on the disk is what `hpc-train train` writes, so `hpc-train checkpoint ls|verify|reshard|export` work on it.
+The files are the same that `hpc-train train` writes, so `hpc-train checkpoint ls|verify|reshard|export` work on them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors and problems of checkpoints; the text of each is one line."""
+"""Define the errors and problems of checkpoints; the text of each is one line."""
 
 from __future__ import annotations
 

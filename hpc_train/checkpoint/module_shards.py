@@ -1,7 +1,7 @@
-"""List the tensors of a module as shards, in whatever way it is split: plain, DDP, FSDP2, tensor parallel, or both.
+"""List the tensors of a module as shards, however it is split: plain, DDP, FSDP2, tensor parallel, or several of these.
 
-A DTensor says which rectangle of the whole a rank holds. Which of several ranks with the same rectangle writes it is
-agreed by comparing the rectangles of all ranks, so nobody has to say how the ranks are arranged.
+A DTensor says which rectangle of the whole a rank holds. The ranks compare their rectangles to agree which of several
+holders writes one, so the caller need not say how the ranks are arranged.
 """
 
 from __future__ import annotations

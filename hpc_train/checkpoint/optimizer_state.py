@@ -1,4 +1,4 @@
-"""The state of any torch optimizer by the names of its parameters: list it, make what is missing, set it.
+"""List, create and set the state of any torch optimizer, by the names of its parameters.
 
 torch numbers parameters by their order in the optimizer. Here the state of parameter `w` is named
 `optim.<key>.w`, as in the checkpoints of `hpc-train train`, so that it can be split and arranged in any way.

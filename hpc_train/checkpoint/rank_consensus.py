@@ -1,4 +1,4 @@
-"""Collective decisions of the checkpoint ranks: runtime.consensus with the message types and errors of checkpoints."""
+"""Make collective decisions in saves and loads: runtime.consensus with the message types and errors of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpc-train generate`: let a trained model go on with a text."""
+"""`hpc-train generate`: let a trained model continue a text."""
 
 from __future__ import annotations
 

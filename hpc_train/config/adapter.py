@@ -1,4 +1,4 @@
-"""conf/adapter: fine-tuning by small trained matrices beside frozen weights."""
+"""conf/adapter: fine-tuning with small trained matrices added to frozen weights."""
 
 from __future__ import annotations
 

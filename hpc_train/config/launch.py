@@ -1,4 +1,6 @@
-"""conf/launch and conf/container: where a job runs, what it asks the scheduler for, and what its ranks run in."""
+"""conf/launch and conf/container: where a job runs, what it asks the scheduler for, and in which container its ranks
+run.
+"""
 
 from __future__ import annotations
 

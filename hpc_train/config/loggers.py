@@ -1,4 +1,4 @@
-"""conf/loggers: where the metrics of a run go beside metrics.jsonl."""
+"""conf/loggers: where the metrics of a run go in addition to metrics.jsonl."""
 
 from __future__ import annotations
 

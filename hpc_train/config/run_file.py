@@ -1,4 +1,4 @@
-"""Read the configuration that a run has left, which somebody else may have written."""
+"""Read the config.yaml of a run safely, since somebody else may have written it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a config dataclass is declared: typed fields with their legal range, sealed once they are checked."""
+"""Helpers to declare a config dataclass: typed fields with their legal range, made read-only once they are checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own data set: what the registered function returns becomes a Dataset (by index) or a stream.
+"""Wrap what a user's registered function returns as a Dataset (samples by index) or as a stream.
 
 A sample is (inputs, targets), or a dictionary with `targets`; its other entries are the inputs by name. With `labels`
 in place of `targets` both get them, as a model of transformers that computes its loss itself wants it.

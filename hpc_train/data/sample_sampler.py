@@ -1,4 +1,4 @@
-"""The order of samples of data/sample_order.py for loops of one's own: as arrays, and as a sampler of torch."""
+"""Offer the sample order of data/sample_order.py to a user's own training loop: as arrays, and as a torch Sampler."""
 
 from __future__ import annotations
 

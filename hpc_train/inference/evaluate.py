@@ -1,7 +1,7 @@
 """Measure a checkpoint on data, in one process, with the model, loss and metrics of training.
 
 The numbers are those that the run itself would write: the engine, its evaluation and the data sets are the same. Only
-the layout differs, which changes nothing but rounding.
+the layout differs, which changes only rounding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Generate text with a loaded model, through the generate of transformers and its cache of keys and values."""
+"""Generate text with a loaded model, using `generate` of transformers and its key-value cache."""
 
 from __future__ import annotations
 

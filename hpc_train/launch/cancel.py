@@ -1,4 +1,4 @@
-"""Cancel runs: what waits never starts, what runs saves and ends, and nothing is requeued.
+"""Cancel runs: pending jobs never start, running ones save and end, and nothing is requeued.
 
 scancel by itself gives the ranks KillWait (30 s by default) to save. Here they get the signal that also comes
 before a time limit, and have launch.cancel_seconds; the batch script finds the cancel marker and ends the job

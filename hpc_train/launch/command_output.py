@@ -1,7 +1,7 @@
-"""Lines that a launch reports while it works; the caller prints them, since nothing below cli/ prints.
+"""Pass the lines that a launch reports to its caller, who prints them: nothing below cli/ prints.
 
-A function that only adds remarks takes `report`, one that also has results takes a CommandOutput. What runs inside of a
-job prints to the log of that job.
+A function that only adds remarks takes `report`; one that also has results takes a CommandOutput. Code that runs inside
+a job prints to the log of that job.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Let a run go on with fewer nodes than it was submitted for, and come back to all of them (resilience.elastic).
+"""Let a run continue on fewer nodes than it was submitted for, and return to all of them later (resilience.elastic).
 
 After a loss without a spare the ranks start again on fewer nodes, as fewer data-parallel replicas. The global batch and
 the order of the samples stay the same, so the losses are those of the full run up to rounding. Whether Slurm has other

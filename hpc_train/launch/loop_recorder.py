@@ -1,4 +1,4 @@
-"""Record a loop of one's own, so that `hpc-train report`, `top` and `status` work on it.
+"""Record a user's own training loop, so that `hpc-train report`, `top` and `status` work on it.
 
     with hpc_train.LoopRecorder("runs/mine", model=model, optimizer=optimizer, steps=1000) as recorder:
         for step in range(first, 1000):

@@ -1,7 +1,7 @@
 """Find out what the ranks of a stuck run are doing: each writes its Python stack into its log on request.
 
-The request is SIGUSR1, which faulthandler answers without the interpreter: a rank in an endless loop, or waiting in a
-collective, answers too; one that is stopped, or whose node is gone, does not.
+The request is SIGUSR1, which faulthandler answers without the interpreter: a rank in an endless loop, or one that waits
+in a collective, also answers. A rank that is stopped, or whose node is gone, does not.
 """
 
 from __future__ import annotations

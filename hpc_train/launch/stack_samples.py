@@ -1,6 +1,6 @@
-"""Sample in which lines of Python the ranks of a running job are: faulthandler's stacks, some times, counted.
+"""Sample which lines of Python the ranks of a running job execute: take faulthandler's stacks several times and count.
 
-That needs nothing of torch, and ranks that hang in a collective or in a loop of C code answer, too.
+This does not need torch, and ranks that hang in a collective or in a loop of C code also answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Handle ranks that hang, on the side of the launcher: collect their stacks, record the incident, and end them."""
+"""Handle hanging ranks in the launcher: collect their stacks, record the incident, and end them."""
 
 from __future__ import annotations
 

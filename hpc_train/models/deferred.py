@@ -1,8 +1,8 @@
-"""Build a user's model without memory for its large parameters, and make each of them later, bit for bit.
+"""Build a user's model without allocating its large parameters, and create each of them later with the same bits.
 
 The constructor runs as usual, but large tensors are on the meta device and every operation on them is recorded, with
-the generator's state before each random one. To make a parameter, its own operations are run again. So a rank that
-holds a share of a model never holds all of it, and the values are those the constructor would have drawn.
+the generator's state before each random one. To make a parameter, its own operations are run again. So a rank never
+holds more than its share of the model, and the values are those that the constructor would have drawn.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Weights between our names and shapes and those of the transformers library, both ways.
+"""Convert weights between our names and shapes and those of the transformers library, both ways.
 
 The families are Llama, Mistral, Ministral, Gemma 2 and 3, OLMo 2 and 3, GPT-2, ViT, Mixtral, Qwen3-MoE, OLMoE and
 DeepSeek-V3.
 
-Pure functions of state dicts, also of a state dict of gradients. Linear weights are (out, in) on both sides but for
-GPT-2, whose Conv1D keeps (in, out) and puts q, k and v into one matrix. Files have a matrix for each expert, which we
-stack as (experts, in, out).
+Pure functions of state dicts, also of a state dict of gradients. Linear weights are (out, in) on both sides, except for
+GPT-2, whose Conv1D stores (in, out) and joins q, k and v in one matrix. Files have one matrix per expert; we stack them
+as (experts, in, out).
 """
 
 from __future__ import annotations

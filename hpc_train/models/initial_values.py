@@ -1,4 +1,4 @@
-"""Initial values, each a function of the seed, the parameter's name and the place in it: the same at any layout."""
+"""Draw initial values from the seed, the parameter's name and the element's index: the same values in any layout."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Time the checkpoints of a loop of one's own: hpc_train.Checkpointer against torch.distributed.checkpoint (DCP).
+"""Time checkpoints in a user's own training loop: hpc_train.Checkpointer and torch.distributed.checkpoint (DCP).
 
-The model is sharded by fully_shard and has an AdamW state. Both sides save and load the same modules in the same
-processes, in turn, each the way its documentation shows: DCP through get_state_dict and set_state_dict. DCP does not
+The model is sharded by fully_shard and has an AdamW state. Both sides take turns to save and load the same modules in
+the same processes, each the way its documentation shows: DCP through get_state_dict and set_state_dict. DCP does not
 synchronise its files by itself; here its writer does (sync_files), as ours does.
 """
 

@@ -1,4 +1,4 @@
-"""Time loads in another layout than that of the save, and count how many bytes they read.
+"""Time loads into a layout that differs from that of the save, and count the bytes that they read.
 
 Logical tensors are saved by rows, by all ranks or by one, and loaded by rows or columns, by all or by one, from files
 that are not in the page cache. The kernel counts the bytes read.

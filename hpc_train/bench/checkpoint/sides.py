@@ -1,8 +1,8 @@
 """Define the sides of `bench checkpoint`: ways to save this rank's tensors durably, and to load them.
 
-Single-rank sides write the raw bytes (direct or buffered), or use torch.save and safetensors. Sides whose ranks
-commit one checkpoint together are ours and torch.distributed.checkpoint (DCP). The tensors are those of a
-transformer and its AdamW state, or of equal size. The cost of an operation is wall time, CPU time and bytes read.
+Single-rank sides write the raw bytes (direct or buffered), or use torch.save and safetensors. In two sides all ranks
+commit one checkpoint together: ours and torch.distributed.checkpoint (DCP). The tensors are those of a transformer and
+its AdamW state, or of equal size. The cost of an operation is wall time, CPU time and bytes read.
 """
 
 from __future__ import annotations

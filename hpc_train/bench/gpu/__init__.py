@@ -1,1 +1,1 @@
-"""`hpc-train bench gpu`: what this project claims about one GPU, measured there in a few minutes."""
+"""`hpc-train bench gpu`: measure what this project claims about one GPU, in a few minutes."""

@@ -1,4 +1,4 @@
-"""Copies between a GPU and the host: how much of them the computation hides, and how long a checkpoint stops it."""
+"""Measure copies between a GPU and the host: how much of them computation hides, and how long a checkpoint stops it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`hpc-train bench gpu`: run every part on one GPU, each in a process of its own, and write a table.
 
-A part that fails, or takes too long, costs only its own rows: a card that one part leaves unusable is new for the next.
-Whatever is known is written after each part, so that a job that is killed leaves a table, too.
+A part that fails or takes too long loses only its own rows, because each part runs in a new process and gets a fresh
+CUDA context. The table is written after each part, so that a job that is killed still leaves one.
 """
 
 from __future__ import annotations

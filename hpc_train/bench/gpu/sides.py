@@ -1,6 +1,7 @@
 """The two sides of `bench gpu`: a step of this project's engine, and the loop that one would write by hand.
 
-Both train the same module on the same batch, in the same process. Neither shards, as there is one GPU.
+Both train the same module on the same batch, in the same process. Neither shards anything, because there is only one
+GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How often a step makes the host wait for the device, as torch itself counts it, and on a CPU by operators."""
+"""Count how often a step makes the host wait for the device: by torch's warnings on a GPU, by operators on a CPU."""
 
 from __future__ import annotations
 

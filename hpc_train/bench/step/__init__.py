@@ -1,1 +1,1 @@
-"""`hpc-train bench step`: our training step beside hand-written loops and other libraries, in one process group."""
+"""`hpc-train bench step`: compare our step with hand-written loops and other libraries in one process group."""

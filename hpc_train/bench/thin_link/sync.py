@@ -1,4 +1,4 @@
-"""`hpc-train bench sync`: tokens per second of loosely synchronised copies and of ddp over the same thin link.
+"""`hpc-train bench sync`: compare tokens/s of loosely synchronised copies and of ddp over the same slow link.
 
 Two ranks in two network namespaces train a transformer on random tokens over a link of limited rate. In each round ddp
 makes some steps, then the loose copies make all steps from one exchange to the next, with the exchange.

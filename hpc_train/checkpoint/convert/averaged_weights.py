@@ -1,4 +1,4 @@
-"""The weights of a step with the moving average in place of those that were trained."""
+"""Read the weights of a step with their moving average in place of the trained values."""
 
 from __future__ import annotations
 

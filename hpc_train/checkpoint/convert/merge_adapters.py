@@ -1,4 +1,4 @@
-"""The weights of a step with its adapters: exported as PEFT's files, or merged into the weights they change."""
+"""Read a step that has adapters: the adapters alone for PEFT's files, or merged into the weights that they change."""
 
 from __future__ import annotations
 

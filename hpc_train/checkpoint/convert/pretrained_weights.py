@@ -1,8 +1,8 @@
 """Read the weights of a folder of transformers into a model, one tensor at a time.
 
-Headers come first: names, shapes and types are compared with the model's before any rank starts, and nothing else of
-the files is read for that. Then each parameter is read when a rank asks for it, as a view of the mapped file, so that a
-rank touches only the pages that its shard covers.
+Headers come first: names, shapes and types are compared with the model's before any rank starts, without reading any
+tensor. Then each parameter is read when a rank asks for it, as a view of the mapped file, so that a rank touches only
+the pages that its shard covers.
 """
 
 from __future__ import annotations

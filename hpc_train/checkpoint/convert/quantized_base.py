@@ -1,6 +1,7 @@
-"""The base of a run with adapter.base=nf4, which its checkpoints do not have: read from model.path again, and rounded.
+"""Read the frozen weights of a run with adapter.base=nf4 from model.path, because its checkpoints hold only adapters.
 
-A step has a digest of the files of the base, so that adapters are never put on other weights without a word.
+Weights are rounded to NF4 and expanded again, so that they have the values that the adapters were trained on. Each step
+stores a digest of the weight files; if the files have changed since, reading fails.
 """
 
 from __future__ import annotations

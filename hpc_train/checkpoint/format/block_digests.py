@@ -1,7 +1,7 @@
 """Compute digests of the blocks of a shard file, and compress its chunks.
 
-Every block of a file has a digest in a table beside the file: reads are verified block by block, and damage has an
-address. A compressed file stores tensors in chunks, shuffled and deflated as HDF5's filters do. The manifest gives
+Every block of a file has a digest in a table beside the file, so that reads are verified block by block and damage can
+be located. A compressed file stores tensors in chunks, shuffled and deflated as HDF5's filters do. The manifest gives
 places in the uncompressed image, so that files of equal layout share them; the table also gives the place of each part
 of the image in the file.
 """

@@ -1,8 +1,8 @@
 """Lay out a shard file: HDF5 types of torch dtypes, and the HDF5 structure with a place for every tensor.
 
-h5py makes the structure once, for a file without data (`make_image`), and tells the place of each dataset. So the
-bytes of tensors never pass through HDF5's conversion or locks: they are copied to their places in memory, and the
-whole image is streamed to the disk. Equal rows make equal images. Elements are stored with the bits they have in
+h5py makes the structure once, for a file without data (`make_image`), and gives the offset of each dataset. So the
+bytes of tensors never pass through HDF5's conversion or locks: they are copied to their offsets in memory, and the
+whole image is streamed to the disk. Equal rows give equal images. Elements are stored with the bits they have in
 memory. torch is not imported at the top, because `checkpoint ls` imports this module.
 """
 

@@ -1,7 +1,7 @@
 """Describe which file of a step holds which rectangles, in layouts that many files share.
 
 Ten thousand ranks with a thousand tensors each are ten million rectangles, but a few layouts: the shapes of a rank's
-shards and their bytes in its file are those of its neighbours, and where a shard begins in its tensor follows a rule.
+shards and their bytes in its file are those of its neighbours, and the offset of a shard in its tensor follows a rule.
 
 A seal is the digest of what a file holds, made by the rank that writes it and stored beside it: a manifest that says
 anything else does not belong to the file. `find_single_shard_tensors` is the fast path for tensors stored whole in

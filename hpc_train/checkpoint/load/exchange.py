@@ -1,10 +1,10 @@
-"""Read once what several ranks need of the shard files, and pass it on by all-to-all.
+"""Read bytes that several ranks need only once, and pass them on by all-to-all.
 
-Files are divided into cells. Every rank counts the blocks of each cell that it would read; an all-reduce of these
-counts tells all ranks alike which cells would be read more than once. Those are shared out: each is read by one rank
-and passed on, in rounds of bounded memory. So a load by columns of what was saved by rows, or of the same parameters on
-many replicas, reads each byte from the file system once. The all-reduce moves three numbers per cell; everything else
-goes only between the two ranks concerned.
+Files are divided into cells. Every rank counts the blocks of each cell that it would read; from an all-reduce of these
+counts every rank learns which cells would be read more than once. Each of those is read by one rank and passed on, in
+rounds of bounded memory. So each byte is read from the file system once even if tensors saved by rows are loaded by
+columns, or if many replicas load the same parameters. The all-reduce moves three numbers per cell; everything else goes
+only between the two ranks concerned.
 """
 
 from __future__ import annotations

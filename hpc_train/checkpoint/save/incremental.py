@@ -7,9 +7,9 @@ moved and removed alone, and the file system counts the links.
 A file is shared only while at least half of its bytes are still used, and a step shares at most the few files that are
 used most. Other unchanged runs are written again into a file of their own, which later steps can share whole.
 
-A process shares only files that it has written itself, in a step that it saw committed; so the first save after a
-resume is whole. Damage to a shared file damages all steps that share it; checkpoint.whole_every limits that by writing
-every so many saves whole.
+A process shares only files that it has written itself, in a step that it saw committed, so the first save after a
+resume writes everything. Damage to a shared file damages all steps that share it; checkpoint.whole_every limits that:
+one save in so many writes everything.
 """
 
 from __future__ import annotations

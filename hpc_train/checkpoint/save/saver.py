@@ -1,4 +1,4 @@
-"""Run the saves of a training in the background: `Saver.save` returns as soon as the tensors are copied.
+"""Run the saves of a training run in the background: `Saver.save` returns as soon as the tensors are copied.
 
 A thread writes and commits, one save at a time. Every rank makes the same calls. With checkpoint.parallel_hdf5 the
 ranks write through MPI.

@@ -1,10 +1,10 @@
-"""Lock a checkpoint directory, so that one job at a time writes in it; take over the lock of a dead job.
+"""Lock a checkpoint directory, so that only one job at a time writes to it; take over the lock of a dead job.
 
-No clocks are compared: those of nodes and file servers differ and can go back. Whether an owner on this machine is
-alive is asked of the kernel; that an earlier attempt of the same Slurm job is over follows from the count of its
-restarts or attempts; any other owner is judged by its heartbeat, a number in the file that it increases every few
-seconds and a newcomer watches for a while. A new owner renames the temporary directories of former owners, so that none
-can commit any more. Readers take no lock.
+No clocks are compared: those of nodes and file servers differ and can go back. For an owner on this machine, the kernel
+says whether it is alive. An earlier attempt of the same Slurm job is known to be over from the count of restarts or
+attempts. Any other owner is judged by its heartbeat: a number in the file that it increases every few seconds, and that
+a newcomer watches for a while. A new owner renames the temporary directories of former owners, so that none of them can
+commit any more. Readers take no lock.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names in a checkpoint directory: find its steps, name its files, mark steps bad or weights-only.
 
-The names of directories tell their state; no list of steps is stored that could be out of date.
+The name of a directory tells its state, so there is no stored list of steps that could be out of date.
 
 step-<n>                 committed
 step-<n>.old-<token>     committed; used only if step-<n> is absent, between the two renames of a replacement

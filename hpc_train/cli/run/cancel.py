@@ -1,4 +1,4 @@
-"""`hpc-train cancel RUN`: ask whether that is meant, then let a run save and end."""
+"""`hpc-train cancel RUN`: ask for confirmation, then let a run save and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpc-train report RUN`: say how a run is, why it is slow and what to try, and write the page that shows it."""
+"""`hpc-train report RUN`: say how a run is doing, why it is slow and what to try, and write the page that shows it."""
 
 from __future__ import annotations
 

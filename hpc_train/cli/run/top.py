@@ -1,4 +1,4 @@
-"""`hpc-train top RUN`: how a run is doing now, in a terminal: verdict, efficiency, and a heat map of its ranks."""
+"""`hpc-train top RUN`: show live in a terminal how a run is doing: verdict, efficiency, and a heat map of its ranks."""
 
 from __future__ import annotations
 

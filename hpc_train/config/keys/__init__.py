@@ -1,1 +1,1 @@
-"""The keys of a configuration: which there are, what conf/ offers for each, and overrides of them on a command line."""
+"""The keys of a configuration: which keys exist, what conf/ offers for each, and how a command line sets them."""

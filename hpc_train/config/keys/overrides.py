@@ -1,7 +1,7 @@
-"""Overrides of a command line: parse them, tell what they set, and say in one line what is wrong and what was meant.
+"""Parse the overrides of a command line, tell which keys they set, and say in one line what is wrong and what is right.
 
-Forms of Hydra's that mean nothing for a run are refused, so are labels that choose nothing. Suggestions are the nearest
-names (difflib).
+Hydra's syntax that has no meaning for a run is refused, and so are labels that choose nothing. Suggestions are the
+nearest names (difflib).
 """
 
 from __future__ import annotations

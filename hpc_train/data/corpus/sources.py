@@ -1,4 +1,4 @@
-"""Find the files of a corpus: what a folder gives, in which order, and what is left out."""
+"""Find the files of a corpus: which files of a folder are used, in which order, and which are left out."""
 
 from __future__ import annotations
 

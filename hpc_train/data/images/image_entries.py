@@ -1,4 +1,4 @@
-"""Find labelled images: in folders of which each is a class, and in tars of WebDataset; recognised by what is there."""
+"""Find labelled images in folders, one per class, and in WebDataset tars; the kind is recognised by the content."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Samples that hold a document each, padded to the length of a sequence: for chats, and for short documents.
 
-The padding is behind the document, where causal attention does not see it, and has no targets: so the loss and its
+The padding comes after the document, where causal attention does not see it, and has no targets. So the loss and its
 gradients are exactly those of the document alone.
 """
 

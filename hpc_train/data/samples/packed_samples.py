@@ -1,7 +1,8 @@
 """Samples that hold several whole documents one after another, none of which sees another.
 
-A sample says at which place the document of each place begins; from that the model gets positions that restart, and
-attention within documents only. A document's last token is a target only, so that no target is of another document.
+For each token, a sample gives the index at which the token's document begins. From that the model gets positions that
+restart, and attention within documents only. A document's last token is a target only, so that no target is of another
+document.
 """
 
 from __future__ import annotations

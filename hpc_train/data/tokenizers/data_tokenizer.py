@@ -1,4 +1,4 @@
-"""The tokenizer that the data of a run were made with."""
+"""Find the tokenizer with which the data of a run were tokenized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert text to tokens and back: one token per byte, byte-pair encoding trained on the corpus, or one from a folder."""
+"""Convert text to tokens and back: single bytes, byte pairs learned from the corpus, or a tokenizer from a folder."""
 
 from __future__ import annotations
 

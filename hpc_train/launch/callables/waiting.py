@@ -1,4 +1,4 @@
-"""Wait for jobs of functions by what they leave, and for those that leave nothing by who runs them."""
+"""Wait for jobs of functions: by the result files that they write, or, if a job leaves none, by its scheduler."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The entry point of every rank of a job of callables: `python -m hpc_train.launch.callables.worker FOLDER`.
 
-It keeps submitit's protocol (its environment, its pickles, its `checkpoint`), and mends what that loses: a signal
-before the handlers are there, SIGTERM, the exit code of a failure, and a short job that is taken for one out of time.
+It keeps submitit's protocol (its environment, its pickles, its `checkpoint`), and handles what submitit's own entry
+point loses: a signal before the handlers are installed, SIGTERM, the exit code of a failure, and a short job that is
+mistaken for one out of time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Share a node between jobs that run side by side: its GPUs by their slot, and CPUs that nobody else has bound."""
+"""Share a node between jobs: each gets the GPUs of its slot, and CPUs that no other job has bound."""
 
 from __future__ import annotations
 

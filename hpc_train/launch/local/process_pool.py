@@ -1,7 +1,7 @@
-"""A pool of processes on this machine: a row of what waits, and a slot for each of those that run.
+"""A pool of processes on this machine: a queue, and a slot for each process that runs.
 
-The pool starts what waits and takes out what has ended. What a slot stands for (GPUs, CPUs), and what an end means,
-is up to its owner, which calls the two methods in turn.
+The pool starts queued processes and collects those that have ended. What a slot stands for (GPUs, CPUs), and what the
+end of a process means, is up to the owner, which calls the two methods alternately.
 """
 
 from __future__ import annotations

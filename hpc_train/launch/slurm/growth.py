@@ -1,4 +1,4 @@
-"""Ask Slurm for the nodes that a run lacks which goes on with fewer of them (resilience.elastic)."""
+"""Ask Slurm for the missing nodes of a run that continues on fewer nodes (resilience.elastic)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Slurm's command-line clients: run them, parse what they print, and ask about many jobs at once.
 
-Commands are argument lists with a time limit; a missing or silent command gives an Answer, too, with a reason.
-squeue lists every job that slurmctld remembers in one call; scontrol and sacct are asked only for what that leaves
-open, and less and less often while nothing changes. Where accounting is missing, nothing here needs it.
+Commands are argument lists with a time limit; a missing or silent command gives an Answer, too, with a reason. One call
+of squeue lists every job that slurmctld remembers. scontrol and sacct are asked only about the remaining jobs, and less
+and less often while nothing changes. Nothing here needs accounting.
 """
 
 from __future__ import annotations

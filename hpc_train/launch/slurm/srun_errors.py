@@ -1,4 +1,4 @@
-"""Read what an srun says of its tasks that have failed, and decide when the others are to be ended."""
+"""Read srun's messages about failed tasks, and decide when the other tasks are to be ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask Slurm when it could give a run the nodes that it lacks, and which nodes a job that comes back can do without.
+"""Ask Slurm when it could give a run its missing nodes, and which nodes a requeued job can leave out.
 
 The supervisor of a job with fewer nodes than its run runs this module from time to time
 (`python -m hpc_train.launch.slurm.waiting_time RUN NODES`); exit code 0 says that they are free.

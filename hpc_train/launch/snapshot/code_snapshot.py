@@ -1,8 +1,7 @@
-"""Snapshot the code of a job at submission: what is edited later changes nothing of it.
+"""Snapshot the code of a job at submission, so that later edits do not affect the job.
 
-A snapshot holds all code of a run that is no installed package; it is named by the hash of its contents and
-stored once. users.jsonl in the store has a line per submission, and a snapshot that no run needs any more is
-removed.
+A snapshot holds all code of a run except installed packages. It is named by the hash of its contents and stored once.
+users.jsonl in the store has a line per submission, and a snapshot that no run needs any more is removed.
 """
 
 from __future__ import annotations

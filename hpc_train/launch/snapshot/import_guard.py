@@ -1,4 +1,4 @@
-"""Check in each rank that it imports what was submitted; else the job ends with a line that names the module."""
+"""Check in each rank that it imports the submitted code; if not, end the job with a line that names the module."""
 
 from __future__ import annotations
 

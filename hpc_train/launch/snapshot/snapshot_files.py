@@ -1,7 +1,7 @@
-"""The files of a snapshot: which of a tree belong to it, their hash, and how they are stored.
+"""The files of a snapshot: which files of a tree belong to it, their hash, and how they are stored.
 
-A snapshot on disk is a read-only folder under the hash of its contents; it appears whole and belongs to its owner
-alone. Nothing outside of the tree is read.
+A snapshot on disk is a read-only folder named by the hash of its contents. It appears by one rename, and only its owner
+can read it. Nothing outside the tree is read.
 """
 
 from __future__ import annotations

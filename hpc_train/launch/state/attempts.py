@@ -1,8 +1,8 @@
 """The markers and the rank map that an attempt leaves in its log directory.
 
-attempt.json appears when the attempt starts and result.json when it ends, each whole or not at all. The batch
-script writes them in shell, so that they are there also where Python is not; of runs without Slurm the process
-that starts the ranks does. A file that cannot be read counts as missing.
+attempt.json appears when the attempt starts and result.json when it ends, each by one rename. Under Slurm the batch
+script writes them in shell, so that they exist even if Python does not start; without Slurm the process that starts the
+ranks writes them. A file that cannot be read counts as missing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Decide the state of a run from the facts about it; pure functions, and the only place that decides.
+"""Decide the state of a run from the facts about it, with pure functions; no other module decides it.
 
-What a run says of its own end counts more than what Slurm says.
+What a run itself recorded about its end counts more than what Slurm says.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A rank's text log has all of its output; the JSON Lines beside it (training.rank
 what Python wrote. Lines that only the text log has, such as those of C libraries, take the time of the line before
 them. Logs of runs without JSON Lines are merged by line numbers.
 
-Files are read in blocks and none stays open, so that memory does not grow with their sizes and no limit on open files
-is met.
+Files are read in blocks and closed after each, so that memory does not grow with their sizes and thousands of logs do
+not exceed the limit on open files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The progress of a run, read from the end of its metrics.jsonl: last values, best value, and the age of the last
-step.
+"""Read the progress of a run from the end of its metrics.jsonl: last values, best value, and the age of the last step.
 
-The file is read from its end, so that a run of a million steps is as fast to read as one of ten.
+Reading from the end makes a run of a million steps as fast to read as one of ten.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Sweeps: many runs from one command, as few job arrays as they have resource shapes, one directory and ledger."""
+"""Sweeps: many runs from one command, one job array for each resource shape, one directory and one ledger."""

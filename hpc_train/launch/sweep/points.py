@@ -1,8 +1,8 @@
 """Expand the overrides of `-m` into points, and freeze each of them.
 
-read_grid understands Hydra's own grammar (a,b  choice()  range()  glob()). Each combination is composed, planned
-and checked before anything is written or submitted. The id of a point is a hash of all that it was frozen with,
-behind a few words of what was swept.
+read_grid understands Hydra's own grammar (a,b  choice()  range()  glob()). Each combination is composed, planned and
+checked before anything is written or submitted. The id of a point is a few words of its swept values, followed by a
+hash of everything that it was frozen with.
 """
 
 from __future__ import annotations

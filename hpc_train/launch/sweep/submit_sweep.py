@@ -1,4 +1,4 @@
-"""`hpc-train submit -m`: freeze every point, hand them to Slurm as few arrays, return at once.
+"""`hpc-train submit -m`: freeze every point, submit the points as a few job arrays, and return at once.
 
 All arrays are submitted or none, and no element starts before all are accepted: several arrays are held until the
 last one is there, and released together.

@@ -1,9 +1,9 @@
 """A linear layer with an adapter: a frozen weight, and a trained change of low rank.
 
 LoRA (Hu et al. 2021, arXiv:2106.09685) computes (W + s B A) x with s = alpha / rank. DoRA (Liu et al. 2024,
-arXiv:2402.09353) also trains the length of each row: it computes m / |W + s B A| times that; these lengths of
-rows count as constants in the gradient, as in PEFT. We train how much m differs from |W|: the trained number is
-zero at the start whatever W is loaded later, and the steps are the same.
+arXiv:2402.09353) also trains the length m of each row: it multiplies the above by m / |W + s B A|, where the norm of
+each row counts as a constant in the gradient, as in PEFT. We train the difference of m from |W|: it is zero at the
+start, whatever W is loaded later, and gives the same updates.
 
 The parameters of an adapter are the layer's own, so that the weights keep their names. Conv1D of transformers, in
 GPT-2's family, is a linear layer whose weight is transposed; its A and B are transposed with it, so that shapes say

@@ -1,8 +1,8 @@
 """A frozen linear layer whose weight is kept in 4 bits (NF4), under an adapter or alone.
 
-NF4 (Dettmers et al. 2023, arXiv:2305.14314) keeps, of each 64 numbers, the largest magnitude in float32 and 16 levels
-of 4 bits: 4.5 bits per number. bitsandbytes rounds and expands; its blocks are ours, because a row has whole blocks
-here. So a rank can round its own rows, or its own columns, and has the numbers that one device would have.
+NF4 (Dettmers et al. 2023, arXiv:2305.14314) stores each block of 64 numbers as its largest magnitude in float32 and one
+of 16 levels (4 bits) per number: 4.5 bits per number. bitsandbytes rounds and expands. Here each row consists of whole
+blocks. So a rank can round its own rows or columns, and gets the same numbers as a single device.
 
 Two frozen parameters take the place of the weight. They are of bytes, so that nothing casts them: fully_shard casts
 floating-point parameters to the format that it computes in.

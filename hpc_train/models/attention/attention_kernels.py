@@ -1,4 +1,4 @@
-"""Compute attention with the kernel that is chosen: torch's fused ones, FlexAttention, or plain operations.
+"""Compute attention with the configured kernel: torch's fused kernels, FlexAttention, or plain operations.
 
 `auto` leaves the choice to torch's scaled_dot_product_attention, which has no soft-caps and takes a window only as a
 mask. On GPUs FlexAttention (Dong et al. 2024, arXiv:2412.05496) computes these and packed documents, and skips blocks

@@ -1,7 +1,7 @@
-"""Attention by plain operations, for what torch's fused kernels cannot do: soft-caps, and dropout by masks of our own.
+"""Attention by plain operations, for what torch's fused kernels cannot do: soft-caps, and dropout with our own masks.
 
-Scores are computed in blocks of queries, and again in backward (Dao et al. 2022, arXiv:2205.14135, algorithms 2 and 4):
-what is kept is O(T), and peak memory is bounded. Keys that no query of a block sees are left out.
+Scores are computed in blocks of queries and recomputed in backward (Dao et al. 2022, arXiv:2205.14135, algorithms 2 and
+4), so that saved memory is O(T) and peak memory is bounded. Keys that no query of a block sees are left out.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Models of the transformers library, trained as they are: which families, how each is split, and how it is built."""
+"""Train models of the transformers library unchanged: which families are supported, how each is split and built."""

@@ -1,4 +1,4 @@
-"""Attention of transformers through modules of ours, so that context parallelism can put its own in their place."""
+"""Route the attention of transformers through our own modules, so that context parallelism can replace them."""
 
 from __future__ import annotations
 

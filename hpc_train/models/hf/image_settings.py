@@ -1,4 +1,4 @@
-"""How a folder of transformers wants its images: their size by config.json, their scale by the preprocessor's file."""
+"""Read how a transformers model expects its images: size from config.json, scale from the preprocessor's file."""
 
 from __future__ import annotations
 

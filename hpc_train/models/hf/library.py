@@ -1,4 +1,4 @@
-"""Every use of the transformers library that is not in its documentation, each with its reason.
+"""Every use of undocumented parts of the transformers library, each with its reason.
 
 The library is imported inside the functions: it takes seconds, and only `model=hf` needs it.
 """

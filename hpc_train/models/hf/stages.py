@@ -1,4 +1,6 @@
-"""One pipeline stage of a model of transformers: the whole structure without memory, minus what other stages have."""
+"""Build one pipeline stage of a transformers model: its structure on the meta device, without the layers of other
+stages.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Adapters in PEFT's format: adapter_model.safetensors and adapter_config.json, from and to our parameters.
+"""Convert adapters between PEFT's format (adapter_model.safetensors and adapter_config.json) and our parameters.
 
-Both sides have A (rank, inputs) and B (outputs, rank). PEFT keeps DoRA's magnitude m, we its difference to the lengths
-of the weight's rows (models/adapters/adapted_linear.py). GPT-2 of transformers has q, k and v in one layer: their
-adapters become one of the sum of their ranks, whose B has blocks.
+Both sides have A (rank, inputs) and B (outputs, rank). PEFT stores DoRA's magnitude m; we store how much it differs
+from the lengths of the weight's rows (models/adapters/adapted_linear.py). GPT-2 of transformers has q, k and v in one
+layer: their three adapters become one, whose rank is the sum of theirs and whose B is block-diagonal.
 """
 
 from __future__ import annotations

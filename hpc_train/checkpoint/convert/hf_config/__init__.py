@@ -1,1 +1,1 @@
-"""The config.json of transformers from and to our model config: one file for families that are alike."""
+"""Convert the config.json of transformers from and to our model config: one file for each group of similar families."""

@@ -1,7 +1,7 @@
-"""Read what published files have beside weights that we train: scales of 8-bit weights, DeepSeek-V3's extra module.
+"""Handle what published files contain besides the weights: scales of 8-bit weights, DeepSeek-V3's extra module.
 
 DeepSeek-V3 (arXiv:2412.19437) is published in float8 with a scale for each block of 128 x 128 weights, and with a
-module that predicts the token after the next one, as layers behind the last one.
+module that predicts the token after the next one, stored as further layers after the last one.
 """
 
 from __future__ import annotations

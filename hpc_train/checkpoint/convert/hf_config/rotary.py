@@ -1,4 +1,4 @@
-"""The part of a config.json that says how positions turn queries and keys, and what all families use."""
+"""Convert the rotary position settings of a config.json, and refuse settings that no model of ours computes."""
 
 from __future__ import annotations
 

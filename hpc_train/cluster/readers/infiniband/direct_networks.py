@@ -1,7 +1,7 @@
 """Recognise networks whose switches are cabled to others of their own level: dragonfly, dragonfly+ and torus.
 
-Each is recognised by what defines it, checked on every cable, never by a name. What fits none of them stays a network
-of leaves, and a note says so.
+Each is recognised by its defining property, checked on every cable, never by a name. A network that fits none of them
+is treated as a network of leaves, and a note says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Name the devices of an InfiniBand subnet: find which adapters are in one host, and the name of each switch.
 
 Node descriptions are free text, and only some of them name a host. Adapters whose description names none are assigned
-to servers by example of the adapters that do: by system, by port number, by neighbouring GUIDs.
+to servers by the pattern that the named adapters follow: by system, by port number, or by neighbouring GUIDs.
 """
 
 from __future__ import annotations

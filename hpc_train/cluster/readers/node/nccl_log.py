@@ -1,6 +1,6 @@
 """Read the log of a job with NCCL_DEBUG=INFO: its hosts in the order of ranks, their GPUs and NICs, and NCCL's links.
 
-A log tells what NCCL uses, not all that there is. Its lines come from all ranks, in any order, and often only some of
+A log shows what NCCL uses, not all of the hardware. Its lines come from all ranks, in any order, and often only some of
 them are in a file: the ranks that are missing are named.
 """
 

@@ -1,7 +1,7 @@
 """Read `nvidia-smi topo -m` of every driver era: the links between the GPUs and NICs of a node, and their processors.
 
-For files that users hand over, and a fallback: NVML and sysfs tell more, and inside small cgroups this text loses its
-CPU column. Users also paste it from terminals that wrapped it, and the driver's columns have changed often:
+Used for files that users provide, and as a fallback: NVML and sysfs give more, and inside small cgroups this text loses
+its CPU column. Users also paste it from terminals that wrapped it, and the driver's columns have changed often:
 nvidia_smi_rows.py finds the matrix and reads its rows; this file joins the wrapped lines, checks the cells against each
 other, and counts NVLinks.
 """

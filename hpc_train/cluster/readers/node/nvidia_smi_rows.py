@@ -1,7 +1,7 @@
 """Read the rows of `nvidia-smi topo -m`: find the matrix in a text, and the cells of each of its rows.
 
-First the text: escape codes, prompts, log prefixes, wrapped lines and legends aside. Then a row: its link cells, and
-the CPU and NUMA cells whatever separates or hides them.
+The text is cleaned first: escape codes, prompts, log prefixes, wrapped lines and legends. Then each row is read: its
+link cells, and its CPU and NUMA cells, whatever separates or hides them.
 """
 
 from __future__ import annotations
