@@ -1,4 +1,4 @@
-"""Import libraries that log warnings about parts which are not needed here."""
+"""Import libraries without their warnings about optional parts that are not needed here."""
 
 from __future__ import annotations
 

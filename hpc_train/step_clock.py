@@ -1,8 +1,8 @@
 """Measure, on one rank, how long each part of a step took, and how long the rank was blocked by other ranks in it.
 
-A leaf: engines and the training loop mark where a part begins, and whoever waits for a collective says for how long.
-Reading the host's clock costs 50 ns. On a GPU the marks are events in the current stream, which are read one step
-later, so that nothing waits for the device.
+This is a leaf: engines and the training loop mark where a part begins, and code that waits for a collective reports for
+how long. Reading the host's clock costs 50 ns. On a GPU the marks are events in the current stream, which are read one
+step later, so that nothing waits for the device.
 """
 
 from __future__ import annotations

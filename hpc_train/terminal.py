@@ -1,4 +1,4 @@
-"""Make text from elsewhere safe to print: log files, names and reasons may colour a terminal but not control it."""
+"""Make foreign text safe to print: log files, names and reasons may colour a terminal but not control it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Format bytes, times and amounts for tables, pictures, log lines and error messages.
 
-Memory and files are in binary units (1 GiB = 2**30 bytes), as allocators and file systems count them; what crosses a
-network is in decimal ones (1 GB = 1e9 bytes), as links are sold.
+Memory and files are in binary units (1 GiB = 2**30 bytes), as allocators and file systems count them; network traffic
+is in decimal units (1 GB = 1e9 bytes), as link speeds are given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dropout whose mask depends only on what is dropped, so it is the same however a model is split over ranks.
+"""Dropout whose mask depends only on the element's position, so it is the same however a model is split over ranks.
 
 Each mask bit is a hash of (seed, step, sample, layer, position, channel), in the manner of the counter-based
 generators of Salmon et al. 2011 (Parallel random numbers: as easy as 1, 2, 3), so the order of draws does not matter.

@@ -2,11 +2,11 @@
 
 A token's router scores choose its experts; their outputs are added with the scores as weights. Softmax gates as in
 Mixtral (arXiv:2401.04088), OLMoE (arXiv:2409.02060) and Qwen3 (arXiv:2505.09388); sigmoid gates, groups, shared experts
-and bias balancing as in DeepSeek-V3 (arXiv:2412.19437). `Dispatch` and `WholeSequences` are modules of their own, so
-that a technique can put another in their place: one sends tokens to the ranks that hold their experts, the other knows
-which other ranks have tokens of the same sequences.
+and bias balancing as in DeepSeek-V3 (arXiv:2412.19437). `Dispatch` and `WholeSequences` are separate modules, so that a
+technique can replace them: `Dispatch` by one that sends tokens to the ranks that hold their experts, `WholeSequences`
+by one that knows which other ranks have tokens of the same sequences.
 
-Loads are recorded in backward, which runs once for each forward that trains, even where activations are recomputed.
+Loads are recorded in backward, because it runs once for each training forward, even if activations are recomputed.
 """
 
 from __future__ import annotations

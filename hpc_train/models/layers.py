@@ -1,8 +1,8 @@
-"""Layers of the transformers here: attention, feed-forward, norms, blocks, and the loss.
+"""Layers of our own transformers: attention, feed-forward, norms, blocks, and the loss.
 
 Multi-head (arXiv:1706.03762) and grouped-query attention (arXiv:2305.13245); SwiGLU and GeGLU (Shazeer 2020,
-arXiv:2002.05202) or GELU (Hendrycks 2016, arXiv:1606.08415). `LinearGroup` and `ScaledDotProduct` are modules of
-their own so that a technique can replace them.
+arXiv:2002.05202) or GELU (Hendrycks 2016, arXiv:1606.08415). `LinearGroup` and `ScaledDotProduct` are separate modules
+so that a technique can replace them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check the chosen kernel of attention on this rank's device, and say which kernels the layers will use."""
+"""Check the configured attention kernel on this rank's device, and say which kernels the layers will use."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The cross entropy a chunk of tokens at a time, so that no rank ever has the logits of all its tokens.
+"""Compute the cross entropy for one chunk of tokens at a time, so that no rank ever has the logits of all its tokens.
 
 The output layer passes hidden states on, and the loss multiplies a chunk of them by the layer's weight. It computes the
-gradients of a chunk together with its loss, as Liger Kernel does (Hsu et al. 2024, arXiv:2410.10989): nothing of the
-logits is kept for backward, which only multiplies by one number, and there are no more products than without chunks.
-What is kept instead is the gradient of the hidden states and that of the weight.
+gradients of a chunk together with its loss, as Liger Kernel does (Hsu et al. 2024, arXiv:2410.10989): no logits are
+saved for backward, which only multiplies by one number, and there are no more matrix products than without chunks. The
+gradients of the hidden states and of the weight are saved instead.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Compute the linear layers of blocks in 8 bits, by torchao.
+"""Compute the linear layers of blocks in 8 bits, with torchao.
 
 The formats are those of Micikevicius et al. 2022, arXiv:2209.05433; the scales and recipes are torchao's (float8). The
-parameters stay as they are: each product rounds its inputs anew. So parameters, optimizer state, checkpoints and what
-ranks gather are those of a run without. Embedding, head, norms, routers and experts are left alone.
+parameters keep their dtype: each product rounds its inputs again. So parameters, optimizer state, checkpoints and
+gathered tensors are the same as in a run without float8. Embedding, head, norms, routers and experts are not converted.
 
-A CPU has no such products. torchao then rounds to 8 bits and multiplies in the format of the layer, so that a layout
-can be proved equal to one process without a GPU.
+A CPU has no 8-bit products. There torchao rounds to 8 bits and multiplies in the dtype of the layer, so that a layout
+can be proved equal to a single process without a GPU.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The loss of a micro-batch as a sum over its targets, and its sum over ranks.
 
-Any model: its own `loss_sum`, the mean `loss` that it returns times the targets that count, or cross entropy of the
-logits that it returns. Sums over ranks are over the targets of the global batch, whatever their number on each rank; a
-model's mean is exact if it is one over those targets. Logits that tensor parallelism has split by vocabulary have a
-cross entropy of their own, so that no rank ever holds all logits of a token. The number
-of targets of the global batch is reduced while the first forward runs; the engine divides by it once.
+This works for any model: it uses the model's own `loss_sum`, or the mean `loss` that it returns times the number of
+targets that count, or the cross entropy of the logits that it returns. Sums over ranks are over the targets of the
+global batch, whatever their number on each rank; a model's mean is exact if it is one over those targets. Logits that
+tensor parallelism has split by vocabulary have a cross entropy of their own, so that no rank ever holds all logits of a
+token. The number of targets of the global batch is reduced while the first forward runs; the engine divides by it once.
 """
 
 from __future__ import annotations

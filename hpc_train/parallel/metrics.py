@@ -1,4 +1,4 @@
-"""What an evaluation measures besides the loss: sums over the targets that count, divided once, over all ranks.
+"""Metrics of an evaluation besides the loss: sums over the targets that count, divided once, over all ranks.
 
 A metric is a function (out, target): `out` is what the model returned, `target` is IGNORED_TARGET where nothing counts.
 It returns the sum over the targets that count, or the pair (sum, weight) of a ratio with another denominator. Sums are

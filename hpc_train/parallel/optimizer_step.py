@@ -1,8 +1,8 @@
 """Everything after backward, shared by the engines: gradient norm, clipping, the optimizer, and the list of shards.
 
-The norm of the gradient is over all axes; of several copies of a shard only the first counts. What a rank holds of the
-model and of the optimizer is listed as rectangles of logical tensors (TensorShard), which is all that a checkpoint
-sees. The order of the list is the same on every call and on every rank that holds the same stages.
+The gradient norm covers all axes and counts only one of several copies of a shard. The rank's part of the model and of
+the optimizer is listed as rectangles of logical tensors (TensorShard), which is all that a checkpoint sees. The order
+of the list is the same on every call and on every rank that holds the same stages.
 """
 
 from __future__ import annotations

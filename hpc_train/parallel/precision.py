@@ -1,4 +1,4 @@
-"""Number formats in which parameters are stored, computed and reduced, and the loss scale of fp16.
+"""Choose the number formats in which parameters are stored, computed and reduced, and scale the loss for fp16.
 
 Dynamic loss scaling is that of Micikevicius et al. 2018, arXiv:1710.03740, section 3.2. The scale is the same on every
 rank and is saved with the model.

@@ -1,7 +1,7 @@
-"""An exponential moving average of the trained weights, of the shards that this rank holds.
+"""Keep an exponential moving average of the trained weights, for the shards that this rank holds.
 
-It is kept in the optimizer's state, as `ema` of each parameter, and so is saved, loaded and split like that. Averages
-of shards are shards of the average: nothing is exchanged.
+It is part of the optimizer's state, as `ema` of each parameter, so it is saved, loaded and split like that. The average
+of a shard is the same shard of the average, so nothing is exchanged.
 """
 
 from __future__ import annotations

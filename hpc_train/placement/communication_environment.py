@@ -1,6 +1,6 @@
-"""Choose the environment of the communication libraries, and report inherited variables that do harm.
+"""Choose the environment variables of the communication libraries, and report inherited ones that do harm.
 
-A value that the user has set always stays. Variables that control NCCL's internals (algorithm, protocol, channels,
+A value that the user has set is never changed. Variables that control NCCL's internals (algorithm, protocol, channels,
 levels of P2P or GPUDirect) are never set, because NCCL tunes them itself. All ranks get the same values, unless nodes
 have different names for their devices: NCCL expects the same NICs on every rank of a node.
 """

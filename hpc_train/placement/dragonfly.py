@@ -2,9 +2,9 @@
 
 Every group has cables to every other one. By minimal routing two groups talk over the cables between them only; by
 Valiant's (Valiant 1982, A Scheme for Fast Parallel Communication) each message goes by a random third group, which
-spreads it over all cables and uses two in place of one. Adaptive routing (UGAL, Slingshot, InfiniBand's) mixes both
-by load, so it is no faster than if all cables of a group carried all that leaves it, which is what the cost model
-counts. No source tells how a fabric routes: the truth is an interval.
+spreads it over all cables and uses two in place of one. Adaptive routing (UGAL, Slingshot, InfiniBand's) mixes both by
+load, so it is no faster than if all cables of a group carried all that leaves it, which is what the cost model counts.
+No source says how a fabric routes, so the result is an interval.
 """
 
 from __future__ import annotations

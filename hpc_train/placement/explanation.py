@@ -1,4 +1,4 @@
-"""Explain a placement in one line, and advise what to ask the scheduler for where no order of nodes helps."""
+"""Explain a placement in one line, and advise what to ask the scheduler for if no order of nodes helps."""
 
 from __future__ import annotations
 

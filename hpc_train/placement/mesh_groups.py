@@ -1,6 +1,6 @@
-"""Find which ranks form the groups of a mesh axis, and on which nodes' positions they are.
+"""Find which ranks form the groups of a mesh axis, and the positions of their nodes.
 
-At the end: which of these groups straddle a level of the fabric although one of its groups could hold them.
+The last functions find the groups that straddle a level of the fabric although one group of that level could hold them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find where the nodes of a job are: their switches and NVLink domains. `topology place` and the job both ask here.
+"""Find where the nodes of a job are: their switches and NVLink domains. Both `topology place` and the job use this.
 
 Sources of switches, in this order: the file of cluster.topology; `scontrol show topology`; for nodes that it does not
 name, their own SLURM_TOPOLOGY_ADDR. NVLink domains that span nodes come from NVML on the nodes; else from the file's

@@ -1,4 +1,4 @@
-"""Print a placement: the cost of every axis before and after, straddling groups, the order of nodes, and why."""
+"""Print a placement: the cost of every axis before and after, straddling groups, the order of nodes, and the reason."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which techniques measured runs had, and what an estimate of one that none had must gain.
+"""Count how many measured runs used each technique, and demand a clear gain from techniques that few runs used.
 
-The constants are fitted to measured runs. For a technique that fewer than NEEDED_RUNS of them had, an estimate is a
-calculation that nobody has checked: a candidate with it is preferred only if it is faster by more than the error of
-estimates (p90 over p50). Runs that a cluster was calibrated with count, too.
+The constants are fitted to measured runs. If fewer than NEEDED_RUNS of these runs used a technique, its estimate is an
+unchecked calculation: a candidate with it is preferred only if it is faster by more than the error of estimates (p90
+over p50). Runs that calibrated a cluster also count.
 """
 
 from __future__ import annotations

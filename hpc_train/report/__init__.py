@@ -1,1 +1,1 @@
-"""Say how a run is, why it is slow, and what to change, from what it recorded."""
+"""Say how a run is doing, why it is slow, and what to change, from what it recorded."""

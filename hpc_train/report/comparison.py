@@ -1,4 +1,4 @@
-"""Compare two runs, and the points of a sweep: which part of a step moved, and what was paid for which loss."""
+"""Compare two runs, or the points of a sweep: which part of a step changed, and what each loss cost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the planner expects of a run: what the advice would give, and where its memory goes.
+"""Ask the planner about a run: how much the advice would gain, and what the memory is used for.
 
-It has no opinion on machines and models that it does not know, and on settings that its model does not have.
+It predicts nothing for machines and models that it does not know, or for settings that it does not model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read a trace of torch.profiler, and add up what its steps went into: phases, operators, modules of the model.
 
-Times are seconds per step of one rank. The own time of an operator is its duration without that of what it calls; on a
-GPU it is the duration of the kernels that it has started. A backward operator belongs to the module whose forward made
-its node of the autograd graph: both have the same sequence number in the trace.
+Times are seconds per step of one rank. The own time of an operator is its duration without the operators that it calls;
+on a GPU it is the duration of the kernels that it has launched. A backward operator belongs to the module whose forward
+made its node of the autograd graph: both have the same sequence number in the trace.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gather all that a report shows of one run: its state, configuration, records, verdict and accounts.
 
-Whatever is missing, damaged or of an earlier layout is left out and named in `notes`; reading never fails for it.
+Anything missing, damaged or in an earlier format is left out and named in `notes`; it never makes reading fail.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gather the records of all ranks of a run into one table: ranks x bins of steps.
 
 A run of at most `max_bins` steps has a bin for each step; a longer one has bins of equally many steps. Files are read
-block by block, so that memory is bounded by the table, whatever their size. A step that was made again counts as the
-later attempt made it. The first two steps of an attempt, which warm up, are left out.
+block by block, so that memory is bounded by the table, whatever their size. If a step was repeated by a later attempt,
+the later one counts. The first two steps of an attempt, which warm up, are left out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Find faster settings for a training by short runs: one change at a time, kept only if it is faster beyond the noise.
 
-The search begins with the settings as given. What the report names first is changed first: the micro-batch where
-operations are too small, the layout where ranks wait for collectives or pipeline stages are idle. A change is kept if
-the step becomes shorter by more than the noise of both measurements and by at least 2 %, and the search goes on from
-there; it ends when no change is left, or when the budget is spent. Nothing that changes what is learned is touched: not
-the global batch, the data, the seed, the precision or the optimizer.
+The search begins with the settings as given. The report's first finding decides what is changed first: the micro-batch
+if operations are too small, the layout if ranks wait for collectives or pipeline stages are idle. A change is kept if
+the step becomes shorter by more than the noise of both measurements and by at least 2 %, and the search continues from
+there. It ends when no change is left, or when the budget is spent. It never touches anything that affects the training
+result: the global batch, the data, the seed, the precision and the optimizer stay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Say what a run was given, what it used of that, and what it cost."""
+"""Say which resources a run was given, how much of them it used, and what it cost."""
 
 from __future__ import annotations
 

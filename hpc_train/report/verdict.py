@@ -1,4 +1,4 @@
-"""Name what holds a run back, and what to change: a pure function of what was recorded.
+"""Name the bottleneck of a run, and what to change: a pure function of what was recorded.
 
 A class is named if it costs at least 15 % of the step; of several, the one that costs most. Below that a run is bound
 by computation if its ranks compute for at least 80 % of the time, else balanced. Without enough data no class is named.

@@ -1,1 +1,1 @@
-"""Watch a run, say what is wrong with it, and keep it going."""
+"""Watch a run, say what is wrong with it, and keep it running."""

@@ -1,10 +1,10 @@
 """The agent of one node: watches its ranks and reports what it sees, a line of JSON each second on stdout.
 
-`python -m hpc_train.resilience.agent LOGS SETTINGS`, started by the supervisor as a job step of its own on every
-node. It opens no port and reads nothing from shared storage. A line `kill` on its standard input has it kill the ranks
-of its node, `end` has it end after the ranks, `leave` has it end before them. If its standard input ends without that,
-the supervisor was killed: the agent reports no more, and leaves the ranks' entries to the agent of the next supervisor.
-Standard library only.
+`python -m hpc_train.resilience.agent LOGS SETTINGS`, started by the supervisor as a job step of its own on every node.
+It opens no port and reads nothing from shared storage. It obeys lines on its standard input: `kill` kills the ranks of
+its node, `end` lets it end after the ranks, `leave` lets it end before them. If its standard input ends without such a
+line, the supervisor was killed: the agent then stops reporting, and leaves the ranks' entries to the agent of the next
+supervisor. Standard library only.
 """
 
 from __future__ import annotations

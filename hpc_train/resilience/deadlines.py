@@ -1,4 +1,4 @@
-"""Learn how long each phase of a rank takes, and from when on a rank in it counts as hung.
+"""Learn how long each phase of a rank takes, and after which time a rank in it counts as hung.
 
 What one attempt has learned about steps is left in the run directory for the next: ranks that hang soon after a restart
 would otherwise have the deadline of a first step, which may compile for minutes. Standard library only.

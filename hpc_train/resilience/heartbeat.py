@@ -1,4 +1,4 @@
-"""Say where a rank is, in memory of its node, so that others can see it without asking the rank.
+"""Publish what a rank is doing in shared memory of its node, so that others can see it without asking the rank.
 
 Each rank has a file of 64 bytes in a directory of /dev/shm that only its user can enter, named after the log directory
 of the attempt. `Heartbeat.enter` writes phase, step and a counter: one call of struct.pack_into on mapped memory, less

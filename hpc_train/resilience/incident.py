@@ -1,4 +1,4 @@
-"""Write down what was seen when a run went wrong: `logs/<attempt>/incident-<n>/`, with one line for people.
+"""Record what was seen when a run went wrong, in `logs/<attempt>/incident-<n>/`, with one summary line for people.
 
 report.json says who held up the job, where every rank was, and what their stacks were; machine.json has what the kernel
 log and the InfiniBand ports of the nodes say, where they can be read. Standard library only.

@@ -2,7 +2,8 @@
 
 While a run trains, rank 0 appends lines to goodput.jsonl: how many seconds each activity has taken so far (LedgerFile).
 Afterwards, or meanwhile, `account_run` puts those lines together with what the attempts left behind: when each began
-and ended, what was noticed when, and from which step the next one went on. Steps that were made again are lost.
+and ended, when a fault was noticed, and from which step the next attempt continued. Steps that had to be repeated count
+as lost.
 
 Standard library only: `hpc-train status` reads it.
 """

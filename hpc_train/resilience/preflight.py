@@ -4,11 +4,11 @@ Every rank computes a matrix product, then exchanges data with a rank of another
 
 1. Nodes in their order, in pairs. A pair is slow if one of its nodes is, or its link.
 2. The slowest nodes with the fastest ones. A good node that had a bad partner is fast now; a bad node is slow again.
-   So the better of its two counts for a node.
+   So the better of its two results counts for a node.
 
-A node is named only if its figure stands out among all nodes, or against the figures of an earlier attempt of the
-run, in two measurements in a row: other processes on a node come and go. Of two nodes nobody can say which of them is
-the slow end of a link; then the pair is named, and no node.
+A node is named only if its figure stands out among all nodes, or from an earlier attempt of the run, in two
+measurements in a row, because other processes on a node come and go. With only two nodes, nothing tells which one is
+the slow end of the link; then the pair is named instead of a node.
 """
 
 from __future__ import annotations

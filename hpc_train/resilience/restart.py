@@ -1,10 +1,10 @@
 """Decide what follows a fault: start the ranks again here, give the job back to the queue, or give up. Pure functions.
 
-A process that was killed, a rank that hangs, a node that falls silent: these may not come again, so the run goes on, up
-to `resilience.restarts` times in a row without a newer checkpoint. The same fault three times in a row at the same
-place is no accident: then the run ends, and says why. An exception of the program comes again at the same place unless
-something has changed: it is tried again only if the attempt has saved a checkpoint. What the user has to mend is never
-tried again, and neither is a run that came to its end with a bad result.
+A killed process, a hanging rank or a silent node may not happen again, so the run is restarted, up to
+`resilience.restarts` times in a row without a newer checkpoint. The same fault three times in a row at the same place
+is not an accident: then the run ends and says why. An exception of the program will occur again at the same place
+unless something has changed, so it is retried only if the attempt has saved a checkpoint. An error that the user has to
+fix is never retried, nor is a run that reached its end with a bad result.
 """
 
 from __future__ import annotations

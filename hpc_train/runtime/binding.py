@@ -1,4 +1,4 @@
-"""Find this rank's GPU and what is next to it, and bind the rank to its share of the node's processors and memory."""
+"""Find this rank's GPU, nearest NIC and CPUs, and bind the rank to its share of the node's processors and memory."""
 
 from __future__ import annotations
 

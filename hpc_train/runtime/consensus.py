@@ -3,7 +3,7 @@
 With a process group: `Consensus`, for all ranks, for some of them, or for two. Values travel as data
 (hpc_train.messages) over CPU tensors; nothing is unpickled. A rank that fails still takes part, so nobody waits for it.
 
-Before there is one, nobody has a rank: `decide_on_process_0` and `leave_together` go through the job's store.
+Before there is a process group, processes have no rank: `decide_on_process_0` and `leave_together` use the job's store.
 """
 
 from __future__ import annotations

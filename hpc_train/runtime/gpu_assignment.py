@@ -1,4 +1,4 @@
-"""Give the local ranks of a node its GPUs: which rank takes which, and what follows for its processors and its NIC."""
+"""Assign the GPUs of a node to its local ranks, and choose the processors and the NIC of each rank accordingly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Collect what each process knows of itself and its node, and share it through the job's store.
+"""Collect facts about each process and its node, and share them through the job's store.
 
-Also checks that MPI and Slurm count ranks as the launcher does: if they do not, nothing fails by itself, but every rank
-may run alone.
+Also checks that MPI and Slurm count ranks as the launcher does: if they do not, no error occurs, but every rank may run
+alone.
 """
 
 from __future__ import annotations

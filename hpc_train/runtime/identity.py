@@ -1,6 +1,6 @@
-"""Identify this process in its job from any launcher's environment, and find the address where others reach it.
+"""Identify this process in its job from any launcher's environment, and find the address at which others reach it.
 
-All of it is local: processes have not communicated yet. Imports the standard library only.
+Everything here is local: processes have not communicated yet. Imports the standard library only.
 """
 
 from __future__ import annotations

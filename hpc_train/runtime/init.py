@@ -1,4 +1,4 @@
-"""Join a job from a program of one's own: one call, whatever started the ranks."""
+"""Join a job from a user's own program with one call, whichever launcher started the ranks."""
 
 from __future__ import annotations
 

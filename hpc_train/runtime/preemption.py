@@ -1,4 +1,4 @@
-"""Stop a loop of one's own at a step boundary, together on all ranks, before Slurm ends the job."""
+"""Stop a user's own training loop at a step boundary, on all ranks together, before Slurm ends the job."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 SIGTERM, SIGUSR2 and Ctrl-C set a flag that the training loop polls at every step. Only the standard library is
 imported, and the package above imports nothing, so that a rank can install the handlers before it spends seconds on
-importing torch: a signal in that time is kept, not deadly.
+importing torch: a signal during that time is remembered instead of killing the process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Give every process its rank: process 0 decides once, for all, which node holds which ranks.
+"""Give every process its rank: process 0 decides for all which node holds which ranks.
 
 The entry point is `arrange_ranks`, before the process group exists. Every process publishes its ProcessInfo; process 0
-searches for a placement and publishes a RankAssignment with its hash; everybody checks it, and a single objection puts
-all of them back to the launcher's order. `arrange_ranks` also binds the process and sets the variables by which other
-libraries learn rank and size.
+searches for a placement and publishes a RankAssignment with its hash; every process checks it, and if one of them
+objects, all return to the launcher's order. `arrange_ranks` also binds the process and sets the variables by which
+other libraries learn rank and size.
 """
 
 from __future__ import annotations

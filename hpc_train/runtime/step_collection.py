@@ -1,7 +1,7 @@
 """Collect garbage at the same step on all ranks, instead of whenever Python's counters of a rank say so.
 
-A collection takes tens of milliseconds in a process with torch. Where each of a thousand ranks has its own at another
-moment, every step waits for some rank's; together they cost one.
+A collection takes tens of milliseconds in a process with torch. If each of a thousand ranks collected at a different
+moment, every step would wait for some rank; if all collect at the same step, only that step waits.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The shipped schedules are best for equal stages. Blocks are whole, and a vocabulary of 128,000 costs as much as two or
 three of them, so the stages of a real model are not equal. The search begins with shipped orders, evens out the work of
 *ranks* (which may have several stages) instead of that of stages, moves single blocks between stages as long as the
-simulated step gets shorter, and then lets a rank that would wait compute something of its row ahead of its turn, as
-long as it holds no more activations than before. The result is the best of what was tried, not proven to be the best.
+simulated step gets shorter, and then lets a waiting rank compute a later action of its row early, as long as it holds
+no more activations than before. The result is the best of what was tried, not proven to be the best.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the copies of a loosely synchronised run exchange, and when."""
+"""Compute what the copies of a loosely synchronised run exchange, and when."""
 
 from __future__ import annotations
 

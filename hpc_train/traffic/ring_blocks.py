@@ -1,7 +1,7 @@
-"""Which keys the ranks of ring attention see: the blocks that each computes, and the messages that a window saves.
+"""Compute which keys the ranks of ring attention see: the blocks of each rank, and the messages that a window saves.
 
 A sequence of T positions is cut into chunks: one per rank, or in balanced order two, of which rank r has chunks r and 2
-cp - 1 - r. All is known before the first message, so ranks exchange only what somebody's queries see.
+cp - 1 - r. This is known before the first message, so ranks exchange only keys that some query sees.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How often a step gathers parameters and reduces gradients: one rule for trainer, traffic and planner.
+"""Count how often a step gathers parameters and reduces gradients: one rule for trainer, traffic and planner.
 
 How long fully_shard keeps whole parameters and whole gradients of a block on a rank, within one step:
 

@@ -1,4 +1,4 @@
-"""Judge whether a run that has made all its steps is done: its loss is finite and its last checkpoint is saved."""
+"""Decide whether a run that has made all its steps is done: its loss is finite and its last checkpoint is saved."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The position of a stream in a checkpoint: each data-parallel rank's, saved together and restored to the same rank.
+"""Save and restore the position of a streamed data set: one per data-parallel rank, restored to the same rank.
 
-A data set with an index needs none of this: the number of consumed samples says everything.
+A data set with an index does not need this: the number of consumed samples is enough.
 """
 
 from __future__ import annotations

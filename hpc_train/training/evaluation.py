@@ -1,6 +1,6 @@
-"""Evaluate the model on the validation split, when that is due.
+"""Evaluate the model on the validation split when an evaluation is due.
 
-A request to stop leaves an evaluation undone; the run owes it then, and makes up for it in its next attempt.
+If a stop request prevents one, the next attempt catches up on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Make the components of a run from its configuration: data, model, engine and loaders.
 
-A model that is split over ranks is made without memory; its values are drawn or read on request, so that no rank holds
-more than its share.
+A model that is split over ranks is built on the meta device; its values are drawn or read on request, so that no rank
+holds more than its share.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Make the optimizer, and compute each step's learning rate and random seeds.
 
-Learning rate and seeds are pure functions of the step: nothing to save, and the same after any resume.
+Learning rate and seeds are pure functions of the step, so there is nothing to save, and they are the same after any
+resume.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run one training step: batch, forward, backward, clip, update, and the numbers of the step.
 
-The step sees an Engine only; what is parallel, and how, is the engine's.
+The step sees only an Engine, which owns all parallelism.
 """
 
 from __future__ import annotations

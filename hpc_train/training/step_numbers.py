@@ -1,6 +1,6 @@
 """Read the numbers that a step leaves on the device: all of them in one copy, so that the host waits for it once.
 
-Each `float(tensor)` of a GPU's tensor waits until the device has done all its work, and then costs a copy of its own.
+Each `float(tensor)` of a GPU tensor would wait until the device has done all its work, and then cost a separate copy.
 """
 
 from __future__ import annotations

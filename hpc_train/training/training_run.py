@@ -1,4 +1,4 @@
-"""The state of one run on one rank: its parts, its position, and what its end is judged by."""
+"""The state of one run on one rank: its parts, its position, and the facts that decide whether it ended well."""
 
 from __future__ import annotations
 

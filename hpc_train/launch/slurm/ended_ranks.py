@@ -1,4 +1,4 @@
-"""Notice ranks that have ended without a report from srun, because a slurmstepd or srun itself was killed or stopped."""
+"""Notice ranks that have ended without a report from srun, because slurmstepd or srun was killed or stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of an adapter's parameters (models/adapters/adapted_linear.py), in a module of its own that needs no torch."""
+"""Names of an adapter's parameters (models/adapters/adapted_linear.py), in a separate module that needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""zero1, zero2, zero3: shard what a rank keeps of the model over dp_shard, with copies over dp_replicate (HSDP).
+"""zero1, zero2, zero3: shard the model's state over dp_shard, with copies over dp_replicate (HSDP).
 
 All three are fully_shard (FSDP2). They differ in when parameters are gathered and when gradients are reduced
 (Rajbhandari et al. 2020, arXiv:1910.02054); traffic/sharding.py has the rule. For a model of P bytes and a step of M

@@ -1,4 +1,4 @@
-"""Ways to average ddp's gradients other than torch's all-reduce: compression, and the MPI library.
+"""Average ddp's gradients in other ways than torch's all-reduce: with compression, or through the MPI library.
 
 A method gets one bucket after the other, in the same order on every rank, and may use several collectives for each. It
 runs beside backward in a thread of its own (on a GPU: on a stream). To add a method, write a class with

@@ -1,10 +1,10 @@
-"""Loose synchronisation: copies of the model train on their own and now and then exchange what they have learned.
+"""Loose synchronisation: copies of the model train independently and periodically exchange what they have learned.
 
-Every copy has, beside its own parameters, the *anchor*: the parameters after the last exchange, equal on all copies.
-An exchange of a fragment of the parameters averages the outer gradients (anchor - own) over the copies; an SGD with
-Nesterov momentum steps the anchor by that; then the copy goes on from the anchor. With momentum 0 and a learning rate
-of 1 this is local SGD, with momentum DiLoCo (Douillard et al. 2023, arXiv:2311.08105), with fragments and overlap its
-streaming form (arXiv:2501.18512), where a copy merges the anchor into what it has trained meanwhile.
+In addition to its own parameters, every copy has the *anchor*: the parameters after the last exchange, equal on all
+copies. An exchange of a fragment of the parameters averages the outer gradients (anchor - own) over the copies. SGD
+with Nesterov momentum updates the anchor by this average, and the copy continues from the anchor. With momentum 0 and a
+learning rate of 1 this is local SGD, with momentum DiLoCo (Douillard et al. 2023, arXiv:2311.08105), with fragments and
+overlap its streaming form (arXiv:2501.18512), where a copy merges the anchor into what it has trained meanwhile.
 
 When a fragment is exchanged is a function of the step alone, so a resumed run goes on as one that never stopped.
 Ranks at the same place of their copies exchange: each sends only the shards, of the stages, that it holds.

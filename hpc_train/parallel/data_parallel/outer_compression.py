@@ -1,8 +1,8 @@
-"""Outer gradients as 8-bit or 4-bit integers. A block of elements has a scale: its largest magnitude over the levels.
+"""Compress outer gradients to 8-bit or 4-bit integers, with one scale per block: largest magnitude / number of levels.
 
-Rounding is to the nearest, ties to even, so that it is the same wherever it is done. What rounding takes away is not
-added to a later exchange: neither of the sources does so (Streaming DiLoCo, arXiv:2501.18512, sends 4 bits;
-INTELLECT-1, arXiv:2412.01152, 8). Messages are of bytes: the scales in float32, then the integers.
+Rounding is to the nearest, ties to even, so that it is the same wherever it is done. The rounding error is not added to
+a later exchange, as neither of the sources does that (Streaming DiLoCo, arXiv:2501.18512, sends 4 bits; INTELLECT-1,
+arXiv:2412.01152, 8). A message consists of bytes: the scales in float32, then the integers.
 """
 
 from __future__ import annotations

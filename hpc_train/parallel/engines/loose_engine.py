@@ -1,8 +1,8 @@
-"""The engine of copies that train on their own: each has an engine of its own, and OuterOptimizer joins them.
+"""The engine of loosely synchronised copies: each copy has its own inner engine, and OuterOptimizer joins them.
 
 In every step the copies add up three numbers and the loss, and then the square of the gradient norm, so that all ranks
-agree on stops and wrong numbers: some 40 bytes. `loss` is that of the global batch, each share by its own copy. The
-norm is the root mean square of the copies' norms, and each copy is clipped by its own.
+agree on stops and on wrong numbers (about 40 bytes). `loss` is the loss of the global batch, of which each copy
+computes its own share. The norm is the root mean square of the copies' norms, and each copy clips by its own norm.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The engine of a model in pipeline stages: torch's schedules, then one update of all stages of this rank.
 
-Tied parameters are here too: an embedding and the head that uses it may lie on two stages under one name. One stage
-owns the parameter; every copy gets the sum of the gradients of all copies, so that the copies stay bitwise equal.
+It also handles tied parameters: an embedding and the head that shares its weight may be on two stages, under one name.
+One stage owns the parameter; every copy gets the sum of the gradients of all copies, so that the copies stay bitwise
+equal.
 """
 
 from __future__ import annotations

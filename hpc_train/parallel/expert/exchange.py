@@ -1,8 +1,8 @@
 """Send tokens to the ranks that hold their experts and the results back, by all-to-all over ep.
 
-Rows go sorted by expert, so that what belongs to a rank is one piece; how many rows each rank sends is exchanged first.
-The first exchange is started before, and waited for after, what needs no routed expert: shared experts in forward, and
-their gradients in backward.
+Rows are sorted by expert, so that the rows for one rank are contiguous. The ranks first exchange how many rows each one
+sends. The first exchange overlaps the computation that needs no routed expert: shared experts in forward, and their
+gradients in backward.
 """
 
 from __future__ import annotations

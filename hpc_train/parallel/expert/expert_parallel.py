@@ -1,7 +1,7 @@
 """Expert parallelism: each rank of the ep axis holds an equal part of the experts of every layer.
 
 ep is a view of dp_shard x cp (GShard, Lepikhin et al. 2020, arXiv:2006.16668): its ranks have different tokens, and
-send each to the ranks of its experts. An expert's gradient is then complete on the ranks of one ep group, so
+send each token to the ranks of its experts. An expert's gradient is then complete on the ranks of one ep group, so
 fully_shard reduces it over the other data-parallel ranks only. tp splits the width of every expert.
 """
 

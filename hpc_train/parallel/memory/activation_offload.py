@@ -1,10 +1,10 @@
 """Keep the tensors that a block saves for backward in CPU memory (Rhu et al. 2016, arXiv:1602.08124).
 
-In order of time, on a GPU: when the forward of a block ends, copies of what it saved are queued on a stream of their
-own, and run beside the forward of the next block. When that one ends, the computation waits for these copies, and the
-memory of the originals is free. So what the last block saved stays on the GPU, where backward begins. When the backward
-of a block begins, copies of what the block before saved are queued, and run beside it. At most two blocks have their
-saved tensors on the GPU at a time.
+The order of events on a GPU: when the forward of a block ends, copies of its saved tensors are queued on a separate
+stream and overlap the forward of the next block. When the next block ends, the computation waits for these copies, and
+the originals are freed. The saved tensors of the last block stay on the GPU, because backward begins there. When the
+backward of a block begins, the copies back for the previous block are queued and overlap it. At most two blocks have
+their saved tensors on the GPU at a time.
 """
 
 from __future__ import annotations

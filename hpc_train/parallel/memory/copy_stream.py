@@ -1,8 +1,8 @@
-"""Copies between a device and the host beside the computation, and the page-locked memory that they need.
+"""Overlap copies between a device and the host with the computation, and manage the page-locked memory for them.
 
-Copies have a stream of their own. It waits for the computation before it reads what that has made, and the computation
-waits for a mark on it before it uses, or frees, what was copied. So memory is reused in the order of the streams, and
-no tensor has to be recorded on a second stream, which would make the moment of its reuse depend on timing.
+Copies have their own stream. It waits for the computation that makes a tensor before it copies it, and the computation
+waits for an event on it before it uses or frees what was copied. So memory is reused in stream order, and no tensor
+needs record_stream, which would make the moment of reuse depend on timing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Recomputation for a backward in two parts: a block runs again once, and both parts read what that run saved.
+"""Recompute a block only once for a backward that is split in two parts; both parts read what that run saved.
 
 A pipeline that splits backward (Qi et al. 2024, arXiv:2401.10241) first computes the gradients of a stage's inputs and
 later those of its weights, by a call of autograd for each group of weights. torch's checkpoint would run a block again
-in each of these calls. Here the first one runs it, and what it saves stays until the micro-batch's graph is freed: from
-the gradients of the inputs to those of the weights a micro-batch holds what it would hold without recomputation.
+in each of these calls. Here the first call runs it, and what it saves stays until the micro-batch's graph is freed. So
+between the two parts a micro-batch holds as much memory as without recomputation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) over shards, with the numbers of torch.optim.Adafactor.
 
-torch's needs whole parameters. Here a rank has a rectangle of each: sums over rows, over columns and over everything
-are made of local parts and added up over the mesh axes that split what they sum over. All sums of a step that go over
-the same axes travel together, in three messages. A row or a column of state is a DTensor that is split as its parameter
-is, along the dimension that it has, so that a checkpoint has it as a rectangle like any other.
+torch's Adafactor needs whole parameters. Here a rank has a rectangle of each parameter: sums over rows, columns and all
+elements are computed locally and reduced over the mesh axes that split the summed dimension. All sums of a step over
+the same axes are reduced together, in three messages. A row or a column of state is a DTensor, split like its parameter
+along the dimension that it keeps, so that a checkpoint stores it as a rectangle like any other tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Bring every matrix whole to one rank, and bring the result back to the ranks that hold parts or copies of it.
+"""Gather every matrix on one rank, and send the result back to the ranks that hold parts or copies of it.
 
-For optimizers that compute with whole matrices (Muon). Matrices are dealt out to owners, so that each rank computes its
-share of them once. In order of time, for a round of matrices:
+Used by optimizers that compute with whole matrices (Muon). Every matrix has an owner, so that each rank computes its
+share of the matrices once. A round of matrices takes these steps:
 
     1. all-to-all within a copy of the model: every rank sends its parts of each matrix to that matrix's owner
     2. the owners compute

@@ -1,8 +1,8 @@
 """Muon over matrices that are split or copied in any way, equal to torch.optim.Muon on whole ones.
 
 Jordan 2024, https://kellerjordan.github.io/posts/muon/. The momentum is sharded like the parameter. Newton-Schulz
-iterations need the whole matrix: matrix_exchange.py says which rank computes which, and how parts travel. torch does
-the iterations in bfloat16, so parts travel in bfloat16 and nothing is lost.
+iterations need the whole matrix: matrix_exchange.py decides which rank computes which matrix, and how parts are sent.
+torch runs the iterations in bfloat16, so sending the parts in bfloat16 loses nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """AdamW whose two moments are stored in bfloat16 and rounded stochastically: half the state of AdamW.
 
-Rounded to the nearest, a moment would stop where a change is below half a unit of its last place, as small steps of
-the second moment are. Rounding up with the probability of the cut bits keeps its mean (Gupta et al. 2015,
-arXiv:1502.02551). The bits are a hash of the parameter's name, of the update and of the element's place in the whole
-parameter, and so the same in every layout. The update itself uses the moments before they are rounded.
+With rounding to nearest, a moment would stop changing once a change is below half a unit in its last place, as small
+changes of the second moment are. Rounding up with the probability given by the discarded bits keeps the mean (Gupta et
+al. 2015, arXiv:1502.02551). The random bits are a hash of the parameter's name, the update's number and the element's
+index in the whole parameter, so they are the same in every layout. The update itself uses the moments before rounding.
 """
 
 from __future__ import annotations

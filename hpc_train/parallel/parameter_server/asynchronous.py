@@ -1,7 +1,7 @@
-"""Asynchronous parameter servers: each worker updates the parameters by itself, not too far ahead of the slowest.
+"""Asynchronous parameter servers: workers update the parameters independently, none too far ahead of the slowest.
 
 Bounded staleness (stale synchronous parallel, Ho et al. 2013): a clock in a window of rank 0 counts the updates of each
-worker, and only who is too far ahead waits.
+worker, and only a worker that is too far ahead waits.
 """
 
 from __future__ import annotations

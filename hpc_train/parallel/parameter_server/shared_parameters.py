@@ -1,7 +1,8 @@
 """Store a share of the model's parameters on its servers, read and written by one-sided MPI communication.
 
-A share is a set of whole parameters with their optimizer state, as views of one buffer that can be sent as it is. The
-buffer lies in an MPI window on each server (host) of the share: the first host updates it, the others have replicas.
+A share is a set of whole parameters with their optimizer state, as views of one contiguous buffer, which is sent
+without packing. Each server (host) of the share has the buffer in an MPI window: the first host updates it, the others
+have replicas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the model in stages, each prepared like a model of its own, and the engine over them."""
+"""Build the pipeline stages of a model, each prepared like a model of its own, and the engine that runs them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rules of data parallelism: strategy, batch, number formats, and what is done to gradients.
+"""Rules of data parallelism: strategy, batch, number formats, and how gradients are reduced.
 
-First the rules of every strategy, then those of what only ddp does on the way of its gradients (compression, the MPI
-library, models that use not all parameters) and of SyncBatchNorm.
+The rules of every strategy come first, then those of features that only ddp has (compression, the MPI library, models
+that do not use all parameters) and of SyncBatchNorm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules of what saves memory: recomputation, recorded kernels, offload of parameters and state, the loss in chunks."""
+"""Rules of techniques that save memory or launches: recomputation, CUDA graphs, offload, and the chunked loss."""
 
 from __future__ import annotations
 

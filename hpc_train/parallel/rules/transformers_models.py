@@ -1,4 +1,4 @@
-"""Rules of models of transformers: what is exact for which family, read from config.json before any rank starts."""
+"""Rules of transformers models: what is exact for a family, decided from config.json before any rank starts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tensor parallelism of a mixture of experts: every rank of tp has a slice of the width of each expert.
+"""Tensor parallelism of a mixture of experts: every tp rank has a slice of the width of each expert.
 
 All ranks of a tp group route all tokens of the group, so the layer gathers positions once, for router, routed and
-shared experts together, and sums their outputs once. What a rank has of the router's gradient comes through its slices,
-and is summed over the group.
+shared experts together, and sums their outputs once. Each rank computes only the part of the router's gradient that
+comes through its slices; the parts are summed over the group.
 """
 
 from __future__ import annotations

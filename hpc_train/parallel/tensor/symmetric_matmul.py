@@ -2,7 +2,7 @@
 
 On GPUs of one NVLink domain each rank reads its neighbours' memory directly, in place of the messages of ring_matmul.py
 (torch.distributed._symmetric_memory). Forward and backward are the same products as there. On a CPU torch's own
-fallback runs: a collective, then the products, which is what proves these functions.
+fallback runs (a collective, then the products), and the tests check these functions with it.
 """
 
 from __future__ import annotations

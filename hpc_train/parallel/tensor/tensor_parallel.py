@@ -1,4 +1,4 @@
-"""Tensor parallelism: the model's plan, line by line, on the tp axis (Shoeybi et al. 2019, arXiv:1909.08053).
+"""Tensor parallelism: apply the model's tensor plan on the tp axis (Shoeybi et al. 2019, arXiv:1909.08053).
 
 At rest every parameter is a DTensor on that axis, so that fully_shard finds one kind of parameter only; the model's
 own code computes with the local tensors, and what ranks exchange is in the layers that the plan names. Hidden states

@@ -1,4 +1,4 @@
-"""A model's plan read against its modules: which of them is split over tp, and how."""
+"""Match a model's tensor plan with its modules: which of them are split over tp, and how."""
 
 from __future__ import annotations
 

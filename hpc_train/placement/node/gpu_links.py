@@ -1,6 +1,6 @@
-"""Bandwidth between the GPUs of one node, from the links that its topology or the cluster's description lists.
+"""Compute the bandwidth between the GPUs of one node, from the links in its topology or in the cluster's description.
 
-Links of their own (NVLink, xGMI) add up. All other traffic of a GPU shares its PCIe port, whatever the peer.
+Direct links (NVLink, xGMI) add up. All other traffic of a GPU shares its PCIe port, whatever the peer.
 """
 
 from __future__ import annotations

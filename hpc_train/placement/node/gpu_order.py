@@ -1,4 +1,4 @@
-"""Choose which local rank takes which GPU of its node, where GPUs are not all joined alike.
+"""Choose which local rank takes which GPU of its node, for nodes whose GPUs are not all linked alike.
 
 The cost is that of the placement of nodes (cost.py): seconds = calls x bytes of a phase / bandwidth of the busiest
 link, for every flow, one after the other, all groups of an axis at once. In a node the links are those between pairs:

@@ -1,4 +1,4 @@
-"""Input and output of the lints: RunFacts (a configuration and the planner's estimate of it) and Advice."""
+"""Define the lints' input, RunFacts (a configuration and the planner's estimate of it), and their output, Advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line of a table of measured runs: its cells by column, and what is impossible about their numbers."""
+"""Read one line of a table of measured runs: its cells by column, and a check for impossible numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the software of published runs works, by its name in the column `software`."""
+"""Describe how the software of published runs works, by its name in the column `software`."""
 
 from __future__ import annotations
 

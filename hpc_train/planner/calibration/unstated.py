@@ -1,7 +1,7 @@
-"""How much wider the band of an estimate is because a measured run does not state what matters for it.
+"""Widen the band of an estimate where a measured run does not state something that the estimate depends on.
 
-Each unstated column is a distribution over the values that are usual: the run is estimated with each of them, and the
-spread of these estimates is added to that of the model.
+Each unstated column has a distribution over its usual values. The run is estimated with each of them, and the spread of
+these estimates is added to that of the model.
 """
 
 from __future__ import annotations

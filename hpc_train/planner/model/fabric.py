@@ -1,8 +1,8 @@
-"""Bring the cluster's switches into the estimate: sizes and oversubscription of leaves and groups, and placed runs.
+"""Add the cluster's switches to the estimate: sizes and oversubscription of leaves and groups, and placed runs.
 
 The closed forms of network.py assume that all switches of a level are alike. If cluster.topology names a file with
-every switch, sizes come from there, and estimate_placed corrects an estimate by where its nodes really are; else sizes
-come from cluster.fabric.
+every switch, sizes come from there, and estimate_placed corrects an estimate for the real positions of its nodes.
+Otherwise sizes come from cluster.fabric.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Route the tokens of a rehearsal evenly: its scores have no values, and every expert gets as many tokens.
+"""Route the tokens of a rehearsal evenly: its router scores have no values, so every expert gets equally many.
 
-A rank whose experts are the busiest needs more than what is counted here (`expert_imbalance` in metrics).
+A rank with the busiest experts needs more memory than is counted here (see `expert_imbalance` in the metrics).
 """
 
 from __future__ import annotations

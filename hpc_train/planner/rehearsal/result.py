@@ -1,6 +1,6 @@
-"""Result of a rehearsal: what each rank holds, how the ranks' tensors tile the model, and what is wrong.
+"""The result of a rehearsal: what each rank holds, how the ranks' tensors tile the model, and what is wrong.
 
-It is converted here to JSON for scripts and to text for people.
+It is formatted here as JSON for scripts and as text for people.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How long the start of a job takes before its first step, at any number of ranks, from parts measured here.
+"""Estimate how long a job takes to start, for any number of ranks, from parts measured on this machine.
 
-All ranks meet at one store, which process 0 serves in one thread. So what the store does for a rank counts once for
-every rank, and that is the part of the start that grows with the job:
+All ranks connect to one store, which process 0 serves in one thread. So the store's work for one rank is multiplied by
+the number of ranks, and this is the part of the start that grows with the job:
 
     join    a connection, with the proof that both sides know the secret, and the requests of rendezvous and rank map
     groups  the requests of gloo: an address given, and, unless ranks connect on demand, those of the whole group asked

@@ -1,4 +1,4 @@
-"""What a logger is, what it learns of its run, and which loggers there are.
+"""Define what a logger is and what it is told about its run, and list the available loggers.
 
 A package offers one as an entry point of the group `hpc_train.loggers`: a function or class that takes a LoggedRun and
 returns a Logger. It runs in a process of its own (logger_process.py), so it may block or fail.

@@ -1,8 +1,8 @@
 """Run a logger in a process of its own, so that nothing in its library can stop, slow or outlast the training.
 
 Rank 0 writes lines of JSON to the process: a LoggedRun, the records, and the end. A write never blocks: what does not
-fit into the pipe waits in memory, up to a limit. At the end the process gets `loggers.close_seconds`, or 2 s after
-an error, and is then killed. A process that has lost rank 0 comes to its own end, since its input ends.
+fit into the pipe waits in memory, up to a limit. At the end the process gets `loggers.close_seconds`, or 2 s after an
+error, and is then killed. If rank 0 dies, the process ends by itself, because its input ends.
 """
 
 from __future__ import annotations

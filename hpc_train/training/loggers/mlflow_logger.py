@@ -1,4 +1,4 @@
-"""Log to MLflow: a tracking server, or files. An attempt that resumes a run goes on under the same run id."""
+"""Log to MLflow: a tracking server, or files. An attempt that resumes a run continues under the same run id."""
 
 from __future__ import annotations
 

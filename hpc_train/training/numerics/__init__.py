@@ -1,1 +1,1 @@
-"""What is done when numbers go wrong: skip a step, roll back, compute a step again, compare copies of parameters."""
+"""React when numbers go wrong: skip a step, roll back, compute a step again, compare copies of parameters."""

@@ -1,8 +1,9 @@
-"""Look after each step whether a run's numbers can still be trusted, and end the attempt where they cannot.
+"""Check after each step whether a run's numbers can still be trusted, and end the attempt if they cannot.
 
-Loss or gradient that stay infinite send the run back to a good checkpoint (training.rollback). Copies of parameters
-that are no longer equal send it back to the last one from when they were (training.replica_check). All ranks come to
-the same conclusion and raise; hpc_train.launch.restarting then has them started again.
+If the loss or gradient stays infinite, the run goes back to a good checkpoint (training.numerics.rollback). If copies
+of parameters are no longer equal, it goes back to the last checkpoint at which they were
+(training.numerics.replica_check). All ranks come to the same conclusion and raise; hpc_train.launch.restarting then has
+them started again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Compute a step again whose numbers look wrong, to tell a device that erred for a moment from data that is what it is.
+"""Compute a suspicious step again, to tell a momentary error of a device from data that really gives these numbers.
 
 The parameters have not changed yet and dropout draws the same masks, so the second computation has to give the same
-numbers. If it gives good ones, the first were the error of a device: the run goes on with the second. If it gives bad
-ones again, the data, the settings or a device that is broken for good are behind it, and the step is skipped or only
-reported, as resilience.numbers says. Running statistics of BatchNorm see the batch twice.
+numbers. If it gives good numbers, the device made an error the first time, and the run continues with the second
+result. If it gives bad numbers again, the cause is the data, the settings or a broken device, and the step is skipped
+or only reported, as resilience.numbers says. Running statistics of BatchNorm see the batch twice.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Compare the parameters of ranks that hold copies of the same ones: a bit that flips on one of them is found here.
+"""Compare the copies of parameters that several ranks hold, to find a bit that flipped on one of them.
 
 Every rank adds up the bits of its parameters, as integers; ranks that hold the same rectangles of the same tensors must
 come to the same sum, because they have made the same updates from the same averaged gradients. One all-gather of two
 numbers per rank, and one pass over the parameters, every `resilience.numbers.compare_every` steps. With three copies or
-more the odd one is named. Optimizer state is not compared, nor what exists once: with zero1 to zero3 a rank has its own
-share of the parameters, of which only dp_replicate makes copies.
+more the rank that differs is named. Optimizer state is not compared, nor are parameters without copies: with zero1 to
+zero3 each rank has its own share, and only dp_replicate makes copies of it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Skipping a step helps where its samples are to blame. Where the parameters are, every further step is lost, and so is
 every checkpoint since they went wrong. A checkpoint is therefore *good* only when some steps after it had finite
-numbers. Going back marks all checkpoints that are newer than the good one bad, records the samples of the steps in a
-row, so that they are skipped when training comes there again, and ends the attempt. Whoever started the ranks starts
-them again (hpc_train.launch.restarting), and they resume as ever: from the newest checkpoint that is not marked.
+numbers. Going back marks all checkpoints newer than the good one as bad, records the samples of the failed steps, so
+that they are skipped when training reaches them again, and ends the attempt. The launcher starts the ranks again
+(hpc_train.launch.restarting), and they resume as usual: from the newest checkpoint that is not marked.
 
 A run that is given the final skipped.json from its beginning computes the same, bit for bit.
 """

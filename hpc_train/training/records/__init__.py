@@ -1,1 +1,1 @@
-"""What a run writes down while it trains, and how others read it: metrics, events, step times, warnings, logs."""
+"""Write and read what a run records while it trains: metrics, events, step times, warnings, logs."""

@@ -1,6 +1,6 @@
 """Mark the parts of each step, and the computations of pipeline stages, as NVTX ranges for Nsight Systems.
 
-They are seen by a profiler around the rank only: `launch.wrap=[nsys,profile,"--trace=cuda,nvtx"]`.
+They are visible only to a profiler that runs around the rank: `launch.wrap=[nsys,profile,"--trace=cuda,nvtx"]`.
 """
 
 from __future__ import annotations

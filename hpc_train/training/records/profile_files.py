@@ -1,4 +1,4 @@
-"""Names of the traces of a run, and requests of `hpc-train profile RUN` to ranks that are training.
+"""Name the trace files of a run, and pass requests of `hpc-train profile RUN` to ranks that are training.
 
 Traces lie in profile/<attempt>/ of the run directory, with the suffix by which TensorBoard's profiler plugin finds
 them. A request is profile/request.json, replaced as a whole; ranks look at it from time to time.

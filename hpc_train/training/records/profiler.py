@@ -1,7 +1,7 @@
 """Trace steps of this rank with torch.profiler, when the settings or `hpc-train profile RUN` ask for it.
 
 A trace has the operators, ranges for the step, its phases and the modules of the model, and on a GPU its kernels. While
-no step is traced, all this costs is a look at the clock in each step, and a look for a request now and then.
+no step is traced, this only reads the clock in each step and checks for a request from time to time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Record what each step of this rank went into, for `hpc-train report`, `top` and `status`.
+"""Record what this rank spent the time of each step on, for `hpc-train report`, `top` and `status`.
 
 The clock of the world (step_clock.py) measures the parts of a step: marks set by the loop and by hooks of the model's
-forward, and the time in which a collective blocked this rank. Beside them a record has the stall of saves, memory,
-processor time and what the node's counters say. Nothing here changes what is computed or waits for a device.
+forward, and the time in which a collective blocked this rank. A record also has the stall of saves, memory, processor
+time and the node's counters. Nothing here changes what is computed or waits for a device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Report a run while it goes on, from rank 0: metrics, events, loggers, progress, and lines for people.
+"""Report a run while it trains, from rank 0: metrics, events, loggers, progress, and lines for people.
 
 A terminal shows a progress bar, a log plain lines.
 """

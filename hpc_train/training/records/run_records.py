@@ -1,4 +1,4 @@
-"""Write and read what ranks record: metrics.jsonl, events.jsonl, and a small file for each rank that failed.
+"""Write and read metrics.jsonl, events.jsonl, and a small file for each rank that failed.
 
 Imports neither torch nor omegaconf, because commands that look at runs import it.
 """
