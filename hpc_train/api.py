@@ -34,7 +34,7 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 
 
 class Run:
-    """One run: its directory, or the Slurm job that has it.
+    """One run, given by its directory or its Slurm job id.
 
     Nothing is cached: every call reads the run's files, and asks Slurm where a job is involved.
     """
@@ -123,8 +123,8 @@ def train(config: RunConfig) -> Run:
 def submit(config: RunConfig, *, after: Sequence[Run | str | Path] = ()) -> Run:
     """Freeze a run and its code, hand it to Slurm, and return at once.
 
-    after: runs, run directories or job ids that must have ended well before this one starts. Raises UserError for
-    whatever is wrong with the run or refused by Slurm; then nothing is left behind.
+    after: runs, run directories or job ids that must have ended well before this one starts. Raises UserError if the
+    run is invalid or Slurm refuses it; then nothing is left behind.
     """
     from hpc_train.cli.output import TERMINAL
     from hpc_train.launch.submit import submit_run
@@ -164,12 +164,12 @@ def place(nodes: str | Sequence[str], config: RunConfig) -> Placement:
 def parallelize(
     model: nn.Module, config: RunConfig, world: World, make_optimizer: OptimizerFactory | None = None
 ) -> Engine:
-    """Apply the techniques of `config` to a model of one's own, in place, and return the engine that trains it.
+    """Apply the techniques of `config` to a user's model, in place, and return the engine that trains it.
 
     The engine owns gradient accumulation, clipping and the optimizer (interfaces.Engine): `forward_backward(batch)`,
     `clip(max_norm)`, `update(lr)`, `evaluate(batch)`; `parts` are the modules of this rank. make_optimizer: called with
     the model after it was split; default: the optimizer of `config.optim`. world: from `init`, with the same degrees.
-    Raises UserError for what cannot be combined, or a model that a technique finds nothing in.
+    Raises UserError for techniques that cannot be combined, or if a technique finds nothing to apply to in the model.
     """
     from hpc_train.parallel.apply import build
     from hpc_train.training.optimizer import make_optimizer as make_configured

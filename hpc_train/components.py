@@ -117,9 +117,10 @@ def register_metric(name: str) -> Callable[[F], F]:
 
 
 def import_user_module(name: str, setting: str) -> None:
-    """Import the user's module, which may lie in the current folder: a console script does not look there by itself.
+    """Import the user's module, which may be in the current folder, where a console script does not search by default.
 
-    Nor do batch jobs (python -P): they have a copy of that folder. setting: the key that has the name.
+    Batch jobs (python -P) do not search there either: they have a copy of that folder. setting: the key that has the
+    name.
     """
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path and not sys.flags.safe_path:

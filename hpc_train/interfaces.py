@@ -79,7 +79,7 @@ class StepBatch:
     measure: bool = False
     """Measure a gradient of part of the batch too, where the engine can see one."""
     norm: float = 0.0
-    """Gradient norm of the step before, as this rank has it; 0 where ranks may differ. Carried along, too."""
+    """Gradient norm of the previous step on this rank; 0 where ranks may differ. It is also carried along."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class TensorShard:
     replica: int = 0
     """0 on the one rank that writes this rectangle, 1, 2, ... on those that hold a copy of it."""
     still: bool = False
-    """Nothing but the engine's `update` changes it, so that a save may copy it beside the next forward and backward."""
+    """Only the engine's `update` changes it, so that a save may copy it during the next forward and backward."""
 
 
 class Engine(Protocol):

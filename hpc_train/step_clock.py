@@ -16,7 +16,8 @@ from threading import get_ident
 from typing import Any, Protocol
 
 WAIT_BINS = 16
-"""Blocking times of the collectives of a step are added up in so many groups, in the order in which they ended."""
+"""Number of groups in which the blocking times of a step's collectives are added up, in the order in which they ended.
+"""
 
 
 class StepPart(IntEnum):
@@ -87,7 +88,7 @@ ReadTimes = Callable[[], StepTimes | None]
 
 
 class SilentClock:
-    """Measures nothing, where nobody reads it."""
+    """Measures nothing, for runs whose clock is not read."""
 
     late = False
 
@@ -182,7 +183,7 @@ class DeviceEvent(Protocol):
     """A mark in the work of a device, such as torch.cuda.Event with timing."""
 
     def record(self) -> None:
-        """Put the mark behind the work that this thread has given to the device so far."""
+        """Record the event after the work that this thread has given to the device so far."""
 
     def query(self) -> bool:
         """Tell, without waiting, whether the device has passed the mark."""

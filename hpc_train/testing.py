@@ -64,7 +64,7 @@ def pretend_ranks(
     """Call `function(world, *args)` as some ranks of a world of any size, each in a process of its own.
 
     For shapes, bytes and counts, never for numbers: collectives return at once and leave whatever memory holds.
-    Otherwise as run_ranks, but that one rank runs after the other.
+    Otherwise it works like run_ranks, except that the ranks run one after the other.
     """
     join = partial(_pretend, ranks=ranks, parallel=parallel)
     return [value for rank in which for value in _fork(function, [rank], args, join, timeout)]

@@ -25,7 +25,7 @@ _LENGTH = 300
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames in the user's files, innermost first, of the exception that started it.
+    """Return the frames in the user's files, innermost first, of the original exception.
 
     If there are none, return those in installed packages that are neither ours nor torch's: a model may come from one.
     """

@@ -73,7 +73,7 @@ def loader_command(options: LoaderBenchOptions) -> int:
 
 
 def _time_batches(batches: Batches, options: LoaderBenchOptions) -> float:
-    """Return the seconds for the batches behind the first one, which starts threads and opens files."""
+    """Return the seconds for the batches after the first one, which starts threads and opens files."""
     next(batches)
     started = time.perf_counter()
     for inputs in islice(batches, options.batches):

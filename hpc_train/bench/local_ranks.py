@@ -31,8 +31,8 @@ def exit_on_sigterm() -> Iterator[None]:
 def postpone_sigterm() -> Iterator[None]:
     """Let SIGTERM wait until the code inside has run.
 
-    `exit_on_sigterm` raises wherever the signal arrives. Inside Popen that would be after the process has begun and
-    before anybody can end it.
+    `exit_on_sigterm` raises wherever the signal arrives. Inside Popen that would be after the process has started and
+    before the caller has a handle to end it.
     """
     arrived: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _frame: arrived.append(number))

@@ -193,7 +193,7 @@ def make_orders(nodes: Sequence[str], paths: Mapping[str, Sequence[str]], seed: 
 
 
 def deal_over_leaves(nodes: Sequence[str], paths: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Deal the nodes out over the leaves in turn: a bad order, in which neighbours are far apart."""
+    """Deal the nodes out over the leaves round-robin: a bad order, in which neighbours are far apart."""
     leaves: dict[tuple[str, ...], list[str]] = {}
     for node in nodes:
         leaves.setdefault(tuple(paths[node]), []).append(node)

@@ -22,7 +22,7 @@ from hpc_train.report.tuning import Trial, measure_locally, measure_on_slurm
 FIELD = ((4, "0.90-0.95 on 2 to 4 GPUs"), (8, "0.85-0.90 on 8"), (math.inf, "0.70-0.85 across nodes"))
 """What published data-parallel runs reach, by number of GPUs."""
 _PAYS = 0.5
-"""More ranks pay as long as at least this share of what they add arrives as speed."""
+"""More ranks pay off as long as they gain at least this share of the ideal speed-up."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def predict_seconds(overrides: Sequence[str]) -> float | None:
 
 
 def find_end(points: Sequence[ScalingPoint]) -> int:
-    """Return the largest size up to which each increase brought at least half of what it added, in strong scaling."""
+    """Return the largest size up to which each increase gained at least half of the ideal strong-scaling speed-up."""
     end = points[0]
     for point in points[1:]:
         gained = end.strong_seconds / point.strong_seconds - 1
@@ -161,7 +161,7 @@ def find_end(points: Sequence[ScalingPoint]) -> int:
 
 
 def print_scaling(points: Sequence[ScalingPoint], kind: str) -> None:
-    """Print a table, and where more stops paying."""
+    """Print a table, and the size beyond which adding more does not pay off."""
     from rich.console import Console
     from rich.table import Table
 

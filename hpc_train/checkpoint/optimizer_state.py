@@ -107,10 +107,10 @@ class NamedOptimizers:
                     )
 
     def match_state(self, saved_names: Sequence[str]) -> None:
-        """Give every parameter state with the keys that a checkpoint has of it, whatever the values.
+        """Make sure that every parameter has the state entries that the checkpoint has; their values do not matter.
 
-        torch makes the state at the first step, so a fresh optimizer makes one with a rate and gradients of 0.
-        Raises UserError if that does not make it.
+        torch creates the state at the first step, so a fresh optimizer makes one step with a learning rate and
+        gradients of 0. Raises UserError if that does not create it.
         """
         keys: dict[str, set[str]] = defaultdict(set)
         for saved in saved_names:

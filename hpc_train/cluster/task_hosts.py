@@ -25,7 +25,7 @@ def list_task_hosts(nodes: Sequence[str], counts: Sequence[int], env: Mapping[st
 
 
 def _deal_tasks(nodes: Sequence[str], counts: Sequence[int], size: int) -> list[str]:
-    """Deal out tasks to the nodes in turn, `size` at a time, until each has as many as it takes."""
+    """Deal out tasks to the nodes round-robin, `size` at a time, until each node has its number of tasks."""
     left, hosts = list(counts), []
     while any(left):
         for at, node in enumerate(nodes):

@@ -21,10 +21,10 @@ _POSITIONS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """An endless order of samples, each epoch in an order of its own, as a pure function of the seed.
+    """An endless order of samples, different in each epoch, as a pure function of the seed.
 
-    Nothing has to be saved but the number of samples consumed so far, and the number of ranks has no influence: a loop
-    that goes on at another number of ranks sees exactly the samples that are left.
+    Only the number of samples consumed so far has to be saved, and the number of ranks has no influence: a loop that
+    continues on another number of ranks sees exactly the remaining samples.
     """
 
     samples: int

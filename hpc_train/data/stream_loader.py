@@ -39,7 +39,7 @@ class StreamLoader:
         self._state: Any = None
         with explain_user_code(f"state_dict of data.name={stream.name}"):
             self._start = self._save_position()
-        """Position at the beginning: a data set that knows where it is does not begin again by itself."""
+        """Position at the beginning: a data set that knows its position does not start again by itself."""
         self._thread = start_loader_thread()
 
     def batch(self, step_start_sample: int) -> StepBatch:

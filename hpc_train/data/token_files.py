@@ -183,7 +183,7 @@ def _map_llm_c(path: Path, head: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any
 
 
 def _map_megatron(index: Path) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Map the .bin of an .idx, and return the index at which each document begins, too."""
+    """Map the .bin of an .idx; also return the index at which each document begins."""
     with _open(index) as file:
         header = file.read(_MEGATRON_HEADER.size)
         if len(header) < _MEGATRON_HEADER.size:

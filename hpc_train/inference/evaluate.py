@@ -66,7 +66,7 @@ class EvaluationRequest:
     split: str | None = None
     """validation, train or all; None: all of `data`, or the validation part of the run's own."""
     batches: int | None = None
-    """The first so many global batches in the order of the run's own evaluations; None: every sample once."""
+    """Number of global batches, in the order of the run's own evaluations; None: every sample once."""
     micro_batch: int | None = None
     """Sequences in one forward; None: as in the run."""
     sequence_length: int | None = None

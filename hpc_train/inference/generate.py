@@ -27,7 +27,7 @@ class GenerateOptions:
     temperature: float = 0.0
     """Divides the logits; 0: always the likeliest token (greedy)."""
     top_k: int = 0
-    """Choose among so many of the likeliest tokens; 0: all."""
+    """Number of most likely tokens to choose among; 0: all."""
     top_p: float = 1.0
     """Choose among the likeliest tokens that together have this probability."""
     seed: int = 0

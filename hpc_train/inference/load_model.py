@@ -66,13 +66,13 @@ def load_model(
 
 
 def refuse_base_of_folder(where: str, base: str | None) -> None:
-    """Raise UserError for --base beside a folder of transformers, which has its model in it."""
+    """Raise UserError for --base with a transformers folder, which contains its own model."""
     if base is not None:
         raise UserError(f"--base: {where} is a folder of transformers itself; leave it out")
 
 
 def refuse_weights_of_folder(where: str, weights: str | None) -> None:
-    """Raise UserError for --weights beside a folder of transformers, which has one set of them."""
+    """Raise UserError for --weights with a transformers folder, which has only one set of weights."""
     if weights is not None:
         raise UserError(f"--weights {weights}: {where} is a folder of transformers, which has no other; leave it out")
 

@@ -31,7 +31,7 @@ class TaskOptions:
 
     tasks: tuple[str, ...]
     include_path: str | None = None
-    """Folder with task files beside those that come with the harness."""
+    """Folder with task files in addition to those of the harness."""
     limit: int | None = None
     """Examples of each task; None: all."""
     shots: int | None = None

@@ -111,7 +111,7 @@ def _cancel_jobs(
 ) -> tuple[list[RunPoint], frozenset[Path]]:
     """Cancel jobs: first those that wait, so that none of them starts on the nodes of one that ends.
 
-    Returns the points that waited, which may have begun at the same moment, and the runs whose jobs go on for others.
+    Returns the pending points, some of which may just have started, and the runs whose jobs continue for other points.
     """
     for run in runs:
         if run.facts.slurm_error is not None:
@@ -222,8 +222,8 @@ _EXIT_INTERRUPTED = 130
 def wait_and_kill(points: Sequence[RunPoint], shared: frozenset[Path], ask: RunClient, output: CommandOutput) -> int:
     """Wait for these points, which were asked to save and end; kill those that do not end in time.
 
-    shared: runs whose job goes on for other points, so only their own job step is ended. Returns the exit code. Ctrl-C
-    stops waiting; the points stay asked to end.
+    shared: runs whose job continues for other points, so only their own job step is ended. Returns the exit code.
+    Ctrl-C stops waiting; the points stay asked to end.
     """
     started, limits = time.monotonic(), {point.run: read_cancel_seconds(point) for point in points}
     backoff, killed = Backoff(0.2, 4.0), set[Path]()

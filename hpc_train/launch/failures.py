@@ -20,13 +20,16 @@ from hpc_train.resilience.incident import read_hang
 from hpc_train.training.records.run_records import REQUEUE_MARKER, RankFailure, append_event, read_first_failure
 
 EXIT_CODES = "exits.json"
-"""File in an attempt's log directory, of the local pool: [[task, exit code], ...] in the order of their ends."""
+"""File that the local pool writes in an attempt's log directory: [[task, exit code], ...] in the order in which tasks
+ended."""
 SRUN_ERRORS = "srun.err"
 ENDED_TASKS = "ended-tasks.json"
-"""File in an attempt's log directory, of the supervisor: [[task, node], ...] that were gone as it ended the others."""
+"""File that the supervisor writes in an attempt's log directory: [[task, node], ...] of the tasks that had already
+ended when it ended the others."""
 _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of Memory")
-"""Slurm says this of all tasks of a node that end at that moment, so that it does not tell which one it was."""
+"""Slurm prints this for all tasks of a node that end at that moment, so it does not tell which one ran out of memory.
+"""
 _ABORTED = "Aborted"
 _DEADLY_WORDS = (
     "Killed",
@@ -38,7 +41,7 @@ _DEADLY_WORDS = (
     _ABORTED,
 )
 _DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""A task that one of these signals ended, or that left by os._exit, is why its peers fail, not the other way round."""
+"""A task that was ended by one of these signals, or that left by os._exit, is the cause of its peers' failures."""
 _EXITED = re.compile(r"Exited with exit code (?P<code>\d+)")
 
 
@@ -89,7 +92,7 @@ def find_first_error(logs: Path) -> FirstError | None:
     failure = read_first_failure(logs)
     if failure is not None and is_timeout(failure.message) and (silent := ranks_without_report(logs)):
         return FirstError(silent[0], describe_timeout(logs, silent))
-    # A rank that a signal ended wrote no report. Its peers did, but only about its connection.
+    # A rank that was killed by a signal wrote no report. Its peers did, but they only report a lost connection.
     dead = _find_in_exit_codes(logs, failure)
     if dead is None and (failure is None or failure.lost_peer):
         dead = _find_in_srun_errors(logs) or _find_unreported(logs)
@@ -133,9 +136,9 @@ def _find_in_exit_codes(logs: Path, failure: RankFailure | None) -> FirstError |
 
 
 def _is_deadly(logs: Path, task: int, code: int, failure: RankFailure | None) -> bool:
-    """Return whether a task that ended so may be why its peers failed. failure: the first that a peer recorded.
+    """Return whether a task with this exit code may have caused its peers' failures. failure: the first one of a peer.
 
-    Libraries abort a rank whose peer is gone, too.
+    SIGABRT needs a closer look, because libraries also abort a rank whose peer is gone.
     """
     if -code == signal.SIGABRT:
         return (failure is None or failure.lost_peer) and not _gave_up_waiting(logs, task)
@@ -144,12 +147,12 @@ def _is_deadly(logs: Path, task: int, code: int, failure: RankFailure | None) ->
 
 
 def _gave_up_waiting(logs: Path, task: int) -> bool:
-    """Return whether the last words of a task say that it waited for another one, such as those of NCCL's watchdog."""
+    """Return whether the end of a task's log says that it waited for another one, as NCCL's watchdog prints."""
     return is_timeout(read_tail_text(logs / f"task-{task}.log"))
 
 
 def _find_in_srun_errors(logs: Path) -> FirstError | None:
-    """Find the first task that a signal ended, or that exited, as srun reports it, without an error of its own."""
+    """Find the first task that srun reports as killed by a signal or exited, and that recorded no error itself."""
     text, aborted = _read_srun_errors(logs), None
     for line in _SRUN_LINE.finditer(text):
         silent = [task for task in _expand_tasks(line["tasks"]) if _has_no_report(logs, task)]
@@ -169,7 +172,7 @@ def _find_in_srun_errors(logs: Path) -> FirstError | None:
 
 
 def _find_unreported(logs: Path) -> FirstError | None:
-    """Find the first task that was gone, and of whose end srun knows nothing; a slurmstepd or srun itself failed."""
+    """Find the first task that had ended without a report from srun, because a slurmstepd or srun itself failed."""
     try:
         ended = [(int(task), str(host)) for task, host in read_json(logs / ENDED_TASKS)]
     except (OSError, ValueError, TypeError):
@@ -183,7 +186,7 @@ def _find_unreported(logs: Path) -> FirstError | None:
 
 
 def list_exit_codes(srun_errors: str) -> list[int]:
-    """Return how the tasks ended that srun reports as failed: exit codes, and 128 for those that a signal ended.
+    """Return the exit codes of the tasks that srun reports as failed; 128 for those ended by a signal.
 
     srun_errors: what srun has written to standard error, in whole lines.
     """
@@ -201,7 +204,7 @@ def _expand_tasks(listed: str) -> list[int]:
 
 
 def _describe_end(how: str) -> str | None:
-    """Return in words how a task ended that left no reason itself; None if its end is no failure of its own."""
+    """Describe how a task without a recorded error ended; None if its end is not a failure of its own."""
     if how.startswith(_DEADLY_WORDS):
         return f"was ended from outside: {how}"
     exited = _EXITED.match(how)
@@ -215,7 +218,7 @@ def _read_srun_errors(logs: Path) -> str:
 
 
 def _find_out_of_memory(logs: Path, host: str) -> FirstError | None:
-    """Find the task of this node that recorded nothing; without a rank map, of any node."""
+    """Find the task of this node that recorded nothing; without a rank map, a task of any node."""
     # srun prints short names of nodes, the rank map may have full ones.
     short = host.partition(".")[0]
     entries = read_rank_entries(logs)
@@ -303,12 +306,12 @@ def main(run_dir: str, attempt: str, code: str, requeue: str) -> int:
 
 
 def _find_error_of_stop(logs: Path) -> FirstError | None:
-    """Return the first failure of ranks that stopped on purpose, as where one died in the save; None without one."""
+    """Return the first failure among ranks that stopped on purpose, such as one that died in the save; else None."""
     return find_first_error(logs) if (logs / REQUEUE_MARKER).exists() else None
 
 
 def _explain_by_batch_script(logs: Path, code: str) -> str:
-    """Return the reason that the batch script gives where no rank left one."""
+    """Return the batch script's reason, for failures of which no rank recorded one."""
     result = read_attempt(logs).result
     return result.why if result and result.why else f"the ranks exited with {code} and left no reason; see {logs}"
 

@@ -57,7 +57,7 @@ def freeze_run(
 ) -> JobSpec:
     """Check the run and write its directory with its job spec: from here on, nothing of conf/ is read again.
 
-    report: gets the decision of parallel=auto. why: the explanation of decide_auto_layout, where it was called before.
+    report: gets the decision of parallel=auto. why: the explanation from decide_auto_layout, if it was called before.
     code: the snapshot that the job runs.
     """
     config, plan_text = decide_auto_layout(config, ranks, report)
@@ -139,7 +139,7 @@ def find_token_store(config: RunConfig, build: bool = True) -> Path | None:
 
 
 def describe_finished_run(config: RunConfig, folder: RunDirectory) -> str | None:
-    """Return a line that says so if the run in this folder has all its steps; None if there is something left to do.
+    """Return a line that says that the run in this folder has made all its steps; None if steps are left.
 
     Only for a number of steps: how many an epoch has is known once the data is open. The ranks notice a last checkpoint
     that is damaged or has NaN in it.
@@ -196,7 +196,7 @@ def check_model_and_data(config: RunConfig) -> None:
 
 
 def _require_image_stores(data: ImageFilesDataConfig) -> None:
-    """Raise UserError for a store that is not there, before anything is said about its images."""
+    """Raise UserError for a missing store before its images are checked."""
     for key, path in (("path", data.path), ("validation_path", data.validation_path)):
         if path is not None and not Path(path).expanduser().is_file():
             raise UserError(f"data.{key}={path}: no such file; make it with `hpc-train data build {path} FOLDER`")
@@ -254,7 +254,7 @@ def check_task_and_data(model: HfModelConfig, data: DataConfig) -> None:
 
 
 def _check_packing(config: RunConfig) -> None:
-    """Raise UserError for packed documents beside what cannot keep them apart."""
+    """Raise UserError for packed documents together with a setting that cannot keep documents apart."""
     model, instead = config.model, "use data.samples=padded, or stream"
     if not isinstance(model, (TransformerConfig, CustomModelConfig)):
         raise UserError(f"data.samples=packed: model={model.name} does not take packed documents; {instead}")

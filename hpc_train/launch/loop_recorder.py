@@ -68,8 +68,9 @@ class LoopRecorder:
     ) -> None:
         """directory: of this run, on a file system that all ranks see. steps: of the whole run.
 
-        optimizer: whose step is timed apart. first_step: updates made before, where the loop goes on; later lines of
-        metrics.jsonl are dropped. compiled: torch.compile has traced the model, so waits in it are not told apart.
+        optimizer: whose step is timed apart. first_step: number of updates made before, from which the loop continues;
+        later lines of metrics.jsonl are dropped. compiled: torch.compile has traced the model, so waits in it are not
+        told apart.
         """
         path = Path(directory).expanduser().absolute()
         self._directory = RunDirectory(path, path / "checkpoints")

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def import_training() -> None:
     """Import torch and all that training needs, and keep the garbage collector away from these modules.
 
-    Collections would go through all modules made so far again and again, which is a quarter of a rank's start; later
-    ones, in the middle of a step, would take as long as all modules are many.
+    During the import, collections would scan all modules loaded so far again and again, which takes a quarter of a
+    rank's start. Later collections, in the middle of a step, would scan all modules, too.
     """
     with processes.pause_gc(freeze=True):
         import torch._dynamo  # noqa: F401  the first optimizer asks for it
@@ -133,7 +133,7 @@ def _redirect_output(path: Path, lines: RankLog) -> None:
 
 
 class _LossyFile(io.FileIO):
-    """A log that leaves out what there is no room for, so that a full disk does not end the training."""
+    """A log that drops output when the disk is full, so that a full disk does not end the training."""
 
     def __init__(self, descriptor: int, lines: StreamLines) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -156,7 +156,7 @@ def _open_lossy(descriptor: int, lines: StreamLines) -> io.TextIOWrapper:
 
 
 def _stop_with_parent() -> None:
-    """Save and stop also when the controller is killed, which then can tell nobody (prctl(2), PR_SET_PDEATHSIG)."""
+    """Save and stop if the controller is killed and cannot signal the ranks (prctl(2), PR_SET_PDEATHSIG)."""
     import ctypes
     import signal
 

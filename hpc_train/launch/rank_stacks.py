@@ -60,7 +60,7 @@ class StackRequest:
     """Asks all tasks of an attempt for their stacks, and reads the answers later."""
 
     def __init__(self, logs: Path, send: Callable[[], None]) -> None:
-        """Ask by calling `send`, which has every rank signalled. logs: the attempt's log directory."""
+        """send: signals every rank. logs: the attempt's log directory."""
         self._logs, self._tasks = logs, _expected_tasks(logs)
         # Answers are appended to the logs: whatever lies before these sizes is old.
         self._sizes = {task: _file_size(_log_path(logs, task)) for task in self._tasks}
@@ -70,7 +70,7 @@ class StackRequest:
     def collect(self, deadline: float, unable: Collection[int] = ()) -> list[RankStack]:
         """Return the answers of all tasks, those that have none by `deadline` (as time.monotonic()) included.
 
-        unable: tasks that cannot answer, which nobody waits for.
+        unable: tasks that cannot answer and are not waited for.
         """
         places: dict[int, _Frame | None] = {}
         while True:

@@ -52,7 +52,7 @@ _EXIT_CODES = {
     Action.END: EXIT_FAILED,
 }
 _KILLED_SRUN = 128 + signal.SIGKILL
-"""Exit code of the ranks' srun where it is killed itself, and says nothing of a task that was."""
+"""Exit code of the ranks' srun if srun itself is killed; it says nothing about a killed task."""
 _MEMORY = re.compile(r"out of memory|MemoryError|cannot allocate memory|oom-kill", re.IGNORECASE)
 _KILLED = re.compile(r"was killed by SIG|was ended from outside")
 
@@ -130,9 +130,9 @@ def decide_after_failure(
 
 
 def _list_lost_in(logs: Path, lost: Sequence[str]) -> list[str]:
-    """Return those of the lost nodes that the attempt with these logs ran on: others were lost before it.
+    """Return the lost nodes that the attempt with these logs ran on; others were lost before it.
 
-    All of them where nobody knows what it ran on.
+    Returns all of them if the attempt's nodes are unknown.
     """
     begun = read_attempt(logs).begun
     nodes = expand_hostlist(begun.nodes) if begun is not None and begun.nodes else lost
@@ -290,8 +290,8 @@ def _find_cause_of_refusal(logs: Path, code: int) -> Cause:
 def read_history(events: Iterable[Mapping[str, Any]], attempt: int, first_attempt: int, newest: int | None) -> History:
     """Return the faults in a row before this attempt's, from the events of the run.
 
-    A checkpoint and a submission start the count anew. newest: the newest committed step, which counts as where the
-    attempt began if it never came to training.
+    A checkpoint and a submission reset the count. newest: the newest committed step, which counts as where the attempt
+    began if it never came to training.
     """
     signatures: list[str] = []
     began = newest

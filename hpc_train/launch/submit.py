@@ -63,11 +63,10 @@ def submit_run(
     dry_run: bool = False,
     ask: RunClient = run_client,
 ) -> Submission:
-    """Freeze one run and hand it to sbatch; returns at once. What sbatch refuses leaves nothing.
+    """Freeze one run and hand it to sbatch; returns at once. If sbatch refuses, nothing is left behind.
 
     report: gets remarks. after: runs (directories or job ids) that must have ended well before this one starts.
-    dry_run: only check, and return the batch script. Raises UserError for whatever is wrong with the run or refused by
-    Slurm.
+    dry_run: only check, and return the batch script. Raises UserError if the run is invalid or Slurm refuses it.
     """
     if config.launch.kind != "slurm":
         raise UserError(
@@ -161,7 +160,7 @@ def _remove_entry(entry: Path) -> None:
 def lock_submissions(path: Path) -> Iterator[None]:
     """Lock this directory against other submissions. Raises UserError while another command submits from it.
 
-    On file systems without locks nobody is refused.
+    On file systems without locks every command is admitted.
     """
     lock = path / SUBMISSION_LOCK
     try:
@@ -218,7 +217,7 @@ def jobs_to_wait_for(runs: Sequence[str], ask: RunClient) -> list[str]:
 
 
 def _wait_for_job(job_id: str, ask: RunClient) -> list[str]:
-    """Return this job, whoever submitted it, unless it is done. Raises UserError if it has failed."""
+    """Return this job, which any user may have submitted, unless it is done. Raises UserError if it has failed."""
     answer = ask(slurm_cli.scontrol_command(job_id))
     records = slurm_cli.parse_scontrol(answer.out)
     if answer.code or not records:

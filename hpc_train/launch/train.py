@@ -111,7 +111,7 @@ def run_local_ranks(
 
 
 def _refuse_second_run(folder: RunDirectory) -> None:
-    """Raise UserError if another run goes on in this directory, before anything in it is changed.
+    """Raise UserError if another run is active in this directory, before anything in it is changed.
 
     The checkpoint lock of the ranks decides for certain, also across machines. A Slurm job that waits there would run
     what is frozen now.

@@ -28,7 +28,7 @@ from hpc_train.resilience.watch import (
 from hpc_train.training.records.run_records import append_event
 
 _STACK_SECONDS = 3.0
-"""How long ranks have to answer where they are. They are asked so long before the deadline, too."""
+"""Seconds that ranks have to answer with their stacks. They are also asked this long before the deadline."""
 _UNABLE = (STOPPED, WAITS_FOR_DISK, GONE, NOT_BEGUN)
 """States in which a process answers no signal."""
 _EARLIEST_SHARE = 0.75
@@ -96,9 +96,9 @@ class HangResponse:
         return self._settings.act
 
     def _ask_early(self, views: Sequence[RankView]) -> None:
-        """Ask for stacks if the ranks will hang in a moment, so that nobody has to wait for them once they do.
+        """Ask for stacks shortly before the ranks count as hung, so that no time is lost afterwards.
 
-        A rank that starts is not asked: one that is not there yet does not handle the signal, and would die of it.
+        A rank that is starting is not asked: it may not handle the signal yet, and would die of it.
         """
         sooner = [
             replace(view, deadline=max(view.deadline - _STACK_SECONDS, _EARLIEST_SHARE * view.deadline))
@@ -129,7 +129,7 @@ class HangResponse:
         append_event(run / "events.jsonl", "hang", attempt, why=text, action=acted, folder=folder.name)
 
     def close(self) -> None:
-        """Leave what was learned to the next attempt, and remove the entries of the ranks, which are gone by now."""
+        """Save the learned deadlines for the next attempt, and remove the entries of the ended ranks."""
         write_learned(self._logs.parents[1], self._watch.deadlines.learned())
         remove_entries(self._logs)
 

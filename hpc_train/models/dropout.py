@@ -29,7 +29,7 @@ class SampleCounter:
     """(B,), int64: for each sample a hash of the seed, the step and its index in the global batch."""
 
     def begin(self, key: int, first: int, count: int, device: torch.device) -> None:
-        """Start a micro-batch of so many samples; `first` is the global-batch index of its first sample."""
+        """Start a micro-batch of `count` samples; `first` is the global-batch index of its first sample."""
         self.rows = mix_bits(torch.arange(first, first + count, device=device) ^ key)
 
 

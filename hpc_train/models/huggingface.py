@@ -170,7 +170,7 @@ def _refuse_gemma_parts(config: TransformerConfig) -> None:
 
 
 def _check_gemma(config: TransformerConfig) -> str:
-    """gemma3_text, or without norms of queries and keys gemma2. Raises UserError for what neither computes."""
+    """Return gemma3_text, or gemma2 if queries and keys have no norms. Raises UserError for what neither computes."""
     kind = "gemma2" if config.query_key_norm == "none" else "gemma3_text"
     wanted = {
         "activation": config.activation == "geglu",
@@ -194,7 +194,7 @@ def _check_gemma(config: TransformerConfig) -> str:
 
 
 def _check_olmo(config: TransformerConfig) -> str:
-    """olmo2, or with windows olmo3. Raises UserError for what neither computes."""
+    """Return olmo2, or olmo3 with windows. Raises UserError for settings that neither has."""
     plain = TransformerConfig(name="")
     wanted = {
         "norm": config.norm == "rmsnorm",

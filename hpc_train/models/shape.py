@@ -57,7 +57,7 @@ def count_kv_heads(config: TransformerConfig) -> int:
 
 
 def find_window(config: TransformerConfig, layer: int) -> int | None:
-    """The keys that a token sees in this layer, counted from 0; None: all that are not behind it."""
+    """Return how many keys a token sees in `layer`, counted from 0; None: all up to its own position."""
     is_global = config.global_every > 0 and (layer + 1) % config.global_every == 0
     return None if is_global else config.sliding_window
 

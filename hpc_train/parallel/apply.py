@@ -262,7 +262,7 @@ def splits_parameters(config: RunConfig, degrees: Degrees) -> bool:
 
 
 def check_model(model: nn.Module, config: RunConfig, degrees: Degrees) -> None:
-    """Raise UserError, in words that help a user, for a model that the backends would refuse later."""
+    """Raise UserError, with helpful advice, for a model that the backends would refuse later."""
     check_interface(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no parameter requires a gradient; there is nothing to train")

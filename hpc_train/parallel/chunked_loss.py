@@ -87,7 +87,7 @@ class LossChunks:
     own: _OwnClasses | None = None
     """This rank's part of the vocabulary; None: all of it."""
     keeps_gradients: bool = False
-    """Whether a backward may run again: a split backward asks for the gradients of activations and weights in turn."""
+    """Whether backward may run twice: a split backward first computes gradients of activations, then of weights."""
     softcap: float | None = None
     """Bound on logits, which become softcap tanh(logit / softcap); None: no bound."""
 

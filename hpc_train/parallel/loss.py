@@ -92,7 +92,7 @@ def sum_split_cross_entropy(logits: DTensor, target: Tensor) -> Tensor:
 
 
 def check_targets(target: Tensor, classes: int) -> None:
-    """Fail where a target that counts is none of the classes, without waiting for a GPU."""
+    """Fail if a target that counts is not a valid class, without waiting for a GPU."""
     place = torch.where(target == IGNORED_TARGET, 0, target)
     check_on_device(((place >= 0) & (place < classes)).all(), "a target is not in the vocabulary")
 

@@ -37,7 +37,7 @@ def count_correct(out: Any, target: Tensor) -> Tensor:
 
 
 def load_metrics(config: TrainConfig) -> dict[str, Metric]:
-    """Return the metrics to add up, by name. Raises UserError for one that nobody registered."""
+    """Return the metrics to add up, by name. Raises UserError for one that is not registered."""
     built_in = {"accuracy": count_correct, PERPLEXITY: None}
     found = {
         name: built_in[name] if name in built_in else METRICS.find(name, config.module, built_in)

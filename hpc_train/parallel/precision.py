@@ -86,7 +86,7 @@ class LossScale:
     def adjust(self, finite: bool) -> None:
         """Halve the scale after a gradient that was not finite; double it after GROWTH_INTERVAL finite ones in a row.
 
-        Raises UserError where halving has not helped for so long that it cannot.
+        Raises UserError if halving has not helped for so long that it will not help any more.
         """
         if not finite:
             self._back_off()

@@ -37,7 +37,7 @@ EXPERT_AXES = ("expert_shard", "ep")
 
 
 def list_degrees(sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the degrees in the order of AXES; missing axes have degree 1. `ep` may be given, too: see EXPERT_AXES."""
+    """Return the degrees in the order of AXES; missing axes have degree 1. `ep` may also be given: see EXPERT_AXES."""
     unknown = [axis for axis in sizes if axis not in (*AXES, "ep")]
     if unknown:
         raise UserError(f"{unknown[0]}: not a mesh axis; the axes are {', '.join(AXES)}")

@@ -35,7 +35,7 @@ class CostCase:
 
 @dataclass(frozen=True)
 class Placement:
-    """An order of whole nodes, and its cost beside that of the launcher's order."""
+    """An order of whole nodes, and its cost compared with that of the launcher's order."""
 
     nodes: tuple[int, ...]
     """nodes[i]: index, in the launcher's order, of the node that holds ranks i * ranks_per_node and following."""

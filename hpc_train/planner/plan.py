@@ -387,7 +387,7 @@ def _search_fewest_nodes(
 def _search_world(
     request: PlanRequest, basis: _EstimateBasis, ranks: int, fixed: FixedColumns, keep: int
 ) -> _FoundCandidates:
-    """Search all layouts of so many ranks, for each global batch of the request."""
+    """Search all layouts of `ranks` ranks, for each global batch of the request."""
     found = _FoundCandidates()
     for batch in request.batches:
         space = SearchSpace(degree_limits(request.config, batch), ranks, fixed)

@@ -212,7 +212,7 @@ def _draw_goodput(summary: RunSummary) -> str:
 
 
 def _draw_heat_map(summary: RunSummary, table: StepTable) -> list[Chart]:
-    """Draw each rank's own work beside the median of all ranks, by step; above 128 ranks, each node's."""
+    """Draw each rank's own work relative to the median of all ranks, by step; above 128 ranks, each node's."""
     work = measure_work(table)
     if not np.isfinite(work).any() or len(table.ranks) < 2:
         return []
@@ -261,7 +261,7 @@ def _draw_memory(table: StepTable) -> list[Chart]:
 
 
 def _draw_planned_memory(summary: RunSummary) -> list[Chart]:
-    """Draw the planned parts of a GPU's memory beside the largest peak of any GPU."""
+    """Draw the planned parts of a GPU's memory next to the largest peak of any GPU."""
     planned, measured = plan_memory(summary), describe_memory(summary.table).get("allocated_mib")
     if not planned or measured is None:
         return []

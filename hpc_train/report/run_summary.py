@@ -102,8 +102,8 @@ def _describe_silent_ranks(table: StepTable | None, facts: Facts) -> str:
 def judge_newest_steps(run: Path, steps_left: int = 0) -> tuple[Verdict, StepLosses | None, StepTable | None]:
     """Judge the newest steps of a run, for commands that look often. steps_left: of the whole run.
 
-    The configuration, which takes long to read, is read for pipelines only. Settings to try are left out: without the
-    configuration nobody knows whether the run has them already.
+    The configuration, which takes long to read, is read for pipelines only. Settings to try are left out, because
+    without the configuration it is not known whether the run already has them.
     """
     table, ranks = read_newest_steps(run), read_rank_entries(run)
     config = read_config(run)[0] if table is not None and _has_pipeline(run) else None

@@ -73,7 +73,7 @@ def read_step_table(run: Path, max_bins: int = MAX_BINS) -> StepTable | None:
 def read_newest_steps(run: Path, newest_bytes: int = NEWEST_BYTES) -> StepTable | None:
     """Read the newest steps of the newest attempt from the end of its files; None if there is nothing yet.
 
-    newest_bytes: of each node's file. For commands that look again and again.
+    newest_bytes: of each node's file. For commands that read repeatedly.
     """
     return _read_attempts(list_record_files(run)[-1:], MAX_BINS, newest_bytes)
 

@@ -31,7 +31,7 @@ from hpc_train.report.run_summary import judge_newest_steps
 from hpc_train.training.records.run_records import LineFile, read_metrics
 
 LEAST_GAIN = 0.02
-"""A change is kept only if a step becomes shorter by this share, too."""
+"""A change is kept only if it also shortens a step by this share."""
 _WARM_UP_STEPS = 3
 _UNTIMED = (
     "train.epochs=null",

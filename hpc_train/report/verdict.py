@@ -29,7 +29,8 @@ _LEAST_BINS = 5
 _SLOW_IN = 0.7
 """A straggler is slower than the others in this share of the steps."""
 _UNEVEN_STAGE = 1.3
-"""A stage whose time is this many times what its FLOPs let expect, beside the others, is slow and not just large."""
+"""A stage is slow, and not just large, if it takes this many times longer than its FLOPs suggest, compared with the
+others."""
 _GROWTH_MIB, _GROWTH_SHARE = 64.0, 0.10
 """Memory grows if a rank gained both, in equal steps over the recorded time."""
 
@@ -61,7 +62,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a verdict needs beside the recorded steps."""
+    """What a verdict needs in addition to the recorded steps."""
 
     pipeline: Pipeline | None = None
     node_of_rank: Mapping[int, str] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Facts:
     collective_kib: float | None = None
     """Average KiB of one collective of fully_shard; None if the run has other collectives."""
     waits_measured: bool = True
-    """False with parameter servers, whose waits nobody measures: they would count as computation."""
+    """False with parameter servers, whose waits are not measured and would count as computation."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ def _find_straggler(table: StepTable, losses: StepLosses, facts: Facts) -> list[
 
 
 def _relate_to_stage(work: Array, losses: StepLosses, facts: Facts) -> Array:
-    """Return the work of each rank beside what its stage lets expect, in seconds of a stage of mean size.
+    """Return the work of each rank relative to the expectation for its stage, in seconds of a stage of mean size.
 
     Unequal stages are no stragglers: with replicas a rank is compared with its stage, without them with its FLOPs.
     """

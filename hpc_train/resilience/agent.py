@@ -81,7 +81,7 @@ def decode_report(line: str) -> Report | None:
 
 
 def run_agent(logs: Path, settings: dict[str, Any]) -> None:
-    """Report on the ranks of this node until the supervisor ends this agent, or is gone.
+    """Report on the ranks of this node until the supervisor ends this agent or dies.
 
     settings: the `resilience` part of a configuration; `learned`: seconds by phase, from earlier attempts; `compiles`:
     parallel.compile.
@@ -127,7 +127,7 @@ def _wait_for_ranks(logs: Path) -> None:
 
 
 def main(logs: str, settings: str) -> int:
-    """Watch until there is nobody to report to."""
+    """Watch until there is no supervisor to report to."""
     # These go to all steps of the job: they are meant for the ranks.
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -65,7 +65,7 @@ class Order:
     kind: str
     rank: int
     step: int = 0
-    """Not before so many steps are made."""
+    """Number of steps that must be made before it."""
     seconds: float = 30.0
     """How long `slow`, `busy`, `slow_disk` and `full_disk` last."""
 
@@ -174,10 +174,10 @@ def _obey(order: Order) -> None:
 
 
 def hold_interpreter_lock() -> None:
-    """Never return, and never give up the interpreter's lock.
+    """Never return, and never release the interpreter's lock.
 
-    A sleep would end at the first signal, which is the one that asks a rank that seems to hang for its stacks; the wait
-    for a mutex that this thread has locked itself goes on.
+    A sleep would end at the first signal, which is the one that asks a seemingly hanging rank for its stacks. Waiting
+    for a mutex that this thread itself has locked does not end.
     """
     library = ctypes.PyDLL(None)  # of a PyDLL: its functions run without giving up the lock
     mutex = ctypes.create_string_buffer(128)  # a pthread_mutex_t of zeros is an unlocked one
@@ -186,7 +186,7 @@ def hold_interpreter_lock() -> None:
 
 
 def _fail_writes(seconds: float) -> None:
-    """Let every write of this process to a file fail with EFBIG for so long; Python ignores the signal SIGXFSZ."""
+    """Let every write of this process to a file fail with EFBIG for `seconds`; Python ignores the signal SIGXFSZ."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     timer = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, (soft, hard)))

@@ -49,7 +49,7 @@ class Phase(IntEnum):
 
     @property
     def text(self) -> str:
-        """The phase in words."""
+        """The phase as text."""
         return _TEXTS[self]
 
 
@@ -83,14 +83,14 @@ class Heartbeat:
     """Publishes the phase and step of this rank in shared memory; does nothing if there is no memory to write to."""
 
     def __init__(self, logs: Path | None = None, task: int = 0) -> None:
-        """Map the entry of `task`. logs: log directory of the attempt; None: nobody watches this rank."""
+        """Map the entry of `task`. logs: log directory of the attempt; None: this rank is not watched."""
         self._map: mmap.mmap | None = None
         self._process, self._counter, self.phase, self._step = os.getpid(), 0, Phase.START, 0
         self._nanoseconds = [0] * (max(Phase) + 1)
         # Imports came before this object; they belong to START.
         self._since = time.monotonic_ns() - _nanoseconds_since_start()
         self.failure: str | None = None
-        """Why nobody can see this rank; None if it can be seen."""
+        """Why this rank cannot be watched; None if it can."""
         if logs is not None:
             try:
                 self._map = _create_entry(find_folder(logs), task)
@@ -148,7 +148,7 @@ def _create_entry(folder: Path, task: int) -> mmap.mmap:
 
 
 def _make_private_folder(folder: Path) -> None:
-    """Make the folder, or accept the one that is there. Raises PermissionError if it is somebody else's."""
+    """Make the folder, or accept an existing one. Raises PermissionError if another user owns it."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     _check_owner(folder)

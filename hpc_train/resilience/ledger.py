@@ -32,7 +32,7 @@ ACTIVITIES = {
     Phase.SAVE: "save",
     Phase.END: "drain",
 }
-"""Names of a rank's phases in goodput.jsonl."""
+"""Name in goodput.jsonl of each of a rank's phases."""
 CLASSES = {
     "queue": "waiting for nodes",
     "start": "starting: imports, rendezvous, model",
@@ -65,26 +65,26 @@ class LedgerLine:
     time: float
     """Seconds since the epoch."""
     step: int
-    """Updates made so far, those of earlier attempts included."""
+    """Updates made so far, including those of earlier attempts."""
     seconds: Mapping[str, float]
     """Seconds of each activity since this process began."""
     nodes: int = 1
     """Nodes that train."""
     ended: bool = False
-    """The last line of a process that came to its end, done or stopped on purpose."""
+    """Whether this is the last line of a process that ended regularly: done, or stopped on purpose."""
 
 
 class LedgerFile:
-    """Appends lines to goodput.jsonl. A disk that is full does not stop the run: the lines end, and that is said."""
+    """Appends lines to goodput.jsonl. A full disk does not stop the run: lines are missing, and `failure` says why."""
 
     def __init__(self, path: Path, attempt: int, nodes: int) -> None:
         self._path, self._attempt, self._nodes = path, attempt, nodes
         self._next = 0.0
         self.failure: str | None = None
-        """Why lines are missing; None if none is."""
+        """Why lines are missing; None if none are."""
 
     def write(self, heartbeat: Heartbeat, step: int, due: bool = False, ended: bool = False) -> None:
-        """Append a line, if the last one is 5 s old, or if it is due: at a save or at the end."""
+        """Append a line if the last one is at least 5 s old, or at once: `due` at a save, `ended` at the end."""
         now = time.monotonic()
         if now < self._next and not due and not ended:
             return
@@ -147,7 +147,7 @@ class Period:
     """Allocation that it ran in: a further start in the same one is a restart."""
     began: float
     ended: float
-    """When its ranks were gone; now, if they are not."""
+    """When its ranks had ended; the present time if they still run."""
     nodes: int = 1
     """Nodes that train."""
     spares: int = 0
@@ -155,7 +155,7 @@ class Period:
     noticed: float | None = None
     """When it was noticed that the ranks were dead or stuck; None if they ended by themselves."""
     resumed: int | None = None
-    """Step that the ranks went on from; None if they never got so far."""
+    """Step from which the ranks continued; None if they never got that far."""
     lines: Sequence[LedgerLine] = ()
 
 
@@ -188,8 +188,8 @@ class Ledger:
 def account_run(periods: Sequence[Period], submitted: float, saved: int) -> Ledger:
     """Account for all time from `submitted` to the end of the last period.
 
-    periods: in order of time. saved: the newest step that can be resumed from, or the last step of a run that is done;
-    steps after it are lost.
+    periods: in order of time. saved: the newest step from which the run can resume, or the last step of a finished run;
+    later steps count as lost.
     """
     ledger = Ledger()
     before: Period | None = None
@@ -205,7 +205,7 @@ def account_run(periods: Sequence[Period], submitted: float, saved: int) -> Ledg
 
 
 def _resumed_after(later: Iterable[Period], saved: int) -> int:
-    """Return the step up to which the steps of a period count: where the next one to get that far went on."""
+    """Return the step up to which the steps of a period count: the lowest step from which a later period resumed."""
     return min([saved, *(period.resumed for period in later if period.resumed is not None)])
 
 
@@ -218,7 +218,7 @@ def _account_period(ledger: Ledger, period: Period, kept_up_to: int) -> None:
 
 
 def _split_length(period: Period, length: float, kept_up_to: int) -> dict[str, float]:
-    """Return seconds by class of one period; they add up to its length."""
+    """Return the seconds of one period by class; they add up to its length."""
     if not period.lines:  # its ranks never came to training
         noticed = length if period.noticed is None else min(max(period.noticed - period.began, 0.0), length)
         return {"start": noticed, "drain": length - noticed}

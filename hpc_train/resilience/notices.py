@@ -20,12 +20,12 @@ _MAX_TEXT = 200
 
 @dataclass
 class NoticeWatch:
-    """Asks for a notice from time to time, without ever waiting for an answer."""
+    """Checks for a notice from time to time, without ever blocking."""
 
     file: str | None = None
-    """A notice is there when this file is, and is not empty."""
+    """There is a notice when this file exists and is not empty."""
     command: Sequence[str] = ()
-    """A notice is there when this command, run without a shell, ends with 0 and prints something."""
+    """There is a notice when this command, run without a shell, exits with 0 and prints something."""
     every_seconds: float = 5.0
     timeout_seconds: float = 10.0
     """A command that takes longer is killed; that is no notice."""

@@ -224,7 +224,8 @@ def _measure_alone(place: RankPlace, sizes: ProbeSizes) -> tuple[float, float]:
 def _mean_seconds(work: Callable[[], object], sizes: ProbeSizes, device: torch.device) -> float:
     """Return the mean of as many calls as fit into sizes.seconds.
 
-    The mean, and not the median: a rank that shares its core runs undisturbed for a slice of time, and then not at all.
+    It is the mean, not the median, because a rank that shares its core runs undisturbed for a time slice and then not
+    at all.
     """
     work()
     seconds: list[float] = []
@@ -303,7 +304,7 @@ def _split_into_disjoint(pairs: Pairs) -> list[Pairs]:
 
 
 def _find_partner(place: RankPlace, pairs: Pairs, members: dict[int, list[int]]) -> int | None:
-    """Return the rank to exchange data with; None for a rank without one, as where nodes have unequal numbers."""
+    """Return the rank to exchange data with; None for a rank without one, if nodes have unequal numbers."""
     pair = next((pair for pair in pairs if place.node in pair), None)
     if pair is None:
         return None

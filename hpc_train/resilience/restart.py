@@ -43,7 +43,7 @@ _WOULD_COME_AGAIN = (
     Cause.REFUSED,
     Cause.CANCELLED,
 )
-"""Nothing is tried again after these, whatever was saved: somebody has to look first."""
+"""These are never retried, whatever was saved: a person has to look first."""
 SAME_FAULTS = 3
 """Number of faults with one signature, without a newer checkpoint in between, after which the run ends."""
 _CHANGING_TEXT = re.compile(r"0x[0-9a-f]+|\d+|/\S+")
@@ -63,7 +63,7 @@ class Fault:
     def signature(self) -> str:
         """Key under which two faults count as the same: cause, node, and error without its numbers.
 
-        An error of the program is the same wherever it comes up.
+        An error of the program counts as the same on any node.
         """
         if self.cause in _MAY_NOT_COME_AGAIN:
             return f"{self.cause.value} on {self.host}" if self.host else self.cause.value
@@ -85,7 +85,7 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class History:
-    """The faults of a run in a row, without a newer checkpoint between them, before the one at hand."""
+    """The faults in a row, without a newer checkpoint between them, before the current one."""
 
     signatures: tuple[str, ...] = ()
     saved: int | None = None
@@ -128,7 +128,7 @@ class Decision:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run goes on by itself."""
+        """Whether the run continues automatically."""
         return self.action in (Action.RESTART, Action.REQUEUE)
 
 

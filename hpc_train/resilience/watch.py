@@ -56,7 +56,7 @@ class RankView:
 
     @property
     def ended(self) -> bool:
-        """Whether it has come to its end or is gone; whoever started it knows how."""
+        """Whether the rank has finished or is gone; its launcher knows how it ended."""
         return self.state == GONE
 
 
@@ -169,8 +169,8 @@ def find_hang(views: Sequence[RankView], hosts: Sequence[str] = ()) -> Hang | No
 def list_absent(views: Sequence[RankView], hosts: Sequence[str]) -> list[RankView]:
     """Return a view of each task that has not been seen, while all others still start and so may wait for it.
 
-    It may be stuck before its first entry, as in an import from a file system that does not answer. Ranks that have met
-    go on: those that nobody sees then are in a container, and have no memory in common with the watcher.
+    It may be stuck before its first entry, for example in an import from a file system that does not answer. Once ranks
+    have met, those without an entry are not stuck: they are in a container that shares no memory with the watcher.
     """
     if any(view.phase is not Phase.START for view in views):
         return []

@@ -164,7 +164,7 @@ def _choose_binding(launch: LaunchConfig, seats: Sequence[RankSeat], local: int,
 
 
 def read_user_threads(env: Mapping[str, str], seats: Sequence[RankSeat]) -> int | None:
-    """Return OMP_NUM_THREADS if the user has set it; None if it looks like what a launcher sets by itself.
+    """Return OMP_NUM_THREADS if the user has set it; None if it looks like a launcher's default.
 
     Launchers set the processors of a task, or those of the node divided by its ranks.
     """

@@ -78,7 +78,7 @@ class Consensus:
     def run_on_rank_0(self, world: World | None, work: Callable[[], R], group: ProcessGroup | None = None) -> R:
         """Run `work` on rank 0; every rank gets its result or raises its error. No world means a single process.
 
-        Raises LostRanksError, perhaps on some ranks only, if a rank is gone or late; the group is then of no use.
+        Raises LostRanksError, perhaps on some ranks only, if a rank is gone or late; the group is then unusable.
         """
         outcome = self.capture_failure(work) if _is_rank_0(world) else None
         return cast(R, self.raise_failure(self._broadcast_from_rank_0(world, outcome, group)))
@@ -199,7 +199,7 @@ class Consensus:
         return torch.nn.functional.pad(first, (0, _FIRST_BYTES - len(first))), rest
 
     def _gather_on_rank_0(self, world: World | None, value: T, group: ProcessGroup | None) -> list[T]:
-        """Return every rank's value on rank 0, in rank order; nothing of use on the others."""
+        """Return every rank's value on rank 0, in rank order; the result on other ranks is meaningless."""
         if world is None or world.size == 1:
             return [value]
         first, rest = self._encode_message(value)

@@ -48,7 +48,7 @@ def init(
 
 
 def _use_group(config: RunConfig) -> World:
-    """Make the World of the default process group that is there."""
+    """Make the World of the existing default process group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     degrees = resolve_degrees(config.parallel, size)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

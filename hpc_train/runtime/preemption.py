@@ -36,9 +36,9 @@ class Preemption:
     """
 
     def __init__(self, *, seconds_before_limit: float = 120.0, env: Mapping[str, str] = os.environ) -> None:
-        """seconds_before_limit: ask to stop so long before the time limit that Slurm names in SLURM_JOB_END_TIME.
+        """seconds_before_limit: ask to stop this long before the time limit, which Slurm gives in SLURM_JOB_END_TIME.
 
-        Raises UserError if that is no time.
+        Raises UserError if that is not a time.
         """
         self._request = StopRequest()
         self._before: dict[signal.Signals, Any] = {}

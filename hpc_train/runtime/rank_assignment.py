@@ -227,7 +227,7 @@ def _keep_launchers_order(
 
 
 def _assign_as_launched(infos: Sequence[ProcessInfo], processes: int, reason: str) -> RankAssignment:
-    """Give every process the rank that the launcher gave it, on whatever node it is."""
+    """Give every process the rank that the launcher gave it."""
     first = min(infos, key=lambda info: info.process)
     return RankAssignment(world=processes, reason=reason, master=first.address, port=first.port)
 
@@ -324,7 +324,7 @@ def agree_on_assignment(
 
 
 def _gather_objection(task: Task, objection: str | None) -> str | None:
-    """Return one process's objection to the assignment, the same on all; None if nobody objects. A collective."""
+    """Return one process's objection to the assignment, the same on all; None if no process objects. A collective."""
     assert task.store is not None
     if objection is not None:
         publish_value(task.store, "plan/objection", f"process {task.process} on {task.host}: {objection}")

@@ -62,7 +62,7 @@ def find_missing_tasks(store: Store, me: ProcessIdentity, env: Mapping[str, str]
 
 
 def _find_hosts(processes: Sequence[int], me: ProcessIdentity, env: Mapping[str, str]) -> list[str]:
-    """Return the nodes of these tasks in order, each once; those that nobody knows are left out."""
+    """Return the nodes of these tasks in order, each once; unknown ones are left out."""
     names = _list_nodes(env)
     if not names or me.processes % len(names):
         return []
@@ -259,7 +259,7 @@ def _read_meeting(path: Path, me: ProcessIdentity, timeout: timedelta) -> _Meeti
 
 
 def _read_private_text(path: Path) -> str:
-    """Read a small file that belongs to this user and that nobody else can read.
+    """Read a small file that belongs to this user and that no other user can read.
 
     Raises ValueError for any other file, and OSError.
     """

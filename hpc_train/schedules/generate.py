@@ -130,7 +130,8 @@ def interleaved_row(ranks: int, rank: int, micro_batches: int, virtual_stages: i
 def zero_bubble_row(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[Action]:
     """Generate one rank's row of interleaved ZB-H1 (Qi et al. 2024, arXiv:2401.10241).
 
-    Rank r always runs r weight gradients behind its input gradients; those fill the bubble at the end of the step.
+    On rank r the weight gradients are always r micro-batches behind the input gradients; they fill the bubble at the
+    end of the step.
     """
     forwards = _passes(Kind.F, ranks, rank, micro_batches, virtual_stages)
     inputs = _passes(Kind.I, ranks, rank, micro_batches, virtual_stages)
@@ -165,7 +166,7 @@ def _passes(kind: Kind, ranks: int, rank: int, micro_batches: int, virtual_stage
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], first: int) -> Iterator[Action]:
-    """Yield `first` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    """Yield `first` forwards, then forwards and backwards alternately, then the remaining backwards."""
     first = min(first, len(forwards))
     yield from forwards[:first]
     for forward, backward in zip(forwards[first:], backwards, strict=False):
@@ -237,7 +238,7 @@ def zbv_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]:
 def dualpipev_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]:
     """Generate one rank's row of DualPipeV, the V-shaped half of DualPipe (arXiv:2412.19437, section 3.2.1).
 
-    The forward of one stage runs beside the backward of the other, so that each hides the other's communication.
+    The forward of one stage overlaps the backward of the other, so that each hides the other's communication.
     """
     after = ranks - 1 - rank
     row = _RowBuilder(ranks, rank)

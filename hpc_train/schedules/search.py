@@ -35,12 +35,12 @@ class PartTimes:
     inputs: float = 1.0
     """Backward for the inputs, as a multiple of the forward."""
     weights: float = 1.0
-    """Backward for the weights, likewise."""
+    """The same for the backward of the weights."""
     communication: float = 0.0
     """A message between two ranks."""
 
     def of_stages(self, sizes: Sizes) -> ActionTimes:
-        """Return the times of stages of so many blocks.
+        """Return the times of stages that have these numbers of blocks.
 
         The first stage needs no gradient of its inputs: all of its backward is that of weights.
         """

@@ -156,7 +156,7 @@ def _attention(model: TransformerConfig) -> list[Weight]:
 
 
 def _latent_attention(model: TransformerConfig) -> list[Weight]:
-    """List the weights of latent attention: tp splits what expands the latents, and not what makes them."""
+    """List the weights of latent attention: tp splits the matrices that expand latents, not those that make them."""
     latent, hidden, queries = model.latent, model.hidden, model.heads * compute_head_dim(model)
     narrow = latent.kv_rank + latent.rope_head_dim
     expanded = model.heads * (latent.nope_head_dim + latent.value_head_dim)

@@ -95,7 +95,7 @@ def make_validation_loader(config: RunConfig, world: World) -> BatchLoader | Non
 
 
 def count_samples(data: Dataset | OwnStream) -> int | None:
-    """Return the number of samples; None for a stream, whose length nobody knows."""
+    """Return the number of samples; None for a stream, whose length is unknown."""
     return None if isinstance(data, OwnStream) else len(data)
 
 

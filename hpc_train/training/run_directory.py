@@ -162,7 +162,7 @@ def make_files_private() -> Iterator[None]:
 
 
 def make_submitit_directory(directory: RunDirectory) -> None:
-    """Make submitit's directory, private also where a directory with other rights is there already."""
+    """Make submitit's directory, and make an existing one private."""
     directory.submitit.mkdir(mode=0o700, exist_ok=True)
     directory.submitit.chmod(0o700)
 

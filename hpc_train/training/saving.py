@@ -75,7 +75,7 @@ class SaveFailure:
 
 
 def explain_too_late(run: TrainingRun) -> str:
-    """Return why a save would not end before the machine is taken away; empty if it would, or nobody knows."""
+    """Return why a save would not end before the machine is taken away; empty if it would, or if that is unknown."""
     grace, needed = run.config.resilience.grace_seconds, run.save_seconds
     if grace is None or needed is None:
         return ""
@@ -131,7 +131,7 @@ def save_weights(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
 
 
 def report_saves(run: TrainingRun, ended: Iterable[SaveResult]) -> None:
-    """Report saves that have ended. After a failed one training goes on: the earlier checkpoints are untouched."""
+    """Report saves that have ended. After a failed save training continues: the earlier checkpoints are untouched."""
     for saved in ended:
         weights_only = saved.path.parent.name == WEIGHTS_FOLDER
         run.save_failures.pop(weights_only, None)
@@ -153,7 +153,7 @@ def report_saves(run: TrainingRun, ended: Iterable[SaveResult]) -> None:
 
 
 def make_savers(run: TrainingRun) -> tuple[Saver, Saver]:
-    """Make what saves checkpoints, and what saves weights alone; apart, so that neither waits for the other."""
+    """Make the savers of checkpoints and of weights alone; they are separate, so that neither waits for the other."""
     checkpoint, world = run.config.checkpoint, run.world
     saves = world.rank == 0 and (checkpoint.every > 0 or checkpoint.weights_every > 0)
     sharing = WriterSharing(checkpoint.ranks_per_file, checkpoint.writers_per_node)

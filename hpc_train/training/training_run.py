@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 
 def make_update_guard(config: RunConfig) -> UpdateGuard:
-    """Make what decides on skipped updates.
+    """Make the object that decides which updates to skip.
 
-    fp16's loss scaling skips by itself. With parameter servers each worker has a loss and a norm of its own, so that
+    fp16's loss scaling skips on its own. With parameter servers each worker has a loss and a norm of its own, so that
     ranks would disagree.
     """
     able = config.precision.name != "fp16" and config.parallel.server.mode == "none"
@@ -84,7 +84,7 @@ class TrainingRun:
     """FLOP/s of this rank's device, where they are known."""
     saver: Saver = field(init=False)
     weights_saver: Saver = field(init=False)
-    """Saves weights alone (checkpoint.weights_every); apart from `saver`, so that neither waits for the other."""
+    """Saves weights alone (checkpoint.weights_every); separate from `saver`, so that neither waits for the other."""
     saved_at: int | None = None
     resumed_from: int | None = None
     """Step of this run's own checkpoint that it was resumed from; retention never removes it."""

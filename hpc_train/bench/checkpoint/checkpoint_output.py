@@ -39,7 +39,7 @@ _OPERATION_DESCRIPTIONS = {
 
 
 def print_checkpoint_result(result: CheckpointBenchResult, console: Console | None = None) -> None:
-    """Print a table for every directory and number of ranks, and the speed of our side in words."""
+    """Print a table for every directory and number of ranks, and a sentence on the speed of our side."""
     console = console or Console(width=None if Console().is_terminal else 140)
     for setting in result.settings:
         console.print(_setting_table(setting, result), highlight=False)
@@ -90,7 +90,7 @@ def _format_ratio(ratio: SpeedRatio) -> str:
 
 
 def _format_verdict(setting: SettingResult) -> str:
-    """Describe the speed of our side in words."""
+    """Return a sentence on the speed of our side."""
     parts = []
     for line in setting.lines:
         if line.side == OUR_SIDE and line.over:

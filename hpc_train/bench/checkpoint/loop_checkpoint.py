@@ -63,7 +63,7 @@ class _Side:
         raise NotImplementedError
 
     def start(self) -> Callable[[], object]:
-        """Start a save; returns, when the model may change, what waits for the end."""
+        """Start a save; returns when the model may change, with a function that waits for the end."""
         raise NotImplementedError
 
     def load(self) -> None:
@@ -118,7 +118,7 @@ class _Dcp(_Side):
 def loop_checkpoint_command(options: LoopCheckpointOptions, as_json: bool) -> int:
     """Start the ranks, or measure as one of srun, torchrun or mpirun; rank 0 prints. Returns the exit code.
 
-    Raises UserError for numbers that make no sense, and a directory that is not there.
+    Raises UserError for invalid numbers and for a missing directory.
     """
     for name, value in (("ranks", options.ranks), ("mib", options.mib), ("rounds", options.rounds)):
         if value < 1:
@@ -179,7 +179,7 @@ def _summarise_ratios(theirs: list[float], ours: list[float]) -> dict[str, float
 
 
 def _make_model(mib: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make a sharded model of linear layers that with its AdamW state has about so many MiB, after one step."""
+    """Make a sharded model of linear layers that has about `mib` MiB with its AdamW state, after one step."""
     width = max(8, int((mib * 2**20 / (12 * _LAYERS)) ** 0.5))
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(_LAYERS)))
     for layer in model:

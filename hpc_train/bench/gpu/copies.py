@@ -69,7 +69,7 @@ def measure_offload(world: World, quick: bool) -> Iterator[Row]:
 
 
 def _time_copies(size: int, device: torch.device) -> float:
-    """Return the seconds of a copy of so many bytes to page-locked memory, median of some."""
+    """Return the median seconds of a copy of `size` bytes to page-locked memory."""
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
@@ -84,7 +84,7 @@ _STATE_BYTES = 2 * 2**30
 
 
 def measure_checkpoint(world: World, quick: bool) -> Iterator[Row]:
-    """Save part of a training's state three times: how long training stands still, and until it is on the disk."""
+    """Save part of a training state three times; measure how long training stops, and the time until it is on disk."""
     config = make_config("blocks_8b", quick)
     shards = _take_shards(list(make_engine(config, world).shards()), _STATE_BYTES)
     size = sum(shard.local.nbytes for shard in shards)

@@ -61,7 +61,7 @@ PUBLISHED = (
     PublishedSpeed("torchtitan, 32 H200, fp8, compiled", 10938, f"{_TITAN}/llama3-8b_h200_202506_trainy-whitefiber.md"),
 )
 _H100_PEAK = 989.4e12
-"""bf16 FLOP/s of an H100 and an H200; MFU of runs in fp8 is given against it, too."""
+"""bf16 FLOP/s of an H100 and an H200; also used for the MFU of fp8 runs."""
 
 
 def compute_published_mfu(published: PublishedSpeed) -> float:

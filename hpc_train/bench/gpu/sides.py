@@ -126,7 +126,7 @@ def _convert_to_float8(model: nn.Module, config: RunConfig, device: torch.device
 def find_peak(device_name: str, precision: str) -> float | None:
     """Return the peak FLOP/s of a GPU in a precision, from the clusters of conf/; None if none of them has it.
 
-    The longest name that fits counts: an H200 is no H20.
+    The longest matching name counts, so that an H200 is not taken for an H20.
     """
     found: list[tuple[int, float]] = []
     for file in files("hpc_train.conf").joinpath("cluster").iterdir():

@@ -18,7 +18,7 @@ _SIDE_DESCRIPTIONS = {
 
 
 def print_step_result(result: StepResult, console: Console | None = None) -> None:
-    """Print the sides, the comparison with the reference side in words, and the start-up by part."""
+    """Print the sides, a sentence that compares with the reference side, and the start-up by part."""
     console = console or Console(width=None if Console().is_terminal else 140)
     table = Table(title=_title(result), title_justify="left")
     table.add_column("side")
@@ -67,7 +67,7 @@ def _format_startup(parts: dict[str, float]) -> str:
 
 
 def print_peer_result(result: PeerResult, console: Console | None = None) -> None:
-    """Print all sides, each comparison in words, and the peers that are not installed."""
+    """Print all sides, a sentence for each comparison, and the peers that are not installed."""
     console = console or Console(width=None if Console().is_terminal else 140)
     console.print(_sides_table(result), highlight=False)
     for pair in result.pairs:

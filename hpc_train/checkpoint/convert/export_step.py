@@ -129,7 +129,7 @@ def _write_files(
 
 
 def _select_tensors(step: OpenStep, base: HfModelConfig | None, options: ExportOptions) -> list[SavedTensor]:
-    """Return the tensors to export. Raises UserError where adapters are there and not asked for, or the other way."""
+    """Return the tensors to export. Raises UserError if adapters exist but were not asked for, or vice versa."""
     every = step.manifest.step_layout.tensors
     if options.averaged:
         check_average(every, step.where)

@@ -74,7 +74,7 @@ class MergedTensors:
 
     @property
     def tensors(self) -> Sequence[SavedTensor]:
-        """The weights of the source but for adapters."""
+        """The weights of the source, without adapters."""
         weights = [tensor for tensor in self.source.tensors if is_weight(tensor.name)]
         return [tensor for tensor in weights if not is_adapter_parameter(tensor.name)]
 

@@ -30,7 +30,7 @@ from hpc_train.models.registry import build_model
 
 
 def encode_hf_config(config: ModelConfig, dtype: str) -> Json:
-    """Return the content of config.json. Raises UserError for a model of none of these families."""
+    """Return the content of config.json. Raises UserError for a model of any other family."""
     kind = find_model_family(config)
     makers: dict[str, Any] = {
         "llama": dense.encode_llama,
@@ -81,7 +81,7 @@ def parse_hf_config(body: Mapping[str, Any], name: str) -> ModelConfig:
 def load_run_config(file: Path, base: str | None = None) -> RunConfig:
     """Load the config.yaml of a run. Raises UserError if it is not one.
 
-    base: where the folder of a model of transformers is now, if it is not where it was.
+    base: new path of a transformers model's folder, if it has moved.
     """
     try:
         config = config_from_dict(load_run_file(file))

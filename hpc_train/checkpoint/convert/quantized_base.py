@@ -33,9 +33,10 @@ _HEAD_BYTES, _PIECE_BYTES, _PIECES = 1 << 20, 1 << 16, 64
 
 
 def digest_base(config: HfModelConfig) -> str:
-    """Digest the weight files of model.path: names, sizes, their first MiB, and 64 pieces of 64 KiB of each.
+    """Digest the weight files of model.path: their names, sizes, first MiB, and 64 samples of 64 KiB of each.
 
-    Reading all of a large model at each start would take minutes; training changes all of its tensors.
+    Reading a large model completely at each start would take minutes. Samples are enough, because further training of
+    the base would change all of its tensors.
     """
     digest = xxhash.xxh3_128()
     for path in list_weight_files(Path(config.path).expanduser()):
@@ -110,11 +111,11 @@ class StepOnBase:
 
 
 def add_base(source: TensorSource, manifest: Manifest, config: HfModelConfig, where: str) -> StepOnBase:
-    """Put a step's tensors beside those of its base. Raises UserError if the files of the base have changed."""
+    """Combine a step's tensors with those of its base. Raises UserError if the files of the base have changed."""
     check_base(config, manifest.extra, where)
     return StepOnBase(source, config)
 
 
 def needs_base(manifest: Manifest) -> bool:
-    """Return whether a step has the adapters only."""
+    """Return whether a step holds only adapters, so that its base must be read from model.path."""
     return manifest.extra.get(BASE_DIGEST) is not None

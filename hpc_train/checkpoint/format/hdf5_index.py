@@ -73,8 +73,8 @@ def write_index(path: Path, manifest: Manifest, on_tensors: OnTensors = lambda d
 def find_index_problem(path: Path, manifest: Manifest) -> Problem | None:
     """Return what is wrong with the index of a step, if anything; a step without an index is sound.
 
-    libhdf5 never opens the file: on changed bytes its C code can loop for ever. Instead the bytes are compared with
-    the checksum in the manifest or, if somebody rewrote the index later, with an index that is built again.
+    libhdf5 never opens the file: on changed bytes its C code can loop for ever. Instead the bytes are compared with the
+    checksum in the manifest or, if the index was rewritten later, with a newly built index.
     """
     try:
         content = read_regular(path / INDEX_FILE, MAX_INDEX_BYTES)

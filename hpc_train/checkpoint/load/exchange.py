@@ -61,7 +61,7 @@ class CellDemand:
     wanted: Integers
     """[cells]: bit mask of the blocks that any rank needs."""
     reads: Integers
-    """[cells]: blocks that would be read if every rank read what it needs by itself."""
+    """[cells]: blocks that would be read if every rank read everything that it needs."""
     copied: Integers
     """[cells]: sum over ranks of the bytes needed."""
     largest: Integers

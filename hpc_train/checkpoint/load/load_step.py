@@ -274,7 +274,7 @@ def _read_content(directory: Path, step: int, has_adapters: bool) -> tuple[bool,
     Copies: those of a loosely synchronised run, else 0. Of a damaged manifest (False, False, None, 0): the load will
     fail. A step without the run's adapters has the optimizer state of another training.
 
-    Raises UserError for a step with adapters where the run has none: their training would be lost without a word.
+    Raises UserError for a step with adapters if the run has none, because their training would be lost silently.
     """
     manifest = try_read_manifest(locate_step(directory, step), step)
     if manifest is None:
@@ -299,7 +299,7 @@ def count_copies(names: Iterable[str]) -> int:
 
 
 def rename_copies(shards: Sequence[TensorShard], saved: int) -> list[TensorShard]:
-    """Let the copies beyond those that were saved start as one of these, in turn; returns the shards to load."""
+    """Let copies beyond the saved ones start from the saved ones, round-robin; returns the shards to load."""
 
     def rename(shard: TensorShard) -> TensorShard:
         found = _COPY.match(shard.name)

@@ -47,7 +47,7 @@ MAX_RUNS = 1024
 _THREADS = 2
 """Threads that hash runs."""
 _BATCH = 64
-"""Runs that a thread hashes per task, so that handing out tasks costs little beside hashing."""
+"""Runs that a thread hashes per task, so that handing out tasks costs little compared with hashing."""
 
 
 @dataclass(frozen=True)

@@ -158,12 +158,12 @@ class Saver:
         finite: bool = True,
         validation_loss: float | None = None,
     ) -> Future[SaveResult]:
-        """Start a save; returns when the shards may change (see `overlap`). Waits for the save before to end.
+        """Start a save; returns when the shards may change (see `overlap`). Waits for the previous save to end.
 
         `take_finished`, `wait` and the future report the outcome; the future's `result` raises CheckpointError if
-        nothing was committed. If the save before has not ended within `timeout`, this one is skipped and reported as
-        failed: a disk that hangs must stop neither the training nor later saves.
-        finite, validation_loss: what the training knows (see Manifest); rank 0's are saved.
+        nothing was committed. If the previous save has not ended within `timeout`, this one is skipped and reported as
+        failed: a disk that hangs must stop neither the training nor later saves. finite, validation_loss: what the
+        training knows (see Manifest); rank 0's are saved.
         """
         self.wait_for_copy()
         self._wait_for_previous_save(step)
@@ -277,7 +277,7 @@ class Saver:
         return saved
 
     def _compare_with_base(self, staged: StagedStep) -> StagedStep:
-        """Compare the shard with the save before, if saves are incremental."""
+        """Compare the shard with the previous save, if saves are incremental."""
         if self.incremental is None or staged.shard is None or staged.failure is not None:
             return staged
         try:
@@ -286,7 +286,7 @@ class Saver:
             return replace(staged, failure=error)
 
     def _wait_for_previous_save(self, step: int) -> None:
-        """Wait until the save before has ended or is given up; warn if the training waited long."""
+        """Wait until the previous save has ended or is given up; warn if the training waited long."""
         if self._pending is None:
             return
         started = time.monotonic()
@@ -302,10 +302,10 @@ class Saver:
             )
 
     def _agree_to_start(self) -> bool:
-        """Return whether the save before has ended on all ranks; if so, all have a working process group.
+        """Return whether the previous save has ended on all ranks; if so, all have a working process group.
 
         Called in the training's thread. The saves have a group of their own, because their collectives run beside those
-        of the training. A group that lost a rank is made again, even if the rank comes back.
+        of the training. A group that lost a rank is replaced, even if the rank comes back.
         """
         busy = self._pending is not None and self._pending.thread.is_alive()
         if self.world.size == 1:

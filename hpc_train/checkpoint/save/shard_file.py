@@ -72,7 +72,7 @@ from hpc_train.checkpoint.storage.file_system import (
 from hpc_train.interfaces import TensorShard
 
 _THREADS = 2
-"""Threads that compress; more would take cores from the training that goes on beside the save."""
+"""Threads that compress; more would take cores from the training that runs at the same time."""
 _BATCH = 16
 """Chunks that a thread takes at a time."""
 _UNFILTERED = 0b11

@@ -83,7 +83,7 @@ def mark_command(where: str, step: int | None, bad: str | None, json: bool) -> i
 
 
 def _meant(where: str, step: int | None) -> CheckpointTarget:
-    """Find the step, which must be named: nobody should mark the newest by mistake."""
+    """Find the step, which must be named, so that the newest is not marked by mistake."""
     if where.isdecimal() and step is None and not Path(where).exists():
         where, step = ".", int(where)
     place = find_target(where)

@@ -113,9 +113,9 @@ def profile_new_run(
 
 
 def profile_run(target: str, steps: str | None, ranks: list[int] | None, rows: int, as_json: bool) -> int:
-    """Trace a run that is running, and print its tables; of one that has ended, print those it has.
+    """Trace a running run and print its tables; for an ended run, print the tables of its existing traces.
 
-    Raises UserError for a run without traces that cannot be traced any more, or not yet.
+    Raises UserError for a run without traces that has ended or has not started yet.
     """
     from hpc_train.launch.slurm.slurm_cli import run_client
     from hpc_train.launch.state.run_lookup import find_points, require_single

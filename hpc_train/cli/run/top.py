@@ -148,7 +148,7 @@ def _draw_factor(name: str, value: float) -> Text:
 
 
 def draw_map(table: StepTable) -> list[Text]:
-    """Draw each rank's work beside the median of its step, a row each; above 16 ranks, the slowest of each group."""
+    """Draw each rank's work relative to its step's median, one row per rank; above 16 ranks, the slowest per group."""
     import numpy as np
     from rich.text import Text
 

@@ -75,7 +75,7 @@ def _explain_malformed(text: str) -> str:
 
 
 def _explain_refused(item: Override, text: str) -> str | None:
-    """Explain forms of Hydra's that mean nothing for a run, or would change it without a word."""
+    """Explain Hydra's syntax that has no meaning for a run, or would change it silently."""
     group = item.key_or_group
     if item.is_sweep_override():
         quote = "give one value, or quote it if it is a text with commas"

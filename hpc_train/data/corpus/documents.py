@@ -83,7 +83,7 @@ def read_pieces(part: Part, column: str) -> Iterator[TextPiece]:
 
 
 def read_records(piece: FilePart, column: str, beside: str | None = None) -> Iterator[tuple[Callable[[], str], Record]]:
-    """Read a column of a span of records, and a second one where it is there. Raises UserError.
+    """Read a column of a span of records, and a second column if there is one. Raises UserError.
 
     Yields (function that says where the record is, record).
     """

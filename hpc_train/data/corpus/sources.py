@@ -16,7 +16,7 @@ from hpc_train.errors import UserError
 STDLIB = "stdlib"
 """The source that stands for the running Python's standard library."""
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
-"""Folders within the standard library's that hold what somebody installed."""
+"""Folders inside that of the standard library that hold installed packages."""
 _SURELY_RECORDS = tuple(suffix for suffix in RECORD_SUFFIXES if suffix not in (".csv", ".tsv"))
 KINDS = (
     "text, JSON Lines (plain, gzip, zstd), CSV, Parquet, Arrow, folders saved by `datasets`, and images in folders "
@@ -89,7 +89,7 @@ def _explain_no_file(root: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def _warn_of_records(root: Path, every: list[Path], suffixes: tuple[str, ...]) -> None:
-    """Say that a folder has files of records that nobody asked for: they may be the data, and a README the text."""
+    """Warn that a folder has files of records that are not used: they may be the data, and the text just a README."""
     records = [path for path in every if path.name.endswith(_SURELY_RECORDS) and not path.name.endswith(suffixes)]
     if records:
         log.warning(

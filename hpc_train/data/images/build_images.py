@@ -108,7 +108,7 @@ def _write_images(
 
 
 class CheckedImages:
-    """The images that builds of a store have decoded, in a file that a later build goes on with."""
+    """The images that builds of a store have checked, in a file with which a later build continues."""
 
     def __init__(self, path: Path) -> None:
         """path: of the file, which holds a digest for each image and may end in a part of one."""
@@ -132,7 +132,7 @@ class CheckedImages:
         return bool(self._known) and self._hash(entry) in self._known
 
     def add(self, entry: ImageEntry) -> None:
-        """Note that the image is sound; every so many are written down."""
+        """Note that the image is sound; notes are written in batches."""
         self._new.append(self._hash(entry))
         if len(self._new) == _NOTED_TOGETHER:
             self._file.write(b"".join(self._new))

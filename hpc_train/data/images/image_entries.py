@@ -23,7 +23,7 @@ _LOOKED_AT = 10_000
 """Files of a folder that decide what it holds."""
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test"})
 _ABOUT = ("readme", "license", "licence", "notice", "changelog")
-"""Beginnings of the names of files that tell about a data set and are none of its data."""
+"""Prefixes of the names of files that describe a data set and are not part of its data."""
 
 
 @dataclass(frozen=True, slots=True)

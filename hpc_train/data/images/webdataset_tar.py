@@ -66,7 +66,7 @@ def read_tar_entries(path: Path, label_key: str) -> Iterator[ImageEntry]:
 
 
 class _BoundedReads:
-    """A file that hands out little at a time, because a header of a tar may ask for as much memory as it likes."""
+    """A file that limits the size of each read, because a header of a tar may ask for any amount of memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -173,7 +173,7 @@ def _parse_label(where: str, value: Any) -> int | str:
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """Split a member's name into the sample's and its ending, at the first dot behind the last slash."""
+    """Split a member's name into the sample's and its ending, at the first dot after the last slash."""
     folder, _, base = name.rpartition("/")
     stem, _, ending = base.partition(".")
     return f"{folder}/{stem}" if folder else stem, ending.lower()

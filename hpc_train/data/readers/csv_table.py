@@ -25,7 +25,8 @@ _NAMED = (".csv", ".tsv", ".psv")
 _MAY_BE_TABLES = frozenset({"", ".txt", ".text", ".dat", ".data", ".tab", ".json", ".log"})
 """File name extensions that may hide tables; source code and markup are left out, since they may look like columns."""
 _ROWS, _COLUMNS = 5, 2
-"""Fewest lines and columns that make text a table, if all its lines have equal columns; whatever its name."""
+"""Minimum lines and columns of text that counts as a table, whatever its name, if all lines have equally many columns.
+"""
 _DELIMITERS = ",\t;|"
 
 

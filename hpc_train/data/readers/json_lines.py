@@ -98,7 +98,7 @@ def _parse_record(path: Path, place: int, line: bytes, column: str) -> dict[str,
 
 
 def _refuse_repeated_key(path: Path, place: int, line: bytes, name: bytes) -> None:
-    """Raise UserError if an object has a key twice, of which the last would be taken without a word."""
+    """Raise UserError if an object has a key twice, because JSON readers would silently take the last one."""
     key: str = json.loads(name)
     pairs = json.loads(line, object_pairs_hook=list)
     if sum(pair[0] == key for pair in pairs) > 1:

@@ -147,7 +147,7 @@ def refuse_missing_column(where: str, column: str, columns: Iterable[object]) ->
 
 
 def refuse_repeated_column(where: str, column: str) -> UserError:
-    """Make the error for several columns of the same name, of which one would be taken without a word."""
+    """Make the error for several columns of the same name, of which one would silently be taken."""
     return UserError(one_line(f"{where}: has several columns {column!r}; rename the one that is meant"))
 
 

@@ -21,7 +21,7 @@ from hpc_train.interfaces import IGNORED_TARGET
 
 Indices = npt.NDArray[np.int64]
 PADDING = 0
-"""Input of the places behind a document; any token would do."""
+"""Input of the padding after a document; any token would do."""
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def check_tools(value: Any, where: Where) -> Tools:
 
 
 def _check_template(template: str, messages: list[Message], tools: Tools, where: Where) -> None:
-    """Raise UserError where a template would leave out tools or calls of them without a word."""
+    """Raise UserError if a template would silently leave out tools or calls of them."""
     calls = next((index for index, one in enumerate(messages, 1) if one.get("tool_calls")), None)
     lost = "its tools" if tools and "tools" not in template else None
     lost = f"the tool_calls of message {calls}" if calls and "tool_calls" not in template else lost

@@ -11,9 +11,9 @@ from hpc_train.data.tokenizers.tokenizer_folder import load_tokenizer_folder
 
 
 def open_data_tokenizer(config: DataConfig) -> Tokenizer | None:
-    """Return the tokenizer of a run's data; None where they do not say it, such as a token file of another program.
+    """Return the tokenizer of a run's data; None if it is unknown, as for a token file of another program.
 
-    Raises UserError for a tokenizer or a store that is not there any more.
+    Raises UserError for a tokenizer or a store that no longer exists.
     """
     if not isinstance(config, TokenDataConfig):
         return None

@@ -36,7 +36,7 @@ from hpc_train.runtime.processes import block_stop_signals
 
 
 def count_fitting_jobs(ranks: int, gpus: int | None, visible: Sequence[str] = ()) -> int:
-    """Return how many jobs fit beside one another: of the GPUs, if they ask for some, else of this process's cores.
+    """Return how many jobs fit at the same time: on the GPUs, if they ask for some, else on this process's cores.
 
     ranks, gpus: of one job; gpus None: every job sees all. visible: the GPUs that are shared out; (): those that this
     process sees. Raises UserError if not one job fits.
@@ -61,7 +61,7 @@ class LocalCallExecutor(LocalExecutor):
         at_once: int | None = None,
         max_attempts: int = 100,
     ) -> None:
-        """at_once: jobs that run at the same time, if they fit beside one another; None: as many as fit."""
+        """at_once: maximum number of jobs that run at the same time; None: as many as fit."""
         super().__init__(folder, max_num_timeout, max_pickle_size_gb, python)
         self._at_once, self._max_attempts = at_once, max_attempts
         self._pool = ProcessPool(at_once or 1, _start_unless_cancelled)

@@ -34,7 +34,7 @@ def train(config: DictConfig) -> float:
     """Train on all ranks that call it; returns the last validation loss, or else the last loss.
 
     The run directory is `run` in the output directory of the point. A stop signal saves and leaves with SystemExit, so
-    that the launcher runs the point again, which goes on from there. Raises UserError.
+    that the launcher runs the point again, which continues from there. Raises UserError.
     """
     container = _resolve(config)
     container["run_dir"] = str(container.get("run_dir") or Path(HydraConfig.get().runtime.output_dir) / _RUN)

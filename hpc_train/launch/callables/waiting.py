@@ -55,7 +55,7 @@ class JobSource(Protocol):
         """Seconds between the end of a job and the moment when its files must be visible here."""
 
     def find_ends(self, jobs: Collection[str], urgent: bool) -> Mapping[str, str]:
-        """Return how each job ended that has, "" for well. urgent: somebody waits for these ends now."""
+        """Return how each ended job ended, "" for success. urgent: a caller is waiting for these jobs now."""
 
 
 @dataclass

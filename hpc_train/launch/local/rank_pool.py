@@ -134,7 +134,8 @@ EXIT_KILLED = 128 + signal.SIGINT
 """Exit code after a second Ctrl-C."""
 _POLL_SECONDS = 0.1
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 8.0, 20.0
-"""After so long a progress line says what holds the run back, and then looks again. A look takes some 10 ms."""
+"""Seconds until a progress line first names the bottleneck, and between two updates of it. An update takes about 10 ms.
+"""
 
 
 class JsonTail:
@@ -215,7 +216,7 @@ class ProgressFollower:
         self._show_steps()
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Close the progress bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -59,7 +59,7 @@ class NodeState:
     agent_starts: bool = False
     """Whether its agent was started again and has not reported since."""
     front: int | None = None
-    """The step that any rank had come to when the node had been silent for half as long as it may be; None before."""
+    """The highest step of any rank when the node had been silent for half of the limit; None before that."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class AgentReports:
     """Whether the agents have ended by themselves."""
     _patience: float = _SILENT_START_SECONDS
     _reported: bool = False
-    """Whether any of the agents at hand has reported."""
+    """Whether any of the current agents has reported."""
     _unparsed: bytes = b""
     _last_read: float = field(default_factory=time.monotonic)
 
@@ -149,7 +149,7 @@ class AgentReports:
         return max((view.step for view in self.list_views()), default=0)
 
     def has_a_stuck_agent(self, host: str) -> bool:
-        """Return whether a silent node is there, and only its agent is not, as where somebody has stopped it.
+        """Return whether a silent node is up and only its agent is stuck, for example because it was stopped.
 
         Ranks on other nodes still make steps, which they cannot without its ranks; or it is the node of this process.
         Steps count from the middle of its silence on, as it may have died at any moment after its last report. An
@@ -172,7 +172,7 @@ class AgentReports:
         return next((node.report for node in self.nodes.values() if node.report.notice), None)
 
     def find_silent(self, seconds: float) -> str | None:
-        """Return a node that has said nothing for so long, while another still reports; None if there is none."""
+        """Return a node that has been silent for `seconds` while another one still reports; None if there is none."""
         for node in self.nodes.values():
             if node.front is None and node.silent > seconds / 2:
                 node.front = self._find_front()
@@ -220,7 +220,8 @@ class NodeProbe:
     def ask(self, hosts: Collection[str]) -> None:
         """Ask each of these nodes once, and forget the answers of all others. Never waits.
 
-        A step without an answer goes on by itself: a node that cannot tell srun of its end may be drained for that.
+        A job step without an answer is left running: ending it could get the node drained, if the node cannot report
+        the end to srun.
         """
         self._steps = {host: self._steps.get(host) or self.start(host) for host in hosts}
 

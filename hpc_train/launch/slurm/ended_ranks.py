@@ -16,7 +16,7 @@ from hpc_train.resilience.watch import RankView
 SRUN_END_SECONDS = 30.0
 """How long srun has to end once all of its ranks have: epilogs of tasks may take some seconds."""
 _LONGEST_TICK = 1.0
-"""Maximum seconds that one look adds: while the watcher itself was stopped, nobody is late."""
+"""Maximum seconds that one check adds, so that time in which the watcher itself was stopped does not count."""
 
 
 class EndedRanks:
@@ -36,7 +36,7 @@ class EndedRanks:
 
 
 def write_ended_tasks(logs: Path, views: Sequence[RankView]) -> None:
-    """Leave to those who explain a failure which ranks are gone that had not come to their end."""
+    """Record, for the explanation of the failure, which ranks are gone without having finished."""
     ended = [(view.task, view.host) for view in views if view.ended and view.phase is not Phase.END]
     with suppress(OSError):
         write_private_file(logs / ENDED_TASKS, json.dumps(ended) + "\n")

@@ -23,7 +23,7 @@ def count_ranks_per_node(spec: Mapping[str, Any]) -> int:
 
 
 class GrowthCheck:
-    """Asks Slurm from time to time for the nodes that a run lacks which goes on with fewer (resilience.elastic)."""
+    """Asks Slurm from time to time for the missing nodes of a run that continues on fewer (resilience.elastic)."""
 
     def __init__(self, run: Path, nodes: Sequence[str], seconds: float) -> None:
         """nodes: those that the ranks are on. seconds: between two questions; 0: nothing is asked."""

@@ -16,7 +16,7 @@ from hpc_train.resilience.watch import GONE, read_process_state
 
 LEFT_SRUN = "left-srun"
 """File in an attempt's log directory: the process id of an srun that has not ended after its ranks. The batch script
-goes on without it."""
+continues without it."""
 SIGNAL_SECONDS = 1.0
 """How long to wait for scancel: it acts at once, but then waits for all nodes of the job, also for lost ones."""
 SRUN_SECONDS = 6.0
@@ -78,7 +78,7 @@ def leave_srun(logs: Path, srun: int) -> None:
 def end_stuck_srun(logs: Path, job: str, srun: int, reports: AgentReports) -> None:
     """End an srun (a process id) that has started no rank.
 
-    It is killed, unlike one whose ranks have run: it might start them yet, beside those of the next attempt.
+    Unlike an srun whose ranks have run it is killed, because it might still start them during the next attempt.
     """
     kill_ranks(job, reports)
     with suppress(ProcessLookupError):
@@ -88,7 +88,7 @@ def end_stuck_srun(logs: Path, job: str, srun: int, reports: AgentReports) -> No
 
 
 def wait_for_srun(srun: int, seconds: float) -> None:
-    """Wait until an srun (a process id) has ended, at most so long."""
+    """Wait until an srun (a process id) has ended, at most `seconds`."""
     end = time.monotonic() + seconds
     while is_running(srun) and time.monotonic() < end:
         time.sleep(0.1)
@@ -102,5 +102,5 @@ def list_steps(job: str) -> list[tuple[str, str]]:
 
 
 def is_running(process: int) -> bool:
-    """Return whether a process is there and is no zombie, which its parent has still to wait for."""
+    """Return whether a process exists and is not a zombie, for which its parent still has to wait."""
     return read_process_state(process) != GONE

@@ -58,7 +58,7 @@ def client_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def run_client(command: Sequence[str]) -> Answer:
-    """Run one of Slurm's commands. A command that is missing or does not answer in time is an answer, too."""
+    """Run one of Slurm's commands. If a command is missing or does not answer in time, the Answer says so."""
     try:
         done = subprocess.run(
             command,
@@ -103,7 +103,7 @@ def handle_signals(numbers: Sequence[signal.Signals], handler: Handler) -> Itera
 def delay_signals() -> Iterator[None]:
     """Delay signals that would end this process, so that no job is submitted without being recorded.
 
-    A terminal's Ctrl-C ends sbatch itself, too, which then has submitted nothing.
+    A terminal's Ctrl-C also ends sbatch itself, which then has submitted nothing.
     """
     received: list[int] = []
     try:

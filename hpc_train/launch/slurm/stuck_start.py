@@ -14,7 +14,7 @@ from hpc_train.resilience.watch import RankView
 from hpc_train.training.records.run_records import append_event
 
 _LONGEST_TICK = 1.0
-"""Maximum seconds that one look adds: while the watcher itself was stopped, nobody is late."""
+"""Maximum seconds that one check adds, so that time in which the watcher itself was stopped does not count."""
 _LAST_WORDS = 2000
 """Bytes of srun's messages, the last of which says what it waits for."""
 

@@ -2,9 +2,9 @@
 peer has failed.
 
 `python -m hpc_train.launch.slurm.supervise LOGS PROCESS`, beside the ranks in the batch script. PROCESS is the srun
-that started the ranks. It only ever ends ranks; whether they are started again is decided by the script after them
-(hpc_train.launch.restarting). If it dies, nothing else does: its agents see the end of their input, and the script
-starts it again. What it knows of the ranks comes from their agents (agent_reports.py).
+that started the ranks. The supervisor only ends ranks; the batch script decides afterwards whether they are started
+again (hpc_train.launch.restarting). If the supervisor dies, the ranks are not affected: its agents see the end of their
+input, and the script starts it again. It learns about the ranks from the agents (agent_reports.py).
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ from hpc_train.resilience.watch import RankView
 from hpc_train.training.records.run_records import append_event
 
 LOST_NODE = "lost-node"
-"""File in an attempt's log directory: the name of a node that fell silent. The batch script reads it."""
+"""File in an attempt's log directory with the name of a node that fell silent; the batch script reads it."""
 _CLAIM = "supervisor.lock"
 _LEARNED_SECONDS = 30.0
-"""Between two writes of the deadlines that were learned, which a supervisor that is started again reads."""
+"""Seconds between two writes of the learned deadlines, which a restarted supervisor reads."""
 
 
 class Supervisor:
@@ -104,7 +104,7 @@ class Supervisor:
     def watch(self, stop_signals: Sequence[int]) -> None:
         """Watch the ranks until their srun has ended, or they were ended.
 
-        stop_signals: those that this process has got so far.
+        stop_signals: the signals that this process has received so far.
         """
         try:
             while is_running(self._srun):
@@ -116,7 +116,7 @@ class Supervisor:
             self._close(bool(stop_signals))
 
     def _look_after_agents(self) -> None:
-        """Start agents again that have ended, and write down now and then what they have learned."""
+        """Restart agents that have ended, and save their learned deadlines from time to time."""
         if is_running(self._srun) and self._reports.start_again():
             report_watch(self._logs, "an agent has ended before the ranks, or none began: they were started again")
         if time.monotonic() > self._learned_due:
@@ -124,7 +124,7 @@ class Supervisor:
             write_learned(self._run, self._reports.merge_learned())
 
     def _end_after_lost_node(self) -> bool:
-        """Return whether a node was lost; its ranks and all others are ended then, unless resilience.act=false."""
+        """Return whether a node was lost; if so, all ranks are ended, unless resilience.act=false."""
         self._probe.ask(self._reports.list_late())
         lost = self._reports.find_silent(self._silent_seconds)
         if lost and (self._reports.has_a_stuck_agent(lost) or self._probe.has_answered(lost)):
@@ -141,7 +141,7 @@ class Supervisor:
         return True
 
     def _end_after_fault(self) -> bool:
-        """Ask the ranks to stop if they have to; return whether they were ended because one failed, or hangs."""
+        """Ask the ranks to stop if necessary; return whether they were ended because one failed or hangs."""
         self._time_is_short = self._time_is_short or self._limit.is_near()
         if not self._stopping:
             self._ask_to_stop_if_due()
@@ -159,7 +159,7 @@ class Supervisor:
         return self._start.is_overdue(views) and self._end_stuck_start()
 
     def _end_stuck_start(self) -> bool:
-        """Report once that srun has started no rank; return whether it was ended for that."""
+        """Report once that srun has started no rank; return whether srun was ended for that reason."""
         if not self._reported_start:
             self._reported_start = True
             report_stuck_start(self._logs, self._start.describe(), self._settings)
@@ -168,7 +168,7 @@ class Supervisor:
         return self._settings.act
 
     def _ask_to_stop_if_due(self) -> None:
-        """Have all ranks save the same step, after which the job is requeued, where they cannot go on for long."""
+        """Ask all ranks to save the same step and stop, if they cannot continue for long; the job is then requeued."""
         if notice := self._reports.find_notice():
             report_notice(self._logs, notice.host, notice.notice)
         elif self._growth.finds_nodes():
@@ -184,9 +184,9 @@ class Supervisor:
         signal_ranks(self._job, signal.SIGUSR2)
 
     def _end_peers(self) -> bool:
-        """Kill the ranks that are left after one has failed; return whether their srun had enough time to end, too.
+        """Kill the remaining ranks after one has failed; return whether their srun also had enough time to end.
 
-        srun is waited for while a node may turn out to be lost, which happens after some seconds without a report.
+        srun is given time while a node may still turn out to be lost, which shows after some seconds without a report.
         """
         if self._failures.killed is None:
             write_ended_tasks(self._logs, self._reports.list_views())
@@ -199,7 +199,7 @@ class Supervisor:
         return True
 
     def _close(self, stopped: bool) -> None:
-        """End what was started, and leave to the next attempt what was learned."""
+        """End the agents and probes, and save the learned deadlines for the next attempt."""
         self._limit.close()
         self._growth.close()
         if self._reports.nodes:
@@ -210,17 +210,17 @@ class Supervisor:
 
 
 def have_started(views: Sequence[RankView]) -> bool:
-    """Return whether all ranks have met: from then on, a signal reaches each of them."""
+    """Return whether all ranks have met at the rendezvous; from then on, each of them handles signals."""
     return bool(views) and all(view.phase is not Phase.START for view in views)
 
 
 def report_watch(logs: Path, text: str) -> None:
-    """Write down that the ranks were not watched for some seconds."""
+    """Record that the ranks were not watched for some seconds."""
     append_event(logs.parents[1] / "events.jsonl", "watch", int(logs.name), why=text)
 
 
 def report_lost_node(logs: Path, host: str, reports: AgentReports, settings: WatchSettings) -> None:
-    """Write down that a node has fallen silent."""
+    """Record that a node has fallen silent."""
     text = f"node {host} has not been heard of for {reports.nodes[host].silent:.0f} s"
     write_incident(logs, Incident("lost node", text, None, host, reports.list_views()), reports.list_machines())
     if settings.act:
@@ -232,8 +232,8 @@ def report_lost_node(logs: Path, host: str, reports: AgentReports, settings: Wat
 def claim_ranks(logs: Path) -> bool:
     """Return whether this process is the only supervisor of an attempt, and stays so until it ends.
 
-    Two of them would both kill ranks and report each fault twice. The file system may have no locks: then it is taken
-    to be the only one, since a batch script starts no second one beside it.
+    Two of them would both kill ranks and report each fault twice. If the file system has no locks, it counts as the
+    only one, since a batch script starts one at a time.
     """
     descriptor = os.open(logs / _CLAIM, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
@@ -246,7 +246,7 @@ def claim_ranks(logs: Path) -> bool:
 
 
 def main(logs: str, process: str) -> int:
-    """Watch the ranks of one attempt; what goes wrong here is printed, and does not touch them."""
+    """Watch the ranks of one attempt. Errors of the supervisor itself are printed and do not affect the ranks."""
     # Handlers, and not SIG_IGN, which children would inherit: Slurm sends these to the whole batch step.
     stop_signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):

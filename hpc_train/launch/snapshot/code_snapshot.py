@@ -64,7 +64,7 @@ class Snapshot:
     entries: tuple[SnapshotEntry, ...] = field(repr=False, default=())
 
     def store(self) -> int:
-        """Write the snapshot, unless it is there; return what `discard` takes. Raises UserError if that fails."""
+        """Write the snapshot unless it exists; return the token for `discard`. Raises UserError if that fails."""
         return files.store_snapshot(self.path, self.entries)
 
     @contextmanager
@@ -289,8 +289,8 @@ _GRACE_SECONDS = 86400.0
 def add_reference(path: Path, run: Path) -> None:
     """Record that the run or sweep in this directory needs the snapshot at `path`.
 
-    Call this before looking whether it is there: remove_unused_snapshots looks for references after it has moved a
-    snapshot away. Raises UserError as store_snapshot.
+    Call this before checking whether the snapshot exists: remove_unused_snapshots looks for references after it has
+    moved a snapshot away. Raises UserError as store_snapshot.
     """
     try:
         files.make_store(path.parent)
@@ -311,9 +311,9 @@ def drop_reference(place: Path, run: Path) -> None:
 
 
 def remove_unused_snapshots(place: Path) -> None:
-    """Remove the snapshots of a store that no run needs any more; what cannot be is left for the next time.
+    """Remove the snapshots of a store that no run needs any more; those that cannot be removed stay for the next time.
 
-    One that nobody has written down is left alone.
+    A snapshot without any recorded reference is left alone.
     """
     with suppress(OSError):
         for name in sorted({str(event.get("code")) for event in sweep_directory.read_ledger(place / REFERENCES_FILE)}):

@@ -155,7 +155,7 @@ def find_repository(folder: Path) -> Repository | None:
 
 
 def list_files(root: Path, below: str = "") -> list[ListedFile]:
-    """List the files that are tracked or not ignored, those of submodules and repositories inside, too."""
+    """List the files that are tracked or not ignored, including those of submodules and nested repositories."""
     output = _run_git(root, "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard") or b""
     files: dict[str, ListedFile] = {}
     for word in filter(None, output.split(b"\0")):

@@ -16,10 +16,10 @@ from hpc_train.launch.snapshot import code_sources, snapshot_files
 
 
 def guard_imports(spec: JobSpec, first: bool) -> None:
-    """Check that this process runs the code of the spec, and refuse later imports from where that code was copied.
+    """Check that this process runs the code of the spec, and refuse later imports from the folders it was copied from.
 
-    first: whether this process hashes the whole snapshot; the others check paths only.
-    Raises UserError if hpc_train is of another version or from elsewhere, or if the snapshot is not what it was.
+    first: whether this process hashes the whole snapshot; the others check paths only. Raises UserError if hpc_train
+    has another version or another location, or if the snapshot has changed.
     """
     if spec.hpc_train != hpc_train.__version__:
         raise UserError(
@@ -40,7 +40,7 @@ def guard_imports(spec: JobSpec, first: bool) -> None:
 
 
 def _check_own_package(path: Path) -> None:
-    """Check that hpc_train comes from the snapshot, if it was frozen, too: a job's PYTHONPATH may get lost."""
+    """Check that hpc_train itself comes from the snapshot, if it is in it: a job's PYTHONPATH may get lost."""
     if (path / "0/hpc_train/launch/snapshot").is_dir() and not code_sources.PACKAGE_FOLDER.is_relative_to(
         path.resolve()
     ):
@@ -51,7 +51,7 @@ def _check_own_package(path: Path) -> None:
 
 
 class SnapshotFinder(MetaPathFinder):
-    """Asks the other finders, and refuses what they find in a folder that the snapshot was made from."""
+    """Asks the other finders, and refuses modules that they find in a folder from which the snapshot was made."""
 
     def __init__(self, snapshot: Path, roots: Sequence[Path]) -> None:
         self._snapshot, self._roots = snapshot.resolve(), tuple(roots)

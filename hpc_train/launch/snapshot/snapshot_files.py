@@ -179,7 +179,7 @@ def store_snapshot(path: Path, entries: Sequence[SnapshotEntry]) -> int:
     """Store these entries under `path`, whose last part is their hash, unless they are stored already.
 
     Returns the time of writing in nanoseconds, for discard_snapshot; 0 if nothing was written. Raises UserError if they
-    cannot be stored, or if somebody else owns what lies there.
+    cannot be stored, or if another user owns the folder.
     """
     try:
         make_store(path.parent)
@@ -208,7 +208,7 @@ def make_store(folder: Path) -> None:
 
 
 def _write_snapshot(path: Path, entries: Sequence[SnapshotEntry]) -> int:
-    """Write a snapshot beside its place, and rename it: of two that store it at the same time, one wins."""
+    """Write a snapshot under a temporary name, and rename it: if two processes store it at the same time, one wins."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         _write_entries(beside, entries)

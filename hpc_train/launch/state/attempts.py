@@ -39,11 +39,11 @@ class AttemptStart:
     nodes: str = ""
     """Slurm's host list of the nodes that the ranks started on."""
     spares: int = 0
-    """Nodes that the job had beside them."""
+    """Number of spare nodes that the job had in addition."""
     process: int = 0
     started: str = ""
     machine: str = ""
-    """With `process` and `started`, tells a process from all others at any time. Batch scripts leave them empty."""
+    """With `process` and `started`, identifies a process uniquely over time. Batch scripts leave these three empty."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class AttemptResult:
 
     exit_code: int
     then: str = ""
-    """requeue: the job runs again; chain: the next job of the chain goes on; restart: the ranks are started again in
+    """requeue: the job runs again; chain: the next job of the chain continues; restart: the ranks are started again in
     the same allocation; cancel: stopped by `hpc-train cancel`."""
     why: str = ""
     slurm: str = ""
@@ -126,7 +126,7 @@ def write_result_marker(logs: Path, exit_code: int, why: str = "") -> None:
 
 
 def cancel_marker_path(run: Path, job_id: str) -> Path:
-    """Return the file that says: this job is to end and not to be requeued, and its ranks need not begin."""
+    """Return the file that tells a job to end without being requeued, and not to start its ranks."""
     return run / "logs" / f"cancel-{job_id}"
 
 
@@ -143,12 +143,12 @@ def read_rank_entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def task_of_rank(folder: Path, rank: int) -> int:
-    """Return the task that is this rank; without a rank map, the same number."""
+    """Return the task number of a rank; without a rank map, they are equal."""
     return next((int(entry["process"]) for entry in read_rank_entries(folder) if entry["rank"] == rank), rank)
 
 
 def rank_of_task(folder: Path, task: int) -> int:
-    """Return the rank that a task is; without a rank map, the same number."""
+    """Return the rank of a task; without a rank map, they are equal."""
     return next((int(entry["rank"]) for entry in read_rank_entries(folder) if entry["process"] == task), task)
 
 

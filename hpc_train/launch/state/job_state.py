@@ -17,7 +17,7 @@ from hpc_train.launch.state.state_names import SIGNAL_OUT_OF_MEMORY, RunStatus, 
 _FORGOTTEN_REASON = "Slurm does not know the job any more"
 _CANCELLED_REASON = "cancelled by hpc-train cancel"
 _SIGN_OF_LIFE_SECONDS = 60.0
-"""Seconds without a sign of life after which nothing is said of a run on another machine."""
+"""Seconds without a sign of life after which the state of a run on another machine is unknown."""
 _EXIT_INTERRUPTED = 130
 _OUT_OF_MEMORY_CODE = 128 + SIGNAL_OUT_OF_MEMORY
 
@@ -76,9 +76,7 @@ def _status_with_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
 
 
 def _ends_itself(record: JobRecord, result: AttemptResult) -> bool:
-    """Whether a job that is COMPLETING has come to its end; one that Slurm was ending without a reason (`None`) may be
-    about to run again.
-    """
+    """Whether a COMPLETING job will not run again; one that Slurm ends without a reason (`None`) may be requeued."""
     return record.state == "COMPLETING" and (bool(result.then) or result.slurm != "COMPLETING None")
 
 

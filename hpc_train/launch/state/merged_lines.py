@@ -47,7 +47,7 @@ class RankLine(NamedTuple):
     step: int | None
     message: str
     measured: bool
-    """Whether the line has a time of its own, and not that of the line before it."""
+    """Whether the line has its own time instead of that of the previous line."""
 
 
 @dataclass

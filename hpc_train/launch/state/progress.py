@@ -48,7 +48,7 @@ def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
 
 
 def explain_unwatched(facts: RunFacts) -> str:
-    """Return why nobody would notice that the ranks of a run hang; empty if somebody watches them."""
+    """Return why hanging ranks of a run would not be noticed; empty if they are watched."""
     if facts.newest is None or facts.newest.begun is None:
         return ""
     begun = facts.newest.begun
@@ -95,7 +95,7 @@ def _float_or_none(value: Any) -> float | None:
 
 _BLOCK_BYTES = 1 << 15
 _MAX_BYTES = 1 << 20
-"""Bytes from the end in which a value is looked for that only some steps have."""
+"""Bytes from the end of the file that are searched for a value that only some steps have."""
 _RARE_VALUES = ("validation_loss", "noise_scale")
 
 

@@ -28,7 +28,7 @@ class RunFacts:
     jobs: tuple[str, ...] = ()
     """Slurm's jobs of the last submission, a chain's in order; () of a run without Slurm."""
     faults: tuple[str, ...] = ()
-    """Faults after which the run went on by itself, since its last submission."""
+    """Faults from which the run recovered automatically, since its last submission."""
     skipped_steps: int = 0
     """Steps whose update was skipped; one that was done again counts each time."""
     failure: str = ""

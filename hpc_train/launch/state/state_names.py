@@ -62,7 +62,7 @@ class RunStatus:
     warnings: tuple[str, ...] = ()
     """Warnings of the newest attempt's ranks, each text once."""
     faults: tuple[str, ...] = ()
-    """Faults after which the run went on by itself, since its last submission."""
+    """Faults from which the run recovered automatically, since its last submission."""
     skipped_steps: int = 0
     """Steps whose update was skipped because their numbers were wrong."""
 

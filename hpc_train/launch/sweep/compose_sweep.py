@@ -56,7 +56,7 @@ class _Base:
 
     @cached_property
     def _apart(self) -> bool:
-        """Whether its parts can be made one by one: none of them reads another."""
+        """Whether its parts can be composed one by one, because none of them refers to another."""
         raw = repr(OmegaConf.to_container(self.config, resolve=False))
         return {str(name) for name in self.config} == {item.name for item in fields(RunConfig)} and not (
             _ELSEWHERE.search(raw)

@@ -32,7 +32,7 @@ class FrozenPoint:
     """The overrides in which points differ."""
     spec: JobSpec
     files: dict[str, str] = field(default_factory=dict)
-    """Name -> text of what lies beside job.json: the plan, the schedule."""
+    """Name -> text of the files beside job.json: the plan, the schedule."""
 
     def line(self) -> str:
         return json.dumps({**vars(self), "spec": vars(self.spec)}) + "\n"

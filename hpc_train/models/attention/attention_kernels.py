@@ -84,9 +84,9 @@ def _attend_fused(
 def make_document_mask(starts: Tensor, rule: ScoreRule, backend: str, like: Tensor) -> DocumentMask:
     """Return what `attend` needs to keep the documents of packed sequences apart.
 
-    A query sees the keys of its own document that are not behind it, and of these only what is in the window.
-    starts: (B, T), int64, the place in its sequence at which the document of each place begins. like: of the device
-    and dtype of the queries. Returns (B, 1, T, T) bool, a BlockMask for FlexAttention, or `starts` themselves.
+    A query sees the keys of its own document up to its own position, and of these only those in the window. starts: (B,
+    T), int64, the place in its sequence at which the document of each place begins. like: of the device and dtype of
+    the queries. Returns (B, 1, T, T) bool, a BlockMask for FlexAttention, or `starts` themselves.
     """
     way = choose_way(rule, backend, starts.shape[1], like, packed=True)
     if way == "plain":

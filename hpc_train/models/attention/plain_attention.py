@@ -28,7 +28,7 @@ class ScoreRule:
     causal: bool = True
     """A query sees keys at its own and earlier positions only."""
     window: int | None = None
-    """A query sees so many of these keys, counted from its own position backwards; None: all."""
+    """Number of these keys that a query sees, counted from its own position backwards; None: all."""
     softcap: float | None = None
     """Scores become softcap tanh(score / softcap), which stays below softcap; None: they stay as they are."""
 
@@ -113,7 +113,7 @@ class _Block:
         return hidden
 
     def attend(self) -> Tensor:
-        """Return the attention of the block. A function, so that no scores of a block wait beside those of the next."""
+        """Return the attention of the block; a function, so that a block's scores are freed before the next block."""
         weights, dropped, _ = self.weights()
         return _apply_mask(weights, dropped, self.p).to(self.v.dtype) @ self.v
 

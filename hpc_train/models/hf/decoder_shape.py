@@ -29,7 +29,7 @@ class Decoder:
     norms: int = 2
     """Norms of hidden states in a layer."""
     layernorm: bool = False
-    """Norms have a bias, too."""
+    """Norms also have a bias."""
     query_key_norm: str = "none"
     tied: bool = False
     """Whether embedding and head are one where the file does not say."""
@@ -144,7 +144,7 @@ class _Reader:
         return None if self.file.body.get("use_sliding_window") is False else window
 
     def read_experts(self) -> ExpertsConfig:
-        """Return the mixture of a layer; its shared experts count as so many of the routed ones' width."""
+        """Return the mixture of a layer; shared experts are counted in units of the routed experts' width."""
         count = self.file.get_number("num_experts", "num_local_experts")
         if self.file.model_type not in ("mixtral", "qwen2_moe", "qwen3_moe") or count is None:
             return ExpertsConfig()

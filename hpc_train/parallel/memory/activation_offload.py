@@ -112,7 +112,7 @@ class BlockForward:
 
     moves: ActivationMoves
     previous: weakref.ref[BlockForward] | None
-    """The forward before it, of any block; it is gone once its backward is."""
+    """The previous forward, of any block; it is freed after its backward."""
     saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
     copied: Mark = None
     """Behind the copies to the host."""

@@ -59,7 +59,7 @@ def begin_replays(*_: Any) -> None:
 
 
 def check_graph_device(device: torch.device) -> None:
-    """Raise UserError where torch records no kernels; it would leave that out without a word."""
+    """Raise UserError on a device for which torch records no graphs; torch would skip that silently."""
     if device.type != "cuda" or torch.version.hip is not None:
         name = "an AMD GPU" if device.type == "cuda" else "a CPU"
         raise UserError(f"parallel.cuda_graphs=true: this rank computes on {name}; leave it out")

@@ -30,7 +30,7 @@ class CopyStream:
 
     @contextmanager
     def queue(self) -> Iterator[None]:
-        """Queue the copies of this block of code behind all that the computation has queued until now."""
+        """Queue the copies of this block of code after all work that the computation has queued so far."""
         if self._module is None:
             yield
             return
@@ -41,7 +41,7 @@ class CopyStream:
             yield
 
     def mark(self) -> Mark:
-        """Return a mark behind the copies that were queued until now."""
+        """Return an event after the copies that were queued so far."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, mark: Mark) -> None:
@@ -64,10 +64,10 @@ class HostPlace:
 
 
 class HostMemory:
-    """Memory of the host for copies, page-locked for CUDA, and kept from use to use: locking pages takes long.
+    """Host memory for copies, page-locked for CUDA, and reused because locking pages takes long.
 
-    What is given back may be handed out while a copy from it is still queued: whoever gets it uses it by a later copy
-    of the same stream, or has waited for a mark.
+    Returned memory may be handed out while a copy from it is still queued: the next user fills it by a later copy on
+    the same stream, or has waited for an event.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _NEVER = np.iinfo(np.int64).max
-"""Value of the place behind the clocks while nobody has asked to stop."""
+"""Value of the element after the clocks as long as no worker has asked to stop."""
 _POLL_SECONDS = 0.0005
 
 

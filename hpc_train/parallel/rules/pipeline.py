@@ -79,7 +79,7 @@ def _check_file(config: RunConfig, degrees: Degrees) -> None:
 
 
 def check_blocks(pipeline: PipelineConfig, blocks: int, degrees: Degrees) -> None:
-    """Raise UserError if a model of so many blocks has too few for the stages, or `costs` is not about them."""
+    """Raise UserError if the model has too few blocks for the stages, or `costs` does not match the blocks."""
     stages, costs = len(stage_placement(pipeline, degrees.pp)), pipeline.costs
     if blocks < stages:
         raise UserError(

@@ -139,8 +139,8 @@ RowProduct = Callable[[Tensor, Tensor], Tensor]
 def make_column_products(axis: TensorAxis, asynchronous: bool) -> ColumnProducts:
     """Make the products of column-parallel layers that share an input, so that it is gathered once.
 
-    Backward sums the input's gradient once, too. The gathered input is kept for backward; to keep only a rank's own
-    positions, as Megatron does, would save B T h (1 - 1 / size) numbers for each group of layers and cost one more
+    Backward also sums the input's gradient only once. The gathered input is kept for backward; to keep only a rank's
+    own positions, as Megatron does, would save B T h (1 - 1 / size) numbers for each group of layers and cost one more
     all-gather each.
     """
     if asynchronous and axis.symmetric:

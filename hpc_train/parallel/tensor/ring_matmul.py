@@ -281,7 +281,7 @@ _compiled_matmul_scatter.register_autograd(_backward_scattered, setup_context=_s
 
 
 def circulate_shards(shards: Tensor, ring: MatmulRing) -> Iterator[ShardPlace]:
-    """All-gather shards around the ring; yields the place of each chunk as soon as it is there.
+    """All-gather shards around the ring; yields the index of each chunk as soon as it has arrived.
 
     shards: (ranks, rows, features), contiguous, with this rank's own shard filled in; the others are received.
     """

@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 NVLINK_BANDWIDTH = 25e9
 """Bytes/s of one NVLink in one direction (generations 2 to 4). Only ratios within a node decide."""
 XGMI_BANDWIDTH = 50e9
-"""Bytes/s of a pair over xGMI in one direction, unless described: one link of MI200. Only ratios decide here, too."""
+"""Bytes/s of a pair over xGMI in one direction, unless described: one link of MI200. Here, too, only ratios matter."""
 PCIE_BANDWIDTH = 25e9
 """Bytes/s of a PCIe port in one direction, unless described: PCIe 4.0 x16 with its overhead."""
 _FAR = {"SYS": 0.5}

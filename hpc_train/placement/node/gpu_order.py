@@ -153,7 +153,7 @@ class _RateTables:
         self.links = links
         port = links.port * links.share
         self.pair: Floats = np.where(links.direct > 0, links.direct, port)
-        """[gpus, gpus]: bytes/s between two GPUs when nothing else goes on."""
+        """[gpus, gpus]: bytes/s between two GPUs without other traffic."""
         self.pair[self.pair == 0] = np.inf
         self._ring: dict[int, float] = {}
         self._exchange: dict[int, float] = {}

@@ -68,7 +68,7 @@ class RunEstimate:
     memory_without_recompute: float | None = None
     """Bytes on the rank that needs most, with parallel.recompute.mode=none; None: it is none already."""
     memory_without_offload: float | None = None
-    """Bytes on the rank that needs most, with nothing offloaded; None: nothing is."""
+    """Bytes on the rank that needs most, without offload; None if nothing is offloaded anyway."""
     memory_margin: float = 0.1
     """Expected relative error of the two memory figures."""
 

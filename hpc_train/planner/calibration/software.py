@@ -45,7 +45,7 @@ SOFTWARE = {
     # FlashAttention-2, norms and activations fused, everything overlapped (section 3 of its paper).
     "megascale": replace(_MEGATRON, name="megascale", parallel_block=True, fused_elementwise=True),
 }
-"""Software by name; those of _BY_YEAR are allowed, too."""
+"""Software by name; the names in _BY_YEAR are also allowed."""
 _ATTENTION = {
     "eager": (False, False, False),
     "triton": (True, False, True),

@@ -59,7 +59,7 @@ def _with_usual_values(jobs: Jobs, name: str) -> list[Jobs]:
 
 
 def _with_virtual_stages(jobs: Jobs, stages: float) -> Jobs:
-    """Return the jobs with so many virtual stages per rank, at most one per layer."""
+    """Return the jobs with `stages` virtual stages per rank, at most one per layer."""
     few = np.clip(np.floor(jobs.layers / jobs.pp), 1, stages)
     schedule = np.where(few > 1, SCHEDULES.index("interleaved_1f1b"), SCHEDULES.index("1f1b"))
     return replace_columns(jobs, virtual_stages=few, schedule=schedule)

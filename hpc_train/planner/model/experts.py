@@ -18,7 +18,7 @@ _FULL = RECOMPUTE.index("full")
 _GATED_PASSES = 3.0
 """Passes of SwiGLU over its width: it reads both branches and writes one (see layer.py)."""
 _KERNELS = 30.0
-"""Kernel launches of router, sort, gather and sum in forward, beside those that a dense layer has too."""
+"""Kernel launches of router, sort, gather and sum in forward, in addition to those of a dense layer."""
 _SCORE_BYTES = 12.0
 """Bytes per token and expert that the router keeps: scores in fp32, and the sorted indices, which are 64-bit."""
 _INDEX_BYTES = 24.0

@@ -25,7 +25,7 @@ RECOMPUTE = ("none", "selective", "full")
 """Modes of recomputation, coded by their index. selective differs between stacks: see layer.recompute_shares."""
 OFFLOAD = ("none", "optimizer", "parameters")
 """What lives in host memory between uses, coded by its index. optimizer: its state, and the update runs on the CPU.
-parameters: the parameters and their gradients, too."""
+parameters: also the parameters and their gradients."""
 PCIE = 2.5e10
 """Assumed bandwidth between a GPU and its host if none is given, bytes/s: about that of PCIe 4.0 x16."""
 FLOAT8_RECIPES = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -274,7 +274,7 @@ class Jobs:
         return found if not self.has_experts else found + self._experts_instead(self.experts)
 
     def _experts_instead(self, routed: Column) -> Column:
-        """Return what a layer has more than a dense one, on average, with so many routed experts."""
+        """Return how many more weights a layer has on average than a dense one, with `routed` experts."""
         dense = (2 + self.gated) * self.hidden * self.feed_forward
         others = self.hidden * (self.experts + 3 * self.shared_width)
         return self.sparse_share * (others + routed * self.expert_parameters - dense)

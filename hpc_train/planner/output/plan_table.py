@@ -31,7 +31,7 @@ _BAR = 10
 _SMALL_SHARE = 0.005
 """Parts below this share of the total are merged with others."""
 _NUMBERS = 35
-"""Columns taken by a candidate's numbers; its description stands beside them."""
+"""Columns taken by a candidate's numbers; its description is to the right of them."""
 
 
 @dataclass(frozen=True)

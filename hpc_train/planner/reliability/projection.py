@@ -39,7 +39,7 @@ MONTH = 365.25 / 12 * 86400.0
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices per unit, in one currency. A figure that depends on an unknown price (None) is None, too."""
+    """Prices per unit, in one currency. A figure that depends on an unknown price (None) is also None."""
 
     gpu_hour: float | None = None
     watts_per_gpu: float | None = None

@@ -48,7 +48,7 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a logger learns of its run. The fields are JSON values, but for `folder`."""
+    """What a logger is told about its run. The fields are JSON values, except for `folder`."""
 
     name: str
     folder: Path
@@ -58,14 +58,14 @@ class LoggedRun:
     attempt: int = 0
     """Number of this attempt; the first is 0."""
     resumed_at: int = 0
-    """Step that this attempt goes on from."""
+    """Step from which this attempt continues."""
     tags: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     """The resolved configuration of the run. Secrets cannot be in it."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The part of the configuration for this logger: loggers.wandb, loggers.mlflow, or loggers.args."""
     shared_folder: Path | None = None
-    """As `folder`, of the sweep, but made by whoever uses it; None for a run that is no point of one."""
+    """Like `folder`, but of the sweep; a logger that uses it creates it. None for a run that is not part of a sweep."""
     process: int = 0
     """Process id of rank 0."""
 

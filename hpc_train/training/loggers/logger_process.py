@@ -82,12 +82,12 @@ class LoggerProcess:
             self._give_up()
 
     def close(self, failed: bool = False) -> None:
-        """Hand over the end and wait for the process, for no longer than its seconds in all."""
+        """Send the end and wait for the process, for at most its total of seconds."""
         self.begin_close(failed)
         self.finish_close(time.monotonic(), failed)
 
     def begin_close(self, failed: bool) -> None:
-        """Hand over the end without waiting, so that several loggers come to their ends side by side."""
+        """Send the end without waiting, so that several loggers close at the same time."""
         if self._process is not None:
             self._send({"end": True, "failed": failed})
 
@@ -225,7 +225,7 @@ def _parse_run(line: bytes) -> LoggedRun:
 
 
 def _end_after(seconds: float) -> None:
-    """End this process after so many seconds; 0: never. The kernel does, whatever holds the interpreter."""
+    """End this process after `seconds`; 0: never. The kernel does it, even if something holds the interpreter."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 

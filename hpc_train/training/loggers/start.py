@@ -24,7 +24,7 @@ _IN_THIS_PROCESS = ("csv",)
 def start_loggers(config: RunConfig, directory: RunDirectory, attempt: int, resumed_at: int) -> list[Logger]:
     """Start every logger of loggers.use.
 
-    Raises UserError for one that is not there, or whose folder cannot be made; what fails later is a warning.
+    Raises UserError for one that does not exist, or whose folder cannot be made; later failures are warnings.
     """
     check_loggers(config.loggers.use)
     loggers: list[Logger] = []
@@ -39,7 +39,7 @@ def start_loggers(config: RunConfig, directory: RunDirectory, attempt: int, resu
 
 
 def close_loggers(loggers: Sequence[Logger], failed: bool) -> None:
-    """End loggers side by side, so that together they take no longer than the slowest may."""
+    """Close all loggers at the same time, so that together they take no longer than one may."""
     processes = [logger for logger in loggers if isinstance(logger, LoggerProcess)]
     for process in processes:
         process.begin_close(failed)
@@ -71,7 +71,7 @@ def describe_run(name: str, config: RunConfig, directory: RunDirectory, attempt:
 
 
 def find_sweep_folder(run: Path) -> Path | None:
-    """Return the directory of the sweep that a run is a point of; None if it is none."""
+    """Return the directory of the sweep to which a run belongs; None if it belongs to none."""
     sweep = run.parent.parent
     return sweep if run.parent.name == "points" and (sweep / "points.jsonl").is_file() else None
 

@@ -67,7 +67,7 @@ class TensorBoardWriter:
 
     @contextmanager
     def _ending_on_errors(self) -> Iterator[None]:
-        """End the file, and not the run, at the first error: after a torn record nothing can be read."""
+        """Stop writing the file at the first error, without ending the run: nothing after a torn record can be read."""
         try:
             yield
         except OSError as error:

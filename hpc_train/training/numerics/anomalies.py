@@ -109,7 +109,7 @@ class UpdateGuard:
     """Decides, step by step, whether the update is made."""
 
     def __init__(self, config: NumbersConfig, act: bool, able: bool) -> None:
-        """act: skip, and not only say so. able: the decision is the same on all ranks, so updates can be skipped."""
+        """act: skip updates, not only report. able: all ranks come to the same decision, so updates can be skipped."""
         self._config, self._act, self._able = config, act, able
         self.window = LossWindow(config.spike_window, config.spike_sigmas)
         self.skipped = SkipList()
@@ -118,7 +118,7 @@ class UpdateGuard:
         """Latest steps without finite numbers whose updates were skipped."""
 
     def skip_samples(self, entries: Iterable[SkippedSteps]) -> None:
-        """Skip the updates of the samples of these steps, too."""
+        """Also skip the updates of the samples of these steps."""
         self._given.entries.extend(entries)
 
     def wants_replay(self, loss: float, norm: float, first_sample: int) -> bool:
@@ -129,7 +129,7 @@ class UpdateGuard:
     def judge(self, loss: float, norm: float, first_sample: int) -> tuple[str | None, str | None, bool]:
         """Judge one step by its mean loss and gradient norm, the same on all ranks.
 
-        Returns the kind of anomaly (None: none), the reason in words, and whether to skip the update.
+        Returns the kind of anomaly (None: none), the reason as text, and whether to skip the update.
         """
         kind, reason = self.find_anomaly(loss, norm, first_sample)
         wanted = kind == "listed" or (kind == "nonfinite" and self._config.skip_nonfinite)
@@ -142,7 +142,7 @@ class UpdateGuard:
         return kind, reason, skip
 
     def find_anomaly(self, loss: float, norm: float, first_sample: int) -> tuple[str | None, str | None]:
-        """Return the kind of anomaly of a step and the reason in words; (None, None) if it has none."""
+        """Return the kind of anomaly of a step and the reason as text; (None, None) if it has none."""
         if self._given.covers(first_sample):
             return "listed", "its samples are in resilience.numbers.skip_list"
         if not math.isfinite(loss):

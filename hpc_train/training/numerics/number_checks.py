@@ -39,7 +39,7 @@ def check_numbers(run: TrainingRun, finish_saves: Callable[[], None]) -> None:
 
 
 def _go_back_if_lost(run: TrainingRun, finish_saves: Callable[[], None]) -> None:
-    """Raise WentBack on all ranks after too many steps in a row without finite numbers; see training.rollback.
+    """Raise WentBack on all ranks after too many steps in a row without finite numbers; see training.numerics.rollback.
 
     Raises LostNumbers where going back has not been possible for much longer.
     """
@@ -89,7 +89,7 @@ def _prepare_rollback(run: TrainingRun, why: str) -> bool:
 
 
 class LostNumbers(IncompleteRun):
-    """Raised on all ranks when a run has no finite numbers any more, and nothing to go back to."""
+    """Raised on all ranks when a run no longer has finite numbers and has no checkpoint to go back to."""
 
 
 class RanksDisagree(IncompleteRun):

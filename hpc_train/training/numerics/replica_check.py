@@ -36,7 +36,7 @@ class ReplicaCheck:
     def find_odd_ranks(self) -> tuple[list[int], bool]:
         """Return the ranks whose parameters differ from those of their copies, and whether they are surely at fault.
 
-        Of two copies nobody can say which one is wrong: both are returned. The same on every rank; a collective.
+        With two copies it is unknown which one is wrong: both are returned. The same on every rank; a collective.
         """
         mine = torch.tensor([self._place, self.add_up()], dtype=torch.int64)
         if self._world.size == 1:

@@ -60,7 +60,7 @@ class NodeMetrics:
     def __init__(
         self, config: RunConfig, directory: RunDirectory, attempt: int, steps: int, resumed_at: int, task: Task
     ) -> None:
-        """Start the thread that writes. steps: of the whole run. resumed_at: step that this attempt goes on from."""
+        """Start the thread that writes. steps: of the whole run. resumed_at: step from which this attempt continues."""
         assert config.loggers.textfile_dir is not None
         run_id = hashlib.sha256(str(directory.path).encode()).hexdigest()[:12]
         folder = Path(os.path.expandvars(config.loggers.textfile_dir)).expanduser()
@@ -234,7 +234,7 @@ def _read_ledger_tail(path: Path) -> list[LedgerLine]:
 
 
 def _read_starts(path: Path) -> tuple[dict[int, int], set[int]]:
-    """Return the step that each attempt went on from, and the attempts after which the ranks were started again."""
+    """Return the step from which each attempt continued, and the attempts after which the ranks were started again."""
     try:
         rows = read_text(path, errors="replace").splitlines()
     except OSError:

@@ -180,7 +180,7 @@ class RankFailure:
 
     @property
     def one_line(self) -> bool:
-        """Return whether the message says all, and a traceback would tell nobody more."""
+        """Return whether the message is complete, so that a traceback would not add anything."""
         return self.user_error or self.incomplete
 
     @property

@@ -86,7 +86,7 @@ PATTERN = "steps-node-*.bin"
 
 
 def steps_per_record(written: int) -> int:
-    """Return how many steps the next record covers, after so many records of this attempt."""
+    """Return how many steps the next record covers. written: number of records of this attempt so far."""
     return 1 << min(written // THIN_AFTER, 20)
 
 
@@ -94,7 +94,7 @@ class StepRecordFile:
     """Appends the records of one rank to its node's file, from a thread of its own.
 
     A file system that hangs or is full does not stop the training: records wait, at most 4,096 of them, and then the
-    oldest are dropped, which is said once.
+    oldest are dropped, which is reported once.
     """
 
     def __init__(self, path: Path, rank: int) -> None:

@@ -44,7 +44,7 @@ from hpc_train.errors import UserError
 def open_foreign_file(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file to read. Raises UserError for a pipe, a device or a folder, where open() could block.
 
-    Links are followed: model hubs keep their files behind them. Raises OSError where the file cannot be opened.
+    Links are followed, because model hubs store their files as links. Raises OSError where the file cannot be opened.
     """
     # O_NONBLOCK: opening a named pipe would otherwise wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -81,7 +81,7 @@ class FilePart:
     size: int
 
     def read(self, begin: int, size: int) -> bytes:
-        """Read exactly `size` bytes. Raises PickleError if there are not so many."""
+        """Read exactly `size` bytes. Raises PickleError if there are fewer."""
         if not 0 <= begin <= begin + size <= self.size:
             raise PickleError("a place past the end of the file")
         data = os.pread(self.file.fileno(), size, self.begin + begin)

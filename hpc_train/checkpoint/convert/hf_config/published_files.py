@@ -70,7 +70,7 @@ def _expand_blocks(name: str, weight: Tensor, scales: Tensor, sizes: list[int]) 
 
 
 def drop_next_token_layers(state: State, body: Mapping[str, Any], layers: int) -> State:
-    """Leave out the layers behind the last one that config.json announces as num_nextn_predict_layers."""
+    """Leave out the layers after the last one, which config.json announces as num_nextn_predict_layers."""
     extra = int(body.get("num_nextn_predict_layers") or 0)
 
     def is_extra(name: str) -> bool:

@@ -16,7 +16,7 @@ Neighbours = Mapping[str, Collection[str]]
 """Switch -> the switches that it is cabled to."""
 
 MIN_GROUPS = 3
-"""Fewest groups by which a dragonfly is told from a pair of cliques that somebody joined."""
+"""Minimum number of groups of a dragonfly; fewer could be two cliques that happen to be joined."""
 MAX_DIMENSIONS = 5
 _THRESHOLDS = 64
 _STARTS = 8
@@ -44,7 +44,7 @@ class DirectNetwork:
 
 
 def recognise_direct_network(levels: Mapping[str, int], neighbours: Neighbours) -> DirectNetwork | None:
-    """Recognise the network of the switches of a subnet; None if it is none of the known ones, or a tree.
+    """Recognise the network of the switches of a subnet; None if it is a tree or an unknown network.
 
     levels: of each switch, 0 where hosts hang. neighbours: of each switch, among those of `levels`.
     """
@@ -57,7 +57,7 @@ def recognise_direct_network(levels: Mapping[str, int], neighbours: Neighbours) 
 
 
 def _recognise_dragonfly(neighbours: Neighbours) -> DirectNetwork | None:
-    """Recognise groups of at least three switches that are all joined, of which every two are joined, too."""
+    """Recognise groups of at least three fully connected switches, every two of which are also connected."""
     own = {switch: set(others) for switch, others in neighbours.items()}
     # Two switches of a group share the rest of it as neighbours; the two ends of a global cable share fewer. How many
     # fewer hangs on the cables, so every threshold is tried, and what it gives is checked.

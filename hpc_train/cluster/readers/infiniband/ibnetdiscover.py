@@ -219,7 +219,7 @@ def _make_switches(
     names: Mapping[str, str],
     host_of: Mapping[str, tuple[str, str | None]],
 ) -> Iterable[Switch]:
-    """Yield the switches, lowest level first. Of two switches of one level neither is below the other."""
+    """Yield the switches, lowest level first. No switch is below another one of the same level."""
     for id in sorted(levels, key=levels.__getitem__):
         far = [cable.far for _, cable in sorted(devices[id].cables.items())]
         below = [names[device] for device in far if device in levels and levels[device] == levels[id] - 1]

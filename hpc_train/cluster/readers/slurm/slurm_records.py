@@ -218,7 +218,7 @@ def sort_bottom_up(units: Mapping[str, ListedUnit], file: str) -> list[str]:
 
 
 def parse_link_speed(number: int) -> int | None:
-    """Convert LinkSpeed= to Switch.link_speed; None for 1, which Slurm prints where nobody has set it."""
+    """Convert LinkSpeed= to Switch.link_speed; None for 1, which Slurm prints if it is not set."""
     return number if number > 1 else None
 
 
