@@ -227,26 +227,26 @@ def all_gather_values(value: T, group: ProcessGroup | None = None, codec: Codec 
     return [codec.decode(data[:length].numpy().tobytes()) for data, length in zip(received, lengths, strict=True)]
 
 
-def gather_values(value: T, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> list[T] | None:
-    """Return the values of all ranks of the group, in rank order, on rank 0; None on the others."""
-    message = _to_tensor(codec.encode(value))
-    lengths = _gather_lengths(message, group)
-    first = dist.get_rank(group) == 0
+def gather_values(value: T) -> list[T] | None:
+    """Return the values, of plain types, of all ranks in rank order on rank 0; None on the others."""
+    message = _to_tensor(PLAIN.encode(value))
+    lengths = _gather_lengths(message, None)
+    first = dist.get_rank() == 0
     received = list(torch.empty(len(lengths), max(lengths), dtype=torch.uint8)) if first else None
-    dist.gather(_pad_to(message, max(lengths)), received, group_dst=0, group=group)
+    dist.gather(_pad_to(message, max(lengths)), received, group_dst=0)
     if received is None:
         return None
-    return [codec.decode(data[:length].numpy().tobytes()) for data, length in zip(received, lengths, strict=True)]
+    return [PLAIN.decode(data[:length].numpy().tobytes()) for data, length in zip(received, lengths, strict=True)]
 
 
-def broadcast_value(value: T | None, group: ProcessGroup | None = None, codec: Codec = PLAIN) -> T:
+def broadcast_value(value: T | None, codec: Codec = PLAIN) -> T:
     """Return rank 0's value on every rank; the values of the others are ignored."""
-    first = dist.get_rank(group) == 0
+    first = dist.get_rank() == 0
     message = _to_tensor(codec.encode(value) if first else b"")
     length = torch.tensor([len(message)])
-    dist.broadcast(length, group_src=0, group=group)
+    dist.broadcast(length, group_src=0)
     message = message if first else torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(message, group_src=0, group=group)
+    dist.broadcast(message, group_src=0)
     decoded: T = codec.decode(message.numpy().tobytes())
     return decoded
 

@@ -64,9 +64,9 @@ def open_regular(path: Path, most: int | None = None, follow: bool = False, flag
     return descriptor
 
 
-def open_to_read(path: Path, most: int | None = None) -> BinaryIO:
-    """Open a regular file for reading, following links. most: maximum bytes of the file. Raises as `open_regular`."""
-    return os.fdopen(open_regular(path, most, follow=True), "rb")
+def open_to_read(path: Path) -> BinaryIO:
+    """Open a regular file of any size for reading, following links. Raises as `open_regular`."""
+    return os.fdopen(open_regular(path, follow=True), "rb")
 
 
 def read_regular(path: Path, most: int, follow: bool = False) -> bytes:

@@ -223,10 +223,16 @@ def fold_names(names: Iterable[str]) -> str:
     return one_line(compress_hostlist(given) if plain else ", ".join(given))
 
 
-def shorten_names(names: Sequence[str], longest: int = 100) -> str:
-    """Write names compactly; if that is longer than `longest`, only the first, the last and the count."""
+_MAX_NAMES_LENGTH = 100
+"""Characters of a list of names; longer lists are shortened."""
+
+
+def shorten_names(names: Sequence[str]) -> str:
+    """Write names compactly; if the list is too long, only the first, the last and the count."""
     folded = fold_names(names)
-    return folded if len(folded) <= longest else f"{one_line(names[0])} ... {one_line(names[-1])} ({len(names)} nodes)"
+    if len(folded) <= _MAX_NAMES_LENGTH:
+        return folded
+    return f"{one_line(names[0])} ... {one_line(names[-1])} ({len(names)} nodes)"
 
 
 def pluralise_level(level: str) -> str:

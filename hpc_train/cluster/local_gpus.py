@@ -157,7 +157,7 @@ class AmdGpu:
     """Numbers of the GPUs that it reaches over xGMI in one hop."""
 
 
-def read_amd_gpus(root: Path = Path("/")) -> tuple[AmdGpu, ...]:
+def read_amd_gpus(root: Path) -> tuple[AmdGpu, ...]:
     """List the GPUs in the driver's order; empty without the driver.
 
     kfd also lists processors, which have no compute units.

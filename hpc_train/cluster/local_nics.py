@@ -63,7 +63,7 @@ def _read_rdma_port(device: Path) -> NicPort:
     return NicPort()
 
 
-def read_local_nics(root: Path = Path("/")) -> tuple[LocalNic, ...]:
+def read_local_nics(root: Path) -> tuple[LocalNic, ...]:
     """List the physical NICs: RDMA devices first, then Slingshot, then the remaining Ethernet.
 
     A network interface of a PCI device that is also an RDMA device is the same NIC. Virtual devices and virtual

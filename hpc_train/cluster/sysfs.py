@@ -127,13 +127,13 @@ def find_pci_path(device: Path) -> PciPath:
         return ()
 
 
-def find_pci_path_of_address(address: str, root: Path = Path("/")) -> PciPath:
+def find_pci_path_of_address(address: str, root: Path) -> PciPath:
     """Return the PCI path of the device at an address such as 0000:07:00.0."""
     link = root / "sys/bus/pci/devices" / address
     return find_pci_path(link) if link.exists() else ()
 
 
-def find_numa_of_address(address: str, root: Path = Path("/")) -> int | None:
+def find_numa_of_address(address: str, root: Path) -> int | None:
     """Return the NUMA node of a PCI device; None for -1, which the firmware of many virtual machines gives."""
     return find_numa_node(root / "sys/bus/pci/devices" / address)
 
@@ -144,6 +144,6 @@ def find_numa_node(device: Path) -> int | None:
     return number if number is not None and number >= 0 else None
 
 
-def read_host_name(root: Path = Path("/")) -> str:
+def read_host_name(root: Path) -> str:
     """Return the kernel's name of this host."""
     return read_text(root / "proc/sys/kernel/hostname") or UNNAMED_HOST

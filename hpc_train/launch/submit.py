@@ -59,7 +59,7 @@ def submit_run(
     config: RunConfig,
     report: Report,
     *,
-    after: Sequence[str] = (),
+    after: Sequence[str],
     dry_run: bool = False,
     ask: RunClient = run_client,
 ) -> Submission:

@@ -55,7 +55,7 @@ def detach_values(model: nn.Module) -> ParameterValues:
     return values
 
 
-def select_stage_values(part: nn.Module, source: nn.Module, made: DeferredValues | None = None) -> ParameterValues:
+def select_stage_values(part: nn.Module, source: nn.Module, made: DeferredValues | None) -> ParameterValues:
     """Return the values of a stage's parameters from the whole model; empty if the model has none either.
 
     made: the model's values, if they are computed on request.

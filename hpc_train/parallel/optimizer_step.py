@@ -266,7 +266,7 @@ def list_tensor_shards(
     parts: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     world: World,
-    borrowed: frozenset[nn.Parameter] = frozenset(),
+    borrowed: frozenset[nn.Parameter],
 ) -> Iterator[TensorShard]:
     """List parameters, persistent buffers and optimizer state of this rank's stages.
 

@@ -171,7 +171,7 @@ def _make_locations(
     blocks: Mapping[str, str],
     uplinks: Mapping[tuple[str, ...], UnitUplink],
     source: str,
-    notes: Sequence[str] = (),
+    notes: Sequence[str],
     topology: Cluster | None = None,
 ) -> NodeLocations:
     domains, about_domains = _choose_domains(cluster, hosts, cliques, blocks, topology)

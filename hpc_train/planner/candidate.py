@@ -124,7 +124,7 @@ def make_candidate(
     estimated: Estimate,
     figures: KnownFigures,
     rate: AssumedFailureRate | None,
-    unmeasured: frozenset[str] = frozenset(),
+    unmeasured: frozenset[str],
 ) -> Candidate:
     """Build a candidate from the estimate of one job.
 

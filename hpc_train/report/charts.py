@@ -59,13 +59,13 @@ class Span:
     text: str = ""
 
 
-def downsample(x: Sequence[float], y: Sequence[float | None], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
-    """Keep the lowest and the highest value of each of `most` / 2 groups, so that no spike is lost."""
+def downsample(x: Sequence[float], y: Sequence[float | None]) -> list[tuple[float, float]]:
+    """Keep the lowest and the highest value of each of _MOST_POINTS / 2 groups, so that no spike is lost."""
     points = [(float(a), float(b)) for a, b in zip(x, y, strict=True) if b is not None and math.isfinite(b)]
-    if len(points) <= most:
+    if len(points) <= _MOST_POINTS:
         return points
     extremes: list[tuple[float, float]] = []
-    groups = most // 2
+    groups = _MOST_POINTS // 2
     for index in range(groups):
         group = points[index * len(points) // groups : (index + 1) * len(points) // groups]
         extremes += sorted({min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1])})
@@ -99,9 +99,7 @@ def _text(kind: str, x: float, y: float, text: str, anchor: str = "start") -> st
 class _Axes:
     """Maps values to the chart's coordinates, and draws frame, ticks and labels."""
 
-    def __init__(
-        self, x: tuple[float, float], y: tuple[float, float], width: int, height: int, log: bool = False
-    ) -> None:
+    def __init__(self, x: tuple[float, float], y: tuple[float, float], width: int, height: int, log: bool) -> None:
         self.width, self.height, self.log = width, height, log
         self._x, self._y = _widen(*x), _widen(*y) if not log else (math.log10(y[0]), math.log10(max(y[1], y[0] * 1.01)))
 
@@ -184,12 +182,12 @@ def _legend(names: Sequence[str]) -> list[str]:
     return parts
 
 
-def draw_bands(title: str, parts: Sequence[tuple[str, str, float]], height: int = 26) -> str:
+def draw_bands(title: str, parts: Sequence[tuple[str, str, float]]) -> str:
     """Draw one stacked bar. parts: (CSS class, what it is, amount)."""
     total = sum(amount for _, _, amount in parts)
     if total <= 0:
         return ""
-    body, x = [], 0.0
+    body, x, height = [], 0.0, 26
     for kind, text, amount in parts:
         width = amount / total * WIDTH
         if width > 0:
@@ -227,12 +225,16 @@ def draw_stacks(
     return _svg(title, WIDTH, len(bars) * row, body)
 
 
-def draw_bars(title: str, values: Sequence[tuple[str, float]], flag_below: float = 0.8) -> str:
+_LOW_FACTOR = 0.8
+"""Factors below this are flagged."""
+
+
+def draw_bars(title: str, values: Sequence[tuple[str, float]]) -> str:
     """Draw factors between 0 and 1, one bar below the other; low ones are flagged."""
     row, body = 22, []
     for index, (name, value) in enumerate(values):
         y, width = index * row + 4, max(0.0, min(value, 1.0)) * (HALF - 160)
-        kind = "low" if value < flag_below else "good"
+        kind = "low" if value < _LOW_FACTOR else "good"
         body.append(f'<text class="name" x="0" y="{y + 12}">{escape(name)}</text>')
         body.append(f'<rect class="track" x="105" y="{y}" width="{HALF - 160}" height="14" rx="2"/>')
         body.append(f'<rect class="bar {kind}" x="105" y="{y}" width="{width:.1f}" height="14" rx="2"/>')

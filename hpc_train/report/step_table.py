@@ -1,6 +1,6 @@
 """Gather the records of all ranks of a run into one table: ranks x bins of steps.
 
-A run of at most `max_bins` steps has a bin for each step; a longer one has bins of equally many steps. Files are read
+A run of at most MAX_BINS steps has a bin for each step; a longer one has bins of equally many steps. Files are read
 block by block, so that memory is bounded by the table, whatever their size. If a step was repeated by a later attempt,
 the later one counts. The first two steps of an attempt, which warm up, are left out.
 """
@@ -65,27 +65,27 @@ def list_record_files(run: Path) -> list[tuple[int, list[Path]]]:
     return [(attempt, files) for attempt, files in found if files]
 
 
-def read_step_table(run: Path, max_bins: int = MAX_BINS) -> StepTable | None:
+def read_step_table(run: Path) -> StepTable | None:
     """Read what all ranks recorded; None if there is nothing yet."""
-    return _read_attempts(list_record_files(run), max_bins, None)
+    return _read_attempts(list_record_files(run), None)
 
 
-def read_newest_steps(run: Path, newest_bytes: int = NEWEST_BYTES) -> StepTable | None:
+def read_newest_steps(run: Path) -> StepTable | None:
     """Read the newest steps of the newest attempt from the end of its files; None if there is nothing yet.
 
-    newest_bytes: of each node's file. For commands that read repeatedly.
+    For commands that read repeatedly: at most NEWEST_BYTES of each node's file are read.
     """
-    return _read_attempts(list_record_files(run)[-1:], MAX_BINS, newest_bytes)
+    return _read_attempts(list_record_files(run)[-1:], NEWEST_BYTES)
 
 
-def _read_attempts(attempts: Sequence[tuple[int, list[Path]]], max_bins: int, newest: int | None) -> StepTable | None:
+def _read_attempts(attempts: Sequence[tuple[int, list[Path]]], newest: int | None) -> StepTable | None:
     extents = [_find_extent(files, newest) for _, files in attempts]
     found = [extent for extent in extents if extent is not None]
     if not found:
         return None
     first = min(extent[0] for extent in found) - 1 if newest is not None else 0
     last, ranks = max(extent[1] for extent in found), max(extent[2] for extent in found) + 1
-    width = -(-max(last - first, 1) // max_bins)
+    width = -(-max(last - first, 1) // MAX_BINS)
     grid = _Grid(ranks, first, width, -(-(last - first) // width))
     for (_, files), extent in zip(attempts, extents, strict=True):
         if extent is not None:

@@ -128,7 +128,7 @@ class RankBinding:
 
 
 def bind_rank(
-    launch: LaunchConfig, seats: Sequence[RankSeat], local: int, env: MutableMapping[str, str], mpi: bool = False
+    launch: LaunchConfig, seats: Sequence[RankSeat], local: int, env: MutableMapping[str, str], mpi: bool
 ) -> RankBinding:
     """Bind this process to its share of the node, and give torch as many threads as that has cores.
 

@@ -77,9 +77,9 @@ def collect_process_info(
     task: Task,
     env: Mapping[str, str],
     address: str,
-    gpu: str | None = None,
-    mpi: tuple[int, int] | None = None,
-    visible_gpus: int = 0,
+    gpu: str | None,
+    mpi: tuple[int, int] | None,
+    visible_gpus: int,
 ) -> ProcessInfo:
     """Collect what this process knows of itself. gpu: PCI address of the GPU it would use in the launcher's order."""
     from hpc_train.runtime.binding import NodeSurvey, find_nearby_processors, survey_node

@@ -116,7 +116,7 @@ class Order:
             yield from entry_actions(step)
 
 
-def looped_placement(ranks: int, virtual_stages: int = 1) -> tuple[int, ...]:
+def looped_placement(ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the rank of each stage if the stages go round the ranks.
 
     Narayanan et al. 2021, arXiv:2104.04473, section 2.2.

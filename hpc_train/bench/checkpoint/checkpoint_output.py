@@ -38,9 +38,9 @@ _OPERATION_DESCRIPTIONS = {
 }
 
 
-def print_checkpoint_result(result: CheckpointBenchResult, console: Console | None = None) -> None:
+def print_checkpoint_result(result: CheckpointBenchResult) -> None:
     """Print a table for every directory and number of ranks, and a sentence on the speed of our side."""
-    console = console or Console(width=None if Console().is_terminal else 140)
+    console = Console(width=None if Console().is_terminal else 140)
     for setting in result.settings:
         console.print(_setting_table(setting, result), highlight=False)
         for name, why in setting.missing.items():

@@ -13,9 +13,9 @@ from hpc_train.bench.collectives.collectives import CollectivesResult, LevelFit,
 _OUR_ALGORITHMS = {"ring": "ring (ours)", "tree": "tree (ours)"}
 
 
-def print_collectives_result(result: CollectivesResult, console: Console | None = None) -> None:
+def print_collectives_result(result: CollectivesResult) -> None:
     """Print the tables of collectives and levels, and the cases that were left out."""
-    console = console or Console(width=None if Console().is_terminal else 140)
+    console = Console(width=None if Console().is_terminal else 140)
     console.print(_measurement_table(result), highlight=False)
     if result.fits:
         console.print(_level_table(result), highlight=False)

@@ -17,9 +17,9 @@ _SIDE_DESCRIPTIONS = {
 }
 
 
-def print_step_result(result: StepResult, console: Console | None = None) -> None:
+def print_step_result(result: StepResult) -> None:
     """Print the sides, a sentence that compares with the reference side, and the start-up by part."""
-    console = console or Console(width=None if Console().is_terminal else 140)
+    console = Console(width=None if Console().is_terminal else 140)
     table = Table(title=_title(result), title_justify="left")
     table.add_column("side")
     table.add_column("description")
@@ -66,9 +66,9 @@ def _format_startup(parts: dict[str, float]) -> str:
     return f"Start-up of rank 0 to the end of its first step: {sum(parts.values()):.2f} s ({listed})."
 
 
-def print_peer_result(result: PeerResult, console: Console | None = None) -> None:
+def print_peer_result(result: PeerResult) -> None:
     """Print all sides, a sentence for each comparison, and the peers that are not installed."""
-    console = console or Console(width=None if Console().is_terminal else 140)
+    console = Console(width=None if Console().is_terminal else 140)
     console.print(_sides_table(result), highlight=False)
     for pair in result.pairs:
         ratio = pair.ratio

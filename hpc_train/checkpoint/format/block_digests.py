@@ -204,13 +204,13 @@ def encode_digest_table(size: int, digests: Sequence[int], seal: bytes, parts: P
     return _HEADER.pack(_MAGIC, size, BLOCK_BYTES) + seal + np.asarray(digests, dtype="<u8").tobytes() + more
 
 
-def max_table_bytes(size: int, compressed: bool = False) -> int:
+def max_table_bytes(size: int, compressed: bool) -> int:
     """Return the maximum bytes of the table of a file of `size` bytes."""
     parts = PART_DTYPE.itemsize * (size // MINIMUM_STORED_BYTES + 1) if compressed else 0
     return _HEADER.size + _SEAL + 8 * count_blocks(size) + parts
 
 
-def decode_digest_table(data: bytes, size: int, inflated: int | None = None) -> DigestTable:
+def decode_digest_table(data: bytes, size: int, inflated: int | None) -> DigestTable:
     """Read a table. Raises CheckpointError if it is not the table of a file of `size` bytes.
 
     inflated: bytes of the file's image, if it is compressed.

@@ -35,7 +35,7 @@ from hpc_train.interfaces import World
 from hpc_train.runtime.consensus import report_lost_ranks
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 EXCHANGE_BYTES = 16 << 20
 """Approximate bytes that a rank reads, sends and receives in a round; at least one cell."""
@@ -81,9 +81,7 @@ class ExchangeRound:
     owners: Integers
 
 
-def plan_exchange(
-    strips: Strips, bytes_of: Sequence[int], world: World | None, group: ProcessGroup | None = None
-) -> tuple[Strips, Exchange | None]:
+def plan_exchange(strips: Strips, bytes_of: Sequence[int], world: World | None) -> tuple[Strips, Exchange | None]:
     """Plan which reads are exchanged. A collective.
 
     Returns the strips that this rank reads by itself, and the exchange of all others, if there are any.
@@ -91,13 +89,13 @@ def plan_exchange(
     """
     if world is None or world.size == 1 or not len(bytes_of):
         return strips, None
-    demand, cells = _sum_demand(strips, bytes_of, group)
+    demand, cells = _sum_demand(strips, bytes_of)
     shared = demand.shared
     if not shared.any():
         return strips, None
     mine = shared[cells]
     rounds = plan_rounds(demand, world.size)
-    return strips[~mine], Exchange(demand.first, demand.wanted, rounds, strips[mine], cells[mine], world, group)
+    return strips[~mine], Exchange(demand.first, demand.wanted, rounds, strips[mine], cells[mine], world)
 
 
 def plan_rounds(demand: CellDemand, ranks: int) -> list[ExchangeRound]:
@@ -140,7 +138,6 @@ class Exchange:
     cells: Integers
     """[strips]: the cell of each."""
     world: World
-    group: ProcessGroup | None
 
     def run(self, source: ShardReader, targets: LoadDestinations) -> None:
         """Read, verify and pass on all shared cells. A collective. Reads one round ahead of the one that is passed on.
@@ -166,7 +163,7 @@ class Exchange:
     def _has_failed(self, read: Future[None]) -> bool:
         """Wait for this rank's read; returns whether that of any rank has failed. A collective."""
         failed = np.array([read.exception() is not None], dtype=np.int64)
-        return bool(_all_reduce(failed, dist.ReduceOp.MAX, self.group)[0])
+        return bool(_all_reduce(failed, dist.ReduceOp.MAX)[0])
 
     def _read(self, this_round: ExchangeRound, source: ShardReader, memory: memoryview) -> None:
         """Read the needed blocks of this rank's cells; cell number i of them goes to byte i * CELL_BYTES."""
@@ -232,7 +229,7 @@ class Exchange:
         self, received: torch.Tensor, sent: torch.Tensor, from_ranks: list[int], to_ranks: list[int]
     ) -> None:
         with report_lost_ranks():
-            dist.all_to_all_single(received, sent, from_ranks, to_ranks, group=self.group)
+            dist.all_to_all_single(received, sent, from_ranks, to_ranks)
 
     def _pack(
         self,
@@ -269,7 +266,7 @@ class _ReusedMemory:
         return self._whole[:size]
 
 
-def _sum_demand(strips: Strips, bytes_of: Sequence[int], group: ProcessGroup | None) -> tuple[CellDemand, Integers]:
+def _sum_demand(strips: Strips, bytes_of: Sequence[int]) -> tuple[CellDemand, Integers]:
     """Return the demand of all ranks, and the cell of each of this rank's strips. A collective."""
     number = -(-np.array(bytes_of, dtype=np.int64) // CELL_BYTES)
     first = np.cumsum(number) - number
@@ -282,16 +279,16 @@ def _sum_demand(strips: Strips, bytes_of: Sequence[int], group: ProcessGroup | N
     copied = np.bincount(cells, strip_sizes(strips), total).astype(np.int64)
     sums = np.stack([np.bincount(touched, minlength=total), copied])
     sums, largest, wanted = (
-        _all_reduce(values, op, group)
+        _all_reduce(values, op)
         for values, op in ((sums, dist.ReduceOp.SUM), (copied, dist.ReduceOp.MAX), (wanted, dist.ReduceOp.BOR))
     )
     return CellDemand(first, wanted, sums[0], sums[1], largest), cells
 
 
-def _all_reduce(mine: Integers, op: dist.ReduceOp.RedOpType, group: ProcessGroup | None) -> Integers:
+def _all_reduce(mine: Integers, op: dist.ReduceOp.RedOpType) -> Integers:
     tensor = torch.from_numpy(mine.copy())
     with report_lost_ranks():
-        dist.all_reduce(tensor, op=op, group=group)
+        dist.all_reduce(tensor, op=op)
     return tensor.numpy()
 
 

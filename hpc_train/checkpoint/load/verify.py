@@ -64,7 +64,7 @@ def verify_step(directory: Path, step: int, world: World | None = None) -> list[
 
 
 def verify_in_one_process(
-    path: Path, step: int, jobs: int = 1, on_bytes: Callable[[int], object] = lambda done: None
+    path: Path, step: int, jobs: int, on_bytes: Callable[[int], object]
 ) -> tuple[Manifest | None, list[Problem]]:
     """Verify a step in one process, given its directory; the returned manifest is None if it is damaged.
 

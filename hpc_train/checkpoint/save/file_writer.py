@@ -27,7 +27,6 @@ from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES, digest_blocks
 from hpc_train.checkpoint.format.hdf5_layout import ALIGNMENT, ShardImage
 from hpc_train.checkpoint.storage.file_system import (
-    DEFAULT_POLICY,
     WritePolicy,
     detect_file_system,
     open_descriptor,
@@ -150,7 +149,7 @@ class WriteStream:
     """Called a second time, with the same digests, if the file system refuses direct I/O late."""
 
 
-def write_image(path: Path, memory: memoryview, size: int, policy: WritePolicy = DEFAULT_POLICY) -> list[int]:
+def write_image(path: Path, memory: memoryview, size: int, policy: WritePolicy) -> list[int]:
     """Write the first `size` bytes of `memory` (whole pages) to a new file; returns the digests of its blocks.
 
     The content is synchronised, the directory entry is not. Raises OSError; the file may then be incomplete.

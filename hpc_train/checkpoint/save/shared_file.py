@@ -445,7 +445,7 @@ def group_ranks_by_file(nodes: Sequence[int], ranks_per_file: int) -> tuple[rang
 
 
 def make_writer_group(
-    world: World, sharing: WriterSharing, group: ProcessGroup | None, mpi: Intracomm | None = None
+    world: World, sharing: WriterSharing, group: ProcessGroup | None, mpi: Intracomm | None
 ) -> WriterGroup | None:
     """Group the ranks by file; None if each rank writes its own file at any time. A collective.
 

@@ -43,7 +43,7 @@ class _PlacedTensor(NamedTuple):
     """Its version counter (torch counts in-place changes) when the copy began."""
 
 
-def start_copy(slots: StagingLayout, shards: Sequence[TensorShard], threads: int, overlap: bool = False) -> TensorCopy:
+def start_copy(slots: StagingLayout, shards: Sequence[TensorShard], threads: int, overlap: bool) -> TensorCopy:
     """Copy the HDF5 structure and the tensors to their places; with `overlap`, `still` shards are copied later.
 
     Copies from a GPU are queued without waiting: those of still shards on a side stream, the others on the training's

@@ -127,13 +127,13 @@ class Lock:
 
 
 @contextmanager
-def hold_lock(directory: Path, world: World, beat: float = HEARTBEAT_SECONDS) -> Iterator[Lock | None]:
+def hold_lock(directory: Path, world: World) -> Iterator[Lock | None]:
     """Hold the lock of a checkpoint directory on rank 0; yields it there, None on other ranks. A collective.
 
     Raises UserError, on all ranks, if another job writes there.
     """
     mine: list[Lock] = []
-    run_on_rank_0(world, lambda: mine.append(take_lock(directory, beat=beat)))
+    run_on_rank_0(world, lambda: mine.append(take_lock(directory)))
     try:
         yield mine[0] if mine else None
     finally:
@@ -174,7 +174,7 @@ def refuse_if_locked(directory: Path, env: Mapping[str, str] = os.environ) -> No
             raise _refusal(directory / LOCK_FILE, found)
 
 
-def describe_this_process(env: Mapping[str, str] = os.environ) -> LockOwner:
+def describe_this_process(env: Mapping[str, str]) -> LockOwner:
     """Return the identity of this process for a lock."""
     restarts, attempt = env.get("SLURM_RESTART_COUNT", "0"), env.get("HPC_TRAIN_ATTEMPT", "")
     return LockOwner(

@@ -316,11 +316,12 @@ def set_stripe_layout(path: Path, layout: StripeLayout, seconds: float = LFS_TIM
     return run_lfs(["setstripe", *format_setstripe_arguments(layout), str(path.absolute())], seconds).warning
 
 
-def get_stripe_layout(path: Path, seconds: float = LFS_TIMEOUT) -> FileStriping:
+def get_stripe_layout(path: Path) -> FileStriping:
     """Read the striping of a file, or of new files of a directory. Raises LfsError, also if there is no layout."""
     flags = ["-d"] if path.is_dir() else []
     try:
-        return parse_getstripe(run_lfs(["getstripe", *flags, str(path.absolute())], seconds).out, str(path.absolute()))
+        answer = run_lfs(["getstripe", *flags, str(path.absolute())], LFS_TIMEOUT)
+        return parse_getstripe(answer.out, str(path.absolute()))
     except ValueError as error:
         raise LfsError(f"lfs getstripe: {error}") from error
 

@@ -58,7 +58,7 @@ def prune_steps(directory: Path, keep: int, also: KeepRules = KeepRules(), sole:
     return [step for step in list_prunable_steps(directory, keep, also) if discard_step(steps[step])]
 
 
-def list_prunable_steps(directory: Path, keep: int, also: KeepRules = KeepRules()) -> list[int]:
+def list_prunable_steps(directory: Path, keep: int, also: KeepRules) -> list[int]:
     """Return the steps that prune_steps would remove."""
     assert keep >= 1, keep
     steps = find_steps(directory)
@@ -142,7 +142,7 @@ def remove_tree(path: Path) -> None:
             path.unlink()
 
 
-def sweep_leftovers(directory: Path, sole: bool = False) -> None:
+def sweep_leftovers(directory: Path, sole: bool) -> None:
     """Delete trash, temporary directories of dead writers, and replaced steps.
 
     sole: the caller has the lock and is not saving, so all temporary directories are leftovers. Raises OSError.

@@ -16,12 +16,10 @@ EXIT_NOT_BUILDABLE = 1
 """Exit code for a layout that is inconsistent, needs more than the plan says, or does not fit."""
 
 
-def rehearse_command(
-    overrides: Sequence[str], config_dir: str | None, as_json: bool, ranks: str = "sample", processes: int | None = None
-) -> int:
+def rehearse_command(overrides: Sequence[str], config_dir: str | None, as_json: bool, ranks: str) -> int:
     """Rehearse the run, print the result, and return the exit code.
 
-    ranks, processes: see rehearsal.rehearse.rehearse_run. Raises UserError for a run that cannot be built.
+    ranks: see rehearsal.rehearse.rehearse_run. Raises UserError for a run that cannot be built.
     """
     config = compose(overrides, config_dir)
     check_shape(config.model)
@@ -40,7 +38,7 @@ def rehearse_command(
 
     if untested := describe_untested_torch(torch.__version__):
         print(f"warning: {untested}", file=sys.stderr)
-    found = rehearse_run(config, count_nodes(config) * count_ranks_per_node(config), ranks, processes)
+    found = rehearse_run(config, count_nodes(config) * count_ranks_per_node(config), ranks)
     if as_json:
         print(json.dumps(to_json(found)))
     else:

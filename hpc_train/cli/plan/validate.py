@@ -45,7 +45,7 @@ def validate_command(options: ValidateOptions) -> int:
     return 0
 
 
-def validation_json(found: Validation, rows: bool = False) -> dict[str, object]:
+def validation_json(found: Validation, rows: bool) -> dict[str, object]:
     """Return the JSON of `plan validate --json`; errors are fractions of 1."""
     answer: dict[str, object] = {
         "overall": _rounded(asdict(found.overall)),

@@ -9,7 +9,7 @@ from hpc_train.cli.output import TERMINAL
 from hpc_train.launch.cancel import CancelCandidate, cancel_runs, count_states, find_runs
 
 
-def cancel_command(target: str, yes: bool, now: bool, wait: bool = True) -> int:
+def cancel_command(target: str, yes: bool, now: bool, wait: bool) -> int:
     """Cancel a run, a point or all of a sweep, or a job, and return the exit code. On a terminal it asks first.
 
     yes: without asking. now: without a save. wait: until everything has ended.

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpc_train.launch.slurm.slurm_cli import Backoff, RunClient, run_client
+from hpc_train.launch.slurm.slurm_cli import Backoff, run_client
 from hpc_train.launch.state.job_state import decide_state
 from hpc_train.launch.state.progress import add_progress
 from hpc_train.launch.state.run_facts import gather_facts, read_files
@@ -39,12 +39,12 @@ _COLUMNS = ("point", "job", "attempt", "state", "step", "loss", "last step", "no
 _OPTIONAL = frozenset({"step", "loss", "last step", "exit"})
 
 
-def read_statuses(points: Sequence[RunPoint], ask: RunClient = run_client) -> list[RunStatus]:
+def read_statuses(points: Sequence[RunPoint]) -> list[RunStatus]:
     """Read the state of every point, with one poll of Slurm for all of them."""
-    return [add_progress(decide_state(facts), facts) for facts in gather_facts(points, ask)]
+    return [add_progress(decide_state(facts), facts) for facts in gather_facts(points, run_client)]
 
 
-def status_command(run: str, as_json: bool, watch: bool, goodput: bool = False) -> int:
+def status_command(run: str, as_json: bool, watch: bool, goodput: bool) -> int:
     """Print the state of a run, sweep or job; returns the exit code.
 
     watch: redraw until everything has ended. goodput: print what the nodes' time went into instead.

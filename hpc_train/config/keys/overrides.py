@@ -218,7 +218,7 @@ _OF_YOUR_OWN = {
 }
 
 
-def check_overrides(config: RunConfig, overrides: Sequence[str], config_dir: str | None = None) -> None:
+def check_overrides(config: RunConfig, overrides: Sequence[str], config_dir: str | None) -> None:
     """Raise UserError, in one line, for the first of these overrides that would mislead.
 
     config: the configuration they compose to. A frozen run has no overrides.

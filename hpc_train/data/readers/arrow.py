@@ -89,9 +89,13 @@ def list_dataset_files(folder: Path) -> list[Path]:
     return [folder / str(name) for name in names]
 
 
-def _read_batch(batch: Any, columns: Sequence[str], row: int, count: int = 1024) -> Iterator[Record]:
-    for start in range(0, batch.num_rows, count):  # as Python objects, a batch may be many times its size
-        part = batch.slice(start, count)
+_ROWS_AT_ONCE = 1024
+"""Rows that are converted together: as Python objects, a whole batch may be many times its size."""
+
+
+def _read_batch(batch: Any, columns: Sequence[str], row: int) -> Iterator[Record]:
+    for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+        part = batch.slice(start, _ROWS_AT_ONCE)
         for offset, values in enumerate(zip(*(list_values(part, name) for name in columns), strict=True), start):
             yield Record(row + offset, *values)
 

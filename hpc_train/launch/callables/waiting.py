@@ -127,7 +127,7 @@ def _describe_end(job: str, polled: PollResult) -> str | None:
 
 
 def wait_for_jobs(
-    started: Sequence[StartedJob], folder: Path, source: JobSource, fails: Callable[[Any], bool] = lambda _: False
+    started: Sequence[StartedJob], folder: Path, source: JobSource, fails: Callable[[Any], bool]
 ) -> dict[str, JobEnd]:
     """Wait for all jobs, and return the end of each by its id. fails: whether a call's own result is a failure."""
     unended, ends = {job.job_id: job for job in started}, {}

@@ -23,12 +23,12 @@ def format_share(index: int, count: int) -> str:
     return f"{index}/{count}/{format_cpus(os.sched_getaffinity(0))}"
 
 
-def bind_to_share(env: Mapping[str, str] = os.environ) -> frozenset[int]:
+def bind_to_share() -> frozenset[int]:
     """Bind this process, before it starts any thread, to its point's CPUs; return them, or nothing.
 
     Nothing is done where a cgroup or the launcher has bound the process: it then has less than all of them already.
     """
-    text = env.get(SHARE_VARIABLE)
+    text = os.environ.get(SHARE_VARIABLE)
     if text is None:
         return frozenset()
     index, count, together = text.split("/")

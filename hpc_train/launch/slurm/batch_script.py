@@ -54,9 +54,7 @@ def cpus_per_rank(config: RunConfig) -> int | None:
     return config.cluster.node.cpus // per_node if config.cluster.node.cpus > per_node else None
 
 
-def lines_before_ranks(
-    config: RunConfig, folder: RunDirectory, nodes: int, python_path: Sequence[str] = ()
-) -> list[str]:
+def lines_before_ranks(config: RunConfig, folder: RunDirectory, nodes: int, python_path: Sequence[str]) -> list[str]:
     """Return the shell lines of a script with one run, up to the start of its ranks.
 
     nodes: of the run. python_path: where the code of the job is. Raises UserError as setting_lines.
@@ -114,7 +112,7 @@ def setup_lines(config: RunConfig) -> list[str]:
 
 def srun_line(
     config: RunConfig,
-    container: Container = Container(),  # noqa: B008 - it is frozen
+    container: Container,
     share: Sequence[str] = (),
 ) -> str:
     """Return the line that starts the ranks: one task a rank; a task that fails ends the others.

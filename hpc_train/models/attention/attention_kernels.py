@@ -102,7 +102,7 @@ MIN_BLOCK = 64
 """Shortest block of attend_window: below it the kernel's own overhead is more than what is left out."""
 
 
-def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float = 0.0) -> Tensor:
+def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) -> Tensor:
     """Return causal attention to the last `window` keys, in work and memory of O(T window).
 
     The sequence is cut into blocks as long as the window; the queries of a block see keys of it and of the one before
@@ -135,7 +135,7 @@ def _window_mask(queries: Tensor, keys: Tensor, window: int) -> Tensor:
     return (back >= 0) & (back < window)
 
 
-def attend_flexibly(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, mask: BlockMask | None = None) -> Tensor:
+def attend_flexibly(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, mask: BlockMask | None) -> Tensor:
     """Compute `attend` with FlexAttention. mask: of documents; None: as the rule says."""
     if mask is None and rule.causal:
         mask = _make_block_mask(rule, q.shape[2], q.device)

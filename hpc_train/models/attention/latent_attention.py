@@ -28,7 +28,7 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(
-        self, hidden: int, heads: int, config: LatentConfig, core: ScaledDotProduct, query_factor: float = 1.0
+        self, hidden: int, heads: int, config: LatentConfig, core: ScaledDotProduct, query_factor: float
     ) -> None:
         """query_factor: on queries, where scores are not q k / sqrt(head_dim)."""
         super().__init__()

@@ -35,7 +35,7 @@ def make_rotary_table(
 
 
 def compute_inverse_frequencies(
-    config: TransformerConfig, head_dim: int, dtype: torch.dtype, device: torch.device, *, local: bool = False
+    config: TransformerConfig, head_dim: int, dtype: torch.dtype, device: torch.device, *, local: bool
 ) -> Tensor:
     """Return the angle a position of each pair of channels, (head_dim / 2,): theta^(-2i / head_dim), or scaled."""
     exponent = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim

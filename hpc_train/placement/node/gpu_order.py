@@ -90,7 +90,7 @@ def order_gpus(links: GpuLinks, sizes: Mapping[str, int], flows: Sequence[Flow],
 
 
 def list_local_phases(
-    sizes: Mapping[str, int], flows: Sequence[Flow], per_node: int, backend: Backend = "nccl"
+    sizes: Mapping[str, int], flows: Sequence[Flow], per_node: int, backend: Backend
 ) -> list[LocalPhase]:
     """List the phases of all flows with messages inside a node."""
     phases = []

@@ -128,7 +128,7 @@ class RunFacts:
         return None if self.figures.job is None else project_run(self.config, self.figures.job, self.figures.rate)
 
 
-def collect_facts(config: RunConfig, figures: RunEstimate | None = None, world: int | None = None) -> RunFacts:
+def collect_facts(config: RunConfig, figures: RunEstimate | None, world: int | None = None) -> RunFacts:
     """Collect what lints need of a run. world: number of ranks; None: the configuration's.
 
     Raises UserError for degrees that do not multiply to the world.

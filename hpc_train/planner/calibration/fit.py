@@ -73,21 +73,21 @@ def training_runs(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
     return [run for run in runs if not (assign_fold(run.group, FOLDS) == 0 if run.held_out is None else run.held_out)]
 
 
-def fit_constants(runs: Sequence[MeasuredRun], start: Constants | None = None) -> Constants:
+def fit_constants(runs: Sequence[MeasuredRun]) -> Constants:
     """Fit the constants of time to runs with a stated time, and those of memory to runs with stated memory."""
-    start = start or Constants()
+    constants = Constants()
     timed = [run for run in runs if np.isfinite(run.seconds)]
     with_memory = [run for run in runs if np.isfinite(run.memory)]
     dense, mixed = ([run for run in timed if (run.columns["experts"] > 0) == has] for has in (False, True))
     # First what all have in common, from dense models; then what only PyTorch's stacks and mixtures of experts have.
     pytorch = [run for run in dense if run.columns["stack"] == _FSDP]
     if common := [run for run in dense if run not in pytorch or run.columns["tp"] == 1]:
-        start = _fit_time(common, start)
+        constants = _fit_time(common, constants)
     if pytorch:
-        start = _fit_time(pytorch, start, PYTORCH)
+        constants = _fit_time(pytorch, constants, PYTORCH)
     if mixed:
-        start = _fit_time(mixed, start, EXPERTS)
-    return _fit_memory(with_memory, start) if with_memory else start
+        constants = _fit_time(mixed, constants, EXPERTS)
+    return _fit_memory(with_memory, constants) if with_memory else constants
 
 
 def _fit_time(runs: Sequence[MeasuredRun], start: Constants, to: str = TIME) -> Constants:

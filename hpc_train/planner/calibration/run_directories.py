@@ -26,7 +26,7 @@ _FEWEST = 3
 """Minimum number of steps after the first ones."""
 
 
-def read_run_directory(folder: Path, calibration: Path | None = None) -> MeasuredRun:
+def read_run_directory(folder: Path, calibration: Path | None) -> MeasuredRun:
     """Read one run directory as a measured run. calibration: file to use instead of the run's cluster.calibration.
 
     Raises UserError for a directory that is no run, and for a run of too few steps.

@@ -33,9 +33,9 @@ class SuggestedRun:
     description: str
 
 
-def suggest_runs(overrides: Sequence[str], config_dir: str | None = None) -> list[SuggestedRun]:
+def suggest_runs(overrides: Sequence[str]) -> list[SuggestedRun]:
     """Suggest at most SUGGESTED_RUNS runs. Raises UserError for a run that cannot be planned, and if nothing fits."""
-    plan = plan_overrides(overrides, config_dir, PlanOptions(top=LAYOUTS_CONSIDERED, baselines=False))
+    plan = plan_overrides(overrides, None, PlanOptions(top=LAYOUTS_CONSIDERED, baselines=False))
     candidates = [candidate for candidate in plan.candidates if candidate.fits != "no"]
     if not candidates:
         raise UserError("plan calibrate --suggest: nothing fits; see `hpc-train plan` with the same settings")

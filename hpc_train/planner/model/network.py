@@ -202,7 +202,7 @@ def data_seconds(
     layers: Column,
     ends: Column,
     windows: OverlapWindows,
-    experts: Column | None = None,
+    experts: Column | None,
 ) -> Column:
     """Return the exposed seconds of the data-parallel axes.
 

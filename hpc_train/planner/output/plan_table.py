@@ -44,7 +44,7 @@ class Section:
     """Style of the first line."""
 
 
-def format_plan(plan: Plan, show_all: bool = False) -> Iterator[Text]:
+def format_plan(plan: Plan, show_all: bool) -> Iterator[Text]:
     """Yield the lines to print. show_all: without a limit on their number."""
     for section in _sections(plan, show_all):
         for number, line in enumerate(section.lines):

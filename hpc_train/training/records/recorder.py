@@ -236,11 +236,12 @@ def count_nodes(roots: list[Any]) -> int:
     return len(seen)
 
 
-def measure_node_seconds(device: torch.device, layers: int = 20, rounds: int = 5) -> float:
+def measure_node_seconds(device: torch.device) -> float:
     """Return the seconds that an operation takes whose work is next to nothing, forward and backward together.
 
     A GPU is not waited for: the host takes as long as this to give it the work.
     """
+    layers, rounds = 20, 5
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(layers))).to(device)

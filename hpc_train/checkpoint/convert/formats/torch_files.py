@@ -64,10 +64,14 @@ def read_bounded_file(path: Path, most: int) -> bytes:
     return data
 
 
-def read_bounded_json(path: Path, most: int = 64 << 20) -> Any:
-    """Return the value of a JSON file of at most `most` bytes. ValueError for other text, or if nested too deeply."""
+MAX_JSON_BYTES = 64 << 20
+"""Maximum bytes of a JSON file; the index of a very large model has a few MB."""
+
+
+def read_bounded_json(path: Path) -> Any:
+    """Return the value of a JSON file. Raises UserError above MAX_JSON_BYTES, and ValueError for other text."""
     try:
-        return json.loads(read_bounded_file(path, most))
+        return json.loads(read_bounded_file(path, MAX_JSON_BYTES))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

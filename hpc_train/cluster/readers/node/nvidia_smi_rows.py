@@ -194,7 +194,7 @@ class NotARowError(ValueError):
     """A text is not a row of the matrix; the message says why."""
 
 
-def read_row(text: str, columns: MatrixColumns, edge: int = 0) -> MatrixRow:
+def read_row(text: str, columns: MatrixColumns, edge: int) -> MatrixRow:
     """Read a row from its label on, which is at column `edge` of its line. Raises NotARowError."""
     label = _parse_label(text, columns.names)
     kinds, spans, end = _read_links(text, len(label), len(columns.names))
