@@ -498,13 +498,13 @@ def backward_of_weights(module: FSDPModule, pending: PendingWeights, ahead: int)
     owner = {_get_grad_fn_or_grad_acc(w): at for at, group in enumerate(groups) for w in _gathered_weights(group)}
     left: list[tuple[set[int], dict[str, Any]]] = [({owner[node] for node in one["params"]}, one) for one in pending]
     for at, group in enumerate(groups):
-        mine = [one for used, one in left if at in used]
+        roots = [one for used, one in left if at in used]
         used = {at}.union(*(used for used, _ in left if at in used))
         left = [one for one in left if at not in one[0]]
         for index in [*sorted(used), *range(at + 1, min(at + 1 + ahead, len(groups)))]:
             _gather(groups[index], wait=index in used)
         weights = [weight for index in used for weight in _gathered_weights(groups[index])]
-        stage_backward_weight(iter(weights), mine)
+        stage_backward_weight(iter(weights), roots)
         group.post_backward()
     module._get_fsdp_state()._root_post_backward_final_callback()
 

@@ -73,9 +73,11 @@ class ComponentKind:
         try:
             inspect.signature(factory).bind(*given, **more, **args)
         except TypeError as error:
-            said = ", ".join(args) or "none"
+            accepted = ", ".join(args) or "none"
             setting = self.setting.replace(".name", ".args")
-            raise UserError(f"{setting} ({said}): do not fit {name}{inspect.signature(factory)}: {error}") from error
+            raise UserError(
+                f"{setting} ({accepted}): do not fit {name}{inspect.signature(factory)}: {error}"
+            ) from error
         except ValueError:  # built-in code has no signature
             pass
         with explain_user_code(f"{self.setting}={name} cannot be built"):

@@ -86,10 +86,10 @@ class BubbleResult:
 def bubble_command(options: BubbleOptions, as_json: bool) -> int:
     """Start the ranks and measure; rank 0 prints. Returns the exit code; raises UserError for what cannot be run."""
     chosen, refused = choose_schedules(options)
-    me = identify_process(os.environ)
-    if me is None:
+    identity = identify_process(os.environ)
+    if identity is None:
         return run_local_ranks(_rank_arguments(options, as_json), options.ranks, threads=1)
-    _check_ranks(me, options)
+    _check_ranks(identity, options)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed, and gloo needs no GPU
     with pause_gc(freeze=True):
         from hpc_train.bench.bubble_rank import measure_schedules, set_realtime_priority
@@ -98,10 +98,10 @@ def bubble_command(options: BubbleOptions, as_json: bool) -> int:
     try:
         results = measure_schedules(options, chosen)
     except UserError:
-        if me.process == 0:
+        if identity.process == 0:
             raise
         return EXIT_USER_ERROR  # process 0 prints the error for all
-    if me.process == 0:
+    if identity.process == 0:
         result = BubbleResult(options, results, refused, os.cpu_count() or 1, os.getloadavg()[0], first)
         print(result.to_json() if as_json else format_bubbles(result))
     return EXIT_DONE
@@ -170,12 +170,12 @@ def _rank_arguments(options: BubbleOptions, as_json: bool) -> list[str]:
     return ["bench", "bubble", *map(str, words), *(["--json"] if as_json else [])]
 
 
-def _check_ranks(me: ProcessIdentity, options: BubbleOptions) -> None:
+def _check_ranks(identity: ProcessIdentity, options: BubbleOptions) -> None:
     """Check the ranks of another launcher: as many as asked for, on one node, because their clocks are compared."""
-    if me.nodes > 1 or me.processes != options.ranks:
+    if identity.nodes > 1 or identity.processes != options.ranks:
         raise UserError(
-            f"bench bubble: is one of {me.processes} processes on {me.nodes} nodes, but --ranks {options.ranks} are "
-            "those of one node; start it once and without a launcher, and it starts its ranks itself"
+            f"bench bubble: is one of {identity.processes} processes on {identity.nodes} nodes, but --ranks "
+            f"{options.ranks} are those of one node; start it once and without a launcher, and it starts its ranks itself"
         )
 
 

@@ -41,8 +41,8 @@ class _RunningSchedule:
         self.times = sleep_times(order, options.milliseconds / 1000, options.costs.get(name))
         self.timeline = Timeline(world.device, on=True)
         self._rank, self._micro_batches = world.rank, options.micro_batches
-        mine = [stage for stage, rank in enumerate(order.placement) if rank == world.rank]
-        self._parts = {stage: _stage(self.times, stage) for stage in mine}
+        own_stages = [stage for stage, rank in enumerate(order.placement) if rank == world.rank]
+        self._parts = {stage: _stage(self.times, stage) for stage in own_stages}
         self._schedule = self._make(world)
 
     def _make(self, world: World) -> Schedule:

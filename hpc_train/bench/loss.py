@@ -92,7 +92,7 @@ def measure_loss(options: LossBenchOptions) -> LossBenchResult:
     wide = max(DTYPES[options.precision].itemsize, 4)
     return LossBenchResult(
         device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        seconds=None if seconds is None else {name: statistics.median(taken) for name, taken in seconds.items()},
+        seconds=None if seconds is None else {name: statistics.median(times) for name, times in seconds.items()},
         peak_bytes=peaks,
         chunk_bytes=min(options.chunk, options.tokens) * options.vocabulary * wide,
         speed=None if seconds is None else statistics.median(a / b for a, b in zip(*seconds.values(), strict=True)),
@@ -153,8 +153,8 @@ def _print_result(result: LossBenchResult, options: LossBenchOptions) -> None:
     for column in ("loss", "forward and backward", "memory, MiB"):
         table.add_column(column, justify="left" if column == "loss" else "right")
     for name, title in zip(SIDES, ("all at once", f"{options.chunk} tokens at a time"), strict=True):
-        taken = "-" if result.seconds is None else format_seconds(result.seconds[name])
-        table.add_row(title, taken, f"{result.peak_bytes[name] / 2**20:.0f}")
+        seconds = "-" if result.seconds is None else format_seconds(result.seconds[name])
+        table.add_row(title, seconds, f"{result.peak_bytes[name] / 2**20:.0f}")
     console = Console()
     console.print(table)
     speed = "" if result.speed is None else f"speed {result.speed:.2f} of all at once, "

@@ -250,8 +250,8 @@ def _run_step(folder: Path, name: str, nodes: Sequence[str], ranks_per_node: int
     )
     (folder / f"{name}.log").write_text(done.stdout)
     if done.returncode:
-        said = next((line for line in done.stdout.splitlines() if line.startswith("hpc-train:")), None)
-        raise UserError(f"{name}: {said or f'srun ended with {done.returncode}'}; see {folder / f'{name}.log'}")
+        message = next((line for line in done.stdout.splitlines() if line.startswith("hpc-train:")), None)
+        raise UserError(f"{name}: {message or f'srun ended with {done.returncode}'}; see {folder / f'{name}.log'}")
 
 
 _ALLOCATION_VARIABLES = (

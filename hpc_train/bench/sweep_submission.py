@@ -98,17 +98,22 @@ def _submit_peer(points: int) -> Submission:
 def _measure_submission(side: str, words: Sequence[str], name: str, points: int, target: Path) -> Submission:
     """Run the command until Slurm lists all its points; then cancel them, and kill the command if it waits for them."""
     began, spent = time.monotonic(), _count_children()
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            words, env=client_environment(), stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+            words,
+            env=client_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             _wait_for_points(process, lambda: _count_known(name) >= points)
             wall = time.monotonic() - began
             files = [path.stat().st_size for path in target.rglob("*") if path.is_file()]
         except UserError as error:
-            said.seek(0)
-            last = said.read().decode(errors="replace").strip().splitlines()[-1:]
+            output.seek(0)
+            last = output.read().decode(errors="replace").strip().splitlines()[-1:]
             raise UserError(f"{side}: {error}: {' '.join(last)}") from None
         finally:
             run_client(["scancel", f"--name={name}"])
@@ -153,12 +158,12 @@ def _print_result(points: int, measured: Sequence[Submission]) -> None:
     for column in ("", "wall s", "CPU s", "files", "MiB"):
         table.add_column(column, justify="left" if not column else "right")
     for side in dict.fromkeys(one.side for one in measured):
-        mine = [one for one in measured if one.side == side]
+        of_side = [one for one in measured if one.side == side]
         values = [
-            statistics.median(one.wall_seconds for one in mine),
-            statistics.median(one.cpu_seconds for one in mine),
-            statistics.median(one.files for one in mine),
-            statistics.median(one.mebibytes for one in mine),
+            statistics.median(one.wall_seconds for one in of_side),
+            statistics.median(one.cpu_seconds for one in of_side),
+            statistics.median(one.files for one in of_side),
+            statistics.median(one.mebibytes for one in of_side),
         ]
         table.add_row(side, *(f"{value:,.2f}" for value in values))
     Console(width=None if sys.stdout.isatty() else 120).print(table)

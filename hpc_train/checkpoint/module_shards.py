@@ -90,8 +90,8 @@ def choose_writers(shards: list[TensorShard], first_writes: frozenset[str], worl
         if shards[at].name not in first_writes:
             group = holders[:, at].tobytes()
             turn, dealt[group] = dealt[group], dealt[group] + 1
-        mine = int(np.searchsorted(ranks, world.rank))
-        chosen[at] = replace(shards[at], replica=(mine - turn) % len(ranks))
+        own_index = int(np.searchsorted(ranks, world.rank))
+        chosen[at] = replace(shards[at], replica=(own_index - turn) % len(ranks))
     return chosen
 
 

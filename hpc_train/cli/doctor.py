@@ -19,16 +19,16 @@ def doctor_command(overrides: Sequence[str], config_dir: str | None, as_text: bo
     Raises UserError for a configuration that cannot be composed, or an environment that makes no sense.
     """
     config = compose(overrides, config_dir)
-    me = identify_process(os.environ)
+    identity = identify_process(os.environ)
     with pause_gc(freeze=True):  # it imports torch
         from hpc_train.doctor.machine import check_machine
-    if me is None or me.processes == 1:
+    if identity is None or identity.processes == 1:
         findings = check_machine(config, os.environ, socket.gethostname(), nodes=1, local=1)
         print_findings(findings, as_text)
         return findings_exit_code(findings)
     from hpc_train.doctor.job import check_job  # needs torch.distributed
 
-    found, code = check_job(config, me, os.environ)
+    found, code = check_job(config, identity, os.environ)
     if found is not None:
         print_findings(found, as_text)
     return code

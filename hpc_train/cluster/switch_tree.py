@@ -249,17 +249,17 @@ def _join_level(forest: _Forest, switches: Sequence[Switch], level: int, compute
 def group_similar_sets(sets_to_group: Sequence[frozenset[object]]) -> list[list[int]]:
     """Group the sets that share at least half of each other; return their numbers, in the order of the first."""
     # Equal sets are handled once: in a real fabric most leaves of a unit hold exactly the same hosts.
-    alike: dict[frozenset[object], list[int]] = {}
+    members_of_set: dict[frozenset[object], list[int]] = {}
     for number, things in enumerate(sets_to_group):
-        alike.setdefault(things if things else frozenset({("nothing", number)}), []).append(number)
-    kinds = list(alike)
+        members_of_set.setdefault(things if things else frozenset({("nothing", number)}), []).append(number)
+    kinds = list(members_of_set)
     sets = DisjointSets(len(kinds))
     for (a, b), shared in _count_shared(kinds).items():
         if 2 * shared >= max(len(kinds[a]), len(kinds[b])):
             sets.join(a, b)
     groups: dict[int, list[int]] = {}
     for number, kind in enumerate(kinds):
-        groups.setdefault(sets.find(number), []).extend(alike[kind])
+        groups.setdefault(sets.find(number), []).extend(members_of_set[kind])
     return sorted(map(sorted, groups.values()))
 
 

@@ -105,11 +105,11 @@ def _add_nodes(tree: Tree, cluster: Cluster, hanging: set[str]) -> None:
     links: dict[str, list[Link]] = {}
     for link in cluster.links:
         links.setdefault(link.node, []).append(link)
-    alike: dict[tuple[str, ...], list[str]] = {}
+    names_by_description: dict[tuple[str, ...], list[str]] = {}
     for node in cluster.nodes:
         if node.gpus or node.nics or node.name not in hanging:
-            alike.setdefault(_describe_node(node, links.get(node.name, ())), []).append(node.name)
-    for (first, *more), names in alike.items():
+            names_by_description.setdefault(_describe_node(node, links.get(node.name, ())), []).append(node.name)
+    for (first, *more), names in names_by_description.items():
         branch = tree.add(Text.assemble((shorten_names(names), "green"), f": {one_line(first)}"))
         for line in more:
             branch.add(_make_text(line))

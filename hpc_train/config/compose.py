@@ -253,9 +253,9 @@ def _in_file(file: str, key: str, reason: str) -> str:
 
 def _of_override(key: str, reason: str, overrides: Sequence[Override]) -> str:
     for item in reversed(overrides):
-        mine = item.key_or_group.replace("/", ".")
-        if key == mine or (key and key.startswith(f"{mine}.")):
-            where = "" if key == mine or mine not in GROUPS else f"{key}: "
+        item_key = item.key_or_group.replace("/", ".")
+        if key == item_key or (key and key.startswith(f"{item_key}.")):
+            where = "" if key == item_key or item_key not in GROUPS else f"{key}: "
             return f"{item.input_line}: {where}{reason}"
     return f"{key}: {reason}" if key else reason
 

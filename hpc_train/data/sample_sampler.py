@@ -84,8 +84,8 @@ class OrderedSampler(Sampler[int]):
             count = steps if self._until is None else min(steps, (self._until - begin) // self._global_batch)
             positions = self._order.indices(begin, count * self._global_batch)
             table = positions.reshape(-1, self._global_batch)
-            mine = table[:, self._rank * self._share : (self._rank + 1) * self._share]
-            yield from mine.ravel().tolist()
+            own_columns = table[:, self._rank * self._share : (self._rank + 1) * self._share]
+            yield from own_columns.ravel().tolist()
             begin += positions.size
 
     def __len__(self) -> int:

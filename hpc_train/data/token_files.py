@@ -107,8 +107,8 @@ def is_token_file(path: Path, dtype: str | None) -> bool:
     """
     head = _read_head(path)
     llm_c = len(head) >= 12 and int.from_bytes(head[:4], "little") in _LLM_C
-    known = head.startswith((_NUMPY, _HDF5)) or llm_c or _find_index(path, head) is not None
-    return known or dtype is not None or path.suffix in (".bin", ".npy", ".dat")
+    has_known_header = head.startswith((_NUMPY, _HDF5)) or llm_c or _find_index(path, head) is not None
+    return has_known_header or dtype is not None or path.suffix in (".bin", ".npy", ".dat")
 
 
 def list_token_files(path: Path) -> list[Path]:

@@ -40,26 +40,26 @@ TIMEOUT = timedelta(minutes=2)
 T = TypeVar("T")
 
 
-def check_job(config: RunConfig, me: ProcessIdentity, env: Mapping[str, str]) -> tuple[list[Finding] | None, int]:
+def check_job(config: RunConfig, identity: ProcessIdentity, env: Mapping[str, str]) -> tuple[list[Finding] | None, int]:
     """Check the job; return the findings (None on ranks that do not print them) and the exit code.
 
     Rank 0 has the findings, and so has a rank that cannot connect to the others.
     """
-    per_node = -(-me.processes // me.nodes)
-    mine = check_machine(config, env, me.host, me.nodes, per_node) if me.local == 0 else []
+    per_node = -(-identity.processes // identity.nodes)
+    findings = check_machine(config, env, identity.host, identity.nodes, per_node) if identity.local == 0 else []
     try:
-        network = find_own_address(me.host, me.nodes, config.cluster.fabric.interface)
+        network = find_own_address(identity.host, identity.nodes, config.cluster.fabric.interface)
         task = _join_job(config, env, network[1])
     except (UserError, RuntimeError) as error:
         why = " ".join(str(error).split())[:300]
         advice = "can this node reach that of rank 0? see interface, and the output of the other ranks"
         return [
-            *mine,
-            fail_check("job", f"process {me.process} on {me.host} does not meet the others: {why}", advice),
+            *findings,
+            fail_check("job", f"process {identity.process} on {identity.host} does not meet the others: {why}", advice),
         ], 1
-    node = describe_this_node().nodes[0] if me.local == 0 else None
+    node = describe_this_node().nodes[0] if identity.local == 0 else None
     try:
-        return _check_together(config, task, make_report(task, config, env, network, mine, node))
+        return _check_together(config, task, make_report(task, config, env, network, findings, node))
     finally:
         leave_process_group()
 
@@ -80,8 +80,8 @@ def _init_process_group(task: Task, backend: str) -> None:
     dist.init_process_group(backend, store=store, rank=task.process, world_size=task.processes, timeout=TIMEOUT)
 
 
-def _check_together(config: RunConfig, task: Task, mine: RankReport) -> tuple[list[Finding] | None, int]:
-    reports = gather_from_all(mine)
+def _check_together(config: RunConfig, task: Task, report: RankReport) -> tuple[list[Finding] | None, int]:
+    reports = gather_from_all(report)
     findings = list(check_agreement(reports, task.launcher, needs_mpi(config) is not None))
     device = _device_of_rank(reports, task)
     if device.type == "cuda":
@@ -111,9 +111,9 @@ class _Place:
     device: torch.device
 
 
-def gather_from_all(mine: T) -> list[T]:
+def gather_from_all(value: T) -> list[T]:
     """Gather a value from every rank, in rank order."""
-    return all_gather_values(mine, codec=Codec((RankReport, Finding, RankSpeed)))
+    return all_gather_values(value, codec=Codec((RankReport, Finding, RankSpeed)))
 
 
 def _device_of_rank(reports: list[RankReport], task: Task) -> torch.device:

@@ -148,11 +148,11 @@ def check_gpus(env: Mapping[str, str]) -> Iterator[Finding]:
     """Run the checks of GPUs and NICs. env: in which variables may name NICs."""
     import torch
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cluster = describe_this_node()
     node = cluster.nodes[0]
-    for warning in said:
+    for warning in caught:
         yield fail_check("driver", str(warning.message), "see dmesg for the GPU that fell off, and drain the node")
     seen = torch.cuda.device_count()
     yield check_gpus_in_torch(node.gpus, seen, torch.version.cuda is not None or torch.version.hip is not None)
@@ -185,11 +185,11 @@ def check_gpus_in_torch(listed: Sequence[Gpu], seen: int, able: bool) -> Finding
 def check_nvlinks(listed: Sequence[Gpu]) -> Iterator[Finding]:
     """Check that GPUs of one model have equally many NVLinks: one that lost some silently slows every ring."""
     for name in dict.fromkeys(gpu.name for gpu in listed):
-        alike = [gpu for gpu in listed if gpu.name == name]
-        counts = Counter(gpu.nvlinks or 0 for gpu in alike)
+        same_model = [gpu for gpu in listed if gpu.name == name]
+        counts = Counter(gpu.nvlinks or 0 for gpu in same_model)
         # At a draw the larger number counts as usual: links get lost, they do not appear.
         usual = max(counts, key=lambda count: (counts[count], count))
-        odd = [f"{gpu.id} has {gpu.nvlinks or 0}" for gpu in alike if (gpu.nvlinks or 0) != usual]
+        odd = [f"{gpu.id} has {gpu.nvlinks or 0}" for gpu in same_model if (gpu.nvlinks or 0) != usual]
         if odd:
             advice = (
                 "NCCL takes a slow path without a word: drain the node and have it looked at (nvidia-smi nvlink -s)"

@@ -73,11 +73,11 @@ def check_mpi(installed: bool, ask: RunCommand) -> Finding:
             "mpi", "mpi4py is not installed; needed for parallel=server and parallel.reduce_with=mpi only"
         )
     # A wrong library ends its process by a signal, which no exception handler sees.
-    code, said = ask([sys.executable, "-c", _MPI_PROGRAM])
+    code, output = ask([sys.executable, "-c", _MPI_PROGRAM])
     if code == 0:
-        return pass_check("mpi", f"mpi4py {said}")
+        return pass_check("mpi", f"mpi4py {output}")
     advice = "load the module of the MPI that mpi4py was built with, or: pip install --no-binary mpi4py mpi4py"
-    return fail_check("mpi", f"mpi4py does not load its MPI library: {said[-160:]}", advice)
+    return fail_check("mpi", f"mpi4py does not load its MPI library: {output[-160:]}", advice)
 
 
 def check_hdf5(load: Callable[[str], ModuleType]) -> Finding:
@@ -121,23 +121,23 @@ def run_command(command: list[str]) -> tuple[int, str]:
 
 def check_slurm_client(which: FindProgram) -> Finding:
     """Check the Slurm programs that `submit` and `status` call."""
-    there = [name for name in SLURM_PROGRAMS if which(name)]
-    missing = [name for name in SLURM_PROGRAMS if name not in there]
-    if not there:
+    found = [name for name in SLURM_PROGRAMS if which(name)]
+    missing = [name for name in SLURM_PROGRAMS if name not in found]
+    if not found:
         return pass_check("slurm", "no Slurm here; launch=local runs on this machine")
     if missing:
         advice = "submit and status need them all: add Slurm's bin folder to PATH, or load its module"
-        return warn_check("slurm", f"{', '.join(there)}, but no {', '.join(missing)}", advice)
-    return pass_check("slurm", ", ".join(there))
+        return warn_check("slurm", f"{', '.join(found)}, but no {', '.join(missing)}", advice)
+    return pass_check("slurm", ", ".join(found))
 
 
 def check_controller(ask: RunCommand) -> Finding:
     """Check that slurmctld answers."""
-    code, said = ask(["scontrol", "ping"])
-    if code == 0 and " is UP" in said:
-        return pass_check("slurmctld", said[:120])
+    code, output = ask(["scontrol", "ping"])
+    if code == 0 and " is UP" in output:
+        return pass_check("slurmctld", output[:120])
     advice = "jobs cannot be submitted now: look at `scontrol ping` and munge, or ask the site"
-    return warn_check("slurmctld", f"does not answer: {said[:120]}", advice)
+    return warn_check("slurmctld", f"does not answer: {output[:120]}", advice)
 
 
 def check_lustre(which: FindProgram) -> Finding:

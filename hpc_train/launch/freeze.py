@@ -307,8 +307,8 @@ def check_files(config: RunConfig, folder: RunDirectory) -> None:
         raise UserError(f"parallel.offload.dir={offload}: no such folder on this node; make it, or leave it out")
     resume = config.checkpoint.resume
     if resume.isdigit() and int(resume) not in folder.steps():
-        there = f"there are {', '.join(map(str, folder.steps()))}" if folder.steps() else "there is none"
-        raise UserError(f"checkpoint.resume={resume}: not a step in {folder.checkpoints}; {there}")
+        existing = f"there are {', '.join(map(str, folder.steps()))}" if folder.steps() else "there is none"
+        raise UserError(f"checkpoint.resume={resume}: not a step in {folder.checkpoints}; {existing}")
     if "/" in resume and not Path(resume).expanduser().exists():
         raise UserError(f"checkpoint.resume={resume}: does not exist; give a step-<n>, a run directory, or a step")
 

@@ -93,12 +93,12 @@ class LoopRecorder:
         self._attempt = _CONSENSUS.run_on_rank_0(self._world, self._begin_attempt)
         logs = self._directory.logs(self._attempt)
         self._heartbeat = Heartbeat(logs, self._identity.process)
-        everybody = _CONSENSUS.gather_and_decide(self._world, self._describe_rank, lambda ranks: ranks)
+        ranks = _CONSENSUS.gather_and_decide(self._world, self._describe_rank, lambda ranks: ranks)
         self._metrics: MetricsFile | None = None
         self._ledger: LedgerFile | None = None
         if self._world.rank == 0:
-            self._write_rank_map(everybody)
-            nodes = len({entry["node"] for entry in everybody})
+            self._write_rank_map(ranks)
+            nodes = len({entry["node"] for entry in ranks})
             self._ledger = LedgerFile(self._directory.path / GOODPUT, self._attempt, nodes)
             self._metrics = MetricsFile(self._directory.metrics, self._first_step)
         file = self._directory.step_records(self._attempt, self._identity.node)
@@ -205,8 +205,8 @@ class LoopRecorder:
     def _describe_rank(self) -> dict[str, Any]:
         return _describe_location(self._world.rank, self._identity)
 
-    def _write_rank_map(self, everybody: list[dict[str, Any]]) -> None:
-        content = {"reason": "launcher order", "mesh": {}, "ranks": everybody}
+    def _write_rank_map(self, ranks: list[dict[str, Any]]) -> None:
+        content = {"reason": "launcher order", "mesh": {}, "ranks": ranks}
         logs = self._directory.logs(self._attempt)
         for path in (self._directory.rank_map, logs / self._directory.rank_map.name):
             write_private_file(path, json.dumps(content, indent=1) + "\n")

@@ -122,9 +122,9 @@ class WholeSequences(nn.Module):
         """Return the experts of all tokens of these sequences by position: (B, t, K) -> (B, T, K)."""
         return chosen
 
-    def select(self, whole: Tensor) -> Tensor:
+    def select(self, tensor: Tensor) -> Tensor:
         """Select this process's tokens: (B, T, ...) -> (B, t, ...)."""
-        return whole
+        return tensor
 
 
 class BestExperts(nn.Module):
@@ -196,23 +196,23 @@ class Router(nn.Module):
         if config.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if config.gate == "sigmoid" else 0.0))
         weights = weights * config.scale
-        whole = self.sequences.gather(chosen) if config.capacity_factor or config.balance_loss else chosen
+        all_chosen = self.sequences.gather(chosen) if config.capacity_factor or config.balance_loss else chosen
         if config.capacity_factor is not None:
-            drops = self.sequences.select(find_overflow(whole, config))
+            drops = self.sequences.select(find_overflow(all_chosen, config))
             weights, placed = weights.masked_fill(drops, 0.0), chosen.masked_fill(drops, config.count)
         else:
             placed = chosen
         if self.training and torch.is_grad_enabled():
-            weights = self._observe(weights, scores, whole, placed)
+            weights = self._observe(weights, scores, all_chosen, placed)
         return placed, weights.to(x.dtype)
 
-    def _observe(self, weights: Tensor, scores: Tensor, whole: Tensor, placed: Tensor) -> Tensor:
+    def _observe(self, weights: Tensor, scores: Tensor, all_chosen: Tensor, placed: Tensor) -> Tensor:
         """Let the backward of the weights record loads, and start that of the auxiliary loss."""
         config = self.config
         loads = count_places(placed.flatten(), config.count + 1)
         loss = weights.new_zeros(())
         if config.balance_loss:
-            loss = sum_balance_loss(scores, whole, config) / self.balance.copies
+            loss = sum_balance_loss(scores, all_chosen, config) / self.balance.copies
         observed: Tensor = _Observe.apply(weights, loss, loads, self)  # type: ignore[no-untyped-call]
         return observed
 
@@ -266,16 +266,16 @@ def find_overflow(chosen: Tensor, config: ExpertsConfig) -> Tensor:
     return (index > capacity).view(batch, length, top_k)
 
 
-def sum_balance_loss(scores: Tensor, whole: Tensor, config: ExpertsConfig) -> Tensor:
+def sum_balance_loss(scores: Tensor, all_chosen: Tensor, config: ExpertsConfig) -> Tensor:
     """Sum over sequences of T sum_i f_i P_i, of which this is the part of the tokens here; a scalar.
 
     f_i is count / (top_k T) times the tokens of the sequence that chose expert i, P_i the mean over its T tokens of the
-    share of i in the scores. scores: (B, t, count), tokens here; whole: (B, T, K), choices of all tokens of the same
-    sequences. T tokens of equal loads have a loss of T, so that dividing by all tokens gives 1.
+    share of i in the scores. scores: (B, t, count), tokens here; all_chosen: (B, T, K), choices of all tokens of the
+    same sequences. T tokens of equal loads have a loss of T, so that dividing by all tokens gives 1.
     """
-    batch, length, top_k = whole.shape
+    batch, length, top_k = all_chosen.shape
     chosen = scores.new_zeros(batch, config.count)
-    chosen.scatter_add_(1, whole.flatten(1), chosen.new_ones(batch, length * top_k))
+    chosen.scatter_add_(1, all_chosen.flatten(1), chosen.new_ones(batch, length * top_k))
     shares = scores if config.gate == "softmax" else scores / scores.sum(-1, keepdim=True)
     return (chosen * (config.count / (top_k * length)) * shares.sum(1)).sum()
 

@@ -104,10 +104,10 @@ def _make_mask(rule: ScoreRule, q: Tensor, way: str, packed: bool) -> Tensor | N
 def _check_on_gpu(backend: str, q: Tensor, k: Tensor, mask: Tensor | None, rule: ScoreRule) -> None:
     """Raise UserError with torch's own reason if this GPU's kernel does not take such tensors."""
     params = SDPAParams(q, k, k, mask, 0.0, rule.causal and mask is None, q.shape[1] != k.shape[1])
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if _CHECKS[backend](params, True):
             return
-    reasons = [" ".join(str(one.message).split()).split(" (Triggered")[0] for one in said]
+    reasons = [" ".join(str(one.message).split()).split(" (Triggered")[0] for one in caught]
     reason = next((text for text in reasons if text), "torch gives no reason")
     raise UserError(f"model.attention={backend}: cannot compute this model here ({reason[:200]}); use auto")

@@ -65,8 +65,8 @@ def weigh_mean_loss(mean: Tensor, target: Tensor) -> Tensor:
 
 def compute_first_loss_sum(model: nn.Module, out: Any, target: Tensor) -> Tensor:
     """Compute the loss sum of the first call and check what the model returns. Raises UserError, in one line."""
-    ours = isinstance(model, (Transformer, VisionTransformer)) and "loss_sum" not in vars(model)
-    if isinstance(out, DTensor) or ours:
+    is_own_model = isinstance(model, (Transformer, VisionTransformer)) and "loss_sum" not in vars(model)
+    if isinstance(out, DTensor) or is_own_model:
         return compute_loss_sum(model, out, target)
     own = callable(getattr(model, "loss_sum", None))
     if not own:
@@ -132,14 +132,14 @@ def differentiate_cross_entropy(
     peak = found.amax(-1)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     shifted = found - peak.unsqueeze(-1)
-    mine = (target >= first) & (target < first + logits.shape[-1])
+    is_local = (target >= first) & (target < first + logits.shape[-1])
     classes = (target - first).clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
-    chosen = shifted.gather(-1, classes).squeeze(-1) * mine
+    chosen = shifted.gather(-1, classes).squeeze(-1) * is_local
     exponentials = shifted.exp_()
     sums = torch.stack((exponentials.sum(-1), chosen))
     dist.all_reduce(sums, group=group)
     normaliser, chosen = sums
-    exponentials.div_(normaliser.unsqueeze(-1)).scatter_add_(-1, classes, -mine.to(wide).unsqueeze(-1))
+    exponentials.div_(normaliser.unsqueeze(-1)).scatter_add_(-1, classes, -is_local.to(wide).unsqueeze(-1))
     return torch.where(counts, normaliser.log() - chosen, 0).sum(), exponentials
 
 

@@ -48,12 +48,12 @@ def find_split_axes(tensor: Tensor) -> set[str]:
 
 def find_replica(tensor: Tensor, world: World) -> tuple[int, int]:
     """Return (index of this rank's copy of its shard, number of copies); pipeline stages are never copies."""
-    split, mine, count = find_split_axes(tensor), 0, 1
+    split, index, count = find_split_axes(tensor), 0, 1
     for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
         if axis not in split:
-            mine = mine * get_axis_degree(world, axis) + get_axis_index(world, axis)
+            index = index * get_axis_degree(world, axis) + get_axis_index(world, axis)
             count *= get_axis_degree(world, axis)
-    return mine, count
+    return index, count
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class SequenceShare:
         """
         return torch.cat([torch.arange(begin, end, device=device) for begin, end in self.chunks(length)])
 
-    def select(self, whole: Tensor) -> Tensor:
+    def select(self, tensor: Tensor) -> Tensor:
         """Select this rank's positions of (B, T, ...): slices, of which the host needs no index on the device."""
-        return torch.cat([whole[:, begin:end] for begin, end in self.chunks(whole.shape[1])], 1)
+        return torch.cat([tensor[:, begin:end] for begin, end in self.chunks(tensor.shape[1])], 1)
 
     def chunks(self, length: int) -> list[tuple[int, int]]:
         """Return begin and end of each chunk of a sequence that this rank has.
@@ -88,8 +88,8 @@ class SequenceShare:
                 f"{self.ranks} takes; use sequences of a multiple of {chunks}"
             )
         size = length // chunks
-        mine = (self.rank, chunks - 1 - self.rank) if self.balanced else (self.rank,)
-        return [(chunk * size, (chunk + 1) * size) for chunk in mine]
+        own_chunks = (self.rank, chunks - 1 - self.rank) if self.balanced else (self.rank,)
+        return [(chunk * size, (chunk + 1) * size) for chunk in own_chunks]
 
 
 def get_sequence_share(config: RunConfig, world: World) -> SequenceShare:
@@ -111,8 +111,8 @@ def select_own_tokens(micro: MicroBatch, config: RunConfig, world: World) -> Mic
     if cp == 1:
         return micro
     inputs = require_one_input(micro.inputs, f"parallel.cp={cp}", "only one tensor of positions is split over ranks")
-    mine = get_sequence_share(config, world)
-    return MicroBatch(mine.select(inputs), mine.select(micro.targets))
+    share = get_sequence_share(config, world)
+    return MicroBatch(share.select(inputs), share.select(micro.targets))
 
 
 def provide_positions(part: nn.Module, config: RunConfig, world: World) -> None:
@@ -120,7 +120,7 @@ def provide_positions(part: nn.Module, config: RunConfig, world: World) -> None:
 
     A caller's own `positions` go first, so that two techniques may both ask for this.
     """
-    mine, tp = get_sequence_share(config, world), get_axis_degree(world, "tp")
+    share, tp = get_sequence_share(config, world), get_axis_degree(world, "tp")
     splits = config.parallel.tensor.sequence and "seq" in getattr(part, "plan", {}).values()
 
     def fill(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -131,7 +131,7 @@ def provide_positions(part: nn.Module, config: RunConfig, world: World) -> None:
         x = require_one_input(args[0] if args else kwargs, f"parallel.tp={tp}", "the plan splits positions of one")
         is_full = getattr(part, "is_first", not x.is_floating_point())  # tp splits hidden states, and no tokens
         length = x.shape[1] * (tp if splits and not is_full else 1)
-        positions = mine.positions(length * mine.ranks, x.device)
+        positions = share.positions(length * share.ranks, x.device)
         return args, {**kwargs, "positions": positions}
 
     part.register_forward_pre_hook(fill, with_kwargs=True)

@@ -68,10 +68,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
     whole list at the first step, which takes a second for 26 tensors on three axes.
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    gradients_by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in (get_local(p.grad) for p in parameters if p.grad is not None):
-        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, _), gradients in alike.items():
+        gradients_by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), gradients in gradients_by_kind.items():
         multiply_tensors(gradients, factor.to(device))
 
 
@@ -308,8 +308,8 @@ class _WriterChoice:
 
 
 def _make_tensor_shard(name: str, tensor: Tensor, writers: _WriterChoice, world: World, borrowed: bool) -> TensorShard:
-    mine, count = find_replica(tensor, world)
-    replica = (mine - writers.next(count, tensor.numel())) % count + (count if borrowed else 0)
+    copy_index, count = find_replica(tensor, world)
+    replica = (copy_index - writers.next(count, tensor.numel())) % count + (count if borrowed else 0)
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
         return TensorShard(name, shape, tensor.dtype, shard_offset(tensor), tensor.to_local(), replica)

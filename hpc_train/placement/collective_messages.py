@@ -402,14 +402,14 @@ def _measure_pairs(pairs: CountedPairs, fabric: Fabric, orders: Ints) -> Measure
     for number, level in enumerate(fabric.levels):
         group = level.group[orders]
         links = LevelLinks.build(level, group)
-        load, together = _count_pair_loads(pairs, group, links.index, links.count)
+        load, with_neighbours = _count_pair_loads(pairs, group, links.index, links.count)
         alone, shared = links.busiest(load)
         seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
         # Pairs that this level holds and the one below did not are separated by that one: they take its latency.
-        latency += (together - near) * slower
-        near, slower = together, level.latency
+        latency += (with_neighbours - near) * slower
+        near, slower = with_neighbours, level.latency
         if number:
-            crossings += (pairs.count**2 - together) @ pairs.copies
+            crossings += (pairs.count**2 - with_neighbours) @ pairs.copies
     latency += (pairs.count**2 - near) * slower
     return MeasuredPhase(seconds, beside, latency.max(axis=1) / (pairs.count * (pairs.count - 1)), crossings)
 
@@ -425,8 +425,8 @@ def _count_pair_loads(pairs: CountedPairs, group: Ints, link: Ints, links: int) 
     members = _count_members(pairs, group[:, pairs.position])
     out = pairs.copies[pairs.row] * pairs.members * (pairs.count - members)
     load = np.bincount((order * links + link[:, pairs.position]).ravel(), out.ravel(), len(group) * links)
-    together = np.bincount((order * count + pairs.row).ravel(), (pairs.members * members).ravel(), len(group) * count)
-    return np.asarray(load.reshape(-1, links), np.float64), np.asarray(together.reshape(-1, count), np.float64)
+    pair_loads = np.bincount((order * count + pairs.row).ravel(), (pairs.members * members).ravel(), len(group) * count)
+    return np.asarray(load.reshape(-1, links), np.float64), np.asarray(pair_loads.reshape(-1, count), np.float64)
 
 
 def _count_members(pairs: CountedPairs, group: Ints) -> Ints:

@@ -249,8 +249,10 @@ def _choose_domains(
     measured = {host.name: host.clique for host in hosts if host.clique is not None}
     if measured:
         pairs = {(measured[name], block) for name, block in chosen.items() if name in measured}
-        apart = len(pairs) != len({clique for clique, _ in pairs}) or len(pairs) != len({block for _, block in pairs})
-        return measured, ["NVML reports other NVLink domains than Slurm's blocks; NVML's are used"] if apart else []
+        disagree = len(pairs) != len({clique for clique, _ in pairs}) or len(pairs) != len(
+            {block for _, block in pairs}
+        )
+        return measured, ["NVML reports other NVLink domains than Slurm's blocks; NVML's are used"] if disagree else []
     if cliques:
         return dict(cliques), []
     if chosen:

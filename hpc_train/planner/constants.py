@@ -270,8 +270,8 @@ def residual_factor(jobs: Jobs, residuals: Sequence[StepResidual]) -> Column:
     """Return the factor on each job's time that similar measured runs imply."""
     found = np.zeros(())
     for residual in residuals:
-        apart = sum(
+        distance = sum(
             (np.log2(getattr(jobs, name) / residual.settings[name]) ** 2 for name in RESIDUAL_SETTINGS), np.zeros(())
         )
-        found = found + residual.weight * np.exp(-0.5 * apart / RESIDUAL_LENGTH**2)
+        found = found + residual.weight * np.exp(-0.5 * distance / RESIDUAL_LENGTH**2)
     return np.exp(found)

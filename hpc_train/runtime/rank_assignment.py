@@ -351,8 +351,8 @@ def find_assignment_problem(text: str, hashed: str, task: Task) -> str | None:
     if not assignment.nodes:
         return None
     if task.node >= len(assignment.hosts) or assignment.hosts[task.node] != task.host:
-        there = assignment.hosts[task.node] if task.node < len(assignment.hosts) else "nowhere"
-        return f"the plan has node {task.node} on {there}"
+        expected_host = assignment.hosts[task.node] if task.node < len(assignment.hosts) else "nowhere"
+        return f"the plan has node {task.node} on {expected_host}"
     if ranks[task.process] != assignment.find_rank(task.process, task.node, task.local):
         return f"the plan has another process as local rank {task.local} of node {task.node}"
     return None

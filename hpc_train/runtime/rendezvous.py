@@ -55,18 +55,18 @@ class MissingTasks:
         return f"task{'s' if len(self.tasks) > 1 else ''} {named}{where}"
 
 
-def find_missing_tasks(store: Store, me: ProcessIdentity, env: Mapping[str, str] = os.environ) -> MissingTasks:
+def find_missing_tasks(store: Store, identity: ProcessIdentity, env: Mapping[str, str] = os.environ) -> MissingTasks:
     """Return the tasks that have not set their arrival key yet. Only process 0 asks."""
-    missing = [process for process in range(1, me.processes) if not store.check([arrival_key(process)])]
-    return MissingTasks(missing, _find_hosts(missing, me, env))
+    missing = [process for process in range(1, identity.processes) if not store.check([arrival_key(process)])]
+    return MissingTasks(missing, _find_hosts(missing, identity, env))
 
 
-def _find_hosts(processes: Sequence[int], me: ProcessIdentity, env: Mapping[str, str]) -> list[str]:
+def _find_hosts(processes: Sequence[int], identity: ProcessIdentity, env: Mapping[str, str]) -> list[str]:
     """Return the nodes of these tasks in order, each once; unknown ones are left out."""
     names = _list_nodes(env)
-    if not names or me.processes % len(names):
+    if not names or identity.processes % len(names):
         return []
-    hosts = list_task_hosts(names, [me.processes // len(names)] * len(names), env)
+    hosts = list_task_hosts(names, [identity.processes // len(names)] * len(names), env)
     return sorted({hosts[process] for process in processes if hosts[process]})
 
 
@@ -93,7 +93,9 @@ class _Meeting:
     """Hexadecimal digits of the secret."""
 
 
-def open_job_store(me: ProcessIdentity, env: Mapping[str, str], interface: str | None, timeout: timedelta) -> Store:
+def open_job_store(
+    identity: ProcessIdentity, env: Mapping[str, str], interface: str | None, timeout: timedelta
+) -> Store:
     """Open the key-value store that all processes of the job share. Blocks until process 0 serves it.
 
     Process 0 blocks until all others are connected, so that it can remove the file with the secret.
@@ -101,28 +103,28 @@ def open_job_store(me: ProcessIdentity, env: Mapping[str, str], interface: str |
     """
     import torch.distributed as dist
 
-    if me.processes == 1:
+    if identity.processes == 1:
         return dist.HashStore()
     # gloo then asks for the addresses of a whole group in one message, not in two for each rank of it.
     os.environ.setdefault(_GLOO_ASKS_ONCE, "1")
-    if me.launcher == "torchrun":
-        return _agent_store(me, env, timeout)
-    if me.launcher == "mpi" and RENDEZVOUS_VARIABLE not in env:
-        return _meet_through_mpi(me, interface, timeout)
-    return _meet_at_file(Path(env.get(RENDEZVOUS_VARIABLE) or "."), me, interface, timeout)
+    if identity.launcher == "torchrun":
+        return _agent_store(identity, env, timeout)
+    if identity.launcher == "mpi" and RENDEZVOUS_VARIABLE not in env:
+        return _meet_through_mpi(identity, interface, timeout)
+    return _meet_at_file(Path(env.get(RENDEZVOUS_VARIABLE) or "."), identity, interface, timeout)
 
 
-def _meet_at_file(folder: Path, me: ProcessIdentity, interface: str | None, timeout: timedelta) -> Store:
-    path = folder / f".rendezvous-{me.attempt_key}.json"
-    if me.process != 0:
-        store = _connect(_read_meeting(path, me, timeout), timeout)
-        store.set(arrival_key(me.process), "")
-        arrive_at_gate(store, _MEETING_GATE, me.processes - 1)
+def _meet_at_file(folder: Path, identity: ProcessIdentity, interface: str | None, timeout: timedelta) -> Store:
+    path = folder / f".rendezvous-{identity.attempt_key}.json"
+    if identity.process != 0:
+        store = _connect(_read_meeting(path, identity, timeout), timeout)
+        store.set(arrival_key(identity.process), "")
+        arrive_at_gate(store, _MEETING_GATE, identity.processes - 1)
         return store
-    store, meeting = _host_store(me, interface, timeout)
+    store, meeting = _host_store(identity, interface, timeout)
     try:
         _publish_meeting(path, meeting)
-        _wait_for_others(store, me, timeout)
+        _wait_for_others(store, identity, timeout)
     except BaseException:
         store.close()
         raise
@@ -132,11 +134,11 @@ def _meet_at_file(folder: Path, me: ProcessIdentity, interface: str | None, time
     return store
 
 
-def _meet_through_mpi(me: ProcessIdentity, interface: str | None, timeout: timedelta) -> Store:
-    if me.process != 0:
-        return _connect(_broadcast_meeting(None, me), timeout)
-    store, meeting = _host_store(me, interface, timeout)
-    _broadcast_meeting(meeting, me)
+def _meet_through_mpi(identity: ProcessIdentity, interface: str | None, timeout: timedelta) -> Store:
+    if identity.process != 0:
+        return _connect(_broadcast_meeting(None, identity), timeout)
+    store, meeting = _host_store(identity, interface, timeout)
+    _broadcast_meeting(meeting, identity)
     return store
 
 
@@ -156,11 +158,11 @@ def _unreachable(host: str, port: int, error: Exception) -> UserError:
     return UserError(f"the job's store at {host}:{port} cannot be reached: {reason}")
 
 
-def _wait_for_others(store: Store, me: ProcessIdentity, timeout: timedelta) -> None:
+def _wait_for_others(store: Store, identity: ProcessIdentity, timeout: timedelta) -> None:
     if not wait_for_gate(store, _MEETING_GATE, timeout):
-        missing = find_missing_tasks(store, me)
+        missing = find_missing_tasks(store, identity)
         raise MissingRanksError(
-            f"{count_arrived(store, _MEETING_GATE) + 1} of {me.processes} processes came within "
+            f"{count_arrived(store, _MEETING_GATE) + 1} of {identity.processes} processes came within "
             f"{timeout.total_seconds():.0f} s; missing: {missing.describe()}; is its node gone, is it still "
             "starting (launch.rendezvous_seconds), or on a network that cannot reach this one?",
             missing.tasks,
@@ -168,26 +170,26 @@ def _wait_for_others(store: Store, me: ProcessIdentity, timeout: timedelta) -> N
         )
 
 
-def _host_store(me: ProcessIdentity, interface: str | None, timeout: timedelta) -> tuple[JobStore, _Meeting]:
+def _host_store(identity: ProcessIdentity, interface: str | None, timeout: timedelta) -> tuple[JobStore, _Meeting]:
     """Serve a store from this process, listening on the job's interface only."""
     from hpc_train.runtime.store.client import JobStore
     from hpc_train.runtime.store.protocol import make_secret
     from hpc_train.runtime.store.server import StoreServer
 
-    address, _ = find_own_address(me.host, me.nodes, interface)
+    address, _ = find_own_address(identity.host, identity.nodes, interface)
     secret = make_secret()
-    server = StoreServer(address, secret, me.processes)
+    server = StoreServer(address, secret, identity.processes)
     return JobStore(server.address, secret, timeout, server), _Meeting(*server.address, secret.hex())
 
 
-def _agent_store(me: ProcessIdentity, env: Mapping[str, str], timeout: timedelta) -> Store:
+def _agent_store(identity: ProcessIdentity, env: Mapping[str, str], timeout: timedelta) -> Store:
     """Connect to the torchrun agent's store; for ranks started by hand with MASTER_ADDR, rank 0 serves one."""
     import torch.distributed as dist
 
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in env:
             raise UserError(f"torchrun environment: {name} is not set; start the ranks with torchrun")
-    serve = me.process == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serve = identity.process == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     port = env["MASTER_PORT"]
     if not port.isdecimal() or not 0 < int(port[:6]) < 1 << 16:
         raise UserError(f"torchrun environment: MASTER_PORT={port[:40]!r} is not a port")
@@ -197,18 +199,18 @@ def _agent_store(me: ProcessIdentity, env: Mapping[str, str], timeout: timedelta
     except dist.DistError as error:
         raise _unreachable(host, int(port), error) from error
     # The agent's store outlives a restart: without a prefix, new ranks would read the addresses of dead ones.
-    return dist.PrefixStore(me.attempt_key, store)
+    return dist.PrefixStore(identity.attempt_key, store)
 
 
-def _broadcast_meeting(meeting: _Meeting | None, me: ProcessIdentity) -> _Meeting:
+def _broadcast_meeting(meeting: _Meeting | None, identity: ProcessIdentity) -> _Meeting:
     """Broadcast process 0's meeting to all processes; a collective, so process 0 calls it too."""
     try:
         MPI = load_mpi()
     except ImportError:
         raise UserError("ranks were started by mpirun: install mpi4py (pip install 'hpc_train[mpi]')") from None
-    if me.processes != MPI.COMM_WORLD.size:
+    if identity.processes != MPI.COMM_WORLD.size:
         raise UserError(
-            f"mpirun started {me.processes} processes but mpi4py sees {MPI.COMM_WORLD.size}: "
+            f"mpirun started {identity.processes} processes but mpi4py sees {MPI.COMM_WORLD.size}: "
             "mpi4py loads another MPI library than mpirun's"
         )
     buffer = bytearray(_LARGEST_FILE)
@@ -235,7 +237,7 @@ def _publish_meeting(path: Path, meeting: _Meeting) -> None:
         raise UserError(f"{path.absolute()}: {error.strerror}; the ranks meet through this file") from None
 
 
-def _read_meeting(path: Path, me: ProcessIdentity, timeout: timedelta) -> _Meeting:
+def _read_meeting(path: Path, identity: ProcessIdentity, timeout: timedelta) -> _Meeting:
     """Read the meeting once process 0 has published it. Raises UserError after `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
@@ -244,10 +246,10 @@ def _read_meeting(path: Path, me: ProcessIdentity, timeout: timedelta) -> _Meeti
         except FileNotFoundError:
             if time.monotonic() > deadline:
                 raise MissingRanksError(
-                    f"process {me.process} on {me.host} waited {timeout.total_seconds():.0f} s for {path.absolute()}, "
-                    "which process 0 writes: is that folder on a file system that all nodes share?",
+                    f"process {identity.process} on {identity.host} waited {timeout.total_seconds():.0f} s for "
+                    f"{path.absolute()}, which process 0 writes: is that folder on a file system that all nodes share?",
                     (0,),
-                    _find_hosts((0,), me, os.environ),
+                    _find_hosts((0,), identity, os.environ),
                 ) from None
         except (OSError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split())

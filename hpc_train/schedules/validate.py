@@ -133,17 +133,17 @@ def _deadlock(order: Order) -> str | None:
 
 def _circle(state: _Waiting, rank: int) -> list[str]:
     """Describe the ranks that wait for one another, one line each, starting the search at `rank`."""
-    said: dict[int, str] = {}
-    while rank not in said:
+    descriptions: dict[int, str] = {}
+    while rank not in descriptions:
         step = state.step(rank)
         assert step is not None
         needed = state.find_missing_input(step)
         assert needed is not None
         other = state.order.placement[needed.stage]
-        said[rank] = f"{_at(rank, state.position[rank])}: {step} waits for {_giver(state.order, needed)}"
+        descriptions[rank] = f"{_at(rank, state.position[rank])}: {step} waits for {_giver(state.order, needed)}"
         rank = other
-    names = list(said)
-    return [said[name] for name in names[names.index(rank) :]]
+    names = list(descriptions)
+    return [descriptions[name] for name in names[names.index(rank) :]]
 
 
 def _giver(order: Order, needed: Action) -> str:

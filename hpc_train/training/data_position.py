@@ -19,10 +19,10 @@ def gather_positions(loader: BatchLoader, world: World) -> dict[str, Any] | None
     if not isinstance(loader, StreamLoader) or not loader.saves_position:
         return None
     own = [world.dp_index, loader.state()]
-    everybody = gather_values(own) if world.size > 1 else [own]
-    if everybody is None:
+    gathered = gather_values(own) if world.size > 1 else [own]
+    if gathered is None:
         return None
-    positions = dict(everybody)
+    positions = dict(gathered)
     return {"dp_size": world.dp_size, "positions": [positions[index] for index in range(world.dp_size)]}
 
 

@@ -245,10 +245,10 @@ def _write_rank_map(world: World, task: Task, rank_map: RankMap, directory: RunD
         "node": task.node,
         "local_rank": task.local,
     }
-    everybody = gather_values({**location, **rank_map.own})
+    ranks = gather_values({**location, **rank_map.own})
     if world.rank == 0:
         mesh = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
-        content = {"reason": rank_map.reason, **rank_map.shared, "mesh": mesh, "ranks": everybody}
+        content = {"reason": rank_map.reason, **rank_map.shared, "mesh": mesh, "ranks": ranks}
         for path in (directory.rank_map, directory.logs(attempt) / directory.rank_map.name):
             write_private_file(path, json.dumps(content, indent=1) + "\n")
 

@@ -135,9 +135,9 @@ def check_owner(path: Path) -> None:
     A link to it must not either, unless it is root's: its owner could redirect it at any time.
     """
     with suppress(OSError):  # not there yet, or not readable, which the first write will report
-        there, link = path.stat().st_uid, path.lstat().st_uid
-        if there != os.geteuid() or link not in (there, 0):
-            other = there if there != os.geteuid() else link
+        target_owner, link = path.stat().st_uid, path.lstat().st_uid
+        if target_owner != os.geteuid() or link not in (target_owner, 0):
+            other = target_owner if target_owner != os.geteuid() else link
             raise UserError(
                 f"run_dir={path}: belongs to {_user_name(other)}, and this is {_user_name(os.geteuid())}; "
                 "choose a directory of your own"

@@ -167,7 +167,7 @@ def make_savers(run: TrainingRun) -> tuple[Saver, Saver]:
         level=checkpoint.compression_level if checkpoint.compression != "none" else 0,
         origin=describe_origin(run.config, run.reporter.attempt) if saves else None,
     )
-    whole = make(
+    checkpoints = make(
         run.directory.checkpoints,
         on_commit=lambda _: prune_checkpoints(run),
         local_stage=LocalStage.from_setting(checkpoint.stage_dir),
@@ -177,7 +177,7 @@ def make_savers(run: TrainingRun) -> tuple[Saver, Saver]:
     weights = make(
         run.directory.checkpoints / WEIGHTS_FOLDER, sharing=sharing, incremental=_make_incremental_writer(run.config)
     )
-    return whole, weights
+    return checkpoints, weights
 
 
 def _make_incremental_writer(config: RunConfig) -> IncrementalWriter | None:

@@ -72,17 +72,17 @@ def ring_all_reduce(wire: PointToPoint, buffer: Tensor, scratch: Tensor) -> None
     scratch: at least ceil(n / ranks) elements. 2 (ranks - 1) steps of n / ranks elements.
     Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, section 4.
     """
-    ranks, me = wire.size, wire.index
-    parts, to, source = buffer.tensor_split(ranks), (me + 1) % ranks, (me - 1) % ranks
+    ranks, rank = wire.size, wire.index
+    parts, to, source = buffer.tensor_split(ranks), (rank + 1) % ranks, (rank - 1) % ranks
     for step in range(ranks - 1):
         # In each step a rank passes on the part that it has just added to; after ranks - 1 steps it has one complete
         # sum.
-        mine = parts[(me - step - 1) % ranks]
+        mine = parts[(rank - step - 1) % ranks]
         incoming = scratch[: mine.numel()]
-        wire.exchange(parts[(me - step) % ranks], to, incoming, source)
+        wire.exchange(parts[(rank - step) % ranks], to, incoming, source)
         mine += incoming
     for step in range(ranks - 1):
-        wire.exchange(parts[(me + 1 - step) % ranks], to, parts[(me - step) % ranks], source)
+        wire.exchange(parts[(rank + 1 - step) % ranks], to, parts[(rank - step) % ranks], source)
 
 
 def tree_all_reduce(wire: PointToPoint, buffer: Tensor, scratch: Tensor) -> None:
@@ -91,20 +91,20 @@ def tree_all_reduce(wire: PointToPoint, buffer: Tensor, scratch: Tensor) -> None
     scratch: at least n elements. 2 ceil(log2 ranks) steps of n elements.
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
     """
-    ranks, me = wire.size, wire.index
+    ranks, rank = wire.size, wire.index
     strides = [1 << bit for bit in range((ranks - 1).bit_length())]
     for stride in strides:
-        if me % (2 * stride) == stride:
-            wire.exchange(buffer, me - stride, None, me)
-        elif me % (2 * stride) == 0 and me + stride < ranks:
+        if rank % (2 * stride) == stride:
+            wire.exchange(buffer, rank - stride, None, rank)
+        elif rank % (2 * stride) == 0 and rank + stride < ranks:
             incoming = scratch[: buffer.numel()]
-            wire.exchange(None, me, incoming, me + stride)
+            wire.exchange(None, rank, incoming, rank + stride)
             buffer += incoming
     for stride in reversed(strides):
-        if me % (2 * stride) == stride:
-            wire.exchange(None, me, buffer, me - stride)
-        elif me % (2 * stride) == 0 and me + stride < ranks:
-            wire.exchange(buffer, me + stride, None, me)
+        if rank % (2 * stride) == stride:
+            wire.exchange(None, rank, buffer, rank - stride)
+        elif rank % (2 * stride) == 0 and rank + stride < ranks:
+            wire.exchange(buffer, rank + stride, None, rank)
 
 
 OWN_ALGORITHMS = {"ring": ring_all_reduce, "tree": tree_all_reduce}

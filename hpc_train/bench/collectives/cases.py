@@ -202,14 +202,14 @@ class DataPattern:
         """Return what that rank must receive, (shape.received,); None if nothing (reduce, except at the first rank)."""
         name, count, ranks = shape.operation.name, shape.count, shape.ranks
         everyone = float(sum(map(_weight, range(ranks))))
-        mine = slice(index * count, (index + 1) * count)
+        own_part = slice(index * count, (index + 1) * count)
         match name:
             case "all_reduce":
                 return self._values[:count] * ranks + everyone
             case "reduce":
                 return None if index else self._values[:count] * ranks + everyone
             case "reduce_scatter":
-                return self._values[mine] * ranks + everyone
+                return self._values[own_part] * ranks + everyone
             case "broadcast":
                 return self._values[:count] + _weight(0)
             case "send_recv":
@@ -218,7 +218,7 @@ class DataPattern:
         if name == "all_gather":
             return (self._values[: shape.received].view(ranks, count) + weights[:, None]).flatten()
         assert name == "all_to_all", name
-        return (self._values[mine] + weights[:, None]).flatten()
+        return (self._values[own_part] + weights[:, None]).flatten()
 
 
 def count_wrong_elements(received: Tensor, expected: Tensor | None) -> int:

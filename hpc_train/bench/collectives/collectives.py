@@ -27,15 +27,15 @@ EXIT_WRONG_DATA = 1
 
 def collectives_command(overrides: Sequence[str], options: CollectivesOptions) -> int:
     """Measure on local ranks, or as one rank of srun, torchrun or mpirun; returns the exit code."""
-    me = identify_process(os.environ)
+    identity = identify_process(os.environ)
     try:
         options.check()
         config = compose(overrides)
-        if me is None:
+        if identity is None:
             return _start_ranks(config, ["bench", "collectives", *overrides, *options.words()])
-        return _measure_as_rank(config, options, me)
+        return _measure_as_rank(config, options, identity)
     except UserError:
-        if me is None or me.process == 0:
+        if identity is None or identity.process == 0:
             raise
         return EXIT_USER_ERROR  # process 0 prints the error for all
 
@@ -55,12 +55,12 @@ def _start_ranks(config: RunConfig, command: list[str]) -> int:
     return run_local_ranks(command, ranks, threads_per_rank(config, ranks))
 
 
-def _measure_as_rank(config: RunConfig, options: CollectivesOptions, me: ProcessIdentity) -> int:
+def _measure_as_rank(config: RunConfig, options: CollectivesOptions, identity: ProcessIdentity) -> int:
     with pause_gc(freeze=True):
         from hpc_train.bench.collectives.measure import measure_collectives
 
     result = measure_collectives(config, options)
-    return report_result(result, options) if me.process == 0 else result_exit_code(result)
+    return report_result(result, options) if identity.process == 0 else result_exit_code(result)
 
 
 def report_result(result: CollectivesResult, options: CollectivesOptions) -> int:

@@ -108,8 +108,8 @@ def _format_value(row: Row) -> str:
         return "not known"
     if row.unit == "share":
         return f"{row.value:.1%}"
-    whole = abs(row.value) >= 1000 or float(row.value).is_integer()
-    number = f"{row.value:,.0f}" if whole else f"{row.value:.3g}"
+    is_integer = abs(row.value) >= 1000 or float(row.value).is_integer()
+    number = f"{row.value:,.0f}" if is_integer else f"{row.value:.3g}"
     return f"{number} {row.unit}".strip()
 
 

@@ -139,13 +139,15 @@ def _time_steps(steps: list[Step], device: torch.device, rounds: int, least: flo
 
 
 def _list_speeds(case: str, config: RunConfig, ours: list[float], theirs: list[float], device: str) -> Rows:
-    tokens, taken = config.train.global_batch * config.train.sequence_length, statistics.median(ours)
+    tokens, step_seconds = config.train.global_batch * config.train.sequence_length, statistics.median(ours)
     flops = compute_flops_per_token(config.model, config.train.sequence_length)
     peak = find_peak(device, "bf16")
-    mfu = None if peak is None or flops is None else flops * tokens / taken / peak
+    mfu = None if peak is None or flops is None else flops * tokens / step_seconds / peak
     why = "the peak of this device is in no file of conf/cluster" if peak is None else "against the peak of bf16"
     yield Row(f"{case}: MFU", mfu, "share", why)
-    yield Row(f"{case}: speed", tokens / taken, "tokens/s", f"{tokens} tokens a step, {taken * 1e3:.4g} ms")
+    yield Row(
+        f"{case}: speed", tokens / step_seconds, "tokens/s", f"{tokens} tokens a step, {step_seconds * 1e3:.4g} ms"
+    )
     ratios = sorted(other / own for own, other in zip(ours, theirs, strict=True))
     span = f"time of the loop over ours; rounds {ratios[0]:.3f} to {ratios[-1]:.3f}"
     yield Row(f"{case}: over the hand-written loop", statistics.median(ratios), "x", span)

@@ -38,8 +38,10 @@ def measure_waits(world: World, quick: bool) -> Iterator[Row]:
         step()
         step()
         found = _count_on_gpu(step) if on_gpu else _count_operators(step)
-        said = "; ".join(f"{count} x {what}" for what, count in found.items())
-        yield Row(f"{name}: waits in a step", sum(found.values()), "", said or "no operator that asks for a value")
+        description = "; ".join(f"{count} x {what}" for what, count in found.items())
+        yield Row(
+            f"{name}: waits in a step", sum(found.values()), "", description or "no operator that asks for a value"
+        )
 
 
 def _make_step(config: RunConfig, world: World) -> Callable[[], None]:

@@ -30,19 +30,19 @@ def step_command(overrides: Sequence[str], rounds: int, steps: int, as_json: boo
         if value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
     startup = StartupTimer()
-    me = identify_process(os.environ)
+    identity = identify_process(os.environ)
     config = compose([*overrides, *_UNTIMED_OVERRIDES])
     startup.mark("python and configuration")
-    if me is None:
+    if identity is None:
         options = ["--rounds", str(rounds), "--steps", str(steps), *(["--json"] if as_json else [])]
         options += ["--peers"] if peers else []
         return _start_ranks(config, ["bench", "step", *overrides, *options])
     try:
         if peers:
-            return _measure_peers([*overrides, *_UNTIMED_OVERRIDES], me, rounds, steps, as_json)
-        return _measure_step(config, me, rounds, steps, as_json, startup)
+            return _measure_peers([*overrides, *_UNTIMED_OVERRIDES], identity, rounds, steps, as_json)
+        return _measure_step(config, identity, rounds, steps, as_json, startup)
     except UserError:
-        if me.process == 0:
+        if identity.process == 0:
             raise
         return EXIT_USER_ERROR  # process 0 prints the error for all
 
@@ -60,7 +60,7 @@ def _start_ranks(config: RunConfig, command: list[str]) -> int:
 
 
 def _measure_step(
-    config: RunConfig, me: ProcessIdentity, rounds: int, steps: int, as_json: bool, startup: StartupTimer
+    config: RunConfig, identity: ProcessIdentity, rounds: int, steps: int, as_json: bool, startup: StartupTimer
 ) -> int:
     with pause_gc(freeze=True):  # as in the ranks of a training
         import torch  # noqa: F401  its import is timed as a part of the start-up
@@ -70,19 +70,19 @@ def _measure_step(
 
     startup.mark("import the rest")
     result = measure_step(config, rounds, steps, startup)
-    if me.process == 0:
+    if identity.process == 0:
         from hpc_train.bench.step.step_table import print_step_result
 
         print(result.to_json()) if as_json else print_step_result(result)
     return EXIT_DONE
 
 
-def _measure_peers(overrides: list[str], me: ProcessIdentity, rounds: int, steps: int, as_json: bool) -> int:
+def _measure_peers(overrides: list[str], identity: ProcessIdentity, rounds: int, steps: int, as_json: bool) -> int:
     with pause_gc(freeze=True):
         from hpc_train.bench.step.step_peers import measure_peers
 
     result = measure_peers(overrides, rounds, steps)
-    if me.process == 0:
+    if identity.process == 0:
         from hpc_train.bench.step.step_table import print_peer_result
 
         print(result.to_json()) if as_json else print_peer_result(result)

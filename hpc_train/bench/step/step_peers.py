@@ -97,8 +97,8 @@ def measure_peers(overrides: Sequence[str], rounds: int, steps: int) -> PeerResu
 
 
 def _started_by_mpi() -> bool:
-    me = identify_process(os.environ)
-    return me is not None and me.launcher == "mpi"
+    identity = identify_process(os.environ)
+    return identity is not None and identity.launcher == "mpi"
 
 
 def _peer_steps(loop: Loop, config: RunConfig, world: World, order: list[Indices]) -> Iterator[float]:

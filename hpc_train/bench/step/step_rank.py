@@ -159,9 +159,9 @@ def make_same_model(config: RunConfig, world: World) -> nn.Module:
 
 def draw_sample_order(config: RunConfig, world: World, data: Dataset, steps: int) -> list[Indices]:
     """Return the sample indices of this rank for all steps."""
-    batch, mine = config.train.global_batch, compute_share(config.train.global_batch, world.dp_size)
-    first = world.dp_index * mine
-    return [order_samples(config.train.seed, len(data), step * batch + first, mine) for step in range(steps)]
+    batch, own_samples = config.train.global_batch, compute_share(config.train.global_batch, world.dp_size)
+    first = world.dp_index * own_samples
+    return [order_samples(config.train.seed, len(data), step * batch + first, own_samples) for step in range(steps)]
 
 
 def _check_first_losses(sides: list[Side], config: RunConfig) -> None:

@@ -280,5 +280,5 @@ def _start_process(command: Sequence[str], environment: dict[str, str]) -> subpr
 def _run_command(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().replace("\n", "; ")
-        raise UserError(f"bench overlap: `{' '.join(command)}` failed: {said}")
+        output = (done.stderr or done.stdout).strip().replace("\n", "; ")
+        raise UserError(f"bench overlap: `{' '.join(command)}` failed: {output}")

@@ -362,9 +362,9 @@ def list_kind_cut_pairs(step_layout: StepLayout, layout: SharedLayout) -> list[t
     both = step_layout.kind[layout.tensors] * len(layout.cuts) + layout.cut
     number = len(step_layout.kinds) * len(layout.cuts)
     if number <= 4 * len(both):  # a table of flags is faster than the sort in np.unique
-        there = np.zeros(number, dtype=np.bool_)
-        there[both] = True
-        found = np.flatnonzero(there)
+        is_used = np.zeros(number, dtype=np.bool_)
+        is_used[both] = True
+        found = np.flatnonzero(is_used)
     else:
         found = np.unique(both)
     return [divmod(pair, len(layout.cuts)) for pair in found.tolist()]

@@ -70,9 +70,9 @@ def join_rectangles(first: Rectangle, second: Rectangle) -> Rectangle | None:
     dim = differs[0]
     rows = first.shape[dim] + second.shape[dim]
     shape = (*first.shape[:dim], rows, *first.shape[dim + 1 :])
-    alike = shape == (*second.shape[:dim], rows, *second.shape[dim + 1 :])
+    shapes_match = shape == (*second.shape[:dim], rows, *second.shape[dim + 1 :])
     follows = first.offset[dim] + first.shape[dim] == second.offset[dim] and prod(shape[:dim]) == 1
-    return Rectangle(first.offset, shape) if alike and follows else None
+    return Rectangle(first.offset, shape) if shapes_match and follows else None
 
 
 def forms_grid(full_shape: tuple[int, ...], offsets: NDArray[np.int64], shapes: NDArray[np.int64]) -> bool:

@@ -93,9 +93,9 @@ def plan_exchange(strips: Strips, bytes_of: Sequence[int], world: World | None) 
     shared = demand.shared
     if not shared.any():
         return strips, None
-    mine = shared[cells]
+    is_shared = shared[cells]
     rounds = plan_rounds(demand, world.size)
-    return strips[~mine], Exchange(demand.first, demand.wanted, rounds, strips[mine], cells[mine], world)
+    return strips[~is_shared], Exchange(demand.first, demand.wanted, rounds, strips[is_shared], cells[is_shared], world)
 
 
 def plan_rounds(demand: CellDemand, ranks: int) -> list[ExchangeRound]:
@@ -167,8 +167,8 @@ class Exchange:
 
     def _read(self, this_round: ExchangeRound, source: ShardReader, memory: memoryview) -> None:
         """Read the needed blocks of this rank's cells; cell number i of them goes to byte i * CELL_BYTES."""
-        mine = this_round.cells[this_round.owners == self.world.rank]
-        runs = [run for slot, cell in enumerate(mine.tolist()) for run in self._list_runs(slot, cell, source)]
+        own_cells = this_round.cells[this_round.owners == self.world.rank]
+        runs = [run for slot, cell in enumerate(own_cells.tolist()) for run in self._list_runs(slot, cell, source)]
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(lambda run: source.read(run[0], run[1], run[3], memory[run[2] :]), runs))
 
@@ -285,8 +285,8 @@ def _sum_demand(strips: Strips, bytes_of: Sequence[int]) -> tuple[CellDemand, In
     return CellDemand(first, wanted, sums[0], sums[1], largest), cells
 
 
-def _all_reduce(mine: Integers, op: dist.ReduceOp.RedOpType) -> Integers:
-    tensor = torch.from_numpy(mine.copy())
+def _all_reduce(values: Integers, op: dist.ReduceOp.RedOpType) -> Integers:
+    tensor = torch.from_numpy(values.copy())
     with report_lost_ranks():
         dist.all_reduce(tensor, op=op)
     return tensor.numpy()

@@ -171,11 +171,11 @@ def _plan_shard(index: int, shard: TensorShard, tensor: SavedTensor, manifest: M
 
 
 def _check_kind(shard: TensorShard, saved: SavedTensor, where: str) -> None:
-    here, there = (tuple(shard.shape), dtype_name(shard.dtype)), (saved.shape, saved.dtype)
-    if here != there:
+    wanted, found = (tuple(shard.shape), dtype_name(shard.dtype)), (saved.shape, saved.dtype)
+    if wanted != found:
         raise UserError(
-            f"{where}: tensor {shard.name!r} is {there[1]} of shape {there[0]}, this run wants {here[1]} of shape"
-            f" {here[0]}; choose another checkpoint or the configuration it was saved with"
+            f"{where}: tensor {shard.name!r} is {found[1]} of shape {found[0]}, this run wants {wanted[1]} of shape"
+            f" {wanted[0]}; choose another checkpoint or the configuration it was saved with"
         )
 
 

@@ -67,11 +67,11 @@ def plan_destinations(found: Sequence[BlockRead], strips: Strips, addresses: NDA
     clash = np.concatenate([[False], strips["begin"][1:] < strip_ends(strips)[:-1]])
     clash[starts] = False
     all_near = np.logical_and.reduceat(near, starts)
-    apart = ~np.logical_or.reduceat(clash, starts)
-    columns = (column.tolist() for column in (starts, stops, all_near, apart))
+    are_disjoint = ~np.logical_or.reduceat(clash, starts)
+    columns = (column.tolist() for column in (starts, stops, all_near, are_disjoint))
     return [
-        PlannedRead(read, runs[start:stop] if near else None, apart)
-        for read, start, stop, near, apart in zip(found, *columns, strict=True)
+        PlannedRead(read, runs[start:stop] if near else None, are_disjoint)
+        for read, start, stop, near, are_disjoint in zip(found, *columns, strict=True)
     ]
 
 

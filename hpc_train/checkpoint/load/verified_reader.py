@@ -185,8 +185,8 @@ class ShardReader:
         compressed = [index for index, file in enumerate(self._files) if file.inflated is not None]
         for file in np.intersect1d(strips["file"], compressed).tolist():
             parts = self._open_file(file).parts
-            mine = strips["file"] == file
-            if parts is None or not parts_cover(parts, begin[mine], end[mine]).all():
+            of_file = strips["file"] == file
+            if parts is None or not parts_cover(parts, begin[of_file], end[of_file]).all():
                 raise CheckpointError(f"{self._files[file].name}: its table of parts does not cover a whole tensor")
 
     def check_sizes(self) -> None:
@@ -284,8 +284,8 @@ def _split_parts(parts: PartTable) -> list[PartTable]:
     ordered = parts[np.argsort(parts["at"])]
     # Parts may share a block, and one group is one read: a group ends where a whole block lies between two parts.
     ends = np.maximum.accumulate(ordered["at"] + ordered["stored"])
-    apart = ordered["at"][1:] // BLOCK_BYTES - -(-ends[:-1] // BLOCK_BYTES) > 0
-    return np.split(ordered, np.flatnonzero(apart) + 1)
+    has_gap = ordered["at"][1:] // BLOCK_BYTES - -(-ends[:-1] // BLOCK_BYTES) > 0
+    return np.split(ordered, np.flatnonzero(has_gap) + 1)
 
 
 def _copy_part(shard: _OpenShard, part: _Part, data: memoryview, low: int, memory: memoryview, begin: int) -> None:

@@ -53,10 +53,12 @@ def verify_step(directory: Path, step: int, world: World | None = None) -> list[
         return problems
     rank, size = (world.rank, world.size) if world else (0, 1)
     # Every size-th file: neighbouring files tend to be of one node and of one size.
-    mine = manifest.files[rank::size]
+    own_files = manifest.files[rank::size]
 
     def check_share() -> list[Problem]:
-        return list_file_problems(path, manifest, mine) + (list_index_problems(path, manifest) if rank == 0 else [])
+        return list_file_problems(path, manifest, own_files) + (
+            list_index_problems(path, manifest) if rank == 0 else []
+        )
 
     return problems + gather_and_decide(
         world, check_share, lambda ranks: [problem for of_rank in ranks for problem in of_rank]

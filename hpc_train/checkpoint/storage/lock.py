@@ -132,12 +132,12 @@ def hold_lock(directory: Path, world: World) -> Iterator[Lock | None]:
 
     Raises UserError, on all ranks, if another job writes there.
     """
-    mine: list[Lock] = []
-    run_on_rank_0(world, lambda: mine.append(take_lock(directory)))
+    locks: list[Lock] = []
+    run_on_rank_0(world, lambda: locks.append(take_lock(directory)))
     try:
-        yield mine[0] if mine else None
+        yield locks[0] if locks else None
     finally:
-        for lock in mine:
+        for lock in locks:
             lock.release()
 
 
@@ -189,21 +189,21 @@ def describe_this_process(env: Mapping[str, str]) -> LockOwner:
     )
 
 
-def _take_or_refuse(path: Path, me: LockOwner, beat: float) -> None:
+def _take_or_refuse(path: Path, owner: LockOwner, beat: float) -> None:
     for _ in range(_TRIES):
-        if _create(path, me):
+        if _create(path, owner):
             _remove_leftovers(path.parent)
             return
         found = _read_lock(path)
         if found is None:
             continue  # released in the meantime: try to create it again
-        dead = _is_dead(found, me)
+        dead = _is_dead(found, owner)
         if dead is None:
             dead = _is_silent(path, found, beat)
         if not dead:
             raise _refusal(path, found)
         _log.warning("checkpoint: the lock %s was left by %s, which is gone: taken over", path, found.owner)
-        _remove(path, found, me)
+        _remove(path, found, owner)
     raise UserError(f"{path}: several jobs want it at once; let one of them write there")
 
 
@@ -214,12 +214,12 @@ def _refusal(path: Path, found: _Found) -> UserError:
     )
 
 
-def _create(path: Path, me: LockOwner) -> bool:
+def _create(path: Path, owner: LockOwner) -> bool:
     """Create the lock with its content in one step; returns False if there is one already.
 
     Uses a hard link, or exclusive creation if the file system has no links.
     """
-    text, private = encode_lock(me), path.with_name(f".{LOCK_FILE}-{me.token}")
+    text, private = encode_lock(owner), path.with_name(f".{LOCK_FILE}-{owner.token}")
     try:
         _write(private, text)
         os.link(private, path)
@@ -264,9 +264,9 @@ def _is_linked(private: Path) -> bool:
     return False
 
 
-def _remove(path: Path, found: _Found, me: LockOwner) -> None:
+def _remove(path: Path, found: _Found, owner: LockOwner) -> None:
     """Remove the lock that was `found`; a lock that has replaced it stays, or is put back."""
-    aside = path.with_name(f".{LOCK_FILE}-{me.token}-old")
+    aside = path.with_name(f".{LOCK_FILE}-{owner.token}-old")
     with _one_remover(path.parent), suppress(FileNotFoundError):
         now = _read_lock(path)
         if now is None or not now.is_by(found):
@@ -294,17 +294,17 @@ def _one_remover(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _is_dead(found: _Found, me: LockOwner) -> bool | None:
+def _is_dead(found: _Found, this_process: LockOwner) -> bool | None:
     """Return whether the owner of a lock is gone; None if only its heartbeat can tell."""
     owner = found.owner
     if owner is None:
         return None
-    if owner.machine == me.machine and owner.host == me.host:
+    if owner.machine == this_process.machine and owner.host == this_process.host:
         # Process ids are reused, so compare the start time, too. On this machine the answer is certain.
         return read_start_time(owner.process) != owner.started
-    if owner.job is not None and owner.job == me.job:
+    if owner.job is not None and owner.job == this_process.job:
         # Slurm starts a job again only after all its processes have ended; the same holds for attempts of one job.
-        earlier = owner.restarts < me.restarts or -1 < owner.attempt < me.attempt
+        earlier = owner.restarts < this_process.restarts or -1 < owner.attempt < this_process.attempt
         return True if earlier else None
     return None
 

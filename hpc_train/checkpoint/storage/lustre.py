@@ -301,11 +301,11 @@ def run_lfs(arguments: list[str], seconds: float = LFS_TIMEOUT) -> LfsAnswer:
         except OSError as error:
             raise LfsError(f"lfs cannot be run: {error.strerror}") from error
         code = _code(process, arguments[0], seconds)
-        said, complained = (_text(file) for file in (out, err))
-    line = _one_line(complained)
+        output, errors = (_text(file) for file in (out, err))
+    line = _one_line(errors)
     if code:
-        raise LfsError(f"lfs {arguments[0]}: exit {code}: {line or _one_line(said) or 'no reason given'}", code)
-    return LfsAnswer(said, line)
+        raise LfsError(f"lfs {arguments[0]}: exit {code}: {line or _one_line(output) or 'no reason given'}", code)
+    return LfsAnswer(output, line)
 
 
 def set_stripe_layout(path: Path, layout: StripeLayout, seconds: float = LFS_TIMEOUT) -> str:

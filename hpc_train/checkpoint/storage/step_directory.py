@@ -57,8 +57,8 @@ def find_steps(directory: Path) -> dict[int, Path]:
     """
     try:
         with os.scandir(directory) as entries:
-            ours = [entry for entry in entries if _COMMITTED.fullmatch(entry.name)]
-            names = sorted((entry.name for entry in ours if _is_step(entry, directory)), reverse=True)
+            committed = [entry for entry in entries if _COMMITTED.fullmatch(entry.name)]
+            names = sorted((entry.name for entry in committed if _is_step(entry, directory)), reverse=True)
     except (FileNotFoundError, NotADirectoryError):
         if directory.is_dir():
             raise  # a stale handle of a network file system, not a missing directory

@@ -49,13 +49,13 @@ def prune_command(where: str, options: PruneOptions, json: bool) -> int:
         prune_now(directory, options.keep, also)
     left = set() if options.dry_run else set(find_steps(directory))
     removed = [step for step in wanted if step not in left]
-    gone = [path.name for path in dead if options.dry_run or not path.exists()]
+    removed_leftovers = [path.name for path in dead if options.dry_run or not path.exists()]
     remaining = [step for step in steps if step not in removed]
     if json:
-        print_json({"removed": removed, "kept": remaining, "leftovers": gone, "dry_run": options.dry_run})
+        print_json({"removed": removed, "kept": remaining, "leftovers": removed_leftovers, "dry_run": options.dry_run})
     else:
         verb = "would remove" if options.dry_run else "removed"
-        print(f"{verb} {', '.join([*(f'step {step}' for step in removed), *gone]) or 'nothing'}")
+        print(f"{verb} {', '.join([*(f'step {step}' for step in removed), *removed_leftovers]) or 'nothing'}")
         print(f"kept {', '.join(f'step {step}' for step in remaining) or 'nothing'}")
     return int(bool(set(wanted) - set(removed)))
 

@@ -75,8 +75,8 @@ def node_of_rank(folder: Path, rank: int | None, record: JobRecord) -> str:
     """Return the node of a rank; None: of rank 0, or the first node of the job before ranks have joined."""
     found = {entry["rank"]: entry for entry in read_rank_entries(folder)}
     if rank is not None and rank not in found:
-        there = f"there are ranks 0 to {max(found)}" if found else "its ranks have not joined yet"
-        raise UserError(f"--rank {rank}: {there}; --node takes one of {', '.join(record.nodes)}")
+        existing = f"there are ranks 0 to {max(found)}" if found else "its ranks have not joined yet"
+        raise UserError(f"--rank {rank}: {existing}; --node takes one of {', '.join(record.nodes)}")
     entry = found.get(rank or 0)
     if entry is None:
         return record.nodes[0]

@@ -76,13 +76,13 @@ def _attempts(run: Path) -> list[int]:
 
 def choose_attempt(run: Path, choice: LogSelection) -> int:
     """Return the chosen attempt, or the newest. Raises UserError if there is none."""
-    there = _attempts(run)
-    if not there:
+    attempts = _attempts(run)
+    if not attempts:
         raise UserError(f"{run}: no attempt has begun; see `hpc-train status {run}`, or wait for it with -f")
     if choice.attempt is None:
-        return there[-1]
-    if choice.attempt not in there:
-        raise UserError(f"--attempt {choice.attempt}: there is {', '.join(map(str, there))}")
+        return attempts[-1]
+    if choice.attempt not in attempts:
+        raise UserError(f"--attempt {choice.attempt}: there is {', '.join(map(str, attempts))}")
     return choice.attempt
 
 
@@ -242,12 +242,12 @@ def _new_attempts(run: Path, choice: LogSelection, ended: Callable[[], bool]) ->
         return
     seen = -1
     while True:
-        over = ended()  # before looking, so that what began meanwhile is not missed
-        there = [number for number in _attempts(run) if number > seen]
-        if there:
-            seen = there[0] if seen >= 0 else there[-1]
+        has_ended = ended()  # before looking, so that what began meanwhile is not missed
+        new = [number for number in _attempts(run) if number > seen]
+        if new:
+            seen = new[0] if seen >= 0 else new[-1]
             yield seen
-        elif over:
+        elif has_ended:
             return
         else:
             time.sleep(_POLL_SECONDS)

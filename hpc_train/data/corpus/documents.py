@@ -62,8 +62,8 @@ def plan_parts(files: Sequence[KnownFile]) -> list[Part]:
     parts: list[Part] = []
     current: list[FilePart] = []
     size = 0
-    for known in files:
-        for piece in _split_file(known):
+    for file in files:
+        for piece in _split_file(file):
             current.append(piece)
             size += piece.size
             if size >= PART_BYTES // 2:
@@ -114,16 +114,16 @@ def cut_text(text: bytes) -> Iterator[TextPiece]:
     return _cut_stream(io.BytesIO(text), len(text), True, True)
 
 
-def _split_file(known: KnownFile) -> list[FilePart]:
-    file = known.file
-    if known.format is None:
+def _split_file(recognised: KnownFile) -> list[FilePart]:
+    file = recognised.file
+    if recognised.format is None:
         cuts = range(0, max(file.size, 1), PART_BYTES)
         spans = [Span(begin, min(begin + PART_BYTES, file.size)) for begin in cuts]
     else:
-        spans = find_format(known.format).split(file.path)
+        spans = find_format(recognised.format).split(file.path)
     sizes = [file.size * (index + 1) // len(spans) - file.size * index // len(spans) for index in range(len(spans))]
     stamp = (file.size, file.mtime_ns)
-    return [FilePart(file.path, known.format, span, size, stamp) for span, size in zip(spans, sizes, strict=True)]
+    return [FilePart(file.path, recognised.format, span, size, stamp) for span, size in zip(spans, sizes, strict=True)]
 
 
 def _check_text(where: Callable[[], str], column: str, value: Any) -> bytes:

@@ -94,19 +94,19 @@ def recognise_files(files: Iterable[SourceFile]) -> list[KnownFile]:
     Raises UserError, in one line that names the first few, if any is neither. Python's own library is text: some of its
     files use other encodings on purpose.
     """
-    known: list[KnownFile] = []
+    recognised: list[KnownFile] = []
     problems: list[str] = []
     for file in files:
         format, problem = (None, None) if is_of_stdlib(file.path) else _recognise(file.path)
-        known.append(KnownFile(file, format))
+        recognised.append(KnownFile(file, format))
         if problem:
             problems.append(f"{file.path} {problem}")
     if not problems:
-        return known
-    said = "; ".join(problems[:_SHOWN])
+        return recognised
+    shown = "; ".join(problems[:_SHOWN])
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    count = f"{len(problems)} of {len(known)} files are no text that can be read: " if len(known) > 1 else ""
-    raise UserError(f"{count}{said}{more} (known: {KINDS})")
+    count = f"{len(problems)} of {len(recognised)} files are no text that can be read: " if len(recognised) > 1 else ""
+    raise UserError(f"{count}{shown}{more} (known: {KINDS})")
 
 
 def _recognise(path: Path) -> tuple[str | None, str | None]:

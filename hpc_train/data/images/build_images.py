@@ -113,13 +113,13 @@ class CheckedImages:
     def __init__(self, path: Path) -> None:
         """path: of the file, which holds a digest for each image and may end in a part of one."""
         content = path.read_bytes() if path.exists() else b""
-        whole = len(content) - len(content) % _DIGEST_BYTES
-        self._known = {content[start : start + _DIGEST_BYTES] for start in range(0, whole, _DIGEST_BYTES)}
+        complete_bytes = len(content) - len(content) % _DIGEST_BYTES
+        self._known = {content[start : start + _DIGEST_BYTES] for start in range(0, complete_bytes, _DIGEST_BYTES)}
         self._stamps: dict[Path, int] = {}
         self._new: list[bytes] = []
         self._file = path.open("r+b" if path.exists() else "wb", buffering=0)
-        self._file.truncate(whole)
-        self._file.seek(whole)
+        self._file.truncate(complete_bytes)
+        self._file.seek(complete_bytes)
 
     def __enter__(self) -> CheckedImages:
         return self
@@ -158,11 +158,13 @@ def _read_checked(
     with ThreadPoolExecutor(workers, thread_name_prefix="images") as pool:  # Pillow decodes outside of Python's lock
         for start in range(0, len(entries), width):
             group = entries[start : start + width]
-            known = [checked is not None and checked.has(entry) for entry in group]
-            for entry, is_known, (data, problem) in zip(group, known, pool.map(_read_entry, group, known), strict=True):
+            were_checked = [checked is not None and checked.has(entry) for entry in group]
+            for entry, was_checked, (data, problem) in zip(
+                group, were_checked, pool.map(_read_entry, group, were_checked), strict=True
+            ):
                 if problem is not None:
                     problems.append(f"{entry.name} {problem}")
-                elif checked is not None and not is_known:
+                elif checked is not None and not was_checked:
                     checked.add(entry)
                 if progress is not None:
                     progress.advance(entry.size)

@@ -49,7 +49,7 @@ def are_images(sources: Sequence[str], suffixes: Sequence[str]) -> bool:
     }
     if len(found) == len(sources) and all(found.values()):
         return bool(found)
-    if images := [source for source, held in found.items() if held]:
+    if images := [source for source, has_images in found.items() if has_images]:
         raise UserError(f"{images[0]} holds images and other sources do not; build a store of each")
     return False
 

@@ -142,8 +142,10 @@ def refuse_missing_column(where: str, column: str, columns: Iterable[object]) ->
     near = get_close_matches(column, names, n=1, cutoff=0.5)
     shown = ", ".join(names[:_SHOWN_COLUMNS]) + (", ..." if len(names) > _SHOWN_COLUMNS else "")
     hint = f"did you mean {near[0]!r}? " if near else ""
-    there = f"its columns are {shown}" if names else "it has no columns"
-    return UserError(one_line(f"{where}: no column {column!r}; {hint}{there} (choose with --column or data.column)"))
+    available = f"its columns are {shown}" if names else "it has no columns"
+    return UserError(
+        one_line(f"{where}: no column {column!r}; {hint}{available} (choose with --column or data.column)")
+    )
 
 
 def refuse_repeated_column(where: str, column: str) -> UserError:

@@ -159,9 +159,9 @@ def make_slots(weights: Sequence[float]) -> npt.NDArray[np.int64]:
     """
     exact = [Fraction(str(weight)) for weight in weights]
     scale = reduce(math.lcm, (one.denominator for one in exact))
-    whole = [int(one * scale) for one in exact]
-    divisor = math.gcd(*whole)
-    counts = [one // divisor for one in whole]
+    scaled = [int(one * scale) for one in exact]
+    divisor = math.gcd(*scaled)
+    counts = [one // divisor for one in scaled]
     period = sum(counts)
     if period > MOST_SLOTS:
         raise UserError(

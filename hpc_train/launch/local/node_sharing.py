@@ -31,9 +31,9 @@ def bind_to_share() -> frozenset[int]:
     text = os.environ.get(SHARE_VARIABLE)
     if text is None:
         return frozenset()
-    index, count, together = text.split("/")
+    index, count, all_cpus = text.split("/")
     allowed = frozenset(os.sched_getaffinity(0))
-    if len(allowed) < len(parse_cpus(together)) or len(allowed) < int(count):
+    if len(allowed) < len(parse_cpus(all_cpus)) or len(allowed) < int(count):
         return frozenset()
     cpus = frozenset(split_cpus(allowed, int(count), read_processors())[int(index)])
     os.sched_setaffinity(0, cpus)

@@ -272,8 +272,8 @@ class _Comparison:
     def _choose_segments(self, count: int, size: int) -> _NodeChoice | None:
         def choose(free: NDArray[np.int64]) -> list[int]:
             blocks = _split_by_leaf(free, self.group)
-            whole = [at for members in blocks for at in members[: len(members) // size * size]]
-            return whole[:count] if len(whole) >= count else []
+            in_full_segments = [at for members in blocks for at in members[: len(members) // size * size]]
+            return in_full_segments[:count] if len(in_full_segments) >= count else []
 
         return self._find_earliest(choose)
 

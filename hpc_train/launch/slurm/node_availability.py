@@ -117,11 +117,11 @@ def _find_free_times(usable: Mapping[str, bool], squeue: str, share: float | Non
     expected, latest = np.zeros(len(index)), np.zeros(len(index))
     for line in squeue.splitlines():
         start, end, names = [*(field.strip() for field in line.split("|", 2)), "", ""][:3]
-        held = [index[name] for name in parse_nodes(names) if name in index and not usable[name]]
-        if not held:
+        busy = [index[name] for name in parse_nodes(names) if name in index and not usable[name]]
+        if not busy:
             continue
         soon, late = _estimate_end(start, end, share, now)
-        expected[held], latest[held] = np.maximum(expected[held], soon), np.maximum(latest[held], late)
+        expected[busy], latest[busy] = np.maximum(expected[busy], soon), np.maximum(latest[busy], late)
     return expected, latest
 
 

@@ -39,8 +39,8 @@ class StuckStart:
 
     def describe(self) -> str:
         """Return one line: for how long nothing has begun, and what srun has said last."""
-        said = read_tail_text(self._logs / SRUN_ERRORS, _LAST_WORDS).strip().splitlines()
-        words = f"; its last words: {said[-1]}" if said else ""
+        messages = read_tail_text(self._logs / SRUN_ERRORS, _LAST_WORDS).strip().splitlines()
+        words = f"; its last words: {messages[-1]}" if messages else ""
         text = f"srun has started no rank for {self.silent:.0f} s (deadline {self.deadline:.0f} s){words}"
         return "".join(filter(str.isprintable, text))
 

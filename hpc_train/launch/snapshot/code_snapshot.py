@@ -108,12 +108,12 @@ def snapshot_code(config: RunConfig, run: Path, report: Report, *others: RunConf
     )
     if modules or config.launch.snapshot_include:
         folders += code_sources.import_folders(modules)
-        theirs = _user_trees(folders[1:], config.launch, report)
-        python_path += _make_python_path(folders[1:], theirs, len(trees))
-        trees += theirs
-        _check_modules(modules, theirs)
-        _check_included(theirs, config.launch)
-        _check_size(theirs, config.launch.snapshot_max_mib)
+        user_trees = _user_trees(folders[1:], config.launch, report)
+        python_path += _make_python_path(folders[1:], user_trees, len(trees))
+        trees += user_trees
+        _check_modules(modules, user_trees)
+        _check_included(user_trees, config.launch)
+        _check_size(user_trees, config.launch.snapshot_max_mib)
     entries = [
         replace(entry, path=f"{index}/{entry.path}") for index, tree in enumerate(trees) for entry in tree.entries
     ]

@@ -132,10 +132,12 @@ def find_attempt_logs(folder: Path) -> AttemptLogs:
         records = folder / f"task-{task}.jsonl" if f"task-{task}.jsonl" in names else None
         offset = _read_clock_offset(records) if records is not None else None
         found.append(RankLogs(ranks.get(task, task), folder / f"task-{task}.log", records, offset))
-    there = {rank.rank for rank in found}
+    ranks_with_log = {rank.rank for rank in found}
     begun = read_attempt(folder).begun
     return AttemptLogs(
-        tuple(found), tuple(sorted(set(ranks.values()) - there)), _valid_time(begun.time if begun else None) or 0.0
+        tuple(found),
+        tuple(sorted(set(ranks.values()) - ranks_with_log)),
+        _valid_time(begun.time if begun else None) or 0.0,
     )
 
 
@@ -301,14 +303,14 @@ def fold_lines(lines: Iterable[RankLine], window: float) -> Iterator[FoldedLine]
     A rank's second equal line is another line, and is folded with the second ones of other ranks.
     """
     waiting: deque[FoldedLine] = deque()
-    alike: dict[tuple[str, str, int | None], _Alike] = {}
+    equal_lines: dict[tuple[str, str, int | None], _Alike] = {}
 
     def release(ready: Callable[[FoldedLine], bool]) -> Iterator[FoldedLine]:
         while waiting and ready(waiting[0]):
             folded = waiting.popleft()
             key = _fold_key(folded.line)
-            if alike[key].drop_oldest():
-                del alike[key]
+            if equal_lines[key].drop_oldest():
+                del equal_lines[key]
             yield folded
 
     for line in lines:
@@ -317,9 +319,9 @@ def fold_lines(lines: Iterable[RankLine], window: float) -> Iterator[FoldedLine]
         if waiting and (waiting[0].line.time < oldest or len(waiting) >= _MAX_GROUPS):
             yield from release(lambda first: first.line.time < oldest or len(waiting) >= _MAX_GROUPS)  # noqa: B023
         key = _fold_key(line)
-        same = alike.get(key)
+        same = equal_lines.get(key)
         if same is None:
-            same = alike[key] = _Alike()
+            same = equal_lines[key] = _Alike()
         folded = same.join(line)
         if folded is not None:
             waiting.append(folded)

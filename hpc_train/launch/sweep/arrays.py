@@ -134,13 +134,13 @@ def _group_by_shape(
     code: Snapshot | None,
     config_of: Callable[[FrozenPoint], RunConfig],
 ) -> list[_ResourceShape]:
-    alike: dict[str, _ResourceShape] = {}
+    shapes: dict[str, _ResourceShape] = {}
     groups: dict[str, list[_ResourceShape]] = {}
     for point in points:
         key = json.dumps([point.spec.config.get(name) for name in _RESOURCE_SECTIONS], sort_keys=True)
-        if key not in alike:
-            alike[key] = _shape_of_point(point, config_of(point), folder, code)
-        groups.setdefault(repr(_request_key(alike[key].base)), []).append(replace(alike[key], points=(point.id,)))
+        if key not in shapes:
+            shapes[key] = _shape_of_point(point, config_of(point), folder, code)
+        groups.setdefault(repr(_request_key(shapes[key].base)), []).append(replace(shapes[key], points=(point.id,)))
     return [replace(same[0], points=tuple(shape.points[0] for shape in same)) for same in groups.values()]
 
 

@@ -67,8 +67,8 @@ class LatentAttention(nn.Module):
         plain, turned = q.unflatten(-1, (-1, config.nope_head_dim + config.rope_head_dim)).split(
             (config.nope_head_dim, config.rope_head_dim), dim=-1
         )
-        whole = torch.cat((plain, self._turn(turned, table)), dim=-1)
-        return whole if self.query_factor == 1.0 else whole * self.query_factor
+        queries = torch.cat((plain, self._turn(turned, table)), dim=-1)
+        return queries if self.query_factor == 1.0 else queries * self.query_factor
 
     def _make_keys_and_values(self, x: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
         """(B, T, heads, nope_head_dim + rope_head_dim), turned, and (B, T, heads, value_head_dim)."""

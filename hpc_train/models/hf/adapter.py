@@ -139,10 +139,10 @@ def make_tensor_plan(model: nn.Module) -> dict[str, str]:
             return {}
         plan[glob] = _SPLITS[how]
     embedding, head = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
-    whole = embedding.padding_idx is not None
+    stays_whole = embedding.padding_idx is not None
     for name, module in model.named_modules():
-        splits_head = module is head and not (whole and head.weight is embedding.weight)
-        if splits_head or (module is embedding and not whole):
+        splits_head = module is head and not (stays_whole and head.weight is embedding.weight)
+        if splits_head or (module is embedding and not stays_whole):
             plan[name] = "vocab"
     return match_tensor_plan(plan, model)
 

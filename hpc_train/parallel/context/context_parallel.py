@@ -114,9 +114,9 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         parts = gradients[0].contiguous()
-        mine = torch.empty_like(parts[0])
-        reduce_scatter(mine, parts, ctx.group)
-        return mine, None
+        own_gradient = torch.empty_like(parts[0])
+        reduce_scatter(own_gradient, parts, ctx.group)
+        return own_gradient, None
 
 
 class GatheredAttention(nn.Module):

@@ -78,11 +78,15 @@ class OuterOptimizer:
         self._sync, self._every, self._group = sync, sync.every, group
         self._copies = dist.get_world_size(group)
         self.parameters = [_make_outer_parameter(name, parameter, sync) for name, parameter in trained]
-        held: dict[int, list[OuterParameter]] = {}
+        parameters_of_fragment: dict[int, list[OuterParameter]] = {}
         for one in self.parameters:
-            held.setdefault(fragment_of[one.name], []).append(one)
+            parameters_of_fragment.setdefault(fragment_of[one.name], []).append(one)
         steps = list_exchange_steps(sync.every, sync.fragments)
-        self._fragments = [Fragment(held[index], step) for index, step in enumerate(steps) if index in held]
+        self._fragments = [
+            Fragment(parameters_of_fragment[index], step)
+            for index, step in enumerate(steps)
+            if index in parameters_of_fragment
+        ]
         self._sgd = _make_sgd(self.parameters, sync)
 
     def end_step(self, step: int) -> None:

@@ -166,20 +166,20 @@ def _list_trained(part: nn.Module) -> list[Named]:
 def make_copy_world(world: World, degrees: Degrees) -> World:
     """Make the World of this rank's copy of the model. degrees: of one copy. A collective of all ranks."""
     copies = world.mesh.mesh.unbind(AXES.index("dp_replicate"))
-    mine = get_axis_index(world, "dp_replicate")
+    copy_index = get_axis_index(world, "dp_replicate")
     meshes, groups = [], []
     for ranks in copies:  # every rank takes part in making every group, as torch demands
         kind = world.device.type
         meshes.append(DeviceMesh(kind, ranks.reshape(degrees.sizes), mesh_dim_names=AXES))
         groups.append(dist.new_group(ranks.flatten().tolist()))
-    own = copies[mine].flatten().tolist()
+    own = copies[copy_index].flatten().tolist()
     index = get_axis_index(world, "dp_shard")
     return replace(
         world,
         rank=own.index(world.rank),
         size=len(own),
-        mesh=meshes[mine],
-        group=groups[mine],
+        mesh=meshes[copy_index],
+        group=groups[copy_index],
         dp_index=index,
         dp_size=degrees.data_parallel,
     )

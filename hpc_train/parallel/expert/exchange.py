@@ -31,10 +31,10 @@ class RowExchange:
 
     def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
         """Start to send `rows`; returns the memory that others' rows arrive in. back: the way back."""
-        given, taken = (self._received, self._sent) if back else (self._sent, self._received)
-        out = rows.new_empty(sum(taken), rows.shape[1])
+        send_rows, receive_rows = (self._received, self._sent) if back else (self._sent, self._received)
+        out = rows.new_empty(sum(receive_rows), rows.shape[1])
         self._rows = rows.contiguous()  # must live until the transfer has ended
-        self._work = dist.all_to_all_single(out, self._rows, taken, given, group=self._group, async_op=True)
+        self._work = dist.all_to_all_single(out, self._rows, receive_rows, send_rows, group=self._group, async_op=True)
         self._arriving = out
         return out
 
@@ -100,28 +100,28 @@ class ExchangedDispatch(Dispatch):
     ) -> tuple[Tensor, Tensor | None]:
         """See Dispatch."""
         order, counts = sort_by_expert(chosen, config)
-        given, taken = self.exchange_counts(counts)
+        sent, received = self.exchange_counts(counts)
         # The one place of a layer where the host waits for the device: all-to-all takes its sizes from the host.
-        given_rows, taken_rows = torch.stack((given, taken)).sum(2).tolist()
-        there = RowExchange(given_rows, taken_rows, self.group)
+        sent_rows, received_rows = torch.stack((sent, received)).sum(2).tolist()
+        forward_exchange = RowExchange(sent_rows, received_rows, self.group)
         # `order` numbers (token, choice) pairs, so that order // choices is the token: it goes once for each choice.
-        arriving = start_exchange(x[order // chosen.shape[1]], there)
+        arriving = start_exchange(x[order // chosen.shape[1]], forward_exchange)
         other = None if meanwhile is None else meanwhile()
-        rows = finish_exchange(arriving, there)
+        rows = finish_exchange(arriving, forward_exchange)
         # Rows come by rank, then by expert; experts take them by expert.
-        expert = torch.arange(taken.shape[1], device=x.device).repeat(len(taken))
-        held = expert.repeat_interleave(taken.flatten(), output_size=sum(taken_rows))
-        by_expert = held.argsort(stable=True)
-        results = experts(rows[by_expert], taken.sum(0))
+        expert = torch.arange(received.shape[1], device=x.device).repeat(len(received))
+        expert_of_row = expert.repeat_interleave(received.flatten(), output_size=sum(received_rows))
+        by_expert = expert_of_row.argsort(stable=True)
+        results = experts(rows[by_expert], received.sum(0))
         # Back into the order in which the rows came, because the way back sends each rank one piece, too.
         results = torch.zeros_like(results).index_copy(0, by_expert, results)
-        back = RowExchange(taken_rows, given_rows, self.group)
-        returned = finish_exchange(start_exchange(results, back), back)
+        return_exchange = RowExchange(received_rows, sent_rows, self.group)
+        returned = finish_exchange(start_exchange(results, return_exchange), return_exchange)
         return restore_order(returned, order, chosen), other
 
     def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows that this rank sends and gets: (ranks, experts of a rank), for and from each rank."""
-        given = counts.view(self.group.size(), -1)
-        taken = torch.empty_like(given)
-        dist.all_to_all_single(taken, given.contiguous(), group=self.group)
-        return given, taken
+        sent = counts.view(self.group.size(), -1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent.contiguous(), group=self.group)
+        return sent, received

@@ -118,15 +118,15 @@ class SplitSequences(WholeSequences):
         """Gather the choices (B, t, K) of all ranks by position: (B, T, K)."""
         parts = chosen.new_empty(self._share.ranks, *chosen.shape)
         all_gather(parts, chosen.contiguous(), self._group)
-        whole = chosen.new_empty(len(chosen), chosen.shape[1] * self._share.ranks, chosen.shape[2])
+        all_chosen = chosen.new_empty(len(chosen), chosen.shape[1] * self._share.ranks, chosen.shape[2])
         for rank, one in enumerate(parts):
             share = SequenceShare(rank, self._share.ranks, self._share.balanced)
-            whole[:, share.positions(whole.shape[1], whole.device)] = one
-        return whole
+            all_chosen[:, share.positions(all_chosen.shape[1], all_chosen.device)] = one
+        return all_chosen
 
-    def select(self, whole: Tensor) -> Tensor:
+    def select(self, tensor: Tensor) -> Tensor:
         """Select this rank's positions of (B, T, ...)."""
-        return self._share.select(whole)
+        return self._share.select(tensor)
 
 
 def share_sequences(part: nn.Module, config: RunConfig, world: World) -> str | None:

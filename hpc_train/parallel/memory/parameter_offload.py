@@ -175,8 +175,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             parameter.grad = None
         coming = self._fetch(self._parts[0], gradients)
         for part, following in zip(self._parts, [*self._parts[1:], []], strict=True):
-            there, coming = coming, self._fetch(following, gradients)
-            self._update(part, there)
+            on_host, coming = coming, self._fetch(following, gradients)
+            self._update(part, on_host)
         self._stream.wait(self._stream.mark())  # the next forward needs all parameters
 
     def _fetch(self, part: list[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None]) -> _PartOnHost:
@@ -203,11 +203,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         memory = self._memory.take(local).tensor.copy_(local)
         return nn.Parameter(_put_into(copy, memory), requires_grad=parameter.requires_grad)
 
-    def _update(self, part: list[nn.Parameter], there: _PartOnHost) -> None:
-        self._stream.wait_on_host(there.copied)
-        there.sources.clear()
+    def _update(self, part: list[nn.Parameter], on_host: _PartOnHost) -> None:
+        self._stream.wait_on_host(on_host.copied)
+        on_host.sources.clear()
         for parameter in part:
-            self._copies[parameter].grad = there.gradients.get(parameter)
+            self._copies[parameter].grad = on_host.gradients.get(parameter)
         self._inner.step()
         with self._stream.queue():
             for parameter in part:
@@ -215,7 +215,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 copy.grad = None
                 if copy is not parameter:
                     get_local(parameter).copy_(get_local(copy), non_blocking=True)
-        for used in there.places:
+        for used in on_host.places:
             self._memory.give_back(used)
         for parameter in part:
             self._store_state(parameter, self._inner.state[self._copies[parameter]])

@@ -250,11 +250,11 @@ class MatrixExchange:
             yield from own.items()
             return
         sizes = [sum(piece.part.size for piece in pieces) for pieces in by_copy]
-        mine = torch.zeros(max(sizes), dtype=self._dtype, device=self._device)
-        for piece, place in _split(by_copy[self._copy], mine):
+        own_parts = torch.zeros(max(sizes), dtype=self._dtype, device=self._device)
+        for piece, place in _split(by_copy[self._copy], own_parts):
             place.copy_(own[piece.matrix])
-        everyone = mine.new_empty(self._copies, max(sizes))
-        all_gather(everyone, mine, self._copy_group)
+        everyone = own_parts.new_empty(self._copies, max(sizes))
+        all_gather(everyone, own_parts, self._copy_group)
         for pieces, values in zip(by_copy, everyone, strict=True):
             for piece, part in _split(pieces, values):
                 yield piece.matrix, part

@@ -78,9 +78,9 @@ def make_random_bits(parameter: Tensor, key: int) -> Tensor:
     local = get_local(parameter)
     offset = shard_offset(parameter) if isinstance(parameter, DTensor) else (0,) * parameter.ndim
     place = torch.zeros((), dtype=torch.int64, device=local.device)
-    for begin, length, whole in zip(offset, local.shape, parameter.shape, strict=True):
+    for begin, length, full_length in zip(offset, local.shape, parameter.shape, strict=True):
         row = torch.arange(begin, begin + length, device=local.device)
-        place = place.unsqueeze(-1) * whole + row
+        place = place.unsqueeze(-1) * full_length + row
     return mix_bits(mix_bits(place) ^ key)
 
 

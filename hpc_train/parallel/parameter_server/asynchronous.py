@@ -93,10 +93,10 @@ class StalenessClock:
         return values
 
     def _combine(self, place: int, value: int, how: MPI.Op) -> None:
-        mine = np.array([value], dtype=np.int64)
+        own_value = np.array([value], dtype=np.int64)
         with self._ranks.calling:
             self._window.Lock(0, self._mpi.LOCK_SHARED)
-            self._window.Accumulate([mine, self._mpi.INT64_T], 0, (place, 1, self._mpi.INT64_T), how)
+            self._window.Accumulate([own_value, self._mpi.INT64_T], 0, (place, 1, self._mpi.INT64_T), how)
             self._window.Unlock(0)
 
 
@@ -136,10 +136,10 @@ class AsynchronousUpdates:
             window.pull()
         return last
 
-    def _agree(self, mine: bool) -> bool:
-        """Return whether `mine` is true on any rank of the group. A collective of the group."""
+    def _agree(self, own_answer: bool) -> bool:
+        """Return whether `own_answer` is true on any rank of the group. A collective of the group."""
         with self._ranks.calling:
-            return bool(self._ranks.group.allreduce(int(mine)))
+            return bool(self._ranks.group.allreduce(int(own_answer)))
 
     def refresh(self) -> None:
         """Wait for all workers, then pull the parameters. A collective."""

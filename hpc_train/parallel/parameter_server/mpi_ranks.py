@@ -68,12 +68,12 @@ def connect_ranks(world: World, hybrid: bool) -> MpiRanks:
     every.Allgather(np.array([world.local_rank], dtype=np.int64), local_ranks)  # no pickles
     nodes = _number_nodes(local_ranks.tolist())
     calling = threading.Lock()
-    mine = nodes[world.rank] if hybrid else world.rank
-    group = MPI.Intracomm(every.Split(mine, world.rank))
+    color = nodes[world.rank] if hybrid else world.rank
+    group = MPI.Intracomm(every.Split(color, world.rank))
     if nodes[-1] > 0:
         _check_windows(every, MPI)
         threading.Thread(target=_answer_one_sided, args=(every.Dup(), calling), name="mpi", daemon=True).start()
-    return MpiRanks(calling, every, group, mine, max(nodes) + 1 if hybrid else world.size, nodes)
+    return MpiRanks(calling, every, group, color, max(nodes) + 1 if hybrid else world.size, nodes)
 
 
 def _check_windows(ranks: MPI.Comm, library: ModuleType) -> None:

@@ -35,8 +35,8 @@ class NeighbourUpdates:
         self._published = torch.frombuffer(self._window.tomemory(), dtype=flat.dtype)
         """Parameters that the neighbours read."""
         self._read = torch.empty_like(flat)
-        me, count = ranks.every.rank, ranks.every.size
-        self._neighbours = sorted({(me - 1) % count, (me + 1) % count} - {me})
+        rank, count = ranks.every.rank, ranks.every.size
+        self._neighbours = sorted({(rank - 1) % count, (rank + 1) % count} - {rank})
 
     def norm(self) -> Tensor:
         """Return the norm of this rank's own gradient; see optimizer_step.GradientUpdate."""

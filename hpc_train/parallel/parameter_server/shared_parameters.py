@@ -121,28 +121,28 @@ class ShareWindow:
 
         self._mpi, self._ranks, self.hosts = MPI, ranks, hosts
         self.parameters = [parameter for _, parameter in parameters]
-        me, like = ranks.every.rank, self.parameters[0]
+        rank, like = ranks.every.rank, self.parameters[0]
         share = ParameterShare(parameters, make_optimizer)
         self.bytes, self._parameter_bytes = share.bytes, share.parameter_bytes
-        self._window = MPI.Win.Allocate(self.bytes if me in hosts else 0, 1, comm=ranks.every)
-        self._gradients = MPI.Win.Allocate(self._parameter_bytes if me == hosts[0] else 0, 1, comm=ranks.every)
+        self._window = MPI.Win.Allocate(self.bytes if rank in hosts else 0, 1, comm=ranks.every)
+        self._gradients = MPI.Win.Allocate(self._parameter_bytes if rank == hosts[0] else 0, 1, comm=ranks.every)
         self._type = MPI.DOUBLE if like.dtype == torch.float64 else MPI.FLOAT
         self._flat = torch.empty(self._parameter_bytes // like.element_size(), dtype=like.dtype)
         self.share: ParameterShare | None = None
         """The share in the window's memory; None on ranks that do not host it."""
-        if me in hosts:
+        if rank in hosts:
             share.bind(_view_window(self._window), keep=False)
             self.share = share
-        if me == hosts[0]:
+        if rank == hosts[0]:
             _view_window(self._gradients).zero_()
 
     @property
     def nearest(self) -> int:
         """The host to read from: one on this rank's node if possible, else ranks are spread over the hosts."""
-        nodes, me = self._ranks.nodes, self._ranks.every.rank
+        nodes, rank = self._ranks.nodes, self._ranks.every.rank
         # Reading within a node goes through shared memory, not the network.
-        near = [host for host in self.hosts if nodes[host] == nodes[me]] or self.hosts
-        return me if me in near else near[me % len(near)]
+        near = [host for host in self.hosts if nodes[host] == nodes[rank]] or self.hosts
+        return rank if rank in near else near[rank % len(near)]
 
     def pull(self) -> None:
         """Read the parameters from the nearest host into the model; the leader of a group reads for the group."""

@@ -32,8 +32,8 @@ class SynchronousUpdates:
         """See optimizer_step.GradientUpdate: of the mean of what all ranks push."""
         if self._factor is None:
             self._push()
-        mine = [window.view_pushed() for window in self._windows]
-        square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in mine if g is not None)
+        pushed = [window.view_pushed() for window in self._windows]
+        square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in pushed if g is not None)
         with self._ranks.calling:
             total = self._ranks.every.allreduce(square)
         return torch.tensor(total, dtype=torch.float64).sqrt() / self._ranks.groups

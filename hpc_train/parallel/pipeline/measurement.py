@@ -189,12 +189,14 @@ class BlockTimes:
     def _write(self) -> None:
         """Gather the times of all stages; the first rank of the job writes them. A collective."""
         group = self._world.mesh["pp"].get_group()
-        everybody = all_gather_values(self._mine(), group)
+        times_of_ranks = all_gather_values(self._mine(), group)
         if self._world.rank:
             return
         # A rename is atomic: a resumed run finds the old times or the new ones, never half a file.
         beside = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-        beside.write_text(json.dumps({name: seconds for mine in everybody for name, seconds in mine.items()}, indent=1))
+        beside.write_text(
+            json.dumps({name: seconds for times in times_of_ranks for name, seconds in times.items()}, indent=1)
+        )
         beside.replace(self._file)
 
     def _mine(self) -> dict[str, float]:

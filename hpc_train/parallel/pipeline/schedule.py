@@ -230,8 +230,8 @@ def make_forward_order(ranks: tuple[int, ...], micro_batches: int) -> Order:
     groups = [range(first, min(first + pp, micro_batches)) for first in range(0, micro_batches, pp)]
     stages_of_ranks = [[stage for stage, rank in enumerate(ranks) if rank == wanted] for wanted in range(pp)]
     rows = [
-        [Action(stage, Kind.F, micro) for group in groups for stage in mine for micro in group]
-        for mine in stages_of_ranks
+        [Action(stage, Kind.F, micro) for group in groups for stage in stages for micro in group]
+        for stages in stages_of_ranks
     ]
     return Order(tuple(map(tuple, rows)), ranks)
 

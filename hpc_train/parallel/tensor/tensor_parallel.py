@@ -59,8 +59,8 @@ def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> s
     counts = Counter(how for how in plan.values() if how != "seq" or axis.sequence)
     if not options.vocabulary:
         del counts["vocab"]
-    said = ", ".join(f"{count} {how}" for how, count in sorted(counts.items()))
-    return f"tensor: {said} modules over tp={axis.size}{', asynchronous' if options.asynchronous else ''}"
+    description = ", ".join(f"{count} {how}" for how, count in sorted(counts.items()))
+    return f"tensor: {description} modules over tp={axis.size}{', asynchronous' if options.asynchronous else ''}"
 
 
 def _split_layers(

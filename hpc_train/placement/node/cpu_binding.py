@@ -109,11 +109,11 @@ def assign_cpus(seats: Sequence[RankSeat], processors: NodeProcessors) -> list[C
         return [_leave_unbound(seat, processors, "the ranks' processors overlap in part") for seat in seats]
     bindings: dict[int, CpuBinding] = {}
     for cpus in set(preferred):
-        together = [index for index, its in enumerate(preferred) if its == cpus]
-        if len(cpus) < len(together):
-            why = f"{len(together)} ranks share {len(cpus)} CPUs"
+        sharing = [index for index, its in enumerate(preferred) if its == cpus]
+        if len(cpus) < len(sharing):
+            why = f"{len(sharing)} ranks share {len(cpus)} CPUs"
             return [_leave_unbound(seat, processors, why) for seat in seats]
-        bindings |= zip(together, _split_evenly(cpus, len(together), processors), strict=True)
+        bindings |= zip(sharing, _split_evenly(cpus, len(sharing), processors), strict=True)
     return [_name_binding(bindings[index], seats[index]) for index in range(len(seats))]
 
 

@@ -47,8 +47,10 @@ class GpuLinks:
     @property
     def is_uniform(self) -> bool:
         """Whether every two GPUs are joined alike, so that no order of them is better than another."""
-        apart = ~np.eye(self.count, dtype=bool)
-        return all(np.ptp(table[apart]) <= 1e-9 * table[apart].max(initial=0.0) for table in (self.direct, self.share))
+        is_pair = ~np.eye(self.count, dtype=bool)
+        return all(
+            np.ptp(table[is_pair]) <= 1e-9 * table[is_pair].max(initial=0.0) for table in (self.direct, self.share)
+        )
 
 
 def build_described_links(node: NodeConfig) -> GpuLinks | None:

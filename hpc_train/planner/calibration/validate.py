@@ -244,8 +244,8 @@ def _regret(configurations: Sequence[Sequence[PredictedRun]]) -> float:
 def _pick(configurations: Sequence[PredictedRun]) -> int:
     """Choose as `hpc-train plan` does: the simplest of the candidates equal to the fastest."""
     limit = min(map(_ranked, configurations)) * (1 + EQUAL_TIME_TOLERANCE)
-    alike = [place for place, row in enumerate(configurations) if _ranked(row) <= limit]
-    return min(alike, key=lambda place: (_points(configurations[place].run), _ranked(configurations[place]), place))
+    near_best = [place for place, row in enumerate(configurations) if _ranked(row) <= limit]
+    return min(near_best, key=lambda place: (_points(configurations[place].run), _ranked(configurations[place]), place))
 
 
 def _points(run: MeasuredRun) -> float:

@@ -44,10 +44,10 @@ def expert_products(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[C
     """Return the forward seconds of a mixture's products: (all but the last, the last one)."""
     # Where tp does not split the experts, each of its ranks computes the rows of its own positions.
     rows = np.maximum(rank_rows(jobs, tokens), 1) * jobs.expert_tp / jobs.tp
-    held = np.maximum(jobs.experts / jobs.ep, 1)
+    local_experts = np.maximum(jobs.experts / jobs.ep, 1)
     width, shared = np.maximum(jobs.expert_width, 1) / jobs.expert_tp, jobs.shared_width / jobs.tp
-    first = grouped_seconds(jobs, constants, rows, held, jobs.hidden, 2 * width)
-    last = grouped_seconds(jobs, constants, rows, held, width, jobs.hidden)
+    first = grouped_seconds(jobs, constants, rows, local_experts, jobs.hidden, 2 * width)
+    last = grouped_seconds(jobs, constants, rows, local_experts, width, jobs.hidden)
     first = first + linear_seconds(jobs, constants, tokens, jobs.hidden, np.maximum(jobs.experts, 1))
     if np.any(shared):
         some = np.maximum(shared, 1)
@@ -96,12 +96,12 @@ def expert_activations(jobs: Jobs) -> Column:
     is put back in order; with ep the result before it travels back, too. Of every token: the router's input.
     """
     item, rows = jobs.activation_bytes, _rows_of_token(jobs)
-    kept = np.where(jobs.fused_elementwise > 0, 3.0, 4.0)
+    kept_widths = np.where(jobs.fused_elementwise > 0, 3.0, 4.0)
     own = jobs.expert_tp / jobs.tp
     copies = np.where(jobs.ep > 1, 4.0, 3.0)
-    routed = rows * own * (copies * jobs.hidden + kept * jobs.expert_width / jobs.expert_tp)
+    routed = rows * own * (copies * jobs.hidden + kept_widths * jobs.expert_width / jobs.expert_tp)
     return (
-        (routed + kept * jobs.shared_width / jobs.tp + jobs.hidden) * item
+        (routed + kept_widths * jobs.shared_width / jobs.tp + jobs.hidden) * item
         + jobs.experts * _SCORE_BYTES
         + rows * _INDEX_BYTES
     )

@@ -132,10 +132,10 @@ def _time_factors(config: RunConfig, ranks: int, nodes: Sequence[str]) -> dict[s
     sizes, moved = list_axis_sizes(config, ranks), compute_flows(config, ranks)
     backend: Backend = "nccl" if config.cluster.node.gpus else "gloo"
     where = locate_hosts(config.cluster, [JobHost(name) for name in nodes], in_slurm=False)
-    real, alike = _fabric(config, where), _fabric(config, _uniform_switches(config, nodes))
+    real, uniform = _fabric(config, where), _fabric(config, _uniform_switches(config, nodes))
     if not moved:
         return {}
-    before = _seconds_by_part(estimate_cost(alike, sizes, moved, backend=backend).per_axis)
+    before = _seconds_by_part(estimate_cost(uniform, sizes, moved, backend=backend).per_axis)
     after = _seconds_by_part(search_placement(real, sizes, moved, backend).placed.per_axis)
     return {name: after[name] / seconds for name, seconds in before.items() if seconds}
 

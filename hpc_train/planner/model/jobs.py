@@ -292,10 +292,10 @@ class Jobs:
             return (found - keys) / self.tp + keys / np.where(copies_keys, 1.0, self.tp)
         found = found + self._experts_instead(_zero())
         keys = np.where(self.key_rank > 0, 0.0, keys)
-        whole = (
+        unsplit = (
             np.where(self.key_rank > 0, self.narrow_parameters, 0.0) + self.sparse_share * self.hidden * self.experts
         )
-        return (found - keys - whole) / self.tp + keys / np.where(copies_keys, 1.0, self.tp) + whole
+        return (found - keys - unsplit) / self.tp + keys / np.where(copies_keys, 1.0, self.tp) + unsplit
 
     @property
     def expert_tp(self) -> Column:

@@ -118,11 +118,11 @@ def recompute_shares(jobs: Jobs) -> tuple[Column, Column, Column]:
     al. 2022, arXiv:2205.05198, section 5), torchtitan (FSDP) every second product and elementwise work, hpc_train
     elementwise work only.
     """
-    full, fsdp, ours = jobs.recompute == 2, jobs.stack == 2, jobs.stack == 3
+    full, fsdp, is_ours = jobs.recompute == 2, jobs.stack == 2, jobs.stack == 3
     some = jobs.recompute == 1
     linear = np.where(full, 1.0, np.where(some & fsdp, 0.5, 0.0))
-    core = np.where(full | (some & ~ours & ~fsdp), 1.0, 0.0)
-    plain = np.where(full | (some & (fsdp | ours)), 1.0, 0.0)
+    core = np.where(full | (some & ~is_ours & ~fsdp), 1.0, 0.0)
+    plain = np.where(full | (some & (fsdp | is_ours)), 1.0, 0.0)
     return linear, core, plain
 
 
@@ -277,9 +277,9 @@ def recomputed_activations(jobs: Jobs, constants: Constants, tokens: Column) -> 
 def _activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     """Return a layer's activation bytes per token with recompute none, selective and full."""
     found = _published_activations(jobs)
-    ours = jobs.stack == _OURS
-    if np.any(ours):
-        everything, some, full = (np.where(ours, *pair) for pair in zip(_own_activations(jobs), found, strict=True))
+    is_ours = jobs.stack == _OURS
+    if np.any(is_ours):
+        everything, some, full = (np.where(is_ours, *pair) for pair in zip(_own_activations(jobs), found, strict=True))
         return everything, some, full
     return found
 

@@ -93,7 +93,7 @@ class Memory:
 def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
     """Estimate the bytes of each part on each stage."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
-    weights, held = _weights(jobs)
+    weights, optimizer_weights = _weights(jobs)
     shard = jobs.dp_shard * jobs.cp
     parameters, buffers = _parameters(jobs, weights, shard)
     gradients = weights * jobs.gradient_bytes / np.where(jobs.zero >= 2, shard, 1.0)
@@ -104,7 +104,7 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
         deepspeed, _duplicate_gradients(jobs) + 4 / shares * (jobs.zero >= 1), 0.0
     )
     buffers = buffers + np.where(deepspeed & (jobs.zero >= 1), _DEEPSPEED_BUFFERS, 0.0) + _accumulated(jobs, weights)
-    optimizer = held * jobs.optimizer_bytes / shares
+    optimizer = optimizer_weights * jobs.optimizer_bytes / shares
     activations, waiting = _activations(jobs, constants, tokens)
     last = np.array([0.0, 0.0, 1.0]).reshape(3, *[1] * (weights.ndim - 1))
     logits = np.where(jobs.pp > 1, last, 1.0) * (tokens * jobs.vocab / jobs.tp * jobs.logit_bytes)
@@ -117,7 +117,7 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
         ours = estimate_peak(jobs, constants)
         own = (ours.parameters, ours.gradients, ours.optimizer, ours.activations, ours.logits, ours.buffers)
         theirs = (parameters, gradients, optimizer, activations, logits, buffers)
-        chosen = (np.where(jobs.stack == _OURS, mine, other) for mine, other in zip(own, theirs, strict=True))
+        chosen = (np.where(jobs.stack == _OURS, in_ours, other) for in_ours, other in zip(own, theirs, strict=True))
         parameters, gradients, optimizer, activations, logits, buffers = chosen
         # The search has its own, exact count of offloaded activations.
         host = np.where(jobs.stack == _OURS, host - waiting + ours.waiting, host)
@@ -224,8 +224,8 @@ def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Colu
     # DeepSpeed's pipeline keeps each stage's outputs, and room for their gradients, for every micro-batch in flight.
     moved, piped = jobs.offload_activations > 0, jobs.pp > 1
     ends = tokens * jobs.hidden * jobs.activation_bytes * np.where(piped & (moved | (jobs.stack == _DEEPSPEED)), 2.0, 0)
-    whole = full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0)
-    alive = alive + np.where(moved, whole + stored, 0.0)  # stored: what comes back for the layer before
+    block_activations = full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0)
+    alive = alive + np.where(moved, block_activations + stored, 0.0)  # stored: what comes back for the layer before
     split = list(zip((layers.first, layers.middle, layers.last), counts, strict=True))
     total = stack_stages(*(stored * each * count for each, count in split))
     rest = stack_stages(*(ends * count + alive for _, count in split))

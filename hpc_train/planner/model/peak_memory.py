@@ -141,8 +141,8 @@ class _PeakSearch:
         self.moved = jobs.offload_activations > 0
         self.layer, self.working = layer_activations(jobs, constants, tokens)
         # Of the layer in backward all is here, and of the one before it what comes back meanwhile.
-        whole = full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0)
-        self.unmoved = (whole + self.layer) * self.moved
+        block_activations = full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0)
+        self.unmoved = (block_activations + self.layer) * self.moved
         again = recomputed_activations(jobs, constants, tokens) + self.unmoved
         self.attention = dropout_attention_working(jobs, tokens)
         self.before_attention = again - feed_forward_activations(jobs, tokens)
@@ -358,8 +358,8 @@ class _PeakSearch:
         """Bytes that a loss keeps for its backward: probabilities; in chunks, gradients of hidden states and head."""
         jobs = self.jobs
         gradients = (self.tokens * jobs.hidden + self.table) * jobs.activation_bytes
-        kept: Column = np.where(self.chunked, gradients, self.logits * self.wide)
-        return kept
+        saved: Column = np.where(self.chunked, gradients, self.logits * self.wide)
+        return saved
 
     @cached_property
     def _last_logits(self) -> Column:

@@ -44,14 +44,14 @@ def split_layers(jobs: Jobs) -> LayerSplit:
     middle = np.where(with_ends, (jobs.layers + 2) / stages, np.ceil(even))
     last = np.where(with_ends, middle - 1, np.maximum(jobs.layers - (stages - 1) * middle, 0))
     ours_middle, ours_last = _balanced(jobs, stages)
-    ours = jobs.stack == HPC_TRAIN_STACK
-    middle, last = np.where(ours, ours_middle, middle), np.where(ours, ours_last, last)
+    is_ours = jobs.stack == HPC_TRAIN_STACK
+    middle, last = np.where(is_ours, ours_middle, middle), np.where(is_ours, ours_last, last)
     rank, last_rank = middle * jobs.virtual_stages, middle * (jobs.virtual_stages - 1) + last
     # hpc_train's stages differ by one layer if the layers do not divide, and earlier stages have fewer. A middle rank
     # has the most of any; the first one has what the others leave, but no fewer than its smallest possible stages.
     fewest = np.floor((jobs.layers - last) / np.maximum(stages - 1, 1)) * jobs.virtual_stages
     left = jobs.layers - (jobs.pp - 2) * rank - last_rank
-    first = np.clip(np.where(ours, np.maximum(left, fewest), left), 0, rank)
+    first = np.clip(np.where(is_ours, np.maximum(left, fewest), left), 0, rank)
     unsplit = jobs.pp == 1
     return LayerSplit(*(np.where(unsplit, jobs.layers, count) for count in (first, rank, last_rank)))
 

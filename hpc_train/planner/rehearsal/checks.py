@@ -87,13 +87,13 @@ def _check_piece(
     offset, size = tiling.find_rectangle(built.at, degrees)
     if (piece.offset, piece.size) != (offset, size):
         yield f"{where} begins at {piece.offset} and is {piece.size}; it should begin at {offset} and be {size}"
-    count, mine = tiling.copies(degrees), tiling.copy(built.at, degrees)
+    count, copy_index = tiling.copies(degrees), tiling.copy(built.at, degrees)
     if not 0 <= piece.replica < 2 * count:
         yield f"{where} is copy {piece.replica} of {count}"
     # Replica numbers count from the writer, so the position of replica 0 is the same for all copies. Numbers from
     # `count` on belong to tied parameters that another stage owns; they have holders of their own.
     key = (built.at["pp"], piece.name, piece.replica >= count)
-    writer = (mine - piece.replica) % count
+    writer = (copy_index - piece.replica) % count
     if holders.setdefault(key, writer) != writer:
         yield f"{where}: two ranks take different ones for its writer"
 
@@ -124,8 +124,8 @@ def _claim(
 
 def unbuilt_stages(ranks: Sequence[RehearsedRank], degrees: Degrees) -> list[int]:
     """List the pipeline ranks of which no rank was built, so that nothing is known of their stages."""
-    there = {built.at["pp"] for built in ranks}
-    return [pp for pp in range(degrees.pp) if pp not in there]
+    built_stages = {built.at["pp"] for built in ranks}
+    return [pp for pp in range(degrees.pp) if pp not in built_stages]
 
 
 def _written(ranks: Sequence[RehearsedRank], owners: Mapping[str, tuple[int, Tiling]]) -> int:

@@ -76,11 +76,11 @@ def build_whole_model(config: RunConfig) -> nn.Module:
 
 
 def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: int, started: float) -> RehearsedRank:
-    ledger, said, tilings = MemoryLedger(), list[str](), Tilings({})
+    ledger, remarks, tilings = MemoryLedger(), list[str](), Tilings({})
     batch = _batch(config, degrees, micro_batches)
     with watch_storage_sizes(ledger.resized), assume_known_shapes(), MemorylessMode(ledger.see):
         model = build_whole_model(config)
-        engine = build(model, lambda split: make_optimizer(split, config.optim, world), config, world, said.append)
+        engine = build(model, lambda split: make_optimizer(split, config.optim, world), config, world, remarks.append)
         for part in engine.parts:
             route_evenly(part, grouped=config.precision.name == "bf16")
         pieces = list(engine.shards())
@@ -97,7 +97,7 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
         return RehearsedRank(
             rank=world.rank,
             at=rank_coordinates(world.rank, degrees),
-            said=tuple(said),
+            said=tuple(remarks),
             pieces=tuple(_describe_piece(piece) for piece in pieces),
             tilings=lie,
             counted=counted,

@@ -76,8 +76,8 @@ def choose_micro_batches(
     if steady <= most:
         return steady, None
     fewer = most // degrees.pp * degrees.pp
-    said = f"memory is counted with {fewer} of {count} micro-batches, and {pipeline.schedule} holds more at once"
-    return fewer, f"parallel.pipeline.schedule={pipeline.schedule}: {said}"
+    remark = f"memory is counted with {fewer} of {count} micro-batches, and {pipeline.schedule} holds more at once"
+    return fewer, f"parallel.pipeline.schedule={pipeline.schedule}: {remark}"
 
 
 def _some(pp: int, count: int) -> range:

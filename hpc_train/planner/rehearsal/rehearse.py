@@ -150,8 +150,8 @@ def choose_ranks(which: str, degrees: Degrees) -> ChosenRanks:
     if which not in ("all", "sample"):
         ranks = _given(which, degrees)
         return ChosenRanks(ranks, ranks)
-    everybody = which == "all" or degrees.world <= MAX_CHOSEN
-    built = tuple(range(degrees.world)) if everybody else _sample(degrees)
+    all_ranks = which == "all" or degrees.world <= MAX_CHOSEN
+    built = tuple(range(degrees.world)) if all_ranks else _sample(degrees)
     stages = dict.fromkeys((0, min(1, degrees.pp - 1), degrees.pp - 1))
     return ChosenRanks(built, tuple(find_rank({"pp": stage}, degrees) for stage in stages))
 
@@ -176,12 +176,12 @@ def _given(text: str, degrees: Degrees) -> tuple[int, ...]:
 
 def replace_unavailable(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return a configuration that runs here with the same layout, and one line for each thing that it leaves out."""
-    parallel, said = config.parallel, []
+    parallel, replaced = config.parallel, []
     for change in (_compiled, _symmetric, _offloaded, _in_files, _in_host_memory, _by_mpi, _compressed, _served):
         if (changed := change(parallel)) is not None:
             parallel, line = changed
-            said.append(line)
-    return replace(config, parallel=parallel, run_dir=None), said
+            replaced.append(line)
+    return replace(config, parallel=parallel, run_dir=None), replaced
 
 
 def _compiled(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:

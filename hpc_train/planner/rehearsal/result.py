@@ -281,8 +281,8 @@ class Rehearsal:
             for part, wanted in self.closed_form.get(built.rank, {}).items():
                 counted = getattr(built.counted, part)
                 if counted is not None and counted != wanted:
-                    said = f"{counted:,} bytes of {part}, where the model's shape says {wanted:,}"
-                    found.append(f"rank {built.rank}: {said}")
+                    message = f"{counted:,} bytes of {part}, where the model's shape says {wanted:,}"
+                    found.append(f"rank {built.rank}: {message}")
         return found
 
 

@@ -54,10 +54,10 @@ def _mean_loss(sums: Sums) -> float:
 def _find_ranks_at_fault(run: TrainingRun, own: float | None, again: Sums) -> list[int]:
     """Return the ranks whose own loss is another one now; [] if none is, as after an error in backward."""
     differs = own is not None and again.own is not None and _differ(own, float(again.own))
-    everybody = all_gather_values(differs) if run.world.size > 1 else [differs]
+    answers = all_gather_values(differs) if run.world.size > 1 else [differs]
     if get_axis_degree(run.world, "pp") > 1:
         return []  # only the last stage has a loss, whichever stage erred
-    return [rank for rank, found in enumerate(everybody) if found]
+    return [rank for rank, found in enumerate(answers) if found]
 
 
 def _differ(one: float, other: float) -> bool:

@@ -38,22 +38,22 @@ class ReplicaCheck:
 
         With two copies it is unknown which one is wrong: both are returned. The same on every rank; a collective.
         """
-        mine = torch.tensor([self._place, self.add_up()], dtype=torch.int64)
+        own_sum = torch.tensor([self._place, self.add_up()], dtype=torch.int64)
         if self._world.size == 1:
             return [], True
-        everybody = [torch.empty_like(mine) for _ in range(self._world.size)]
-        dist.all_gather(everybody, mine)
-        return find_minority([(int(place), int(bits)) for place, bits in everybody])
+        sums = [torch.empty_like(own_sum) for _ in range(self._world.size)]
+        dist.all_gather(sums, own_sum)
+        return find_minority([(int(place), int(bits)) for place, bits in sums])
 
     def do_devices_round_alike(self) -> bool:
         """Return whether the devices of all ranks make the same bits of the same numbers; a collective.
 
         Devices of different kinds may not. Copies of parameters then drift apart without any fault.
         """
-        mine = torch.tensor(probe_rounding(self._world.device), dtype=torch.int64)
-        everybody = [torch.empty_like(mine) for _ in range(self._world.size)]
-        dist.all_gather(everybody, mine)
-        return all(int(other) == int(mine) for other in everybody)
+        own_result = torch.tensor(probe_rounding(self._world.device), dtype=torch.int64)
+        results = [torch.empty_like(own_result) for _ in range(self._world.size)]
+        dist.all_gather(results, own_result)
+        return all(int(other) == int(own_result) for other in results)
 
     def add_up(self) -> int:
         """Return the sum of the bits of this rank's parameters, as integers modulo 2^64."""

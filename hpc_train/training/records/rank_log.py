@@ -104,10 +104,10 @@ def measure_clock_offset(read_clock: Callable[[], float], now: Callable[[], floa
     offset, error = 0.0, float("inf")
     for _ in range(_CLOCK_ROUNDS):
         asked = now()
-        there = read_clock()
+        server_time = read_clock()
         answered = now()
         if (answered - asked) / 2 < error:
-            offset, error = there - (asked + answered) / 2, (answered - asked) / 2
+            offset, error = server_time - (asked + answered) / 2, (answered - asked) / 2
     return offset, error
 
 

@@ -117,9 +117,9 @@ def read_peft(folder: Path, model: ModelConfig, layers: Mapping[str, tuple[int, 
         if suffix is None or not name.startswith(_PREFIX):
             raise UserError(f"{folder / WEIGHTS_FILE}: {name!r} is not of LoRA or DoRA on a linear layer")
         found.setdefault(name.removeprefix(_PREFIX).removesuffix(suffix), {})[_SUFFIXES[suffix]] = tensor
-    ours = _match_layers(found, model, layers, folder)
+    matched = _match_layers(found, model, layers, folder)
     adapters = {}
-    for layer, (module, split) in ours.items():
+    for layer, (module, split) in matched.items():
         adapter = _make_layer_adapter(folder, module, found[module], config)
         adapters[layer] = _check_shape(folder, layer, split(adapter), layers[layer])
     return adapters
@@ -173,8 +173,8 @@ def _match_layers(
     found: Mapping[str, object], model: ModelConfig, layers: Mapping[str, object], folder: Path
 ) -> dict[str, tuple[str, Split]]:
     """Map each of our layers to PEFT's module, and to how its part is taken from that module's adapter."""
-    ours = {layer: name_module(layer, model) for layer in layers}
-    unknown = sorted(set(found) - set(ours.values()))
+    module_of_layer = {layer: name_module(layer, model) for layer in layers}
+    unknown = sorted(set(found) - set(module_of_layer.values()))
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise UserError(
@@ -182,7 +182,7 @@ def _match_layers(
         )
     return {
         layer: (module, _make_split(layer) if _is_fused(layer, model) else _keep_whole)
-        for layer, module in ours.items()
+        for layer, module in module_of_layer.items()
         if module in found
     }
 

@@ -263,9 +263,11 @@ def format_guid(device: SubnetDevice) -> str:
 def name_switches(switches: Sequence[SubnetDevice]) -> dict[str, str]:
     """Name each switch, no two alike: its own name, with its place in a chassis if several share it, else its GUID."""
     choices = {switch.id: [*_own_names(switch), format_guid(switch), switch.id] for switch in switches}
-    while doubles := {name for name, count in Counter(choice[0] for choice in choices.values()).items() if count > 1}:
+    while duplicates := {
+        name for name, count in Counter(choice[0] for choice in choices.values()).items() if count > 1
+    }:
         for names in choices.values():
-            if names[0] in doubles and len(names) > 1:
+            if names[0] in duplicates and len(names) > 1:
                 del names[0]
     return {id: names[0] for id, names in choices.items()}
 

@@ -192,13 +192,13 @@ def query_topology(command: Sequence[str] = SCONTROL_COMMAND, timeout: float = S
     # SLURM_TOPO_LEN makes scontrol cut its lines.
     environment = {name: value for name, value in os.environ.items() if name != "SLURM_TOPO_LEN"}
     try:
-        said = subprocess.run(
+        answer = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    text = said.stdout.decode("utf-8", "replace")
-    if said.returncode or not matches_scontrol(text):
+    text = answer.stdout.decode("utf-8", "replace")
+    if answer.returncode or not matches_scontrol(text):
         return None
     return read_scontrol(text, " ".join(command))
 
