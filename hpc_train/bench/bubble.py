@@ -174,8 +174,9 @@ def _check_ranks(identity: ProcessIdentity, options: BubbleOptions) -> None:
     """Check the ranks of another launcher: as many as asked for, on one node, because their clocks are compared."""
     if identity.nodes > 1 or identity.processes != options.ranks:
         raise UserError(
-            f"bench bubble: is one of {identity.processes} processes on {identity.nodes} nodes, but --ranks "
-            f"{options.ranks} are those of one node; start it once and without a launcher, and it starts its ranks itself"
+            f"bench bubble: is one of {identity.processes} processes on {identity.nodes} nodes, but "
+            f"--ranks {options.ranks} are those of one node; start it once and without a launcher, and it starts its "
+            "ranks itself"
         )
 
 
