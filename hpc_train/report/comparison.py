@@ -145,7 +145,8 @@ class SweepRow:
 
 def write_comparison(comparison: Comparison, folder: Path) -> Path:
     """Write comparison.html and comparison.json; returns the page's path. Raises UserError if that fails."""
-    from hpc_train.report.page import mark_safe, pick, render_template, write_pages
+    from hpc_train.report.page import mark_safe, render_template, write_pages
+    from hpc_train.report.run_charts import pick
 
     runs = (comparison.before, comparison.after)
     longest = max((run.losses.total for run in runs if run.losses is not None), default=0.0)

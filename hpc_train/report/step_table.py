@@ -7,6 +7,7 @@ the later one counts. The first two steps of an attempt, which warm up, are left
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,3 +181,25 @@ class _Grid:
         fields |= {name: self._states[chosen][..., index] for index, name in enumerate(_STATES)}
         last = np.asarray(self._first + (bins + 1) * self._width, np.float64)
         return StepTable(tuple(map(int, ranks)), last, {**fields, "steps": steps}, waits.astype(np.float64))
+
+
+def mean_of_rows(values: Array) -> Array:
+    """Return the mean of each row without NaN; NaN for a row of nothing else, without numpy's warning."""
+    found = np.isfinite(values)
+    return np.where(found.any(axis=1), np.nansum(values, axis=1) / np.maximum(found.sum(axis=1), 1), np.nan)
+
+
+def round_finite(value: float, digits: int) -> float | None:
+    """Round for JSON, which has neither NaN nor infinity."""
+    return round(float(value), digits) if math.isfinite(value) else None
+
+
+def describe_memory(table: StepTable | None) -> dict[str, Any]:
+    """Return the peaks of memory over all ranks, in MiB."""
+    if table is None:
+        return {}
+    return {
+        f"{name}_mib": round_finite(np.nanmax(table[name]), 1)
+        for name in ("resident", "allocated", "reserved")
+        if np.isfinite(table[name]).any()
+    }
