@@ -18,7 +18,7 @@ from hpc_train.checkpoint import Saver, list_committed_steps, load_step, verify_
 from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES
 from hpc_train.checkpoint.format.hdf5_layout import DatasetRow, name_datasets
 from hpc_train.checkpoint.format.shard_layout import FileLayout
-from hpc_train.checkpoint.save.file_writer import LocalFile, LocalStage
+from hpc_train.checkpoint.save.local_stage import LocalFile, LocalStage
 from hpc_train.checkpoint.save.shared_file import SharedFile, WriterSharing, make_section, make_shared_head
 from hpc_train.checkpoint.storage.file_system import WritePolicy
 from hpc_train.interfaces import TensorShard, World

@@ -21,8 +21,8 @@ from faults import at_call, disk_full
 
 from hpc_train.checkpoint import Saver, find_newest_verified, load_step, verify_step
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.save import file_writer
-from hpc_train.checkpoint.save.file_writer import LocalStage
+from hpc_train.checkpoint.save import local_stage
+from hpc_train.checkpoint.save.local_stage import LocalStage
 from hpc_train.checkpoint.storage.file_system import DEFAULT_POLICY, FileSystem
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
@@ -33,8 +33,8 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStage:
     """A disk of the node. Where the tests' own directory is in memory, it is taken for one all the same."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    real = file_writer.detect_file_system
-    monkeypatch.setattr(file_writer, "detect_file_system", lambda path: replace(real(path), kind="ext4"))
+    real = local_stage.detect_file_system
+    monkeypatch.setattr(local_stage, "detect_file_system", lambda path: replace(real(path), kind="ext4"))
     return LocalStage(folder)
 
 
@@ -171,7 +171,7 @@ def test_a_disk_that_is_of_no_use_is_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, facts: dict[str, Any], why: str
 ) -> None:
     system = FileSystem("ext4", Path("/"), "", (), 1 << 40, None)
-    monkeypatch.setattr(file_writer, "detect_file_system", lambda path: replace(system, **facts))
+    monkeypatch.setattr(local_stage, "detect_file_system", lambda path: replace(system, **facts))
     disk = LocalStage(tmp_path)
     for _ in range(2):
         assert disk.copy_from(image(5000), 5000) is None
@@ -199,8 +199,8 @@ from pathlib import Path
 from checkpoint_helpers import alone, state, whole
 from hpc_train.interfaces import TensorShard as Piece
 from hpc_train.checkpoint import Saver
-from hpc_train.checkpoint.save.file_writer import LocalStage
-from hpc_train.checkpoint.save import file_writer as staging
+from hpc_train.checkpoint.save.local_stage import LocalStage
+from hpc_train.checkpoint.save import local_stage as staging
 from dataclasses import replace
 real = staging.detect_file_system
 staging.detect_file_system = lambda path: replace(real(path), kind="ext4")

@@ -25,7 +25,7 @@ from hpc_train.launch.local.rank_pool import JsonTail
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.parallel.pipeline.measurement import read_block_times
 from hpc_train.planner.calibration.run_table import read_runs
-from hpc_train.planner.reliability.failure_rate import read_log
+from hpc_train.planner.reliability.failure_log import read_log
 from hpc_train.schedules.order import read_order as read_schedule
 from hpc_train.training.records.run_records import append_event
 from hpc_train.training.records.warning_files import read_warnings

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpc_train.config.run import PlanConfig
 from hpc_train.errors import UserError
-from hpc_train.planner.reliability.failure_rate import FailureLog, read_events, read_log, read_logs, read_sacct
+from hpc_train.planner.reliability.failure_log import FailureLog, read_events, read_log, read_logs, read_sacct
 from hpc_train.planner.reliability.projection import choose_failure_rate
 from hpc_train.resilience.ledger import LedgerLine
 from hpc_train.training.records.run_records import append_event

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from hpc_train.checkpoint.errors import CheckpointError, format_error
 from hpc_train.checkpoint.provenance import Origin
-from hpc_train.checkpoint.save.file_writer import LocalFile, LocalStage
 from hpc_train.checkpoint.save.incremental import IncrementalWriter
+from hpc_train.checkpoint.save.local_stage import LocalFile, LocalStage
 from hpc_train.checkpoint.save.save_step import (
     LayoutCache,
     SaveResult,

@@ -46,13 +46,12 @@ from hpc_train.checkpoint.format.shard_layout import FileLayout, make_file_layou
 from hpc_train.checkpoint.save.file_writer import (
     GatherBuffers,
     GatherSource,
-    LocalFile,
-    LocalStage,
     MemoryExtent,
     WriteStream,
     write_image,
     write_stream,
 )
+from hpc_train.checkpoint.save.local_stage import LocalFile, LocalStage
 from hpc_train.checkpoint.save.staging import (
     FloatSpan,
     StagingBuffer,

@@ -40,7 +40,8 @@ from hpc_train.checkpoint.rank_consensus import (
     receive_object,
     send_object,
 )
-from hpc_train.checkpoint.save.file_writer import LocalFile, WriteStream, reserve_space, write_file_part
+from hpc_train.checkpoint.save.file_writer import WriteStream, reserve_space, write_file_part
+from hpc_train.checkpoint.save.local_stage import LocalFile
 from hpc_train.checkpoint.save.parallel_hdf5 import DatasetBytes, write_datasets
 from hpc_train.checkpoint.save.shard_file import StagedShard, write_digest_table
 from hpc_train.checkpoint.storage.file_system import WritePolicy, open_descriptor, write_at_offset

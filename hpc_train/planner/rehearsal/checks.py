@@ -22,7 +22,8 @@ from hpc_train.parallel.parameter_server.shared_parameters import deal_parameter
 from hpc_train.planner.constants import cluster_constants
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.memory import estimate_memory
-from hpc_train.planner.rehearsal.result import CoverageResult, HeldShard, MemoryFit, RehearsedRank, Tiling, whole_tiling
+from hpc_train.planner.rehearsal.result import CoverageResult, HeldShard, MemoryFit, RehearsedRank
+from hpc_train.planner.rehearsal.tiling import Tiling, whole_tiling
 from hpc_train.traffic.sharding import uses_fully_shard
 from hpc_train.traffic.stages import StagePart, stage_parts, step_work
 from hpc_train.traffic.weights import Splitting, Weight, Weights, held_elements_of, list_weights

@@ -37,7 +37,8 @@ from hpc_train.parallel.apply import build
 from hpc_train.parallel.memory.parameter_offload import get_optimizer_device, get_parameter_device
 from hpc_train.planner.rehearsal.even_loads import route_evenly
 from hpc_train.planner.rehearsal.memory_ledger import MemoryLedger
-from hpc_train.planner.rehearsal.result import CountedMemory, HeldShard, RehearsedRank, Tilings
+from hpc_train.planner.rehearsal.result import CountedMemory, HeldShard, RehearsedRank
+from hpc_train.planner.rehearsal.tiling import Tilings
 from hpc_train.runtime.start import leave_process_group, make_world
 from hpc_train.training.optimizer import make_optimizer
 

@@ -44,8 +44,9 @@ from hpc_train.planner.rehearsal.one_rank import (
     tensor_shapes,
 )
 from hpc_train.planner.rehearsal.pipeline_order import choose_micro_batches, prove_order
-from hpc_train.planner.rehearsal.result import SHARED_AXES, Rehearsal, RehearsedRank
+from hpc_train.planner.rehearsal.result import Rehearsal, RehearsedRank
 from hpc_train.planner.rehearsal.start_up import estimate_start_up, measure_store
+from hpc_train.planner.rehearsal.tiling import SHARED_AXES
 from hpc_train.planner.request import check_not_loose
 
 MOST_PROCESSES = 4

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from statistics import median
 
 from hpc_train.config.run import PlanConfig, RunConfig
+from hpc_train.planner.reliability.failure_log import read_logs
 from hpc_train.planner.reliability.failure_rate import (
     DAY,
     PUBLISHED_RATES,
     FailureRate,
     Percentiles,
     prior_failure_rate,
-    read_logs,
 )
 from hpc_train.planner.reliability.goodput import (
     Interruption,
