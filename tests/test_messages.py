@@ -27,7 +27,7 @@ from hpc_train.checkpoint.format.manifest import Manifest, ShardFile
 from hpc_train.checkpoint.format.shard_layout import gather_layouts, make_file_layout
 from hpc_train.checkpoint.rank_consensus import CONSENSUS
 from hpc_train.checkpoint.save.save_step import WrittenShard
-from hpc_train.checkpoint.save.shared_file import WriterSharing
+from hpc_train.checkpoint.save.writer_group import WriterSharing
 from hpc_train.errors import LostRanksError
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.messages import PLAIN, Codec, MessageError, all_gather_values, broadcast_value, gather_values

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hpc_train.checkpoint.convert.averaged_weights import AveragedTensors, choose_weights
 from hpc_train.checkpoint.convert.model_config import load_model_config, load_run_config
 from hpc_train.checkpoint.convert.quantized_base import check_base
-from hpc_train.checkpoint.convert.rewrite import SavedStepTensors
+from hpc_train.checkpoint.convert.tensor_sources import SavedStepTensors
 from hpc_train.checkpoint.storage.step_directory import select_weights
 from hpc_train.checkpoint.storage.step_selection import OpenStep, open_one_step
 from hpc_train.config.compose import compose, config_from_dict, config_to_dict

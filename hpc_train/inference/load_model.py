@@ -17,7 +17,7 @@ from hpc_train.checkpoint.convert.averaged_weights import choose_weights
 from hpc_train.checkpoint.convert.merge_adapters import MergedTensors, find_adapted_layers
 from hpc_train.checkpoint.convert.model_config import encode_hf_config, load_model_config
 from hpc_train.checkpoint.convert.quantized_base import add_base, needs_base
-from hpc_train.checkpoint.convert.rewrite import SavedStepTensors, read_whole_tensors
+from hpc_train.checkpoint.convert.tensor_sources import SavedStepTensors, read_whole_tensors
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep, open_one_step
 from hpc_train.config.model import DataConfig, HfModelConfig, TransformerConfig

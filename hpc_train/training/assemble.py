@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from hpc_train.checkpoint import ResumedStep, resume_from_checkpoint
 from hpc_train.config.model import HfModelConfig
@@ -23,10 +22,6 @@ from hpc_train.training.records.reporter import Reporter
 from hpc_train.training.run_directory import RunDirectory
 from hpc_train.training.saving import describe_code_change
 from hpc_train.training.training_run import TrainingRun
-
-if TYPE_CHECKING:
-    pass
-
 
 # Any other error stays on its own rank, and is the first that the run reports, with its traceback.
 _USER_ERRORS = Consensus(shared=())

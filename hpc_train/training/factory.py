@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,10 +31,6 @@ from hpc_train.parallel.materialise import detach_values, is_on_meta, remake_buf
 from hpc_train.parallel.user_model import check_sizes
 from hpc_train.runtime.consensus import Consensus
 from hpc_train.training.optimizer import make_optimizer
-
-if TYPE_CHECKING:
-    pass
-
 
 log = logging.getLogger(__name__)
 

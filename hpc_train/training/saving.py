@@ -22,7 +22,7 @@ from hpc_train.checkpoint import CheckpointError, Saver, SaveResult, prune_steps
 from hpc_train.checkpoint.provenance import Origin, encode_provenance, hash_file, hash_text, identify_code
 from hpc_train.checkpoint.save.incremental import IncrementalWriter
 from hpc_train.checkpoint.save.local_stage import LocalStage
-from hpc_train.checkpoint.save.shared_file import WriterSharing
+from hpc_train.checkpoint.save.writer_group import WriterSharing
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory, LustreStriper
 from hpc_train.checkpoint.storage.retention import KeepRules
 from hpc_train.checkpoint.storage.step_directory import WEIGHTS_FOLDER, mark_base, mark_weights_only, select_weights

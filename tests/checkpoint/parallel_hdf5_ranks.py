@@ -10,7 +10,7 @@ from checkpoint_helpers import blank, same_pieces, sharded, state, whole
 from sharing import LARGE
 
 from hpc_train.checkpoint import Saver, load_step, verify_step
-from hpc_train.checkpoint.save.shared_file import WriterSharing
+from hpc_train.checkpoint.save.writer_group import WriterSharing
 from hpc_train.config.run import RunConfig
 from hpc_train.runtime.start import join, leave_process_group, make_identity_map, start
 

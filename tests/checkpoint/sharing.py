@@ -12,7 +12,7 @@ from checkpoint_helpers import State, random_bits, sharded, state
 from hpc_train.checkpoint import Saver
 from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
 from hpc_train.checkpoint.save.local_stage import LocalStage
-from hpc_train.checkpoint.save.shared_file import WriterSharing
+from hpc_train.checkpoint.save.writer_group import WriterSharing
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 

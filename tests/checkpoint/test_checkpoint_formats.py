@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 from hpc_train.checkpoint import load_step
 from hpc_train.checkpoint.convert.formats import safetensors_files
 from hpc_train.checkpoint.convert.model_config import parse_hf_config
-from hpc_train.checkpoint.convert.rewrite import StateDictTensors, make_blank_shard
+from hpc_train.checkpoint.convert.tensor_sources import StateDictTensors, make_blank_shard
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.step_directory import try_read_manifest
 from hpc_train.config.compose import compose, config_to_yaml

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from hpc_train.checkpoint.convert.formats import torch_files
 from hpc_train.checkpoint.convert.formats.dcp import DcpTensors, parse_dcp_metadata
-from hpc_train.checkpoint.convert.rewrite import make_blank_shard
+from hpc_train.checkpoint.convert.tensor_sources import make_blank_shard
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.errors import UserError
 

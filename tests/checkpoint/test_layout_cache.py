@@ -15,7 +15,7 @@ from hpc_train.checkpoint.format.hdf5_index import find_index_problem
 from hpc_train.checkpoint.format.hdf5_layout import DatasetRow
 from hpc_train.checkpoint.format.manifest import ShardFile, read_manifest
 from hpc_train.checkpoint.format.shard_layout import FileLayout
-from hpc_train.checkpoint.save.save_step import FileUpdates, LayoutCache
+from hpc_train.checkpoint.save.layout_cache import FileUpdates, LayoutCache
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 

@@ -27,7 +27,8 @@ from hpc_train.checkpoint.format.shard_layout import gather_layouts
 from hpc_train.checkpoint.save import parallel_hdf5
 from hpc_train.checkpoint.save.save_step import commit_step
 from hpc_train.checkpoint.save.shard_file import ShardStager
-from hpc_train.checkpoint.save.shared_file import SharedFile, WriterSharing, list_datasets, make_section
+from hpc_train.checkpoint.save.shared_file import SharedFile, list_datasets, make_section
+from hpc_train.checkpoint.save.writer_group import WriterSharing
 from hpc_train.checkpoint.storage.file_system import DEFAULT_POLICY
 from hpc_train.checkpoint.storage.step_directory import shard_file_name
 from hpc_train.errors import UserError

@@ -18,7 +18,7 @@ from power_loss import Disk, Operation, recorded, violations
 from sharing import LARGE, on_nodes
 
 from hpc_train.checkpoint import Saver, find_newest_verified, list_committed_steps, verify_step
-from hpc_train.checkpoint.save.shared_file import WriterSharing
+from hpc_train.checkpoint.save.writer_group import WriterSharing
 from hpc_train.interfaces import World
 from hpc_train.testing import RankFailure, run_ranks
 

@@ -19,7 +19,8 @@ from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES
 from hpc_train.checkpoint.format.hdf5_layout import DatasetRow, name_datasets
 from hpc_train.checkpoint.format.shard_layout import FileLayout
 from hpc_train.checkpoint.save.local_stage import LocalFile, LocalStage
-from hpc_train.checkpoint.save.shared_file import SharedFile, WriterSharing, make_section, make_shared_head
+from hpc_train.checkpoint.save.shared_file import SharedFile, make_section, make_shared_head
+from hpc_train.checkpoint.save.writer_group import WriterSharing
 from hpc_train.checkpoint.storage.file_system import WritePolicy
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hpc_train.checkpoint.convert.formats.dcp import DcpTensors, parse_dcp_metadata
 from hpc_train.checkpoint.convert.formats.torch_files import read_torch_file
-from hpc_train.checkpoint.convert.rewrite import read_whole_tensors
+from hpc_train.checkpoint.convert.tensor_sources import read_whole_tensors
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks
 

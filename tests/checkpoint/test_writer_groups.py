@@ -11,7 +11,7 @@ from faults import at_call
 
 from hpc_train.checkpoint.format.block_digests import DIGESTS_SUFFIX
 from hpc_train.checkpoint.save.save_step import prepare_directory
-from hpc_train.checkpoint.save.shared_file import WriterGroup, assign_turns, group_ranks_by_file
+from hpc_train.checkpoint.save.writer_group import WriterGroup, assign_turns, group_ranks_by_file
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory
 from hpc_train.checkpoint.storage.step_directory import list_shard_folders, shard_file_name
 from hpc_train.cli.checkpoint.inspect import writers_of

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpc_train.checkpoint import load_step
-from hpc_train.checkpoint.convert.rewrite import make_blank_shard
+from hpc_train.checkpoint.convert.tensor_sources import make_blank_shard
 from hpc_train.checkpoint.storage.step_directory import try_read_manifest
 from hpc_train.training.records.run_records import read_metrics
 

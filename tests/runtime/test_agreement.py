@@ -14,16 +14,11 @@ from fact_helpers import backwards, facts_of
 
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import Task
-from hpc_train.runtime import rank_assignment
+from hpc_train.runtime import arrange_ranks
+from hpc_train.runtime.arrange_ranks import agree_on_assignment, find_assignment_problem
 from hpc_train.runtime.host_info import ProcessInfo, gather_node_info
 from hpc_train.runtime.identity import ProcessIdentity
-from hpc_train.runtime.rank_assignment import (
-    RankAssignment,
-    agree_on_assignment,
-    decide_assignment,
-    find_assignment_problem,
-    hash_assignment,
-)
+from hpc_train.runtime.rank_assignment import RankAssignment, decide_assignment, hash_assignment
 from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE, open_job_store
 
 LONG = timedelta(seconds=60)
@@ -72,12 +67,12 @@ def test_processes_that_count_differently_fall_back_together(tmp_path: Path) -> 
 
 def test_one_that_objects_stops_the_plan_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Process 3 was told of another host than it is on."""
-    real = rank_assignment.find_assignment_problem
+    real = arrange_ranks.find_assignment_problem
 
     def doubting(text: str, hashed: str, task: Task) -> str | None:
         return real(text, hashed, replace(task, host="moved") if task.process == 3 else task)
 
-    monkeypatch.setattr(rank_assignment, "find_assignment_problem", doubting)
+    monkeypatch.setattr(arrange_ranks, "find_assignment_problem", doubting)
     found = meet(tmp_path, facts_of(2, 2))
     assert {it[0] for it in found} == {(0, 1, 2, 3)}
     assert {it[2] for it in found} == {"the launcher's order, not placed: process 3 on n1: the plan has node 1 on n1"}

@@ -19,8 +19,9 @@ from hpc_train.config.model import TransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Task
+from hpc_train.runtime.arrange_ranks import arrange_ranks
 from hpc_train.runtime.identity import ProcessIdentity
-from hpc_train.runtime.rank_assignment import SearchPlacement, arrange_ranks, search_placement
+from hpc_train.runtime.rank_assignment import SearchPlacement, search_placement
 from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE, open_job_store
 
 LONG = timedelta(seconds=60)

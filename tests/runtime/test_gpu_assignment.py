@@ -15,15 +15,11 @@ from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import Task
 from hpc_train.placement.node.cpu_binding import parse_cpus
+from hpc_train.runtime.arrange_ranks import find_assignment_problem
 from hpc_train.runtime.binding import survey_node
 from hpc_train.runtime.gpu_assignment import GpuAssignment, assign_gpus, seat_ranks
 from hpc_train.runtime.host_info import ProcessInfo
-from hpc_train.runtime.rank_assignment import (
-    RankAssignment,
-    decide_assignment,
-    find_assignment_problem,
-    hash_assignment,
-)
+from hpc_train.runtime.rank_assignment import RankAssignment, decide_assignment, hash_assignment
 
 PCI = [f"0000:{bus:02x}:00.0" for bus in (7, 11, 72, 76)]
 BRIDGED = {(0, 2), (1, 3)}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpc_train.checkpoint import load_step
-from hpc_train.checkpoint.convert.rewrite import make_blank_shard
+from hpc_train.checkpoint.convert.tensor_sources import make_blank_shard
 from hpc_train.checkpoint.storage.step_directory import try_read_manifest
 
 RANKS = ["cluster.nodes=2", "cluster.node.ranks=2"]

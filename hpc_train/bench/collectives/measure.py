@@ -43,8 +43,9 @@ from hpc_train.interfaces import Task, World
 from hpc_train.messages import Codec, all_gather_values, broadcast_value
 from hpc_train.placement.fabric import NamedLevel, build_levels
 from hpc_train.placement.node_locations import locate_hosts
+from hpc_train.runtime.arrange_ranks import arrange_ranks
 from hpc_train.runtime.host_info import gather_process_info
-from hpc_train.runtime.rank_assignment import NotPlacedError, arrange_ranks, group_by_node, make_hosts
+from hpc_train.runtime.rank_assignment import NotPlacedError, group_by_node, make_hosts
 from hpc_train.runtime.start import join, leave_process_group, start
 from hpc_train.traffic.rank_groups import bus_factor, groups_of_rank
 

@@ -3,6 +3,7 @@
 No code from a file is run, and every size in it is checked before use.
 
 rewrite             write a step from any source of tensors, in bounded memory
+tensor_sources      the tensors of a committed step, or of a state dict, as such a source
 model_config        config.json of transformers; check that tensors fit a model
 hf_config/          what a config.json says, by families; what published files have beside the weights
 safetensors_files   safetensors: one file, or several with an index

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hpc_train.checkpoint.convert.rewrite import TensorSource
+from hpc_train.checkpoint.convert.tensor_sources import TensorSource
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.config.optim import EmaConfig

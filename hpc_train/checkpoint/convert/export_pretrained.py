@@ -10,7 +10,7 @@ import torch
 
 from hpc_train.checkpoint.convert.formats import safetensors_files
 from hpc_train.checkpoint.convert.formats.torch_files import read_bounded_file
-from hpc_train.checkpoint.convert.rewrite import TensorSource
+from hpc_train.checkpoint.convert.tensor_sources import TensorSource
 from hpc_train.checkpoint.format.hdf5_layout import dtype_name
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.config.model import HfModelConfig

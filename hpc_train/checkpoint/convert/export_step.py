@@ -20,7 +20,8 @@ from hpc_train.checkpoint.convert.merge_adapters import (
 )
 from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, load_model_config, load_run_config
 from hpc_train.checkpoint.convert.quantized_base import add_base, needs_base
-from hpc_train.checkpoint.convert.rewrite import OnBytes, Progress, SavedStepTensors, TensorSource
+from hpc_train.checkpoint.convert.rewrite import OnBytes, Progress
+from hpc_train.checkpoint.convert.tensor_sources import SavedStepTensors, TensorSource
 from hpc_train.checkpoint.format.hdf5_layout import dtype_name, parse_dtype
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.file_system import sync_directory, sync_tree

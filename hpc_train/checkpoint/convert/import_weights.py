@@ -18,14 +18,8 @@ from hpc_train.checkpoint.convert.hf_config.published_files import (
     is_block_scale,
 )
 from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, load_run_config
-from hpc_train.checkpoint.convert.rewrite import (
-    Progress,
-    StateDictTensors,
-    StepMetadata,
-    TensorSource,
-    cut_rows,
-    write_step,
-)
+from hpc_train.checkpoint.convert.rewrite import Progress, StepMetadata, cut_rows, write_step
+from hpc_train.checkpoint.convert.tensor_sources import StateDictTensors, TensorSource
 from hpc_train.checkpoint.storage.step_directory import find_steps, is_weight, mark_weights_only
 from hpc_train.config.compose import compose
 from hpc_train.config.model import ModelConfig

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint.convert.rewrite import OnBytes, TensorSource, make_blank_shard, read_whole_tensors
+from hpc_train.checkpoint.convert.rewrite import OnBytes
+from hpc_train.checkpoint.convert.tensor_sources import TensorSource, make_blank_shard, read_whole_tensors
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.config.adapter import AdapterConfig

@@ -18,7 +18,7 @@ from torch import Tensor
 from hpc_train.checkpoint.convert.formats.safetensors_files import list_weight_files
 from hpc_train.checkpoint.convert.formats.torch_files import open_foreign_file
 from hpc_train.checkpoint.convert.pretrained_weights import PretrainedWeights, WeightsPlan
-from hpc_train.checkpoint.convert.rewrite import TensorSource
+from hpc_train.checkpoint.convert.tensor_sources import TensorSource
 from hpc_train.checkpoint.format.manifest import Manifest
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.step_directory import BASE_DIGEST

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.checkpoint.convert.rewrite import Progress, SavedStepTensors, StepMetadata, cut_rows, write_step
+from hpc_train.checkpoint.convert.rewrite import Progress, StepMetadata, cut_rows, write_step
+from hpc_train.checkpoint.convert.tensor_sources import SavedStepTensors
 from hpc_train.checkpoint.storage.step_directory import mark_bad, read_bad_mark
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep
 from hpc_train.errors import UserError

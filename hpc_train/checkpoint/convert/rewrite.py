@@ -1,6 +1,6 @@
 """Write a step in one process and bounded memory, from tensors read a part at a time, and commit it as a save does.
 
-TensorSource   tensors to read by name and rectangle: a committed step, a state dict, another library's files
+TensorSource   tensors to read by name and rectangle (tensor_sources.py), or another library's files
 cut_rows       cut the tensors over the files
 BlockWriter    write a shard file whose bytes come in any order
 write_step     write and commit the step
@@ -12,15 +12,16 @@ import os
 import resource
 import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from heapq import heapreplace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from hpc_train.checkpoint.convert.tensor_sources import TensorSource, make_blank_shard
 from hpc_train.checkpoint.format.block_digests import (
     BLOCK_BYTES,
     count_blocks,
@@ -32,17 +33,12 @@ from hpc_train.checkpoint.format.hdf5_layout import (
     ALIGNMENT,
     DatasetRow,
     ShardImage,
-    dtype_name,
     make_image,
     parse_dtype,
 )
 from hpc_train.checkpoint.format.manifest import Manifest, ShardFile
 from hpc_train.checkpoint.format.rectangle import Rectangle, split_slabs
 from hpc_train.checkpoint.format.shard_layout import FileLayout, SavedTensor, gather_layouts, make_file_layout
-from hpc_train.checkpoint.load.load_step import check_reads, plan_reads, report_damage
-from hpc_train.checkpoint.load.read_schedule import LoadDestinations
-from hpc_train.checkpoint.load.reader import TensorReader
-from hpc_train.checkpoint.load.verified_reader import ShardReader
 from hpc_train.checkpoint.provenance import Origin
 from hpc_train.checkpoint.save.save_step import commit_step, prepare_directory
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory
@@ -59,96 +55,10 @@ from hpc_train.checkpoint.storage.step_directory import (
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
 
-_OPEN_FILES = 1000
-
 OnBytes = Callable[[int], object]
 """Takes the number of bytes done since the last call."""
 Progress = Callable[[str, int], AbstractContextManager[OnBytes]]
 """Shows progress while its context is open, given a title and the total of bytes."""
-
-
-class TensorSource(Protocol):
-    """Logical tensors whose parts can be read."""
-
-    @property
-    def tensors(self) -> Sequence[SavedTensor]:
-        """The tensors, in the order in which reading them is cheapest."""
-
-    def fill(self, shards: Sequence[TensorShard]) -> None:
-        """Read `local` of every shard. Raises CheckpointError or OSError."""
-
-
-class SavedStepTensors:
-    """Tensors of a committed step, verified block by block as they are read (a TensorSource)."""
-
-    def __init__(self, path: Path, manifest: Manifest, where: str) -> None:
-        self._path, self._manifest, self._where = path, manifest, where
-        self._source = ShardReader(path, manifest)
-        self._open: set[int] = set()
-
-    def __enter__(self) -> SavedStepTensors:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._source.__exit__()
-
-    @property
-    def tensors(self) -> Sequence[SavedTensor]:
-        """All tensors of the step."""
-        return self._manifest.step_layout.tensors
-
-    def fill(self, shards: Sequence[TensorShard]) -> None:
-        """Read the shards as load_step does, in one process."""
-        plan = plan_reads(shards, self._manifest, self._where)
-        self._make_room(set(plan["file"].tolist()))
-        targets = LoadDestinations(shards)
-        report_damage(self._where, lambda: check_reads(plan, self._source, targets))
-        report_damage(self._where, lambda: TensorReader(self._source, shards, targets).run(plan))
-        targets.finish()
-
-    def _make_room(self, files: set[int]) -> None:
-        """Close all files if these would be too many: a step may have more files than a process may open."""
-        # ShardReader opens files when they are first read, and closes them all at its end.
-        if len(self._open | files) > _OPEN_FILES:
-            self._source.__exit__()
-            self._source, self._open = ShardReader(self._path, self._manifest), set()
-        self._open |= files
-
-
-@dataclass(frozen=True)
-class StateDictTensors:
-    """Tensors of a state dict, which may be views of mapped files (a TensorSource)."""
-
-    state: Mapping[str, torch.Tensor]
-    dtypes: Mapping[str, torch.dtype]
-    """The dtype that each tensor is converted to."""
-
-    @property
-    def tensors(self) -> Sequence[SavedTensor]:
-        """The tensors in the order of the state dict."""
-        return [
-            SavedTensor(name, dtype_name(self.dtypes[name]), tuple(tensor.shape)) for name, tensor in self.state.items()
-        ]
-
-    def fill(self, shards: Sequence[TensorShard]) -> None:
-        """Copy the tensors into the shards, converted if the dtype differs."""
-        for shard in shards:
-            spans = zip(shard.offset, shard.local.shape, strict=True)
-            where = tuple(slice(begin, begin + size) for begin, size in spans)
-            shard.local.copy_(self.state[shard.name][where])
-
-
-def make_blank_shard(tensor: SavedTensor, rectangle: Rectangle) -> TensorShard:
-    """Make a shard with uninitialised memory."""
-    dtype = parse_dtype(tensor.dtype)
-    return TensorShard(tensor.name, tensor.shape, dtype, rectangle.offset, torch.empty(rectangle.shape, dtype=dtype))
-
-
-def read_whole_tensors(source: TensorSource, tensors: Sequence[SavedTensor]) -> dict[str, torch.Tensor]:
-    """Read whole tensors into memory; returns them by name."""
-    shards = [make_blank_shard(tensor, tensor.rectangle) for tensor in tensors]
-    source.fill([shard for shard in shards if shard.local.numel()])
-    return {shard.name: shard.local for shard in shards}
 
 
 def cut_rows(tensors: Sequence[SavedTensor], files: int, dim: int) -> list[list[DatasetRow]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,9 +32,6 @@ from hpc_train.checkpoint.load.verified_reader import ShardReader
 from hpc_train.checkpoint.storage.file_system import allocate_pages
 from hpc_train.interfaces import World
 from hpc_train.runtime.consensus import report_lost_ranks
-
-if TYPE_CHECKING:
-    pass
 
 EXCHANGE_BYTES = 16 << 20
 """Approximate bytes that a rank reads, sends and receives in a round; at least one cell."""

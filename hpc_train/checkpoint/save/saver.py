@@ -25,18 +25,13 @@ import torch.distributed as dist
 from hpc_train.checkpoint.errors import CheckpointError, format_error
 from hpc_train.checkpoint.provenance import Origin
 from hpc_train.checkpoint.save.incremental import IncrementalWriter
+from hpc_train.checkpoint.save.layout_cache import LayoutCache
 from hpc_train.checkpoint.save.local_stage import LocalFile, LocalStage
-from hpc_train.checkpoint.save.save_step import (
-    LayoutCache,
-    SaveResult,
-    StagedStep,
-    complete_copy,
-    stage_step,
-    write_and_commit,
-)
+from hpc_train.checkpoint.save.save_step import SaveResult, StagedStep, complete_copy, stage_step, write_and_commit
 from hpc_train.checkpoint.save.shard_file import ShardStager
-from hpc_train.checkpoint.save.shared_file import WriterGroup, WriterSharing, make_section, make_writer_group
+from hpc_train.checkpoint.save.shared_file import make_section
 from hpc_train.checkpoint.save.tensor_copy import TensorCopy
+from hpc_train.checkpoint.save.writer_group import WriterGroup, WriterSharing, make_writer_group
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory
 from hpc_train.checkpoint.storage.lock import Lock
 from hpc_train.checkpoint.storage.step_directory import step_path

@@ -6,10 +6,6 @@ Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", ar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass

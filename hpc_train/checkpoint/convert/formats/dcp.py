@@ -37,7 +37,7 @@ from hpc_train.checkpoint.convert.formats.torch_pickle import (
     parse_shape,
     parse_strided_tensor,
 )
-from hpc_train.checkpoint.convert.rewrite import TensorSource, read_whole_tensors
+from hpc_train.checkpoint.convert.tensor_sources import TensorSource, read_whole_tensors
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.hdf5_layout import dtype_name, parse_dtype
 from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage, forms_grid

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_train.checkpoint.convert.formats.torch_files import open_foreign_file, read_bounded_json
-from hpc_train.checkpoint.convert.rewrite import TensorSource, read_whole_tensors
+from hpc_train.checkpoint.convert.tensor_sources import TensorSource, read_whole_tensors
 from hpc_train.checkpoint.format.hdf5_layout import parse_dtype
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.errors import UserError
