@@ -103,6 +103,7 @@ def write_private_file(path: Path, text: str) -> None:
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
         beside.replace(path)
+    # BaseException, so that Ctrl-C leaves no temporary file either.
     except BaseException:
         with suppress(OSError):
             beside.unlink()

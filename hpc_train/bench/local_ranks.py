@@ -40,6 +40,7 @@ def postpone_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+    # Deliver the postponed signal to the handler that was installed before.
     if arrived:
         signal.raise_signal(signal.SIGTERM)
 

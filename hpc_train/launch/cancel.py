@@ -324,6 +324,7 @@ def _signal_ranks(begun: AttemptStart, number: signal.Signals) -> None:
     if begun.launcher == "local":
         processes = _child_processes(begun.process)
     else:
+        # SIGUSR1, which asks ranks for their stacks, would end a launcher that does not handle it.
         processes = [begun.process] if number == signal.SIGKILL else []
     for process in processes:
         with suppress(ProcessLookupError):
@@ -371,6 +372,7 @@ def _kill_local_processes(facts: RunFacts) -> None:
     if begun is not None and is_process_alive(begun.process, begun.started, begun.machine):
         with suppress(ProcessLookupError):
             if begun.launcher == "local":
+                # The controller leads a session of its own, so its ranks die with its process group.
                 os.killpg(begun.process, signal.SIGKILL)
             else:
                 os.kill(begun.process, signal.SIGKILL)

@@ -75,6 +75,7 @@ class StackRequest:
         places: dict[int, _Frame | None] = {}
         while True:
             for task in self._tasks:
+                # An answer is complete once its innermost frame can be read; others are read again.
                 if places.get(task) is None:
                     places[task] = _innermost_frame(_log_path(self._logs, task), self._sizes[task])
             if time.monotonic() > deadline or all(place or task in unable for task, place in places.items()):

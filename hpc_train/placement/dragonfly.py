@@ -84,6 +84,7 @@ def _count_pair_loads(pattern: MessagePattern, level: FabricLevel, order: NDArra
     """Return [groups, groups]: messages from one group to another; 0 within a group."""
     count, group = len(level.uplink), level.group[order]
     if isinstance(pattern, CountedPairs):
+        # Members of each row in each group: the product of two columns counts the pairs between two groups.
         members = np.zeros((len(pattern.copies), count))
         np.add.at(members, (pattern.row, group[pattern.position]), pattern.members)
         load = (members * pattern.copies[:, None]).T @ members

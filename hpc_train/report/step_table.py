@@ -86,6 +86,7 @@ def _read_attempts(attempts: Sequence[tuple[int, list[Path]]], newest: int | Non
         return None
     first = min(extent[0] for extent in found) - 1 if newest is not None else 0
     last, ranks = max(extent[1] for extent in found), max(extent[2] for extent in found) + 1
+    # Steps per bin, rounded up, so that there are at most MAX_BINS bins.
     width = -(-max(last - first, 1) // MAX_BINS)
     grid = _Grid(ranks, first, width, -(-(last - first) // width))
     for (_, files), extent in zip(attempts, extents, strict=True):

@@ -180,6 +180,7 @@ def read_beats(logs: Path) -> list[Beat]:
 def _read_entries(folder: Path, tasks: list[int]) -> Iterator[Beat]:
     for task in tasks:
         with suppress(OSError, ValueError, struct.error):
+            # Read without mapping: a file that is truncated meanwhile would end a reader of mapped memory by SIGBUS.
             descriptor = os.open(folder / str(task), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 version, phase, process, step, counter, nanoseconds = _LAYOUT.unpack(

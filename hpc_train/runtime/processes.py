@@ -48,6 +48,7 @@ def install_stop_handlers() -> StopRequest:
     request = StopRequest()
 
     def handler(number: int, _frame: FrameType | None) -> None:
+        # Only a second Ctrl-C; one after another stop signal is the first.
         if number == signal.SIGINT and request.signal_name == "SIGINT":
             raise KeyboardInterrupt
         request.ask(signal.Signals(number).name)

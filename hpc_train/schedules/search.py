@@ -50,6 +50,7 @@ class PartTimes:
         forward[0] += self.before
         forward[-1] += self.after
         inputs, weights = ([value * factor for value in forward] for factor in (self.inputs, self.weights))
+        # The right side is evaluated before the assignment.
         inputs[0], weights[0] = 0.0, inputs[0] + weights[0]
         return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), self.communication)
 

@@ -89,12 +89,14 @@ def held_elements(weights: Iterable[Weight], how: Splitting) -> int:
 def held_elements_of(weight: Weight, how: Splitting) -> int:
     """Count the elements of one parameter; see held_elements."""
     rows, others = weight.shape[0], math.prod(weight.shape[1:])
+    # Key and value heads that tp does not divide are whole on every rank: no branch applies to them.
     if weight.split == "outputs" or (weight.split == "heads" and how.heads % how.tp == 0):
         rows //= how.tp
     elif weight.split == "vocabulary" and how.vocabulary:
         rows = -(-rows // how.tp)
     elif weight.split == "inputs":
         others //= how.tp
+    # fully_shard pads the rows to a multiple of the shards; -(-a // b) rounds a / b up.
     return -(-rows // how.shards) * how.shards * others
 
 

@@ -158,6 +158,7 @@ def digest_scattered_blocks(memory: Iterable[Any]) -> list[int]:
     state, missing = None, 0
     for data in memory:
         at, end = 0, len(data)
+        # Complete the block that the buffers before have begun.
         if state is not None:
             at = min(missing, end)
             state.update(data if at == end else memoryview(data)[:at])
@@ -166,6 +167,7 @@ def digest_scattered_blocks(memory: Iterable[Any]) -> list[int]:
                 continue
             found.append(state.intdigest())
             state = None
+        # Whole blocks of this buffer are hashed in one call, the rest begins the next block.
         whole_blocks = (end - at) // BLOCK_BYTES * BLOCK_BYTES
         if whole_blocks:
             found += digest_blocks(memoryview(data)[at : at + whole_blocks])

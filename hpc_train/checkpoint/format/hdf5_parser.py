@@ -232,6 +232,7 @@ def _messages(file: _File, address: int) -> Iterator[tuple[int, _Cursor]]:
     version, flags = cursor.numbers(2, 1)
     if version != 2:
         raise CheckpointError("its HDF5 structure has a header of another kind")
+    # Optional fields: times (bit 5) and limits of attribute storage (bit 4). Bits 0 and 1 give the width of the size.
     skipped = 16 * bool(flags & 0x20) + 4 * bool(flags & 0x10)
     cursor.bytes(skipped)
     size = cursor.number(1 << (flags & 3))
@@ -241,6 +242,7 @@ def _messages(file: _File, address: int) -> Iterator[tuple[int, _Cursor]]:
     while parts:
         at, size, signature = parts.pop(0)
         cursor = file.cursor(at, size, signature)
+        # A continuation block ends with a checksum of 4 bytes; the first part does not contain its checksum.
         while cursor.left >= head + 4 * bool(signature):
             kind, length = cursor.number(1), cursor.number(2)
             cursor.bytes(head - 3)
@@ -333,6 +335,7 @@ def _fixed_array(file: _File, address: int, count: int) -> tuple[ParsedChunk, ..
     if version or client != 1 or not 13 <= width <= 20 or number != count or bits > 30 or count * width > file.size:
         raise CheckpointError("its HDF5 structure has an index of chunks of another kind")
     file.cursor(block, 14, b"FADB")
+    # A large array is stored in pages, each followed by a checksum of 4 bytes; a bitmap of used pages comes first.
     page, at = 1 << bits, block + 14
     if count <= page:
         return _chunks(file.cursor(at, count * width), count, width)

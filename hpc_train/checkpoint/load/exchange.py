@@ -193,6 +193,7 @@ class Exchange:
         low, high = np.searchsorted(self.cells, round_cells[0]), np.searchsorted(self.cells, round_cells[-1], "right")
         strips, cells = self.strips[low:high], self.cells[low:high]
         owners = this_round.owners[np.searchsorted(round_cells, cells)]
+        # The owner answers requests in the order in which they were sent, so the answers need no labels.
         requests, number_of_ranks = self._exchange_requests(strips, cells, owners)
         packed, lengths = self._pack(this_round, requests, number_of_ranks, memory, sent)
         expected = np.bincount(owners, strip_sizes(strips), self.world.size).astype(np.int64)

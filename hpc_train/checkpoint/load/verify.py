@@ -216,6 +216,7 @@ def _check_span(path: Path, manifest: Manifest, span: _BlockSpan) -> Problem | N
 
 def _first_wrong_block(path: Path, first: int, table: BlockDigests) -> int | None:
     """Return the index of the first damaged block; None if there is none. first: index of the table's first block."""
+    # mmap gives page-aligned memory, which is reused for all chunks.
     buffer = memoryview(mmap.mmap(-1, _CHUNK))
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         for begin in range(0, len(table), _CHUNK // BLOCK_BYTES):

@@ -224,6 +224,7 @@ def _write_chunks(
     begun: Future[None] | None = None
 
     def put(span: _ChunkSpan, data: memoryview) -> None:
+        # `begin` reserves the space of the file: no write may come before it, and its error must stop all writes.
         if begun is not None:
             begun.result()
         write_at_offset(file, data, at + span[0])
@@ -275,6 +276,7 @@ def _write_ahead(
             data, digests = get(span)
             found += digests
             writing.append(pool.submit(put, span, data))
+            # Also collect writes that are already done, so that an error shows at once.
             while writing and (writing[0].done() or len(writing) > _AHEAD):
                 writing.popleft().result()
         on_digests(found)

@@ -156,8 +156,10 @@ def _open_unnamed(directory: Path, flags: int) -> int:
     try:
         return os.open(directory, flags | os.O_TMPFILE, 0o600)
     except OSError as error:
+        # These three errors mean that the file system or the kernel has no O_TMPFILE.
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
             raise
+    # Opened again, because mkstemp takes no flags such as O_DIRECT.
     descriptor, path = tempfile.mkstemp(prefix="hpc_train-stage-", dir=directory)
     try:
         return os.open(path, flags)

@@ -327,6 +327,7 @@ def _reserves(path: Path) -> bool:
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        # Python only offers posix_fallocate, whose emulation succeeds on every file system.
         if fallocate(descriptor, 0, 0, PAGE_BYTES) == 0:
             return True
         number = ctypes.get_errno()

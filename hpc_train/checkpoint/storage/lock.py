@@ -288,6 +288,7 @@ def _one_remover(directory: Path) -> Iterator[None]:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
+            # The directory is locked, not the lock file: that is the file that may be removed.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

@@ -136,6 +136,7 @@ class PartFile:
         starts = np.fromfile(self.starts, np.int64)
         for begin in range(0, len(tokens), slice_tokens):
             end = min(begin + slice_tokens, len(tokens))
+            # Documents that start in this slice; `starts` is ascending.
             first, last = np.searchsorted(starts, [begin, end])
             yield TokenBlock(
                 tokens[begin:end], starts[first:last] - begin, None if counted is None else counted[begin:end]

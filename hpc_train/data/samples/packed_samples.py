@@ -67,6 +67,7 @@ def pack_pieces(lengths: Indices, sequence_length: int) -> Indices:
     """
     ends = np.cumsum(lengths)
     first, done = [0], 0
+    # `done` is the number of tokens before the current sample; a binary search finds where it is full.
     while first[-1] < len(lengths):
         first.append(int(np.searchsorted(ends, done + sequence_length, side="right")))
         done = int(ends[first[-1] - 1])

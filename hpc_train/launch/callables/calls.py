@@ -90,6 +90,7 @@ def write_private(data: bytes, path: Path) -> None:
     """Replace `path` by a file with `data`, mode 0600."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
+        # Private from the first moment: the file is a pickle, which whoever reads it executes.
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
         beside.replace(path)

@@ -307,6 +307,7 @@ class JobProcesses:
     def _watch_clock(self) -> None:
         now = time.monotonic()
         due = self._deadline - self._program.notice
+        # Escalate: ask to save, then SIGTERM at the time limit, then SIGKILL after a grace period.
         if now > due and not self._asked_to_stop and self._program.notice < self._program.seconds:
             self._asked_to_stop = True
             self._signal_ranks(signal.SIGUSR2)
@@ -343,6 +344,7 @@ class JobProcesses:
                     os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
+        # A rank that failed before the kill keeps its own exit code.
         self._code = self._code if self._code is not None else -signal.SIGKILL
 
     def wait(self) -> int:

@@ -277,6 +277,7 @@ def _follow_until_end(
         if stop.requested and not forwarded:
             forwarded = True
             output.print_message(f"{stop.signal_name}: asking the ranks to save and stop")
+            # SIGUSR2 to the controller, which asks its ranks to stop at the same step.
             process.send_signal(signal.SIGUSR2)
         time.sleep(_POLL_SECONDS)
     follower.show()

@@ -80,6 +80,7 @@ def end_stuck_srun(logs: Path, job: str, srun: int, reports: AgentReports) -> No
 
     Unlike an srun whose ranks have run it is killed, because it might still start them during the next attempt.
     """
+    # First the ranks, in case srun has started some of them meanwhile.
     kill_ranks(job, reports)
     with suppress(ProcessLookupError):
         os.kill(srun, signal.SIGKILL)

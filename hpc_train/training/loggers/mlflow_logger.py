@@ -97,6 +97,7 @@ def _hold_lock(folder: Path) -> Iterator[None]:
     deadline = time.monotonic() + _LOCK_SECONDS
     while time.monotonic() < deadline:
         try:
+            # mkdir is atomic on every file system; locks are missing on some.
             folder.mkdir()
             break
         except FileExistsError:

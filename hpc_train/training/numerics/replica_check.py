@@ -74,6 +74,7 @@ def probe_rounding(device: torch.device) -> int:
 
     The order in which a device adds up a norm, its fused operations and its matrix products are what may differ.
     """
+    # Made on the CPU, so that all devices start from the same bits.
     values = (torch.arange(1 << 20, dtype=torch.float32) % 9973 + 1).div_(7919).to(device)
     moment = values.lerp(values.square(), 0.1)
     update = torch.addcdiv(values, moment, moment.sqrt().add_(1e-8), value=-1e-3)

@@ -147,6 +147,7 @@ class MetricsTextFile:
                 with suppress(OSError):
                     self._path.unlink(missing_ok=True)
                 return
+            # Only the newest text is written: a slow folder makes the thread skip some.
             text, self._text = self._text, None
             if text is not None:
                 self._replace(text)
