@@ -165,6 +165,7 @@ class Codec:
                 raise MessageError("columns of different lengths")
             return list(map(self._classes[content[0]], *columns))
         if kind == "few":
+            # Each different value once, and for every element the index of its value.
             different = self._decode_sequence(content[0][0], content[0][1], data)
             if set(map(type, content[1])) != {int} or min(content[1]) < 0:
                 raise MessageError("an invalid index")

@@ -81,6 +81,7 @@ def choose_writers(shards: list[TensorShard], first_writes: frozenset[str], worl
         return shards
     own = np.array([_hash_rectangle(shard) for shard in shards], dtype=np.int64)
     holders = _find_holders(own, world)
+    # Holders of the same rectangles sort them alike (size, then hash), so they deal them out alike without a message.
     order = sorted(range(len(shards)), key=lambda at: (-shards[at].local.numel(), own[at]))
     dealt: dict[bytes, int] = defaultdict(int)
     chosen = list(shards)

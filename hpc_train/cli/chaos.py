@@ -62,6 +62,7 @@ def chaos_command(run: Path, plan_file: Path, seed: int) -> int:
     if plan.mttf_seconds is None:
         return 0
     end = time.monotonic() + 60 * plan.minutes if plan.minutes is not None else float("inf")
+    # Exponential times between faults, as if faults were independent of each other.
     due = time.monotonic() + draw.expovariate(1 / plan.mttf_seconds)
     while time.monotonic() < end:
         attempts = read_attempts(run)

@@ -195,6 +195,7 @@ def _map_megatron(index: Path) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]
         if size != _MEGATRON_HEADER.size + 12 * sequences + 8 * documents:
             raise UserError(f"{index} is cut short: {sequences:,} sequences and {documents:,} documents need more")
         file.seek(_MEGATRON_HEADER.size)
+        # After the header: the length and the place of every sequence, then the first sequence of every document.
         lengths = np.frombuffer(file.read(4 * sequences), "<i4").astype(np.int64)
         places = np.frombuffer(file.read(8 * sequences), "<i8")
         bounds = np.frombuffer(file.read(8 * documents), "<i8")
@@ -206,6 +207,7 @@ def _map_megatron(index: Path) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
         raise UserError(f"{index}: its documents are not consecutive sequences: write the data set again")
     tokens = _map_raw(index.with_suffix(".bin"), dtype, 0, int(ends[-1]) if sequences else 0)
+    # Documents without sequences have no first token and are left out.
     starts = begins[bounds[:-1][np.diff(bounds) > 0]]
     return tokens, starts
 

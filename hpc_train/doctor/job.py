@@ -45,6 +45,7 @@ def check_job(config: RunConfig, identity: ProcessIdentity, env: Mapping[str, st
 
     Rank 0 has the findings, and so has a rank that cannot connect to the others.
     """
+    # One process of each node checks the machine.
     per_node = -(-identity.processes // identity.nodes)
     findings = check_machine(config, env, identity.host, identity.nodes, per_node) if identity.local == 0 else []
     try:

@@ -190,10 +190,12 @@ class Router(nn.Module):
         logits = self.gate(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.softmax(-1) if config.gate == "softmax" else logits.sigmoid()
+        # The bias only affects the choice; the weights come from the unbiased scores, through which gradients flow.
         biased = scores.detach()
         chosen = self.choice(biased + self.bias.to(biased.dtype) if config.balance_bias else biased)
         weights = scores.gather(-1, chosen)
         if config.normalise:
+            # Sigmoid scores may all be 0; the epsilon is that of DeepSeek-V3's code, so that the numbers agree.
             weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if config.gate == "sigmoid" else 0.0))
         weights = weights * config.scale
         all_chosen = self.sequences.gather(chosen) if config.capacity_factor or config.balance_loss else chosen

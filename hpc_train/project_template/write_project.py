@@ -48,6 +48,7 @@ def write_project(folder: str) -> NewProject:
             file = beside / path.replace(_PLACEHOLDER, name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text.replace(_PLACEHOLDER, name), encoding="utf-8")
+        # mkdtemp makes a private folder; the project gets the permissions of any new folder.
         beside.chmod(0o777 & ~_get_umask())
         beside.rename(target)
     except OSError:

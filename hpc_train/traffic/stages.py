@@ -242,6 +242,7 @@ def stage_parts(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0)
     )
     sizes, last = tuple(pipeline.blocks or _stage_sizes(costs, len(placement))), len(placement) - 1
     split = stage_split_backwards(pipeline, pp, micro_batches) if micro_batches else (0,) * len(placement)
+    # Layers with and without windows alternate with this period, so a stage must know where in it it begins.
     begins, period = [0, *accumulate(sizes)], get_window_period(config.model) or 1
     parts = [
         StagePart(

@@ -222,6 +222,7 @@ def hand_written_steps(
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_norm or float("inf"))
             optimizer.step()
             optimizer.zero_grad()
+            # Read inside the trace: on a GPU this waits for the step.
             value = loss.item()
         yield value
 

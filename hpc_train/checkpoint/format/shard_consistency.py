@@ -162,6 +162,7 @@ def _check_place(row: ExpectedDataset, dataset: ParsedDataset, parts: PartTable 
         spans = list(iterate_chunk_spans(dataset.shape, dataset.itemsize, dataset.chunk, len(dataset.chunks)))
         stored = [(chunk.at, chunk.stored, chunk.mask) for chunk in dataset.chunks]
         chunk_bytes = prod(dataset.chunk) * dataset.itemsize
+    # The parts of a dataset are consecutive, because parts are in the order of the image.
     first = int(np.searchsorted(parts["begin"], row.place))
     found, forms = [], set()
     for begin, length, at, stored_bytes, inflated, item in parts[first : first + len(spans)].tolist():

@@ -100,6 +100,7 @@ def make_io_vector(rest: deque[CopyRun], low: int, high: int, between: memoryvie
             found.append(between[at - low : begin - low])
             at = begin
         stop = end if end < high else high
+        # A view of the tensor's memory, which the caller keeps alive; a memoryview would cost several times as much.
         found.append((c_ubyte * (stop - at)).from_address(base + at))
         at = stop
         if len(found) > _MOST_BUFFERS:

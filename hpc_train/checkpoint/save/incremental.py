@@ -308,6 +308,7 @@ def write_delta(
         file, layout = write_shard(directory, name, shard, policy)
         older = record_written_file(directory, file, delta.step, sum(row.bytes for row in layout.rows))
         return StoredStep(((file, layout),), runs | _runs_in_whole_file(delta, older))
+    # The second group, unchanged runs that are written again, may be missing.
     for group, file_name in zip(delta.written_groups(), (name, unchanged_file_name(name)), strict=False):
         file, layout = _write_runs(delta, group, directory / file_name, shard, policy, cache)
         file = replace(file, name=file_name)

@@ -90,6 +90,7 @@ class Supervisor:
         self._probe = NodeProbe(lambda host: start_probe(host, self._nodes))
         self._growth = GrowthCheck(self._run, self._nodes, float(resilience["elastic"]["grow_seconds"]))
         ranks = count_ranks_per_node(read_json(self._run / "job.json"))
+        # Ranks are known by task here: a rank map exists only once they have met.
         hosts = list_task_hosts(self._nodes, [ranks] * len(self._nodes), os.environ)
         self._response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1), hosts)
         self._failures = PeerFailures(SrunErrors(logs / SRUN_ERRORS))

@@ -92,6 +92,7 @@ class ReplicatedModel:
             with nullcontext() if last else self.module.no_sync():
                 yield
             if last:
+                # What follows is waiting for the collectives of the last buckets.
                 self._hook.clock.end_backward()
         except RuntimeError as error:
             explained = _explain_error(error, self.module.module)

@@ -85,6 +85,7 @@ def _split_layers(
             from hpc_train.parallel.tensor.expert_layers import split_mixture
 
             split_mixture(name, module, axis, layouts)
+    # Column-parallel layers of one parent have the same input, which is then gathered once for all of them.
     for parent, group in groups.items():
         layers.split_columns(part.get_submodule(parent), group, axis, asynchronous, layouts)
 

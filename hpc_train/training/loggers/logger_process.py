@@ -98,6 +98,7 @@ class LoggerProcess:
         seconds = min(self._close_seconds, _SECONDS_AFTER_AN_ERROR) if failed else self._close_seconds
         deadline = began + seconds
         while self._waiting and self._process.poll() is None and (left := deadline - time.monotonic()) > 0:
+            # Wait until the pipe has room again; the process may also end meanwhile.
             select.select([], [self._pipe], [], min(left, 0.1))
             if not self._write():
                 return
