@@ -69,7 +69,7 @@ def note_fork() -> None:
     execnet's receiver, which each pytest-xdist worker has, is no `threading.Thread` and takes no lock of ours.
     """
     if others := _other_threads() - _reported:
-        _threads_at_forks.append(", ".join(sorted(it.name for it in others)))
+        _threads_at_forks.append(", ".join(sorted(thread.name for thread in others)))
 
 
 def record_surroundings() -> Surroundings:
@@ -101,19 +101,19 @@ def list_leftovers(before: Surroundings, may_fork: bool = False) -> list[str]:
 
 
 def _running(before: Surroundings) -> list[str]:
-    threads = [f"thread {it.name}" for it in _other_threads() - before.threads]
-    return [*threads, *(f"process {it}" for it in _new_processes(before))]
+    threads = [f"thread {thread.name}" for thread in _other_threads() - before.threads]
+    return [*threads, *(f"process {process}" for process in _new_processes(before))]
 
 
 def _other_threads() -> frozenset[threading.Thread]:
     # A _DummyThread stands for a thread that Python did not start: execnet's, or one of a library in C.
     dummies = threading._DummyThread  # type: ignore[attr-defined]
     return frozenset(
-        it
-        for it in threading.enumerate()
-        if it is not threading.main_thread()
-        and not isinstance(it, dummies)
-        and not any(name in it.name for name in ALLOWED_THREADS)
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+        and not isinstance(thread, dummies)
+        and not any(name in thread.name for name in ALLOWED_THREADS)
     )
 
 
@@ -148,7 +148,7 @@ def _new_processes(before: Surroundings) -> list[str]:
 def _folders() -> list[str]:
     found = []
     for folder, subfolders, _ in os.walk(CHECKOUT):
-        subfolders[:] = [it for it in subfolders if it not in _NOT_SEARCHED and not it.endswith(".egg-info")]
+        subfolders[:] = [name for name in subfolders if name not in _NOT_SEARCHED and not name.endswith(".egg-info")]
         found.append(folder)
     return found
 

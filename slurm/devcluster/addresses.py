@@ -23,18 +23,19 @@ def host_address(network: int) -> str:
 
 
 def management(network: int, node: str) -> str:
-    """Address of the node's eth0: Slurm's own traffic."""
+    """Return the address of the node's eth0, which carries Slurm's own traffic."""
     return f"198.18.{network}.{number(node)}"
 
 
 def data(network: int, node: str) -> str:
-    """Address of the node's hsn0: the high-speed network."""
+    """Return the address of the node's hsn0, on the high-speed network."""
     return f"198.19.{network}.{number(node)}"
 
 
 def hardware(address: str) -> str:
-    """MAC of the interface with this IPv4 address. A node that is booted again keeps it, or its peers would send to the
-    old one until their ARP entries expire, which outlasts Slurm's job credentials.
+    """Return the MAC address for the interface with this IPv4 address. A node that is booted again keeps its MAC:
+    otherwise its peers would send to the old one until their ARP entries expire, which takes longer than Slurm's job
+    credentials last.
     """
     return "02:00:" + ":".join(f"{int(part):02x}" for part in address.split("."))
 
@@ -44,7 +45,7 @@ def number(node: str) -> int:
 
 
 def free_ports(network: int, count: int) -> list[int]:
-    """TCP ports for daemons on the host, below the ephemeral range so that no client socket takes one first."""
+    """Find TCP ports for daemons on the host, below the ephemeral range so that no client socket takes one first."""
     first = 28800 + 100 * network
     found = [port for port in range(first, first + 100) if _is_free(port)]
     if len(found) < count:

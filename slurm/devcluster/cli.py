@@ -41,7 +41,8 @@ with every job. Clusters in different directories do not disturb each other.
 """
 
 LONGEST_SOCKET = 107
-"""Characters of a path in sockaddr_un (unix(7)); jobs would be requeued for ever without a word to their user."""
+"""Most characters of a path in sockaddr_un (unix(7)). With longer ones jobs would be requeued for ever, without a
+message to their user."""
 
 
 def main() -> int:
@@ -62,7 +63,7 @@ def main() -> int:
 
 
 def interrupt(_number: int, _frame: FrameType | None) -> None:
-    """Any polite end takes the same way as Ctrl-C, so that `up` cleans up behind it."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C, so that an interrupted `up` cleans up."""
     raise KeyboardInterrupt
 
 

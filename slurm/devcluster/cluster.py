@@ -18,7 +18,7 @@ DOWN = 3
 
 
 def up(state: State, options: Options, may_install: bool) -> None:
-    """Start the cluster and wait until every node is idle; a failure on the way takes all of it back."""
+    """Start the cluster and wait until every node is idle; if anything fails, all of it is stopped again."""
     if state.is_up() and len(state.dead()) == len(state.processes):
         down(state)  # the machine was restarted
     if state.is_up():
@@ -69,7 +69,7 @@ def start(state: State) -> None:
 
 
 def down(state: State) -> None:
-    """Stop everything `up` started and remove all but the logs; also after a crash, and when nothing is up."""
+    """Stop everything `up` started and remove all but the logs. It also works after a crash, and when nothing is up."""
     for name in reversed(state.options.node_names()):
         nodes.kill(state, name)
     relays = [name for name in state.processes if name.endswith("-relay")]

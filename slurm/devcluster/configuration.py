@@ -117,7 +117,9 @@ def topology(options: Options) -> str:
 
 
 def fake_gpus(root: Path, options: Options) -> str:
-    """Device files with NVIDIA's numbers: no driver answers, but Slurm can count, name and fence them."""
+    """Make device files with NVIDIA's device numbers and return gres.conf. No driver answers, but Slurm can count, name
+    and constrain them.
+    """
     (root / "dev").mkdir(exist_ok=True)
     for index in range(options.gpus_per_node):
         device = os.makedev(NVIDIA_DEVICE_MAJOR, index)

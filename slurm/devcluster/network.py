@@ -39,7 +39,7 @@ def has_own_network(process: Process) -> bool:
 
 
 def fabric_links(leaves: int, mtu: int) -> list[str]:
-    """`ip` commands for the bridges, and for the cable from each leaf (up<k>) to the spine (down<k>)."""
+    """Return the `ip` commands for the bridges, and for the cable from each leaf (up<k>) to the spine (down<k>)."""
     lines = ["link set lo up"]
     for bridge in ("management", "spine", *(f"leaf{k}" for k in range(1, leaves + 1))):
         lines += [f"link add {bridge} type bridge", f"link set {bridge} up"]
@@ -53,7 +53,9 @@ def fabric_links(leaves: int, mtu: int) -> list[str]:
 
 
 def connect_host(fabric: Process) -> int:
-    """Lay the cable to the host; the kernel refuses a name in use, which makes the choice safe between clusters."""
+    """Make the link to the host and return the cluster's number. The kernel refuses a name in use, so two clusters
+    never take the same number.
+    """
     for network in range(addresses.CLUSTERS):
         peer = ("peer", "name", "host", "netns", fabric.pid)
         if succeeds("ip", "link", "add", addresses.host_device(network), "type", "veth", *peer):
@@ -62,7 +64,7 @@ def connect_host(fabric: Process) -> int:
 
 
 def stop_fabric(state: State) -> None:
-    """The kernel removes the fabric's devices, the host's end among them, a moment after its process."""
+    """Stop the fabric. The kernel removes its devices, and the host's end, a moment after the process has ended."""
     if not state.alive("fabric"):
         return
     device = addresses.host_device(state.network)

@@ -1,4 +1,4 @@
-"""Compute nodes: a set of namespaces (pid, net, uts, mount, ipc) each, with one real slurmd in it.
+"""Compute nodes: each is a set of namespaces (pid, net, uts, mount, ipc) with one real slurmd in it.
 
 A node has a hostname, addresses, a process table, /dev/shm and scratch of its own; the rest of the file system is
 shared, as on a cluster with a parallel file system. SIGKILL of its first process is a power loss: the kernel kills all
@@ -52,7 +52,9 @@ def slurm_states(state: State) -> dict[str, str]:
 
 
 def change(state: State, verb: str, node: str) -> None:
-    """One of VERBS on one node."""
+    """Apply one of VERBS to one node. Raises ClusterError if there is no such node, or if it is not in a state for
+    that.
+    """
     if node not in state.options.node_names():
         raise ClusterError(f"no node {node}: there are {', '.join(state.options.node_names())}")
     if verb == "kill":

@@ -1,4 +1,4 @@
-"""What `up` can be asked for."""
+"""The options of `up`."""
 
 from __future__ import annotations
 
@@ -50,12 +50,14 @@ class Options:
         return [f"node{number}" for number in range(1, self.nodes + 1)]
 
     def leaves(self) -> list[list[str]]:
-        """Names of the nodes under each leaf switch, as even as they can be; one leaf when there are no switches."""
+        """Return the names of the nodes under each leaf switch, distributed as evenly as possible; one leaf when there
+        are no switches.
+        """
         count = max(1, self.switches)
         cuts = [round(k * self.nodes / count) for k in range(count + 1)]
         names = self.node_names()
         return [names[low:high] for low, high in pairwise(cuts)]
 
     def leaf_of(self, node: str) -> int:
-        """Number (from 1) of the leaf switch above `node`."""
+        """Return the number (from 1) of the leaf switch above `node`."""
         return next(number for number, names in enumerate(self.leaves(), 1) if node in names)

@@ -21,7 +21,7 @@ def needed(options: Options) -> tuple[str, ...]:
 
 
 def install(wanted: Sequence[str], allowed: bool = True) -> None:
-    """Install what is missing; without `allowed`, say what that is."""
+    """Install the packages that are missing. Raises ClusterError that lists them if installing is not `allowed`."""
     absent = missing(wanted)
     if not absent:
         return

@@ -16,7 +16,7 @@ DAEMON_ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"
 
 
 class ClusterError(Exception):
-    """Something the user has to know or mend; the command line prints it without a traceback."""
+    """An error that the user can correct; the command line prints it without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Process:
 
 
 def start_tick(pid: int) -> int | None:
-    """Clock ticks since boot at which `pid` started; None when it is gone or a zombie."""
+    """Return the clock ticks since boot at which `pid` started; None if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -53,7 +53,9 @@ def start_tick(pid: int) -> int | None:
 
 
 def run(*command: object, check: bool = True, text: str = "", env: Mapping[str, str] | None = None) -> str:
-    """Run to the end with `text` on stdin and return stdout; a failure shows the command and what it said."""
+    """Run a command to its end with `text` on stdin and return stdout. Raises ClusterError with the command and its
+    output if it fails.
+    """
     argv = [str(word) for word in command]
     done = subprocess.run(argv, text=True, capture_output=True, input=text, env=env, check=False)
     if check and done.returncode:
@@ -103,7 +105,7 @@ def wait_for(
     log: Path | None = None,
     process: Process | None = None,
 ) -> None:
-    """Poll `ready`; after `seconds`, or once `process` is dead, fail with the end of `log`."""
+    """Poll `ready`. Raises ClusterError with the end of `log` after `seconds`, or once `process` is dead."""
     end = time.monotonic() + seconds
     while not ready():
         if process is not None and not process.alive():
@@ -114,14 +116,14 @@ def wait_for(
 
 
 def tail(log: Path | None) -> str:
-    """The last lines of a log, for an error message."""
+    """Return the last lines of a log, for an error message."""
     if log is None or not log.exists():
         return ""
     return "".join(f"\n  {line}" for line in log.read_text(errors="replace").splitlines()[-8:])
 
 
 def only_child(parent: int, what: str) -> int:
-    """Pid of the child of a forking wrapper such as unshare or nsenter."""
+    """Return the pid of the child of a forking wrapper such as unshare or nsenter."""
     children = Path(f"/proc/{parent}/task/{parent}/children")
     end = time.monotonic() + 10
     while time.monotonic() < end:
@@ -136,5 +138,5 @@ def only_child(parent: int, what: str) -> int:
 
 
 def enter(process: Process, namespaces: str = "muinp") -> list[str]:
-    """Command prefix that runs the rest inside namespaces of `process` (nsenter's letters)."""
+    """Return the command prefix that runs the rest inside `namespaces` (nsenter's option letters) of `process`."""
     return ["nsenter", "-t", str(process.pid), *(f"-{letter}" for letter in namespaces)]

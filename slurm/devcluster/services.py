@@ -72,7 +72,7 @@ def start_mariadb(state: State) -> None:
 
 
 def add_accounting(*what: str, state: State) -> None:
-    """`sacctmgr add`; that slurmctld or slurmdbd added it first is fine."""
+    """Run `sacctmgr add`. It is no error if slurmctld or slurmdbd has already added the entity."""
     command = ["sacctmgr", "-i", "-Q", "add", *what]
     done = subprocess.run(command, capture_output=True, text=True, env=state.client_environment(), check=False)
     said = done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The state directory: where everything of one cluster lives, and which processes are its own."""
+"""The state directory, which holds everything of one cluster, and the record of the processes that belong to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPORARY = ("run", "etc", "slurmctld", "nodes", "local", "cgroup", "hooks.d", "
 
 
 class State:
-    """`state.json`, rewritten at every change so that `down` also works after a crash.
+    """The contents of `state.json`, which is rewritten at every change so that `down` also works after a crash.
 
     `network` numbers this cluster among those on the machine and fixes its addresses and ports.
     """
@@ -90,7 +90,7 @@ class State:
         return {**os.environ, "SLURM_CONF": str(self.slurm_conf)}
 
     def prepare(self) -> None:
-        """An empty tree for a new cluster; logs of the previous one go."""
+        """Make an empty directory tree for a new cluster; the logs of the previous one are removed."""
         shutil.rmtree(self.root / "log", ignore_errors=True)
         self.clean()
         for name in DIRECTORIES:
@@ -110,7 +110,9 @@ def default_directory() -> Path:
 
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[State]:
-    """The state of `root`, held by one command at a time; refuses a directory with other things in it."""
+    """Hold the state of `root`, which one command at a time may do. Raises ClusterError for a directory that contains
+    other things.
+    """
     root.mkdir(mode=0o755, parents=True, exist_ok=True)
     lock_file = root / "lock"
     if not lock_file.exists() and any(root.iterdir()):

@@ -1,4 +1,4 @@
-"""A token store and a model that are small enough for a bench to take seconds."""
+"""A token store and a model that are so small that a benchmark takes seconds."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from hpc_train.data.corpus.build import ensure_store
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides of a tiny run."""
+    """Return the overrides of a tiny run."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "text.txt").write_text("the order of the samples is a pure function of the seed\n" * 2000)
     config = TokenDataConfig(name="tiny", sources=[str(folder / "text.txt")], cache=str(folder / "cache"))

@@ -1,4 +1,4 @@
-"""Whether processes that were somebody's ranks still run."""
+"""Tell whether processes that were ranks of a run are still running."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def is_running(process: int | str) -> bool:
-    """A zombie has ended: whoever inherited it may never bury it, as the first process of many containers does not."""
+    """Return whether a process runs. A zombie counts as ended: the first process of many containers never reaps the
+    children that it inherits.
+    """
     try:
         after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]
     except (FileNotFoundError, ProcessLookupError):

@@ -22,19 +22,19 @@ class Printed:
 
     @property
     def json(self) -> Any:
-        """Of its only line."""
+        """Parse stdout, which must be one line of JSON."""
         assert self.out.count("\n") == 1, self.out
         return json.loads(self.out)
 
 
 @dataclass(frozen=True)
 class Terminal:
-    """Where commands are called."""
+    """Calls commands in one directory."""
 
     capture: pytest.CaptureFixture[str]
 
     def call(self, *words: str | Path | int) -> Printed:
-        """Any exit code."""
+        """Call a command; any exit code is accepted."""
         self.capture.readouterr()
         try:
             code = main(["checkpoint", *map(str, words)])
@@ -44,13 +44,13 @@ class Terminal:
         return Printed(code, printed.out, printed.err)
 
     def ok(self, *words: str | Path | int) -> Printed:
-        """Exit code 0, nothing on stderr."""
+        """Call a command that must exit 0 with nothing on stderr."""
         printed = self.call(*words)
         assert (printed.code, printed.err) == (0, ""), printed
         return printed
 
     def refused(self, *words: str | Path | int) -> str:
-        """The one line of a user's mistake."""
+        """Call a command that must refuse a user's mistake; returns the one line on stderr."""
         printed = self.call(*words)
         assert (printed.code, printed.out) == (2, ""), printed
         assert printed.err.startswith("hpc-train: ")

@@ -17,12 +17,12 @@ State = dict[str, Tensor]
 
 
 def alone() -> World:
-    """A job of one process, without a process group; checkpoints never look at the mesh."""
+    """Return the world of one process without a process group; checkpoints never use the mesh."""
     return World(0, 1, 0, torch.device("cpu"), cast(Any, None), 0, 1)
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Any bits at all, so NaN payloads, subnormals and negative zeros too."""
+    """Return a tensor of random bits, which include NaN payloads, subnormals and negative zeros."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
@@ -31,7 +31,9 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Te
 
 
 def state(seed: int) -> State:
-    """A small training state: matrix, vector, scalar, of several types; the shapes divide evenly by nothing."""
+    """Return a small training state: a matrix, a vector and a scalar of several types, with dimensions that no number
+    of ranks divides.
+    """
     return {
         "blocks.0.weight": random_bits((7, 5), torch.float32, seed),
         "blocks.0.bias": random_bits((7,), torch.bfloat16, seed + 1),
@@ -41,12 +43,12 @@ def state(seed: int) -> State:
 
 
 def cut(size: int, index: int, parts: int) -> slice:
-    """Part `index` of a dimension, as even as can be; it may be empty."""
+    """Return the bounds of part `index` of a dimension that is cut as evenly as possible; the part may be empty."""
     return slice(size * index // parts, size * (index + 1) // parts)
 
 
 def sharded(tensors: State, dim: int, index: int, parts: int) -> list[TensorShard]:
-    """One rank's pieces: tensors that have dimension `dim` are cut along it, the others are replicated."""
+    """Return one rank's pieces: tensors that have dimension `dim` are cut along it, the others are replicated."""
     return [_shard(name, tensor, dim, index, parts) for name, tensor in tensors.items()]
 
 
@@ -60,38 +62,38 @@ def _shard(name: str, tensor: Tensor, dim: int, index: int, parts: int) -> Tenso
 
 
 def whole(tensors: State) -> list[TensorShard]:
-    """The pieces of a rank that has everything."""
+    """Return the pieces of a rank that has every tensor whole."""
     return sharded(tensors, 0, 0, 1)
 
 
 def blank(pieces: Iterable[TensorShard]) -> list[TensorShard]:
-    """The same rectangles, holding nothing yet."""
+    """Return pieces with the same rectangles and empty tensors, to load into."""
     return [TensorShard(p.name, p.shape, p.dtype, p.offset, torch.zeros_like(p.local), p.replica) for p in pieces]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal shape, type and memory: NaN is equal to itself here, and -0.0 differs from 0.0."""
+    """Return whether shape, type and memory are equal: NaN equals itself here, and -0.0 differs from 0.0."""
     as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*as_bytes)
 
 
 def same_pieces(a: Iterable[TensorShard], b: Iterable[TensorShard]) -> bool:
-    """All rectangles bit for bit."""
+    """Return whether all pieces are equal bit for bit."""
     return all(p.name == q.name and same_bits(p.local, q.local) for p, q in zip(a, b, strict=True))
 
 
 def save_alone(directory: Path, step: int, tensors: State, extra: dict[str, Any] | None = None) -> None:
-    """Commit a step from one process."""
+    """Save and commit a step from one process."""
     save_step(directory, step, whole(tensors), extra or {}, alone()).wait()
 
 
 def holds(directory: Path, step: int, tensors: State) -> bool:
-    """Whether a step loads, and loads these very bits."""
+    """Return whether a step loads with exactly these bits."""
     pieces = blank(whole(tensors))
     load_step(directory, step, pieces, alone())
     return same_pieces(pieces, whole(tensors))
 
 
 def names(directory: Path) -> list[str]:
-    """What lies in a directory of checkpoints."""
+    """Return the names in a directory of checkpoints."""
     return sorted(path.name for path in directory.iterdir())

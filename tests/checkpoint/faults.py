@@ -1,6 +1,6 @@
-"""Faults at any call of the operating system that touches the disk: the process is killed there, or the call fails.
+"""Inject a fault at any system call that touches the disk: the process is killed there, or the call fails.
 
-Real processes, real files: only what the n-th call does is changed. Without ptrace, so that it runs anywhere.
+The processes and files are real, and only the n-th call is changed. It does not need ptrace, so it runs anywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Fault = Callable[[str, tuple[Any, ...]], tuple[Any, ...] | None]
 
 
 def kill(call: str, args: tuple[Any, ...]) -> NoReturn:
-    """SIGKILL before the call; half-way through it if it writes."""
+    """Send SIGKILL before the call; half-way through it if it writes."""
     if call == "pwrite":
         descriptor, data, offset = args
         os.pwritev(descriptor, [data[: len(data) // 2]], offset)
@@ -36,7 +36,7 @@ def kill(call: str, args: tuple[Any, ...]) -> NoReturn:
 
 
 def fails(number: int) -> Fault:
-    """The call fails with this errno."""
+    """Return a fault: the call fails with this errno."""
 
     def fault(call: str, args: tuple[Any, ...]) -> NoReturn:
         raise OSError(number, os.strerror(number))
@@ -48,33 +48,33 @@ disk_full = fails(errno.ENOSPC)
 
 
 def torn(call: str, args: tuple[Any, ...]) -> None:
-    """A write puts half of its bytes on the disk and fails; another call just fails."""
+    """Put half of the bytes of a write on the disk and fail; another call just fails."""
     if call == "pwrite":
         os.pwritev(args[0], [args[1][: len(args[1]) // 2]], args[2])
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def short(call: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """A write or a read that does a part of what it was asked for, and says so."""
+    """Return the arguments with which a write or a read does only part of what was asked for."""
     if call == "pwrite" and len(args[1]) > 1:
         return (args[0], args[1][: len(args[1]) // 3 + 1], *args[2:])
     if call == "preadv":
-        return (args[0], _third([memoryview(it) for it in args[1]]), *args[2:])
+        return (args[0], _third([memoryview(buffer) for buffer in args[1]]), *args[2:])
     return None
 
 
 def _third(buffers: list[memoryview]) -> list[memoryview]:
-    """Of all the bytes, or a little more than a page of them."""
+    """Return a third of the bytes, or a little more than a page."""
     left = max(4097, sum(map(len, buffers)) // 3 + 1)
     found = []
-    for it in buffers:
-        found.append(it[: max(left, 0)])
-        left -= len(it)
+    for buffer in buffers:
+        found.append(buffer[: max(left, 0)])
+        left -= len(buffer)
     return found
 
 
 def is_killed(work: Callable[[], object]) -> bool:
-    """Whether a process that does it is killed on the way."""
+    """Return whether a process that calls this function is killed while it does."""
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     process.join()
@@ -85,9 +85,9 @@ def is_killed(work: Callable[[], object]) -> bool:
 def at_call(
     number: int, fault: Fault, calls: tuple[str, ...] = CALLS, under: Path | None = None, lasting: bool = False
 ) -> Iterator[list[str]]:
-    """Let the `number`-th call (from 1; 0: none) of `calls` be met by `fault`; gives the calls made so far.
+    """Apply `fault` to the `number`-th call (from 1; 0: none) of `calls`; yields the calls made so far.
 
-    under: count only those on files below it. lasting: all later calls are met too.
+    under: count only calls on files below this folder. lasting: apply the fault to all later calls, too.
     """
     made: list[str] = []
     counting = threading.Lock()
@@ -108,13 +108,13 @@ def at_call(
 
 @contextmanager
 def at_all(calls: tuple[str, ...], fault: Fault) -> Iterator[list[str]]:
-    """Every call of `calls` is met; `fault` may let it pass. Gives the calls that were."""
+    """Apply `fault`, which may let the call pass, to every call of `calls`; yields the calls that were made."""
     with at_call(1, fault, calls, lasting=True) as made:
         yield made
 
 
 def path_of(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Path:
-    """The file or directory that a call is about."""
+    """Return the file or directory that a call is about."""
     what: Any = args[0] if args else "."
     if name in _BY_DESCRIPTOR or isinstance(what, int):
         return of_descriptor(what)
@@ -123,7 +123,7 @@ def path_of(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Path:
 
 
 def of_descriptor(descriptor: int) -> Path:
-    """Where an open file is now."""
+    """Return the present path of an open file."""
     return Path(f"/proc/self/fd/{descriptor}").readlink()
 
 

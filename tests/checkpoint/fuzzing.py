@@ -1,6 +1,6 @@
-"""Fuzz small checkpoint steps: change every file in every way that a person could have thought of.
+"""Fuzz small checkpoint steps: change every file in many ways, and load the result.
 
-Run it as a program in a process of its own: whatever a case does to that process, its parent can tell.
+It runs as a program in a process of its own, so that its parent notices a crash or a hang.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ DTYPES = ("float32", "float64", "int8", "bool", "bfloat16", "complex128", "nn", 
 
 
 def tensors(step: int) -> State:
-    """Return tensors, several of them alike so that one can be taken for another, and some not."""
+    """Return tensors. Several are of the same shape and type, so that one can be mistaken for another."""
     draw = torch.Generator().manual_seed(step)
 
     def some(*shape: int) -> torch.Tensor:
@@ -103,7 +103,7 @@ def tensors(step: int) -> State:
 
 @dataclass
 class Base:
-    """A sound step, its files in memory, and what it holds."""
+    """An undamaged step: its files in memory, and its tensors."""
 
     name: str
     directory: Path
@@ -123,7 +123,7 @@ class Base:
 
     def remember(self) -> Base:
         self.files = {
-            it.relative_to(self.path).as_posix(): it.read_bytes() for it in self.path.rglob("*") if it.is_file()
+            path.relative_to(self.path).as_posix(): path.read_bytes() for path in self.path.rglob("*") if path.is_file()
         }
         for name in self.files:  # so that no file is shared with another step any more
             self.put(name, self.files[name])
@@ -146,7 +146,7 @@ class Base:
 def _data(manifest: Any, name: str) -> list[tuple[int, int]]:
     """Return the spans of all tensors in a file, including those that the step no longer uses (their pages)."""
     index = [file.name for file in manifest.files].index(name)
-    sizes = {it.name: it.itemsize for it in manifest.step_layout.tensors}
+    sizes = {tensor.name: tensor.itemsize for tensor in manifest.step_layout.tensors}
     return [
         (part.place, part.place + part.rectangle.volume * sizes[tensor])
         for tensor, parts in manifest.step_layout.parts().items()
@@ -173,8 +173,8 @@ def make_bases(where: Path) -> list[Base]:
         saver = Saver(directory, alone(), background=False, level=level, incremental=sharing)
         for step in (1, STEP):
             saver.save(step, whole(tensors(step)), {"consumed": step})
-            for it in saver.wait():
-                it.wait()
+            for save in saver.wait():
+                save.wait()
         if name == "split":
             reshard_command(str(directory / f"step-{STEP}"), str(where / "other"), 2, 0, True)
             (directory / f"step-{STEP}").rename(where / "whole")
@@ -361,7 +361,7 @@ def run_case(bases: list[Base], seed: int) -> tuple[str, str]:
     """Run a case; returns (what was done, what became of it). Raises AssertionError for what must not happen."""
     draw = random.Random(seed)
     base = draw.choice(bases)
-    way = draw.choices([it for it, _ in WAYS], [weight for _, weight in WAYS])[0]
+    way = draw.choices([name for name, _ in WAYS], [weight for _, weight in WAYS])[0]
     changed = way(base, draw)
     for name, data in changed.items():
         base.put(name, data)
@@ -382,7 +382,8 @@ def run_case(bases: list[Base], seed: int) -> tuple[str, str]:
 
 def look(base: Base, also_resume: bool) -> str:
     pieces = [
-        TensorShard(it.name, it.shape, it.dtype, it.offset, torch.full_like(it.local, 77)) for it in whole(base.tensors)
+        TensorShard(shard.name, shard.shape, shard.dtype, shard.offset, torch.full_like(shard.local, 77))
+        for shard in whole(base.tensors)
     ]
     found: str | None = None
     try:
@@ -402,7 +403,7 @@ def look(base: Base, also_resume: bool) -> str:
         resumed = within_time(lambda: resume_from_checkpoint(base.directory, "auto", pieces, alone()))
         assert resumed is not None
         same = tensors(resumed.step)
-        assert all(same_bits(it.local, same[it.name]) for it in pieces), "resume gives other values"
+        assert all(same_bits(piece.local, same[piece.name]) for piece in pieces), "resume gives other values"
     return "refused" if found else "as saved, and found" if problems else "as saved"
 
 

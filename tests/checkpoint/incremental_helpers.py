@@ -1,4 +1,4 @@
-"""Savers that share, at sizes of a test, and what they have shared."""
+"""Savers that share unchanged tensors between steps, at sizes for tests, and checks of what they shared."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SMALL = SharingLimits(least=0, run=1024)
 
 
 def saver(directory: Path, limits: SharingLimits = SMALL) -> Saver:
-    """Of one process."""
+    """Return a saver of one process."""
     return Saver(directory, alone(), background=False, incremental=IncrementalWriter(limits))
 
 
 def adapter(seed: int = 0) -> State:
-    """Frozen weights, of several types, and a small trained part with its moments."""
+    """Return an adapter's state: frozen weights of several types, and a small trained part with its moments."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -40,13 +40,13 @@ def adapter(seed: int = 0) -> State:
 
 
 def trained(tensors: State, step: int) -> State:
-    """The same after a step."""
+    """Return the same state after a step of training."""
     fresh = adapter(1000 * step)
     return {name: fresh[name] if "adapter" in name else tensor for name, tensor in tensors.items()}
 
 
 def saved(of: Saver, step: int, tensors: State) -> SaveResult:
-    """Save a step and see that it is right: bit for bit, in the eyes of `verify` and in its index."""
+    """Save a step and check it bit for bit, with `verify` and by its index."""
     of.save(step, whole(tensors), {"step": step})
     (it,) = of.wait()
     assert it.error is None
@@ -55,23 +55,23 @@ def saved(of: Saver, step: int, tensors: State) -> SaveResult:
 
 
 def check(directory: Path, step: int, tensors: State) -> None:
-    """A step is whole."""
+    """Check that a step is complete."""
     assert holds(directory, step, tensors)
     assert verify_step(directory, step) == []
     assert find_index_problem(directory / f"step-{step}", manifest(directory, step)) is None
 
 
 def manifest(directory: Path, step: int) -> Manifest:
-    """Of a committed step."""
+    """Read the manifest of a committed step."""
     return read_manifest(directory / f"step-{step}", step)
 
 
 def steps_of(directory: Path, step: int) -> list[int | None]:
-    """With which step each of its files was written."""
+    """Return with which step each of its files was written."""
     return [file.written_at for file in manifest(directory, step).files]
 
 
 def inodes(directory: Path, step: int) -> dict[int | None, int]:
-    """The file that each step wrote, in the eyes of the file system."""
+    """Return the inode of the file that each step wrote."""
     path = directory / f"step-{step}"
     return {file.written_at: (path / file.name).stat().st_ino for file in manifest(directory, step).files}

@@ -1,6 +1,6 @@
 """One rank of mpirun for test_parallel_hdf5.py, in a Python that has an h5py with MPI and need not have torch.
 
-Writes the datasets of a pickle of its own by the module whose path it is given.
+It writes the datasets of its pickle with the module whose path it is given.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ os.environ["H5PY_ALWAYS_USE_MPI"] = "1"  # Debian has both kinds
 
 
 def main(module: str, file: str, pickles: str) -> None:
-    """Fails, with its own code, where HDF5 does."""
+    """Write the datasets; exits with a code of its own where HDF5 fails."""
     from mpi4py import MPI
 
     spec = importlib.util.spec_from_file_location("mpio", module)

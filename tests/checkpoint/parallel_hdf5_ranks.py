@@ -16,7 +16,7 @@ from hpc_train.runtime.start import join, leave_process_group, make_identity_map
 
 
 def main(directory: Path) -> None:
-    """Rows for every rank, another layout, then all on the last rank, then nothing at all."""
+    """Save and load rows of every rank, in another layout, with everything on the last rank, and without tensors."""
     torch.set_num_threads(1)
     task = join()
     world = start(task, make_identity_map(task), RunConfig())
@@ -26,7 +26,7 @@ def main(directory: Path) -> None:
     for step, tensors in steps.items():
         mine = sharded(tensors, 0, world.rank, world.size) if step != 3 else whole(tensors) if last else []
         saver.save(step, mine, {})
-        assert [str(it.error or "") for it in saver.wait()] == [""]
+        assert [str(save.error or "") for save in saver.wait()] == [""]
         found = blank(mine)
         load_step(directory, step, found, world)
         assert same_pieces(found, mine), step

@@ -1,4 +1,4 @@
-"""What a disk may hold after the power failed: every order and part of what was not synchronised.
+"""Model what a disk may hold after a power failure: any order and part of the changes that were not synchronised.
 
 After the model of ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018), as strict as POSIX:
 - bytes of a file are on the disk once the file has been synchronised after they were written; until then each write
@@ -26,7 +26,7 @@ from faults import of_descriptor, path_of
 
 @dataclass(frozen=True)
 class Operation:
-    """One call, after it has returned."""
+    """A system call that has returned."""
 
     at: float
     """time.monotonic(), the same for all processes of a machine."""
@@ -39,7 +39,7 @@ class Operation:
 
 @contextmanager
 def recorded(root: Path) -> Iterator[list[Operation]]:
-    """What this process does to the files below `root`, in order."""
+    """Record what this process does to the files below `root`, in order."""
     seen: list[Operation] = []
 
     def note(name: str, path: Path, other: Path | None = None, data: bytes = b"", offset: int = 0) -> None:
@@ -117,7 +117,7 @@ _WRAPPERS: dict[str, Callable[[str, Callable[..., Any], Note], Callable[..., Any
 
 @dataclass(eq=False)
 class Node:
-    """A file or a directory: what is on the disk for certain, and the changes that may be."""
+    """A file or a directory: its state that is certainly on the disk, and the changes that may be."""
 
     is_directory: bool
     names: dict[str, Node] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Change:
-    """Something that is not synchronised: names of a directory, or bytes of a file."""
+    """A change that is not synchronised: to the names of a directory, or to the bytes of a file."""
 
     node: Node
     names: tuple[tuple[str, Node | None], ...] = ()
@@ -138,7 +138,7 @@ class Change:
 
 @dataclass
 class Disk:
-    """A directory tree as operations make it."""
+    """A directory tree that results from operations."""
 
     root_path: Path
     root: Node = field(default_factory=lambda: Node(True))
@@ -146,13 +146,13 @@ class Disk:
 
     @classmethod
     def holding(cls, root_path: Path) -> Disk:
-        """All that is there now, on the disk for certain."""
+        """Return the present tree as if all of it were synchronised."""
         disk = cls(root_path)
         disk.root = _read(root_path)
         return disk
 
     def apply(self, operation: Operation) -> None:
-        """One more call has returned."""
+        """Apply one more operation."""
         parent, name = operation.path.parent, operation.path.name
         if operation.name in ("create", "mkdir"):
             self._rename(self._at(parent), [(name, Node(operation.name == "mkdir"))])
@@ -195,12 +195,14 @@ class Disk:
         return node
 
     def states(self, most: int, drawn: random.Random) -> Iterator[dict[str, bytes | None]]:
-        """What may be found: path -> content, None for a directory. All of them, or `most` that are chosen well."""
+        """Return the states that may be found: path -> content, None for a directory. These are all states, or a
+        selection of at most `most`.
+        """
         for kept in _choices(len(self.pending), most, drawn):
             yield self._found([(change, kept[index]) for index, change in enumerate(self.pending)])
 
     def _found(self, kept: Sequence[tuple[Change, float]]) -> dict[str, bytes | None]:
-        """kept: how much of each change there is: 0, 1/2 (of a write) or 1."""
+        """Return the state in which so much of each change is on the disk: 0, 1/2 (of a write) or 1."""
         found: dict[str, bytes | None] = {}
 
         def visit(node: Node, path: str) -> None:
@@ -258,9 +260,10 @@ def violations(
     most: int,
     last: int = 1000,
 ) -> list[str]:
-    """Whatever is wrong with any state that the disk may be found in, after any of the `last` operations.
+    """Return the problems of all states that the disk may be in after any of the `last` operations.
 
-    problem: of a directory; its second argument is whether all operations were made. most: states a moment.
+    problem: finds what is wrong with a directory; its second argument tells whether all operations were made. most:
+    states that are looked at after each operation.
     """
     drawn = random.Random(len(operations))
     wrong, seen = [], set()
@@ -278,7 +281,7 @@ def violations(
 
 
 def _choices(number: int, most: int, drawn: random.Random) -> Iterator[tuple[float, ...]]:
-    """Of each change, how much there is."""
+    """Return the combinations of how much of each change is on the disk."""
     if 3**number <= most:
         yield from itertools.product((0.0, 0.5, 1.0), repeat=number)
         return
@@ -291,7 +294,7 @@ def _choices(number: int, most: int, drawn: random.Random) -> Iterator[tuple[flo
 
 
 def put(found: dict[str, bytes | None], directory: Path) -> Path:
-    """Make the files and directories of a state."""
+    """Write the files and directories of a state."""
     for name, content in found.items():  # a directory comes before what is in it
         path = directory / name if name else directory
         if content is None:

@@ -1,4 +1,4 @@
-"""Saves of several ranks that share files, and what they leave, for the tests of this folder."""
+"""Saves of several ranks that share files between steps, and the files they leave, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Pieces = Callable[[World], Sequence[TensorShard]]
 
 
 def shards(tensors: State) -> Pieces:
-    """Rows for every rank."""
+    """Return the function that gives each rank its rows of every tensor."""
     return lambda world: sharded(tensors, 0, world.rank, world.size)
 
 
 def on_nodes(world: World, nodes: int) -> World:
-    """The same rank, as if the job had so many nodes."""
+    """Return the same rank of a job that has so many nodes."""
     return replace(world, node=world.rank * nodes // world.size)
 
 
@@ -39,13 +39,13 @@ def save_steps(
     nodes: int = 1,
     disk: LocalStage | None = None,
 ) -> list[list[str]]:
-    """Save steps one after the other; returns for every rank what went wrong in each."""
+    """Save steps one after the other; returns for every rank the error of each step."""
 
     def work(world: World) -> list[str]:
         saver, said = Saver(directory, on_nodes(world, nodes), sharing=sharing, local_stage=disk), []
         for step, pieces in steps.items():
             saver.save(step, pieces(world), {"n": step})
-            said += [str(it.error or "") for it in saver.wait()]
+            said += [str(save.error or "") for save in saver.wait()]
         return said
 
     return run_ranks(work, ranks)
@@ -56,5 +56,5 @@ def manifest(directory: Path, step: int = 1) -> Manifest:
 
 
 def files(directory: Path, step: int = 1) -> list[str]:
-    """Their names, without the folders."""
-    return [Path(it.name).name for it in manifest(directory, step).files]
+    """Return the names of the files, without folders."""
+    return [Path(file.name).name for file in manifest(directory, step).files]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """A stand-in for Lustre's `lfs`, to be put on PATH under that name: setstripe, getstripe, df on any file system.
 
-It behaves as the real one does, errors and exit codes too; it needs nothing but Python's standard library. Layouts are
-kept in $STAND_IN_LFS/layouts.json, every call is a line of $STAND_IN_LFS/calls.jsonl. Its servers are what
+It behaves like the real one, including errors and exit codes, and needs only Python's standard library. Layouts are
+kept in $STAND_IN_LFS/layouts.json, and every call is a line of $STAND_IN_LFS/calls.jsonl. Its servers are what
 $STAND_IN_LFS/servers.json says (all keys optional):
 
     osts 8, inactive [], pools {}, progressive true, dom true: what there is
@@ -93,7 +93,9 @@ def complain(path: str, why: str, code: int) -> NoReturn:
 
 
 def parse_setstripe(arguments: list[str]) -> tuple[str, list[dict[str, Any]], bool]:
-    """(path, components, whether the layout is to be deleted); a later component inherits what it is not told."""
+    """Return (path, components, whether the layout is to be deleted). A component inherits from the one before what its
+    options leave out.
+    """
     components: list[dict[str, Any]] = []
     options: dict[str, Any] = {}
     words, path, delete = iter(arguments), "", False
@@ -113,7 +115,10 @@ def parse_setstripe(arguments: list[str]) -> tuple[str, list[dict[str, Any]], bo
     components[-1].update(options)
     return (
         path,
-        [{"count": 1, "size": 1 << 20, "pool": "", "pattern": "raid0", "on": []} | it for it in components],
+        [
+            {"count": 1, "size": 1 << 20, "pool": "", "pattern": "raid0", "on": []} | component
+            for component in components
+        ],
         delete,
     )
 
@@ -152,17 +157,17 @@ def stripe_size(text: str) -> int:
 
 
 def check(path: str, components: list[dict[str, Any]], servers: dict[str, Any]) -> None:
-    """What only the servers know."""
+    """Fail with the errors that only the servers can notice."""
     if len(components) > 1 and not servers["progressive"]:
         complain(path, "Operation not supported", EOPNOTSUPP)
-    if any(it["pattern"] == "mdt" for it in components) and not servers["dom"]:
+    if any(component["pattern"] == "mdt" for component in components) and not servers["dom"]:
         complain(path, "Invalid argument", EINVAL)
-    for it in components:
-        if it["pool"] and it["pool"] not in servers["pools"]:
-            complain(path, f"pool '{it['pool']}' does not exist", EINVAL)
-        if set(it["on"]) & set(servers["inactive"]):
-            complain(path, f"inactive OST among your specified {len(it['on'])} OST(s)", EREMOTEIO)
-        if it["end"] != -1 and it["pattern"] != "mdt" and it["end"] % it["size"]:
+    for component in components:
+        if component["pool"] and component["pool"] not in servers["pools"]:
+            complain(path, f"pool '{component['pool']}' does not exist", EINVAL)
+        if set(component["on"]) & set(servers["inactive"]):
+            complain(path, f"inactive OST among your specified {len(component['on'])} OST(s)", EREMOTEIO)
+        if component["end"] != -1 and component["pattern"] != "mdt" and component["end"] % component["size"]:
             complain(path, "Invalid argument", EINVAL)
 
 
@@ -177,8 +182,8 @@ def getstripe(arguments: list[str], servers: dict[str, Any]) -> int:
         fail(f"lfs getstripe: error: getstripe failed for {path}: No such file or directory", 2)
     components = inherited(path)
     is_directory = os.path.isdir(path)  # noqa: PTH112
-    for number, it in enumerate(components):
-        it["osts"] = [] if is_directory else objects(it, number, servers)
+    for number, component in enumerate(components):
+        component["osts"] = [] if is_directory else objects(component, number, servers)
     old = servers.get("dialect") == "old" and len(components) == 1
     form = Form(yaml="-y" in arguments, old=old, directory=is_directory)
     sys.stdout.write(render(path, components, form))
@@ -186,7 +191,7 @@ def getstripe(arguments: list[str], servers: dict[str, Any]) -> int:
 
 
 def inherited(path: str) -> list[dict[str, Any]]:
-    """A path's own layout, or that of the nearest directory above that has one."""
+    """Return a path's own layout, or that of the nearest directory above it that has one."""
     layouts = read("layouts")
     while key(path) not in layouts and path != "/":
         path = os.path.dirname(path)  # noqa: PTH120
@@ -194,13 +199,13 @@ def inherited(path: str) -> list[dict[str, Any]]:
 
 
 def key(path: str) -> str:
-    """It stays the same when the path is renamed."""
+    """Return a key of the path that stays the same when it is renamed."""
     found = os.stat(path)  # noqa: PTH116
     return f"{found.st_dev}:{found.st_ino}"
 
 
 def objects(component: dict[str, Any], number: int, servers: dict[str, Any]) -> list[int]:
-    """The OSTs of a component; only the first has objects before it is written to, but one on the MDT."""
+    """Return a component's OSTs. Before a write only the first component has objects, and one on the MDT has none."""
     if number or component["pattern"] == "mdt":
         return []
     there = servers["pools"].get(component["pool"]) or range(servers["osts"])

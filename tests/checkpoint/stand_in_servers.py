@@ -1,4 +1,4 @@
-"""Puts the stand-in for `lfs` on PATH, and tells what it was asked for."""
+"""Puts the stand-in for `lfs` on PATH, and records its calls."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ SCRIPT = Path(__file__).with_name("stand_in_lfs.py")
 
 @dataclass(frozen=True)
 class Servers:
-    """The stand-in's home."""
+    """The directory of the stand-in."""
 
     home: Path
 
     @property
     def calls(self) -> list[list[str]]:
-        """The arguments of every call so far."""
+        """Return the arguments of every call so far."""
         path = self.home / "calls.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def are(self, **facts: Any) -> None:
-        """See stand_in_lfs.py."""
+        """Set what the servers are; stand_in_lfs.py lists the keys."""
         (self.home / "servers.json").write_text(json.dumps(facts))
 
 
 def put_on_path(home: Path, monkeypatch: pytest.MonkeyPatch) -> Servers:
-    """`lfs` for this process and all that it starts."""
+    """Provide `lfs` to this process and all that it starts."""
     home.mkdir()
     command = home / "bin" / "lfs"
     command.parent.mkdir()
@@ -47,5 +47,5 @@ def put_on_path(home: Path, monkeypatch: pytest.MonkeyPatch) -> Servers:
 
 
 def on_lustre(directory: Path) -> int:
-    """What statfs(2) says of any directory on Lustre."""
+    """Return what statfs(2) reports for any directory on Lustre."""
     return LUSTRE_MAGIC

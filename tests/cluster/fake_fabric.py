@@ -56,7 +56,7 @@ class FakeFabric:
             "#",
             "# Initiated from node 0002c9 port 1",
         ]
-        for device in sorted(self.devices, key=lambda it: "SHR".index(it.letter)):
+        for device in sorted(self.devices, key=lambda device: "SHR".index(device.letter)):
             lines += ["", *_heading(device, given), *(_port(device, p, full, given) for p in sorted(device.cables))]
         return "\n".join(lines) + "\n"
 
@@ -67,7 +67,7 @@ class FakeFabric:
             for port in range(1, device.ports + 1) if device.letter == "H" else (0,):
                 lids[device.id, port] = len(lids) + 1
         lines = []
-        for device in sorted(self.devices, key=lambda it: "HS".index(it.letter)):
+        for device in sorted(self.devices, key=lambda device: "HS".index(device.letter)):
             if device.letter == "H" and not adapters:
                 continue
             lines.append(

@@ -22,8 +22,8 @@ def check(result: Cluster | str) -> Cluster | None:
         assert result.startswith(NAME + ":")
         return None
     for node in result.nodes:
-        ids = [it.id for it in (*node.gpus, *node.nics)]
-        pairs = [(it.a, it.b) for it in result.links if it.node == node.name]
+        ids = [device.id for device in (*node.gpus, *node.nics)]
+        pairs = [(link.a, link.b) for link in result.links if link.node == node.name]
         assert len(set(ids)) == len(ids)
         assert len(set(pairs)) == len(pairs)
         assert all(ids.index(a) < ids.index(b) for a, b in pairs)

@@ -34,7 +34,7 @@ class Spec:
     link: str = "nvlink"
 
     def of(self, kind: str) -> list[Leaf]:
-        return [it for it in self.leaves if it.kind == kind]
+        return [leaf for leaf in self.leaves if leaf.kind == kind]
 
     def address(self, leaf: Leaf) -> str:
         return f"{leaf.cpu:04x}:{0x10 + self.leaves.index(leaf):02x}:00.0"
@@ -52,8 +52,10 @@ def render(spec: Spec, vendor: bool = False) -> str:
 
 
 def _below(spec: Spec, cpu: int, path: tuple[int, ...], vendor: bool) -> list[str]:
-    here = [it for it in spec.leaves if it.cpu == cpu and it.path == path]
-    deeper = {it.path[len(path)] for it in spec.leaves if it.cpu == cpu and it.path[: len(path)] == path != it.path}
+    here = [leaf for leaf in spec.leaves if leaf.cpu == cpu and leaf.path == path]
+    deeper = {
+        leaf.path[len(path)] for leaf in spec.leaves if leaf.cpu == cpu and leaf.path[: len(path)] == path != leaf.path
+    }
     indent = "    " + "  " * len(path)
     lines = []
     for number in sorted(deeper):
@@ -62,7 +64,7 @@ def _below(spec: Spec, cpu: int, path: tuple[int, ...], vendor: bool) -> list[st
         lines.append(f'{indent}<pci busid="{address}" class="0x060400" link_width="16">')
         lines += [*_below(spec, cpu, below, vendor), f"{indent}</pci>"]
     for leaf in here:
-        lines += [indent + it for it in _leaf(spec, leaf, vendor)]
+        lines += [indent + line for line in _leaf(spec, leaf, vendor)]
     return lines
 
 
@@ -75,13 +77,13 @@ def _leaf(spec: Spec, leaf: Leaf, vendor: bool) -> list[str]:
     if leaf.kind == "net":
         net = f'<net name="{leaf.device}" dev="{number}" speed="{leaf.mbit_s}" port="1" gdr="1"/>'
         return [head + ">", "  <nic>", "    " + net, "  </nic>", "</pci>"]
-    links = [it for (gpu, to), count in spec.nvlinks.items() if gpu == number for it in _links(spec, to, count)]
+    links = [line for (gpu, to), count in spec.nvlinks.items() if gpu == number for line in _links(spec, to, count)]
     return [head + ">", f'  <gpu dev="{number}" sm="90" rank="{number}" gdr="1">', *links, "  </gpu>", "</pci>"]
 
 
 def _links(spec: Spec, to: int | str, count: int) -> list[str]:
     if to == "switch":
         halves = zip(SWITCHES, (count // 2, count - count // 2), strict=True)
-        return [f'    <nvlink target="{at}" count="{it}" tclass="0x068000"/>' for at, it in halves if it]
+        return [f'    <nvlink target="{at}" count="{count}" tclass="0x068000"/>' for at, count in halves if count]
     target = spec.address(spec.of("gpu")[int(to)])
     return [f'    <{spec.link} target="{target}" count="{count}" tclass="0x030200"/>']

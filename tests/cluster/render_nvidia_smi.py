@@ -66,8 +66,8 @@ class Style:
 
 def render(spec: Spec, style: Style) -> str:
     """The text."""
-    lines = _wrapped([_line(it, style) for it in _table(spec, style)], style)
-    body = "".join(style.prefix + it + "\n" for it in lines) + LEGEND
+    lines = _wrapped([_line(row, style) for row in _table(spec, style)], style)
+    body = "".join(style.prefix + line + "\n" for line in lines) + LEGEND
     if style.era == "new" and spec.nics:
         body += "\nNIC Legend:\n\n" + "".join(f"  NIC{at}: {name}\n" for at, name in enumerate(spec.nics))
     return (style.around[0] + body + style.around[1]).replace("\n", style.newline)
@@ -102,7 +102,7 @@ def _line(row: _Row, style: Style) -> str:
     if style.layout == "aligned":
         text = _aligned(row)
     elif style.layout == "collapsed":
-        text = " ".join([row.label, *row.cells, *(it for it in row.tail if it)])
+        text = " ".join([row.label, *row.cells, *(cell for cell in row.tail if cell)])
     else:
         text = _driver(row, style, head)
     text = text.expandtabs(8) if style.layout == "expanded" or style.width else text
@@ -117,8 +117,8 @@ def _line(row: _Row, style: Style) -> str:
 def _driver(row: _Row, style: Style, head: bool) -> str:
     """As the driver prints: tabs, X in spaces, a filling tab before the GPU's own NUMA node."""
     between = ["\t \t" if style.layout == "mixed" and at % 2 else "\t" for at in range(len(row.cells))]
-    between = ["" if at > style.glued_from else it for at, it in enumerate(between)]
-    cells = [f" {it} " if it == "X" and at < style.glued_from else it for at, it in enumerate(row.cells)]
+    between = ["" if at > style.glued_from else gap for at, gap in enumerate(between)]
+    cells = [f" {cell} " if cell == "X" and at < style.glued_from else cell for at, cell in enumerate(row.cells)]
     text = row.label + "".join(itertools.chain(*zip(between, cells, strict=True)))
     if row.tail:
         return text + "\t" + ("\t".join(row.tail) if head else "\t".join(row.tail[:2]) + _own(row.tail))
@@ -130,8 +130,8 @@ def _own(tail: list[str]) -> str:
 
 
 def _aligned(row: _Row) -> str:
-    cells = "".join(f" {it} ".ljust(13) if it == "X" else it.ljust(13) for it in row.cells)
-    return (row.label.ljust(13) + cells + "".join(it.ljust(40) for it in row.tail)).rstrip()
+    cells = "".join(f" {cell} ".ljust(13) if cell == "X" else cell.ljust(13) for cell in row.cells)
+    return (row.label.ljust(13) + cells + "".join(cell.ljust(40) for cell in row.tail)).rstrip()
 
 
 def _wrapped(lines: list[str], style: Style) -> list[str]:
@@ -139,4 +139,4 @@ def _wrapped(lines: list[str], style: Style) -> list[str]:
     if width is None:
         return lines
     parts = [line[at : at + width] for line in lines for at in range(0, max(len(line.rstrip()), 1), width)]
-    return [it.rstrip() for it in parts] if style.stripped else parts
+    return [part.rstrip() for part in parts] if style.stripped else parts

@@ -43,7 +43,7 @@ def _matrix(spec: Spec, what: str) -> list[str]:
     cells: Callable[[int], list[str]] = lambda a: [value(spec, what, a, b) for b in spec.gpus]  # noqa: E731
     rows = [(f"GPU{a}", cells(a)) for a in spec.gpus]
     table = [("", [f"GPU{b}" for b in spec.gpus]), *rows]
-    body = [label.ljust(7) + "".join(it.ljust(13) for it in row) for label, row in table]
+    body = [label.ljust(7) + "".join(cell.ljust(13) for cell in row) for label, row in table]
     return ["=" * 30 + f" {TITLES[what]} between two GPUs " + "=" * 30, *body, ""]
 
 

@@ -14,13 +14,13 @@ class Spec:
     upper: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def level(self, switch: str) -> int:
-        return 0 if switch in self.leaves else 1 + max(self.level(it) for it in self.upper[switch])
+        return 0 if switch in self.leaves else 1 + max(self.level(lower) for lower in self.upper[switch])
 
     def nodes(self, switch: str) -> list[str]:
         """Everything below, each once."""
         if switch in self.leaves:
             return list(self.leaves[switch])
-        return list(dict.fromkeys(node for it in self.upper[switch] for node in self.nodes(it)))
+        return list(dict.fromkeys(node for lower in self.upper[switch] for node in self.nodes(lower)))
 
     def path(self, node: str) -> tuple[str, ...]:
         """Of a tree in which everything hangs once."""
@@ -73,7 +73,7 @@ def tree_yaml(name: str, spec: Spec, default: bool) -> str:
 def topograph_model(spec: Spec) -> str:
     lines = ["switches:"]
     for switch, below in spec.upper.items():
-        lines += [f"  {switch}:", "    switches:", *(f"    - {it}" for it in below)]
+        lines += [f"  {switch}:", "    switches:", *(f"    - {name}" for name in below)]
     lines.append("blocks:")
     for leaf, nodes in spec.leaves.items():
         lines += [f"- switch: {leaf}", "  nodes:", *(f'  - "{node}"' for node in nodes)]

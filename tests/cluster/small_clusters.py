@@ -33,7 +33,9 @@ def two_leaves(nodes: int = 8) -> Cluster:
         Switch("leaf2", 0, names[half:]),
         Switch("spine", 1, (), ("leaf1", "leaf2")),
     )
-    return Cluster("test", tuple(node for node, _ in built), tuple(it for _, links in built for it in links), switches)
+    return Cluster(
+        "test", tuple(node for node, _ in built), tuple(link for _, links in built for link in links), switches
+    )
 
 
 def rails(units: int, hosts: int, leaves: int) -> Cluster:

@@ -57,7 +57,7 @@ def save_both_ways(world: World, make: MakeEngine, batch: MakeBatch, folder: Pat
             at_once.save(step, pieces, {})
             beside.save(step, pieces, {})
         ended = at_once.wait() + beside.wait()
-    return [str(it.error) for it in ended if it.error is not None], sum(late)
+    return [str(save.error) for save in ended if save.error is not None], sum(late)
 
 
 def assert_same(folder: Path) -> None:

@@ -81,7 +81,7 @@ def factorisations(world: int) -> list[dict[str, int]]:
     """All meshes of a world."""
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     sizes = itertools.product(divisors, repeat=len(AXES))
-    return [dict(zip(AXES, it, strict=True)) for it in sizes if math.prod(it) == world]
+    return [dict(zip(AXES, mesh, strict=True)) for mesh in sizes if math.prod(mesh) == world]
 
 
 @st.composite

@@ -56,7 +56,7 @@ def allocation(seed: int, pods: int, leaves: int, nodes: int, need: int, busy: f
 def clos(places: Places, oversubscription: float, inside: float = math.inf) -> Fabric:
     """Eight NICs of 50 GB/s a node; leaves 1:1, pods as given."""
     taper = (1.0, oversubscription)
-    return tree_fabric([tuple(it) for it in places.tolist()], 8, 8 * 50 * GB, taper, inside=inside)
+    return tree_fabric([tuple(place) for place in places.tolist()], 8, 8 * 50 * GB, taper, inside=inside)
 
 
 def study(inside: float = math.inf, oversubscriptions: tuple[float, ...] = (1.0, 1.5, 2.0, 4.0, 7.0)) -> list[Row]:

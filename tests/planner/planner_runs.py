@@ -63,7 +63,7 @@ def naive_rows(config: RunConfig, world: int, every: tuple[int, ...] = (1, 2)) -
 
     Only those are left out that differ from another one in a setting without effect.
     """
-    meshes = [it for it in product(range(1, world + 1), repeat=5) if _product(it) == world]
+    meshes = [mesh for mesh in product(range(1, world + 1), repeat=5) if _product(mesh) == world]
     options = product((0, 1, 2, 3), (1, 0), (1, 0), (0, 1), (0, 1))
     for (pp, replicate, shard, cp, tp), (zero, reshard, sequence, overlap, ulysses) in product(meshes, list(options)):
         if zero and shard * cp == 1:

@@ -39,7 +39,7 @@ def gpt3(world: int = 4096) -> RunConfig:
 
 def layouts(world: int, batch: int, layers: int, heads: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
     """(tp, pp, dp, interleaving, micro-batches): degrees divide the world, the heads and the layers."""
-    for tp in (it for it in list_divisors(world) if heads % it == 0):
+    for tp in (degree for degree in list_divisors(world) if heads % degree == 0):
         for pp in list_divisors(min(world // tp, layers)):
             dp = world // (tp * pp)
             if world % (tp * pp) or layers % pp or dp > batch:
@@ -74,7 +74,7 @@ def blocks(rows: Iterator[Column]) -> Iterator[Column]:
     waiting: list[Column] = []
     for part in rows:
         waiting.append(part)
-        if sum(it.shape[1] for it in waiting) >= ROWS:
+        if sum(part.shape[1] for part in waiting) >= ROWS:
             yield np.concatenate(waiting, axis=1)
             waiting = []
     if waiting:

@@ -18,12 +18,12 @@ def facts_of(nodes: int, each: int, numbering: Callable[[int, int], int] | None 
         for node in range(nodes)
         for local in range(each)
     ]
-    return sorted(found, key=lambda it: it.process)
+    return sorted(found, key=lambda fact: fact.process)
 
 
 def changed(facts: Sequence[ProcessInfo], which: int, /, **values: object) -> list[ProcessInfo]:
     """The same, but for what one process says."""
-    return [replace(it, **values) if it.process == which else it for it in facts]  # type: ignore[arg-type]
+    return [replace(fact, **values) if fact.process == which else fact for fact in facts]  # type: ignore[arg-type]
 
 
 def answer(*order: int, each: int = 2) -> Callable[[RunConfig, object], Placement]:
