@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread a process, so that forked ranks neither deadlock nor fight over two cores."""
+"""Shared by all tests: one thread per process, so that forked ranks neither deadlock nor compete for two cores."""
 
 import gc
 import multiprocessing
@@ -45,7 +45,7 @@ cores come when that row has ended."""
 
 
 class FileByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """A worker takes a file at a time; the tests that share the one Slurm cluster are taken together."""
+    """A worker takes one file at a time; the tests that share the Slurm cluster are taken together."""
 
     def _split_scope(self, nodeid: str) -> str:
         shared = nodeid.startswith(SLURM) and not nodeid.startswith(OWN_CLUSTER)
@@ -57,7 +57,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileByFile:
 
 
 class FailuresAsTheyCome:
-    """Names each test that fails at once, for a run that may be cut before its summary."""
+    """Reports each failure at once, for a run that may be stopped before its summary."""
 
     def __init__(self, terminal: pytest.TerminalReporter) -> None:
         self._terminal = terminal
@@ -78,28 +78,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the rooms of FIRST; what is left for the end are short files, so that no worker idles there."""
+    """Run the folders of FIRST first. Short files are left for the end, so that no worker is idle then."""
     items.sort(key=lambda item: next((at for at, room in enumerate(FIRST) if item.nodeid.startswith(room)), len(FIRST)))
 
 
 def pytest_collection_finish() -> None:
-    """Keep modules and tests out of garbage collection: looking through torch again and again takes its time."""
+    """Keep modules and tests out of garbage collection, which otherwise scans all of torch again and again."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """What a failed test left running would keep pytest itself from ever ending."""
+    """End what a failed test left running, which would keep pytest itself from ending."""
     for process in multiprocessing.active_children():
         process.kill()
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Name the test that leaves a thread, a process, a file in the checkout or an environment variable behind.
+    """Fail a test that leaves a thread, a process, a file in the checkout or an environment variable behind.
 
-    That test fails. With HPC_TRAIN_LEFTOVERS=warn in the environment there is only a warning in the summary, for a
-    checkout that somebody edits during the tests.
+    With HPC_TRAIN_LEFTOVERS=warn in the environment there is only a warning in the summary, for a checkout that is
+    edited during the tests.
     """
     before = leftovers.record_surroundings()
     yield

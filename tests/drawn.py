@@ -9,14 +9,14 @@ import pytest
 
 
 def draw(names: Iterable[Any], drawn: Iterable[Any]) -> list[Any]:
-    """Return parameters for pytest of which all but `drawn` are long tests."""
+    """Return parameters for pytest, all of which but `drawn` are long tests."""
     names, drawn = list(names), set(drawn)
     assert drawn <= set(names), drawn - set(names)
     return [pytest.param(name, id=str(name), marks=() if name in drawn else pytest.mark.long) for name in names]
 
 
 def runs_long_tests(session: pytest.Session) -> bool:
-    """Return whether this session runs long tests: then a fixture of many cases prepares all of them."""
+    """Return whether this session runs long tests. If it does, a fixture of many cases prepares all of them."""
     return any(item.get_closest_marker("long") for item in session.items)
 
 

@@ -1,4 +1,4 @@
-"""Find runs of a test that were said to hang, though the test had nothing hang in them."""
+"""Find runs of a test that were reported to hang, although the test did not make them hang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALARMS = ("hang", "slow_node")
 
 
 def list_false_alarms(folder: Path) -> list[str]:
-    """Return a line for each alarm in runs at most three levels below a folder, beside which no fault was injected."""
+    """Return a line for each alarm in runs, at most three levels below a folder, without an injected fault."""
     found: list[str] = []
     for pattern in ("*", "*/*", "*/*/*"):
         for path in folder.glob(f"{pattern}/events.jsonl"):
@@ -23,7 +23,7 @@ def list_false_alarms(folder: Path) -> list[str]:
 
 
 def _read_alarms(path: Path) -> list[str]:
-    """Return the lines of events.jsonl that are alarms. Tests also write files there that are no events at all."""
+    """Return the lines of events.jsonl that are alarms. Tests also write lines to such files that are not events."""
     if not path.is_file():
         return []
     lines = path.read_text(errors="replace").splitlines()

@@ -13,7 +13,7 @@ CLASSES = ("ant", "bee", "cat")
 
 
 def encode(seed: int, width: int = 24, height: int = 20, kind: str = "PNG", mode: str = "RGB") -> bytes:
-    """An image of drawn pixels."""
+    """Return an encoded image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 4), np.uint8)
     out = io.BytesIO()
     Image.fromarray(pixels, "RGBA").convert(mode).save(out, kind)
@@ -21,7 +21,7 @@ def encode(seed: int, width: int = 24, height: int = 20, kind: str = "PNG", mode
 
 
 def make_folder(root: Path, each: int = 4, width: int = 24, height: int = 20) -> Path:
-    """A folder of each class, with PNG, JPEG and grey images."""
+    """Make a folder for each class, with PNG, JPEG and grey images."""
     for number, name in enumerate(CLASSES):
         (root / name).mkdir(parents=True)
         for index in range(each):
@@ -32,7 +32,7 @@ def make_folder(root: Path, each: int = 4, width: int = 24, height: int = 20) ->
 
 
 def add_member(archive: tarfile.TarFile, name: str, data: bytes, **fields: object) -> None:
-    """Append a member; fields: of its header."""
+    """Append a member. fields: fields of its header."""
     member = tarfile.TarInfo(name)
     member.size = len(data)
     for field, value in fields.items():
@@ -41,7 +41,7 @@ def add_member(archive: tarfile.TarFile, name: str, data: bytes, **fields: objec
 
 
 def make_tar(path: Path, samples: list[dict[str, bytes]]) -> Path:
-    """A tar whose samples have the files `<number>.<ending>`."""
+    """Make a tar whose samples have the files `<number>.<ending>`."""
     with tarfile.open(path, "w") as archive:
         for number, files in enumerate(samples):
             for ending, data in files.items():

@@ -1,7 +1,7 @@
 """Find what a test leaves behind: threads, child processes, files in the checkout, environment variables.
 
-Leftovers make other tests fail far from their cause: a fork copies a lock that a forgotten thread holds, a forgotten
-process keeps a port or a core, a variable changes what the next test composes.
+Leftovers make other tests fail, far from the cause: a fork copies a lock that a forgotten thread holds, a forgotten
+process occupies a port or a core, and a variable changes what the next test composes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def record_surroundings() -> Surroundings:
 
 
 def list_leftovers(before: Surroundings, may_fork: bool = False) -> list[str]:
-    """Describe each difference to `before`; threads and processes are waited for first.
+    """Describe each difference to `before`, after waiting for threads and processes to end.
 
     may_fork: a fork beside threads is no fault of this test.
     """
@@ -118,7 +118,7 @@ def _other_threads() -> frozenset[threading.Thread]:
 
 
 def _children() -> frozenset[int]:
-    """Processes that this one has started and has not waited for."""
+    """Return the processes that this one has started and has not waited for."""
     tasks = Path(f"/proc/{os.getpid()}/task")
     found: set[int] = set()
     for task in tasks.iterdir():
@@ -157,7 +157,7 @@ _names: dict[str, frozenset[str]] = {}
 
 
 def _folder_times() -> dict[str, int]:
-    """Whoever adds or removes a file changes the time of its folder: much quicker than listing all folders."""
+    """Return the modification times of folders, which change with their entries and are quicker to read than these."""
     times = {}
     for folder in _folders():  # twice a test, so without a Path, which takes ten times as long
         with contextlib.suppress(FileNotFoundError):

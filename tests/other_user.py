@@ -1,4 +1,4 @@
-"""Run code as another user of this machine, which only root can do."""
+"""Run code as another user of this machine, which only root may do."""
 
 from __future__ import annotations
 

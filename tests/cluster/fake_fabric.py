@@ -1,4 +1,4 @@
-"""Fabrics of our own, written as ibnetdiscover and ibsim write them."""
+"""Invented InfiniBand fabrics, in the formats of ibnetdiscover, iblinkinfo and ibsim."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FakeDevice:
 
 @dataclass
 class FakeFabric:
-    """Devices and cables; GUIDs are given out in order."""
+    """Devices and cables; GUIDs are assigned in order."""
 
     devices: list[FakeDevice] = field(default_factory=list)
     next_guid: int = 0x0002C90000000100
@@ -42,14 +42,14 @@ class FakeFabric:
         return self.add("H", name, ports, system)
 
     def cable(self, a: FakeDevice, b: FakeDevice, rate: str = "4xHDR", ports: tuple[int, int] | None = None) -> None:
-        """Into the first free port of each, unless told."""
+        """Connect two devices, at their first free ports unless ports are given."""
         own, far = ports or (_free(a), _free(b, taken=_free(a) if a is b else None))
         a.cables[own] = (b, far, rate)
         b.cables[far] = (a, own, rate)
 
     def dump(self, full: bool = False, node_map: dict[int, str] | None = None) -> str:
-        """As ibnetdiscover prints it, with -f if full; node_map: names that the site gave to GUIDs."""
-        given = node_map or {}
+        """Return the fabric as ibnetdiscover (-f if full) prints it. node_map: names that the site gave to GUIDs."""
+        names_of_guids = node_map or {}
         lines = [
             "#",
             "# Topology file: generated on Sat Nov 21 10:00:00 2026",
@@ -57,11 +57,15 @@ class FakeFabric:
             "# Initiated from node 0002c9 port 1",
         ]
         for device in sorted(self.devices, key=lambda device: "SHR".index(device.letter)):
-            lines += ["", *_heading(device, given), *(_port(device, p, full, given) for p in sorted(device.cables))]
+            lines += [
+                "",
+                *_heading(device, names_of_guids),
+                *(_port(device, p, full, names_of_guids) for p in sorted(device.cables)),
+            ]
         return "\n".join(lines) + "\n"
 
     def link_info(self, adapters: bool = True) -> str:
-        """As iblinkinfo prints it; without adapters as with --switches-only."""
+        """Return the fabric as iblinkinfo prints it; without adapters, as with --switches-only."""
         lids = {}
         for device in self.devices:
             for port in range(1, device.ports + 1) if device.letter == "H" else (0,):
@@ -115,7 +119,7 @@ class FakeFabric:
         return "\n".join([*lines, "END_LINKS", ""])
 
     def net(self) -> str:
-        """As a net file of ibsim: names for ids, no GUIDs, no rates."""
+        """Return the fabric as a net file of ibsim: names instead of ids, no GUIDs, no rates."""
         lines = ["# a net", ""]
         for device in self.devices:
             word = {"S": "Switch", "H": "Hca", "R": "Rt"}[device.letter]
@@ -147,18 +151,18 @@ def _free(device: FakeDevice, taken: int | None = None) -> int:
     return next(p for p in range(1, device.ports + 1) if p not in device.cables and p != taken)
 
 
-def _heading(device: FakeDevice, given: dict[int, str]) -> Iterable[str]:
+def _heading(device: FakeDevice, node_map: dict[int, str]) -> Iterable[str]:
     kind, word = {"S": ("switch", "Switch"), "H": ("ca", "Ca"), "R": ("rt", "Rt")}[device.letter]
     tail = " enhanced port 0 lid 5 lmc 0" if kind == "switch" else ""
-    name = given.get(device.guid, device.name) if kind == "switch" else device.name
+    name = node_map.get(device.guid, device.name) if kind == "switch" else device.name
     own = f"({device.guid:x})" if kind == "switch" else ""
     yield from ("vendid=0x2c9", "devid=0xd2f0", f"sysimgguid=0x{device.system:x}", f"{kind}guid=0x{device.guid:x}{own}")
     yield f'{word}\t{device.ports} "{device.id}"\t\t# "{name}"{tail}'
 
 
-def _port(device: FakeDevice, port: int, full: bool, given: dict[int, str]) -> str:
+def _port(device: FakeDevice, port: int, full: bool, node_map: dict[int, str]) -> str:
     far, far_port, rate = device.cables[port]
-    name, own = given.get(far.guid, far.name), f"({device.guid:x}) " if device.letter != "S" else ""
+    name, own = node_map.get(far.guid, far.name), f"({device.guid:x}) " if device.letter != "S" else ""
     port_guid = f"({far.guid:x}) " if far.letter != "S" else ""
     lid = "" if device.letter == "S" else "lid 7 lmc 0 "
     more = " s=4 w=2 v=4 e=4" if full else ""
@@ -167,7 +171,9 @@ def _port(device: FakeDevice, port: int, full: bool, given: dict[int, str]) -> s
 
 
 def rail_fabric(units: int, hosts: int, nics: int, spines: int, rate: str = "4xNDR") -> FakeFabric:
-    """`units` scalable units of `hosts` hosts, NIC n of each on leaf n of its unit; every leaf on every spine."""
+    """Return `units` scalable units of `hosts` hosts. NIC n of each host is on leaf n of its unit, and every leaf is on
+    every spine.
+    """
     fabric = FakeFabric()
     tops = [fabric.switch(f"MF0;spine{n}:MQM9700/U1", 255) for n in range(spines)]
     for unit in range(units):
@@ -183,7 +189,9 @@ def rail_fabric(units: int, hosts: int, nics: int, spines: int, rate: str = "4xN
 
 
 def three_levels(pods: int = 2, leaves: int = 2, hosts: int = 2, spines: int = 2, cores: int = 2) -> FakeFabric:
-    """Hosts with one NIC on leaves, leaves on the spines of their pod, spines on the cores."""
+    """Return a fabric of three levels: hosts with one NIC on leaves, leaves on the spines of their pod, spines on the
+    cores.
+    """
     fabric = FakeFabric()
     tops = [fabric.switch(f"MF0;core{n}:MQM8790/U1") for n in range(cores)]
     for pod in range(pods):

@@ -1,4 +1,4 @@
-"""A module with the functions of pynvml that are used, over GPUs that are not here; its structures are pynvml's own."""
+"""A module with the functions of pynvml that are used, for invented GPUs; its structures are pynvml's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pynvml
 
 @dataclass
 class FakeGpu:
-    """One GPU. What is None is not supported."""
+    """One GPU. A field that is None is not supported by it."""
 
     pci: str
     name: str | bytes = "NVIDIA H100 80GB HBM3"
@@ -23,7 +23,7 @@ class FakeGpu:
 
 
 class FakeNvml:
-    """Raises pynvml's own errors, for callers catch these."""
+    """The functions. They raise pynvml's own errors, because callers catch these."""
 
     NVMLError = pynvml.NVMLError
     c_nvmlGpuFabricInfoV_t = pynvml.c_nvmlGpuFabricInfoV_t

@@ -1,4 +1,4 @@
-"""Trees like /sys and /proc of machines that are not here, from a compact description."""
+"""Write trees like /sys and /proc of invented machines, from a compact description."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FakeMachine:
         driver: str = "mlx5_core",
         subnet: str = "fe80:0000:0000:0000",
     ) -> Path:
-        """ports: state, rate and link layer of each. subnet: prefix of the first GID of every port."""
+        """Add an RDMA device. ports: state, rate and link layer of each. subnet: prefix of the first GID of every port."""
         device = self.pci(path, numa)
         place = device / "infiniband" / name
         own = str(place.relative_to(self.root))
@@ -76,7 +76,7 @@ class FakeMachine:
         kind: str = "1",
         below: str = "",
     ) -> Path:
-        """below: directories between the PCI device and its interfaces, such as virtio2."""
+        """Add a network interface. below: directories between the PCI device and its interfaces, such as virtio2."""
         device = self.pci(path, numa) / below
         place = device / "net" / name
         own = str(place.relative_to(self.root))
@@ -102,7 +102,7 @@ class FakeMachine:
         self.link(f"sys/class/cxi/{name}", place)
 
     def kfd(self, number: int, location: int, peers: Mapping[int, int], simd: int = 304, domain: int = 0) -> None:
-        """A node of AMD's topology; peers: node -> type of the link, 11 for xGMI, 2 for PCIe."""
+        """Add a node of AMD's topology. peers: node -> type of the link, 11 for xGMI, 2 for PCIe."""
         where = f"sys/class/kfd/kfd/topology/nodes/{number}"
         self.file(
             f"{where}/properties", f"cpu_cores_count 0\nsimd_count {simd}\nlocation_id {location}\ndomain {domain}"
@@ -119,7 +119,7 @@ GPUS = ("1b", "43", "52", "61", "9d", "c3", "d1", "df")
 
 
 def dgx(root: Path) -> FakeMachine:
-    """8 GPUs, each with a NIC on its own PCIe switch, and 2 NICs for storage; 2 NUMA nodes."""
+    """Write a machine with 8 GPUs, each with a NIC on its own PCIe switch, 2 NICs for storage and 2 NUMA nodes."""
     machine = FakeMachine(root)
     machine.host("dgx01")
     machine.numa({0: "0-55,112-167", 1: "56-111,168-223"}, 1 << 30)

@@ -1,4 +1,4 @@
-"""What a reader makes of a text: a Cluster, or the one line of its refusal; anything else is an error of the reader."""
+"""The outcome of a reader: a Cluster, or a refusal of one line; anything else is a fault of the reader."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def outcome(read: Callable[[str, str], Cluster], text: str) -> Cluster | str:
 
 
 def check(result: Cluster | str) -> Cluster | None:
-    """The cluster, if it is one, which then refers to nothing that it does not hold."""
+    """Return the outcome, after checking that a cluster refers only to devices and nodes that it holds."""
     if isinstance(result, str):
         assert "\n" not in result
         assert result.startswith(NAME + ":")

@@ -1,4 +1,4 @@
-"""hwloc's XML of one node, of version 1 or 2, from a compact spec of its packages and PCI devices."""
+"""Write hwloc's XML of one node, of version 1 or 2, from a compact spec of its packages and PCI devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Spec:
     """Whether all GPUs are one xGMI hop apart, which a matrix of distances says."""
 
     def address(self, device: Device) -> str:
-        """Domains rise with packages and bridges, so that addresses are in the order of the tree."""
+        """Return the PCI address. Domains increase with packages and bridges, so that addresses are in the order of the
+        tree.
+        """
         place = self.devices.index(device)
         return f"{device.package * 16 + device.bridge:04x}:{0x10 + place:02x}:00.0"
 

@@ -1,4 +1,4 @@
-"""NCCL's topology XML, a dump or a vendor's file, from a compact spec of a node's PCI tree."""
+"""Write NCCL's topology XML, a dump or a vendor's file, from a compact spec of a node's PCI tree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Spec:
-    """Leaves are numbered in their order, GPUs and NICs apart."""
+    """A node. Leaves are numbered in their order, GPUs and NICs separately."""
 
     cpus: tuple[tuple[int | None, str | None], ...]
     """NUMA node and affinity mask of each processor."""
@@ -41,7 +41,7 @@ class Spec:
 
 
 def render(spec: Spec, vendor: bool = False) -> str:
-    """The file. A vendor's names neither GPUs nor NICs, only their PCI class."""
+    """Return the file. A vendor's file names neither GPUs nor NICs, only their PCI class."""
     lines = ["<!-- a node -->", f'<system version="{spec.version}">']
     for cpu, (numa, mask) in enumerate(spec.cpus):
         about = (f' numaid="{numa}"' if numa is not None else "") + (f' affinity="{mask}"' if mask else "")

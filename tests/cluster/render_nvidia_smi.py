@@ -1,4 +1,4 @@
-"""Texts of `nvidia-smi topo -m`, in every form in which they reach a reader, from compact specs of a node."""
+"""Write the output of `nvidia-smi topo -m` from a compact spec of a node, in every form that may reach a reader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Legend:
 
 @dataclass(frozen=True)
 class Spec:
-    """A node. kinds: of every pair of devices, GPUs first, in the order of itertools.combinations."""
+    """A node. kinds: the connection of every pair of devices, GPUs first, in the order of itertools.combinations."""
 
     kinds: tuple[str, ...]
     affinity: tuple[tuple[str | None, int | str | None], ...]
@@ -65,7 +65,7 @@ class Style:
 
 
 def render(spec: Spec, style: Style) -> str:
-    """The text."""
+    """Return the text."""
     lines = _wrapped([_line(row, style) for row in _table(spec, style)], style)
     body = "".join(style.prefix + line + "\n" for line in lines) + LEGEND
     if style.era == "new" and spec.nics:
@@ -115,7 +115,7 @@ def _line(row: _Row, style: Style) -> str:
 
 
 def _driver(row: _Row, style: Style, head: bool) -> str:
-    """As the driver prints: tabs, X in spaces, a filling tab before the GPU's own NUMA node."""
+    """Return a row as the driver prints it: tabs, X between spaces, an extra tab before the GPU's own NUMA node."""
     between = ["\t \t" if style.layout == "mixed" and at % 2 else "\t" for at in range(len(row.cells))]
     between = ["" if at > style.glued_from else gap for at, gap in enumerate(between)]
     cells = [f" {cell} " if cell == "X" and at < style.glued_from else cell for at, cell in enumerate(row.cells)]

@@ -1,4 +1,4 @@
-"""Outputs of `rocm-smi --showtopo` from compact specs, as text in whole or in sections, and as --json."""
+"""Write the output of `rocm-smi --showtopo` from compact specs, as text, whole or in sections, and as --json."""
 
 from __future__ import annotations
 

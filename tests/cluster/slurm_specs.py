@@ -8,7 +8,7 @@ from slurm_texts import Spec
 
 @st.composite
 def trees(draw: st.DrawFn) -> Spec:
-    """Several roots, uneven depth, leaves without nodes, names with dots."""
+    """Draw trees with several roots, uneven depth, leaves without nodes, and names with dots."""
     leaves, count = {}, 0
     for leaf in range(draw(st.integers(1, 6))):
         size = draw(st.integers(0, 4))

@@ -1,4 +1,4 @@
-"""Slurm's own texts from compact specs: a tree as {switch: its nodes or its switches}, written as Slurm writes it."""
+"""Write trees, given as {switch: its nodes or its switches}, in Slurm's own formats."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Spec:
         return 0 if switch in self.leaves else 1 + max(self.level(lower) for lower in self.upper[switch])
 
     def nodes(self, switch: str) -> list[str]:
-        """Everything below, each once."""
+        """Return all nodes below a switch, each once."""
         if switch in self.leaves:
             return list(self.leaves[switch])
         return list(dict.fromkeys(node for lower in self.upper[switch] for node in self.nodes(lower)))
 
     def path(self, node: str) -> tuple[str, ...]:
-        """Of a tree in which everything hangs once."""
+        """Return the path to a node in a tree without duplicates."""
         at = next(leaf for leaf, nodes in self.leaves.items() if node in nodes)
         found = [at]
         while above := [name for name, below in self.upper.items() if at in below]:
@@ -50,7 +50,7 @@ def _shown_switch(spec: Spec, name: str) -> str:
 
 
 def shown_blocks(blocks: Mapping[str, Sequence[str]], aggregated: Sequence[Sequence[str]], size: int) -> str:
-    """aggregated: base blocks of each aggregated block."""
+    """Return what scontrol shows of blocks. aggregated: the base blocks of each aggregated block."""
     lines = [(f"BlockName={name}", nodes, size) for name, nodes in blocks.items()]
     for names in aggregated:
         nodes = [node for name in names for node in blocks[name]]

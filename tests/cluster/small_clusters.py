@@ -10,7 +10,7 @@ NEAREST_NIC = "PIX"
 
 
 def gpu_node(name: str, gpus: int, kind: str, clique: str | None = None) -> tuple[Node, list[Link]]:
-    """GPUs joined by one kind of link, two NUMA nodes, and a NIC next to each GPU."""
+    """Return a node with GPUs joined by one kind of link, two NUMA nodes, and a NIC next to each GPU."""
     half = gpus // 2
     devices = tuple(
         Gpu(f"GPU{n}", n // half, f"{n // half * 8}-{n // half * 8 + 7}", "X100", clique=clique) for n in range(gpus)
@@ -24,7 +24,7 @@ def gpu_node(name: str, gpus: int, kind: str, clique: str | None = None) -> tupl
 
 
 def two_leaves(nodes: int = 8) -> Cluster:
-    """Nodes n1, n2, ... with 4 GPUs under two leaves below a spine."""
+    """Return a cluster of nodes n1, n2, ... with 4 GPUs under two leaves below a spine."""
     built = [gpu_node(f"n{number}", 4, "NV18") for number in range(1, nodes + 1)]
     names = tuple(node.name for node, _ in built)
     half = nodes // 2
@@ -39,7 +39,9 @@ def two_leaves(nodes: int = 8) -> Cluster:
 
 
 def rails(units: int, hosts: int, leaves: int) -> Cluster:
-    """Units whose hosts all hang on the unit's leaves, every leaf on both spines, in an order that helps nobody."""
+    """Return units of hosts, each host connected to all leaves of its unit and every leaf to both spines, listed in a
+    shuffled order.
+    """
     switches, names = [], []
     for unit in range(units):
         held = tuple(f"u{unit}h{host}" for host in range(hosts))

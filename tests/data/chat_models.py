@@ -1,4 +1,4 @@
-"""Make small tokenizers of chat models, trained here and saved by transformers."""
+"""Make small tokenizers of chat models, trained on the spot and saved by transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TEXT = (
 
 
 def write_tool_template(answer: str, text: str = _TEXT) -> str:
-    """Return a template in the manner of Hermes and Qwen: tools in the system's turn, their answers in the user's."""
+    """Return a template like those of Hermes and Qwen: tools in the system turn, their answers in the user turn."""
     return (
         "{% if tools %}{{ '<|im_start|>system\\n<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
         "{{ '</tools><|im_end|>\\n' }}{% endif %}"

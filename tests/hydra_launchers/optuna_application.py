@@ -1,4 +1,4 @@
-"""An application whose points return a number, swept by Optuna over one of our launchers."""
+"""An application whose points return a number, swept by Optuna with one of our launchers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ hydra:
 
 
 def tried(folder: Path, launcher: str, trials: int, *overrides: str) -> list[float]:
-    """Sweep in batches of two, and check Optuna's own answer; the values of x that it tried, in order."""
+    """Sweep in batches of two and check Optuna's answer; returns the values of x that it tried, in order."""
     (folder / "app.py").write_text(APPLICATION)
     (folder / "config.yaml").write_text(CONFIG.format(launcher=launcher, trials=trials))
     words = [sys.executable, "app.py", "-m", *overrides]
@@ -43,5 +43,5 @@ def tried(folder: Path, launcher: str, trials: int, *overrides: str) -> list[flo
 
 
 def value(x: float) -> float:
-    """What a point returns."""
+    """Return what a point returns."""
     return (x - 3.0) ** 2

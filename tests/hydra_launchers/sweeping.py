@@ -1,4 +1,4 @@
-"""A Hydra application for tests, whose points do what their configuration says, and launching it as sweepers do."""
+"""A Hydra application for tests, whose points do what their configuration says, launched as sweepers do it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATIENCE = 60.0
 
 
 class Picky(Exception):
-    """Cannot be made from what it prints, as many exceptions of libraries cannot."""
+    """An exception that cannot be made from its message, like many exceptions of libraries."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} and {second}")
@@ -57,7 +57,7 @@ def _raise(config: DictConfig, place: Path) -> None:
 
 
 def _once(config: DictConfig, place: Path) -> int:
-    """The first run of the point waits to be stopped; the second returns how many there were."""
+    """Wait to be stopped in the first run of the point; return the number of runs in the second."""
     runs = place / f"runs-{config.x}-{rank()}"
     with runs.open("a") as file:
         file.write(f"{os.getpid()}\n")
@@ -75,7 +75,7 @@ def _hold(config: DictConfig, place: Path) -> None:
 
 
 def _kill_job(config: DictConfig, place: Path) -> None:
-    """SIGKILL for everything of the job, its batch script first: nobody is left to tell."""
+    """Send SIGKILL to everything of the job, its batch script first, so that nothing is left to report it."""
     job = f"SLURM_JOB_ID={os.environ['SLURM_JOB_ID']}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -96,13 +96,13 @@ def _kill(config: DictConfig, place: Path) -> None:
 
 
 def _eat(config: DictConfig, place: Path) -> None:
-    """Take more memory than there is."""
+    """Allocate more memory than there is."""
     eaten = [bytearray(b"x") * (1 << 26) for _ in range(1 << 10)]
     raise MemoryError(f"nothing bounds this process, which has {len(eaten)} blocks")
 
 
 def _count(config: DictConfig, place: Path) -> int:
-    """How many points run at this moment; the first two wait for one another."""
+    """Return how many points are running; the first two wait for one another."""
     mine = place / f"runs-now-{config.x}"
     mine.touch()
     while config.x < 2 and not {place / "runs-now-0", place / "runs-now-1"} <= set(place.glob("runs-now-*")):
@@ -117,7 +117,7 @@ def _count(config: DictConfig, place: Path) -> int:
 
 
 def _edit(config: DictConfig, place: Path) -> float:
-    """What the next point reads, if it reads anything."""
+    """Edit the file that the next point would read."""
     (place / "conf/config.yaml").write_text(CONF.replace("x: 1.0", "x: 999.0"))
     return float(config.x)
 
@@ -149,7 +149,7 @@ ACTIONS = {
 
 @dataclass(frozen=True)
 class Sweeping:
-    """Where an application lies, and its outputs."""
+    """The directory of an application and its outputs."""
 
     place: Path
 
@@ -159,11 +159,13 @@ class Sweeping:
 
     @property
     def folder(self) -> Path:
-        """With calls, results and logs."""
+        """Return the folder with calls, results and logs."""
         return self.sweep / ".submitit"
 
     def launch(self, launcher: str, settings: Sequence[str], *points: Sequence[str], first: int = 0) -> list[JobReturn]:
-        """The returns of these points, launched as a sweeper does it; settings of the launcher without its prefix."""
+        """Launch these points as a sweeper does and return their returns. Settings of the launcher are given without
+        its prefix.
+        """
         conf = self.place / "conf"
         conf.mkdir(exist_ok=True)
         if not (conf / "config.yaml").exists():
@@ -182,7 +184,7 @@ class Sweeping:
 
 @contextmanager
 def as_in_hydras_own_tests() -> Iterator[None]:
-    """Hydra's suites know of nobody who has chosen a version_base, as every composition of ours does."""
+    """Set the version_base that Hydra's test suites assume; every composition of ours sets another one."""
     before = VersionBase.instance().getbase()
     VersionBase.instance().setbase(Version("1.1"))
     try:
@@ -192,13 +194,13 @@ def as_in_hydras_own_tests() -> Iterator[None]:
 
 
 def value(returned: JobReturn) -> Any:
-    """What a point returned; its exception if it failed."""
+    """Return what a point returned, or its exception if it failed."""
     assert returned.status is not JobStatus.UNKNOWN
     return returned._return_value
 
 
 def wait_for(path: Path) -> str:
-    """The content of a file as soon as there is some."""
+    """Return the content of a file as soon as it has some."""
     deadline = time.monotonic() + PATIENCE
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < deadline, f"{path} did not appear"

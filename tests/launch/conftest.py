@@ -1,4 +1,4 @@
-"""One small text and one uninterrupted run for all tests of the room, and a place for each test's jobs."""
+"""One small text and one uninterrupted run for all tests of the folder, and a place for each test's jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workshop(tmp_path: Path, store: Path) -> Iterator[Workshop]:
-    """Jobs of one test; nothing of them outlives it."""
+    """The jobs of one test, none of which outlives it."""
     place = Workshop(tmp_path, store)
     yield place
     place.clean()
@@ -29,7 +29,7 @@ def workshop(tmp_path: Path, store: Path) -> Iterator[Workshop]:
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
-    """The run directory of LONG, trained from the first to the last step in one go."""
+    """The run directory of LONG, trained from the first to the last step without an interruption."""
     place = Workshop(tmp_path_factory.mktemp("uninterrupted"), store)
     ended = place.train("run", *LONG)
     place.clean()

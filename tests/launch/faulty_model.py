@@ -1,4 +1,4 @@
-"""A user's own model: small and quick, and at a chosen moment of a chosen rank it does what the environment asks for.
+"""A user's own small model that does, at a chosen moment of a chosen rank, what the environment asks for.
 
 FAULTS="1:train:3:raise 0:save:1:hold": rank 1 raises in its third forward of training, and rank 0 holds in its first
 checkpoint until the file `go` appears (listen: until it has been asked to stop; eat: takes memory without end; memory:
@@ -41,7 +41,7 @@ _moments: Counter[str] = Counter()
 
 
 def reach(moment: str, model: Faulty | None = None) -> None:
-    """Called at every moment at which a fault may be wanted."""
+    """Make the faults that are wanted at this moment; called at every moment at which there may be one."""
     _moments[moment] += 1
     name = f"{dist.get_rank()}:{moment}:{_moments[moment]}"
     for fault in os.environ.get("FAULTS", "").split():
@@ -128,7 +128,7 @@ def flip_lowest_bit(tensor: Tensor) -> None:
 
 
 def wait_in_the_kernel() -> None:
-    """Stay in a system call that no signal but SIGKILL ends: vfork(2), whose child does not end."""
+    """Stay in a system call that only SIGKILL ends: vfork(2), whose child does not end."""
     libc = ctypes.PyDLL(None)  # without giving up the lock of the interpreter: the child shares this memory
     if libc.vfork() == 0:
         libc.prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG: the child goes with this process

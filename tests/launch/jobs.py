@@ -1,4 +1,4 @@
-"""Start real jobs as a user does, look at their processes, and read what they leave."""
+"""Start real jobs as a user does, look at their processes, and read the files that they leave."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Ended:
 
 @dataclass
 class Job:
-    """A command under way."""
+    """A command that is running."""
 
     run_dir: Path
     popen: subprocess.Popen[str]
@@ -82,23 +82,23 @@ class Job:
         return Ended(self.popen.returncode, out, err)
 
     def controller(self) -> Process:
-        """The controller, as soon as it is there."""
+        """Return the controller as soon as it is there."""
         return wait_for(lambda: next((p for p in processes(self.run_dir) if p.is_controller), None), self)
 
     def task(self, index: int) -> Process:
-        """A task, as soon as it is there."""
+        """Return a task as soon as it is there."""
         return wait_for(lambda: next((p for p in processes(self.run_dir) if p.task == index), None), self)
 
 
 @dataclass
 class Workshop:
-    """Where a test's jobs run: starts them, sets faults, and knows the text they train on."""
+    """Starts a test's jobs in a directory of their own, sets faults, and knows the text that they train on."""
 
     folder: Path
     store: Path
 
     def start(self, name: str, *overrides: str, faults: str = "", command: Sequence[str] = COMMAND, **env: str) -> Job:
-        """Begin to train in run directory `name`; later overrides win."""
+        """Begin to train in run directory `name`. Of two overrides of one setting the later one wins."""
         run_dir = self.folder / name
         clean = {key: value for key, value in os.environ.items() if not LAUNCHERS.search(key)}
         settings = {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
@@ -121,11 +121,11 @@ class Workshop:
         return self.start(name, *overrides, **settings).ended()
 
     def wait_for_fault(self, fault: str, job: Job) -> None:
-        """Return when a rank has got to the moment of a fault."""
+        """Return when a rank has reached the moment of a fault."""
         wait_for(lambda: (self.folder / fault).exists(), job)
 
     def go(self) -> None:
-        """Let a rank that holds go on."""
+        """Let a rank that holds continue."""
         (self.folder / "go").touch()
 
     def clean(self) -> None:
@@ -136,7 +136,7 @@ class Workshop:
 
 
 def wait_for(look: Callable[[], Any], job: Job | None = None) -> Any:
-    """What `look` finds, as soon as it finds something."""
+    """Return what `look` finds, as soon as it finds something."""
     deadline = time.monotonic() + PATIENCE
     while not (found := look()):
         assert time.monotonic() < deadline, "it did not happen"
@@ -146,7 +146,7 @@ def wait_for(look: Callable[[], Any], job: Job | None = None) -> Any:
 
 
 def processes(folder: Path) -> list[Process]:
-    """Live processes that name a folder, or something in it, on their command line."""
+    """Return the live processes that name a folder, or something in it, on their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -166,7 +166,7 @@ def processes(folder: Path) -> list[Process]:
 
 
 def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
-    """What metrics.jsonl says that is a result and no measurement of time, a tuple a step."""
+    """Return the results in metrics.jsonl, without measured times: a tuple per step."""
     return [
         (r["step"], r["loss"], r["grad_norm"], r["lr"], r["tokens"], r.get("validation_loss", 0.0))
         for r in read_metrics(run_dir / "metrics.jsonl")
@@ -174,12 +174,12 @@ def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """Committed checkpoints."""
+    """Return the steps of committed checkpoints."""
     return sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
 
 
 def parameters(run_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """All tensors of the last checkpoint, whole."""
+    """Return all tensors of the last checkpoint, whole."""
     directory, step = run_dir / "checkpoints", saved_steps(run_dir)[-1]
     manifest = try_read_manifest(directory / f"step-{step}", step)
     assert manifest is not None
@@ -189,7 +189,7 @@ def parameters(run_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Same metrics and same bits in the last checkpoint."""
+    """Check that two runs have the same metrics and the same bits in the last checkpoint."""
     assert numbers(one) == numbers(other)
     left, right = parameters(one), parameters(other)
     assert left.keys() == right.keys()

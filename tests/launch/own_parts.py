@@ -1,4 +1,4 @@
-"""Components of a user: data sets by index and iterable, a loss, metrics, optimizers and a schedule."""
+"""A user's own components: map-style and iterable data sets, a loss, metrics, optimizers and a schedule."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Pairs:
 
 @register_dataset("words")
 def words(kind: str, split: str) -> Any:
-    """Data sets with a mistake; `split` has no effect."""
+    """Return a data set with a mistake; `split` has no effect."""
     return {
         "ragged": [(torch.zeros(index % 3 + 1), 0) for index in range(64)],
         "single": [torch.zeros(3)] * 64,
@@ -68,7 +68,7 @@ def words(kind: str, split: str) -> Any:
 
 
 class Stream:
-    """Yields samples first, first + step, ... and can save where it is."""
+    """Yields samples first, first + step, ... and can save its position."""
 
     def __init__(self, first: int, step: int, samples: int) -> None:
         self.first, self.step, self.samples, self.position = first, step, samples, 0
@@ -108,7 +108,7 @@ def doubled(out: Any, target: Tensor) -> Tensor:
 
 @register_metric("margin")
 def margin(out: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """A mean over the samples of class 1 only."""
+    """Return a mean over the samples of class 1 only."""
     chosen = target == 1
     return (out["logits"][chosen, 1] - out["logits"][chosen, 0]).double().sum(), chosen.sum()
 
@@ -124,7 +124,7 @@ def momentum(parameters: list[nn.Parameter], lr: float, momentum: float = 0.9) -
 
 
 class Counting(torch.optim.Optimizer):
-    """Sign descent whose state is no tensor."""
+    """Sign descent whose state is not a tensor."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, where: str) -> None:
         super().__init__(parameters, {"lr": lr, "count": 0})

@@ -1,4 +1,4 @@
-"""Sweeps without a Slurm: frozen on disk, with what was done with them in the ledger."""
+"""Sweeps without Slurm: frozen on disk, with their jobs recorded in the ledger."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ WORDS = (
 
 
 def freeze(path: Path, *words: str) -> tuple[SweepDirectory, FrozenSweep]:
-    """The points of these words, with nothing on the disk yet."""
+    """Return the points of these words, with nothing on the disk yet."""
     folder, grid = SweepDirectory(path), read_grid([*WORDS, *words])
     freezer = PointFreezer(folder, lambda _: None, lambda config: node_count(config) * config.cluster.ranks_per_node)
     return folder, freeze_points(grid, Composer(frozenset(grid.keys)), freezer)
 
 
 def make(path: Path, *words: str) -> tuple[SweepDirectory, list[str]]:
-    """The same on the disk; the ids of the points."""
+    """Write the same sweep to the disk and return the ids of its points."""
     folder, frozen = freeze(path, *words)
     with submission_transaction(folder.path):
         write_sweep_directory(folder, frozen.points)

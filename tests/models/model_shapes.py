@@ -44,12 +44,12 @@ VIT = VisionTransformerConfig(name="vit", image_size=8, patch_size=2, hidden=48,
 
 
 def shipped() -> list[str]:
-    """Names of the models in conf/model that have a shape of their own."""
+    """Return the names of the models in conf/model that have a shape of their own."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in ("custom", "hf"))
 
 
 def load(name: str) -> ModelConfig:
-    """A model of conf/model on its schema."""
+    """Load a model of conf/model with its schema."""
     plain: Any = OmegaConf.load(FOLDER / f"{name}.yaml")
     first, last = plain.pop("defaults")
     assert last == "_self_"
@@ -58,12 +58,12 @@ def load(name: str) -> ModelConfig:
 
 
 def drawn(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    """A model with its initial values."""
+    """Return a model with its initial values."""
     module = build_model(config).to(dtype)
     initialise_parameters(module, seed)
     return module
 
 
 def tokens(config: TransformerConfig, batch: int = 2, length: int = 33) -> torch.Tensor:
-    """Random tokens (batch, length)."""
+    """Return random tokens (batch, length)."""
     return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))

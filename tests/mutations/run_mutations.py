@@ -1,4 +1,5 @@
-"""Seed each fault into a copy of the project and print which test notices: `python tests/mutations/run_mutations.py`.
+"""Seed each fault into a copy of the project and print which test notices it: `python
+tests/mutations/run_mutations.py`.
 
 For each fault its own tests run first and, if they pass, all tests of its room, in a copy of the last commit. Only a
 test that fails counts; a fault that no longer fits its file, or pytest itself failing, ends the study. A test that
@@ -32,7 +33,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one fault."""
+    """The outcome of one fault."""
 
     fault: Fault
     noticed_by: str

@@ -1,3 +1,3 @@
-"""Imported once here and not by every forked rank: torch loads it at the first optimizer step, which takes seconds."""
+"""Import once what torch would otherwise load in every forked rank at its first optimizer step, which takes seconds."""
 
 import torch._dynamo  # noqa: F401

@@ -1,4 +1,4 @@
-"""Models of transformers in a tiny random size, a plain training loop over each, and the same steps in an engine."""
+"""Tiny random models of transformers, a plain training loop for each, and the same steps in an engine."""
 
 from __future__ import annotations
 
@@ -166,14 +166,14 @@ EXACT = ("gpt2", "bert", "distilbert", "albert", "opt", *IMAGES)
 
 
 def auto_class(kind: str) -> Any:
-    """The class of transformers' own that loads this kind."""
+    """Return the class of transformers that loads this kind."""
     masked = dict.fromkeys(("bert", "distilbert", "albert"), AutoModelForMaskedLM)
     other = {**masked, "t5": AutoModelForSeq2SeqLM}
     return AutoModelForImageClassification if kind in IMAGES else other.get(kind, AutoModelForCausalLM)
 
 
 def save_model(kind: str, folder: Path, weights: bool = True, **how: Any) -> Path:
-    """Make the folder of a random model, as a user of transformers would."""
+    """Write the folder of a random model, as a user of transformers would."""
     with torch.random.fork_rng([]):
         torch.manual_seed(1)
         model = auto_class(kind).from_config({**CONFIGS, **STRANGERS}[kind]())
@@ -195,13 +195,13 @@ class Case:
     overrides: tuple[str, ...] = ()
 
     def config(self) -> RunConfig:
-        """float64; always clipping."""
+        """Return the configuration: float64, with clipping at every step."""
         return compose((*COMMON, f"model.path={self.folder}", *EXTRA.get(self.kind, ()), *self.overrides))
 
 
 @cache
 def global_batch(kind: str, step: int) -> MicroBatch:
-    """A step's whole batch, the same on every rank; some targets do not count, unevenly over sequences."""
+    """Return a step's whole batch, the same on every rank. Some targets are ignored, unevenly over the sequences."""
     generator = torch.Generator().manual_seed(step)
     if kind in IMAGES:
         images = torch.randn(SEQUENCES, 1, 8, 8, generator=generator, dtype=torch.float64)
@@ -217,7 +217,7 @@ def global_batch(kind: str, step: int) -> MicroBatch:
 
 
 def share(kind: str, step: int, world: World, micro: int = 2) -> StepBatch:
-    """This rank's part of a global batch, cut into micro-batches."""
+    """Return this rank's part of a global batch, cut into micro-batches."""
     rows = SEQUENCES // world.dp_size
     batch = global_batch(kind, step)
     begin = world.dp_index * rows
@@ -226,7 +226,7 @@ def share(kind: str, step: int, world: World, micro: int = 2) -> StepBatch:
 
 
 def truth(kind: str, folder: Path) -> tuple[Outcome, Outcome]:
-    """By transformers alone, in one process: from_pretrained, three steps of AdamW, and the one after them."""
+    """Train with transformers alone, in one process: from_pretrained, three steps of AdamW, and the one after them."""
     how = {"experts_implementation": "eager"} if kind in ("mixtral", "granitemoe") else {}
     module = auto_class(kind).from_pretrained(folder, dtype=torch.float64, **how).train()
     config = compose((*COMMON, "model.path=x"))
@@ -242,7 +242,7 @@ def truth(kind: str, folder: Path) -> tuple[Outcome, Outcome]:
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Parameters under one name each, and optimizer state."""
+    """Return the parameters, each under one name, and the optimizer state."""
     names = {name for name, _ in module.named_parameters()}
     return [piece for piece in state(module, optimizer) if piece.name in names or piece.name.startswith("optim.")]
 
@@ -263,14 +263,14 @@ def _plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, kind: str, 
 
 
 def fresh(case: Case, world: World) -> Engine:
-    """The engine of a case, with the folder's weights."""
+    """Return the engine of a case, with the folder's weights."""
     config = case.config()
     model, values = make_pretrained_model(config.model, config.train.seed)  # type: ignore[arg-type]
     return make_engine(config, world, model, values=values)
 
 
 def run_steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) -> Outcome:
-    """Train some steps and keep all that can be seen of them."""
+    """Train some steps and record everything observable."""
     outcome = Outcome([], [], [], [])
     for step in which:
         sums = engine.forward_backward(share(case.kind, step, world))
@@ -283,7 +283,7 @@ def run_steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) 
 
 
 def train_and_save(world: World, case: Case, own: Path) -> Outcome:
-    """The three steps, saved into `own` for others."""
+    """Train the three steps and save them into `own` for other layouts."""
     engine = fresh(case, world)
     trained = run_steps(engine, case, world, STEPS)
     save_step(own, len(STEPS), engine.shards(), {}, world).wait()
@@ -291,7 +291,7 @@ def train_and_save(world: World, case: Case, own: Path) -> Outcome:
 
 
 def resume(world: World, case: Case, other: Path) -> Outcome:
-    """The step after the third, from what another layout has saved."""
+    """Train the step after the third, from the checkpoint of another layout."""
     engine = fresh(case, world)
     load_step(other, len(STEPS), engine.shards(), world)
     return run_steps(engine, case, world, (len(STEPS),))

@@ -1,4 +1,4 @@
-"""Copies of a save made as late as they may be: while the training waits for them, before it changes anything."""
+"""Copy a save's tensors as late as possible: while the training waits for the copies, before it changes anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeBatch = Callable[[World, int], StepBatch]
 
 @contextmanager
 def latest() -> Iterator[list[int]]:
-    """Gives the number of tensors of every copy that was late."""
+    """Make every copy late; yields the number of tensors of each copy that was."""
     late: list[int] = []
     complete, wait = TensorCopy.complete, TensorCopy.wait
 
@@ -43,7 +43,9 @@ def latest() -> Iterator[list[int]]:
 
 
 def save_both_ways(world: World, make: MakeEngine, batch: MakeBatch, folder: Path) -> tuple[list[str], int]:
-    """Train, and save every step at once and beside the next; returns the errors and how many tensors came late."""
+    """Train, and save every step both at once and beside the next one. Returns the errors, and how many tensors came
+    late.
+    """
     engine = make(world)
     at_once, beside = Saver(folder / "once", world, background=False), Saver(folder / "beside", world, overlap=True)
     ended = []
@@ -61,7 +63,7 @@ def save_both_ways(world: World, make: MakeEngine, batch: MakeBatch, folder: Pat
 
 
 def assert_same(folder: Path) -> None:
-    """Every file of tensors, byte for byte; and the steps differ from one another."""
+    """Check that every file of tensors is equal byte for byte, and that the steps differ from one another."""
     shards = []
     for step in range(STEPS):
         names = [file[0] for file in json.loads((folder / f"once/step-{step}/manifest.json").read_text())["files"]]

@@ -1,4 +1,4 @@
-"""Which memory and which operators a piece of code really uses: counted, not asked of a flag."""
+"""Count which memory and which operators a piece of code really uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Watch(TorchDispatchMode):
-    """Sees every operator of torch, and the memory of every result for as long as anybody holds it."""
+    """Sees every operator of torch, and the memory of every result for as long as it is referenced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def alive(self) -> int:
-        """Bytes of results that are still held."""
+        """Return the bytes of results that are still held."""
         return sum(size for reference, size in self._memory.values() if not reference.expired())
 
 

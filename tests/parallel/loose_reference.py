@@ -1,4 +1,4 @@
-"""DiLoCo as a plain loop over copies in one process: what the engine of loose synchronisation is compared with."""
+"""DiLoCo as a plain loop over copies in one process, with which the engine of loose synchronisation is compared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_model() -> nn.Module:
 
 
 def make_batch(step: int) -> MicroBatch:
-    """Make the global batch of a step; later sequences have more targets that are ignored, the last no other."""
+    """Make the global batch of a step. Later sequences have more ignored targets, and the last has only such."""
     generator = torch.Generator().manual_seed(step)
     inputs, targets = torch.randint(29, (2, SEQUENCES, LENGTH), generator=generator)
     for row in range(SEQUENCES):
@@ -37,7 +37,7 @@ def make_batch(step: int) -> MicroBatch:
 
 @dataclass
 class Trained:
-    """What a run comes to."""
+    """The result of a run."""
 
     steps: list[tuple[float, float]]
     """Loss and gradient norm of each step."""

@@ -1,4 +1,6 @@
-"""The layouts of the matrix, and what happens in each of them: three steps, a save, and a resume from another one."""
+"""The layouts of the matrix. In each of them three steps are trained and saved, and another layout's checkpoint is
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def _llama(**changes: object) -> TransformerConfig:
 
 
 def _gemma(**changes: object) -> TransformerConfig:
-    """Gemma 2 or 3 in small."""
+    """Return a small Gemma 2 or 3."""
     parts = {"norm": "rmsnorm_1p", "activation": "geglu", "post_norms": True, "scaled_embeddings": True}
     return _llama(**parts, **changes)
 
@@ -145,7 +147,7 @@ MODELS["vit-dropout"] = replace(MODELS["vit"], dropout=0.2)  # type: ignore[call
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, the techniques on it, and the model it is shown with."""
+    """A layout, the techniques on it, and the model that it trains."""
 
     ranks: int
     overrides: tuple[str, ...]
@@ -154,7 +156,7 @@ class Case:
     """Sequences of one micro-batch; the last of a step may be shorter."""
 
     def config(self) -> RunConfig:
-        """float64; always clipping."""
+        """Return the configuration: float64, with clipping at every step."""
         return _compose((*COMMON, f"train.micro_batch={self.micro}", *self.overrides), self.kind)
 
 
@@ -166,14 +168,14 @@ def _compose(overrides: tuple[str, ...], kind: str) -> RunConfig:
 
 
 def model(kind: str) -> nn.Module:
-    """The whole model with its values, in float64."""
+    """Return the whole model with its values, in float64."""
     module = build_model(MODELS[kind]).double()
     initialise_parameters(module, 0)
     return module
 
 
 def global_batch(kind: str, step: int) -> MicroBatch:
-    """A step's whole batch, the same on every rank; some targets do not count, unevenly over sequences."""
+    """Return a step's whole batch, the same on every rank. Some targets are ignored, unevenly over the sequences."""
     generator = torch.Generator().manual_seed(step)
     if kind.startswith("vit"):
         images = torch.randn(SEQUENCES, 1, 8, 8, generator=generator, dtype=torch.float64)
@@ -188,7 +190,7 @@ def global_batch(kind: str, step: int) -> MicroBatch:
 
 
 def share(batch: MicroBatch, world: World, micro: int, step: int = 0) -> StepBatch:
-    """This rank's part of a global batch, cut into micro-batches."""
+    """Return this rank's part of a global batch, cut into micro-batches."""
     rows = SEQUENCES // world.dp_size
     mine = (tensor[world.dp_index * rows : (world.dp_index + 1) * rows].split(micro) for tensor in batch)
     return StepBatch([MicroBatch(inputs, targets) for inputs, targets in zip(*mine, strict=True)], step=step)
@@ -197,7 +199,9 @@ def share(batch: MicroBatch, world: World, micro: int, step: int = 0) -> StepBat
 def truth(
     kind: str, make: Callable[[nn.Module, RunConfig], torch.optim.Optimizer] | None = None
 ) -> tuple[Outcome, Outcome]:
-    """By plain autograd in one process: the three steps, and the one after them. make: the optimizer; None: AdamW."""
+    """Train the three steps, and the one after them, by plain autograd in one process. make: makes the optimizer; None:
+    AdamW.
+    """
     module, config = model(kind), Case(1, (), kind).config()
     optimizer = make_optimizer(module, config.optim) if make is None else make(module, config)
     outcomes, counter = [], count_samples(module)
@@ -245,7 +249,7 @@ def _plain_step(
 
 
 def fresh(case: Case, world: World) -> Engine:
-    """The engine of a case, with the model's initial values drawn where they are held."""
+    """Return the engine of a case, with the model's initial values drawn on the ranks that hold them."""
     config = case.config()
     with torch.device("meta"):
         whole = build_model(config.model)
@@ -253,7 +257,7 @@ def fresh(case: Case, world: World) -> Engine:
 
 
 def steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) -> Outcome:
-    """Train some steps and keep all that can be seen of them."""
+    """Train some steps and record everything observable."""
     outcome = Outcome([], [], [], [])
     for step in which:
         sums = engine.forward_backward(share(global_batch(case.kind, step), world, case.micro, step))
@@ -267,7 +271,7 @@ def steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) -> O
 
 
 def train_and_resume(world: World, case: Case, other: Path, own: Path) -> tuple[Outcome, Outcome]:
-    """The three steps, saved into `own`; then a new engine that goes on from what another layout has saved."""
+    """Train the three steps and save them into `own`; then continue in a new engine from another layout's save."""
     engine = fresh(case, world)
     trained = steps(engine, case, world, STEPS)
     save_step(own, len(STEPS), engine.shards(), {}, world).wait()
@@ -277,14 +281,14 @@ def train_and_resume(world: World, case: Case, other: Path, own: Path) -> tuple[
 
 
 def train_and_save(world: World, case: Case, own: Path) -> None:
-    """The three steps, saved for others."""
+    """Train the three steps and save them for other layouts."""
     engine = fresh(case, world)
     steps(engine, case, world, STEPS)
     save_step(own, len(STEPS), engine.shards(), {}, world).wait()
 
 
 def resume(world: World, case: Case, other: Path) -> Outcome:
-    """The step after the third, from what another layout has saved."""
+    """Train the step after the third, from the checkpoint of another layout."""
     engine = fresh(case, world)
     load_step(other, len(STEPS), engine.shards(), world)
     return steps(engine, case, world, (len(STEPS),))

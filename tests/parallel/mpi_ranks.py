@@ -1,4 +1,4 @@
-"""One rank of mpirun for test_mpi_hook.py: trains with gloo and with MPI, and writes what it saw."""
+"""One rank of mpirun for test_mpi_hook.py: trains with gloo and with MPI, and writes what it observed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIM = ("optim.max_norm=0.05", "optim.eps=1e-6", "parallel.bucket_mib=0.01")
 
 
 class Reductions:
-    """Bytes of gradients (no scalars, no counts) that torch's own all-reduce was given."""
+    """Counts the bytes of gradients (without scalars and counts) that pass through torch's own all-reduce."""
 
     def __init__(self) -> None:
         self.bytes, self._real = 0, dist.all_reduce
@@ -38,7 +38,7 @@ class Reductions:
 
 
 def main(folder: Path, ranks: int) -> None:
-    """Every kind of model with both, in one process group."""
+    """Train every kind of model with both, in one process group."""
     torch.set_num_threads(1)
     layout = Layout(ranks, ("parallel=ddp",))
     configs = {how: layout.config(*OPTIM, f"parallel.reduce_with={how}") for how in ("torch", "mpi")}

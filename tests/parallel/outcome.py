@@ -1,4 +1,4 @@
-"""What a few steps of training leave behind, as whole arrays, from an engine on any layout or from plain autograd."""
+"""The outcome of a few steps of training as whole arrays, from an engine on any layout or from plain autograd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RATES = (1e-2, 2e-2, 5e-3)
 
 @dataclass(frozen=True)
 class Held:
-    """A Piece without its tensor type, so that it can be sent to another process."""
+    """A piece without its tensor type, so that it can be sent to another process."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Held:
 
 @dataclass
 class Outcome:
-    """What one rank sees: one entry a step, and the state after the last one."""
+    """What one rank observes: one entry per step, and the state after the last step."""
 
     losses: list[float]
     norms: list[float]
@@ -45,12 +45,12 @@ class Outcome:
 
 
 def held(pieces: Iterable[TensorShard]) -> list[Held]:
-    """Copies of a rank's pieces."""
+    """Return copies of a rank's pieces."""
     return [Held(p.name, p.shape, p.offset, p.local.double().numpy().copy(), p.replica) for p in pieces]
 
 
 def whole(ranks: Sequence[Sequence[Held]]) -> Arrays:
-    """The logical tensors of all ranks' pieces; copies must agree bit for bit and nothing may be missing."""
+    """Assemble the logical tensors from all ranks' pieces. Copies must agree bit for bit and nothing may be missing."""
     arrays: Arrays = {}
     for piece in (piece for rank in ranks for piece in rank):
         array = arrays.setdefault(piece.name, np.full(piece.shape, np.nan))
@@ -63,7 +63,7 @@ def whole(ranks: Sequence[Sequence[Held]]) -> Arrays:
 
 
 def gradients(module: nn.Module) -> list[Held]:
-    """This rank's rectangle of every parameter's gradient."""
+    """Return this rank's rectangle of every parameter's gradient."""
     found = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
     return [_rectangle(name, gradient) for name, gradient in found]
 
@@ -97,7 +97,9 @@ def engine_steps(
 
 
 def reference(kind: str, config: RunConfig, steps: Sequence[int]) -> Outcome:
-    """The same in one process by plain autograd: the mean loss over the whole global batch, torch's clipping, AdamW."""
+    """Train the same steps in one process by plain autograd: the mean loss over the whole global batch, torch's
+    clipping, AdamW.
+    """
     module = model(kind).double()
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -128,7 +130,7 @@ def reference(kind: str, config: RunConfig, steps: Sequence[int]) -> Outcome:
 
 
 def state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Held]:
-    """Parameters, buffers and optimizer state of a model that one process holds."""
+    """Return the parameters, buffers and optimizer state of a model that one process holds."""
     tensors = dict(module.state_dict())
     for name, parameter in module.named_parameters():
         tensors.update({f"optim.{key}.{name}": value for key, value in optimizer.state.get(parameter, {}).items()})
@@ -136,7 +138,9 @@ def state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Held]:
 
 
 def assert_close(got: Arrays, wanted: Arrays, tolerance: float) -> None:
-    """Each tensor's error relative to its norm, or to a thousandth of its kind's: some are zero but for rounding."""
+    """Check each tensor's error relative to its norm, or to a thousandth of its kind's norm, because some are zero but
+    for rounding.
+    """
     assert got.keys() == wanted.keys()
     for name, array in wanted.items():
         floor = 1e-3 * max(float(np.linalg.norm(other)) for key, other in wanted.items() if _kind(key) == _kind(name))

@@ -1,4 +1,4 @@
-"""How much memory the results of torch's operators take at most, counted."""
+"""Count how much memory the results of torch's operators take at most."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakBytes(TorchDispatchMode):
-    """Bytes of the tensors made inside of this context. Kernels' own scratch memory is not seen."""
+    """Counts the bytes of the tensors that are made inside this context. Kernels' own scratch memory is not seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,9 @@ class PeakBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def settled(self, at_most: float, seconds: float = 10.0) -> int:
-        """`now`, waited for until it is not above `at_most`: the threads of collectives drop theirs a little after."""
+        """Return `now`, after waiting until it is at most `at_most`: the threads of collectives drop their tensors a
+        little later.
+        """
         deadline = time.monotonic() + seconds
         while self.now > at_most and time.monotonic() < deadline:
             time.sleep(0.005)

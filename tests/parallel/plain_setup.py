@@ -34,7 +34,7 @@ class Layout:
     overrides: tuple[str, ...]
 
     def config(self, *more: str) -> RunConfig:
-        """float64 unless told otherwise."""
+        """Return the configuration; float64 unless another type is given."""
         return _compose(("precision=fp64", f"train.global_batch={SEQUENCES}", *self.overrides, *more))
 
 
@@ -80,7 +80,9 @@ GPT2 = TransformerConfig(
 
 
 class Bare(nn.Module):
-    """A user's module: no plan, no blocks, a frozen layer, a buffer that is saved and one that is not."""
+    """A user's module without a plan and without blocks, with a frozen layer, a buffer that is saved and one that is
+    not.
+    """
 
     scale: Tensor
     shift: Tensor
@@ -104,7 +106,7 @@ KINDS = ("untied", "tied", "gpt2", "half_frozen", "bare")
 
 
 def model(kind: str, dropout: float = 0.0) -> nn.Module:
-    """A model with initial values, the same at every call."""
+    """Return a model with initial values, the same at every call."""
     if kind == "bare":
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
@@ -118,12 +120,14 @@ def model(kind: str, dropout: float = 0.0) -> nn.Module:
 
 
 def engine_of(kind: str, config: RunConfig, world: World, dropout: float = 0.0) -> Engine:
-    """The engine under test, over one of the models above."""
+    """Return the engine under test, for one of the models above."""
     return build(model(kind, dropout), lambda split: make_optimizer(split, config.optim), config, world)
 
 
 def global_batch(kind: str, step: int) -> MicroBatch:
-    """A step's whole batch, the same on every rank; later sequences have more ignored targets, the last no other."""
+    """Return a step's whole batch, the same on every rank. Later sequences have more ignored targets, and the last has
+    only such.
+    """
     generator = torch.Generator().manual_seed(step)
     if kind == "bare":
         inputs = torch.randn(SEQUENCES, FEATURES, generator=generator, dtype=torch.float64)
@@ -141,7 +145,7 @@ ACCUMULATIONS = ("one", "two", "short_last")
 
 
 def share(batch: MicroBatch, world: World, accumulation: str = "one") -> StepBatch:
-    """This rank's part of a global batch, cut into micro-batches."""
+    """Return this rank's part of a global batch, cut into micro-batches."""
     rows = SEQUENCES // world.dp_size
     size = {"one": rows, "two": rows // 2, "short_last": rows // 2 + 1}[accumulation]
     mine = batch.map(itemgetter(slice(world.dp_index * rows, (world.dp_index + 1) * rows)))

@@ -1,8 +1,9 @@
-"""A GPU without a card: tensors without memory on a device whose streams and operators are written down.
+"""A pretended GPU: tensors without memory on a device whose streams and operators are recorded.
 
 torch lets a Python program register a device of its own ("gpu" here), for which autograd, fully_shard and DTensor ask
 for streams and events as they do on CUDA. A dispatch mode sees every operator with the stream that is current, and
-which of them would make the host wait for a real GPU. It cannot be undone: use it in a process of its own only.
+which of them would make the host wait for a real GPU. The registration cannot be undone, so it must only be used in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DEFAULT_STREAM = "compute"
 
 @dataclass(frozen=True)
 class Entry:
-    """An operator, or a stream that waits for another, in the order in which the host came to it."""
+    """An operator, or a stream's wait for another, in the order of the host."""
 
     stream: str
     what: str
@@ -40,7 +41,7 @@ class Entry:
 
 @dataclass
 class Trace:
-    """What the host asked of the device."""
+    """What the host has asked of the device."""
 
     entries: list[Entry] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
@@ -61,18 +62,18 @@ class Trace:
         return self.entries.count(Entry(stream, f"wait {other}"))
 
     def begin_steps(self) -> None:
-        """Begin anew: what came until now was before the first step."""
+        """Start over: the entries so far came before the first step."""
         self.before = [entry.what for entry in self.entries if entry.what.startswith("c10d")]
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Remove all entries."""
         self.entries.clear()
         self.waits.clear()
 
 
 class PretendStream:
-    """Stands for a torch.Stream; its name is the order in which streams were made."""
+    """Stands for a torch.Stream; its name is its number in the order in which streams were made."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.name = f"stream {PRETEND.made}" if PRETEND.made else DEFAULT_STREAM
@@ -92,7 +93,7 @@ class PretendStream:
 
 
 class PretendEvent:
-    """Stands for a torch.Event: knows the stream that it was recorded in."""
+    """Stands for a torch.Event, and knows the stream that it was recorded in."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.name = "nothing"
@@ -162,7 +163,7 @@ _ASKING = _ALWAYS_WAIT[:3]
 
 
 class TracingMode(MemorylessMode):
-    """MemorylessMode that also keeps tensors of the pretended device, and writes down what is asked of it."""
+    """MemorylessMode that also keeps tensors of the pretended device, and records what is asked of it."""
 
     def __init__(self, trace: Trace, integer: int) -> None:
         """integer: the value of every integer that the host reads from the device."""
@@ -204,7 +205,8 @@ def _nest(shape: tuple[int, ...], value: float) -> Any:
 def _drop_values(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape without values: torch would compute with a constant of the host, on no kernel.
 
-    A new one, because the mode refers to what it has seen, and a parameter that somebody refers to cannot be replaced.
+    It is a new tensor because the mode refers to the tensors it has seen, and a parameter that is referred to cannot be
+    replaced.
     """
     return tensor if isinstance(tensor, FakeTensor) else torch.empty_like(tensor, device="meta")
 

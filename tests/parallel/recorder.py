@@ -1,4 +1,4 @@
-"""Recorder: which collectives over parameters and gradients run, when, and over how many bytes."""
+"""Record which collectives over parameters and gradients run, when, and over how many bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Call:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operation of torch; keeps the collectives. Scalars are sums of losses, int64 are counts."""
+    """Sees every operation of torch and records the collectives. Scalars are sums of losses, int64 are counts."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What each rank of test_server.py does under mpirun: train with and without servers in one job, print what it saw."""
+"""One rank of mpirun for test_server.py: trains with and without servers in one job, and prints what it observed."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ MODES = ("synchronous", "asynchronous", "peer")
 
 
 def config_of(*overrides: str) -> RunConfig:
-    """float64, always clipping."""
+    """Return the configuration: float64, with clipping at every step."""
     return compose(("precision=fp64", "train.global_batch=24", "optim.max_norm=0.05", "optim.eps=1e-6", *overrides))
 
 
 def everybody(world: World, mine: Any) -> list[Any]:
-    """Every rank's value."""
+    """Return every rank's value."""
     values: list[Any] = [None] * world.size
     torch.distributed.all_gather_object(values, mine)
     return values
 
 
 def synchronous(world: World) -> dict[str, Any]:
-    """The largest difference to an all-reduce in the same job, for every way to place the servers."""
+    """Return the largest difference to an all-reduce in the same job, for every way to place the servers."""
     found = {}
     nodes = replace(world, local_rank=world.rank % 2)  # as if there were two nodes of two ranks
     truth = _trained(config_of(), world)
@@ -67,7 +67,7 @@ def _trained(config: RunConfig, world: World) -> dict[str, Any]:
 
 
 def resumed(world: World, folder: Path) -> float:
-    """The largest difference between going on, and going on from a checkpoint with other servers."""
+    """Return the largest difference between continuing and resuming from a checkpoint with other servers."""
     config = config_of("parallel.server.mode=synchronous", "parallel.server.servers=2")
     engine = engine_of("tied", config, world)
     engine_steps(engine, world, config, "tied", "one", STEPS)
@@ -83,7 +83,7 @@ def resumed(world: World, folder: Path) -> float:
 
 
 def asynchronous(world: World, *options: str) -> dict[str, Any]:
-    """Losses of workers of which the last is slow, the spread of their clocks, and when a stop takes hold."""
+    """Return losses of workers of which the last is slow, the spread of their clocks, and when a stop takes effect."""
     config = config_of("parallel.server.mode=asynchronous", "parallel.server.staleness=2", *options)
     where = replace(world, local_rank=world.rank % 2)
     engine = engine_of("untied", config, where)
@@ -119,7 +119,7 @@ def asynchronous(world: World, *options: str) -> dict[str, Any]:
 
 
 def peers(world: World) -> dict[str, Any]:
-    """Losses of the common batch under neighbour averaging, and how far apart the copies are before a save."""
+    """Return losses of the common batch under neighbour averaging, and how far apart the copies are before a save."""
     config = config_of("parallel.server.mode=peer")
     engine = engine_of("untied", config, world)
     losses = []
@@ -140,7 +140,7 @@ def _apart(engine: Engine, world: World) -> float:
 
 
 def saved(world: World, mode: str, folder: Path) -> tuple[list[str], int]:
-    """Errors of saves beside the next step, and how many tensors of this rank they copied late."""
+    """Return the errors of saves beside the next step, and how many tensors of this rank they copied late."""
     config = config_of(f"parallel.server.mode={mode}")
     found = save_both_ways(
         world,
@@ -154,7 +154,7 @@ def saved(world: World, mode: str, folder: Path) -> tuple[list[str], int]:
 
 
 def main(folder: Path) -> None:
-    """Every scenario in one job; rank 0 prints them as JSON."""
+    """Run every scenario in one job; rank 0 prints the results as JSON."""
     torch.set_num_threads(1)
     task = join(timeout=timedelta(seconds=60))
     world = start(task, make_identity_map(task), config_of())

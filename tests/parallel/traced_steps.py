@@ -1,6 +1,6 @@
 """Trace a training step of several layouts on a pretended GPU: `python traced_steps.py NAME ...` prints JSON.
 
-A process of its own: autograd looks for devices once in a process, in its first backward.
+It needs a process of its own because autograd looks for devices once in a process, in its first backward.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def make_engine(world: World, config: RunConfig) -> Engine:
 
 
 def train(engine: Engine, batch: StepBatch) -> None:
-    """What training.step.train_step asks of a device."""
+    """Train a step with the same requests to the device as training.step.train_step."""
     sums = engine.forward_backward(batch)
     read_step_numbers(sums, engine.clip(1.0))
     engine.update(1e-3)
 
 
 def trace_step(world: World, config: RunConfig) -> Trace:
-    """Trace a step after those that set up: stages vote in the first, and DDP makes its buckets anew in the second."""
+    """Trace a step after those that set up: stages vote in the first, and DDP rebuilds its buckets in the second."""
     rows_from_a_rank = ROWS * LENGTH * TOP_K // EP
     with pretend_gpu(world, config.parallel, integer=rows_from_a_rank) as (gpu, trace):
         engine = make_engine(gpu, config)
@@ -96,7 +96,7 @@ def trace_layout(name: str) -> Trace:
 
 
 def wait_in_many_ways() -> Trace:
-    """One operator of each kind that waits, and two that do not."""
+    """Run one operator of each kind that waits, and two that do not."""
     config = compose(SHAPE)
     pretend_group(0, 1)
     world = make_world(0, 1, 0, torch.device("cpu"), resolve_degrees(config.parallel, 1))

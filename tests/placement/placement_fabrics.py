@@ -1,4 +1,4 @@
-"""Fabrics, meshes and flows for tests of placement: from counts, from the study, and drawn by hypothesis."""
+"""Fabrics, meshes and flows for tests of placement: made from counts, taken from the study, or drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 
 def dense(keys: Sequence[object]) -> NDArray[np.int64]:
-    """Index of every key, in order of first appearance."""
+    """Return the index of every key, in the order of first appearance."""
     index: dict[object, int] = {}
     return np.array([index.setdefault(key, len(index)) for key in keys], np.int64)
 
@@ -34,9 +34,10 @@ def tree_fabric(
     inside_latency: float = 0.0,
     names: Sequence[str] = ("leaf", "group"),
 ) -> Fabric:
-    """places: (leaf, group) of every node, the leaf within the group; tapers: of a leaf and, on top of it, of a group.
+    """Return a fabric of two levels. places: (leaf, group) of every node, the leaf within the group; tapers: of a leaf
+    and, on top of it, of a group.
 
-    Uplinks are those of all nodes of a group together, over the product of tapers up to it.
+    The uplinks of a group are those of all its nodes together, divided by the product of tapers up to it.
     """
     count = len(places)
     levels = [FabricLevel("node", np.arange(count), np.full(count, nic), latencies[0])]
@@ -61,7 +62,7 @@ def next_to_others(fabric: Fabric, others: Sequence[int]) -> Fabric:
 
 
 def reordered(fabric: Fabric, order: Sequence[int]) -> Fabric:
-    """The same nodes, as a launcher would list them in another order."""
+    """Return the same nodes in another order, in which a launcher might list them."""
     levels = []
     for level in fabric.levels:
         old = level.group[list(order)]
@@ -78,7 +79,7 @@ def reordered(fabric: Fabric, order: Sequence[int]) -> Fabric:
 
 
 def factorisations(world: int) -> list[dict[str, int]]:
-    """All meshes of a world."""
+    """Return all meshes of a world."""
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     sizes = itertools.product(divisors, repeat=len(AXES))
     return [dict(zip(AXES, mesh, strict=True)) for mesh in sizes if math.prod(mesh) == world]
@@ -86,7 +87,7 @@ def factorisations(world: int) -> list[dict[str, int]]:
 
 @st.composite
 def fabrics(draw: st.DrawFn, least: int = 1, most: int = 8) -> Fabric:
-    """Up to `most` nodes on uneven leaves in uneven groups, in any order, tapered or not, some nodes slower."""
+    """Draw up to `most` nodes on uneven leaves in uneven groups, in any order, tapered or not, some nodes slower."""
     count = draw(st.integers(least, most))
     leaf = st.integers(0, 3)
     leaves = draw(st.lists(leaf, min_size=count, max_size=count))
@@ -123,7 +124,7 @@ def meshes(draw: st.DrawFn, world: int) -> dict[str, int]:
 
 @st.composite
 def flow_lists(draw: st.DrawFn) -> list[Flow]:
-    """One to four flows on one or two axes."""
+    """Draw one to four flows on one or two axes."""
     pairs = st.sampled_from([(axis,) for axis in AXES] + [("dp_replicate", "dp_shard"), ("dp_shard", "cp")])
     flow = st.builds(
         Flow,

@@ -34,7 +34,7 @@ LARGE_FLOWS = [*FLOWS, Flow(("cp",), "all_to_all", 8 * GB, 1, "tokens")]
 
 @dataclass(frozen=True)
 class Row:
-    """Communication of a step of three orders, as multiples of the placed one."""
+    """The communication of a step in three orders, as multiples of the placed one."""
 
     oversubscription: float
     random: float
@@ -44,7 +44,7 @@ class Row:
 
 
 def allocation(seed: int, pods: int, leaves: int, nodes: int, need: int, busy: float) -> Places:
-    """The first `need` free nodes of pods x leaves x nodes, of which a share is busy."""
+    """Return the first `need` free nodes of pods x leaves x nodes, of which a share is busy."""
     everything = np.array(
         [(pod * leaves + leaf, pod) for pod in range(pods) for leaf in range(leaves) for _ in range(nodes)]
     )
@@ -54,13 +54,13 @@ def allocation(seed: int, pods: int, leaves: int, nodes: int, need: int, busy: f
 
 
 def clos(places: Places, oversubscription: float, inside: float = math.inf) -> Fabric:
-    """Eight NICs of 50 GB/s a node; leaves 1:1, pods as given."""
+    """Return a Clos fabric with eight NICs of 50 GB/s per node; leaves 1:1, pods as given."""
     taper = (1.0, oversubscription)
     return tree_fabric([tuple(place) for place in places.tolist()], 8, 8 * 50 * GB, taper, inside=inside)
 
 
 def study(inside: float = math.inf, oversubscriptions: tuple[float, ...] = (1.0, 1.5, 2.0, 4.0, 7.0)) -> list[Row]:
-    """16,384 GPUs: nodes listed in a random order (mean of three), along the tree, and placed."""
+    """Compare 16,384 GPUs: nodes listed in a random order (mean of three), along the tree, and placed."""
     places, random, rows = allocation(3, 8, 16, 24, 2048, 0.05), np.random.default_rng(5), []
     for over in oversubscriptions:
         fabric = clos(places, over, inside)
@@ -73,9 +73,10 @@ def study(inside: float = math.inf, oversubscriptions: tuple[float, ...] = (1.0,
 
 
 def racks(number: int) -> Fabric:
-    """Study 0, 1 or 2: racks of one NVLink domain with some of their 18 trays of 4 GPUs, the first so many trays.
+    """Return study 0, 1 or 2: racks of one NVLink domain, each with some of its 18 trays of 4 GPUs; the job has the first
+    so many trays.
 
-    Out of a tray NVLink, 900 GB/s a GPU; out of a rack its trays' NICs, 50 GB/s a GPU.
+    NVLink leaves a tray with 900 GB/s per GPU, and the trays' NICs leave a rack with 50 GB/s per GPU.
     """
     random = np.random.default_rng(11)
     drawn = [random.integers(fewest, 18 + 1, count) for count, fewest in ((18, 14), (36, 12), (72, 16))]
@@ -88,7 +89,7 @@ def racks(number: int) -> Fabric:
 
 
 def expert_mesh(world: int, experts: int) -> tuple[dict[str, int], list[Flow]]:
-    """pp 4, data, and experts over the inner axis."""
+    """Return a mesh with pp 4, data, and experts over the inner axis."""
     flows = [
         Flow(("pp",), "send_recv", 0.5 * GB, 1, "activations", ring=False),
         Flow(("dp_shard",), "all_reduce", 2 * GB, 1, "gradients"),
@@ -98,7 +99,7 @@ def expert_mesh(world: int, experts: int) -> tuple[dict[str, int], list[Flow]]:
 
 
 def print_table() -> None:
-    """The numbers of the study, as this machine works them out."""
+    """Compute and print the numbers of the study."""
     for inside, what in ((math.inf, "between nodes only"), (450 * GB, "with 450 GB/s inside nodes")):
         print(f"16,384 GPUs, {what}\n  pods   random   tree   placed   search")
         for row in study(inside):

@@ -1,4 +1,4 @@
-"""The cost of a placement once more, message by message in plain Python, to hold the vectorised one against."""
+"""The cost of a placement, message by message in plain Python, with which the vectorised one is compared."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def group_ranks(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]
 
 
 def phases(flow: Flow, group: list[int], backend: str) -> Iterator[tuple[int, list[Message]]]:
-    """(hops, messages) of one group: what one call sends."""
+    """Yield (hops, messages) of each phase of one group: what one call sends."""
     n, size = len(group), flow.bytes
     if n == 1:
         return
@@ -64,7 +64,7 @@ def phases(flow: Flow, group: list[int], backend: str) -> Iterator[tuple[int, li
 
 
 def phase_seconds(fabric: Fabric, nodes: Sequence[int], phase: Sequence[tuple[int, list[Message]]]) -> float:
-    """phase: of every group."""
+    """Return the seconds of a phase. phase: the messages of every group."""
     hop = 0.0
     moved: dict[object, float] = defaultdict(float)
     for hops, messages in phase:

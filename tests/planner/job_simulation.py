@@ -1,4 +1,6 @@
-"""A job, event by event: steps, saves, interruptions, restarts, repairs. Nothing of it is taken from a formula."""
+"""Simulate a job event by event: steps, saves, interruptions, restarts, repairs. It uses none of the planner's
+formulas.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from hpc_train.planner.reliability.goodput import Interruption, Save
 
 @dataclass
 class Clock:
-    """Exponential times to the next interruption of any kind."""
+    """Draws exponential times to the next interruption of any kind."""
 
     kinds: Sequence[Interruption]
     random: np.random.Generator
 
     def next(self) -> tuple[float, Interruption]:
-        """Seconds until it, and which it is."""
+        """Return the seconds until the next interruption, and its kind."""
         times = [(self.random.exponential(1 / float(kind.per_second)), at) for at, kind in enumerate(self.kinds)]
         seconds, at = min(times)
         return seconds, self.kinds[at]
@@ -27,7 +29,7 @@ class Clock:
 
 @dataclass
 class Outcome:
-    """Seconds."""
+    """The outcome, in seconds."""
 
     kept: float = 0.0
     saving: float = 0.0
@@ -36,7 +38,7 @@ class Outcome:
 
 
 def run(interval: float, save: Save, restart: float, kinds: Sequence[Interruption], cycles: int, seed: int) -> Outcome:
-    """So many interruptions of a job."""
+    """Simulate so many interruptions of a job."""
     clock, outcome = Clock(kinds, np.random.default_rng(seed)), Outcome()
     for _ in range(cycles):
         until, kind = clock.next()
@@ -46,7 +48,7 @@ def run(interval: float, save: Save, restart: float, kinds: Sequence[Interruptio
 
 
 def _attempt(interval: float, save: Save, until: float, saved: bool, outcome: Outcome) -> None:
-    """Steps and saves until the interruption."""
+    """Simulate steps and saves until the interruption."""
     now, done, whole, stalls, whole_stalls = 0.0, 0.0, 0.0, 0.0, 0.0
     writing: list[tuple[float, float, float]] = []
     while now < until:
@@ -67,7 +69,7 @@ def _attempt(interval: float, save: Save, until: float, saved: bool, outcome: Ou
 
 
 def _restart(seconds: float, clock: Clock) -> float:
-    """Seconds until a restart went through."""
+    """Return the seconds until a restart succeeds."""
     spent = 0.0
     while True:
         until, kind = clock.next()
@@ -77,7 +79,7 @@ def _restart(seconds: float, clock: Clock) -> float:
 
 
 def waits(per_second: float, repair: Callable[[], float], spares: int, failures: int, seed: int) -> float:
-    """Mean seconds that a failure makes a job wait for a node, over so many failures."""
+    """Return the mean seconds that a job waits for a node after a failure, over so many failures."""
     random, now, waited = np.random.default_rng(seed), 0.0, 0.0
     away: list[float] = []
     for _ in range(failures):

@@ -1,4 +1,4 @@
-"""Runs that the planner's tests ask about; composed once each."""
+"""Runs that the planner's tests ask about, each composed once."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def run(*overrides: str) -> RunConfig:
 
 
 def asked(*overrides: str, top: int = 10) -> Plan:
-    """What `hpc-train plan` answers to these overrides."""
+    """Return the answer of `hpc-train plan` to these overrides."""
     return make_plan(make_request(run(*overrides), overrides), top)
 
 
 def rows_of(space: SearchSpace, candidates: int = 1 << 16) -> Iterator[Row]:
-    """Every candidate of a space by itself."""
+    """Yield every candidate of a space as a row."""
     for block in iterate_blocks(space, candidates):
         outer = zip(*(block.rows[name].tolist() for name in LAYOUT_COLUMNS), strict=True)
         inner = list(zip(*(block.techniques.columns[name].tolist() for name in TECHNIQUE_COLUMNS), strict=True))
@@ -50,7 +50,7 @@ def as_run(config: RunConfig, row: Row) -> RunConfig:
 
 
 def refusal(config: RunConfig, row: Row, ranks: int) -> str | None:
-    """Why the toolkit cannot run a candidate; None if it can."""
+    """Return why the toolkit cannot run a candidate; None if it can."""
     try:
         check_support(as_run(config, row), ranks)
     except UserError as error:
@@ -59,9 +59,9 @@ def refusal(config: RunConfig, row: Row, ranks: int) -> str | None:
 
 
 def naive_rows(config: RunConfig, world: int, every: tuple[int, ...] = (1, 2)) -> Iterator[Row]:
-    """What anybody would write down first: every combination of every value, most of which cannot run.
+    """Return every combination of every value, most of which cannot run, as the obvious definition of the space.
 
-    Only those are left out that differ from another one in a setting without effect.
+    Only combinations that differ from another one in a setting without effect are left out.
     """
     meshes = [mesh for mesh in product(range(1, world + 1), repeat=5) if _product(mesh) == world]
     options = product((0, 1, 2, 3), (1, 0), (1, 0), (0, 1), (0, 1))
@@ -82,7 +82,7 @@ def naive_rows(config: RunConfig, world: int, every: tuple[int, ...] = (1, 2)) -
 
 
 def _expert_degrees(config: RunConfig, zero: int, ranks: int) -> tuple[int, ...]:
-    """Degrees of ep to try: only 1 without experts, and where nothing is sharded."""
+    """Return the degrees of ep to try: only 1 without experts, and where nothing is sharded."""
     experts = getattr(config.model, "experts", None)
     return (1, 2, 4) if experts is not None and experts.count and zero and ranks > 1 else (1,)
 

@@ -1,4 +1,4 @@
-"""Fill the columns of the research table of published runs, which has some facts in its notes only.
+"""Fill the columns of the research table of published runs, which has some facts only in its notes.
 
 `python tests/planner/published_columns.py IN.csv OUT.csv` writes a table that `hpc-train plan validate` and `plan fit`
 read: the software of each row, and what its notes say of compilation, attention, schedules, memory and formats. Rows of

@@ -1,4 +1,4 @@
-"""How fast the planner is: `python tests/planner/space_study.py` prints candidates a second on one core.
+"""Measure how fast the planner is: `python tests/planner/space_study.py` prints candidates per second on one core.
 
 Three figures: every configuration of calculon's space of GPT-3 175B on 4,096 GPUs (github.com/calculon-ai/calculon,
 llm/optimal_execution.py: what its loops count, said once more here), each estimated by itself; the whole of our own
@@ -38,7 +38,7 @@ def gpt3(world: int = 4096) -> RunConfig:
 
 
 def layouts(world: int, batch: int, layers: int, heads: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
-    """(tp, pp, dp, interleaving, micro-batches): degrees divide the world, the heads and the layers."""
+    """Yield (tp, pp, dp, interleaving, micro-batches): degrees divide the world, the heads and the layers."""
     for tp in (degree for degree in list_divisors(world) if heads % degree == 0):
         for pp in list_divisors(min(world // tp, layers)):
             dp = world // (tp * pp)
@@ -49,7 +49,9 @@ def layouts(world: int, batch: int, layers: int, heads: int) -> Iterator[tuple[i
 
 
 def calculon(world: int = 4096, batch: int = 3072, layers: int = 96, heads: int = 96) -> Iterator[Column]:
-    """[NAMES, n] columns, a layout at a time: all of its choices, those too between which we see no difference."""
+    """Yield [NAMES, n] columns, one layout at a time, with all of its choices, including those that do not differ in
+    our model.
+    """
     for tp, pp, dp, virtual, sizes in layouts(world, batch, layers, heads):
         rest = []
         for recompute, kind in product((2, 1, 0), ("ar", "p2p_rs_ag", "rs_ag")):
@@ -82,7 +84,7 @@ def blocks(rows: Iterator[Column]) -> Iterator[Column]:
 
 
 def estimated(base: Jobs, whole: Iterator[Column]) -> tuple[int, float, float]:
-    """(configurations, quickest that fits, seconds of estimating them)."""
+    """Return (configurations, the fastest that fits, seconds of estimating them)."""
     told, count, best, spent = constants.default_constants(), 0, np.inf, 0.0
     for block in blocks(whole):
         for start in range(0, block.shape[1], ROWS):
