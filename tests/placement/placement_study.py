@@ -73,7 +73,7 @@ def study(inside: float = math.inf, oversubscriptions: tuple[float, ...] = (1.0,
 
 
 def racks(number: int) -> Fabric:
-    """Return study 0, 1 or 2: racks of one NVLink domain, each with some of its 18 trays of 4 GPUs; the job has the first
+    """Study 0, 1 or 2: racks of one NVLink domain, each with some of its 18 trays of 4 GPUs; the job has the first
     so many trays.
 
     NVLink leaves a tray with 900 GB/s per GPU, and the trays' NICs leave a rack with 50 GB/s per GPU.

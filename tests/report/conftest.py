@@ -1,4 +1,4 @@
-"""One small text for the real runs of the room."""
+"""One small text for the real runs of the folder."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Train small models with a fault that lasts, and see what the report makes of it: the confusion matrix of verdicts.
+"""Train small models with a lasting fault and look at the report's verdict: together they form the confusion matrix.
 
-A cell is a layout and a fault. Its ranks are real processes with real collectives. How long a fault takes is counted in
-units of an untroubled step of the same run, so that it is as large on a busy machine as on a quiet one. Cells with a
-thin link run in a network namespace whose loopback device the kernel limits (tbf). All ranks are forked from a process
-that has torch loaded and nothing else, and run before other work of the machine, where that is allowed: what else the
-machine does would be a fault, too.
+A cell is a layout and a fault. Its ranks are real processes with real collectives. The length of a fault is given in
+steps of the same run before the fault, so that it is as large on a busy machine as on a quiet one. Cells with a thin
+link run in a network namespace whose loopback device the kernel limits (tbf). All ranks are forked from a process that
+has torch loaded and nothing else, and have priority over other work of the machine where that is allowed, because other
+work would look like a fault.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ QUIET = frozenset({"compute", "balanced"})
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the report made of a cell."""
+    """The report's verdict on a cell."""
 
     layout: str
     fault: str
@@ -114,7 +114,7 @@ class Outcome:
 
 
 def run_cell(layout: str, fault: str, seed: int, store: Path, folder: Path) -> Outcome:
-    """Train, and judge."""
+    """Train a cell and let the report judge it."""
     chooser = random.Random(f"{layout} {fault} {seed}")
     ranks = 2 if fault == "busy" and layout != "hsdp" else RANKS
     rank = chooser.randrange(ranks) if fault in ("input_one", "delay", "busy", "memory", "delay_and_input") else None
@@ -216,7 +216,7 @@ class Trouble:
 
     @property
     def unit(self) -> float:
-        """Seconds of an untroubled step; 0 before it is known, so that no fault is made yet."""
+        """Return the seconds of a step before the fault; 0 before it is known, so that no fault is made yet."""
         if len(self._starts) <= CALM_STEPS:
             return 0.0
         steps = sorted(b - a for a, b in zip(self._starts[1:CALM_STEPS], self._starts[2 : CALM_STEPS + 1], strict=True))
@@ -254,7 +254,7 @@ def limit_loopback(rate: str) -> None:
 
 
 def run_cells(cells: list[tuple[str, str, int]], store: Path, folder: Path) -> list[Outcome]:
-    """Run cells in a process of their own; those with a thin link behind one."""
+    """Run cells in a process of their own; those with a thin link in a network namespace with one."""
     found: list[Outcome] = []
     for thin in (False, True):
         chosen = [cell for cell in cells if (cell[1] == "link") == thin]
@@ -293,7 +293,7 @@ def _run_apart(sender: Connection, cells: list[tuple[str, str, int]], thin: bool
 
 
 def take_priority() -> None:
-    """Begin a session that runs before other work of this machine, as far as that is allowed."""
+    """Begin a session with priority over other work of this machine, as far as that is allowed."""
     os.setsid()
     with suppress(OSError):
         os.nice(_PRIORITY)

@@ -1,4 +1,4 @@
-"""Records of runs that never were, with known times."""
+"""Invented records of runs, with known times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_run(
     attempt: int = 0,
     ranks_per_node: int = 8,
 ) -> None:
-    """Write the records of an attempt. change(rank, step): fields that differ from EVEN."""
+    """Write the records of an attempt. change(rank, step): returns the fields that differ from EVEN."""
     logs = run / "logs" / str(attempt)
     logs.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
@@ -55,5 +55,5 @@ def make_table(
 
 
 def waits(*seconds: float) -> np.ndarray[Any, Any]:
-    """Waiting times of the first collectives of a step."""
+    """Return the waiting times of the first collectives of a step."""
     return np.array([*seconds, *[0.0] * (16 - len(seconds))])

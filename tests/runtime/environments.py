@@ -1,4 +1,4 @@
-"""Environments as launchers really set them: recorded from each, cut down to what tells ranks apart."""
+"""Environments as launchers set them: recorded from each, and reduced to the variables by which ranks differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts of made-up jobs, and searches that answer as told."""
+"""Facts of invented jobs, and searches with a given answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpc_train.runtime.host_info import ProcessInfo
 
 
 def facts_of(nodes: int, each: int, numbering: Callable[[int, int], int] | None = None) -> list[ProcessInfo]:
-    """Facts in launcher order of `nodes` nodes with `each` ranks; numbering: (node, local) -> process."""
+    """Return facts in launcher order of `nodes` nodes with `each` ranks. numbering: (node, local) -> process."""
     number = numbering or (lambda node, local: node * each + local)
     found = [
         ProcessInfo(number(node, local), node, local, f"n{node}", f"10.0.0.{node + 1}", 5000 + node, "0-7")
@@ -22,12 +22,12 @@ def facts_of(nodes: int, each: int, numbering: Callable[[int, int], int] | None 
 
 
 def changed(facts: Sequence[ProcessInfo], which: int, /, **values: object) -> list[ProcessInfo]:
-    """The same, but for what one process says."""
+    """Return the same facts with other values for one process."""
     return [replace(fact, **values) if fact.process == which else fact for fact in facts]  # type: ignore[arg-type]
 
 
 def answer(*order: int, each: int = 2) -> Callable[[RunConfig, object], Placement]:
-    """A search that finds this order of nodes."""
+    """Return a search that finds this order of nodes."""
     placement = Placement(
         tuple(order),
         each,
@@ -41,5 +41,5 @@ def answer(*order: int, each: int = 2) -> Callable[[RunConfig, object], Placemen
 
 
 def backwards(config: RunConfig, nodes: Sequence[Sequence[ProcessInfo]]) -> Placement:
-    """A search that turns the launcher's order round."""
+    """Return a search that reverses the launcher's order."""
     return answer(*reversed(range(len(nodes))), each=len(nodes[0]))(config, nodes)

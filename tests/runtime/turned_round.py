@@ -1,4 +1,4 @@
-"""`hpc-train` whose search for a placement always turns the launcher's order of nodes round."""
+"""`hpc-train` whose search for a placement always reverses the launcher's order of nodes."""
 
 from __future__ import annotations
 

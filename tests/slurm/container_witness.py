@@ -17,6 +17,6 @@ def build_witness() -> nn.Module:
 
 @register("outside")
 def build_outside() -> nn.Module:
-    """The same model for the run outside of any image."""
+    """Return the same model for the run outside of any image."""
     assert not Path("/etc/image-name").exists()
     return nn.Sequential(nn.Embedding(256, 16), nn.Linear(16, 256))

@@ -1,4 +1,4 @@
-"""What the tests ask of the dev cluster, over Slurm's own commands."""
+"""A client of the dev cluster for the tests, which uses Slurm's own commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLI
 
 
 def dev_cluster(*arguments: str, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run slurm/dev-cluster, on the default directory or another, and return what it said."""
+    """Run slurm/dev-cluster, on the default directory or another, and return its output."""
     chosen = {"HPC_TRAIN_DEV_CLUSTER": str(directory)} if directory else {}
     return subprocess.run(
         [sys.executable, str(DEV_CLUSTER), *arguments],
@@ -31,7 +31,7 @@ def dev_cluster(*arguments: str, directory: Path | None = None) -> subprocess.Co
 
 
 def train_to_the_end(cluster: SlurmCluster, run: Path, *overrides: str) -> None:
-    """Submit one run, and wait until it is done; its logs where it fails."""
+    """Submit one run and wait until it is done; a failure shows its logs."""
     words = [sys.executable, "-m", "hpc_train", "submit", "--json", f"run_dir={run}", *overrides]
     said = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
@@ -68,7 +68,7 @@ class SlurmCluster:
         return done.stdout
 
     def srun(self, *words: str) -> list[str]:
-        """Lines printed by the tasks, sorted."""
+        """Return the lines printed by the tasks, sorted."""
         return sorted(self.command("srun", *words).splitlines())
 
     def sbatch(self, *words: str) -> str:
@@ -85,7 +85,7 @@ class SlurmCluster:
         return self.command("scontrol", *words)
 
     def sacct(self, job_id: str, *fields: str) -> list[tuple[str, ...]]:
-        """One tuple of `fields` for each run of each (array) job, steps left out, requeued runs included."""
+        """Return one tuple of `fields` for each run of each (array) job, without steps but with requeued runs."""
         format = f"--format={','.join(fields)}"
         listed = self.command("sacct", "-X", "-D", "-n", "-P", "-j", job_id, format)
         return [tuple(line.split("|")) for line in listed.splitlines()]
@@ -100,7 +100,7 @@ class SlurmCluster:
             time.sleep(0.2)
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What `scontrol show job` says of it."""
+        """Return the fields of `scontrol show job`."""
         shown = self.scontrol("-o", "show", "job", job_id)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
@@ -134,7 +134,7 @@ class SlurmCluster:
         return self.command("sinfo", "-h", "-N", "-p", "batch", "-n", name, "-o", "%T").strip()
 
     def kill_node(self, name: str) -> None:
-        """Power loss; Slurm notices after about half a minute."""
+        """Take the power from a node; Slurm notices after about half a minute."""
         self.dev_cluster("node", "kill", name)
 
     def boot_node(self, name: str) -> None:
@@ -142,7 +142,7 @@ class SlurmCluster:
 
     @contextlib.contextmanager
     def powered_off(self, name: str) -> Iterator[None]:
-        """The node is dead inside, and idle again afterwards."""
+        """Keep a node switched off in this context; afterwards it is idle again."""
         self.kill_node(name)
         try:
             yield

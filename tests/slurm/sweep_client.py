@@ -1,4 +1,4 @@
-"""A sweep on the real Slurm, as its user sees it, for the tests that look at sweeps."""
+"""A sweep on the real Slurm as its user sees it, for the tests of sweeps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATER = "+launch.extra.begin=now+2hours"
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep of one test."""
+    """The sweep of one test."""
 
     path: Path
     store: Path
@@ -68,7 +68,7 @@ class Sweep:
         return self.path / "points" / name
 
     def code_of_nobody(self) -> Path:
-        """A snapshot of the code in the store of this sweep, of a run that is gone."""
+        """Make a snapshot of the code in this sweep's store, of a run that no longer exists."""
         path = self.path.parent / f".hpc_train-code-{os.getuid()}" / ("a" * 40)
         path.mkdir(mode=0o700, parents=True)
         path.parent.chmod(0o700)
@@ -82,7 +82,7 @@ class Sweep:
 
 
 def waits_for_its_time(rows: dict[str, dict[str, Any]]) -> bool:
-    """What LATER makes of a job, once Slurm has looked at it."""
+    """Return whether a job waits for its begin time, as LATER makes it, once Slurm has looked at it."""
     return {(row["state"], row["reason"]) for row in rows.values()} == {("PENDING", "BeginTime")}
 
 

@@ -1,4 +1,4 @@
-"""Submit small trainings, look at what they leave, and find their processes on this machine."""
+"""Submit small trainings, read the files that they leave, and find their processes on this machine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def wait_until(what: str, true: Callable[[], bool], timeout: float = 120, pause:
 
 
 def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint, whole."""
+    """Return every tensor of a checkpoint, whole."""
     manifest = try_read_manifest(run / f"checkpoints/step-{step}", step)
     assert manifest is not None
     pieces = [make_blank_shard(tensor, tensor.rectangle) for tensor in manifest.step_layout.tensors]
@@ -70,7 +70,9 @@ def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def assert_same_result(run: Path, reference: Path, step: int) -> None:
-    """Bit for bit the same parameters and optimizer state, and every step once with the same loss."""
+    """Check that two runs have the same parameters and optimizer state bit for bit, and every step once with the same
+    loss.
+    """
     expected, actual = tensors(reference, step), tensors(run, step)
     assert expected
     assert expected.keys() == actual.keys()
@@ -81,7 +83,7 @@ def assert_same_result(run: Path, reference: Path, step: int) -> None:
 
 
 def tasks_of(run: Path) -> dict[int, int]:
-    """Task -> process id of this machine, of the ranks of a run that are alive on any node."""
+    """Return task -> process id on this machine, for the ranks of a run that are alive on any node."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -102,18 +104,20 @@ def pid_of_task(run: Path, task: int) -> int:
 
 
 def parent_of(process: int) -> int:
-    """The process that started this one."""
+    """Return the process that started this one."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def variables_of(process: int) -> dict[str, str]:
-    """The environment of a process."""
+    """Return the environment of a process."""
     items = Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0")
     return dict(item.split("=", 1) for item in items if "=" in item)
 
 
 def processes_with(*words: str, srun: bool = False) -> list[int]:
-    """Ids of the processes of this machine with these on their command line: srun's own, or all others."""
+    """Return the ids of the processes of this machine with these words on their command line: srun's own, or all
+    others.
+    """
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""Which collectives a step of training really runs: on which mesh axes, how many bytes by nccl-tests' definitions."""
+"""Record the collectives of a training step: on which mesh axes, with how many bytes by nccl-tests' definitions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Key = tuple[tuple[str, ...], str]
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes and calls of every collective of this rank."""
+    """Counts the bytes and calls of every collective of this rank."""
 
     def __init__(self, degrees: Degrees, ep: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,7 +50,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _bytes(name: str, args: Any) -> int:
-    """Of the buffer that the definitions mean: the largest one, but for a list of gathered parts their sum."""
+    """Return the bytes of the buffer that the definitions mean: the largest one, or the sum of a list of gathered
+    parts.
+    """
     if name == "alltoall_base_":
         sent: Tensor = args[1]
         return sent.nbytes
@@ -67,7 +69,7 @@ def _ranks(args: Any) -> list[int]:
 
 
 def axes(ranks: Iterable[int], degrees: Degrees, ep: int = 1) -> tuple[str, ...]:
-    """The mesh axes over which the ranks of a group differ: those of experts for a part of dp_shard x cp."""
+    """Return the mesh axes over which the ranks of a group differ; for a part of dp_shard x cp those of the experts."""
     places = [coordinates(rank, degrees) for rank in ranks]
     within = [place[2] * degrees.cp + place[3] for place in places]
     if ep > 1 and 1 < len(set(within)) < degrees.dp_shard * degrees.cp:
@@ -76,7 +78,7 @@ def axes(ranks: Iterable[int], degrees: Degrees, ep: int = 1) -> tuple[str, ...]
 
 
 def coordinates(rank: int, degrees: Degrees) -> tuple[int, ...]:
-    """Of a rank on the mesh; the last axis varies fastest."""
+    """Return the coordinates of a rank on the mesh; the last axis varies fastest."""
     found = []
     for size in reversed(degrees.sizes):
         rank, place = divmod(rank, size)

@@ -1,4 +1,4 @@
-"""Layouts, small models, and engines that have set up: what the tests of this folder share."""
+"""Layouts, small models, and engines that have completed their setup, shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WINDOWS = replace(LLAMA, sliding_window=3, global_every=2, attention_softcap=2.0
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, how they are used, and the model."""
+    """A number of ranks, how they are used, and the model."""
 
     ranks: int
     overrides: tuple[str, ...]
@@ -54,7 +54,7 @@ class Layout:
     """None: LLAMA."""
 
     def config(self) -> RunConfig:
-        """Of a step of 16 sequences."""
+        """Return the configuration of a step of 16 sequences."""
         kind = "vit_tiny" if isinstance(self.model, VisionTransformerConfig) else "llama_tiny"
         sizes = ("train.global_batch=16", f"train.sequence_length={LENGTH}", "train.micro_batch=4")
         config = compose((f"model={kind}", *sizes, *self.overrides))
@@ -63,7 +63,7 @@ class Layout:
 
 
 def engine_after_setup(config: RunConfig, world: World) -> Engine:
-    """After two steps."""
+    """Return the engine after two steps."""
     with torch.device("meta"):
         whole = build_model(config.model)
     engine = build(whole, lambda part: make_optimizer(part, config.optim), config, world)
@@ -75,7 +75,7 @@ def engine_after_setup(config: RunConfig, world: World) -> Engine:
 
 
 def share_of(config: RunConfig, world: World) -> StepBatch:
-    """Of zeros: only sizes matter."""
+    """Return this rank's part of a batch of zeros: only sizes matter."""
     rows = config.train.global_batch // world.dp_size
     images = isinstance(config.model, VisionTransformerConfig)
     inputs = torch.zeros(rows, 1, 8, 8) if images else torch.zeros(rows, LENGTH, dtype=torch.int64)

@@ -11,7 +11,7 @@ from token_stores import build_store
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source of the standard library's json package, as bytes."""
+    """Return the source of the standard library's json package as a token store of bytes."""
     path = tmp_path_factory.mktemp("store") / "json.h5"
     build_store([str(Path(json.__file__).parent)], [".py"], "byte", 256, path)
     return path

@@ -44,7 +44,7 @@ SMALL = (
 
 @dataclass
 class AskedAtLook(StopRequest):
-    """Asked to stop when the training loop looks for the `look`-th time; 0: never."""
+    """Asks to stop when the training loop looks for the `look`-th time; 0: never."""
 
     look: int = 0
 
@@ -67,13 +67,13 @@ class Ended:
 
 
 def small(store: Path | None, run_dir: Path, *overrides: str) -> RunConfig:
-    """A run of six steps of a tiny model. store: its data; None: the overrides say which."""
+    """Return a run of six steps of a tiny model. store: its data; None: the overrides name it."""
     data = [f"data.path={store}"] if store else []
     return compose([*SMALL, *data, f"run_dir={run_dir}", *overrides])
 
 
 def run(config: RunConfig, ranks: int = 2, asked: dict[int, int] | None = None) -> list[Ended]:
-    """Run on `ranks` ranks; asked: rank -> the look at which it is asked to stop."""
+    """Run on `ranks` ranks. asked: rank -> the look at which it is asked to stop."""
     folder = locate_run_directory(config)
     prepare_run_directory(folder, config)
     return run_ranks(_rank, ranks, config, folder, make_attempt(folder), asked or {}, parallel=config.parallel)
@@ -94,7 +94,7 @@ def _rank(world: World, config: RunConfig, folder: RunDirectory, attempt: int, a
 
 
 def with_run(config: RunConfig, act: Callable[[TrainingRun], Any], ranks: int = 2) -> list[Any]:
-    """Assemble a run on some ranks and do something with it."""
+    """Assemble a run on some ranks and call a function with it."""
 
     def rank(world: World, folder: RunDirectory) -> Any:
         engine = make_engine(config, world, make_model(config))
@@ -111,12 +111,12 @@ def with_run(config: RunConfig, act: Callable[[TrainingRun], Any], ranks: int = 
 
 
 def metrics(config: RunConfig, *keys: str) -> list[tuple[Any, ...]]:
-    """These columns of metrics.jsonl."""
+    """Return these columns of metrics.jsonl."""
     return [tuple(record.get(key) for key in keys) for record in read_metrics(locate_run_directory(config).metrics)]
 
 
 def assert_same_bits(one: list[Ended], other: list[Ended]) -> None:
-    """All ranks hold the same parameters and optimizer state."""
+    """Check that all ranks hold the same parameters and optimizer state."""
     for a, b in zip(one, other, strict=True):
         assert a.state.keys() == b.state.keys()
         for name in a.state:
