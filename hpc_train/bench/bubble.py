@@ -154,7 +154,7 @@ def _make_order(name: str, options: BubbleOptions) -> Order:
         return generate_order(name, options.ranks, options.micro_batches)
     order = table.read_order(Path(name))
     if order.ranks != options.ranks:
-        raise UserError(f"{name}: has {order.ranks} lines, one a rank, but --ranks {options.ranks}")
+        raise UserError(f"{name}: has {order.ranks} lines, one per rank, but --ranks {options.ranks}")
     if wrong := find_problem(order, options.micro_batches) or find_runtime_problem(order):
         raise UserError(f"{name}: {wrong}")
     return order

@@ -92,5 +92,5 @@ def _read_prompts(path: Path) -> list[str]:
         raise UserError(f"--file {path}: is not text in UTF-8 (byte {error.start})") from error
     prompts = [line for line in text.splitlines() if line.strip()]
     if not prompts:
-        raise UserError(f"--file {path}: has no prompt; write one a line")
+        raise UserError(f"--file {path}: has no prompt; write one per line")
     return prompts

@@ -86,7 +86,7 @@ def describe_trial(trial: Trial, best: Trial | None) -> str:
     what = " ".join(changed) or "as given"
     if trial.failure:
         return f"{what}: failed ({trial.failure})"
-    step = f"{format_seconds(trial.seconds)} a step ± {format_seconds(2 * trial.noise)}, {trial.verdict}"
+    step = f"{format_seconds(trial.seconds)} per step ± {format_seconds(2 * trial.noise)}, {trial.verdict}"
     if best is None:
         return f"{what}: {step}"
     return f"{what}: {step}; {1 - trial.seconds / best.seconds:+.0%}, {'kept' if trial.kept else 'not kept'}"

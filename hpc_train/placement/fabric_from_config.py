@@ -130,7 +130,7 @@ def list_assumptions(cluster: ClusterConfig, node_gbit_s: float = 0.0) -> tuple[
     notes = []
     if not node.nics * node.nic_gbit_s and not node_gbit_s and "node" not in measured_levels:
         notes.append(
-            f"cluster.node.nics and nic_gbit_s are not known: {DEFAULT_UPLINK / 1e9:g} GB/s a node is assumed; "
+            f"cluster.node.nics and nic_gbit_s are not known: {DEFAULT_UPLINK / 1e9:g} GB/s per node are assumed; "
             f"ratios hold, seconds do not"
         )
     if not node.gpu_link_gb_s and not node.pcie_gb_s and "inside" not in measured_levels:

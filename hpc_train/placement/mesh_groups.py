@@ -50,7 +50,7 @@ def check_world(fabric: Fabric, sizes: Mapping[str, int], nodes: int) -> None:
     if math.prod(degrees) != nodes * fabric.ranks_per_node:
         equation = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, degrees, strict=True))
         raise UserError(
-            f"{equation} = {math.prod(degrees)} ranks, but {nodes} nodes x {fabric.ranks_per_node} ranks a node are "
+            f"{equation} = {math.prod(degrees)} ranks, but {nodes} nodes x {fabric.ranks_per_node} ranks per node are "
             f"{nodes * fabric.ranks_per_node}; a placement needs as many of one as of the other"
         )
 

@@ -82,5 +82,5 @@ def _explain_choice(plan: Plan, candidate: Candidate) -> str:
     if candidate.step is None:
         basis = "the simplest that fits, because the accelerator's speed is unknown"
     else:
-        basis = f"{format_seconds(candidate.step.p50)} a step, the best of {plan.searched:,} candidates"
+        basis = f"{format_seconds(candidate.step.p50)} per step, the best of {plan.searched:,} candidates"
     return f"parallel=auto: {describe_candidate(candidate)}: {basis}, {memory}{doubt} (plan.json)"

@@ -56,7 +56,7 @@ class Comparison:
             return "the parts of a step were not measured in both runs"
         before = sum(part.before for part in self.parts)
         if abs(self.moved) <= self.noise:
-            return f"no difference beyond the noise of {format_seconds(self.noise)} a step"
+            return f"no difference beyond the noise of {format_seconds(self.noise)} per step"
         first = self.parts[0]
         word = "longer" if self.moved > 0 else "less"
         change = f"a step takes {abs(self.moved) / before:.0%} {word} ({format_seconds(abs(self.moved))})"

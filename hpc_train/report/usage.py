@@ -135,7 +135,7 @@ def _describe_memory(summary: RunSummary) -> list[dict[str, str]]:
     peak = float(np.nanmax(table["resident"])) / 1024
     per_node = peak * max(_count_ranks_per_node(summary), 1)
     asked = getattr(config.launch, "memory_gib", None) if config is not None else None
-    used = f"{peak:.1f} GiB a rank at most, {per_node:.1f} GiB a node" + (f" of {asked:g} GiB" if asked else "")
+    used = f"{peak:.1f} GiB per rank at most, {per_node:.1f} GiB per node" + (f" of {asked:g} GiB" if asked else "")
     return [
         _row(
             "memory",

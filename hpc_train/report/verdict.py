@@ -219,7 +219,7 @@ def _find_input(table: StepTable, facts: Facts) -> Finding | None:
 def _find_checkpoint(table: StepTable) -> Finding | None:
     save, total = float(np.nanmean(table["save"])), _mean_total(table)
     stalled = int((np.nanmax(table["save"], axis=0) > 0.01 * total).sum())
-    evidence = f"saves stalled {stalled} of {table.bins} recorded steps, {format_seconds(save)} a step on average"
+    evidence = f"saves stalled {stalled} of {table.bins} recorded steps, {format_seconds(save)} per step on average"
     return Finding("checkpoint", save / total, evidence=evidence)
 
 
@@ -344,7 +344,7 @@ def _explain_small_collectives(table: StepTable, transfer: float, facts: Facts) 
     if transfer / count > _QUICK_SECONDS:
         return ""
     return (
-        f"{count:,.0f} collectives a step carry {facts.collective_kib:,.0f} KiB each and take "
+        f"{count:,.0f} collectives per step carry {facts.collective_kib:,.0f} KiB each and take "
         f"{format_seconds(transfer / count)} each, {format_seconds(transfer)} together: they are too small for any link"
     )
 
@@ -382,7 +382,7 @@ def _advise_network(finding: Finding, facts: Facts) -> list[Setting]:
     if facts.micro_batches == 1:
         advice.append(Setting(_double_batch(facts), "more work between two reductions"))
     if facts.strategy == "zero3":
-        advice.append(Setting("parallel.strategy=zero2", "gathers parameters once a step, if memory allows it"))
+        advice.append(Setting("parallel.strategy=zero2", "gathers parameters once per step, if memory allows it"))
         advice.append(Setting("parallel.prefetch=2", "gathers further ahead of the computation"))
     if facts.strategy == "ddp":
         advice.append(Setting("parallel.compression.method=bf16", "halves what is sent"))
@@ -411,7 +411,7 @@ def _advise_launch(finding: Finding, facts: Facts) -> list[Setting]:
             Setting("parallel.strategy=ddp", "one reduction a step: the model is small enough for each rank to keep it")
         )
     if facts.micro_batches > 1:
-        advice.append(Setting(f"train.micro_batch={facts.micro_batch * 2}", "half as many operations a step"))
+        advice.append(Setting(f"train.micro_batch={facts.micro_batch * 2}", "half as many operations per step"))
     else:
         advice.append(Setting(f"{_double_batch(facts)} train.micro_batch={facts.micro_batch * 2}", "larger operations"))
     if not facts.compile:

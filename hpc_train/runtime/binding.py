@@ -159,7 +159,7 @@ def _choose_binding(launch: LaunchConfig, seats: Sequence[RankSeat], local: int,
     shares = assign_cpus(seats, read_processors())
     least = min((len(share.cpus) for share in shares if share.cpus), default=0)
     if least and threads is not None and threads > least:
-        return CpuBinding((), 0, None, f"not bound: {threads} threads a rank, {least} processors")
+        return CpuBinding((), 0, None, f"not bound: {threads} threads per rank, {least} processors")
     return shares[local]
 
 

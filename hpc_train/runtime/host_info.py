@@ -245,7 +245,7 @@ def compare_with_slurm(task: Task, env: Mapping[str, str]) -> str | None:
         return None
     return (
         f"the Slurm step has {size} tasks on {task.nodes} nodes where {task.launcher} counts {task.processes} "
-        f"processes: start {task.launcher} once a node, or the ranks by srun itself"
+        f"processes: start {task.launcher} once per node, or start the ranks by srun itself"
     )
 
 

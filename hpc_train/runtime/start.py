@@ -80,8 +80,8 @@ def pick_device(task: Task, config: RunConfig, gpu: int | None = None) -> torch.
         return torch.device("cuda", index if visible > 1 else 0)
     if config.cluster.node.gpus:
         raise UserError(
-            f"cluster={config.cluster.name}: {config.cluster.node.gpus} GPUs a node, torch sees none on {task.host}; "
-            "check the job's GPU request and that torch is a CUDA build"
+            f"cluster={config.cluster.name}: {config.cluster.node.gpus} GPUs per node, but torch sees none on "
+            f"{task.host}; check the job's GPU request and that torch is a CUDA build"
         )
     return torch.device("cpu")
 

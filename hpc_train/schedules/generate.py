@@ -66,7 +66,7 @@ def check_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: in
     _check_micro_batches(name, needs, ranks, micro_batches)
     if blocks is not None and blocks < ranks * virtual_stages:
         raise UserError(
-            f"parallel.pp={ranks}: with {virtual_stages} virtual stages a rank there are {ranks * virtual_stages} "
+            f"parallel.pp={ranks}: with {virtual_stages} virtual stages per rank there are {ranks * virtual_stages} "
             f"stages, but the model has {blocks} blocks, and each stage needs one; lower parallel.pp or "
             "parallel.pipeline.virtual_stages"
         )
@@ -79,7 +79,7 @@ def _check_virtual_stages(name: str, needs: Requirements, count: int) -> None:
     range_ = f"exactly {least}" if least == most else f"at least {least}"
     instead = {1: "gpipe or 1f1b"}.get(count, "interleaved_1f1b, looped_bfs or interleaved_zero_bubble")
     raise UserError(
-        f"parallel.pipeline.virtual_stages={count}: {name} has {range_} a rank; leave it out, or use "
+        f"parallel.pipeline.virtual_stages={count}: {name} has {range_} per rank; leave it out, or use "
         f"parallel.pipeline.schedule={instead}"
     )
 

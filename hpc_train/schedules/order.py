@@ -153,7 +153,9 @@ def read_order(path: Path) -> Order:
             lines = list(csv.reader(file, strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: {why}; give a file of comma-separated actions, such as 0F0, a line a rank") from error
+        raise UserError(
+            f"{path}: {why}; give a file of comma-separated actions, such as 0F0, one line per rank"
+        ) from error
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()
     steps = tuple(_parse_row(path, number, cells) for number, cells in enumerate(lines, 1))
@@ -198,7 +200,7 @@ def _placement(path: Path, rows: tuple[tuple[OrderEntry, ...], ...]) -> tuple[in
         for action in (action for step in row for action in entry_actions(step)):
             ranks.setdefault(action.stage, rank)
     if not ranks:
-        raise UserError(f"{path}: has no actions; give a line a rank of actions such as 0F0")
+        raise UserError(f"{path}: has no actions; give one line of actions, such as 0F0, per rank")
     gap = next((stage for stage in range(len(ranks)) if stage not in ranks), None)
     if gap is not None:
         raise UserError(f"{path}: has stage {max(ranks)}, but no action of stage {gap}")

@@ -90,7 +90,7 @@ def test_what_cannot_be_measured_is_one_line(changed: dict[str, object], words: 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("0F0,0B0\n", "has 1 lines, one a rank, but --ranks 2"),
+        ("0F0,0B0\n", "has 1 lines, one per rank, but --ranks 2"),
         ("0F0,0B0\n1F0,1I0\n", "rank 1: 1W0 is missing"),
         ("0B0,0F0\n1F0,1B0\n", "deadlock"),
         ("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n", "the last stage has to take its micro-batches in order"),

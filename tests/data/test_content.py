@@ -103,7 +103,7 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.jsonl", written(LINES.encode("utf-16-le")), "iconv -f UTF-16 -t UTF-8"),
     ("a.csv", written("text,id\nhello,1\nd\u00e9j\u00e0 vu,2\n".encode("latin-1")), "a.csv:3: not in UTF-8"),
     ("a.csv", written(b"text,text\na,b\nc,d\n"), "has several columns 'text'"),
-    ("a.json", written(b' [\n {"text": "a"}]'), "is a JSON array: write an object a line"),
+    ("a.json", written(b' [\n {"text": "a"}]'), "is a JSON array: write one object per line"),
     ("a.jsonl", written(LINES.replace("text", "test").encode()), "did you mean 'test'?"),
     ("a.jsonl", written(PROSE.encode()), "no JSON objects"),
     ("a.parquet", written(b"PAR1"), "damaged Parquet file, or cut short"),

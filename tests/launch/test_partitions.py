@@ -91,7 +91,7 @@ def test_what_fits(overrides: list[str]) -> None:
         ),
         (["launch.partition=gpu", "cluster.node.gpus=16"], "have 8; use cluster.node.gpus=8"),
         (["launch.memory_gib=2000"], "launch.memory_gib=2000: the nodes of partition standard have 250"),
-        (["launch.cpus_per_rank=200"], "1 ranks of 200 CPUs a node: the nodes of partition standard have 128"),
+        (["launch.cpus_per_rank=200"], "1 ranks of 200 CPUs per node: the nodes of partition standard have 128"),
         (["launch.partition=old"], "launch.partition=old: it is down; it fits in partition standard"),
     ],
 )

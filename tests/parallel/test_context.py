@@ -224,7 +224,12 @@ BAD = [
     (2, (UNBALANCED,), "llama", "parallel.context.balanced=false: without effect at parallel.cp=1; leave it out"),
     (2, ("parallel.cp=2", ULYSSES, UNBALANCED), "llama", "parallel.context.balanced=false: without effect at method"),
     (2, ("parallel.cp=2",), "vit", "parallel.cp=2: model=vit has a class token"),
-    (2, ("parallel.cp=2", "train.sequence_length=15"), "llama", "4 chunks, two a rank of parallel.cp=2; use 12 or 16"),
+    (
+        2,
+        ("parallel.cp=2", "train.sequence_length=15"),
+        "llama",
+        "4 chunks, two per rank of parallel.cp=2; use 12 or 16",
+    ),
     (
         2,
         ("parallel.cp=2", "train.sequence_length=14"),

@@ -175,7 +175,7 @@ def test_link_bytes_are_what_the_busiest_link_carries(data):
 @pytest.mark.parametrize(
     ("sizes", "line"),
     [
-        ({"dp_shard": 3}, "dp_shard 3 x cp 1 x tp 1 = 3 ranks, but 4 nodes x 1 ranks a node are 4"),
+        ({"dp_shard": 3}, "dp_shard 3 x cp 1 x tp 1 = 3 ranks, but 4 nodes x 1 ranks per node are 4"),
         ({"xp": 4}, "xp: not a mesh axis"),
     ],
 )

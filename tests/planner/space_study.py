@@ -101,7 +101,8 @@ def main() -> None:
     base = jobs_from_config(single_rank_config(config, config.train.global_batch), 1)
     count, best, spent = estimated(base, calculon())
     print(
-        f"calculon's space: {count:,} configurations in {spent:.1f} s, {count / spent:,.0f}/s; best {best:.2f} s a step"
+        f"calculon's space: {count:,} configurations in {spent:.1f} s, {count / spent:,.0f}/s; "
+        f"best {best:.2f} s per step"
     )
     space = SearchSpace(degree_limits(config), 4096)
     for exhaustive in (False, True):
@@ -111,7 +112,7 @@ def main() -> None:
         print(
             f"our own space, {'all estimated' if exhaustive else 'with bounds'}: {found.searched:,} candidates in "
             f"{spent:.1f} s, {found.searched / spent:,.0f}/s; {found.estimated:,} estimated; best "
-            f"{found.best.step.min():.2f} s a step"
+            f"{found.best.step.min():.2f} s per step"
         )
 
 

@@ -82,7 +82,7 @@ CASES = {
     "check_feed_forward_width": Case(
         "model.feed_forward",
         [*GPU, "parallel=tp", "parallel.tp=8", "model.feed_forward=8200"],
-        ": 1025 a rank is not a multiple of 128",
+        ": 1025 per rank is not a multiple of 128",
         ["model.feed_forward=8192"],
         "hint",
     ),

@@ -31,7 +31,7 @@ def test_it_is_what_plan_says_is_best() -> None:
     told = json.loads(decision.text)
     assert told["best"]["step_seconds"]["p50"] == pytest.approx(best.step.p50 if best.step else 0)
     assert decision.line.startswith("parallel=auto: ")
-    assert "a step" in decision.line
+    assert "per step" in decision.line
     assert "\n" not in decision.line
 
 

@@ -76,7 +76,9 @@ def test_collectives_of_a_small_model_are_not_the_networks_fault(tmp_path: Path)
     small = judge(tmp_path / "small", change, collective_kib=700.0, **facts)
     assert (small.name, small.advice[0].override) == ("launch", "parallel.strategy=ddp")
     assert small.advice[1].override == "train.global_batch=2 train.micro_batch=4"
-    assert small.evidence[0].startswith("30 collectives a step carry 700 KiB each and take 1.33 ms each, 40 ms togeth")
+    assert small.evidence[0].startswith(
+        "30 collectives per step carry 700 KiB each and take 1.33 ms each, 40 ms togeth"
+    )
     assert judge(tmp_path / "large", change, collective_kib=3000.0, **facts).name == "network"
     slow = judge(tmp_path / "slow", lambda rank, step: {**change(rank, step), "collectives": 10}, collective_kib=700.0)
     assert slow.name == "network"

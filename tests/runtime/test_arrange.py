@@ -193,7 +193,7 @@ def test_local_ranks_are_held_to_processors_of_their_own(tmp_path: Path) -> None
     ("launch", "each", "why"),
     [
         ({"bind": False}, 2, "not bound: launch.bind=false"),
-        ({"threads": 4 * len(HERE)}, 2, f"not bound: {4 * len(HERE)} threads a rank"),
+        ({"threads": 4 * len(HERE)}, 2, f"not bound: {4 * len(HERE)} threads per rank"),
         ({}, 3 * len(HERE), "ranks share"),
     ],
     ids=["asked", "threads", "crowded"],

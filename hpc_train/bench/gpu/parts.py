@@ -146,7 +146,7 @@ def _list_speeds(case: str, config: RunConfig, ours: list[float], theirs: list[f
     why = "the peak of this device is in no file of conf/cluster" if peak is None else "against the peak of bf16"
     yield Row(f"{case}: MFU", mfu, "share", why)
     yield Row(
-        f"{case}: speed", tokens / step_seconds, "tokens/s", f"{tokens} tokens a step, {step_seconds * 1e3:.4g} ms"
+        f"{case}: speed", tokens / step_seconds, "tokens/s", f"{tokens} tokens per step, {step_seconds * 1e3:.4g} ms"
     )
     ratios = sorted(other / own for own, other in zip(ours, theirs, strict=True))
     span = f"time of the loop over ours; rounds {ratios[0]:.3f} to {ratios[-1]:.3f}"

@@ -23,7 +23,7 @@ def print_step_result(result: StepResult) -> None:
     table = Table(title=_title(result), title_justify="left")
     table.add_column("side")
     table.add_column("description")
-    for column in ("ms a step (quartiles)", "tokens/s", "CPU ms", "kept MiB", "over ours (90 %)", "CPU"):
+    for column in ("ms per step (quartiles)", "tokens/s", "CPU ms", "kept MiB", "over ours (90 %)", "CPU"):
         table.add_column(column, justify="right")
     for side in result.sides:
         table.add_row(*_row(side, result.ratios.get(side.name)))
@@ -35,7 +35,8 @@ def print_step_result(result: StepResult) -> None:
 def _title(result: StepResult) -> str:
     return (
         f"{result.model}, {result.precision}, {result.strategy}, {result.ranks} ranks on {result.device}, "
-        f"{result.tokens_per_step:,} tokens a step; {result.rounds} interleaved rounds of {result.steps} steps a side"
+        f"{result.tokens_per_step:,} tokens per step; "
+        f"{result.rounds} interleaved rounds of {result.steps} steps per side"
     )
 
 
@@ -83,11 +84,11 @@ def print_peer_result(result: PeerResult) -> None:
 
 def _sides_table(result: PeerResult) -> Table:
     title = (
-        f"{result.model}, {result.ranks} ranks on {result.device}, {result.tokens_per_step:,} tokens a step; "
-        f"{result.rounds} interleaved rounds of {result.steps} steps a side"
+        f"{result.model}, {result.ranks} ranks on {result.device}, {result.tokens_per_step:,} tokens per step; "
+        f"{result.rounds} interleaved rounds of {result.steps} steps per side"
     )
     table = Table("side", title=title, title_justify="left")
-    for column in ("ms a step (quartiles)", "tokens/s", "CPU ms", "kept MiB", f"speed of {result.base}"):
+    for column in ("ms per step (quartiles)", "tokens/s", "CPU ms", "kept MiB", f"speed of {result.base}"):
         table.add_column(column, justify="right")
     for side in result.sides:
         low, high = side.quartiles

@@ -118,13 +118,13 @@ def format_sync(result: SyncResult) -> str:
     """Format the result as text."""
     options, measured = result.options, result.measured
     lines = [
-        f"{measured.parameters:,} parameters, {measured.tokens} tokens a step, {RANKS} ranks of 1 thread on "
+        f"{measured.parameters:,} parameters, {measured.tokens} tokens per step, {RANKS} ranks of 1 thread on "
         f"{result.cpus} CPUs (load {result.load_average:.1f}), link {options.rate:g} Mbit/s, {options.rounds} rounds",
-        f"{'':6} {'tokens/s':>9} {'s a step':>9} {'sent MB a step':>15} {'by formula':>11}",
+        f"{'':6} {'tokens/s':>9} {'s per step':>10} {'sent MB per step':>17} {'by formula':>11}",
     ]
     for side, seconds in measured.seconds.items():
         lines.append(
-            f"{side:6} {result.tokens_per_second[side]:9.0f} {np.median(seconds):9.3f} "
-            f"{measured.sent_bytes[side] / 1e6:15.3f} {measured.formula_bytes[side] / 1e6:11.3f}"
+            f"{side:6} {result.tokens_per_second[side]:9.0f} {np.median(seconds):10.3f} "
+            f"{measured.sent_bytes[side] / 1e6:17.3f} {measured.formula_bytes[side] / 1e6:11.3f}"
         )
     return "\n".join([*lines, f"loose / ddp: {result.speedup:.1f}x, an exchange every {options.every} steps"])

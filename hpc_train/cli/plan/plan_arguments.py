@@ -35,7 +35,7 @@ def add_validate(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan validate`."""
     add_json(command)
     command.add_argument(
-        "runs", metavar="RUNS.csv", help="measured runs, one a line; docs/run_tables.md lists the columns"
+        "runs", metavar="RUNS.csv", help="measured runs, one per line; docs/run_tables.md lists the columns"
     )
     command.add_argument(
         "--plot", metavar="FILE", help="plot predicted against measured step time, as .png, .svg or .pdf"
@@ -103,7 +103,7 @@ def add_fit(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `plan fit`."""
     add_json(command)
     command.add_argument(
-        "runs", nargs="+", metavar="RUNS.csv", help="measured runs, one a line; docs/run_tables.md lists the columns"
+        "runs", nargs="+", metavar="RUNS.csv", help="measured runs, one per line; docs/run_tables.md lists the columns"
     )
     command.add_argument("--output", metavar="FILE", help="write the constants to this file")
     command.add_argument(

@@ -275,7 +275,7 @@ def print_profile(profile: Profile, rows: int) -> None:
     in_operators = sum(one.device if profile.on_device else one.host for one in profile.operators)
     what = "kernels" if profile.on_device else "operators"
     print_line(
-        f"{format_seconds(profile.seconds)} a step while traced; {format_seconds(in_operators)} of it in {what}, "
+        f"{format_seconds(profile.seconds)} per step while traced; {format_seconds(in_operators)} of it in {what}, "
         "of all threads"
     )
     phases = [(name, format_seconds(value), share(value)) for name, value in profile.phases.items()]

@@ -122,7 +122,7 @@ def draw_look(look: Look) -> Group:
     status, verdict = look.status, look.verdict
     at = f"  step {status.step}" + (f"/{status.steps}" if status.steps else "") if status.step is not None else ""
     loss = f"  loss {status.loss:.4f}" if status.loss is not None else ""
-    step = f"  {format_seconds(look.losses.total)} a step" if look.losses is not None else ""
+    step = f"  {format_seconds(look.losses.total)} per step" if look.losses is not None else ""
     colour = {"ok": "green", "warning": "yellow", "critical": "red"}[verdict.severity]
     lines = [
         Text(escape_controls(f"{look.name}  {status.state}{at}{loss}{step}"), style="bold"),

@@ -156,7 +156,7 @@ def _find_array(path: Path, head: bytes) -> str | None:
     """Detect a JSON array of objects, which would be trained on as one text with its brackets and keys."""
     start = head.removeprefix(codecs.BOM_UTF8).lstrip()
     if path.suffix.lower() == ".json" and start.startswith(b"[") and start[1:].lstrip().startswith(b"{"):
-        return "is a JSON array: write an object a line (jq -c '.[]' FILE > FILE.jsonl)"
+        return "is a JSON array: write one object per line (jq -c '.[]' FILE > FILE.jsonl)"
     return None
 
 

@@ -88,10 +88,10 @@ def _parse_record(path: Path, place: int, line: bytes, column: str) -> dict[str,
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         where = describe_json_line(path, place)
-        raise UserError(one_line(f"{where}: not JSON ({error}); expected an object a line")) from error
+        raise UserError(one_line(f"{where}: not JSON ({error}); expected one object per line")) from error
     if not isinstance(record, dict):
         where = describe_json_line(path, place)
-        raise UserError(f"{where}: not an object; expected one a line, such as {{{json.dumps(column)}: ...}}")
+        raise UserError(f"{where}: not an object; expected one per line, such as {{{json.dumps(column)}: ...}}")
     if line.count(name := json.dumps(split_column(column, record)[0]).encode()) > 1:
         _refuse_repeated_key(path, place, line, name)
     return record

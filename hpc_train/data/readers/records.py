@@ -165,7 +165,7 @@ def read_bounded_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 def refuse_long_line(where: str) -> UserError:
     """Make the error for a line that is too long to be a record."""
-    return UserError(f"{where}: a line of more than {MAX_RECORD_BYTES >> 20} MiB; give one record a line")
+    return UserError(f"{where}: a line of more than {MAX_RECORD_BYTES >> 20} MiB; give one record per line")
 
 
 def split_rows(sizes: Sequence[int]) -> list[Span]:

@@ -321,7 +321,7 @@ def _describe_too_few_nodes(request: JobRequest, name: str, nodes: int) -> str:
     per_node = request.ranks_per_node
     return (
         f"cluster.nodes={request.nodes}: partition {name} has {nodes} suitable nodes, for at most "
-        f"{nodes * per_node} ranks at {per_node} a node; this run needs {request.ranks} ranks; "
+        f"{nodes * per_node} ranks at {per_node} per node; this run needs {request.ranks} ranks; "
         f"use cluster.nodes={nodes} with smaller degrees"
     )
 
@@ -354,7 +354,7 @@ def _describe_lack(config: RunConfig, chosen: Sequence[PartitionNodes]) -> str:
     if cpus > most_cpus:
         ranks = config.cluster.ranks_per_node
         return (
-            f"{ranks} ranks of {cpus // ranks} CPUs a node: the nodes of partition {name} have {most_cpus}; "
+            f"{ranks} ranks of {cpus // ranks} CPUs per node: the nodes of partition {name} have {most_cpus}; "
             f"use launch.cpus_per_rank={max(1, most_cpus // ranks)} or fewer cluster.node.ranks"
         )
     return f"no node of partition {name} has {cpus} CPUs, {memory} MiB and {gpus} GPUs together"

@@ -169,7 +169,7 @@ def _shared_job_config(config: RunConfig) -> RunConfig:
         raise UserError(f"{asked}: {cluster.name} gives nodes whole, GPUs are not shared out; leave it out")
     if node.gpus and ranks * count > node.gpus:
         raise UserError(
-            f"{asked}: {count} points of {ranks} ranks a node need {ranks * count} GPUs, and a node has {node.gpus}; "
+            f"{asked}: {count} points of {ranks} ranks per node need {ranks * count} GPUs, and a node has {node.gpus}; "
             f"use launch.points_per_job={node.gpus // ranks or 1}"
             + ("" if ranks * 2 <= node.gpus else " or fewer cluster.node.ranks")
         )

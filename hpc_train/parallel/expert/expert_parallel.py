@@ -61,7 +61,7 @@ def apply_expert_parallel(part: nn.Module, config: RunConfig, world: World) -> s
         layouts = {key: _make_layout(width, ep, tp) for key, width in WIDTH_DIMENSIONS.items()}
         distribute_module(mixture.experts, mesh, layouts)
         mixture.dispatch = ExchangedDispatch(axis.get_group())
-    return f"experts: {len(mixtures)} layers over ep={ep}, {mixture.config.count // ep} experts a rank"
+    return f"experts: {len(mixtures)} layers over ep={ep}, {mixture.config.count // ep} experts per rank"
 
 
 def _make_layout(width: int, ep: int, tp: int) -> ParameterLayout:

@@ -90,6 +90,6 @@ def _check_pipeline(config: RunConfig, degrees: Degrees) -> None:
     share = train.global_batch // degrees.data_parallel
     if share % min(train.micro_batch, share):
         raise UserError(
-            f"train.micro_batch={train.micro_batch}: a pipeline pads the last of {share} sequences a rank, and padding "
-            f"would count in the loads of experts; use a divisor of {share}"
+            f"train.micro_batch={train.micro_batch}: a pipeline pads the last of {share} sequences per rank, and "
+            f"padding would count in the loads of experts; use a divisor of {share}"
         )

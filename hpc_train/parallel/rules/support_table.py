@@ -53,7 +53,7 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
     Technique(
         "ZeRO-1: sharded optimizer state",
         "parallel=zero1",
-        "fully_shard, gathered and reduced once a step",
+        "fully_shard, gathered and reduced once per step",
         EXACT,
         "",
         "tests/parallel/test_zero.py",
@@ -171,7 +171,7 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_windows.py",
     ),
     Technique(
-        "Gemma 2 and 3: four norms a block, gated GELU, two rotary bases",
+        "Gemma 2 and 3: four norms per block, gated GELU, two rotary bases",
         "model=gemma_tiny",
         "our own layers",
         EXACT,

@@ -75,7 +75,7 @@ def order_gpus(links: GpuLinks, sizes: Mapping[str, int], flows: Sequence[Flow],
     if count < 2 or links.is_uniform:
         return GpuOrder(identity, 0.0, 0.0, "all GPUs of a node are joined alike")
     if count > MAX_GPUS:
-        return GpuOrder(identity, 0.0, 0.0, f"more than {MAX_GPUS} GPUs a node: their order stays")
+        return GpuOrder(identity, 0.0, 0.0, f"more than {MAX_GPUS} GPUs per node: their order stays")
     phases = list_local_phases(sizes, flows, count, backend)
     orders = np.array(list(itertools.permutations(range(count))), np.int64)
     seconds = compute_order_seconds(links, phases, orders)

@@ -61,7 +61,7 @@ def check_feed_forward_width(facts: RunFacts) -> Advice | None:
     below = model.feed_forward // unit * unit
     choices = " or ".join(str(size) for size in (below, below + unit) if size)
     width = f"feed_forward {model.feed_forward}" + (
-        f" over tp={tp}: {model.feed_forward // tp} a rank" if tp > 1 else ""
+        f" over tp={tp}: {model.feed_forward // tp} per rank" if tp > 1 else ""
     )
     why = f"{width} is not a multiple of {_TILE}: the last tile of its products is partly empty"
     return Advice("model.feed_forward", why, f"model.feed_forward={choices}", "hint")
@@ -100,9 +100,8 @@ def check_vocabulary(facts: RunFacts) -> Advice | None:
     tables = 1 if model.tied_embeddings else 2
     parameters = (padding.padded - model.vocab_size) * model.hidden * tables / (count_parameters(model) or 1)
     ranks = f", over tp={tp}" if tp > 1 else ""
-    why = (
-        f"a vocabulary of {model.vocab_size}{ranks} is not a multiple of {padding.multiple} a rank: the head is slower"
-    )
+    size = f"a vocabulary of {model.vocab_size}{ranks}"
+    why = f"{size} is not a multiple of {padding.multiple} per rank: the head is slower"
     fix = f"model.vocab_size={padding.padded} ({padding.waste:.2%} more rows, {parameters:.2%} more parameters)"
     aligned = model.vocab_size % (_ALIGNED * tp) == 0
     return Advice("model.vocab_size", why, fix, "hint" if aligned else "warning")

@@ -54,5 +54,5 @@ def _make_suggestion(overrides: Sequence[str], candidate: Candidate, number: int
     own.append(f"run_dir=runs/calibrate-{number}")
     keys = {word.partition("=")[0] for word in own}
     others = [word for word in overrides if word.partition("=")[0] not in keys and not word.startswith("plan.")]
-    step = f", {format_seconds(candidate.step.p50)} a step" if candidate.step else ""
+    step = f", {format_seconds(candidate.step.p50)} per step" if candidate.step else ""
     return SuggestedRun((*others, *own), f"{describe_candidate(candidate)}: {candidate.ranks} ranks{step}")

@@ -279,7 +279,7 @@ def draw_validation(found: Validation, path: Path) -> None:
     ends = np.array([min(row.run.seconds for row in rows) / 1.5, max(row.run.seconds for row in rows) * 1.5])
     axes.plot(ends, ends, color="0.3", linewidth=1)
     axes.fill_between(ends, ends * 0.9, ends * 1.1, color="0.85", zorder=0, label="within 10 %")
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured seconds a step", ylabel="predicted")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured seconds per step", ylabel="predicted")
     axes.set_title(f"{found.overall.n} runs, mean error {found.overall.mape:.1%}")
     axes.legend(fontsize="small")
     try:
