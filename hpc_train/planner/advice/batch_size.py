@@ -34,7 +34,8 @@ def check_critical_batch(facts: RunFacts) -> Advice | None:
     measured = "measured" if plan.critical_batch_tokens else f"0.58 D^0.571 at {tokens:.3g} tokens"
     why = (
         f"{batch:.3g} tokens per step are {batch / critical:.1f} times the critical batch ({critical:.3g}, "
-        f"{measured}): the same loss takes {loss_factor(batch, critical) / 2:.1f} times as many tokens as at the critical batch"
+        f"{measured}): the same loss takes {loss_factor(batch, critical) / 2:.1f} times as many tokens as at the "
+        f"critical batch"
     )
     sequences = max(1, int(CRITICAL_BATCH_FACTOR * critical / facts.config.train.sequence_length))
     fix = f"train.global_batch={sequences} or less; train.noise_scale.every measures it; fewer GPUs, or more tp and pp"
