@@ -91,7 +91,7 @@ def test_a_sampler_goes_on_at_another_number_of_ranks() -> None:
         (lambda: hpc_train.SampleOrder(0), "samples=0"),
         (lambda: hpc_train.SampleOrder(5).batch(0, 4, 0, 3), "4 does not divide over 3"),
         (lambda: hpc_train.SampleOrder(5).indices(-1, 4), "neither may be negative"),
-        (lambda: hpc_train.SampleOrder(5).sampler(4, until=6), "until=6 is no multiple"),
+        (lambda: hpc_train.SampleOrder(5).sampler(4, until=6), "until=6 is not a multiple"),
         (lambda: hpc_train.Preemption(env={"SLURM_JOB_END_TIME": "soon"}), "'soon' is not a time"),
     ],
 )

@@ -38,7 +38,7 @@ def name_tensors(modules: Modules) -> tuple[dict[str, nn.Parameter], dict[str, T
     """Return (parameters, persistent buffers) by name; names are the same with and without wrappers.
 
     A parameter that two modules share has the name of the first. Raises UserError for what cannot be saved: FSDP1,
-    state that is no tensor, and two tensors of one name.
+    state that is not a tensor, and two tensors of one name.
     """
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}

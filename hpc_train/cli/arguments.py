@@ -246,7 +246,7 @@ def rank_ranges(text: str) -> tuple[range, ...]:
     for part in text.split(","):
         match = _RANKS.fullmatch(part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks, such as 3 or 0,8-15")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks, such as 3 or 0,8-15")
         ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
     return tuple(ranges)
 
@@ -255,7 +255,7 @@ def _step_range(text: str) -> tuple[int, int]:
     """Parse a step, or the first and the last of several, such as 100:120."""
     match = _STEPS.fullmatch(text)
     if match is None or int(match[2] or match[1]) < int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no step, and no steps such as 100:120")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step, nor a range of steps such as 100:120")
     return int(match[1]), int(match[2] or match[1])
 
 

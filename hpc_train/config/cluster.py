@@ -177,7 +177,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
 def parse_gpu_pairs(node: NodeConfig) -> dict[tuple[int, int], float]:
     """Return the bandwidth of the pairs of GPUs that have one of their own, 10^9 bytes/s; the lower number is first.
 
-    Raises UserError for what is no pair of the node's GPUs, and for a pair that is given twice.
+    Raises UserError for what is not a pair of the node's GPUs, and for a pair that is given twice.
     """
     pairs: dict[tuple[int, int], float] = {}
     for name, bandwidth in node.gpu_pairs_gb_s.items():
@@ -185,7 +185,7 @@ def parse_gpu_pairs(node: NodeConfig) -> dict[tuple[int, int], float]:
         a, b = sorted((int(match[1]), int(match[2]))) if match else (0, 0)
         if match is None or a == b or (node.gpus and b >= node.gpus):
             raise UserError(
-                f"cluster.node.gpu_pairs_gb_s: {str(name)[:40]!r} is no pair of two of {node.gpus} GPUs, such as 0-1"
+                f"cluster.node.gpu_pairs_gb_s: {str(name)[:40]!r} is not a pair of two of {node.gpus} GPUs, such as 0-1"
             )
         if bandwidth <= 0:
             raise UserError(f"cluster.node.gpu_pairs_gb_s: {name} has {bandwidth:g}; expected more than 0 GB/s")

@@ -298,7 +298,7 @@ def reduce_replicas(config: ParallelConfig, ranks: int, world: int) -> ParallelC
     """Return the configuration of a run of `ranks` ranks for a smaller world: fewer data-parallel shares, else equal.
 
     Copies of the model (dp_replicate) go first; a run that has only one copy is sharded over fewer ranks. Raises
-    UserError where the world is no multiple of what has to stay.
+    UserError where the world is not a multiple of what has to stay.
     """
     full = resolve_degrees(config, ranks)
     axis = "dp_replicate" if full.dp_replicate > 1 else "dp_shard"

@@ -172,7 +172,7 @@ def _make_tensor(name: str, value: Any) -> Tensor:
         return torch.as_tensor(np.asarray(value))
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"data.name={name}: a sample holds a {type(value).__name__}, which is no tensor, array or number"
+            f"data.name={name}: a sample holds a {type(value).__name__}, which is not a tensor, an array or a number"
         ) from error
 
 

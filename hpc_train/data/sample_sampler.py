@@ -74,7 +74,9 @@ class OrderedSampler(Sampler[int]):
     ) -> None:
         self._share = _compute_share(global_batch, rank, ranks)
         if until is not None and until % global_batch:
-            raise UserError(f"SampleOrder: until={until} is no multiple of the global batch of {global_batch} samples")
+            raise UserError(
+                f"SampleOrder: until={until} is not a multiple of the global batch of {global_batch} samples"
+            )
         self._order, self._global_batch, self._until, self._rank = order, global_batch, until, rank
         self.consumed = consumed
 

@@ -29,7 +29,7 @@ _MULTIPLE = 16
 def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torch.device) -> str:
     """Have the linear layers of the blocks of `part` compute in 8 bits, in place; returns a line about it.
 
-    Layers whose sizes are no multiples of 16 are left alone. Raises UserError without torchao, or if no layer is left.
+    Layers whose sizes are not multiples of 16 are left alone. Raises UserError without torchao, or if no layer is left.
     """
     torchao = _import_torchao()
     found = {name: one for name, one in find_target_layers(part, []).items() if isinstance(one, nn.Linear)}

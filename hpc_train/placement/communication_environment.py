@@ -138,11 +138,11 @@ def combine_with_site(
 
 
 def find_missing_file(site: Mapping[str, str | None], host: str) -> str | None:
-    """Return one line if the topology file that the site names for NCCL is no file on this host: NCCL only warns."""
+    """Return one line if the topology file that the site names for NCCL is not a file on this host: NCCL only warns."""
     name = site.get("NCCL_TOPO_FILE")
     if name is None or Path(name).is_file():
         return None
-    return f"cluster.environment: NCCL_TOPO_FILE={name} is no file on {host}; expected NCCL's topology XML there"
+    return f"cluster.environment: NCCL_TOPO_FILE={name} is not a file on {host}; expected NCCL's topology XML there"
 
 
 def apply_settings(

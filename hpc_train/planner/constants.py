@@ -50,8 +50,8 @@ class Constants:
     """Positions of a sequence at which fused attention runs at half of that speed: short ones do not fill the device
     (Dao 2023, figure 4)."""
     misaligned: float = _fitted(12.0, 4.0, 20.0)
-    """Slowdown of attention's products if head_dim is no multiple of 8, so that they cannot use tensor cores. At most
-    the ratio of tensor-core to vector peak, 16 on A100."""
+    """Slowdown of attention's products if head_dim is not a multiple of 8, so that they cannot use tensor cores. At
+    most the ratio of tensor-core to vector peak, 16 on A100."""
     low_precision: float = _fitted(0.85, 0.5, 1.0)
     """Additional factor on the share of the peak that 8-bit products reach, with scaling and casts."""
     rowwise: float = 0.72
@@ -66,7 +66,7 @@ class Constants:
     exchange: float = _fitted(1.0, 0.1, 4.0, EXPERTS)
     """Time of the all-to-all of tokens over that of moving its bytes at the speed of other collectives."""
     alignment: float = _fitted(1.05, 1.0, 1.5)
-    """Slowdown of a product whose width is no multiple of 64 elements, so that rows are not whole 128-byte lines
+    """Slowdown of a product whose width is not a multiple of 64 elements, so that rows are not whole 128-byte lines
     (NVIDIA, Matrix Multiplication Background User's Guide, table 1)."""
     score_passes: float = _fitted(4.5, 3.0, 9.0)
     """Passes over the scores of attention that is not fused, forward. Softmax and dropout each read and write them, and

@@ -182,7 +182,7 @@ def make_schedule(config: OptimConfig, peak: float, steps: int) -> Callable[[int
     """Return the learning rate as a function of the update (0-based): a built-in schedule, or the user's own.
 
     A registered schedule is called as function(step, steps, **args) and returns a factor of the peak. It is a function
-    of the step alone, so that a resumed run needs no state of it. Raises UserError for a factor that is no number.
+    of the step alone, so that a resumed run needs no state of it. Raises UserError for a factor that is not a number.
     """
     schedule = config.schedule
     if schedule.name in SCHEDULES:

@@ -21,9 +21,9 @@ from hpc_train.traffic.axes import Flow
 NODE = ["cluster=slurm", "cluster.node.gpus=4", "cluster.node.gpu_link_gb_s=300"]
 REFUSED = {
     "cluster.node.gpu_pair_gb_s=301": "more than gpu_link_gb_s=300",
-    "+cluster.node.gpu_pairs_gb_s={0-4: 1}": "'0-4' is no pair of two of 4 GPUs",
-    "+cluster.node.gpu_pairs_gb_s={1-1: 1}": "'1-1' is no pair",
-    "+cluster.node.gpu_pairs_gb_s={x: 1}": "'x' is no pair",
+    "+cluster.node.gpu_pairs_gb_s={0-4: 1}": "'0-4' is not a pair of two of 4 GPUs",
+    "+cluster.node.gpu_pairs_gb_s={1-1: 1}": "'1-1' is not a pair",
+    "+cluster.node.gpu_pairs_gb_s={x: 1}": "'x' is not a pair",
     "+cluster.node.gpu_pairs_gb_s={0-1: 0}": "0-1 has 0; expected more than 0",
     "+cluster.node.gpu_pairs_gb_s={0-1: 2, 1-0: 2}": "0-1 is there twice",
     "+cluster.environment={PATH: /bin}": "'PATH' is not a variable of a communication library",

@@ -251,7 +251,7 @@ def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has spiece.model but no tokenizer.json: write it with transformers"):
         load_tokenizer_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
-    with pytest.raises(UserError, match=r"tokenizer.json is no tokenizer of the package tokenizers"):
+    with pytest.raises(UserError, match=r"tokenizer.json is not a tokenizer of the package tokenizers"):
         load_tokenizer_folder(tmp_path)
     save_tokenizer(tmp_path)
     with pytest.raises(UserError, match=r"does not say which token ends a document"):

@@ -177,7 +177,7 @@ def test_a_folder_of_mixed_files_names_the_first_and_counts_the_rest(tmp_path: P
         with pytest.raises(UserError) as raised:
             attempt()
         said = str(raised.value)
-        assert said.startswith(f"6 of 9 files are no text that can be read: {corpus}/1.txt ")
+        assert said.startswith(f"6 of 9 files are not readable text: {corpus}/1.txt ")
         assert "; and 2 more (known: text, JSON Lines" in said
         assert said.count("\n") == 0
     assert not (tmp_path / "out.h5").exists()

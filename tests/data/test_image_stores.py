@@ -137,9 +137,9 @@ BAD_IMAGES: dict[str, tuple[bytes, str]] = {
     "larger-than-pillow-allows": (_png_bomb(9_000, 9_500), "9,000 x 9,500 pixels; at most"),
     "cut-jpeg": (encode(0, 64, 64, "JPEG")[:-400], "cut short"),
     "cut-png": (encode(0, 64, 64)[:-900], "cut short"),
-    "text": (b"hello, I am no image", "is no image in a known format"),
-    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "is no image in a known format"),
-    "empty": (b"", "is no image in a known format"),
+    "text": (b"hello, I am no image", "is not an image in a known format"),
+    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "is not an image in a known format"),
+    "empty": (b"", "is not an image in a known format"),
     "wide": (_wide_png(), "more than 8 bits a channel"),
 }
 

@@ -349,5 +349,5 @@ def test_a_field_inside_of_a_column(tmp_path: Path, name: str) -> None:
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": [b"\xff\xfe"]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="row 1: column 'text' is bytes that are no UTF-8"):
+    with pytest.raises(UserError, match="row 1: column 'text' is bytes that are not UTF-8"):
         build_from_recipe(StoreRecipe((str(tmp_path / "a.parquet"),), ()), tmp_path / "a.h5")

@@ -103,7 +103,7 @@ def _config(*overrides: str) -> RunConfig:
         ("ragged", "data.name=words: samples of one batch have the shapes (1,) and (2,); give them one shape, or give"),
         ("single", "data.name=words: a sample is a Tensor; return (inputs, targets), or a dictionary with"),
         ("unnamed", "data.name=words: a sample has the entries x; return (inputs, targets), or a dictionary with"),
-        ("objects", "data.name=words: a sample holds a object, which is no tensor, array or number"),
+        ("objects", "data.name=words: a sample holds a object, which is not a tensor, an array or a number"),
         ("number", "data.name=words: returned a int; return a data set with __len__ and __getitem__, or one with"),
         ("empty", "data.name=words: no sample of 0 is left for train; give more, or change"),
     ],

@@ -149,5 +149,6 @@ def test_a_topology_file_that_is_not_there_is_refused_on_every_process(tmp_path:
     config = site({"NCCL_TOPO_FILE": str(tmp_path / "none.xml")})
     found = arranged(Job(tmp_path, config=config))
     assert {outcome.refused for outcome in found} == {
-        f"cluster.environment: NCCL_TOPO_FILE={tmp_path}/none.xml is no file on n0; expected NCCL's topology XML there"
+        f"cluster.environment: NCCL_TOPO_FILE={tmp_path}/none.xml is not a file on n0; "
+        "expected NCCL's topology XML there"
     }

@@ -98,7 +98,7 @@ def test_what_is_not_finite_becomes_null(tmp_path: Path) -> None:
     metrics = MetricsFile(path, 0)
     metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": -float("inf"), "mfu": None})
     metrics.close()
-    strict = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    strict = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert strict == {"step": 1, "loss": None, "grad_norm": None, "lr": None, "mfu": None}
 
 

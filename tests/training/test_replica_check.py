@@ -72,7 +72,7 @@ def test_the_minority_of_each_place_is_odd(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "found"), [(1, "copies of parameters are not equal any more, as they were after step 0"), (2, "")]
+    ("kinds", "found"), [(1, "copies of parameters are no longer equal, as they were after step 0"), (2, "")]
 )
 def test_a_number_that_changes_in_the_first_steps_is_found_where_devices_round_alike(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: int, found: str

@@ -143,7 +143,7 @@ def _check_bytes(where: Callable[[], str], column: str, value: bytes) -> bytes:
     try:
         value.decode()
     except UnicodeDecodeError:
-        raise UserError(f"{where()}: column {column!r} is bytes that are no UTF-8, expected text") from None
+        raise UserError(f"{where()}: column {column!r} is bytes that are not UTF-8, expected text") from None
     return value
 
 

@@ -62,7 +62,7 @@ _ENDINGS = {
     **dict.fromkeys((".xls", ".xlsx", ".ods", ".feather", ".orc", ".avro"), f"is a table: {_COLUMN}"),
     ".parquet": "is named as a Parquet file but does not begin as one: damaged?",
     ".arrow": "is named as an Arrow file but does not begin as one: damaged?",
-    **dict.fromkeys((".jsonl", ".ndjson"), "is named as JSON Lines but its first lines are no JSON objects"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "is named as JSON Lines but its first lines are not JSON objects"),
     **dict.fromkeys((".db", ".sqlite", ".sqlite3"), f"is a database: {_COLUMN}"),
     **dict.fromkeys((".pkl", ".pickle", ".joblib"), "is a Python pickle"),
     **dict.fromkeys((".npy", ".npz", ".pt", ".pth", ".ckpt", ".safetensors"), "is an array or a checkpoint"),
@@ -105,12 +105,12 @@ def recognise_files(files: Iterable[SourceFile]) -> list[KnownFile]:
         return recognised
     shown = "; ".join(problems[:_SHOWN])
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    count = f"{len(problems)} of {len(recognised)} files are no text that can be read: " if len(recognised) > 1 else ""
+    count = f"{len(problems)} of {len(recognised)} files are not readable text: " if len(recognised) > 1 else ""
     raise UserError(f"{count}{shown}{more} (known: {KINDS})")
 
 
 def _recognise(path: Path) -> tuple[str | None, str | None]:
-    """Return a file's format of records, or why it is no text."""
+    """Return a file's format of records, or why it is not a text."""
     head, windows = _read_samples(path)
     if path.suffix.lower() in _TEXT_ENDINGS and (wide := _find_wide(head)) is not None:
         return None, wide  # before the formats: Python's json guesses encodings, and fails at the end of a line

@@ -125,7 +125,7 @@ def _open(data: bytes) -> Any:
     try:
         image = image_module.open(io.BytesIO(data), formats=_FORMATS)
     except image_module.UnidentifiedImageError:
-        raise ImageError(f"is no image in a known format ({KINDS})") from None
+        raise ImageError(f"is not an image in a known format ({KINDS})") from None
     except Exception as error:  # Pillow raises nearly every kind on hostile bytes
         raise ImageError(f"is a damaged image ({first_line(error)})") from error
     width, height = image.size

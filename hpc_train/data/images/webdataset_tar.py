@@ -58,7 +58,7 @@ def read_tar_entries(path: Path, label_key: str) -> Iterator[ImageEntry]:
                     found = True
                     yield entry
             if not found:
-                raise UserError(f"{path} holds no images ({' '.join(IMAGE_SUFFIXES)}): it is no tar of images")
+                raise UserError(f"{path} holds no images ({' '.join(IMAGE_SUFFIXES)}): it is not a tar of images")
     except tarfile.TarError as error:
         raise UserError(f"{path} is a damaged tar, or cut short ({first_line(error)})") from error
     except OSError as error:

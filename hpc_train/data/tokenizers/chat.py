@@ -192,7 +192,8 @@ def check_tools(value: Any, where: Where) -> Tools:
         return None
     if not isinstance(value, list) or not all(isinstance(one, dict) and one for one in value):
         raise UserError(
-            f'{where()}: tools is no list of functions; expected [{{"type": "function", "function": {{"name": ...}}}}]'
+            f"{where()}: tools is not a list of functions; "
+            'expected [{"type": "function", "function": {"name": ...}}]'
         )
     return value
 
@@ -212,7 +213,7 @@ def _check_template(template: str, messages: list[Message], tools: Tools, where:
 def _check_calls(message: Message, index: int, where: Where) -> None:
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(one, dict) for one in calls)):
-        raise UserError(f"{where()}: message {index}: tool_calls is no list of objects")
+        raise UserError(f"{where()}: message {index}: tool_calls is not a list of objects")
 
 
 def _is_text(content: Any) -> bool:

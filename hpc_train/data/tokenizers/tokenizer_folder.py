@@ -148,7 +148,9 @@ def _parse_model(source: str, where: str) -> Any:
     try:
         model = package.Tokenizer.from_str(source)
     except Exception as error:  # the package raises plain Exception
-        raise UserError(one_line(f"{where} is no tokenizer of the package tokenizers ({first_line(error)})")) from error
+        raise UserError(
+            one_line(f"{where} is not a tokenizer of the package tokenizers ({first_line(error)})")
+        ) from error
     model.no_truncation()  # as saved, some would silently cut every document
     model.no_padding()
     return model

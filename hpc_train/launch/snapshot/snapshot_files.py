@@ -85,7 +85,7 @@ def hash_entries(entries: Iterable[SnapshotEntry]) -> str:
 
 
 def read_entry(root: Path, path: str) -> SnapshotEntry | None:
-    """Read one entry of the tree at `root`; None for what is no file, and for links that leave the tree.
+    """Read one entry of the tree at `root`; None for what is not a file, and for links that leave the tree.
 
     Raises UserError for a file that cannot be read.
     """

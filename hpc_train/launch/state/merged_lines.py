@@ -250,7 +250,7 @@ def _read_records(rank: RankLogs, block: int) -> Iterator[_Record]:
 
 
 def _finite(value: Any) -> float | None:
-    """Return a number of seconds; None for what is no number, or larger than any time."""
+    """Return a number of seconds; None for what is not a number, or larger than any time."""
     return float(value) if type(value) in (int, float) and abs(value) < _YEAR_10000 else None
 
 

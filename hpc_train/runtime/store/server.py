@@ -234,7 +234,7 @@ class StoreServer:
         # Counters are text, as in torch's store, where `set` may have written them.
         before = self._values.get(key, b"0")
         if not before.removeprefix(b"-").isdigit() or len(before) > 20:
-            raise ProtocolError("`add` to what is no number")
+            raise ProtocolError("`add` to what is not a number")
         total = (int(before) + number + (1 << 63)) % (1 << 64) - (1 << 63)  # wraps around as an int64, as in torch's
         self._store(key, b"%d" % total)
         return total

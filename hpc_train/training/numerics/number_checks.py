@@ -142,7 +142,7 @@ def _compare_replicas_if_due(run: TrainingRun) -> None:
             log.warning("copies of parameters are not compared: devices of different kinds round differently")
     elif odd:
         which = f"rank {', '.join(map(str, odd[:8]))}" + ("" if sure else ", which differ from each other")
-        text = f"copies of parameters are not equal any more, as they were after step {run.equal_at}: those of {which}"
+        text = f"copies of parameters are no longer equal, as they were after step {run.equal_at}: those of {which}"
         _raise_or_warn(run, RanksDisagree(text, run.equal_at, odd if sure else ()))
     else:
         run.equal_at = run.step

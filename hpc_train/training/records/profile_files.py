@@ -82,7 +82,7 @@ def read_request(run: Path) -> ProfileRequest | None:
     numbers = [found[name] for name in ("number", "first", "last")] if isinstance(found, dict) else []
     ranks = found["ranks"] if isinstance(found, dict) else None
     if not isinstance(ranks, list) or not all(type(value) is int for value in (*numbers, *ranks)):
-        raise ValueError("it is no request of hpc-train profile")
+        raise ValueError("it is not a request of hpc-train profile")
     number, first, last = numbers
     if not 1 <= first <= last < first + MOST_STEPS:
         raise ValueError(f"steps {first} to {last}")

@@ -113,7 +113,7 @@ def _open_events(path: Path) -> LineFile:
     try:
         return LineFile(path)
     except OSError as error:
-        why = "it is no regular file" if error.errno == errno.ENXIO else error.strerror
+        why = "it is not a regular file" if error.errno == errno.ENXIO else error.strerror
         raise UserError(f"{path}: {why}; move it away, or give another run_dir") from error
 
 

@@ -128,7 +128,7 @@ class _Reader:
             if code == _STOP:
                 (value,) = self._stack
                 if value is _MARK:
-                    raise ValueError("a mark is no value")
+                    raise ValueError("a mark is not a value")
                 return value
             step = steps.get(code)
             if step is None:
@@ -141,7 +141,7 @@ class _Reader:
     def _refused(self, code: int) -> PickleError:
         if code in _RUNNING:
             return ForbiddenError(f"Unsupported operand {_RUNNING[code]}")
-        return PickleError(f"not a pickle (byte {code} at {self.at - 1} is no opcode that torch writes)")
+        return PickleError(f"not a pickle (byte {code} at {self.at - 1} is not an opcode that torch writes)")
 
     # Helpers of the opcodes
 
@@ -164,13 +164,13 @@ class _Reader:
     def _pop(self) -> Any:
         value = self._stack.pop()
         if value is _MARK:
-            raise ValueError("a mark is no value")
+            raise ValueError("a mark is not a value")
         return value
 
     def _top(self) -> Any:
         value = self._stack[-1]
         if value is _MARK:
-            raise ValueError("a mark is no value")
+            raise ValueError("a mark is not a value")
         return value
 
     def _since_mark(self) -> list[Any]:

@@ -261,7 +261,7 @@ def _parse_numa(label: str, cell: str) -> int | str | None:
     if cell in ("", "N/A", "-1"):
         return None
     if cell.isdigit() and len(cell) > 6:
-        raise NotARowError(f"row {label}: {cell!r} is no NUMA node")
+        raise NotARowError(f"row {label}: {cell!r} is not a NUMA node")
     return int(cell) if cell.isdigit() else cell
 
 

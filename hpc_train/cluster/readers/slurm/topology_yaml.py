@@ -56,7 +56,7 @@ class YamlValue:
         return entries
 
     def items(self) -> list[YamlValue]:
-        """Return the elements of a list. Raises UserError if it is no list."""
+        """Return the elements of a list. Raises UserError if it is not a list."""
         if not isinstance(self.node, yaml.SequenceNode):
             raise self.error("expected a list")
         return [YamlValue(self.file, node) for node in self.node.value]
