@@ -428,16 +428,16 @@ def defer_receive_memory(stage: PipelineStage) -> Iterator[None]:
 
 def allocate_received(received: Sequence[Any], device: torch.device) -> None:
     """Allocate the receive buffers of one micro-batch. received: torch's descriptions of them."""
-    for one in received:
-        if one.buffer is not None and one.buffer.is_meta:
-            one.buffer = torch.empty_like(one.buffer, device=device)
+    for info in received:
+        if info.buffer is not None and info.buffer.is_meta:
+            info.buffer = torch.empty_like(info.buffer, device=device)
 
 
 def release_received(received: Sequence[Any]) -> None:
     """Release the receive buffers; whoever uses the tensors keeps them alive."""
-    for one in received:
-        if one.buffer is not None:
-            one.buffer = torch.empty_like(one.buffer, device="meta", requires_grad=False)
+    for info in received:
+        if info.buffer is not None:
+            info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
 
 
 def drop_last_output(stage: PipelineStage, micro_batch: int) -> None:
@@ -496,11 +496,13 @@ def backward_of_weights(module: FSDPModule, pending: PendingWeights, ahead: int)
 
     groups = list(reversed(_groups_of(module)))
     owner = {_get_grad_fn_or_grad_acc(w): at for at, group in enumerate(groups) for w in _gathered_weights(group)}
-    left: list[tuple[set[int], dict[str, Any]]] = [({owner[node] for node in one["params"]}, one) for one in pending]
+    left: list[tuple[set[int], dict[str, Any]]] = [
+        ({owner[node] for node in entry["params"]}, entry) for entry in pending
+    ]
     for at, group in enumerate(groups):
-        roots = [one for used, one in left if at in used]
+        roots = [entry for used, entry in left if at in used]
         used = {at}.union(*(used for used, _ in left if at in used))
-        left = [one for one in left if at not in one[0]]
+        left = [entry for entry in left if at not in entry[0]]
         for index in [*sorted(used), *range(at + 1, min(at + 1 + ahead, len(groups)))]:
             _gather(groups[index], wait=index in used)
         weights = [weight for index in used for weight in _gathered_weights(groups[index])]

@@ -166,7 +166,7 @@ def accepts_argument(factory: Callable[..., Any], name: str) -> bool:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return False
-    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def suggest_name(word: str, names: Iterable[str]) -> str:

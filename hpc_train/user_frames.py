@@ -44,17 +44,17 @@ def every_frame(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
-    for one in _from_the_cause(error):
-        yield from reversed(traceback.extract_tb(one.__traceback__))
+    for raised in _from_the_cause(error):
+        yield from reversed(traceback.extract_tb(raised.__traceback__))
 
 
 def _from_the_cause(error: BaseException) -> list[BaseException]:
     """Return the exceptions from the root cause on: some libraries raise another one from the user's."""
     found: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and one not in found:
-        found.insert(0, one)
-        one = one.__cause__
+    raised: BaseException | None = error
+    while raised is not None and raised not in found:
+        found.insert(0, raised)
+        raised = raised.__cause__
     return found
 
 

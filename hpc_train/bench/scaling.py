@@ -82,11 +82,13 @@ def parse_sizes(text: str) -> tuple[str, list[int]]:
     """Parse ranks=1,2,4 or nodes=1,2,4. Raises UserError."""
     kind, _, values = text.partition("=")
     numbers = values.split(",")
-    if kind not in ("ranks", "nodes") or not all(one.isdecimal() and 0 < int(one) <= 1 << 20 for one in numbers):
+    if kind not in ("ranks", "nodes") or not all(
+        number.isdecimal() and 0 < int(number) <= 1 << 20 for number in numbers
+    ):
         raise UserError(f"{text}: give numbers of ranks or nodes, such as ranks=1,2,4 or nodes=1,2,4,8")
     if len(set(numbers)) < 2:
         raise UserError(f"{text}: give at least two numbers")
-    return kind, sorted({int(one) for one in numbers})
+    return kind, sorted({int(number) for number in numbers})
 
 
 def measure_scaling(

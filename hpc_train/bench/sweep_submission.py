@@ -71,7 +71,7 @@ def submission_command(points: int, rounds: int, peers: bool, as_json: bool) -> 
     sides = [_submit_ours, _submit_peer] if peers else [_submit_ours]
     measured = [side(points) for _ in range(rounds) for side in sides]
     if as_json:
-        print(json.dumps({"points": points, "rounds": [asdict(one) for one in measured]}))
+        print(json.dumps({"points": points, "rounds": [asdict(measurement) for measurement in measured]}))
     else:
         _print_result(points, measured)
     return EXIT_DONE
@@ -157,13 +157,13 @@ def _print_result(points: int, measured: Sequence[Submission]) -> None:
     table = Table(title=f"a sweep of {points:,} points handed to Slurm, medians", box=None)
     for column in ("", "wall s", "CPU s", "files", "MiB"):
         table.add_column(column, justify="left" if not column else "right")
-    for side in dict.fromkeys(one.side for one in measured):
-        of_side = [one for one in measured if one.side == side]
+    for side in dict.fromkeys(measurement.side for measurement in measured):
+        of_side = [measurement for measurement in measured if measurement.side == side]
         values = [
-            statistics.median(one.wall_seconds for one in of_side),
-            statistics.median(one.cpu_seconds for one in of_side),
-            statistics.median(one.files for one in of_side),
-            statistics.median(one.mebibytes for one in of_side),
+            statistics.median(measurement.wall_seconds for measurement in of_side),
+            statistics.median(measurement.cpu_seconds for measurement in of_side),
+            statistics.median(measurement.files for measurement in of_side),
+            statistics.median(measurement.mebibytes for measurement in of_side),
         ]
         table.add_row(side, *(f"{value:,.2f}" for value in values))
     Console(width=None if sys.stdout.isatty() else 120).print(table)

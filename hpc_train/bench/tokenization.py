@@ -105,7 +105,9 @@ def _make_datasets_side(tokenizer: FolderTokenizer, texts: list[str], workers: i
     model = tokenizer.model
 
     def tokenize(batch: dict[str, Any]) -> dict[str, Any]:
-        return {"tokens": [one.ids for one in model.encode_batch_fast(batch["text"], add_special_tokens=False)]}
+        return {
+            "tokens": [encoding.ids for encoding in model.encode_batch_fast(batch["text"], add_special_tokens=False)]
+        }
 
     def side() -> None:
         datasets.disable_progress_bars()

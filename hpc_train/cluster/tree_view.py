@@ -35,7 +35,7 @@ def build_tree_view(cluster: Cluster) -> Tree:
 def _summarise_cluster(cluster: Cluster) -> str:
     hanging = {name for switch in cluster.switches for name in switch.nodes}
     nodes = len(hanging | {node.name for node in cluster.nodes})
-    gpus, nics = (sum(map(len, them)) for them in ([n.gpus for n in cluster.nodes], [n.nics for n in cluster.nodes]))
+    gpus, nics = (sum(map(len, lists)) for lists in ([n.gpus for n in cluster.nodes], [n.nics for n in cluster.nodes]))
     counts = [(nodes, "node"), (gpus, "GPU"), (nics, "NIC"), (len(cluster.switches), "switch")]
     return f"{cluster.kind}: {', '.join(_count(number, word) for number, word in counts if number) or 'nothing'}"
 

@@ -114,7 +114,7 @@ def is_token_file(path: Path, dtype: str | None) -> bool:
 def list_token_files(path: Path) -> list[Path]:
     """List the files that a token file consists of: two for Megatron's."""
     pair = [path.with_suffix(".bin"), path.with_suffix(".idx")]
-    return pair if path in pair and all(one.is_file() for one in pair) else [path]
+    return pair if path in pair and all(file.is_file() for file in pair) else [path]
 
 
 def _check_tokens(

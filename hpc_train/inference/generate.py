@@ -84,7 +84,7 @@ def _check_lengths(model: Any, encoded: Sequence[Sequence[int]], options: Genera
             "model; shorten it, or give fewer --tokens"
         )
     vocabulary = model.get_input_embeddings().num_embeddings
-    if (largest := max((max(one) for one in encoded), default=0)) >= vocabulary:
+    if (largest := max((max(prompt) for prompt in encoded), default=0)) >= vocabulary:
         raise UserError(
             f"the tokenizer has a token {largest}, and the model only {vocabulary}; give the model's own tokenizer"
         )

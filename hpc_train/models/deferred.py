@@ -85,7 +85,7 @@ class OperationRecord:
                 if index < before and index not in found:
                     found.add(index)
                     operation = self.operations[index]
-                    waiting += [(one, index) for one in {*operation.reads, *operation.writes} - {wanted}]
+                    waiting += [(storage, index) for storage in {*operation.reads, *operation.writes} - {wanted}]
         return sorted(found)
 
     def _run(self, operation: _Operation, made: dict[int, Tensor]) -> None:
@@ -192,7 +192,11 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record.alive[memory_number(tensor)] = tensor
         reads = tuple(memory_number(tensor) for tensor in _tensors((args, kwargs)) if self.is_deferred(tensor))
         writes = tuple(memory_number(tensor) for tensor in (written or made))
-        outputs = tuple(self.view(one) if isinstance(one, Tensor) else None for one in _as_tuple(out)) if made else ()
+        outputs = (
+            tuple(self.view(result) if isinstance(result, Tensor) else None for result in _as_tuple(out))
+            if made
+            else ()
+        )
         self.record.add(
             _Operation(
                 func, self._freeze_arguments(args), self._freeze_arguments(kwargs), reads, writes, outputs, state
@@ -251,7 +255,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _is_pure(func: Any) -> bool:
-    return not func._schema.is_mutable and all(one.alias_info is None for one in func._schema.returns)
+    return not func._schema.is_mutable and all(returned.alias_info is None for returned in func._schema.returns)
 
 
 class CpuDisguise(TorchFunctionMode):

@@ -308,4 +308,4 @@ class MixtureOfExperts(nn.Module):
 
 def list_mixtures(module: nn.Module) -> dict[str, MixtureOfExperts]:
     """Return the mixtures of experts in a module, by name."""
-    return {name: one for name, one in module.named_modules() if isinstance(one, MixtureOfExperts)}
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, MixtureOfExperts)}

@@ -108,6 +108,6 @@ def _check_on_gpu(backend: str, q: Tensor, k: Tensor, mask: Tensor | None, rule:
         warnings.simplefilter("always")
         if _CHECKS[backend](params, True):
             return
-    reasons = [" ".join(str(one.message).split()).split(" (Triggered")[0] for one in caught]
+    reasons = [" ".join(str(warning.message).split()).split(" (Triggered")[0] for warning in caught]
     reason = next((text for text in reasons if text), "torch gives no reason")
     raise UserError(f"model.attention={backend}: cannot compute this model here ({reason[:200]}); use auto")

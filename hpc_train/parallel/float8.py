@@ -32,7 +32,7 @@ def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torc
     Layers whose sizes are not multiples of 16 are left alone. Raises UserError without torchao, or if no layer is left.
     """
     torchao = _import_torchao()
-    found = {name: one for name, one in find_target_layers(part, []).items() if isinstance(one, nn.Linear)}
+    found = {name: module for name, module in find_target_layers(part, []).items() if isinstance(module, nn.Linear)}
     chosen = {
         name for name, layer in found.items() if not (layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE)
     }

@@ -62,13 +62,13 @@ class EvaluationSums:
             with explain_user_code(f"in the metric {name}"):
                 result = metric(out, target)
             pair = result if isinstance(result, tuple) else (result, (target != IGNORED_TARGET).sum())
-            if len(pair) != 2 or not all(isinstance(one, Tensor) and one.ndim == 0 for one in pair):
+            if len(pair) != 2 or not all(isinstance(number, Tensor) and number.ndim == 0 for number in pair):
                 raise UserError(
                     f"train.metrics: {name} returned a {type(result).__name__}; return the sum over the targets that "
                     "count, a scalar tensor, or a pair of such sums"
                 )
-            for place, one in enumerate(pair):
-                self.values[1 + 2 * index + place] += one
+            for place, number in enumerate(pair):
+                self.values[1 + 2 * index + place] += number
 
     @property
     def loss(self) -> Tensor:

@@ -254,7 +254,7 @@ def _check_state_value(name: str, key: object, value: object, parameter: Tensor)
         )
     is_rectangle = value.ndim == 0 or value.shape == parameter.shape  # else only a DTensor says what a rank has of it
     if isinstance(value, DTensor):
-        is_rectangle = not any(one.is_partial() for one in value.placements)
+        is_rectangle = not any(part.is_partial() for part in value.placements)
     if isinstance(parameter, DTensor) and not is_rectangle:
         raise UserError(
             f"optim: {name} has the state {key} of shape {tuple(value.shape)} for a parameter {tuple(parameter.shape)} "

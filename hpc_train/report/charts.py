@@ -147,8 +147,8 @@ def draw_lines(
     height: int = 190,
 ) -> str:
     """Draw values over steps. The axis is logarithmic where the values span decades."""
-    drawn = [(one, downsample(one.x, one.y)) for one in series]
-    drawn = [(one, points) for one, points in drawn if points]
+    drawn = [(line, downsample(line.x, line.y)) for line in series]
+    drawn = [(line, points) for line, points in drawn if points]
     if not drawn:
         return ""
     xs = [x for _, points in drawn for x, _ in points]
@@ -162,14 +162,14 @@ def draw_lines(
                 f'<line class="mark {escape(mark.kind)}" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height - _BOTTOM}">'
                 f"<title>{escape(mark.text)}</title></line>"
             )
-    for index, (one, points) in enumerate(drawn):
+    for index, (line, points) in enumerate(drawn):
         path = "M" + "L".join(f"{axes.px(x):.1f} {axes.py(y):.1f}" for x, y in points)
         alone = len(points) == 1
         path += "h.1" if alone else ""
         kind = f"line c{index % 6}{' dot' if alone else ''}"
-        body.append(f'<path class="{kind}" d="{path}"><title>{escape(one.name)}</title></path>')
+        body.append(f'<path class="{kind}" d="{path}"><title>{escape(line.name)}</title></path>')
     if len(drawn) > 1:
-        body += _legend([one.name for one, _ in drawn])
+        body += _legend([line.name for line, _ in drawn])
     return _svg(title, width, height, body)
 
 

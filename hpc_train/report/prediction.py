@@ -80,7 +80,7 @@ def predict_gain(config: RunConfig, changed: RunConfig, ranks: int) -> float | N
         if list_assumptions(config.cluster, config.precision.name):
             return None
         before, after = jobs_from_config(config, ranks), jobs_from_config(changed, ranks)
-        if all(np.array_equal(getattr(before, one.name), getattr(after, one.name)) for one in fields(before)):
+        if all(np.array_equal(getattr(before, item.name), getattr(after, item.name)) for item in fields(before)):
             return None
         constants = cluster_constants(config.cluster)
         old, new = estimate_jobs(before, constants), estimate_jobs(after, constants)

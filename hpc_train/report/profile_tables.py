@@ -153,9 +153,9 @@ def add_up(events: Sequence[dict[str, Any]]) -> Profile:
             # All layers together: their numbers in the name become one *.
             modules[_NUMBER.sub("*", host.module)][host.backward] += value * scale
     found = [OperatorTime(name, calls / steps, *times) for name, (calls, *times) in operators.items()]
-    found.sort(key=lambda one: (one.device, one.host), reverse=True)
+    found.sort(key=lambda row: (row.device, row.host), reverse=True)
     of_modules = [ModuleTime(name, *values) for name, values in modules.items()]
-    of_modules.sort(key=lambda one: one.forward + one.backward, reverse=True)
+    of_modules.sort(key=lambda row: row.forward + row.backward, reverse=True)
     return Profile(steps, sum(durations) * scale, dict(phases), tuple(found), tuple(of_modules), bool(device))
 
 

@@ -196,7 +196,7 @@ def list_findings(table: StepTable, losses: StepLosses | None, facts: Facts) -> 
         found += [
             *stragglers,
             *_find_network_and_launch(table, losses, facts),
-            _find_bubble(losses, facts, straggler=any(one.share >= NAMED_FROM for one in stragglers)),
+            _find_bubble(losses, facts, straggler=any(straggler.share >= NAMED_FROM for straggler in stragglers)),
         ]
     named = [finding for finding in found if finding is not None and finding.share >= NAMED_FROM]
     return sorted(named, key=lambda finding: -finding.share)
@@ -234,7 +234,11 @@ def _find_memory(table: StepTable, facts: Facts) -> Finding | None:
     share = gained / last
     if share < _GROWTH_SHARE:
         return None
-    ranks = (table.ranks[worst],) if sum(one > 0.5 * gained for one, _ in growth) <= len(growth) / 2 else ()
+    ranks = (
+        (table.ranks[worst],)
+        if sum(growth_of_rank > 0.5 * gained for growth_of_rank, _ in growth) <= len(growth) / 2
+        else ()
+    )
     ahead = f", {last + slope * facts.steps_left:,.0f} MiB at the last step" if facts.steps_left else ""
     evidence = (
         f"rank {table.ranks[worst]} gained {gained:,.0f} MiB in {table.bins} recorded steps, to {last:,.0f} MiB{ahead}"

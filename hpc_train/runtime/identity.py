@@ -213,21 +213,21 @@ def find_own_address(host: str, nodes: int, interface: str | None) -> tuple[str,
     interface of the address that `host` resolves to. Raises UserError rather than return an address that other nodes
     cannot reach.
     """
-    have = list_interfaces()
+    interfaces = list_interfaces()
     if interface is not None:
-        if interface not in have:
-            raise UserError(f"cluster.fabric.interface={interface}: {host} has {', '.join(sorted(have))}")
-        return have[interface], interface
+        if interface not in interfaces:
+            raise UserError(f"cluster.fabric.interface={interface}: {host} has {', '.join(sorted(interfaces))}")
+        return interfaces[interface], interface
     if nodes == 1:
-        return "127.0.0.1", next((name for name, address in have.items() if address == "127.0.0.1"), "lo")
+        return "127.0.0.1", next((name for name, address in interfaces.items() if address == "127.0.0.1"), "lo")
     try:
         address = socket.gethostbyname(host)
     except OSError:
         raise UserError(f"{host} does not resolve on itself: name the network with cluster.fabric.interface") from None
-    by_address = {address: name for name, address in have.items()}
+    by_address = {address: name for name, address in interfaces.items()}
     if ipaddress.ip_address(address).is_loopback or address not in by_address:
         raise UserError(
             f"{host} resolves to {address} on itself, which other nodes cannot reach: "
-            f"name the network with cluster.fabric.interface (one of {', '.join(sorted(set(have) - {'lo'}))})"
+            f"name the network with cluster.fabric.interface (one of {', '.join(sorted(set(interfaces) - {'lo'}))})"
         )
     return address, by_address[address]

@@ -84,7 +84,9 @@ def search_schedule(parts: PartTimes, ranks: int, micro_batches: int, *, split_b
     split_backward: gradients of inputs and weights may be computed apart, which recomputation and compilation do not
     allow. Raises UserError where no order to begin with fits the numbers.
     """
-    beginnings = [one for one in _BEGINNINGS if split_backward or not REQUIREMENTS[one[0]].splits_backward]
+    beginnings = [
+        candidate for candidate in _BEGINNINGS if split_backward or not REQUIREMENTS[candidate[0]].splits_backward
+    ]
     found, refused = [], ""
     for name, virtual in beginnings:
         try:
@@ -98,7 +100,7 @@ def search_schedule(parts: PartTimes, ranks: int, micro_batches: int, *, split_b
             found += [_improve(parts, order, micro_batches, sizes) for sizes in dict.fromkeys((by_rank, by_stage))]
     if not found:
         raise UserError(refused or f"parallel.pp={ranks}: the model has {len(parts.blocks)} blocks; lower parallel.pp")
-    return min(found, key=lambda one: one.simulation.makespan)
+    return min(found, key=lambda candidate: candidate.simulation.makespan)
 
 
 def _improve(parts: PartTimes, order: Order, micro_batches: int, sizes: Sizes) -> FoundSchedule:
@@ -162,7 +164,9 @@ def _move_boundaries(parts: PartTimes, best: FoundSchedule, micro_batches: int) 
                 sizes = tuple(size - (at == giver) + (at == taker) for at, size in enumerate(best.sizes))
                 if _sum_loads(parts, best.order.placement, sizes)[0] * work >= best.simulation.makespan:
                     continue  # the busiest rank alone takes longer
-                best = min(best, _measure(parts, best.order, sizes), key=lambda one: one.simulation.makespan)
+                best = min(
+                    best, _measure(parts, best.order, sizes), key=lambda candidate: candidate.simulation.makespan
+                )
         if best.simulation.makespan >= before:
             break
     return best
@@ -177,7 +181,7 @@ def _reorder(parts: PartTimes, best: FoundSchedule) -> FoundSchedule:
         rows = _take_ahead(best, window, limits)
         if rows is not None:
             other = _measure(parts, Order(tuple(map(tuple, rows)), best.order.placement), best.sizes)
-            best = min(best, other, key=lambda one: one.simulation.makespan)
+            best = min(best, other, key=lambda candidate: candidate.simulation.makespan)
     return best
 
 

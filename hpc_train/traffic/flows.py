@@ -196,7 +196,9 @@ class _Job:
         """Return the groups of experts, one per layer, which ep splits before fully_shard does."""
         parallel, shards = self.config.parallel, self.degrees.dp_shard * self.degrees.cp // self.ep
         rule = parallel.strategy, parallel.reshard_after_forward, self.degrees.pp, self.work.micro_batches, part.split
-        experts = [replace(one, shape=(one.shape[0] // self.ep, *one.shape[1:])) for one in self.weights.experts]
+        experts = [
+            replace(weight, shape=(weight.shape[0] // self.ep, *weight.shape[1:])) for weight in self.weights.experts
+        ]
         # A stack that does not divide between experts is cut along the hidden dimension, which needs no padding.
         assert isinstance(self.model, TransformerConfig)
         padded = shards if experts and experts[0].shape[0] % shards and self.model.hidden % shards else 1

@@ -29,7 +29,9 @@ def load_adapter(config: RunConfig, engine: Engine, world: World) -> str:
     assert config.adapter.path is not None
     folder, shards = Path(config.adapter.path).expanduser(), list(engine.shards())
     layers = _gather_layers(shards)
-    adapters = read_peft(folder, config.model, {name: (one.outputs, one.inputs) for name, one in layers.items()})
+    adapters = read_peft(
+        folder, config.model, {name: (linear.outputs, linear.inputs) for name, linear in layers.items()}
+    )
     _check_kind(folder, adapters, config.adapter)
     lengths = _measure_weights(shards, adapters, layers, world) if config.adapter.kind == "dora" else {}
     for shard in shards:

@@ -41,7 +41,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, world: World | None = 
     """
     trained = list_trained(model)
     if config.name not in BUILT_IN:
-        return _make_own_optimizer([one.value for one in trained], config)
+        return _make_own_optimizer([parameter.value for parameter in trained], config)
     if config.groups:
         check_globs([group.match for group in config.groups], "optim.groups", trained, world)
     if config.name == "muon":
@@ -59,7 +59,7 @@ def _make_adamw(trained: Sequence[TrainedParameter], config: OptimConfig) -> tor
 
         return RoundedAdamW(
             make_groups(trained, config),
-            {one.value: one.name for one in trained},
+            {parameter.value: parameter.name for parameter in trained},
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
@@ -79,17 +79,17 @@ def _make_muon(trained: Sequence[TrainedParameter], config: OptimConfig, world: 
 
     assert world is not None, "Muon's ranks share its work"
     chosen = select_for_muon(trained, config, world)
-    groups = make_groups([one for one in trained if one.value in chosen], config, by_mesh=False)
+    groups = make_groups([parameter for parameter in trained if parameter.value in chosen], config, by_mesh=False)
     for group in groups:
         group["lr_factor"] *= config.muon.lr_scale
     muon = Muon(groups or [{"params": []}], config.lr, config.weight_decay, config.muon, world)
-    others = [one for one in trained if one.value not in chosen]
+    others = [parameter for parameter in trained if parameter.value not in chosen]
     return JointOptimizer([muon, _make_adamw(others, config)] if others else [muon])
 
 
 def _make_sgd(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:
     implementation = config.implementation
-    if implementation == "auto" and any(isinstance(one.value, DTensor) for one in trained):
+    if implementation == "auto" and any(isinstance(parameter.value, DTensor) for parameter in trained):
         implementation = "foreach"  # DTensor knows no fused SGD
     return torch.optim.SGD(
         make_groups(trained, config),
@@ -101,7 +101,7 @@ def _make_sgd(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch
 
 
 def _make_adafactor(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:
-    if any(isinstance(one.value, DTensor) for one in trained):
+    if any(isinstance(parameter.value, DTensor) for parameter in trained):
         from hpc_train.parallel.optimizers.adafactor import ShardedAdafactor
 
         return ShardedAdafactor(make_groups(trained, config), config.lr, config.adafactor)

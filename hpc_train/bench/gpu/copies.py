@@ -56,7 +56,7 @@ def measure_offload(world: World, quick: bool) -> Iterator[Row]:
     seconds: list[list[float]] = [[0.0] * rounds for _ in steps]
     for number, index in interleave_rounds(rounds, 2):
         seconds[index][number] = time_calls(steps[index], 1, device)
-    without, with_offload = (statistics.median(one) for one in seconds)
+    without, with_offload = (statistics.median(times) for times in seconds)
     out = moves.memory.count_free_bytes()
     back = out * (config.model.layers - 1) // config.model.layers  # type: ignore[attr-defined]
     copying = _time_copies(out, device) + _time_copies(back, device)
@@ -96,7 +96,7 @@ def measure_checkpoint(world: World, quick: bool) -> Iterator[Row]:
             begun = time.perf_counter()
             saver.save(step, shards, {})
             stall = time.perf_counter() - begun
-            problems = [str(one.error) for one in saver.wait() if one.error is not None]
+            problems = [str(save.error) for save in saver.wait() if save.error is not None]
             done = time.perf_counter() - begun
             if problems:
                 raise OSError(problems[0])

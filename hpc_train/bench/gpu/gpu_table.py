@@ -99,8 +99,8 @@ def _list_lines(result: GpuResult) -> Iterator[str]:
     yield ""
     yield "| run | tokens/s | MFU |"
     yield "| --- | --- | --- |"
-    for one in PUBLISHED:
-        yield f"| [{one.what}]({one.source}) | {one.tokens_per_second:,.0f} | {compute_published_mfu(one):.1%} |"
+    for run in PUBLISHED:
+        yield f"| [{run.what}]({run.source}) | {run.tokens_per_second:,.0f} | {compute_published_mfu(run):.1%} |"
 
 
 def _format_value(row: Row) -> str:

@@ -126,7 +126,7 @@ def _warm_up(step: Step) -> float:
 
 def _without_compiler(overrides: tuple[str, ...], quick: bool) -> tuple[str, ...]:
     """Leave compilation out where shapes are tiny: it would take longer than everything else."""
-    return tuple(one for one in overrides if not (quick and one == "parallel.compile=true"))
+    return tuple(override for override in overrides if not (quick and override == "parallel.compile=true"))
 
 
 def _time_steps(steps: list[Step], device: torch.device, rounds: int, least: float) -> list[list[float]]:
@@ -164,7 +164,7 @@ def measure_parity(world: World, quick: bool) -> Rows:
     exact = replace(world, device=torch.device("cpu"))
     size = () if quick else ("model.hidden=256", "model.feed_forward=512")
     loss, gradients = _differentiate(exact, ("precision=fp64", *size))
-    length = torch.stack([one.square().sum() for one in gradients]).sum().sqrt()
+    length = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
     for name, tolerance in TOLERANCES.items():
         found, others = _differentiate(world, (f"precision={name}", *size))
         off = torch.stack([(a - b).square().sum() for a, b in zip(others, gradients, strict=True)]).sum().sqrt()

@@ -63,7 +63,11 @@ def _count_on_gpu(step: Callable[[], None]) -> dict[str, int]:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    places = [f"{one.filename.rpartition('/')[2]}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
+    places = [
+        f"{warning.filename.rpartition('/')[2]}:{warning.lineno}"
+        for warning in caught
+        if "synchroniz" in str(warning.message)
+    ]
     return {place: places.count(place) for place in dict.fromkeys(places)}
 
 

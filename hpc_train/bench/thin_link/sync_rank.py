@@ -60,7 +60,7 @@ def main(rank: int, options: SyncOptions, folder: Path) -> int:
 def _measure(rank: int, options: SyncOptions) -> SyncMeasurement:
     steps = f"train.steps={options.every}"
     overrides = [*_SIZES, *options.overrides]
-    plain = [one for one in overrides if not one.startswith("parallel.sync.")]
+    plain = [override for override in overrides if not override.startswith("parallel.sync.")]
     ddp = compose([*plain, steps])
     loose = compose([*overrides, steps, f"parallel.sync.every={options.every}"])
     world = make_world(rank, RANKS, rank, torch.device("cpu"), resolve_degrees(ddp.parallel, RANKS))

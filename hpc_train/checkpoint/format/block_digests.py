@@ -67,7 +67,7 @@ def choose_chunk_shape(row: DatasetRow) -> tuple[int, ...] | None:
 
 def iterate_chunk_spans(shape: Sequence[int], item: int, chunk: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     """Yield (first byte, bytes) within the dataset for its chunks, in memory order; at most `most` chunks."""
-    return ((one.begin, one.size) for one in islice(_chunks(tuple(shape), item, chunk), most))
+    return ((piece.begin, piece.size) for piece in islice(_chunks(tuple(shape), item, chunk), most))
 
 
 def iterate_chunks(row: DatasetRow, chunk: Sequence[int]) -> Iterator[DatasetChunk]:

@@ -142,7 +142,7 @@ class Exchange:
         failures.
         """
         # Two buffers: one is filled from the disk while the other is passed on.
-        most_cells = max(int((one.owners == self.world.rank).sum()) for one in self.rounds)
+        most_cells = max(int((part.owners == self.world.rank).sum()) for part in self.rounds)
         buffers = [memoryview(allocate_pages(most_cells * CELL_BYTES)) for _ in range(2)]
         sent, received = _ReusedMemory(), _ReusedMemory()
         with ThreadPoolExecutor(1) as reader:

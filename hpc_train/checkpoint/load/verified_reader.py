@@ -210,11 +210,11 @@ class ShardReader:
         return self._pages("scratch", size)
 
     def _pages(self, name: str, size: int) -> memoryview:
-        have: mmap.mmap | None = getattr(self._local, name, None)
-        if have is None or len(have) < size:
-            have = allocate_pages(size)
-            setattr(self._local, name, have)
-        return memoryview(have)
+        pages: mmap.mmap | None = getattr(self._local, name, None)
+        if pages is None or len(pages) < size:
+            pages = allocate_pages(size)
+            setattr(self._local, name, pages)
+        return memoryview(pages)
 
     def _open_file(self, file: int) -> _OpenShard:
         with self._lock:

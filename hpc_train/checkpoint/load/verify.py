@@ -124,7 +124,8 @@ def list_file_problems(
             for name, found in checked.items()
         ]
         results = [
-            (name, [one if isinstance(one, Problem) else one.result() for one in of_file]) for name, of_file in checks
+            (name, [outcome if isinstance(outcome, Problem) else outcome.result() for outcome in of_file])
+            for name, of_file in checks
         ]
     damaged = {name: wrong[0] for name, of_file in results if (wrong := [problem for problem in of_file if problem])}
     # A file whose bytes are as they were written may still contradict the manifest: compare its HDF5 structure.

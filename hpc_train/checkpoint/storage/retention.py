@@ -88,7 +88,11 @@ class _WholeStep:
 
 def _select_best(good: list[Manifest], count: int) -> list[int]:
     """Return the steps with the lowest validation losses, of equal ones the newest."""
-    scores = [(one.validation_loss, -one.sequence, one.step) for one in good if one.validation_loss is not None]
+    scores = [
+        (manifest.validation_loss, -manifest.sequence, manifest.step)
+        for manifest in good
+        if manifest.validation_loss is not None
+    ]
     return [step for *_, step in sorted(scores)[:count]]
 
 

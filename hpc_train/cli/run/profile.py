@@ -272,7 +272,7 @@ def print_profile(profile: Profile, rows: int) -> None:
     def share(seconds: float) -> str:
         return format_percent(seconds / profile.seconds if profile.seconds else 0.0)
 
-    in_operators = sum(one.device if profile.on_device else one.host for one in profile.operators)
+    in_operators = sum(row.device if profile.on_device else row.host for row in profile.operators)
     what = "kernels" if profile.on_device else "operators"
     print_line(
         f"{format_seconds(profile.seconds)} per step while traced; {format_seconds(in_operators)} of it in {what}, "
@@ -284,20 +284,20 @@ def print_profile(profile: Profile, rows: int) -> None:
     columns = ("operator", "calls", "own time", "share", *(("on the GPU",) if profile.on_device else ()))
     table = [
         (
-            one.name,
-            f"{one.calls:.0f}",
-            format_seconds(one.host),
-            share(one.device if profile.on_device else one.host),
-            *((format_seconds(one.device),) if profile.on_device else ()),
+            row.name,
+            f"{row.calls:.0f}",
+            format_seconds(row.host),
+            share(row.device if profile.on_device else row.host),
+            *((format_seconds(row.device),) if profile.on_device else ()),
         )
-        for one in profile.operators[:rows]
+        for row in profile.operators[:rows]
     ]
     print_table(columns, table, columns[1:])
     if profile.modules:
         print_line("")
         columns = ("module", "forward", "backward", "share")
         table = [
-            (one.name, format_seconds(one.forward), format_seconds(one.backward), share(one.forward + one.backward))
-            for one in profile.modules[:rows]
+            (row.name, format_seconds(row.forward), format_seconds(row.backward), share(row.forward + row.backward))
+            for row in profile.modules[:rows]
         ]
         print_table(columns, table, columns[1:])

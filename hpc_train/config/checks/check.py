@@ -67,9 +67,9 @@ def check_group(config: Any, path: str) -> None:
         value, where = getattr(config, item.name), f"{path}{item.name}"
         if is_dataclass(value):
             check_group(value, f"{where}.")
-        elif isinstance(value, list) and any(is_dataclass(one) for one in value):
-            for index, one in enumerate(value):
-                check_group(one, f"{where}.{index}.")
+        elif isinstance(value, list) and any(is_dataclass(element) for element in value):
+            for index, element in enumerate(value):
+                check_group(element, f"{where}.{index}.")
         else:
             _check_value(value, where, item.metadata.get("range"))
 

@@ -39,13 +39,13 @@ def suggest_names(word: str, choices: Iterable[str]) -> str:
 
 
 def did_you_mean(names: Sequence[str]) -> str:
-    """did you mean 'a', 'b' or 'c'?"""
+    """Return the question "did you mean 'a', 'b' or 'c'?"."""
     *first, last = (f"'{name}'" for name in names)
     return f"did you mean {', '.join(first)} or {last}?" if first else f"did you mean {last}?"
 
 
 def parse_overrides(overrides: Sequence[str]) -> tuple[list[Override], str | None]:
-    """(parsed overrides, None), or ([], what is wrong with the first that is not of a form that a run can have)."""
+    """Parse overrides. Returns (parsed, None), or ([], what is wrong) for the first that a run cannot have."""
     parser, parsed = OverridesParser.create(), []
     for text in overrides:
         try:
@@ -94,7 +94,7 @@ def _explain_refused(item: Override, text: str) -> str | None:
 
 
 def split_groups(overrides: Sequence[Override]) -> tuple[list[Override], list[Override]]:
-    """(choices of a group such as model=llama_1b, values such as optim.lr=0.1)."""
+    """Return (choices of a group such as model=llama_1b, values such as optim.lr=0.1)."""
     groups = [item for item in overrides if item.key_or_group in GROUPS]
     return groups, [item for item in overrides if item not in groups]
 
@@ -102,12 +102,12 @@ def split_groups(overrides: Sequence[Override]) -> tuple[list[Override], list[Ov
 def find_wrong_choice(groups: Iterable[Override], options: ListOptions) -> str | None:
     """Find the first group choice that does not exist."""
     for item in groups:
-        have, value = options(item.key_or_group), item.value()
+        names, value = options(item.key_or_group), item.value()
         if value is None and item.key_or_group == "experiment":
             continue
         name = "" if value is None else str(value)  # null resembles no option
-        if name not in have:
-            return f"{item.input_line}: no such {item.key_or_group}; {suggest_names(name, have)}"
+        if name not in names:
+            return f"{item.input_line}: no such {item.key_or_group}; {suggest_names(name, names)}"
     return None
 
 
@@ -148,7 +148,7 @@ def _keys(node: DictConfig, path: str = "") -> Iterator[str]:
 
 
 def find_unknown_field(config: Any, path: str = "") -> str | None:
-    """Find the first attribute that is no field of its dataclass: what `+key=value` adds where nothing reads it."""
+    """Find the first attribute that is not a field of its dataclass: `+key=value` has added it, and nothing reads it."""
     names = {item.name for item in fields(config)}
     for name, value in vars(config).items():
         if name not in names and name != SEALED_ATTRIBUTE:
@@ -164,7 +164,7 @@ MICRO_BATCH = "train.micro_batch"
 def explicit_settings(config: RunConfig, overrides: Sequence[str]) -> list[str]:
     """List the keys below `parallel`, and train.micro_batch, that an override names or a file has changed; sorted.
 
-    A degree of -1, what is left, is not given: it is for the planner to say.
+    A degree of -1 counts as not given, so the planner chooses it.
     """
     named = {text.lstrip("+").partition("=")[0] for text in overrides}
     keys = {key for key in named if key.startswith("parallel.") or key == MICRO_BATCH}
@@ -236,7 +236,8 @@ def _check_label(config: RunConfig, overrides: Sequence[str], text: str, key: st
     group, _, field = key.partition(".")
     if group not in _LABELLED or field not in _LABELS:
         return
-    if field == "name" and getattr(config, group).kind == "custom" if group != "cluster" else False:
+    # The name of a user's own data set or model is the one it is registered under, so it does choose something.
+    if field == "name" and group != "cluster" and getattr(config, group).kind == "custom":
         return
     if (group, field) == ("model", "name") and _changes_model(overrides):
         return

@@ -107,7 +107,9 @@ def _keys_of(cls: type, path: str, variant: str = "", only_own: bool = False) ->
         key, kind = f"{path}{item.name}", types[item.name]
         if only_own and item.name not in meanings.keys() & inspect.get_annotations(cls).keys():
             continue
-        part = next((one for one in (kind, *get_args(kind)) if isinstance(one, type) and is_dataclass(one)), None)
+        part = next(
+            (option for option in (kind, *get_args(kind)) if isinstance(option, type) and is_dataclass(option)), None
+        )
         if part is not None and not _is_container(kind):
             yield from _keys_of(part, f"{key}.", variant)
             for name, special in SCHEMAS.get(key, {}).items():
@@ -127,7 +129,7 @@ def _keys_of(cls: type, path: str, variant: str = "", only_own: bool = False) ->
 
 def _is_container(kind: Any) -> bool:
     return getattr(kind, "__origin__", None) in _CONTAINER_TYPES or any(
-        getattr(one, "__origin__", None) in _CONTAINER_TYPES for one in get_args(kind)
+        getattr(argument, "__origin__", None) in _CONTAINER_TYPES for argument in get_args(kind)
     )
 
 
@@ -135,7 +137,7 @@ def _is_container(kind: Any) -> bool:
 def _meanings(cls: type) -> dict[str, str]:
     """Field -> the string below it, also of the classes that `cls` extends."""
     found: dict[str, str] = {}
-    for base in reversed([one for one in cls.__mro__ if is_dataclass(one)]):
+    for base in reversed([base_class for base_class in cls.__mro__ if is_dataclass(base_class)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, text in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):

@@ -173,8 +173,10 @@ class Corpus:
 
     def write(self, out: Path, how: Tokenization, blocks: Iterator[TokenBlock], left_out: LeftOut) -> None:
         """Write the store. left_out: filled while the blocks are read."""
-        one = how.tokenizer
-        header = StoreHeader(one.vocab_size, one.name, one.to_json(), "", one.settings_json(), how.chat)
+        tokenizer = how.tokenizer
+        header = StoreHeader(
+            tokenizer.vocab_size, tokenizer.name, tokenizer.to_json(), "", tokenizer.settings_json(), how.chat
+        )
         write_store(out, _require_answers(blocks, left_out), header, lambda: json.dumps(self._describe(how, left_out)))
 
     def _make_tokenizer(self) -> Tokenizer:

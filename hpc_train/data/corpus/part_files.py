@@ -57,8 +57,8 @@ class TokenizationRecipe:
     @classmethod
     def of(cls, how: Tokenization) -> TokenizationRecipe:
         """Describe a tokenization."""
-        one = how.tokenizer
-        return cls(one.name, one.to_json(), one.settings_json(), how.column, how.chat)
+        tokenizer = how.tokenizer
+        return cls(tokenizer.name, tokenizer.to_json(), tokenizer.settings_json(), how.column, how.chat)
 
     def make(self) -> Tokenization:
         """Make the tokenization."""
@@ -151,7 +151,7 @@ def list_part_files(folder: Path, parts: Sequence[Part], recipe: TokenizationRec
     common = xxhash.xxh3_128_hexdigest(json.dumps([VERSION, asdict(recipe)]).encode())
     found = []
     for part in parts:
-        content = [(str(one.path.absolute()), one.format, one.span, one.stamp) for one in part]
+        content = [(str(document.path.absolute()), document.format, document.span, document.stamp) for document in part]
         found.append(PartFile(folder, xxhash.xxh3_128_hexdigest(json.dumps([common, content]).encode()), part))
     return found
 

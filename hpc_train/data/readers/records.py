@@ -194,7 +194,7 @@ def import_pyarrow(path: Path) -> Any:
 def drop_nulls(value: Any) -> Any:
     """Return a value without the nulls of its objects, which tables put where another record has a key."""
     if isinstance(value, list):
-        return [drop_nulls(one) for one in value]
+        return [drop_nulls(element) for element in value]
     if isinstance(value, dict):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     return value

@@ -64,7 +64,7 @@ class MixtureOrder:
     def count_before(self, position: int) -> Indices:
         """Return how many samples each source gives before a position, (sources,)."""
         total = np.zeros(len(self.sizes), np.int64)
-        for stage, end in zip(self.stages, [*(one.begin for one in self.stages[1:]), position], strict=True):
+        for stage, end in zip(self.stages, [*(later.begin for later in self.stages[1:]), position], strict=True):
             if stage.begin < position:
                 total += stage.count_before(min(end, position) - stage.begin)
         return total
@@ -72,7 +72,7 @@ class MixtureOrder:
     def choose_sources(self, start: int, count: int) -> Indices:
         """Return the source at each of the positions [start, start + count)."""
         parts = []
-        ends = [*(one.begin for one in self.stages[1:]), start + count]
+        ends = [*(later.begin for later in self.stages[1:]), start + count]
         for stage, end in zip(self.stages, ends, strict=True):
             first, last = max(start, stage.begin), min(end, start + count)
             if first < last:
@@ -158,10 +158,10 @@ def make_slots(weights: Sequence[float]) -> npt.NDArray[np.int64]:
     doi:10.1007/BF01940883). Raises UserError for weights whose period is longer than MOST_SLOTS.
     """
     exact = [Fraction(str(weight)) for weight in weights]
-    scale = reduce(math.lcm, (one.denominator for one in exact))
-    scaled = [int(one * scale) for one in exact]
+    scale = reduce(math.lcm, (share.denominator for share in exact))
+    scaled = [int(share * scale) for share in exact]
     divisor = math.gcd(*scaled)
-    counts = [one // divisor for one in scaled]
+    counts = [share // divisor for share in scaled]
     period = sum(counts)
     if period > MOST_SLOTS:
         raise UserError(

@@ -163,7 +163,7 @@ def check_messages(value: Any, where: Where) -> list[Message]:
 
     Keys without a value are left out: tables have each key in each message, and templates ask whether one is there.
     """
-    if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
         raise UserError(
             f'{where()}: not a conversation; expected a list such as [{{"role": "user", "content": "..."}}]'
         )
@@ -178,7 +178,7 @@ def check_messages(value: Any, where: Where) -> list[Message]:
         _check_calls(message, index, where)
         if not _is_text(content) and not (content is None and message.get("tool_calls")):
             raise UserError(one_line(f"{where()}: message {index} ({role}) has {_describe_content(content)}"))
-    return [{key: item for key, item in one.items() if item is not None or key == "content"} for one in value]
+    return [{key: item for key, item in entry.items() if item is not None or key == "content"} for entry in value]
 
 
 def check_tools(value: Any, where: Where) -> Tools:
@@ -190,7 +190,7 @@ def check_tools(value: Any, where: Where) -> Tools:
             raise UserError(one_line(f"{where()}: tools is text that is not JSON ({first_line(error)})")) from error
     if not value:
         return None
-    if not isinstance(value, list) or not all(isinstance(one, dict) and one for one in value):
+    if not isinstance(value, list) or not all(isinstance(tool, dict) and tool for tool in value):
         raise UserError(
             f"{where()}: tools is not a list of functions; "
             'expected [{"type": "function", "function": {"name": ...}}]'
@@ -200,7 +200,7 @@ def check_tools(value: Any, where: Where) -> Tools:
 
 def _check_template(template: str, messages: list[Message], tools: Tools, where: Where) -> None:
     """Raise UserError if a template would silently leave out tools or calls of them."""
-    calls = next((index for index, one in enumerate(messages, 1) if one.get("tool_calls")), None)
+    calls = next((index for index, message in enumerate(messages, 1) if message.get("tool_calls")), None)
     lost = "its tools" if tools and "tools" not in template else None
     lost = f"the tool_calls of message {calls}" if calls and "tool_calls" not in template else lost
     if lost:
@@ -212,7 +212,7 @@ def _check_template(template: str, messages: list[Message], tools: Tools, where:
 
 def _check_calls(message: Message, index: int, where: Where) -> None:
     calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(one, dict) for one in calls)):
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UserError(f"{where()}: message {index}: tool_calls is not a list of objects")
 
 

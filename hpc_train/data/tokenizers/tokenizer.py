@@ -89,7 +89,7 @@ class BpeTokenizer:
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
         encoded = self.model.encode_batch_fast([decode_text(text) for text in texts], add_special_tokens=False)
         dtype = token_dtype(self.vocab_size)
-        return [np.array(one.ids, dtype) for one in encoded]
+        return [np.array(encoding.ids, dtype) for encoding in encoded]
 
     def decode(self, tokens: Tokens) -> str:
         return str(self.model.decode(tokens.tolist(), skip_special_tokens=False))

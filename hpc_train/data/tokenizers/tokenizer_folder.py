@@ -78,7 +78,7 @@ class FolderTokenizer:
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
         encoded = self.model.encode_batch_fast([decode_text(text) for text in texts], add_special_tokens=False)
         dtype = token_dtype(self.vocab_size)
-        return [np.array(one.ids, dtype) for one in encoded]
+        return [np.array(encoding.ids, dtype) for encoding in encoded]
 
     def decode(self, tokens: Tokens) -> str:
         return str(self.model.decode(tokens.tolist(), skip_special_tokens=False))
@@ -210,7 +210,7 @@ def _choose_template(folder: Path, config: dict[str, Any], name: str) -> str | N
     """Return the chat template of the settings: of several, the one of this name; a single one is the default."""
     template = config.get("chat_template", _read_object(folder / "chat_template.json").get("chat_template"))
     if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get(name)
     elif name != "default":
         return None

@@ -95,7 +95,7 @@ def _readable_paths(config: RunConfig, code: Path | None) -> list[Path]:
     if isinstance(data, MixtureDataConfig):
         from hpc_train.data.token_files import list_token_files
 
-        paths += [one for path in data.paths for one in list_token_files(Path(path))]
+        paths += [file for path in data.paths for file in list_token_files(Path(path))]
     if isinstance(data, ImageFilesDataConfig):
         paths += [Path(path) for path in (data.path or data.cache, data.validation_path) if path]
     if isinstance(data, TokenDataConfig):

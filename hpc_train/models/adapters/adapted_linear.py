@@ -67,7 +67,7 @@ class AdaptedLayer(nn.Module):
             wide = torch.promote_types(weight.dtype, torch.float32)
             weight = weight.to(wide)
             changed = weight + self.scale * self.multiply_factors(wide)
-            squares = torch.stack([one.square().sum(self.inputs_dim) for one in (weight, changed)])
+            squares = torch.stack([weights.square().sum(self.inputs_dim) for weights in (weight, changed)])
             before, after = (squares if self.sum_squares is None else self.sum_squares(squares)).sqrt()
         factors: Tensor = (before + self.lora_magnitude) / after
         return factors

@@ -134,7 +134,7 @@ class GatheredAttention(nn.Module):
         k, v = both.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         length, ranks = q.shape[2], self._group.size()
         shares = [SequenceShare(rank, ranks, self._share.balanced) for rank in range(ranks)]
-        places = [one.positions(length * ranks, q.device) for one in shares]
+        places = [share.positions(length * ranks, q.device) for share in shares]
         site, p = self.core.site, self.core.dropout if self.training else 0.0
         own, every = places[self._share.rank], torch.cat(places)
         return attend_plainly(q, k, v, own, every, self.core.rule, site=site, p=p)

@@ -380,9 +380,9 @@ def _differentiate(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
 
 
 def _add(dkv: Tensor, found: list[KeyGradients]) -> None:
-    for one in found:
-        dkv[0, :, :, one.keys] += one.dk
-        dkv[1, :, :, one.keys] += one.dv
+    for gradient in found:
+        dkv[0, :, :, gradient.keys] += gradient.dk
+        dkv[1, :, :, gradient.keys] += gradient.dv
 
 
 class RingAttention(nn.Module):

@@ -79,8 +79,8 @@ class OuterOptimizer:
         self._copies = dist.get_world_size(group)
         self.parameters = [_make_outer_parameter(name, parameter, sync) for name, parameter in trained]
         parameters_of_fragment: dict[int, list[OuterParameter]] = {}
-        for one in self.parameters:
-            parameters_of_fragment.setdefault(fragment_of[one.name], []).append(one)
+        for exchanged in self.parameters:
+            parameters_of_fragment.setdefault(fragment_of[exchanged.name], []).append(exchanged)
         steps = list_exchange_steps(sync.every, sync.fragments)
         self._fragments = [
             Fragment(parameters_of_fragment[index], step)
@@ -122,7 +122,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def _begin_mean(self, fragment: Fragment) -> PendingMean:
-        delta = torch.cat([(one.anchor - one.own).flatten() for one in fragment.parameters])
+        delta = torch.cat([(parameter.anchor - parameter.own).flatten() for parameter in fragment.parameters])
         if self._copies == 1 and self._sync.compression == "none":
             return PendingMean(delta, None, None)
         if self._sync.compression == "none":
@@ -144,11 +144,11 @@ class OuterOptimizer:
             pending.work.wait()
         total = pending.result if pending.message is None else self._sum_messages(pending)
         total.div_(self._copies)
-        pieces = torch.split(total, [one.own.numel() for one in fragment.parameters])
-        means = [piece.view_as(one.own) for piece, one in zip(pieces, fragment.parameters, strict=True)]
-        for one, mean in zip(fragment.parameters, means, strict=True):
-            if one.delta is not None:
-                one.delta.copy_(mean)
+        pieces = torch.split(total, [parameter.own.numel() for parameter in fragment.parameters])
+        means = [piece.view_as(parameter.own) for piece, parameter in zip(pieces, fragment.parameters, strict=True)]
+        for parameter, mean in zip(fragment.parameters, means, strict=True):
+            if parameter.delta is not None:
+                parameter.delta.copy_(mean)
         return means
 
     def _sum_messages(self, pending: PendingMean) -> Tensor:
@@ -166,26 +166,26 @@ class OuterOptimizer:
         """Step the anchors of a fragment and hand them to the copy."""
         means = self._finish_mean(fragment)
         if means is None:  # finished for a save, or loaded from one
-            means = [one.delta for one in fragment.parameters if one.delta is not None]
-        for one, mean in zip(fragment.parameters, means, strict=True):
-            one.anchor.grad = mean
+            means = [parameter.delta for parameter in fragment.parameters if parameter.delta is not None]
+        for parameter, mean in zip(fragment.parameters, means, strict=True):
+            parameter.anchor.grad = mean
         self._sgd.step()
         keep = self._sync.merge if self._sync.overlap else 0.0
-        for one in fragment.parameters:
-            one.anchor.grad = None  # the other fragments' steps leave these anchors as they are
+        for parameter in fragment.parameters:
+            parameter.anchor.grad = None  # the other fragments' steps leave these anchors as they are
             if keep:
-                one.own.mul_(keep).add_(one.anchor, alpha=1 - keep)
+                parameter.own.mul_(keep).add_(parameter.anchor, alpha=1 - keep)
             else:
-                one.own.copy_(one.anchor)
-            if one.delta is not None:
-                one.delta.zero_()
+                parameter.own.copy_(parameter.anchor)
+            if parameter.delta is not None:
+                parameter.delta.zero_()
 
     @torch.no_grad()
     def _swap_anchors(self) -> None:
-        for one in self.parameters:
-            own = one.own.clone()
-            one.own.copy_(one.anchor)
-            one.anchor.copy_(own)
+        for parameter in self.parameters:
+            own = parameter.own.clone()
+            parameter.own.copy_(parameter.anchor)
+            parameter.anchor.copy_(own)
 
 
 def number_fragments(trained: Iterable[Named], count: int) -> dict[str, int]:
@@ -226,9 +226,9 @@ def _make_sgd(parameters: Sequence[OuterParameter], sync: SyncConfig) -> torch.o
     """Make torch's SGD over the anchors. Its momentum exists from the beginning, as 0, so that it can be saved."""
     momentum = sync.outer_momentum
     sgd = torch.optim.SGD(
-        [one.anchor for one in parameters], lr=sync.outer_lr, momentum=momentum, nesterov=momentum > 0
+        [parameter.anchor for parameter in parameters], lr=sync.outer_lr, momentum=momentum, nesterov=momentum > 0
     )
-    for one in parameters:
-        if one.momentum is not None:
-            sgd.state[one.anchor]["momentum_buffer"] = one.momentum
+    for parameter in parameters:
+        if parameter.momentum is not None:
+            sgd.state[parameter.anchor]["momentum_buffer"] = parameter.momentum
     return sgd

@@ -96,8 +96,8 @@ class LooseEngine:
         """
         self._outer.finish_communication()
         outers: dict[str, list[OuterParameter]] = {}  # of a name that two stages of this rank have, in their order
-        for one in self._outer.parameters:
-            outers.setdefault(one.name, []).append(one)
+        for parameter in self._outer.parameters:
+            outers.setdefault(parameter.name, []).append(parameter)
         for shard in self._engine.shards():
             # A copy's ranks write its own state; the first copy's what is the same on all.
             common = replace(shard, replica=shard.replica + self._copy * self._copy_world.size)
@@ -148,7 +148,7 @@ def build_loose_engine(
     own_config, own_degrees = describe_one_copy(config, degrees)
     copy_world = make_copy_world(world, own_degrees)
     engine = build(model, make_optimizer, own_config, copy_world, say, values)
-    trained = [one for part in engine.parts for one in _list_trained(part)]
+    trained = [parameter for part in engine.parts for parameter in _list_trained(part)]
     sync, group = config.parallel.sync, world.mesh["dp_replicate"].get_group()
     outer = OuterOptimizer(trained, number_fragments(_list_trained(model), sync.fragments), sync, group)
     momentum = f"Nesterov {sync.outer_momentum:g}" if sync.outer_momentum else "no momentum"

@@ -158,9 +158,9 @@ class PipelineEngine(UpdatingEngine):
         shape = (len(inputs) // count, *inputs.shape[1:])
         key = (training, count, shape)
         if key not in self._schedules:
-            one = torch.empty(shape, dtype=inputs.dtype, device="meta")
+            example = torch.empty(shape, dtype=inputs.dtype, device="meta")
             make = self._pipeline.training if training else self._pipeline.evaluation
-            self._schedules[key] = make(count, one, self._infer_output(one), self._loss)
+            self._schedules[key] = make(count, example, self._infer_output(example), self._loss)
         return self._schedules[key]
 
     def _count_averaged_ranks(self) -> int:
@@ -173,9 +173,9 @@ def join_micro_batches(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> t
 
     torch's stages take micro-batches of one shape only.
     """
-    rows = max(len(one) for one in targets)
-    joined = torch.cat([_pad(one, rows, 0) for one in inputs])
-    return joined, torch.cat([_pad(one, rows, IGNORED_TARGET) for one in targets])
+    rows = max(len(batch) for batch in targets)
+    joined = torch.cat([_pad(batch, rows, 0) for batch in inputs])
+    return joined, torch.cat([_pad(batch, rows, IGNORED_TARGET) for batch in targets])
 
 
 def _pad(tensor: Tensor, rows: int, value: int) -> Tensor:

@@ -172,7 +172,7 @@ class PlainEngine(UpdatingEngine):
         device, dtype = self._world.device, next(self._model.parameters()).dtype
         # Moved whole, then cut: a cut on the host would lose the pinned memory that copies to a GPU need.
         own = select_own_tokens(micro.map(partial(move, device=device)), self._config, self._world)
-        inputs = map_inputs(own.inputs, lambda one: one.to(dtype) if one.is_floating_point() else one)
+        inputs = map_inputs(own.inputs, lambda value: value.to(dtype) if value.is_floating_point() else value)
         if first:
             check_inputs(self._model, inputs)
         with self._autocast():

@@ -119,9 +119,9 @@ class SplitSequences(WholeSequences):
         parts = chosen.new_empty(self._share.ranks, *chosen.shape)
         all_gather(parts, chosen.contiguous(), self._group)
         all_chosen = chosen.new_empty(len(chosen), chosen.shape[1] * self._share.ranks, chosen.shape[2])
-        for rank, one in enumerate(parts):
+        for rank, part in enumerate(parts):
             share = SequenceShare(rank, self._share.ranks, self._share.balanced)
-            all_chosen[:, share.positions(all_chosen.shape[1], all_chosen.device)] = one
+            all_chosen[:, share.positions(all_chosen.shape[1], all_chosen.device)] = part
         return all_chosen
 
     def select(self, tensor: Tensor) -> Tensor:

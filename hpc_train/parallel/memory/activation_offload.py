@@ -123,7 +123,7 @@ class BlockForward:
 
     def living(self) -> list[SavedTensor]:
         """List what backward still needs."""
-        return [one for one in (reference() for reference in self.saved) if one is not None]
+        return [tensor for tensor in (reference() for reference in self.saved) if tensor is not None]
 
 
 class ActivationMoves:
@@ -146,16 +146,16 @@ class ActivationMoves:
     def end_forward(self, forward: BlockForward, block: str) -> None:
         """Copy what a forward saved to the host, and let go of the originals of the one before it."""
         living = forward.living()
-        if any(one.original is not None and tensor_version(one.original) != one.version for one in living):
+        if any(tensor.original is not None and tensor_version(tensor.original) != tensor.version for tensor in living):
             raise UserError(
                 f"parallel.recompute.offload=true: the forward of {block} changes a tensor in place after an operator "
                 "has saved it for backward; leave that out"
             )
         with torch.no_grad(), self.stream.queue():
-            for one in living:
-                assert one.original is not None
-                one.host = self.memory.take(one.original)
-                one.host.tensor.copy_(one.original, non_blocking=True)
+            for tensor in living:
+                assert tensor.original is not None
+                tensor.host = self.memory.take(tensor.original)
+                tensor.host.tensor.copy_(tensor.original, non_blocking=True)
         forward.copied = self.stream.mark()
         self.release_originals()
         self._resident = forward if living else None
@@ -165,8 +165,8 @@ class ActivationMoves:
         forward, self._resident = self._resident, None
         if forward is not None and (living := forward.living()):
             self.stream.wait(forward.copied)
-            for one in living:
-                one.original = None
+            for tensor in living:
+                tensor.original = None
 
     def begin_backward(self, forward: BlockForward) -> None:
         """Make what a forward saved usable on the device, and fetch what the one before it saved."""
@@ -183,9 +183,9 @@ class ActivationMoves:
 
     def _fetch(self, forward: BlockForward) -> None:
         away = [
-            (one, one.host.tensor)
-            for one in forward.living()
-            if one.original is None and one.returned is None and one.host is not None
+            (tensor, tensor.host.tensor)
+            for tensor in forward.living()
+            if tensor.original is None and tensor.returned is None and tensor.host is not None
         ]
         if not away:
             return
@@ -193,8 +193,8 @@ class ActivationMoves:
         # Made on the stream of the computation, which frees them, too.
         places = [torch.empty_like(host, device=self.stream.device) for _, host in away]
         with torch.no_grad(), self.stream.queue():
-            for (one, host), place in zip(away, places, strict=True):
-                one.returned = place.copy_(host, non_blocking=True)
+            for (tensor, host), place in zip(away, places, strict=True):
+                tensor.returned = place.copy_(host, non_blocking=True)
         forward.returned = self.stream.mark()
         self._ahead = forward.returned, places if forward.returned is not None else []
 

@@ -67,7 +67,9 @@ class _RandomState:
     """The state of the generators from which layers of a user's model draw their dropout."""
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self._devices = sorted({one.device.index for one in arguments if isinstance(one, Tensor) and one.is_cuda})
+        self._devices = sorted(
+            {argument.device.index for argument in arguments if isinstance(argument, Tensor) and argument.is_cuda}
+        )
         self._host = torch.get_rng_state()
         self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
 

@@ -281,7 +281,7 @@ class MatrixExchange:
 
 def _is_sharded(matrices: Sequence[Matrix], world: World) -> bool:
     """Whether the model's parameters are DTensors: those of a stage without matrices are if pp splits the model."""
-    return any(isinstance(one.parameter, DTensor) for one in matrices) or get_axis_degree(world, "pp") > 1
+    return any(isinstance(matrix.parameter, DTensor) for matrix in matrices) or get_axis_degree(world, "pp") > 1
 
 
 def _find_copy(world: World, sharded: bool) -> tuple[int, int]:
@@ -323,7 +323,7 @@ def _choose_senders(matrix: Matrix, owner: int) -> set[int]:
         if part is not None:
             corner = part.rows.start, part.columns.start
             other = nearest.setdefault(corner, rank)
-            nearest[corner] = min(other, rank, key=lambda one: abs(one - owner))
+            nearest[corner] = min(other, rank, key=lambda candidate: abs(candidate - owner))
     return set(nearest.values())
 
 

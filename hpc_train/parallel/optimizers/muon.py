@@ -102,17 +102,17 @@ class JointOptimizer(torch.optim.Optimizer):
     """Several optimizers, each with parameters of its own, as one."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        groups = [group for one in optimizers for group in one.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         super().__init__([dict(group) for group in groups], {})
         self.param_groups = groups  # the very same, so that a rate that is set here counts there
         self._optimizers = list(optimizers)
-        for one in optimizers:
-            self.state.update(one.state)
-            one.state = self.state
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
+            optimizer.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step each of them."""
         assert closure is None
-        for one in self._optimizers:
-            one.step()
+        for optimizer in self._optimizers:
+            optimizer.step()

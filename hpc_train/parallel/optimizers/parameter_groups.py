@@ -44,8 +44,8 @@ def list_trained(split: nn.Module) -> list[TrainedParameter]:
     """List the trained parameters of a model, or of the stages of a rank. Raises UserError if there are none."""
     trained: dict[nn.Parameter, TrainedParameter] = {}
     for part in list_parts(split):
-        for one in _list_of_part(part):
-            trained.setdefault(one.value, one)  # stages of one rank may share a parameter
+        for parameter in _list_of_part(part):
+            trained.setdefault(parameter.value, parameter)  # stages of one rank may share a parameter
     if not trained:
         raise UserError("model: no parameter requires a gradient; there is nothing to train")
     return list(trained.values())
@@ -70,24 +70,26 @@ def select_for_muon(trained: Sequence[TrainedParameter], config: OptimConfig, wo
     """Return the parameters that Muon updates. Raises UserError for globs that name what it cannot update."""
     globs = config.muon.parameters
     if not globs:
-        chosen = [one for one in trained if one.hidden]
+        chosen = [parameter for parameter in trained if parameter.hidden]
         if not _agree_on([bool(chosen)], world)[0]:
             raise UserError(
                 "optim.name=muon: the model has no matrices in blocks(); name hidden matrices with "
                 "optim.muon.parameters=['<glob>'], or use optim=adamw"
             )
-        return {one.value for one in chosen}
+        return {parameter.value for parameter in chosen}
     check_globs(globs, "optim.muon.parameters", trained, world)
-    chosen = [one for one in trained if any(fnmatchcase(one.name, glob) for glob in globs)]
-    for one in chosen:
-        if one.embedding:
-            raise UserError(f"optim.muon.parameters: {one.name} is an embedding, which AdamW updates; leave it out")
-        if not one.hidden and one.value.ndim != 2:
+    chosen = [parameter for parameter in trained if any(fnmatchcase(parameter.name, glob) for glob in globs)]
+    for parameter in chosen:
+        if parameter.embedding:
             raise UserError(
-                f"optim.muon.parameters: {one.name} has {one.value.ndim} dimensions, and Muon updates matrices; leave "
-                "it out"
+                f"optim.muon.parameters: {parameter.name} is an embedding, which AdamW updates; leave it out"
             )
-    return {one.value for one in chosen}
+        if not parameter.hidden and parameter.value.ndim != 2:
+            raise UserError(
+                f"optim.muon.parameters: {parameter.name} has {parameter.value.ndim} dimensions, and Muon updates "
+                "matrices; leave it out"
+            )
+    return {parameter.value for parameter in chosen}
 
 
 def make_groups(
@@ -99,15 +101,15 @@ def make_groups(
     time, and experts are on a mesh of their own.
     """
     groups: dict[tuple[bool, ParameterGroupKey, object], list[nn.Parameter]] = {}
-    for one in trained:
-        mesh = one.value.device_mesh if by_mesh and isinstance(one.value, DTensor) else None
-        is_vector = one.value.ndim < 2
-        rule = find_group(one.name, config.groups)
+    for parameter in trained:
+        mesh = parameter.value.device_mesh if by_mesh and isinstance(parameter.value, DTensor) else None
+        is_vector = parameter.value.ndim < 2
+        rule = find_group(parameter.name, config.groups)
         decay = 0.0 if is_vector else config.weight_decay
         if rule is not None and rule.weight_decay is not None:
             decay = rule.weight_decay
         key = ParameterGroupKey(decay, 1.0 if rule is None else rule.lr_scale)
-        groups.setdefault((is_vector, key, mesh), []).append(one.value)
+        groups.setdefault((is_vector, key, mesh), []).append(parameter.value)
     return [
         {"params": parameters, "weight_decay": key.weight_decay, "lr_factor": key.lr_factor}
         for (_, key, _), parameters in sorted(groups.items(), key=lambda item: item[0][0])
@@ -129,7 +131,7 @@ def find_group(name: str, groups: Sequence[ParameterGroupConfig]) -> ParameterGr
 
 def check_globs(globs: Sequence[str], where: str, trained: Sequence[TrainedParameter], world: World | None) -> None:
     """Raise UserError for a glob that matches no parameter of the whole model, with the nearest names."""
-    names = [one.name for one in trained]
+    names = [parameter.name for parameter in trained]
     matched = _agree_on([any(fnmatchcase(name, glob) for name in names) for glob in globs], world)
     for glob, found in zip(globs, matched, strict=True):
         if not found:

@@ -106,6 +106,6 @@ def _number_nodes(local_ranks: list[int]) -> tuple[int, ...]:
     return tuple(nodes)
 
 
-def spread_evenly(index: int, of: int, ranks: int) -> int:
-    """Return the rank of item `index` of `of` items that are spread evenly over the ranks."""
-    return index * ranks // of
+def spread_evenly(index: int, count: int, ranks: int) -> int:
+    """Return the rank of item `index` of `count` items that are spread evenly over the ranks."""
+    return index * ranks // count

@@ -258,7 +258,7 @@ def _compiled_differentiate_scattered(
     """Return the gradients; an empty tensor in place of one that is not wanted."""
     ring = MatmulRing(find_group(group), chunk_bytes)
     found = _differentiate_scattered(gradient, x, weight, ring, wanted)
-    return [x.new_empty(0) if one is None else one for one in found]
+    return [x.new_empty(0) if grad is None else grad for grad in found]
 
 
 @_compiled_differentiate_scattered.register_fake
@@ -274,7 +274,7 @@ def _save_scattered(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward_scattered(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     wanted = list(ctx.needs_input_grad[:2])
     found = _compiled_differentiate_scattered(gradient, *ctx.saved_tensors, wanted, ctx.group, ctx.chunk_bytes)
-    return (*(one if want else None for one, want in zip(found, wanted, strict=True)), None, None)
+    return (*(grad if want else None for grad, want in zip(found, wanted, strict=True)), None, None)
 
 
 _compiled_matmul_scatter.register_autograd(_backward_scattered, setup_context=_save_scattered)

@@ -109,7 +109,7 @@ def assign_cpus(seats: Sequence[RankSeat], processors: NodeProcessors) -> list[C
         return [_leave_unbound(seat, processors, "the ranks' processors overlap in part") for seat in seats]
     bindings: dict[int, CpuBinding] = {}
     for cpus in set(preferred):
-        sharing = [index for index, its in enumerate(preferred) if its == cpus]
+        sharing = [index for index, preferred_cpus in enumerate(preferred) if preferred_cpus == cpus]
         if len(cpus) < len(sharing):
             why = f"{len(sharing)} ranks share {len(cpus)} CPUs"
             return [_leave_unbound(seat, processors, why) for seat in seats]
@@ -133,7 +133,10 @@ def _split_evenly(cpus: frozenset[int], ranks: int, processors: NodeProcessors) 
     """Split processors evenly, by physical cores if there is one for each rank, else by hardware threads."""
     shares = _make_shares(cpus, ranks, processors)
     flat = [tuple(sorted(cpu for core in share for cpu in core)) for share in shares]
-    return [CpuBinding(its, len(share), processors.numa_of(its), "") for its, share in zip(flat, shares, strict=True)]
+    return [
+        CpuBinding(cpus_of_rank, len(share), processors.numa_of(cpus_of_rank), "")
+        for cpus_of_rank, share in zip(flat, shares, strict=True)
+    ]
 
 
 def split_cpus(cpus: frozenset[int], parts: int, processors: NodeProcessors) -> list[tuple[int, ...]]:

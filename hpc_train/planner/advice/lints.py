@@ -109,9 +109,9 @@ def _variants(found: list[re.Match[str]]) -> Iterator[dict[str, Any]]:
     if len(found) > 1:
         yield {match[1]: yaml.safe_load(match[2]) for match in found}
         return
-    (one,) = found
-    for value in (one[2], *one[3].split(" or ")[1:]):
-        yield {one[1]: _parse_value(value)}
+    (variant,) = found
+    for value in (variant[2], *variant[3].split(" or ")[1:]):
+        yield {variant[1]: _parse_value(value)}
 
 
 def _parse_value(text: str) -> Any:

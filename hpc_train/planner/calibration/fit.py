@@ -78,7 +78,9 @@ def fit_constants(runs: Sequence[MeasuredRun]) -> Constants:
     constants = Constants()
     timed = [run for run in runs if np.isfinite(run.seconds)]
     with_memory = [run for run in runs if np.isfinite(run.memory)]
-    dense, mixed = ([run for run in timed if (run.columns["experts"] > 0) == has] for has in (False, True))
+    dense, mixed = (
+        [run for run in timed if (run.columns["experts"] > 0) == with_experts] for with_experts in (False, True)
+    )
     # First what all have in common, from dense models; then what only PyTorch's stacks and mixtures of experts have.
     pytorch = [run for run in dense if run.columns["stack"] == _FSDP]
     if common := [run for run in dense if run not in pytorch or run.columns["tp"] == 1]:

@@ -240,8 +240,8 @@ def _split_backward_moments(jobs: Jobs, split: NDArray[np.bool_]) -> list[Pipeli
         np.stack([column.ravel() for column in columns]).astype(np.int64), axis=1, return_inverse=True
     )
     found = [_moments_of(*map(int, key)) for key in keys.T]
-    most = max(len(one) for one in found)
-    table = np.array([[one[min(at, len(one) - 1)] for at in range(most)] for one in found])
+    most = max(len(counts) for counts in found)
+    table = np.array([[counts[min(at, len(counts) - 1)] for at in range(most)] for counts in found])
     rows = table[index.ravel()]  # [jobs, moments, 3, fields]
     shaped = np.moveaxis(rows, 0, -1).reshape(most, 3, rows.shape[-1], *np.atleast_1d(columns[0]).shape)
     return [PipelineMoment(*(shaped[at, :, field] for field in range(rows.shape[-1]))) for at in range(most)]
@@ -310,10 +310,10 @@ def _worst(found: set[_Counts]) -> list[_Counts]:
     """
     chosen = set()
     for with_loss in (False, True):
-        among = [one for one in found if bool(one[-1]) == with_loss]
+        among = [counts for counts in found if bool(counts[-1]) == with_loss]
         for most in (_held_of, _of_last, _of_gradients, _of_accumulated) if among else ():
             chosen.add(max(among, key=most))
-    return sorted(one for one in chosen if not any(_less(one, other) for other in chosen))
+    return sorted(counts for counts in chosen if not any(_less(counts, other) for other in chosen))
 
 
 def _less(one: _Counts, other: _Counts) -> bool:

@@ -218,10 +218,10 @@ def _budget_section(best: Candidate, show_all: bool) -> Section:
 
 def _memory_lines(best: Candidate, show_all: bool) -> list[str]:
     """Show the memory of each stage in GiB."""
-    one = best.stages[0] == best.stages[1] == best.stages[2]
-    shown = range(1) if one else range(len(STAGES))
-    head = ["GiB"] if one else [f"{STAGES[number]}" for number in shown]
-    lines = [f"{'memory of a rank' if one else 'GiB by stage':<17}" + "".join(f"{name:>8}" for name in head)]
+    uniform = best.stages[0] == best.stages[1] == best.stages[2]
+    shown = range(1) if uniform else range(len(STAGES))
+    head = ["GiB"] if uniform else [f"{STAGES[number]}" for number in shown]
+    lines = [f"{'memory of a rank' if uniform else 'GiB by stage':<17}" + "".join(f"{name:>8}" for name in head)]
     for name, part in _shown_memory(best, show_all).items():
         lines.append(f"{name:<17}" + "".join(f"{part[number] / GIB:>8.2f}" for number in shown))
     total = f"{'total':<17}" + "".join(f"{best.stages[number] / GIB:>8.2f}" for number in shown)

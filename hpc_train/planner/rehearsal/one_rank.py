@@ -154,18 +154,18 @@ def _batch(config: RunConfig, degrees: Degrees, micro_batches: int) -> StepBatch
     rows, model = min(config.train.micro_batch, config.train.global_batch // degrees.data_parallel), config.model
     if isinstance(config.data, CustomDataConfig):
         inputs, targets = open_dataset(config.data, config.train.sequence_length, "train").get(np.zeros(rows, np.int64))
-        one = MicroBatch(inputs, targets).map(torch.zeros_like)
+        micro_batch = MicroBatch(inputs, targets).map(torch.zeros_like)
     elif isinstance(model, VisionTransformerConfig) or isinstance(config.data, ImageDataConfig):
         shape = _DIGITS
         if isinstance(config.data, ImageFilesDataConfig):
             shape = (config.data.channels, config.data.image_size, config.data.image_size)
         elif isinstance(model, VisionTransformerConfig):
             shape = (model.channels, model.image_size, model.image_size)
-        one = MicroBatch(torch.zeros(rows, *shape), torch.zeros(rows, dtype=torch.int64))
+        micro_batch = MicroBatch(torch.zeros(rows, *shape), torch.zeros(rows, dtype=torch.int64))
     else:
         tokens = torch.zeros(rows, config.train.sequence_length, dtype=torch.int64)
-        one = MicroBatch(tokens, tokens)
-    return StepBatch([one] * micro_batches)
+        micro_batch = MicroBatch(tokens, tokens)
+    return StepBatch([micro_batch] * micro_batches)
 
 
 def _named(part: nn.Module) -> Iterator[tuple[str, Tensor]]:

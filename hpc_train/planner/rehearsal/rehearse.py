@@ -264,7 +264,7 @@ def run_in_processes(function: Callable[[int], T], items: Sequence[int], at_once
                 running[receiver] = item, process
             ready = wait(list(running))
             # In the order of their start, so that of several errors the same one is raised each time.
-            for receiver in [one for one in running if one in ready]:
+            for receiver in [connection for connection in running if connection in ready]:
                 item, process = running.pop(receiver)
                 found[item] = _result(receiver, item)
                 process.join()
