@@ -54,7 +54,7 @@ class JobSpec:
 
     @cached_property
     def _typed_config(self) -> RunConfig:
-        """Made once: checking all keys takes a tenth of a second."""
+        """The configuration with types; made once, because checking all keys takes a tenth of a second."""
         try:
             return config_from_dict(self.config)
         except (KeyError, TypeError, AttributeError, OmegaConfBaseException) as error:

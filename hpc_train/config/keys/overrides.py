@@ -148,7 +148,7 @@ def _keys(node: DictConfig, path: str = "") -> Iterator[str]:
 
 
 def find_unknown_field(config: Any, path: str = "") -> str | None:
-    """Find the first attribute that is not a field of its dataclass: `+key=value` has added it, and nothing reads it."""
+    """Find the first attribute that is not a field of its dataclass: a `+key=value` that nothing reads."""
     names = {item.name for item in fields(config)}
     for name, value in vars(config).items():
         if name not in names and name != SEALED_ATTRIBUTE:

@@ -135,7 +135,7 @@ def _is_container(kind: Any) -> bool:
 
 @cache
 def _meanings(cls: type) -> dict[str, str]:
-    """Field -> the string below it, also of the classes that `cls` extends."""
+    """Return the string below each field, by field, including those of the classes that `cls` extends."""
     found: dict[str, str] = {}
     for base in reversed([base_class for base_class in cls.__mro__ if is_dataclass(base_class)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]

@@ -88,7 +88,7 @@ class PartFile:
 
     @property
     def commit(self) -> Path:
-        """Written last: the sizes of the others, and what was left out."""
+        """The file that is written last: the sizes of the others, and what was left out."""
         return self.folder / f"{self.key}.json"
 
     @property

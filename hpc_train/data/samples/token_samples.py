@@ -40,7 +40,7 @@ class TokenSamples:
 
     @cached_property
     def unigram_entropy(self) -> float | None:
-        """None where it would be about other targets than these."""
+        """Loss of a unigram model; None if its targets would differ from those of the samples."""
         return None
 
 
