@@ -74,9 +74,9 @@ def _pack(value: Any, where: str, rank: int, shards: list[TensorShard]) -> Any:
     if isinstance(value, Tensor | np.ndarray):
         return _pack_tensor(value, where, rank, shards)
     if isinstance(value, tuple):
-        return {"$tuple": [_pack(item, f"{where}[{at}]", rank, shards) for at, item in enumerate(value)]}
+        return {"$tuple": [_pack(item, f"{where}[{index}]", rank, shards) for index, item in enumerate(value)]}
     if isinstance(value, list):
-        return [_pack(item, f"{where}[{at}]", rank, shards) for at, item in enumerate(value)]
+        return [_pack(item, f"{where}[{index}]", rank, shards) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
         return _pack_mapping(value, where, rank, shards)
     raise UserError(

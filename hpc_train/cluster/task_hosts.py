@@ -28,8 +28,8 @@ def _deal_tasks(nodes: Sequence[str], counts: Sequence[int], size: int) -> list[
     """Deal out tasks to the nodes round-robin, `size` at a time, until each node has its number of tasks."""
     left, hosts = list(counts), []
     while any(left):
-        for at, node in enumerate(nodes):
-            dealt = min(size, left[at])
-            left[at] -= dealt
+        for index, node in enumerate(nodes):
+            dealt = min(size, left[index])
+            left[index] -= dealt
             hosts += [node] * dealt
     return hosts

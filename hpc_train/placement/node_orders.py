@@ -180,7 +180,7 @@ def _list_different_nodes(tree: SymmetryTree, used: frozenset[int]) -> list[int]
 def find_nearest_order(fabric: Fabric, order: Sequence[int]) -> NDArray[np.int64]:
     """Among the orders that cost the same as `order` by symmetry, find one that moves the fewest nodes."""
     tree = SymmetryTree(fabric)
-    position = {node: at for at, node in enumerate(order)}
+    position = {node: index for index, node in enumerate(order)}
     _, exchange = _match_groups(tree, position, len(tree.paths) - 1, 0, 0)
     return np.array([exchange[node] for node in order], np.int64)
 

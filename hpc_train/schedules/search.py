@@ -161,7 +161,7 @@ def _move_boundaries(parts: PartTimes, best: FoundSchedule, micro_batches: int) 
             for giver, taker in ((stage, stage + 1), (stage + 1, stage)):
                 if best.sizes[giver] == 1:
                     continue
-                sizes = tuple(size - (at == giver) + (at == taker) for at, size in enumerate(best.sizes))
+                sizes = tuple(size - (index == giver) + (index == taker) for index, size in enumerate(best.sizes))
                 if _sum_loads(parts, best.order.placement, sizes)[0] * work >= best.simulation.makespan:
                     continue  # the busiest rank alone takes longer
                 best = min(

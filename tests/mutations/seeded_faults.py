@@ -146,8 +146,8 @@ FAULTS = (
     Fault(
         "the first class of a rank is nobody's",
         "parallel/loss.py",
-        "mine = (target >= first) & ",
-        "mine = (target > first) & ",
+        "is_local = (target >= first) & ",
+        "is_local = (target > first) & ",
         ("parallel/test_tensor.py",),
     ),
     Fault(
@@ -223,8 +223,8 @@ FAULTS = (
     Fault(
         "gradients of keys with dropout under cp are not summed",
         "parallel/context/context_parallel.py",
-        "        reduce_scatter(mine, parts, ctx.group)\n",
-        "        mine = parts[ctx.group.rank()]\n",
+        "        reduce_scatter(own_gradient, parts, ctx.group)\n",
+        "        own_gradient = parts[ctx.group.rank()]\n",
         ("parallel/test_dropout.py",),
     ),
     Fault(

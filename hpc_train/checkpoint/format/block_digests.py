@@ -81,9 +81,9 @@ def _chunks(shape: tuple[int, ...], item: int, chunk: Sequence[int]) -> Iterator
     dim = next((d for d, rows in enumerate(chunk) if rows > 1), len(shape) - 1)
     inner, begin = prod(shape[dim + 1 :]) * item, 0
     for outer in product(*(range(size) for size in shape[:dim])):
-        for at in range(0, shape[dim], chunk[dim]):
-            size = min(chunk[dim], shape[dim] - at) * inner
-            yield DatasetChunk((*outer, at, *(0,) * (len(shape) - dim - 1)), begin, size)
+        for start in range(0, shape[dim], chunk[dim]):
+            size = min(chunk[dim], shape[dim] - start) * inner
+            yield DatasetChunk((*outer, start, *(0,) * (len(shape) - dim - 1)), begin, size)
             begin += size
 
 
@@ -279,8 +279,8 @@ def inflate_chunk(stream: memoryview, item: int, chunk_bytes: int) -> _Bytes:
     if len(data) != chunk_bytes:
         raise CheckpointError(f"it has {len(data)} bytes inflated, and should have {chunk_bytes}")
     elements = np.empty((chunk_bytes // item, item), np.uint8)
-    for at, plane in enumerate(np.frombuffer(data, np.uint8).reshape(item, -1)):
-        elements[:, at] = plane  # several times as fast as one transposed copy
+    for index, plane in enumerate(np.frombuffer(data, np.uint8).reshape(item, -1)):
+        elements[:, index] = plane  # several times as fast as one transposed copy
     return elements.reshape(-1)
 
 
@@ -319,7 +319,7 @@ def _compress_plane(plane: _Bytes, bits: float) -> bytes:
 
 def _store_plane(plane: memoryview) -> bytes:
     parts: list[bytes | memoryview] = []
-    for at in range(0, len(plane), _STORED):
-        part = plane[at : at + _STORED]
+    for start in range(0, len(plane), _STORED):
+        part = plane[start : start + _STORED]
         parts += [b"\0", len(part).to_bytes(2, "little"), (_STORED - len(part)).to_bytes(2, "little"), part]
     return b"".join(parts)

@@ -210,7 +210,7 @@ class _Cursor:
 
     def numbers(self, count: int, size: int) -> tuple[int, ...]:
         data = self.bytes(count * size)
-        return tuple(int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size))
+        return tuple(int.from_bytes(data[start : start + size], "little") for start in range(0, len(data), size))
 
 
 def _root(file: _File) -> int:

@@ -332,10 +332,10 @@ def _check_rectangles(step_layout: StepLayout, layout: SharedLayout) -> None:
     global_shapes, dimensions = _padded([kind.shape for kind in step_layout.kinds])
     shape, of_cut = _padded([cut.shape for cut in layout.cuts])
     least, greatest = np.zeros_like(shape), np.zeros_like(shape)
-    for at, cut in enumerate(layout.cuts):
+    for index, cut in enumerate(layout.cuts):
         if cut.offsets.size:
-            least[at, : len(cut.shape)] = cut.offsets.min(axis=0)
-            greatest[at, : len(cut.shape)] = cut.offsets.max(axis=0)
+            least[index, : len(cut.shape)] = cut.offsets.min(axis=0)
+            greatest[index, : len(cut.shape)] = cut.offsets.max(axis=0)
     pairs = np.array(list_kind_cut_pairs(step_layout, layout), dtype=np.int64).reshape(-1, 2)
     for first in range(0, len(pairs), _PAIRS):
         kind, cut = pairs[first : first + _PAIRS].T
@@ -350,8 +350,8 @@ def _check_rectangles(step_layout: StepLayout, layout: SharedLayout) -> None:
 def _padded(shapes: Sequence[tuple[int, ...]]) -> tuple[Integers, Integers]:
     """Return the shapes as [shapes, 32], padded with zeros, and the number of dimensions of each."""
     found = np.zeros((len(shapes), _DIMENSIONS), dtype=np.int64)
-    for at, shape in enumerate(shapes):
-        found[at, : len(shape)] = shape
+    for index, shape in enumerate(shapes):
+        found[index, : len(shape)] = shape
     return found, np.array([len(shape) for shape in shapes], dtype=np.int64)
 
 

@@ -55,10 +55,10 @@ def split_slabs(rectangle: Rectangle, max_elements: int) -> Iterator[Rectangle]:
         yield rectangle
         return
     rows = max(1, max_elements // (rectangle.volume // rectangle.shape[dim]))
-    for at in range(0, rectangle.shape[dim], rows):
+    for start in range(0, rectangle.shape[dim], rows):
         offset, shape = list(rectangle.offset), list(rectangle.shape)
-        offset[dim] += at
-        shape[dim] = min(rows, shape[dim] - at)
+        offset[dim] += start
+        shape[dim] = min(rows, shape[dim] - start)
         yield from split_slabs(Rectangle(tuple(offset), tuple(shape)), max_elements)
 
 

@@ -66,9 +66,9 @@ def compute_layout_seal(step_layout: StepLayout, layout: SharedLayout, member: i
     """Return the seal of a file as a manifest describes it. member: index of the file among those of the layout."""
     pairs = list_kind_cut_pairs(step_layout, layout)
     codes = np.zeros(len(pairs), dtype=np.uint64)
-    for at, (kind, cut) in enumerate(pairs):
+    for index, (kind, cut) in enumerate(pairs):
         tensor, rectangle = step_layout.kinds[kind], layout.cuts[cut]
-        codes[at] = hash_row_form(
+        codes[index] = hash_row_form(
             (tensor.dtype, tensor.shape, tuple(rectangle.offsets[member].tolist()), rectangle.shape)
         )
     numbers = np.array([kind * len(layout.cuts) + cut for kind, cut in pairs], dtype=np.int64)

@@ -127,11 +127,11 @@ class ShardReader:
                 self._verify_parts(shard, begin, memory[:size], then)
             return
         with self._thread_slots:
-            for at in range(0, size, CACHE_BYTES):
-                part = memory[at : min(at + CACHE_BYTES, size)]
+            for offset in range(0, size, CACHE_BYTES):
+                part = memory[offset : min(offset + CACHE_BYTES, size)]
                 # A part is hashed right after it was read, while it is in the processor's cache.
-                _read_pages(shard, begin + at, part, len(part))
-                self._verify_parts(shard, begin + at, part, then)
+                _read_pages(shard, begin + offset, part, len(part))
+                self._verify_parts(shard, begin + offset, part, then)
 
     def _read_directly(self, shard: _OpenShard, begin: int, size: int, memory: memoryview) -> bool:
         """Read past the page cache; returns False, and uses the cache from now on, if the file system refuses."""
@@ -157,10 +157,10 @@ class ShardReader:
         self._verify_parts(self._open_file(file), begin, memory, then)
 
     def _verify_parts(self, shard: _OpenShard, begin: int, memory: memoryview, then: OnVerified) -> None:
-        for at in range(0, len(memory), CACHE_BYTES):
-            part = memory[at : at + CACHE_BYTES]
-            _compare_digests(shard, begin + at, digest_blocks(part))
-            then(begin + at, begin + at + len(part))
+        for offset in range(0, len(memory), CACHE_BYTES):
+            part = memory[offset : offset + CACHE_BYTES]
+            _compare_digests(shard, begin + offset, digest_blocks(part))
+            then(begin + offset, begin + offset + len(part))
 
     def scatter(self, file: int, begin: int, memory: Sequence[Any]) -> None:
         """Fill several buffers from a file that is_cached, and verify them. Raises as `read` does."""

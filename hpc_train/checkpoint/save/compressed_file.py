@@ -108,7 +108,7 @@ def write_compressed_file(
     datasets = [_split_dataset(row) for row in rows]
     with ThreadPoolExecutor(_THREADS) as pool:
         chunks = [(dataset, part) for dataset in datasets if dataset.chunk for part in dataset.parts]
-        batches = (chunks[at : at + _BATCH] for at in range(0, len(chunks), _BATCH))
+        batches = (chunks[first : first + _BATCH] for first in range(0, len(chunks), _BATCH))
         for _ in pool.map(lambda batch: _compress(batch, level), batches):
             pass
     # HDF5 writes its structure into a file in memory. Only where it put each chunk is needed; the chunks themselves go

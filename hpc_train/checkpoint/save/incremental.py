@@ -80,7 +80,7 @@ def split_runs(layout: FileLayout, length: int = RUN_BYTES) -> list[RowRun]:
 def digest_runs(memory: memoryview, runs: Sequence[RowRun]) -> list[bytes]:
     """Return the xxh3-128 of every run. xxhash releases the interpreter lock meanwhile."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        batches = (runs[at : at + _BATCH] for at in range(0, len(runs), _BATCH))
+        batches = (runs[first : first + _BATCH] for first in range(0, len(runs), _BATCH))
         return [digest for digests in pool.map(partial(_digest_batch, memory), batches) for digest in digests]
 
 

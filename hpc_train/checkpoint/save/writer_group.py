@@ -189,7 +189,7 @@ def group_ranks_by_file(nodes: Sequence[int], ranks_per_file: int) -> tuple[rang
     for _, run in groupby(range(len(nodes)), key=lambda rank: nodes[rank]):
         ranks = list(run)
         count = ranks_per_file or len(ranks)
-        files += [range(at, min(at + count, ranks[-1] + 1)) for at in range(ranks[0], ranks[-1] + 1, count)]
+        files += [range(first, min(first + count, ranks[-1] + 1)) for first in range(ranks[0], ranks[-1] + 1, count)]
     return tuple(files)
 
 

@@ -270,7 +270,9 @@ def tensors_of(step: OpenStep) -> list[dict[str, Any]]:
 def read_timeline(run: Path, step: int) -> list[dict[str, Any]]:
     """Return the attempts and saves in events.jsonl up to the last save of this step."""
     events = [event for event in _events(run / "events.jsonl") if event.get("event") in _TIMELINE_EVENTS]
-    of_step = [at for at, event in enumerate(events) if (event["event"], event.get("step")) == ("checkpoint", step)]
+    of_step = [
+        index for index, event in enumerate(events) if (event["event"], event.get("step")) == ("checkpoint", step)
+    ]
     return events[: of_step[-1] + 1] if of_step else events
 
 

@@ -158,7 +158,7 @@ def _was_cancelled(jobs: Sequence[str], newest: Attempt | None, events: Iterable
 
 
 def _list_faults(events: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    submitted = max((at for at, event in enumerate(events) if event["event"] == "submit"), default=0)
+    submitted = max((index for index, event in enumerate(events) if event["event"] == "submit"), default=0)
     restarts = [event for event in events[submitted:] if event["event"] == "restart"]
     acted = [event for event in restarts if event.get("action") in ("restarted", "requeued")]
     return tuple(str(event.get("signature", event.get("cause"))) for event in acted)

@@ -143,7 +143,7 @@ def _time_factors(config: RunConfig, ranks: int, nodes: Sequence[str]) -> dict[s
 def _fabric(config: RunConfig, where: NodeLocations) -> Fabric:
     """Build the fabric of some nodes; NVLink domains are filled in the order of the nodes, as in the closed forms."""
     within = config.cluster.node.nvlink_domain_gpus // max(config.cluster.node.gpus, 1)
-    domains = {node: f"domain{at // within}" for at, node in enumerate(where.nodes)} if within > 1 else {}
+    domains = {node: f"domain{index // within}" for index, node in enumerate(where.nodes)} if within > 1 else {}
     return build_located_fabric(config, replace(where, domains=domains), count_ranks_per_node(config))
 
 
@@ -152,7 +152,7 @@ def _uniform_switches(config: RunConfig, nodes: Sequence[str]) -> NodeLocations:
     leaf, group = switch_sizes(config.cluster, collect_figures(config.cluster))
     levels = (("group", group), ("leaf", leaf))
     sizes = [(name, switches.nodes) for name, switches in levels if math.isfinite(switches.nodes)]
-    paths = {node: tuple(f"{name}{int(at // size)}" for name, size in sizes) for at, node in enumerate(nodes)}
+    paths = {node: tuple(f"{name}{int(index // size)}" for name, size in sizes) for index, node in enumerate(nodes)}
     uplinks = {
         path[:end]: UnitUplink(int(size)) for path in paths.values() for end, (_, size) in enumerate(sizes, start=1)
     }

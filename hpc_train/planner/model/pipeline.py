@@ -190,7 +190,7 @@ def peak_moments(jobs: Jobs) -> list[PipelineMoment]:
     walked = _split_backward_moments(jobs, split)
     most = max(len(plain), len(walked))
     # Both lists must have one length: the last moment of the shorter one is repeated, which changes no maximum.
-    padded = [(plain[min(at, len(plain) - 1)], walked[min(at, len(walked) - 1)]) for at in range(most)]
+    padded = [(plain[min(index, len(plain) - 1)], walked[min(index, len(walked) - 1)]) for index in range(most)]
     names = [field.name for field in fields(PipelineMoment)]
     return [PipelineMoment(*(np.where(split, getattr(b, name), getattr(a, name)) for name in names)) for a, b in padded]
 
@@ -267,7 +267,7 @@ def _moments_of(
     order = generate_order(SCHEDULES[schedule], pp, micro_batches, virtual)
     ranks = [_worst(set(_walk(order, rank, micro_batches))) for rank in (0, min(1, pp - 1), pp - 1)]
     most = max(map(len, ranks))
-    return tuple(tuple(found[min(at, len(found) - 1)] for found in ranks) for at in range(most))
+    return tuple(tuple(found[min(index, len(found) - 1)] for found in ranks) for index in range(most))
 
 
 def _walk(order: Order, rank: int, micro_batches: int) -> Iterator[_Counts]:

@@ -109,9 +109,9 @@ def _remark_sections(plan: Plan, max_lines: int | None) -> list[Section]:
     blocks += [_wrap(why, " " * 9) + _wrap(fix.strip(), " " * 9, " " * 9) for why, fix in pairs]
     blocks += [_wrap(f"note: {note}", " " * 6) for note in _list_notes(plan, max_lines is None)]
     shown = list(blocks[:1])
-    for at, block in enumerate(blocks[1:], 1):
-        if max_lines is not None and sum(map(len, shown)) + len(block) + (at + 1 < len(blocks)) > max_lines:
-            shown.append([f"({len(blocks) - at} more with --all)"])
+    for index, block in enumerate(blocks[1:], 1):
+        if max_lines is not None and sum(map(len, shown)) + len(block) + (index + 1 < len(blocks)) > max_lines:
+            shown.append([f"({len(blocks) - index} more with --all)"])
             break
         shown.append(block)
     return [Section(block, style="dim" if not number else "") for number, block in enumerate(shown)]

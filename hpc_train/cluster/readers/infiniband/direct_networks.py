@@ -93,7 +93,7 @@ def _are_all_joined(groups: Sequence[Sequence[str]], own: Mapping[str, set[str]]
 
 def _find_components(neighbours: Neighbours) -> Iterator[list[str]]:
     """Yield the sets of switches that are joined, each in the source's order."""
-    order = {switch: at for at, switch in enumerate(neighbours)}
+    order = {switch: index for index, switch in enumerate(neighbours)}
     seen: set[str] = set()
     for start in neighbours:
         if start in seen:
@@ -148,7 +148,7 @@ def _predict_profile(extent: Sequence[int]) -> Counter[int]:
     """Count the switches of a torus by their distance from one of them."""
     profile = Counter({0: 1})
     for length in extent:
-        ring = Counter(min(at, length - at) for at in range(length))
+        ring = Counter(min(index, length - index) for index in range(length))
         profile_of_both: Counter[int] = Counter()
         for (a, count_a), (b, count_b) in itertools.product(profile.items(), ring.items()):
             profile_of_both[a + b] += count_a * count_b

@@ -255,8 +255,8 @@ def _find_xgmi_bonds(gpus: list[HwlocDevice], matrix: XmlElement, name: str) -> 
             f"{name}:{matrix.line}: {len(hops)} distances between {len(indexes)} devices; expected {len(indexes) ** 2}"
         )
     owners = {
-        function.attributes.get("gp_index", ""): at
-        for at, gpu in enumerate(gpus)
+        function.attributes.get("gp_index", ""): index
+        for index, gpu in enumerate(gpus)
         for function in _list_objects(gpu.element, "OSDev")
     }
     bonds = {}

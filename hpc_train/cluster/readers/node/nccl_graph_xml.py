@@ -106,7 +106,7 @@ def _sort_key(device: str) -> tuple[bool, int]:
 
 def _list_links(channels: list[NcclChannel], order: list[str]) -> Iterator[Link]:
     """Yield each pair that is next to one another in a channel, with the nearest type that a graph gives for it."""
-    place = {device: at for at, device in enumerate(order)}
+    place = {device: index for index, device in enumerate(order)}
     kinds: dict[tuple[str, str], str] = {}
     for channel in channels:
         for pair in itertools.pairwise(channel.devices):

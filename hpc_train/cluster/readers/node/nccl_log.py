@@ -90,7 +90,7 @@ class _Host:
             self.gpus = {key: number for key, number in zip(by_gpu, physical, strict=True) if number is not None}
         else:
             self.gpus = {
-                key: key if isinstance(key, int) else at for at, key in enumerate(sorted(by_gpu, key=_format_key))
+                key: key if isinstance(key, int) else index for index, key in enumerate(sorted(by_gpu, key=_format_key))
             }
 
     def find_gpu(self, process: _Process) -> str | None:
@@ -268,7 +268,7 @@ def _make_node(host: _Host, name: str) -> Node:
 
 def _list_links(host: _Host, node: Node, places: Mapping[int, _Process]) -> list[Link]:
     """List the links inside a node, each with the nearest transport that a channel has."""
-    order = {id: at for at, id in enumerate([*(gpu.id for gpu in node.gpus), *(nic.id for nic in node.nics)])}
+    order = {id: index for index, id in enumerate([*(gpu.id for gpu in node.gpus), *(nic.id for nic in node.nics)])}
     kinds: dict[tuple[str, str], str] = {}
     for own, other, kind, nic in host.transports:
         ends = [_find_end(host, places.get(own)), _find_end(host, places.get(other)) if nic is None else f"NIC{nic}"]

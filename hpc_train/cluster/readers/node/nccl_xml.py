@@ -213,7 +213,9 @@ def classify_pci_distance(a: PciPlace, b: PciPlace) -> str | None:
 
 
 def _count_shared(a: tuple[str, ...], b: tuple[str, ...]) -> int:
-    return next((at for at, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
+    return next(
+        (index for index, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b))
+    )
 
 
 def _get_root_bus(place: PciPlace) -> str:
@@ -296,7 +298,7 @@ def _order_devices(devices: list[NcclDevice], kind: str) -> tuple[list[NcclDevic
     """Order and name devices by NCCL's index if every one has its own, else by the order of the file."""
     numbers = [device.number() for device in devices]
     if None in numbers or len(set(numbers)) < len(numbers):
-        return devices, [f"{kind}{at}" for at in range(len(devices))]
+        return devices, [f"{kind}{index}" for index in range(len(devices))]
     ordered = sorted(devices, key=lambda device: device.number() or 0)
     return ordered, [f"{kind}{device.number()}" for device in ordered]
 

@@ -102,7 +102,7 @@ class _MatrixReader:
         gpus = tuple(name for name in columns.names if name.startswith("GPU"))
         nics = columns.names[len(gpus) :]
         ids = {gpu: gpu for gpu in gpus} | {
-            nic: nic if _is_numbered(nic) else f"NIC{at}" for at, nic in enumerate(nics)
+            nic: nic if _is_numbered(nic) else f"NIC{index}" for index, nic in enumerate(nics)
         }
         kinds = _list_kinds(columns.names, cells)
         links = tuple(Link(UNNAMED_HOST, ids[a], ids[b], kind) for (a, b), kind in kinds.items())

@@ -43,8 +43,8 @@ def read_nvidia_smi_peers(text: str, name: str) -> Cluster:
     """
     lines = clean_lines(text)
     matrices = [
-        (at + 1, _read_matrix(lines, at, name))
-        for at, line in enumerate(lines)
+        (index + 1, _read_matrix(lines, index, name))
+        for index, line in enumerate(lines)
         if _HEADER.search(line) and not _ROW.search(line)
     ]
     if not matrices:

@@ -208,4 +208,4 @@ def _find_node(address: str, nodes: tuple[str, ...]) -> str | None:
     """Return the node of an address: the longest name that the address ends in."""
     node_names = set(nodes)
     pieces = address.split(".")
-    return next((end for at in range(len(pieces)) if (end := ".".join(pieces[at:])) in node_names), None)
+    return next((end for index in range(len(pieces)) if (end := ".".join(pieces[index:])) in node_names), None)
