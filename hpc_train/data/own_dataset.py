@@ -92,6 +92,7 @@ def open_own_dataset(
     given: dict[str, Any] = {"split": split} if accepts_argument(factory, "split") else {}
     if accepts_argument(factory, "dp_index") and accepts_argument(factory, "dp_size"):
         given |= {"dp_index": part.index, "dp_size": part.count}
+        # The function deals the samples itself, so this rank takes all that it yields.
         part = StreamPart()
     source = DATASETS.call(config.name, factory, config.args, **given)
     if hasattr(source, "__getitem__") and isinstance(source, Sized):

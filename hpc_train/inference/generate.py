@@ -101,6 +101,7 @@ def _generate_batch(
     for row, tokens in enumerate(encoded):
         inputs[row, width - len(tokens) :] = torch.tensor(tokens)
         mask[row, width - len(tokens) :] = 1
+    # None replaces the settings of the folder's generation_config, which transformers warns about in greedy decoding.
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     if options.temperature > 0:
         sampling = {

@@ -239,6 +239,7 @@ def wait_and_kill(points: Sequence[RunPoint], shared: frozenset[Path], ask: RunC
             for facts in overdue:
                 killed.add(facts.point.run)
                 _kill_hanging_ranks(facts, facts.point.run in shared, limits[facts.point.run], ask, output)
+            # All ranks that were left are killed; what has not ended by now is a batch script or a controller.
             if all(facts.point.run in killed for facts in unfinished):
                 return _kill_jobs_and_controllers(unfinished, shared, ask, output)
             next_limit = min(limits[facts.point.run] for facts in unfinished if facts.point.run not in killed)

@@ -129,13 +129,16 @@ def differentiate_cross_entropy(
         found.exp_()
         return loss, found.scatter_add_(-1, classes, found.new_full((), -1.0).expand_as(classes))
     found = logits.to(wide)
+    # The largest logit over all classes is subtracted first, so that exp does not overflow.
     peak = found.amax(-1)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     shifted = found - peak.unsqueeze(-1)
     is_local = (target >= first) & (target < first + logits.shape[-1])
+    # A target that another rank has is clamped to a valid index here, and its logit multiplied by 0 below.
     classes = (target - first).clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
     chosen = shifted.gather(-1, classes).squeeze(-1) * is_local
     exponentials = shifted.exp_()
+    # Both sums over ranks take one reduction.
     sums = torch.stack((exponentials.sum(-1), chosen))
     dist.all_reduce(sums, group=group)
     normaliser, chosen = sums

@@ -82,8 +82,10 @@ def materialise_parameters(part: nn.Module, values: ParameterValues, seed: int, 
         return
     buffers = [(module, name, buffer) for module, name, buffer in _named_buffers(part) if not buffer.is_meta]
     _allocate_parameters(part, device)
+    # A rehearsal has no memory to fill.
     if any(is_memoryless(parameter) for parameter in part.parameters()):
         return
+    # A buffer that several modules share stays one tensor.
     moved: dict[int, Tensor] = {}
     for module, name, buffer in buffers:
         setattr(module, name, moved.setdefault(id(buffer), buffer.to(device)))

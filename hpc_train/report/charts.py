@@ -164,6 +164,7 @@ def draw_lines(
             )
     for index, (line, points) in enumerate(drawn):
         path = "M" + "L".join(f"{axes.px(x):.1f} {axes.py(y):.1f}" for x, y in points)
+        # A path of one point draws nothing: a short line makes its round cap visible as a dot.
         alone = len(points) == 1
         path += "h.1" if alone else ""
         kind = f"line c{index % 6}{' dot' if alone else ''}"

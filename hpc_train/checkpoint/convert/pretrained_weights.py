@@ -65,6 +65,7 @@ class PretrainedWeights:
         for name, tensor in targets.items():
             aliases.setdefault(id(tensor), []).append(name)
         wrong = []
+        # A tied tensor has several names, and the folder may have any of them.
         for names in aliases.values():
             source = next((found[name] for name in names if name in found), None)
             target = names[0]

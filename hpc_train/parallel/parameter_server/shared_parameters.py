@@ -124,6 +124,7 @@ class ShareWindow:
         rank, like = ranks.every.rank, self.parameters[0]
         share = ParameterShare(parameters, make_optimizer)
         self.bytes, self._parameter_bytes = share.bytes, share.parameter_bytes
+        # Creating a window is a collective: ranks that host nothing take part with no memory.
         self._window = MPI.Win.Allocate(self.bytes if rank in hosts else 0, 1, comm=ranks.every)
         self._gradients = MPI.Win.Allocate(self._parameter_bytes if rank == hosts[0] else 0, 1, comm=ranks.every)
         self._type = MPI.DOUBLE if like.dtype == torch.float64 else MPI.FLOAT

@@ -355,8 +355,10 @@ def _machine_columns(row: CsvRow, accelerator: Accelerator, software: SoftwareTr
     kind, bits = row.text("gpu_type"), _bits(row.word("precision"))
     stated = re.search(r"-(\d+)GB$", kind)
     nic = next((rate for name, rate in _NIC_GBIT.items() if name in kind), 400)
+    # A run may use fewer GPUs than one node has.
     per_node = min(row.number("gpus_per_node", 8), row.number("gpus"))
     rack = 72 if kind.startswith("GB") else per_node
+    # A device without products of this width computes in 16 bits.
     half = accelerator.flops.get(bits, accelerator.flops[16])
     return {
         "gpus_per_node": per_node,

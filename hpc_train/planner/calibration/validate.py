@@ -269,6 +269,7 @@ def draw_validation(found: Validation, path: Path) -> None:
         import matplotlib
     except ImportError:
         raise UserError("--plot: needs matplotlib; pip install 'hpc_train[plot]'") from None
+    # Agg draws without a display.
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

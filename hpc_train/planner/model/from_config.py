@@ -111,6 +111,7 @@ def _count_adapter_weights(config: RunConfig) -> float:
         shapes["gate"] = (hidden, model.feed_forward)
     shapes |= {"up": (hidden, model.feed_forward), "down": (model.feed_forward, hidden)}
     chosen = [shape for name, shape in shapes.items() if not adapter.targets or _is_target(name, adapter.targets)]
+    # A and B have rank x (inputs + outputs) numbers together, and the magnitude of DoRA one for each output.
     magnitude = sum(outputs for _, outputs in chosen) if adapter.kind == "dora" else 0
     return float(adapter.rank * sum(map(sum, chosen)) + magnitude)
 

@@ -65,6 +65,7 @@ def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes
     stood_in, notes = replace_unavailable(config)
     chosen = choose_ranks(which, degrees)
     preload_torch()
+    # Only the shapes of the whole model are needed, so its tensors get no memory.
     with MemorylessMode(lambda *_: None):
         model = build_whole_model(config)
     proof = prove_order(config, degrees) if degrees.pp > 1 else None
