@@ -51,7 +51,7 @@ class FakeMachine:
         driver: str = "mlx5_core",
         subnet: str = "fe80:0000:0000:0000",
     ) -> Path:
-        """Add an RDMA device. ports: state, rate and link layer of each. subnet: prefix of the first GID of every port."""
+        """Add an RDMA device. ports: state, rate and link layer of each. subnet: prefix of every first GID."""
         device = self.pci(path, numa)
         place = device / "infiniband" / name
         own = str(place.relative_to(self.root))

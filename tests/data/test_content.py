@@ -105,7 +105,7 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.csv", written(b"text,text\na,b\nc,d\n"), "has several columns 'text'"),
     ("a.json", written(b' [\n {"text": "a"}]'), "is a JSON array: write one object per line"),
     ("a.jsonl", written(LINES.replace("text", "test").encode()), "did you mean 'test'?"),
-    ("a.jsonl", written(PROSE.encode()), "no JSON objects"),
+    ("a.jsonl", written(PROSE.encode()), "not JSON objects"),
     ("a.parquet", written(b"PAR1"), "damaged Parquet file, or cut short"),
     ("a.parquet", written(PROSE.encode()), "does not begin as one"),
     ("a.txt", written(CSV.encode()), "its columns are name, age, town"),
