@@ -53,7 +53,7 @@ def main(run_dir: str) -> int:
     try:
         return _run_rank(Path(run_dir), identity.process, lines)
     except BaseException as error:
-        return _report_failure(error, logs, identity.process, identity.host)
+        return _report_failure(error, logs, identity.process, identity.host, lines.read_job_clock())
 
 
 def _run_rank(run_dir: Path, process: int, lines: RankLog) -> int:
@@ -102,7 +102,7 @@ def _run_rank(run_dir: Path, process: int, lines: RankLog) -> int:
     return run_rank(config, task, spec.folder(), attempt, _stop_request, heartbeat, lines)
 
 
-def _report_failure(error: BaseException, logs: Path, process: int, host: str) -> int:
+def _report_failure(error: BaseException, logs: Path, process: int, host: str, at: float) -> int:
     import traceback
 
     from hpc_train.checkpoint.errors import CheckpointError
@@ -111,7 +111,7 @@ def _report_failure(error: BaseException, logs: Path, process: int, host: str) -
 
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
-    record_failure(logs, process, host, error)
+    record_failure(logs, process, host, error, at)
     if isinstance(error, (UserError, IncompleteRun)):
         print(f"hpc-train: {error}", flush=True)
         return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED

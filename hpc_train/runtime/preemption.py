@@ -42,7 +42,8 @@ class Preemption:
         """
         self._request = StopRequest()
         self._before: dict[signal.Signals, Any] = {}
-        self._stop_at = _read_end_time(env) - seconds_before_limit
+        # By the monotonic clock from here on: the other one may be set while the loop runs.
+        self._stop_at = time.monotonic() + _read_end_time(env) - time.time() - seconds_before_limit
 
     @property
     def reason(self) -> str | None:
@@ -51,7 +52,7 @@ class Preemption:
 
     def should_stop(self) -> bool:
         """Return whether any rank was asked to stop: the same on all ranks. A collective, for the end of each step."""
-        if time.time() >= self._stop_at:
+        if time.monotonic() >= self._stop_at:
             self._request.ask("time limit")
         stop = torch.tensor(int(self._request.requested), dtype=torch.uint8)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

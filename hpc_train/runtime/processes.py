@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +22,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 @dataclass
 class StopRequest:
-    """Records whether this process was asked to stop, by which signal, and when (time.time())."""
+    """Records whether this process was asked to stop, and by which signal."""
 
     signal_name: str | None = None
-    at: float | None = None
 
     @property
     def requested(self) -> bool:
@@ -34,9 +32,7 @@ class StopRequest:
 
     def ask(self, name: str) -> None:
         """Record the first request; later ones change nothing."""
-        if self.signal_name is None:
-            self.at = time.time()
-            self.signal_name = name
+        self.signal_name = self.signal_name or name
 
 
 def install_stop_handlers() -> StopRequest:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpc_train.checkpoint.rank_consensus import run_on_rank_0
@@ -39,7 +41,10 @@ def _run_steps(run: TrainingRun) -> int:
 
 def _run_steps_collecting(run: TrainingRun, collect: Callable[[int], None]) -> int:
     """Run the steps; `collect` is called after each of them."""
+    begun = time.monotonic()
     while run.step < run.steps:
+        # A request to stop came after the ranks had agreed, in the step before, that there was none.
+        begun_before, begun = begun, time.monotonic()
         step = train_step(run)
         validation = evaluate_if_due(run, step.stop)
         report_step(run, step, validation)
@@ -47,7 +52,7 @@ def _run_steps_collecting(run: TrainingRun, collect: Callable[[int], None]) -> i
         stopping = step.stop or run.owes_validation
         if stopping:
             report_saves(run, run.take_ended_saves())  # how long a save takes is known from the last one
-            run.unsaved = run_on_rank_0(run.world, lambda: explain_too_late(run))
+            run.unsaved = run_on_rank_0(run.world, partial(explain_too_late, run, time.monotonic() - begun_before))
         saved = not run.unsaved and save_if_due(run, stopping)
         if run.ledger is not None:
             run.ledger.write(run.heartbeat, run.step, due=saved)

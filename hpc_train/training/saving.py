@@ -74,15 +74,19 @@ class SaveFailure:
     why: str
 
 
-def explain_too_late(run: TrainingRun) -> str:
-    """Return why a save would not end before the machine is taken away; empty if it would, or if that is unknown."""
+def explain_too_late(run: TrainingRun, longest: float) -> str:
+    """Return why a save would not end before the machine is taken away; empty if it would, or if that is unknown.
+
+    longest: seconds that may have passed since the notice at most, whatever the clocks say: another node has written
+    its time, and each clock may be set meanwhile.
+    """
     grace, needed = run.config.resilience.grace_seconds, run.save_seconds
     if grace is None or needed is None:
         return ""
     noticed = find_event_time(run.directory.events, "notice", run.reporter.attempt)
     if noticed is None:
         return ""
-    left = grace - (time.time() - noticed)
+    left = grace - min(max(time.time() - noticed, 0.0), longest)
     if needed <= left:
         return ""
     return f"the last save took {needed:.0f} s, and {max(left, 0):.0f} s are left of resilience.grace_seconds={grace:g}"

@@ -42,14 +42,21 @@ list_down_nodes() {
   sinfo -h -N -n "$1" -o '%N %T' | awk '$2 ~ /[*]|^down|^fail/ { print $1 }'
 }
 
+# Print for how many seconds this node has been up. SECONDS of the shell jumps where the clock of the node is set.
+read_uptime() {
+  local seconds
+  read -r seconds _ </proc/uptime
+  echo "${seconds%.*}"
+}
+
 # ask_slurm COMMAND...: once more every few seconds while the controller does not answer. It may be restarted at any time,
 # and a job that takes its silence for an answer would end, where it only has to wait.
 ask_slurm() {
-  local error code end=$((SECONDS + slurm_patience))
+  local error code end=$(($(read_uptime) + slurm_patience))
   while :; do
     code=0
     { error="$("$@" 2>&1 1>&3 3>&-)" || code=$?; } 3>&1
-    if [ "$code" -eq 0 ] || [ "$SECONDS" -ge "$end" ]; then break; fi
+    if [ "$code" -eq 0 ] || [ "$(read_uptime)" -ge "$end" ]; then break; fi
     grep -qiE 'unable to contact slurm controller|timed out' <<<"$error" || break
     sleep 5
   done

@@ -65,6 +65,7 @@ class RankLog:
         self.logged = threading.local()
         """`logged.level` is the level of what this thread logs at the moment."""
         self._started, self._since = time.time(), time.monotonic()
+        self._clock_offset = 0.0
         self._torn = False
         self._descriptor: int | None = None
         # O_NONBLOCK: a named pipe in its place would wait for a reader.
@@ -76,6 +77,10 @@ class RankLog:
         """Return the time of a line that is written now."""
         return self._started + time.monotonic() - self._since
 
+    def read_job_clock(self) -> float:
+        """Return the time by the clock of the job's store, or of this node where that was not measured."""
+        return self.now() + self._clock_offset
+
     def write(self, level: str, message: str) -> None:
         """Write one line of the rank's output."""
         step = self.heartbeat.training_step if self.heartbeat is not None else None
@@ -83,8 +88,9 @@ class RankLog:
 
     def record_clock(self, read_clock: Callable[[], float]) -> None:
         """Measure the offset to the clock of the job's store, and write it down."""
-        offset, error = measure_clock_offset(read_clock, self.now)
-        self._append(time=round(self.now(), 6), clock_offset=round(offset, 6), clock_error=round(error, 6))
+        self._clock_offset, error = measure_clock_offset(read_clock, self.now)
+        offset = round(self._clock_offset, 6)
+        self._append(time=round(self.now(), 6), clock_offset=offset, clock_error=round(error, 6))
 
     def _append(self, **fields: Any) -> None:
         if self._descriptor is None:

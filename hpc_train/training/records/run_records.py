@@ -164,7 +164,7 @@ class RankFailure:
     task: int
     host: str
     at: float
-    """time.time()."""
+    """Seconds since 1970, by a clock that all ranks agree on where they have met: RankLog.read_job_clock."""
     user_error: bool
     """Whether the user's input is wrong."""
     message: str
@@ -206,12 +206,12 @@ def summarise_exception(error: BaseException) -> list[str]:
     return [describe_error(root_cause(error)), *lines]
 
 
-def record_failure(folder: Path, task: int, host: str, error: BaseException) -> RankFailure:
-    """Write the error that ended this rank to the attempt's log directory; returns it."""
+def record_failure(folder: Path, task: int, host: str, error: BaseException, at: float | None = None) -> RankFailure:
+    """Write the error that ended this rank to the attempt's log directory; returns it. at: see RankFailure."""
     failure = RankFailure(
         task=task,
         host=host,
-        at=time.time(),
+        at=time.time() if at is None else at,
         user_error=isinstance(error, UserError),
         incomplete=isinstance(error, IncompleteRun),
         missing_tasks=list(error.tasks) if isinstance(error, MissingRanksError) else [],
