@@ -24,7 +24,7 @@ from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_REQUEUE, EXIT_US
 from hpc_train.launch.elastic import find_smaller_size
 from hpc_train.launch.failures import EXIT_CODES, FirstError, find_first_error
 from hpc_train.launch.job_spec import read_spec
-from hpc_train.launch.slurm.time_limit import SLURM_EARLY_SECONDS, read_time_left
+from hpc_train.launch.slurm.time_limit import OUT_OF_TIME, SLURM_EARLY_SECONDS, read_time_left
 from hpc_train.launch.slurm.waiting_time import estimate_wait, fit_requeue
 from hpc_train.launch.state.attempts import read_attempt
 from hpc_train.launch.state.run_facts import read_events
@@ -36,6 +36,7 @@ from hpc_train.resilience.exclusion import (
     append_strike,
     choose_excluded,
     read_strikes,
+    select_valid,
 )
 from hpc_train.resilience.incident import read_hang
 from hpc_train.resilience.restart import Action, Cause, Decision, Fault, History, Policy, decide_after_fault
@@ -54,6 +55,8 @@ _EXIT_CODES = {
 _KILLED_SRUN = 128 + signal.SIGKILL
 """Exit code of the ranks' srun if srun itself is killed; it says nothing about a killed task."""
 _MEMORY = re.compile(r"out of memory|MemoryError|cannot allocate memory|oom-kill", re.IGNORECASE)
+_NO_ANSWER = "does not answer"
+"""Evidence against a node that is lost."""
 _KILLED = re.compile(r"was killed by SIG|was ended from outside")
 
 
@@ -130,7 +133,7 @@ def decide_after_failure(
 
 
 def _list_lost_in(logs: Path, lost: Sequence[str]) -> list[str]:
-    """Return the lost nodes that the attempt with these logs ran on; others were lost before it.
+    """Return the lost nodes that the attempt with these logs ran on; others were lost before it, or are spare.
 
     Returns all of them if the attempt's nodes are unknown.
     """
@@ -216,19 +219,37 @@ def _write_nodes(logs: Path, choice: NodeChoice) -> None:
 
 
 def record_strikes(run: Path, attempt: int, fault: Fault, allocation: Allocation) -> None:
-    """Record what a fault says about nodes; on one machine there is nothing to choose between."""
+    """Record what a fault says about nodes; on one machine there is nothing to choose between.
+
+    A node that is lost gets one strike, however many attempts end while it is gone. A node gets one strike of a weight
+    for an attempt, also where a process that decided about this attempt before was killed.
+    """
     if not allocation.nodes:
         return
-    strikes = [Strike(host, HARDWARE, "does not answer", attempt) for host in allocation.lost]
+    before = read_strikes(run)
+    lost = [host for host in allocation.lost if not _is_known_loss(run, host, attempt, before)]
+    strikes = [Strike(host, HARDWARE, _NO_ANSWER, attempt) for host in lost]
     if fault.cause in (Cause.HANG, Cause.KILLED, Cause.SLOW_NODE, Cause.DISAGREE) and fault.host:
         name = _full_name(fault.host, allocation.nodes)
         weight = SOFTWARE if fault.cause in (Cause.HANG, Cause.KILLED) else HARDWARE
         if name is not None and name not in allocation.lost:
             strikes.append(Strike(name, weight, fault.text, attempt))
-    recorded = {(strike.host, strike.evidence, strike.attempt) for strike in read_strikes(run)}
-    for strike in strikes:  # once, also where a process that decided about this attempt before was killed
-        if (strike.host, strike.evidence, strike.attempt) not in recorded:
+    recorded = {(strike.host, strike.weight, strike.attempt) for strike in before}
+    for strike in strikes:
+        if (strike.host, strike.weight, strike.attempt) not in recorded:
             append_strike(run, strike)
+
+
+def _is_known_loss(run: Path, host: str, attempt: int, strikes: Sequence[Strike]) -> bool:
+    """Return whether a node has a strike for this loss: one that counts, and no ranks have started there since.
+
+    strikes: of the run so far.
+    """
+    losses = [strike for strike in select_valid(strikes) if strike.host == host and strike.evidence == _NO_ANSWER]
+    last = max((strike.attempt for strike in losses), default=None)
+    if last is None:
+        return False
+    return not any(_list_lost_in(run / "logs" / str(number), [host]) for number in range(last + 1, attempt + 1))
 
 
 def _full_name(host: str, nodes: Iterable[str]) -> str | None:
@@ -251,6 +272,8 @@ def find_fault(logs: Path, code: int, lost: Sequence[str] = ()) -> Fault:
     hang = read_hang(logs)
     if hang is not None:
         return Fault(Cause.HANG, hang.host, hang.text)
+    if (logs / OUT_OF_TIME).exists():
+        return Fault(Cause.TIME_LIMIT)
     failure = read_first_failure(logs)
     if failure is not None and failure.missing_tasks:  # to those that wait for it, a rank that is stuck looks like this
         return Fault(Cause.HANG, failure.missing_hosts[0] if len(failure.missing_hosts) == 1 else "", failure.message)
@@ -259,7 +282,9 @@ def find_fault(logs: Path, code: int, lost: Sequence[str] = ()) -> Fault:
     error = find_first_error(logs)
     if error is None:
         return Fault(Cause.KILLED, text="srun was killed") if code == _KILLED_SRUN else Fault(Cause.UNKNOWN)
-    return Fault(_find_cause(logs, error), error.host, error.line)
+    cause = _find_cause(logs, error)
+    # What a rank says of another one is no evidence against its own node.
+    return Fault(cause, "" if cause is Cause.CONNECTION else error.host, error.line)
 
 
 def _find_cause(logs: Path, error: FirstError) -> Cause:
@@ -272,7 +297,10 @@ def _find_cause(logs: Path, error: FirstError) -> Cause:
         return Cause.UNKNOWN
     if failure.incomplete:
         return Cause.INCOMPLETE
-    return Cause.USER if failure.user_error else Cause.EXCEPTION
+    if failure.user_error:
+        return Cause.USER
+    # A rank that lost another one, of which nobody knows why it ended: a network may have failed for a moment.
+    return Cause.CONNECTION if failure.lost_peer and error.task == failure.task else Cause.EXCEPTION
 
 
 def _find_cause_of_refusal(logs: Path, code: int) -> Cause:
@@ -316,7 +344,8 @@ def read_allocation(config: RunConfig, env: Mapping[str, str], lost: str, wanted
     can_requeue = not last or config.launch.chain > 1
     left = read_time_left(env["SLURM_JOB_ID"])
     enough_time = left is None or left > config.launch.signal_seconds + SLURM_EARLY_SECONDS
-    return Allocation(nodes, tuple(name for name in names if name), wanted, can_requeue, enough_time)
+    # Slurm and the host itself may have given two names of one node.
+    return Allocation(nodes, tuple(dict.fromkeys(name for name in names if name)), wanted, can_requeue, enough_time)
 
 
 def main(run: str, attempt: str, code: str, lost: str = "") -> int:

@@ -77,18 +77,25 @@ def _parse_strike(line: str) -> Strike | None:
         return None
 
 
+def select_valid(strikes: Iterable[Strike], now: float | None = None) -> list[Strike]:
+    """Return the strikes that still count. now: seconds since 1970.
+
+    One that was recorded while a clock was ahead by more than LIFE_SECONDS does not: it would count for too long.
+    """
+    now = time.time() if now is None else now
+    return [strike for strike in strikes if abs(now - strike.time) < LIFE_SECONDS]
+
+
 def choose_excluded(strikes: Iterable[Strike], nodes: int, now: float | None = None) -> list[str]:
     """Return the nodes to leave out, the worst first.
 
     nodes: of the run; at most one node in twenty of them, and at least one, is left out. now: seconds since 1970.
     """
-    now = time.time() if now is None else now
     score: dict[str, int] = {}
     latest: dict[str, float] = {}
-    for strike in strikes:
-        if now - LIFE_SECONDS < strike.time:
-            score[strike.host] = score.get(strike.host, 0) + strike.weight
-            latest[strike.host] = max(strike.time, latest.get(strike.host, 0.0))
+    for strike in select_valid(strikes, now):
+        score[strike.host] = score.get(strike.host, 0) + strike.weight
+        latest[strike.host] = max(strike.time, latest.get(strike.host, 0.0))
     bad = [host for host, sum_of_weights in score.items() if sum_of_weights >= SCORE_TO_EXCLUDE]
     bad.sort(key=lambda host: (score[host], latest[host]), reverse=True)
     return bad[: max(1, int(_LARGEST_SHARE * nodes))]

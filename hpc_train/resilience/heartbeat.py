@@ -193,17 +193,20 @@ def _read_entries(folder: Path, tasks: list[int]) -> Iterator[Beat]:
 
 
 def kill_ranks(logs: Path) -> list[int]:
-    """Send SIGKILL to the ranks of this node, which are the processes that map an entry; returns their tasks."""
-    killed = []
-    for beat in read_beats(logs):
-        entry = f"{find_folder(logs).name}/{beat.task}"
+    """Send SIGKILL to the ranks of this node, which are the processes that map an entry; returns their tasks.
+
+    Processes that a rank has forked map it, too, and have its sockets and memory of devices. Some outlive their rank,
+    and Slurm finds them only where it tracks processes by cgroups.
+    """
+    folder, killed = f"/{find_folder(logs).name}/", set()
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            # A process id may belong to another process by now. Only a rank of this attempt has its entry mapped.
-            maps = Path(f"/proc/{beat.process}/maps").read_text(errors="replace")
-            if any(line.removesuffix(" (deleted)").endswith(entry) for line in maps.splitlines()):
-                os.kill(beat.process, signal.SIGKILL)
-                killed.append(beat.task)
-    return killed
+            # The numbers of ranks may belong to other processes by now. Only those of this attempt map its entries.
+            maps = (process / "maps").read_text(errors="replace")
+            if folder in maps:
+                killed.add(int(maps.partition(folder)[2].split(maxsplit=1)[0]))
+                os.kill(int(process.name), signal.SIGKILL)
+    return sorted(killed)
 
 
 def remove_entries(logs: Path) -> None:

@@ -28,13 +28,24 @@ class Cause(Enum):
     KILLED = "a rank was killed"
     HANG = "a hang"
     LOST_NODE = "a lost node"
+    CONNECTION = "a lost connection"
+    TIME_LIMIT = "the time limit came before a step"
     SLOW_NODE = "a slow node"
     NUMBERS = "numbers that were not finite"
     DISAGREE = "ranks that did not agree"
     UNKNOWN = "ranks that left no reason"
 
 
-_MAY_NOT_COME_AGAIN = (Cause.KILLED, Cause.HANG, Cause.LOST_NODE, Cause.SLOW_NODE, Cause.NUMBERS, Cause.DISAGREE)
+_MAY_NOT_COME_AGAIN = (
+    Cause.KILLED,
+    Cause.HANG,
+    Cause.LOST_NODE,
+    Cause.CONNECTION,
+    Cause.TIME_LIMIT,
+    Cause.SLOW_NODE,
+    Cause.NUMBERS,
+    Cause.DISAGREE,
+)
 _WOULD_COME_AGAIN = (
     Cause.USER,
     Cause.INCOMPLETE,
@@ -155,6 +166,8 @@ def decide_after_fault(fault: Fault, history: History, saved: int | None, policy
         return Decision(Action.END, "the same would come again: no checkpoint was saved since the last start")
     place = f"from step {saved}" if saved is not None else "from the beginning"
     count = f"restart {used + 1} of {policy.restarts} without a newer save"
+    if fault.cause is Cause.TIME_LIMIT and not policy.can_requeue:
+        return Decision(Action.END, "no time is left, and the job may not be requeued (launch.max_attempts)")
     # Restarting here saves the wait in the queue. Near the time limit that gains nothing, unless there is no queue to
     # go to.
     if policy.enough_nodes and not policy.stopping and (policy.enough_time or not policy.can_requeue):

@@ -138,6 +138,7 @@ class Hang:
         where = f" on {first.host}" if first.host else ""
         how = {
             STOPPED: ", stopped by a signal",
+            GONE: ", and its process is gone",
             WAITS_FOR_DISK: ", in a system call that does not return",
             NOT_BEGUN: ", without a sign of life",
         }
@@ -163,7 +164,9 @@ def find_hang(views: Sequence[RankView], hosts: Sequence[str] = ()) -> Hang | No
     # Some ranks are late and others are not: those others may still be on their way to the same collective.
     if len(overdue) < len(alive) and not stopped and not left_behind:
         return None
-    return Hang(tuple(stopped or left_behind or list_absent(views, hosts) or _stand_out(alive)), len(overdue))
+    # Whoever started the ranks notices one that is gone, unless it cannot: then the others may wait for it in vain.
+    gone = [view for view in views if view.ended and view.phase is not Phase.END]
+    return Hang(tuple(stopped or gone or left_behind or list_absent(views, hosts) or _stand_out(alive)), len(overdue))
 
 
 def list_absent(views: Sequence[RankView], hosts: Sequence[str]) -> list[RankView]:

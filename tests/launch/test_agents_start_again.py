@@ -137,6 +137,34 @@ def test_reading_ends_with_the_first_report_of_a_rank_that_is_late(reports: Agen
     assert not reports._parse_reports(encode_report(Report("node1", [])).encode() + b"\n")
 
 
+def test_agents_that_all_say_nothing_are_replaced_and_leave_the_ranks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their srun has read no order by then: it is stopped, too."""
+    monkeypatch.setattr(agent_reports, "_AGENTS_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(agent_reports, "END_SECONDS", 0.1)
+    orders, lines = tmp_path / "orders", [encode_report(Report(host, [])) for host in ("node1", "node2")]
+    words = ["sh", "-c", f"printf '%s\\n' '{lines[0]}' '{lines[1]}'; read x; echo $x >>{orders}; exec sleep 60"]
+    made = AgentReports(
+        lambda _: subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE), SrunErrors(tmp_path / "err")
+    )
+    assert not made.are_all_silent(10.0), "none has begun"
+    made.read(0.3)
+    made.nodes["node1"].silent = 10.5
+    assert not made.are_all_silent(10.0)
+    assert made.find_silent(10.0) == "node1"
+    made.nodes["node2"].silent = 10.5
+    assert made.find_silent(10.0) is None, "nobody is there to say that a node is lost"
+    assert made.are_all_silent(10.0)
+    made.give_up()
+    made.read(0.1)
+    assert made.start_again()
+    assert not made.are_all_silent(10.0)
+    assert {node.silent for node in made.nodes.values()} == {-agent_reports._AGENT_START_SECONDS}
+    made.close(0.1)
+    assert orders.read_text() == "leave\nend\n"
+
+
 def test_agents_that_report_are_left_alone(reports: AgentReports) -> None:
     assert not reports.start_again()
 

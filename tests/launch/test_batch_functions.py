@@ -72,7 +72,10 @@ def test_a_result_is_written_once(tmp_path: Path) -> None:
 
 
 def test_a_controller_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
-    """Three answers of Slurm 22.05 in a row: two while its controller is away, and one when it is back."""
+    """Three answers of Slurm 22.05 in a row: two while its controller is away, and one when it is back.
+
+    Meanwhile the clock of the node is set forward by a day, which the shell's own seconds follow.
+    """
     calls = tmp_path / "calls"
     squeue = f"""squeue() {{
       echo x >>{calls}
@@ -82,7 +85,8 @@ def test_a_controller_that_does_not_answer_is_asked_again(tmp_path: Path) -> Non
         *) echo "RUNNING None" ;;
       esac
     }}"""
-    assert run_functions(f'sleep() {{ :; }}; {squeue}; job=1; echo "<$(read_job_state)>"') == "<RUNNING None>"
+    tomorrow = "sleep() { SECONDS=90000; }"
+    assert run_functions(f'{tomorrow}; {squeue}; job=1; echo "<$(read_job_state)>"') == "<RUNNING None>"
     assert calls.read_text().count("x") == 3
 
 
@@ -101,6 +105,18 @@ def test_a_decision_is_made_again_where_the_process_that_makes_it_was_killed(tmp
     assert run_functions(f"{settings}; hpc_restart=(bash -c '{killed_once}' _); decide node2; echo $?") == "75"
     assert (tmp_path / "calls").read_text() == f"{tmp_path} 0 137 node2\n" * 2
     assert run_functions(f"{settings}; hpc_restart=(bash -c 'kill -9 $$'); decide; echo $?") == "137"
+
+
+def test_nothing_starts_again_on_a_node_that_the_job_has_lost_once(tmp_path: Path) -> None:
+    """Of a job that outlives its nodes, whether Slurm takes minutes to notice, or the node is back by then."""
+    lines = [
+        f"hpc_spares=2 SLURM_JOB_NODELIST=n[1-4] run={tmp_path} attempt=0 code=137 logs={tmp_path}",
+        f"hpc_restart=(bash -c 'echo $4 >>{tmp_path}/decided' _)",
+        'find_lost_nodes() { echo "$found"; }',
+        'found="n3 n2"; decide_after_fault n3; found=""; decide_after_fault ""; found=n4; decide_after_fault n4',
+        f"cat {tmp_path}/decided",
+    ]
+    assert run_functions("\n".join(lines)).splitlines() == ["n2 n3", "n2 n3", "n2 n3 n4"]
 
 
 @pytest.mark.parametrize(

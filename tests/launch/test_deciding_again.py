@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.compose import compose
+from hpc_train.launch import restarting
 from hpc_train.launch.failures import SRUN_ERRORS
 from hpc_train.launch.restarting import Allocation, decide_after_failure
 from hpc_train.launch.submit import default_to_slurm
@@ -42,6 +43,27 @@ def test_a_decision_that_is_made_twice_counts_once(tmp_path: Path, lost: tuple[s
         restarts = [event for event in lines(folder.events) if event["event"] == "restart"]
         assert [event["attempt"] for event in restarts] == list(range(attempt + 1))
         assert [strike["attempt"] for strike in lines(tmp_path / NODES)] == list(range(attempt + 1))
+
+
+def test_a_node_that_is_lost_gets_one_strike_until_ranks_have_started_there_again(tmp_path: Path) -> None:
+    """node2 is lost in the first attempt; the next ones, on others, fail as ranks die. In the last it was back."""
+    folder = RunDirectory(tmp_path, tmp_path / "checkpoints")
+    config = compose(default_to_slurm(["checkpoint.every=10"]))
+    allocation = Allocation((*NODES_OF_THE_JOB, "node4"), ("node2", "node4"), 2)
+    for attempt, nodes in enumerate(("node1,node2", "node1,node3", "node[1,3]", "node1,node2")):
+        fail(folder, attempt)
+        (folder.logs(attempt) / "attempt.json").write_text(json.dumps({"host": "node1", "time": 0.0, "nodes": nodes}))
+        for _ in range(2):
+            decide_after_failure(config, folder, attempt, 137, 0, allocation)
+    strikes = [(strike["host"], strike["attempt"]) for strike in lines(tmp_path / NODES)]
+    assert strikes == [("node2", 0), ("node4", 0), ("node2", 3)]
+
+
+def test_two_names_of_a_lost_node_are_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarting, "read_time_left", lambda job: None)
+    env = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_ID": "7"}
+    allocation = restarting.read_allocation(compose(default_to_slurm([])), env, "node2 node2.cluster node9", 2)
+    assert allocation.lost == ("node2",)
 
 
 def test_ranks_that_die_while_all_stop_count_as_any_others(tmp_path: Path) -> None:

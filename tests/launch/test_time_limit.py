@@ -48,6 +48,22 @@ def test_the_limit_is_near_once_no_more_is_left_than_the_notice(squeue: Path) ->
     assert read_time_left("7") == 90
 
 
+def test_ranks_that_start_have_time_until_a_requeue_would_come_too_late(
+    squeue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for notice, seconds in ((60, 40), (10, 10)):
+        limit = TimeLimit("7", notice)
+        assert limit.leaves_time(), "nothing is known yet"
+        squeue.write_text("1:30\n")
+        assert not ask(limit)
+        for later, left in ((88 - seconds, True), (91 - seconds, False)):
+            then = time.monotonic() + later
+            with monkeypatch.context() as patch:
+                patch.setattr("time.monotonic", lambda then=then: then)
+                assert limit.leaves_time() is left
+        limit.close()
+
+
 def test_a_limit_that_was_raised_is_no_longer_near(squeue: Path) -> None:
     limit = TimeLimit("7", 90)
     squeue.write_text("1:31\n")

@@ -437,8 +437,8 @@ FAULTS = (
     Fault(
         "strikes never expire",
         "resilience/exclusion.py",
-        "if now - LIFE_SECONDS < strike.time:",
-        "if strike.time:",
+        "if abs(now - strike.time) < LIFE_SECONDS]",
+        "if strike.time]",
         ("resilience",),
     ),
     Fault(

@@ -33,6 +33,8 @@ def test_hardware_counts_at_once_and_software_the_second_time() -> None:
 
 
 def test_a_strike_is_forgotten_after_a_day() -> None:
+    """So is one of a clock that was ahead by years."""
+    assert choose_excluded([strike("a", HARDWARE, -1e8)], 2, NOW) == []
     assert choose_excluded([strike("a", HARDWARE, LIFE_SECONDS)], 2, NOW) == []
     assert choose_excluded([strike("a", SOFTWARE), strike("a", SOFTWARE, LIFE_SECONDS + 1)], 2, NOW) == []
 

@@ -22,7 +22,7 @@ from hpc_train.resilience.deadlines import (
     read_learned,
     write_learned,
 )
-from hpc_train.resilience.heartbeat import Heartbeat, Phase, find_folder, read_beats, remove_entries
+from hpc_train.resilience.heartbeat import Heartbeat, Phase, find_folder, kill_ranks, read_beats, remove_entries
 from hpc_train.resilience.watch import (
     GONE,
     LOOK_SECONDS,
@@ -31,6 +31,7 @@ from hpc_train.resilience.watch import (
     NodeWatch,
     RankView,
     find_hang,
+    read_process_state,
     seconds_to_next_look,
 )
 
@@ -69,6 +70,18 @@ def test_a_stopped_rank_is_named_also_while_it_starts() -> None:
     assert hang is not None
     assert hang.describe().startswith("task 1 on n2 has been starting after step 0 for 11 s")
     assert hang.describe().endswith(", stopped by a signal")
+
+
+def test_a_rank_that_is_gone_is_named_and_not_those_that_wait_for_it() -> None:
+    """Nobody has told whoever started them, as where that cannot read what srun says."""
+    hang = find_hang([view(0, 11), view(1, 11, state=GONE), view(2, 11)])
+    assert hang is not None
+    assert hang.describe().startswith("task 1 on n1 has been in a step after step 50 for 11 s")
+    assert hang.describe().endswith(", and its process is gone")
+    ended = find_hang([view(0, 11), view(1, 60, Phase.END, state=GONE)])
+    assert ended is not None
+    assert [culprit.task for culprit in ended.culprits] == [0]
+    assert find_hang([view(0, 3), view(1, 11, state=GONE)]) is None
 
 
 def test_a_rank_that_has_never_been_seen_is_named_and_not_those_that_wait_for_it() -> None:
@@ -270,6 +283,38 @@ def test_a_dead_process_is_gone_and_never_hangs(logs: Path, ranks: list[subproce
     views = look_for(watch, 1, until_hang=False)
     assert views[2].state == GONE
     assert find_hang([views[2]]) is None
+
+
+FORKS = """
+import os, signal, sys, time
+from pathlib import Path
+from hpc_train.resilience.heartbeat import Heartbeat
+heartbeat = Heartbeat(Path(sys.argv[1]), 3)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(100)
+"""
+
+
+def test_what_a_rank_has_forked_is_ended_with_it_though_the_rank_is_gone_and_no_other_process(
+    logs: Path, ranks: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """It ignores SIGTERM, and has all that the rank had open."""
+    other = tmp_path / "logs" / "1"
+    with subprocess.Popen([sys.executable, "-c", FORKS, other], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        child = int(rank.stdout.readline())
+        rank.kill()
+    assert read_process_state(child) != GONE
+    assert kill_ranks(other) == [3]
+    while read_process_state(child) != GONE:
+        time.sleep(0.01)
+    assert kill_ranks(other) == []
+    remove_entries(other)
+    assert [rank.poll() for rank in ranks] == [None] * 3
+    assert kill_ranks(logs) == [0, 1, 2]
 
 
 def test_entries_are_private_and_somebody_elses_folder_is_not_used(logs: Path) -> None:

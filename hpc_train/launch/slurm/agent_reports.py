@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -97,7 +98,8 @@ class AgentReports:
             self.send(LEAVE)
         # An srun that does not come to start them, as where Slurm creates no step, may do so at a second try.
         if not self._reported and time.monotonic() > self._started + self._patience:
-            self.ended, self._patience = True, 2 * self._patience
+            self._patience = 2 * self._patience
+            self.give_up()
         if not self.ended or time.monotonic() < self._started + _AGENTS_AGAIN_SECONDS:
             return False
         self.close()
@@ -105,6 +107,18 @@ class AgentReports:
         for host in self.nodes:
             self.expect_new_agent(host)
         return True
+
+    def give_up(self) -> None:
+        """Have the agents at hand replaced, which may be stopped, or their srun.
+
+        One that reads its orders after all leaves the entries of the ranks to the next one.
+        """
+        self.send(LEAVE)
+        self.ended = True
+
+    def are_all_silent(self, seconds: float) -> bool:
+        """Return whether agents have reported, and none has for so long: they are stopped, or their srun is."""
+        return self._reported and all(node.silent > seconds for node in self.nodes.values())
 
     def expect_new_agent(self, host: str) -> None:
         """Give a node time for the start of another agent, once: a node on which none can start is lost."""
@@ -204,6 +218,8 @@ class AgentReports:
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # an srun that is stopped has a second process
             self.process.kill()
             self.process.wait()
         self.process.stdout.close()  # type: ignore[union-attr]

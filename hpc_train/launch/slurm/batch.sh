@@ -23,6 +23,8 @@ why="" next="" state="" stopped=""
 srun_task_error='^srun: error: [^ ]+: tasks? [0-9,-]+: '
 # Each srun that had not ended when its ranks had, and that nobody waits for.
 left_sruns=()
+# Nodes that this job has lost, separated by spaces. Slurm may notice only minutes later, and nothing starts on them again.
+lost_nodes=""
 
 # write_marker NAME TEXT: readers see the whole file or none.
 write_marker() {
@@ -330,9 +332,10 @@ settle_attempt() {
 
 # decide_after_fault LOST: start again in this job, go back to the queue without the nodes that are to blame, or end.
 decide_after_fault() {
-  local lost="$1"
-  ! outlives_nodes || lost="$(find_lost_nodes "$SLURM_JOB_NODELIST")"
-  decide "$lost"
+  lost_nodes="$({ echo "$lost_nodes $1"
+    ! outlives_nodes || find_lost_nodes "$SLURM_JOB_NODELIST"
+  } | tr -s ' ' '\n' | sed '/^$/d' | sort -u | paste -sd ' ')"
+  decide "$lost_nodes"
   case $? in
     0) next=restart ;;
     "$exit_requeue") stopped=1 why="${why:-$(read_decision)}" ;;

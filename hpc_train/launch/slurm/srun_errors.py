@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.launch.failures import list_exit_codes
@@ -25,15 +26,23 @@ class SrunErrors:
     path: Path
     """File that its standard error goes to."""
     _position: int = 0
+    _file: BinaryIO | None = None
+    """It stays open, as srun goes on writing to a file that somebody has removed."""
 
     def read_exit_codes(self) -> list[int]:
         """Return the exit codes of the tasks that were reported since the last call; see list_exit_codes."""
-        with suppress(OSError), self.path.open("rb") as file:
-            file.seek(self._position)
-            text, newline, _ = file.read(_ERROR_BYTES).rpartition(b"\n")
+        with suppress(OSError):
+            self._file = self._file or self.path.open("rb", buffering=0)
+            self._file.seek(self._position)
+            text, newline, _ = self._file.read(_ERROR_BYTES).rpartition(b"\n")
             self._position += len(text + newline)
             return list_exit_codes((text + newline).decode(errors="replace"))
         return []
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 @dataclass

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from hpc_train.launch.slurm.job_steps import (
 from hpc_train.launch.slurm.slurm_cli import current_job_id
 from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
 from hpc_train.launch.slurm.stuck_start import StuckStart, report_stuck_start
-from hpc_train.launch.slurm.time_limit import TimeLimit
+from hpc_train.launch.slurm.time_limit import OUT_OF_TIME, TimeLimit
 from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
 from hpc_train.regular_files import read_json
 from hpc_train.resilience.agent import KILL
@@ -62,6 +63,8 @@ from hpc_train.training.records.run_records import append_event
 LOST_NODE = "lost-node"
 """File in an attempt's log directory with the name of a node that fell silent; the batch script reads it."""
 _CLAIM = "supervisor.lock"
+_WITHOUT_STEPS = (Phase.START, Phase.LOAD, Phase.FIRST_STEP)
+"""Phases of ranks that have nothing to save."""
 _LEARNED_SECONDS = 30.0
 """Seconds between two writes of the learned deadlines, which a restarted supervisor reads."""
 
@@ -117,12 +120,19 @@ class Supervisor:
             self._close(bool(stop_signals))
 
     def _look_after_agents(self) -> None:
-        """Restart agents that have ended, and save their learned deadlines from time to time."""
+        """Replace agents that have ended or all report nothing, and save their learned deadlines from time to time."""
+        if self._reports.are_all_silent(self._silent_seconds):
+            self._replace_agents()
         if is_running(self._srun) and self._reports.start_again():
-            report_watch(self._logs, "an agent has ended before the ranks, or none began: they were started again")
+            report_watch(self._logs, "an agent has ended before the ranks, or none reports: they were started again")
         if time.monotonic() > self._learned_due:
             self._learned_due = time.monotonic() + _LEARNED_SECONDS
             write_learned(self._run, self._reports.merge_learned())
+
+    def _replace_agents(self) -> None:
+        """Have all agents end and new ones start; it may as well be their srun that is stopped."""
+        signal_steps(self._job, signal.SIGKILL, agents=True)
+        self._reports.give_up()
 
     def _end_after_lost_node(self) -> bool:
         """Return whether a node was lost; if so, all ranks are ended, unless resilience.act=false."""
@@ -130,8 +140,7 @@ class Supervisor:
         lost = self._reports.find_silent(self._silent_seconds)
         if lost and (self._reports.has_a_stuck_agent(lost) or self._probe.has_answered(lost)):
             print(f"hpc-train: the agent of {lost} says nothing, though its node is there", flush=True)
-            signal_steps(self._job, signal.SIGKILL, agents=True)
-            self._reports.expect_new_agent(lost)
+            self._replace_agents()
             lost = None
         self._lost_a_node = lost is not None
         if lost is None or not is_running(self._srun):
@@ -149,6 +158,8 @@ class Supervisor:
         if self._failures.are_due():
             return self._end_peers()
         views = self._reports.list_views()
+        if self._is_out_of_time(views):
+            return self._end_late_start()
         if self._response.respond(views, self._reports.list_machines()):
             end_ranks(self._logs, self._job, self._srun, self._reports)
             return True
@@ -167,6 +178,24 @@ class Supervisor:
         if self._settings.act:
             end_stuck_srun(self._logs, self._job, self._srun, self._reports)
         return self._settings.act
+
+    def _is_out_of_time(self, views: Sequence[RankView]) -> bool:
+        """Return whether Slurm would end the ranks before they have trained, and then not requeue the job."""
+        if not self._time_is_short or self._limit.leaves_time():
+            return False
+        if not (self._settings.act and self._resilience["restarts"]):
+            return False
+        if not views:  # ranks that agents cannot see, as in a container, have logs, and may have something to save
+            return not any(self._logs.glob("task-*.log"))
+        return all(view.phase in _WITHOUT_STEPS for view in views)
+
+    def _end_late_start(self) -> bool:
+        """End the ranks, so that the job can be requeued."""
+        print("hpc-train: the time limit of the job is here, and its ranks still start: they are ended", flush=True)
+        with suppress(OSError):
+            (self._logs / OUT_OF_TIME).touch()
+        end_ranks(self._logs, self._job, self._srun, self._reports)
+        return True
 
     def _ask_to_stop_if_due(self) -> None:
         """Ask all ranks to save the same step and stop, if they cannot continue for long; the job is then requeued."""
@@ -208,6 +237,8 @@ class Supervisor:
         if not stopped:  # a rank that outlives its srun would go on beside those of the next attempt
             self._reports.send(KILL)
         self._reports.close(SIGNAL_SECONDS if self._lost_a_node else END_SECONDS)
+        for errors in (self._reports.errors, self._failures.errors):
+            errors.close()
 
 
 def have_started(views: Sequence[RankView]) -> bool:

@@ -15,6 +15,10 @@ from hpc_train.launch.slurm.slurm_cli import client_environment, run_client
 
 SLURM_EARLY_SECONDS = 65.0
 """Seconds by which Slurm's signal may come before its time (sbatch(1), --signal)."""
+OUT_OF_TIME = "out-of-time"
+"""File in an attempt's log directory: its ranks were ended as they would not have trained before the time limit."""
+_REQUEUE_SECONDS = 40.0
+"""How long it takes to end ranks and to requeue the job, at most."""
 _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 _AGAIN_SECONDS = 60.0
 """Between two questions where Slurm has not answered."""
@@ -45,7 +49,7 @@ class TimeLimit:
     def __init__(self, job: str, notice: float) -> None:
         """notice: seconds before the limit at which ranks are asked to stop (launch.signal_seconds)."""
         self._command, self._notice = time_left_command(job), notice
-        self._next = 0.0
+        self._next, self._end = 0.0, float("inf")
         self._question: subprocess.Popen[str] | None = None
 
     def is_near(self) -> bool:
@@ -63,8 +67,13 @@ class TimeLimit:
             return False
         left = parse_time_left(self._question.communicate()[0])
         self._question = None
+        self._end = time.monotonic() + left if left is not None else float("inf")
         self._next = time.monotonic() + (_AGAIN_SECONDS if left is None else max(left - self._notice, 1.0))
         return left is not None and left <= self._notice
+
+    def leaves_time(self) -> bool:
+        """Return whether ranks that start may go on: later, the job could not be requeued before its limit."""
+        return time.monotonic() < self._end - min(self._notice, _REQUEUE_SECONDS)
 
     def close(self) -> None:
         """End a question that was not answered."""
