@@ -76,6 +76,8 @@ ELSEWHERE = {
 LOST_LAST = "kill and node"
 RENDEZVOUS_SECONDS = 25
 """How long a rank waits for one that does not come; on a busy machine that may come so much later."""
+START_SECONDS = 300
+"""How long a start of the ranks, and the steps up to a save, may take: no more than patience with a slow machine."""
 SLACK = 6.0
 """Seconds by which a fault may be noticed later, as other tests keep all cores busy meanwhile."""
 wait_until = partial(wait_with_pauses, pause=0.3)
@@ -103,7 +105,7 @@ class FaultSequence:
 
     def _settings(self) -> list[str]:
         exported = "launch.export=[FAULT_FOLDER,STEP_SECONDS]"
-        lengths = [f"train.steps={STEPS}", "checkpoint.every=3", "train.eval_every=6", "launch.time_minutes=30"]
+        lengths = [f"train.steps={STEPS}", "checkpoint.every=3", "train.eval_every=6", "launch.time_minutes=60"]
         patience = f"launch.rendezvous_seconds={RENDEZVOUS_SECONDS}"
         return [*describe_faulty_run(self.store, 180), *lengths, exported, patience, "checkpoint.keep=3"]
 
@@ -113,7 +115,7 @@ class FaultSequence:
 
     def meet(self, fault: str, moment: str) -> Cell:
         """Have rank 1 meet a fault once the attempt has trained and saved, and check what is made of it."""
-        wait_until(f"a save before {fault}", self._has_saved, 120)
+        wait_until(f"a save before {fault}", self._has_saved, START_SECONDS)
         kind = KINDS[fault]
         scene = Scene(self.cluster, self.run, self.job, host_of_task_1(self.run))
         step, at_start = steps_done(self.run), IN_THE_START_AFTER.get(fault)
@@ -157,7 +159,7 @@ class FaultSequence:
             path.with_suffix(".new").replace(path)
         else:
             path = give_order(self.run, replace(kind.order, seconds=SECONDS_OF_A_DISTURBANCE))
-        wait_until(f"{fault} in rank 1", lambda: not path.exists(), 90)
+        wait_until(f"{fault} in rank 1", lambda: not path.exists(), START_SECONDS)
         return time.time()
 
     def _events_since(self, began: float) -> list[dict[str, object]]:
@@ -190,7 +192,9 @@ class FaultSequence:
         assert noticed is not None
         if kind.goes_on or kind.ends_the_job:
             return Cell(fault, phase, noticed - began, None, "training goes on")
-        wait_until(f"the ranks train again after {fault}", lambda: find_first(("resume",), noticed) is not None, 120)
+        wait_until(
+            f"the ranks train again after {fault}", lambda: find_first(("resume",), noticed) is not None, START_SECONDS
+        )
         return Cell(fault, phase, noticed - began, (find_first(("resume",), noticed) or 0.0) - began, "restarted")
 
     def repair(self) -> None:
