@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 from pathlib import Path
 
 import pytest
-from fake_fabric import rail_fabric
+from fake_fabric import rail_fabric, three_levels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from render_rocm_smi import Spec, render_text
 
 from hpc_train.cluster.readers import formats
 from hpc_train.cluster.readers.formats import read_topology_file, read_topology_text
+from hpc_train.cluster.readers.infiniband import ibnetdiscover_text
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
 
@@ -114,3 +117,28 @@ def test_groups_that_are_not_read_are_said() -> None:
             fabric.cable(leaf, other)
     (note,) = read_topology_text(fabric.dump(), "dump").notes
     assert "4 of 4 switches are cabled to others of their own level, as in a dragonfly or torus" in note
+
+
+@pytest.mark.parametrize("piece", [1, 7, 100])
+def test_a_dump_is_read_alike_in_pieces_of_any_length(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = three_levels().dump()
+    whole, cut = read_topology_text(text, "dump"), text[:-40]
+    with pytest.raises(UserError) as refused:
+        read_topology_text(cut, "dump")
+    monkeypatch.setattr(ibnetdiscover_text, "_PIECE", piece)
+    assert read_topology_text(text, "dump") == whole
+    with pytest.raises(UserError, match=re.escape(str(refused.value))):
+        read_topology_text(cut, "dump")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_of_cycles_is_left_as_it_was(enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        read_topology_text(three_levels().dump(), "dump")
+        with pytest.raises(UserError):
+            read_topology_text(three_levels().dump()[:-40], "dump")
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import gc
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +110,23 @@ def read_topology_text(text: str, name: str, format: str | None = None) -> Clust
     if len(text) > chosen[0].largest:
         limit = chosen[0].largest >> 20
         raise UserError(f"{name}: {len(text) >> 20} MiB that look like {chosen[0].name}; expected at most {limit} MiB")
-    return chosen[0].read(text, name)
+    with _without_collector():
+        return chosen[0].read(text, name)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause the collector of reference cycles.
+
+    Readers make none, and it would look through the millions of records of a large fabric again and again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _find_formats(text: str) -> list[TopologyFormat]:

@@ -6,6 +6,7 @@ Grammar: rdma-core, infiniband-diags/ibnetdiscover.c (out_switch, out_ca and the
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -49,7 +50,7 @@ class SubnetDevice:
 def parse_ibnetdiscover(text: str, name: str) -> dict[str, SubnetDevice]:
     """Parse the devices that have a record of their own, in the file's order. name: what messages call the file."""
     parser = _Parser(name)
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(_iterate_lines(text), 1):
         # Nearly all lines of a large dump are ports in ibnetdiscover's own form; one expression reads them whole.
         if line.startswith("[") and (port := _USUAL_PORT.match(line)):
             parser.add_usual_port(port, number)
@@ -67,11 +68,23 @@ def parse_ibnetdiscover(text: str, name: str) -> dict[str, SubnetDevice]:
     return parser.devices
 
 
+def _iterate_lines(text: str) -> Iterator[str]:
+    """Yield what text.split("\\n") lists, without the list: its strings would take twice the memory of the text."""
+    position = 0
+    while position <= len(text):
+        end = text.find("\n", position + _PIECE)
+        end = len(text) if end < 0 else end
+        yield from text[position:end].split("\n")
+        position = end + 1
+
+
 def get_device_kind(id: str) -> str | None:
     """Return the kind of a device by the first letter of its id; None for an id without a GUID."""
     return _LETTERS[id[0]] if _GUID.fullmatch(id) else None
 
 
+_PIECE = 1 << 20
+"""Characters of which the lines are made at a time."""
 _LONGEST = 1000
 """Maximum length of a line, in characters; a node description has up to 64."""
 _LETTERS = {"S": SWITCH, "H": CA, "R": ROUTER}
@@ -104,6 +117,8 @@ class _Parser:
         self.devices: dict[str, SubnetDevice] = {}
         self.system: str | None = None
         self.current: SubnetDevice | None = None
+        self.known: dict[str, str] = {}
+        """Ids, names and rates by themselves: a large dump has each many times, and one string for all saves memory."""
         self.names_in = {True: False, False: False}
         """Whether port lines, and whether headers, have names in this file."""
 
@@ -180,7 +195,9 @@ class _Parser:
             self.take(match.string.strip(), number)  # says what is wrong
             return
         self.names_in[True] = True
-        self._add_cable(device, port, CableEnd(far, int(far_port), number, far_name, rate), number)
+        known = self.known.setdefault
+        cable = CableEnd(known(far, far), int(far_port), number, known(far_name, far_name), known(rate, rate))
+        self._add_cable(device, port, cable, number)
 
     def _add_cable(self, device: SubnetDevice, port: int, cable: CableEnd, number: int) -> None:
         far = cable.far
