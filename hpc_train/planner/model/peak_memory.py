@@ -69,11 +69,22 @@ class PeakMemory:
     buffers: Column
     waiting: Column
     """Bytes of activations that wait in host memory."""
+    total: Column
+    """All but `waiting`."""
 
-    @cached_property
-    def total(self) -> Column:
-        state = self.parameters + self.gradients + self.optimizer
-        return state + self.activations + self.logits + self.buffers
+    @staticmethod
+    def add_up(
+        parameters: Column,
+        gradients: Column,
+        optimizer: Column,
+        activations: Column,
+        logits: Column,
+        buffers: Column,
+        waiting: Column,
+    ) -> PeakMemory:
+        """Return the parts with their total."""
+        total = parameters + gradients + optimizer + activations + logits + buffers
+        return PeakMemory(parameters, gradients, optimizer, activations, logits, buffers, waiting, total)
 
 
 def split_stages(jobs: Jobs) -> StageLayers:
@@ -114,11 +125,14 @@ def estimate_peak(jobs: Jobs, constants: Constants) -> PeakMemory:
 def _elementwise_worse(one: PeakMemory, other: PeakMemory) -> PeakMemory:
     """Return, for each rank and job, the one of two moments that needs more on the device."""
     more = other.total > one.total
-    names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+    waiting = np.maximum(one.waiting, other.waiting)
+    if more.shape == one.total.shape and not more.any():
+        return replace(one, waiting=waiting)
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total")
     pairs = {name: (getattr(other, name), getattr(one, name)) for name in names}
     # Parts that do not change with the moment are the same array in both: no need to choose.
     parts = {name: new if new is old else np.where(more, new, old) for name, (new, old) in pairs.items()}
-    return PeakMemory(**parts, waiting=np.maximum(one.waiting, other.waiting))
+    return PeakMemory(**parts, waiting=waiting)
 
 
 class _PeakSearch:
@@ -213,18 +227,49 @@ class _PeakSearch:
         reduced = self._reduced + self._first_shards(moment)
         behind = np.maximum(reduced - np.where(self.moved, 0.0, self.layer), 0)
         # In a W (input gradients exist already) weight gradients take the place of what they are computed from.
-        widest = self._widest * self.share * jobs.activation_bytes
-        behind_attention = self.before_attention + (2 + jobs.gated) * widest + self.attention
         between = moment.input_done + moment.input_done_last > 0
-        complete = self.block * self.share * jobs.activation_bytes + 2 * self.hidden - self._freed
-        working = np.maximum(self.working + self.unmoved + widest + self.asynchronous, complete)
-        working = np.where(between, 0.0, working)
-        working = np.where(jobs.dropout > 0, np.maximum(working, behind_attention), working)
-        # zero3 with a split backward: I has freed the embedding, and W gathers it again. The gathered shards are copied
-        # into one tensor, so that for a moment both are there.
-        again = (jobs.zero == 3) & (jobs.reshard > 0) & (jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD)
-        copied = np.maximum(again * ~between * self._embedding * jobs.activation_bytes - working, 0)
+        working = np.where(between, 0.0, self._block_working)
+        if self._drops:
+            working = np.where(jobs.dropout > 0, np.maximum(working, self._behind_attention), working)
+        copied = np.maximum(self._gathers_again * ~between * self._embedding * jobs.activation_bytes - working, 0)
         return self._peak(moment, working, self._losses(moment), self._buffers(behind, copied) + self._head(moment))
+
+    @cached_property
+    def _widest_bytes(self) -> Column:
+        """Bytes of the gradient of a block's widest product."""
+        widest: Column = self._widest * self.share * self.jobs.activation_bytes
+        return widest
+
+    @cached_property
+    def _block_working(self) -> Column:
+        """Bytes that the backward of a block needs beside stored activations, or its whole gradients at the end."""
+        complete = self.block * self.share * self.jobs.activation_bytes + 2 * self.hidden - self._freed
+        working: Column = np.maximum(self.working + self.unmoved + self._widest_bytes + self.asynchronous, complete)
+        return working
+
+    @cached_property
+    def _drops(self) -> bool:
+        """Whether any job has dropout."""
+        return bool(np.any(self.jobs.dropout > 0))
+
+    @cached_property
+    def _behind_attention(self) -> Column:
+        """Bytes that the backward of attention with dropout needs beside stored activations."""
+        behind: Column = self.before_attention + (2 + self.jobs.gated) * self._widest_bytes + self.attention
+        return behind
+
+    @cached_property
+    def _gathers_again(self) -> NDArray[np.bool_]:
+        """Whether the backward gathers the embedding once more.
+
+        zero3 with a split backward: I has freed the embedding, and W gathers it again. The gathered shards are copied
+        into one tensor, so that for a moment both are there.
+        """
+        jobs = self.jobs
+        again: NDArray[np.bool_] = (
+            (jobs.zero == 3) & (jobs.reshard > 0) & (jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD)
+        )
+        return again
 
     def at_reduction(self, moment: PipelineMoment) -> PeakMemory:
         """Return the peak when the first group of blocks has all gradients and copies them together to reduce."""
@@ -236,9 +281,13 @@ class _PeakSearch:
         between = moment.input_done + moment.input_done_last > 0
         working = self._reduced + beside - self._freed - between * self.pending
         working = np.where(self.keeps_gradients, 0.0, working)
+        return self._peak(moment, working, self._losses(moment), self._gathered_ahead + self._head(moment))
+
+    @cached_property
+    def _gathered_ahead(self) -> Column:
+        """Bytes of gathered parameters when a group's gradients are reduced."""
         ahead = np.clip(self._stage_layers - 1, 0, 1) * self._prefetches
-        gathered = self._gathered_bytes(np.where(self._frees, ahead * self.block, self.blocks))
-        return self._peak(moment, working, self._losses(moment), gathered + self._head(moment))
+        return self._gathered_bytes(np.where(self._frees, ahead * self.block, self.blocks))
 
     @cached_property
     def _reduced(self) -> Column:
@@ -286,27 +335,28 @@ class _PeakSearch:
         fully_shard gathers the next block while one computes. In a stage of two blocks there is no next one to gather
         when the first one's gradients are reduced.
         """
+        most, beside = self._gathered_in_block
+        several = self._stage_layers * self.block > self._group * (1 + 1e-9)
+        return np.maximum(most + copied, beside + np.maximum(behind * several, copied))
+
+    @cached_property
+    def _gathered_in_block(self) -> tuple[Column, Column]:
+        """Bytes of gathered parameters: (at most, beside gradients that are being reduced)."""
         layers, freed = self._stage_layers, self._frees
         ahead = 1 + self._prefetches
         most = np.where(freed, np.minimum(layers, ahead) * self.block, self.blocks)
         beside = np.where(freed, np.minimum(np.maximum(layers - 1, 1), ahead) * self.block, self.blocks)
-        several = layers * self.block > self._group * (1 + 1e-9)
-        return np.maximum(
-            self._gathered_bytes(most) + copied, self._gathered_bytes(beside) + np.maximum(behind * several, copied)
-        )
+        return self._gathered_bytes(most), self._gathered_bytes(beside)
 
     def at_end(self, moment: PipelineMoment) -> PeakMemory:
         """Return the peak at the end of the backward of a stage with the embedding or the head."""
-        jobs, rest = self.jobs, np.maximum(self.stages.tables - 1, 0)
+        jobs = self.jobs
         tables = np.where(jobs.pp == 1, self.stages.tables, np.minimum(self.stages.tables, 1)) * self.table
         # The gradients to reduce and the reduced shards, which exist before they are added to those of earlier
         # micro-batches.
         added = np.minimum(moment.accumulated + moment.reduced, 1.0) * jobs.gradient_bytes / self.shards
         reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes + added, 0.0)
         reduced = (reduced + jobs.activation_bytes) * self.trains_ends
-        gathered = self._gathered_bytes(self.blocks * ((jobs.zero == 3) & (jobs.reshard == 0)))
-        freed = (jobs.zero == 3) & (jobs.reshard > 0)
-        gathered = np.where(freed, np.where(jobs.pp == 1, 0.0, rest * self.table) * jobs.activation_bytes, gathered)
         losses = np.maximum(moment.losses - moment.loss, 0)
         has_last = np.minimum(moment.last, moment.loss)
         later = replace(
@@ -317,19 +367,37 @@ class _PeakSearch:
             input_done_last=np.maximum(moment.input_done_last - has_last, 0),
             reduced=np.minimum(moment.reduced + 1 / jobs.virtual_stages, 1 - moment.accumulated),
         )
-        return self._peak(later, np.zeros(()), losses * self._loss_kept, gathered + tables * reduced)
+        return self._peak(later, np.zeros(()), losses * self._loss_kept, self._gathered_at_end + tables * reduced)
+
+    @cached_property
+    def _gathered_at_end(self) -> Column:
+        """Bytes of gathered parameters at the end of a backward."""
+        jobs, rest = self.jobs, np.maximum(self.stages.tables - 1, 0)
+        gathered = self._gathered_bytes(self.blocks * ((jobs.zero == 3) & (jobs.reshard == 0)))
+        freed = (jobs.zero == 3) & (jobs.reshard > 0)
+        return np.where(freed, np.where(jobs.pp == 1, 0.0, rest * self.table) * jobs.activation_bytes, gathered)
 
     def at_loss(self, moment: PipelineMoment) -> PeakMemory:
         """Return the peak when a loss's backward begins: fp32 gradients of the logits, before and after conversion."""
-        jobs = self.jobs
-        sharded = (jobs.zero == 3) & (jobs.reshard > 0)
-        gathered = self._gathered_bytes(np.where(sharded, 0.0, self.weights - self.ends))
-        # The loss over a split vocabulary is our own and converts its fp32 gradient; torch's keeps a second fp32 one.
-        split = (jobs.tp > 1) * jobs.activation_bytes
-        twice = self.logits * np.where(split > 0, self.wide + split, 2 * self.wide)
-        working = moment.loss * np.where(self.chunked, self._chunk, twice)
+        working = moment.loss * self._loss_working
         stored = moment.losses * self._loss_kept + moment.loss * self._last_logits
-        return self._peak(moment, np.zeros(()), stored + working, gathered)
+        return self._peak(moment, np.zeros(()), stored + working, self._gathered_at_loss)
+
+    @cached_property
+    def _gathered_at_loss(self) -> Column:
+        """Bytes of gathered parameters when a loss's backward begins."""
+        sharded = (self.jobs.zero == 3) & (self.jobs.reshard > 0)
+        return self._gathered_bytes(np.where(sharded, 0.0, self.weights - self.ends))
+
+    @cached_property
+    def _loss_working(self) -> Column:
+        """Bytes of the gradients of logits.
+
+        The loss over a split vocabulary is our own and converts its fp32 gradient; torch's keeps a second fp32 one.
+        """
+        split = (self.jobs.tp > 1) * self.jobs.activation_bytes
+        twice = self.logits * np.where(split > 0, self.wide + split, 2 * self.wide)
+        return np.where(self.chunked, self._chunk, twice)
 
     @cached_property
     def _chunk(self) -> Column:
@@ -378,19 +446,17 @@ class _PeakSearch:
         # gradients that they receive and send for one.
         ends = np.where(jobs.pp > 1, ((self.moved + 1.0) * moment.stages + 2) * self.hidden, 0.0)
         ends = ends + moment.last * self.last_norm
-        stages_of_first = np.maximum(jobs.virtual_stages - self.stages.has_last * (jobs.pp > 1), 1)
-        in_flight = np.where(jobs.pp > 1, moment.stages / stages_of_first, moment.last)
+        in_flight = np.where(jobs.pp > 1, moment.stages / self._stages_of_first, moment.last)
         ends = ends + self._on_first * in_flight * self.embedding_mask
         pending = (moment.input_done * self.stages.stage + moment.input_done_last * last) * self.pending
-        of_logits = np.where(self.chunked, self._loss_kept, self.logits * jobs.activation_bytes)
-        pending = pending + moment.input_done_last * of_logits
+        pending = pending + moment.input_done_last * self._pending_logits
         rest = ends + pending + working
         gradients = self._gradients(moment)
         if self._sends_gradients is not None:
             gradients = np.where(self._sends_gradients, self._unsent_sums, gradients)
         waiting = np.where(self.moved, stored, 0.0) if self._moves else np.zeros(())
         activations = np.where(self.moved, rest, stored + rest) if self._moves else stored + rest
-        return PeakMemory(
+        return PeakMemory.add_up(
             self._parameters,
             gradients,
             self._optimizer,
@@ -399,6 +465,17 @@ class _PeakSearch:
             buffers + self._accumulated,
             waiting,
         )
+
+    @cached_property
+    def _stages_of_first(self) -> Column:
+        """Virtual stages of a rank without the pipeline's last one, at least 1."""
+        stages: Column = np.maximum(self.jobs.virtual_stages - self.stages.has_last * (self.jobs.pp > 1), 1)
+        return stages
+
+    @cached_property
+    def _pending_logits(self) -> Column:
+        """Bytes that the head's weight gradient waits with."""
+        return np.where(self.chunked, self._loss_kept, self.logits * self.jobs.activation_bytes)
 
     @cached_property
     def _parameters(self) -> Column:
@@ -428,13 +505,16 @@ class _PeakSearch:
 
         Gradients of a stage are allocated by its first backward. ddp's buckets exist from the first step on.
         """
-        gradients = self._trained * self.jobs.gradient_bytes
-        shards = self._trained_held * self.jobs.gradient_bytes / self.shards
-        unreduced = np.where(self.keeps_gradients, gradients, shards)
-        found: Column = np.where(
-            self.jobs.zero >= 1, moment.accumulated * unreduced + moment.reduced * shards, gradients
-        )
+        whole, shards, unreduced = self._gradient_bytes
+        found: Column = np.where(self.jobs.zero >= 1, moment.accumulated * unreduced + moment.reduced * shards, whole)
         return found
+
+    @cached_property
+    def _gradient_bytes(self) -> tuple[Column, Column, Column]:
+        """Bytes of the rank's gradients: (whole, sharded, as they are before the reduction)."""
+        whole = self._trained * self.jobs.gradient_bytes
+        shards = self._trained_held * self.jobs.gradient_bytes / self.shards
+        return whole, shards, np.where(self.keeps_gradients, whole, shards)
 
     @cached_property
     def _unsent_sums(self) -> Column:

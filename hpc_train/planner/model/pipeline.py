@@ -203,7 +203,7 @@ def _has_no_steady_state(jobs: Jobs) -> NDArray[np.bool_]:
 
 
 def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
-    """Return the moments of schedules that do not split backward: three are enough.
+    """Return the moments of schedules that do not split backward: two or three are enough.
 
     They are the first backward when most is in flight, the next one, and for interleaved_1f1b a backward of another
     stage while nothing of the last stage is in flight.
@@ -227,6 +227,8 @@ def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
         np.where(m > 1, np.where(one_stage, 1 / v, np.ones(shape)), 0.0), nothing, has_loss,
     )  # fmt: skip
     without_last = (v > 1) & (jobs.schedule == _SCHEDULE_CODE["interleaved_1f1b"]) & (jobs.pp > 1)
+    if not np.any(without_last):
+        return [first, second]
     others = replace(first, stages=counts, last=nothing, losses=nothing, loss=nothing)
     names = [column.name for column in fields(PipelineMoment)]
     third = PipelineMoment(*(np.where(without_last, getattr(others, name), getattr(first, name)) for name in names))

@@ -88,15 +88,16 @@ class TopCandidates:
         if not rated.count:
             return
         every = concatenate_rated([self._rated, rated])
-        # Sort by time, then memory, then all columns, so that the result does not depend on the order of offers.
-        ties = (every.columns[name] for name in reversed(COLUMN_NAMES))
-        every = every.take(np.lexsort((*ties, every.memory, every.step)))
         mesh, quickest = _quickest(every)
         self._quickest = np.sort(quickest)[: self._keep]
         # A faster candidate may still bring this mesh among the best, and this candidate may be its simplest.
-        near = (every.step <= self.limit) & (every.step <= quickest[mesh] * (1 + EQUAL_TIME_TOLERANCE))
-        rows = np.flatnonzero(near)
-        self._rated = every.take(rows[_simpler(mesh[rows], layout_complexity(every.take(rows).columns))])
+        near = np.flatnonzero((every.step <= self.limit) & (every.step <= quickest[mesh] * (1 + EQUAL_TIME_TOLERANCE)))
+        kept, mesh = every.take(near), mesh[near]
+        # Sort by time, then memory, then all columns, so that the result does not depend on the order of offers.
+        ties = (kept.columns[name] for name in reversed(COLUMN_NAMES))
+        order = np.lexsort((*ties, kept.memory, kept.step))
+        kept = kept.take(order)
+        self._rated = kept.take(_simpler(mesh[order], layout_complexity(kept.columns)))
 
     def ranked(self) -> RatedCandidates:
         """Return one candidate per mesh, the simplest of its fastest, at most `keep`.
