@@ -227,11 +227,13 @@ def _split_length(period: Period, length: float, kept_up_to: int) -> dict[str, f
     made = last.seconds.get("step", 0.0)
     found["kept"] = min(made, _seconds_of_steps(period.lines, period.resumed, kept_up_to))
     found["lost"] = made - found["kept"]
+    # Rank 0 has written the line, and the batch script the begin and the end: the clocks of their nodes may differ.
+    written = min(max(last.time, period.began + sum(last.seconds.values())), period.ended)
     # What came before the process: the batch script, modules, srun.
-    found["start"] += max(0.0, last.time - sum(last.seconds.values()) - period.began)
-    after = max(0.0, period.ended - last.time)
+    found["start"] += max(0.0, written - sum(last.seconds.values()) - period.began)
+    after = max(0.0, period.ended - written)
     if not last.ended and period.noticed is not None:
-        found["detect"] = min(max(0.0, period.noticed - last.time), after)
+        found["detect"] = min(max(0.0, period.noticed - written), after)
         after -= found["detect"]
     found["drain"] += after
     # So that the classes add up exactly. It is small unless a process was stopped or clocks of nodes differ.

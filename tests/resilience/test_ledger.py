@@ -123,6 +123,23 @@ def test_classes_are_those_of_the_simulated_run(seed: int) -> None:
         assert ledger.seconds[name] == pytest.approx(run.truth[name], abs=1e-6 * total), name
 
 
+@pytest.mark.parametrize("seconds", [86400.0, -86400.0])
+def test_a_clock_that_is_a_day_wrong_only_moves_time_between_start_and_end(seconds: float) -> None:
+    """Rank 0 has written the lines on another node than that of the batch script."""
+    for seed in range(20):
+        run = SimulatedRun(seed)
+        right = account_run(run.periods, run.submitted, run.saved)
+        periods = [
+            replace(period, lines=[replace(line, time=line.time + seconds) for line in period.lines])
+            for period in run.periods
+        ]
+        wrong = account_run(periods, run.submitted, run.saved)
+        assert min(wrong.seconds.values()) > -1e-6
+        assert wrong.total == pytest.approx(right.total)
+        for name in set(CLASSES) - {"start", "drain", "detect", "other"}:
+            assert wrong.seconds[name] == pytest.approx(right.seconds[name]), name
+
+
 def test_lines_some_seconds_apart_shift_little() -> None:
     run = SimulatedRun(3)
     coarse = [replace(period, lines=period.lines[::3]) for period in run.periods]
