@@ -250,6 +250,22 @@ def graph_breaks() -> dict[str, int]:
     return {**counters["graph_break"], **limits}
 
 
+def compile_for_each_shape(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile a function anew for each shape of its arguments, however many shapes there are.
+
+    Private because torch otherwise gives up after eight, and has no public way to say so for one function.
+    """
+    from torch._dynamo.utils import disable_cache_limit
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=False)
+
+    def call(*arguments: Any) -> None:
+        with disable_cache_limit():
+            compiled(*arguments)
+
+    return call
+
+
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Join several axes of a mesh into one, which its root mesh then knows by `name` too. A collective.
 

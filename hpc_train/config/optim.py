@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpc_train.config.schema import config_dataclass, config_field
 
-OPTIMIZERS = ("adamw", "muon", "sgd", "adafactor")
+OPTIMIZERS = ("adamw", "muon", "sgd", "adafactor", "schedule_free")
 """Optimizers that come with the package."""
 
 

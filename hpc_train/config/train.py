@@ -178,7 +178,7 @@ class OptimConfig:
     """The optimizer: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), another one, or one of your own."""
 
     name: str = "adamw"
-    """adamw, muon, sgd, adafactor, or a name given to hpc_train.components.register_optimizer."""
+    """adamw, muon, sgd, adafactor, schedule_free, or a name given to hpc_train.components.register_optimizer."""
     module: str | None = None
     """Python module to import first, where an optimizer or a schedule of your own is registered."""
     args: dict[str, float | int | bool | str | None] = config_field(default={})
@@ -199,9 +199,11 @@ class OptimConfig:
     """Sequences in the global batch that `lr` was tuned at; needed by linear and sqrt."""
     implementation: str = config_field(default="auto", choices=("auto", "fused", "foreach", "for_loop"))
     """Implementation of torch's AdamW; auto: fused if torch has it for the device."""
-    state: str = config_field(default="full", choices=("full", "bf16"))
-    """Format of AdamW's two moments. full: that of the parameters; bf16: bfloat16, rounded stochastically, the same in
-    every layout."""
+    state: str = config_field(default="full", choices=("full", "bf16", "8bit"))
+    """Format of AdamW's two moments, the same in every layout. full: that of the parameters; bf16: bfloat16, rounded
+    stochastically; 8bit: 8 bits by torchao, for matrices whose rows are multiples of `block_size`."""
+    block_size: int = config_field(default=128, ge=16, le=1 << 16)
+    """Elements of a row that share a scale in optim.state=8bit."""
     groups: list[ParameterGroupConfig] = config_field(default=[])
     """Settings of parameters by glob: [{match: '*.bias', lr_scale: 0.5}, {match: head.*, weight_decay: 0}]."""
     muon: MuonConfig = config_field(default=MuonConfig)

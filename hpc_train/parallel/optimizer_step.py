@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from heapq import heapreplace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,14 @@ class GradientUpdate(Protocol):
     def shards(self) -> Iterator[TensorShard]: ...
 
 
+@runtime_checkable
+class ReplacesWeights(Protocol):
+    """Something with weights that evaluations use instead of the trained ones."""
+
+    def replace_weights(self) -> AbstractContextManager[None]:
+        """Let them take the place of the trained ones in a block of code."""
+
+
 class OptimizerUpdates:
     """Applies gradients to the parameters of all stages of this rank."""
 
@@ -172,7 +180,13 @@ class OptimizerUpdates:
 
     def use_evaluation_weights(self) -> AbstractContextManager[None]:
         """Let the average of the weights, if one is kept for that, take their place in a block of code."""
-        return nullcontext() if self._average is None else self._average.replace_weights()
+        source = self._find_evaluation_weights()
+        return nullcontext() if source is None else source.replace_weights()
+
+    def _find_evaluation_weights(self) -> ReplacesWeights | None:
+        if self._average is not None and self._average.evaluates:
+            return self._average
+        return self._optimizer if isinstance(self._optimizer, ReplacesWeights) else None
 
     def clear_gradients(self) -> None:
         """Drop the gradients."""
@@ -180,7 +194,7 @@ class OptimizerUpdates:
 
     def shards(self) -> Iterator[TensorShard]:
         """See interfaces.Engine."""
-        exchanged = self._average is not None and self._average.evaluates
+        exchanged = self._find_evaluation_weights() is not None
         for shard in list_tensor_shards(self._parts, self._optimizer, self._world, self._borrowed):
             yield replace(shard, still=False) if exchanged else shard  # an evaluation exchanges weights and average
         if self._scaling is not None:

@@ -25,11 +25,13 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.optimizers.parameter_groups import (
     TrainedParameter,
+    agree_on,
     check_globs,
     list_trained,
     make_groups,
     select_for_muon,
 )
+from hpc_train.traffic.moment_blocks import LEAST_ELEMENTS
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, world: World | None = None) -> torch.optim.Optimizer:
@@ -50,6 +52,13 @@ def make_optimizer(model: nn.Module, config: OptimConfig, world: World | None = 
         return _make_sgd(trained, config)
     if config.name == "adafactor":
         return _make_adafactor(trained, config)
+    if config.name == "schedule_free":
+        from hpc_train.parallel.optimizers.schedule_free import ScheduleFreeAdamW
+
+        betas = (config.betas[0], config.betas[1])
+        return ScheduleFreeAdamW(make_groups(trained, config), lr=config.lr, betas=betas, eps=config.eps)
+    if config.state == "8bit":
+        return _make_quantized_adamw(trained, config, world)
     return _make_adamw(trained, config)
 
 
@@ -71,6 +80,29 @@ def _make_adamw(trained: Sequence[TrainedParameter], config: OptimConfig) -> tor
         eps=config.eps,
         **_implementation(config.implementation, trained[0].value.device),
     )
+
+
+def _make_quantized_adamw(
+    trained: Sequence[TrainedParameter], config: OptimConfig, world: World | None
+) -> torch.optim.Optimizer:
+    from hpc_train.parallel.optimizers.quantized_adamw import QuantizedAdamW
+
+    optimizer = QuantizedAdamW(
+        make_groups(trained, config),
+        {one.value: one.name for one in trained},
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        block_size=config.block_size,
+    )
+    if not agree_on([optimizer.quantizes], world)[0]:
+        widest = max((one.value.shape[-1] for one in trained if one.value.ndim > 1), default=0)
+        raise UserError(
+            f"optim.state=8bit: would have no effect: no matrix has {LEAST_ELEMENTS} elements in rows that are "
+            f"multiples of optim.block_size={config.block_size} (the widest has {widest}); use a smaller block_size, "
+            "or optim.state=full"
+        )
+    return optimizer
 
 
 def _make_muon(trained: Sequence[TrainedParameter], config: OptimConfig, world: World | None) -> torch.optim.Optimizer:

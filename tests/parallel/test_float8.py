@@ -106,6 +106,15 @@ def test_what_cannot_be_combined_is_one_line(overrides: tuple[str, ...], words: 
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_formats_of_blocks_are_one_line_that_names_their_hardware(recipe: str) -> None:
+    with pytest.raises(
+        UserError, match=rf"precision\.float8={recipe}: .* 10\.3 \(B200, B300\).* use .*rowwise"
+    ) as caught:
+        compose(["precision=fp8", f"precision.float8={recipe}"])
+    assert "\n" not in str(caught.value)
+
+
 def test_a_model_without_fitting_sizes_is_one_line() -> None:
     with pytest.raises(UserError, match="multiples of 16"):
         convert_linear_layers(model("grouped"), PrecisionConfig(float8="rowwise"), torch.device("cpu"))

@@ -31,6 +31,25 @@ REFUSED = (
     ("optim.state=bf16 parallel=fsdp parallel.offload.optimizer=cpu", "not with parallel.offload.optimizer"),
     ("optim.state=bf16 parallel.sync.every=5", "not with parallel.sync.every"),
     ("optim.state=bf16 parallel=server", "not with parallel.server.mode"),
+    ("optim.state=8bit optim=muon", "works for the moments of AdamW only, not with optim.name=muon"),
+    ("optim.state=8bit parallel.sync.every=5", "not with parallel.sync.every"),
+    ("optim.state=8bit parallel=fsdp parallel.offload.parameters=cpu", "not with parallel.offload.parameters"),
+    ("optim.state=8bit precision=fp64", "would round the parameters of precision=fp64; use precision=fp32"),
+    ("optim.block_size=64", "optim.block_size=64: without effect; set optim.state=8bit"),
+    (
+        "optim.state=8bit model=llama_8b parallel.tp=2 model.feed_forward=14464",
+        "leaves a rank 7232 elements of each row of the feed-forward layer's output, no multiple of "
+        "optim.block_size=128; use optim.block_size=64, a smaller parallel.tp, or optim.state=bf16",
+    ),
+    ("optim=schedule_free optim.schedule.name=cosine", "set optim.schedule.name=constant (optim=schedule_free does)"),
+    ("optim=schedule_free optim.ema.decay=0.9", "evaluates with an average of its own; leave one of them out"),
+    ("optim=schedule_free optim.betas=[0,0.9]", "without an average; use 0.9, or optim=adamw"),
+    ("optim=schedule_free optim.implementation=fused", "without effect at optim.name=schedule_free; leave it out"),
+    ("optim=schedule_free parallel=server", "where no rank has whole updates; use optim=adamw or ddp"),
+    ("optim=schedule_free parallel.sync.every=5", "optim.name=schedule_free"),
+    ("optim=schedule_free parallel=fsdp parallel.offload.optimizer=cpu", "not with parallel.offload.optimizer=cpu"),
+    ("optim=schedule_free checkpoint.weights_every=5", "from which their average follows; use checkpoint.keep_every"),
+    ("optim=schedule_free optim.state=bf16", "not with optim.name=schedule_free"),
     ("optim=sgd parallel=fsdp optim.implementation=fused", "torch has no fused SGD over shards"),
     ("optim=sgd optim.sgd.nesterov=true optim.sgd.momentum=0", "optim.sgd.nesterov=true: needs momentum"),
     ("optim.muon.ns_steps=3", "optim.muon.ns_steps=3: without effect at optim.name=adamw; set optim=muon"),
@@ -102,6 +121,16 @@ def test_muon_needs_blocks_or_names() -> None:
         return momenta
 
     assert run_ranks(attempt, 1, parallel=config.parallel) == [["1.weight"]]
+
+
+def test_moments_in_8_bits_without_effect_are_refused() -> None:
+    config = compose(["model=llama_tiny", "optim.state=8bit", "optim.block_size=4096"])
+
+    def attempt(world: World) -> None:
+        with pytest.raises(UserError, match=r"no effect: no matrix has 4096 elements .*block_size=4096 \(the widest"):
+            make_optimizer(build_model(config.model), config.optim, world)
+
+    run_ranks(attempt, 1, parallel=config.parallel)
 
 
 def test_groups_set_rate_and_decay_by_name() -> None:

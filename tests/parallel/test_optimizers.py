@@ -18,6 +18,7 @@ import torch
 from drawn import draw
 from matrix import SEQUENCES, Case, resume, train_and_resume, train_and_save, truth
 from outcome import Outcome
+from schedulefree import AdamWScheduleFree
 from test_matrix import HSDP, assert_outcome
 from test_random_layouts import draw as draw_layout
 from test_random_layouts import legal
@@ -39,6 +40,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "sgd-plain": ("optim=sgd", "optim.sgd.momentum=0"),
     "adafactor": ("optim=adafactor", "optim.weight_decay=0.3"),
     "bf16": ("optim.state=bf16", "optim.weight_decay=0.3"),
+    "schedule-free": ("optim=schedule_free", "optim.weight_decay=0.3"),
 }  # fmt: skip
 
 CASES: dict[str, tuple[str, Case]] = {
@@ -85,11 +87,19 @@ CASES: dict[str, tuple[str, Case]] = {
     "bf16-ddp": ("bf16", Case(2, ("parallel=ddp",))),
     "bf16-tp-2-zero3-2": ("bf16", Case(4, ("parallel=fsdp", "parallel.tp=2"), "tied", micro=5)),
     "bf16-pp-2-zero3-2": ("bf16", Case(4, ("parallel=fsdp", "parallel.pp=2"), micro=2)),
+    "free-ddp": ("schedule-free", Case(2, ("parallel=ddp",))),
+    "free-zero1": ("schedule-free", Case(2, ("parallel.strategy=zero1",))),
+    "free-zero3-4-uneven": ("schedule-free", Case(4, ("parallel=fsdp",), "grouped", micro=2)),
+    "free-hsdp-tp-2": ("schedule-free", Case(8, (*HSDP, "parallel.tp=2"), "gpt2", micro=2)),
+    "free-cp-2-zero3": ("schedule-free", Case(4, ("parallel=fsdp", "parallel.cp=2"))),
+    "free-pp-2-zero2": ("schedule-free", Case(4, ("parallel.strategy=zero2", "parallel.pp=2"), "tied")),
+    "free-ep-2": ("schedule-free", Case(2, ("parallel=fsdp", "parallel.ep=2"), "experts")),
     "bf16-ep-2": ("bf16", Case(2, ("parallel=fsdp", "parallel.ep=2"), "experts")),
 }
 DRAWN = (
     "muon-ddp-3-of-4", "muon-zero3-4-uneven", "muon-tp-2-zero3-2", "muon-pp-2-zbv-ddp-2", "muon-ep-2-of-4",
     "sgd-zero3-tp-2", "adafactor-tp-2-zero3-2", "bf16-tp-2-zero3-2",
+    "free-zero3-4-uneven", "free-pp-2-zero2",
 )  # fmt: skip
 
 
@@ -146,6 +156,18 @@ class WholeMuon(torch.optim.Optimizer):
                 self.state[p] = dict(self._adamw.state[p])
 
 
+class WholeScheduleFree(AdamWScheduleFree):
+    """The package's, with what it keeps in its groups listed as state."""
+
+    def step(self, closure: object = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            counters = {"step": "k", "weight_sum": "weight_sum", "lr_max": "lr_max"}
+            found = {key: torch.tensor(group[name], dtype=torch.float64) for key, name in counters.items()}
+            for p in group["params"]:
+                self.state[p].update(found, beta1=torch.tensor(group["betas"][0], dtype=torch.float64))
+
+
 def _split_by_dimensions(parameters: Iterable[nn.Parameter], decay: float) -> list[dict[str, Any]]:
     every = list(parameters)
     return [
@@ -164,6 +186,10 @@ def _make_reference(module: nn.Module, config: RunConfig) -> torch.optim.Optimiz
     if optim.name == "adamw":
         names = {parameter: name for name, parameter in module.named_parameters()}
         return RoundedAdamW(groups, names, lr=1.0, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps)
+    if optim.name == "schedule_free":
+        free = WholeScheduleFree(groups, lr=1.0, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps)
+        free.train()
+        return free
     assert optim.name == "adafactor"
     return torch.optim.Adafactor(groups, lr=1.0)
 

@@ -24,6 +24,10 @@ from hpc_train.training.optimizer import make_optimizer
         "optim=sgd optim.sgd.momentum=0",
         "optim=adafactor",
         "optim=muon optim.ema.decay=0.9",
+        "optim=schedule_free",
+        "optim.state=8bit optim.block_size=64",
+        "optim.state=8bit optim.block_size=128 model.hidden=192 model.heads=4 model.feed_forward=256",
+        "optim.state=8bit optim.block_size=32 model=llama_moe_tiny",
     ],
 )
 def test_bytes_of_optimizer_state(overrides: str) -> None:

@@ -55,6 +55,18 @@ def test_candidates_are_accepted(more: tuple[str, ...]) -> None:
         assert candidate.config.parallel.tp == 1 or "precision=fp8" not in more
 
 
+def test_moments_in_8_bits_are_a_quarter_and_keep_their_blocks_whole() -> None:
+    full, eight = estimate("precision=bf16"), estimate("precision=bf16", "optim.state=8bit")
+    share = float(eight.memory.optimizer.max() / full.memory.optimizer.max())
+    assert share == pytest.approx((1 + 4 / 128) / 4, rel=0.01)
+    words = (*RUN, "precision=bf16", "optim.state=8bit", "model.feed_forward=14464", "model.vocab_size=8192")
+    plan = asked(*words, "parallel.cp=1", top=50)  # 113 blocks of 128 in a row
+    assert plan.best is not None
+    for candidate in plan.candidates:
+        check_support(candidate.config, 8)
+        assert candidate.config.parallel.tp == 1
+
+
 def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
     whole, adapted = estimate("precision=bf16"), estimate("precision=bf16", "adapter.kind=lora")
     assert adapted.memory.optimizer.max() < 0.02 * whole.memory.optimizer.max()

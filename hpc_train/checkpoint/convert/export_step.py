@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hpc_train.checkpoint.convert import model_config
-from hpc_train.checkpoint.convert.averaged_weights import AveragedTensors, check_average
+from hpc_train.checkpoint.convert.averaged_weights import AveragedTensors, check_average, is_schedule_free
 from hpc_train.checkpoint.convert.formats import dcp, peft_files, safetensors_files
 from hpc_train.checkpoint.convert.merge_adapters import (
     MergedTensors,
@@ -111,7 +111,7 @@ def _write_files(
     dtype = parse_dtype(options.dtype) if options.dtype else None
     with SavedStepTensors(step.path, step.manifest, step.where) as saved:
         opened: TensorSource = saved if base is None else add_base(saved, step.manifest, base, step.where)
-        opened = AveragedTensors(opened) if options.averaged else opened
+        opened = AveragedTensors(opened) if options.averaged or _exports_result(step, options) else opened
         if options.format == "adapter":
             return _write_adapter(folder, opened, tensors, _config_of_step(options, step), dtype, on_bytes)
         source = opened
@@ -129,6 +129,15 @@ def _write_files(
         return files if "tokenizer.json" in files else [*files, *_write_tokenizer(folder, config.data)]
 
 
+def _exports_result(step: OpenStep, options: ExportOptions) -> bool:
+    """Return whether this exports a schedule-free run's weights alone: they are then the average, its result."""
+    return _has_weights_only(options) and is_schedule_free(step.manifest.step_layout.tensors)
+
+
+def _has_weights_only(options: ExportOptions) -> bool:
+    return options.weights or options.merged or options.averaged or options.format in ("hf", "adapter")
+
+
 def _select_tensors(step: OpenStep, base: HfModelConfig | None, options: ExportOptions) -> list[SavedTensor]:
     """Return the tensors to export. Raises UserError if adapters exist but were not asked for, or vice versa."""
     every = step.manifest.step_layout.tensors
@@ -137,8 +146,7 @@ def _select_tensors(step: OpenStep, base: HfModelConfig | None, options: ExportO
     if base is not None:
         with SavedStepTensors(step.path, step.manifest, step.where) as saved:
             every = tuple(add_base(saved, step.manifest, base, step.where).tensors)
-    weights_only = options.weights or options.merged or options.averaged or options.format in ("hf", "adapter")
-    tensors = [tensor for tensor in every if is_weight(tensor.name) or not weights_only]
+    tensors = [tensor for tensor in every if is_weight(tensor.name) or not _has_weights_only(options)]
     adapted = {f"{layer}.weight" for layer in find_adapted_layers(tensors)}
     if not adapted and (options.merged or options.format == "adapter"):
         raise UserError(f"{step.where}: has no adapters; export it with --format alone")

@@ -42,6 +42,7 @@ _UNCOMPRESSED = {
 
 def check_config(config: RunConfig) -> RunConfig:
     """Raise UserError for the first value that is out of range or contradicts another; returns the config."""
+    _check_block_formats(config)
     check_group(config, "")
     check_cluster(config.cluster)
     _check_length(config)
@@ -59,6 +60,16 @@ def check_config(config: RunConfig) -> RunConfig:
     requested_degrees(config.parallel)
     _check_fixed(config)
     return config
+
+
+def _check_block_formats(config: RunConfig) -> None:
+    """Say where formats with a scale for each few elements would work, before they are called no choice."""
+    float8 = config.precision.float8
+    if float8 in ("mxfp8", "mxfp4", "nvfp4"):
+        raise UserError(
+            f"precision.float8={float8}: needs a GPU with products of that format, of compute capability 10.0 or 10.3 "
+            "(B200, B300), and torchao has it as a prototype only, so it is not offered; use precision.float8=rowwise"
+        )
 
 
 def check_group(config: Any, path: str) -> None:

@@ -71,7 +71,7 @@ def select_for_muon(trained: Sequence[TrainedParameter], config: OptimConfig, wo
     globs = config.muon.parameters
     if not globs:
         chosen = [parameter for parameter in trained if parameter.hidden]
-        if not _agree_on([bool(chosen)], world)[0]:
+        if not agree_on([bool(chosen)], world)[0]:
             raise UserError(
                 "optim.name=muon: the model has no matrices in blocks(); name hidden matrices with "
                 "optim.muon.parameters=['<glob>'], or use optim=adamw"
@@ -132,14 +132,14 @@ def find_group(name: str, groups: Sequence[ParameterGroupConfig]) -> ParameterGr
 def check_globs(globs: Sequence[str], where: str, trained: Sequence[TrainedParameter], world: World | None) -> None:
     """Raise UserError for a glob that matches no parameter of the whole model, with the nearest names."""
     names = [parameter.name for parameter in trained]
-    matched = _agree_on([any(fnmatchcase(name, glob) for name in names) for glob in globs], world)
+    matched = agree_on([any(fnmatchcase(name, glob) for name in names) for glob in globs], world)
     for glob, found in zip(globs, matched, strict=True):
         if not found:
             near = difflib.get_close_matches(glob.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
             raise UserError(f"{where}: '{glob}' matches no trained parameter; near are {', '.join(near)}")
 
 
-def _agree_on(found: list[bool], world: World | None) -> list[bool]:
+def agree_on(found: list[bool], world: World | None) -> list[bool]:
     """Return what is true on any rank; stages have different parameters. In a rehearsal only rank 0's is known."""
     if world is None or not found or get_axis_degree(world, "pp") == 1:
         return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from hpc_train.config.keys.overrides import format_changed_setting
-from hpc_train.config.optim import AdafactorConfig, EmaConfig, MuonConfig, SgdConfig
+from hpc_train.config.optim import OPTIMIZERS, AdafactorConfig, EmaConfig, MuonConfig, SgdConfig
 from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig
+from hpc_train.config.train import OptimConfig
 from hpc_train.errors import UserError
+from hpc_train.traffic.moment_blocks import explain_cut_blocks, is_quantized, list_split_rows
 from hpc_train.traffic.sharding import uses_fully_shard
 
 _SETTINGS = {"muon": MuonConfig, "sgd": SgdConfig, "adafactor": AdafactorConfig}
@@ -19,7 +21,9 @@ def check_optimizer_rules(config: RunConfig, degrees: Degrees) -> None:
     _check_servers(config)
     _check_loose_sync(config)
     _check_offload(config)
+    _check_schedule_free(config)
     _check_rounded_state(config)
+    _check_blocks(config, degrees)
     if uses_fully_shard(config, degrees):
         _check_shards(config)
 
@@ -31,10 +35,10 @@ def _check_effect(config: RunConfig) -> None:
         if name != optim.name and settings != kind():
             changed = format_changed_setting(settings)
             raise UserError(f"optim.{name}.{changed}: without effect at optim.name={optim.name}; set optim={name}")
-    if optim.groups and optim.name not in ("adamw", *_SETTINGS):
+    if optim.groups and optim.name not in OPTIMIZERS:
         raise UserError(
             f"optim.groups: optim.name={optim.name} makes its own groups; give it its settings with optim.args, or use "
-            f"optim={', '.join(('adamw', *_SETTINGS))}"
+            f"optim={', '.join(OPTIMIZERS)}"
         )
     if optim.sgd.nesterov and optim.sgd.momentum == 0:
         raise UserError("optim.sgd.nesterov=true: needs momentum; set optim.sgd.momentum=0.9")
@@ -47,8 +51,10 @@ def _check_servers(config: RunConfig) -> None:
     if mode == "none":
         return
     where = f"parallel.server.mode={mode}"
-    if optim.name == "muon":
-        raise UserError(f"optim.name=muon: not with {where}, where no rank has whole updates; use optim=adamw or ddp")
+    if optim.name in ("muon", "schedule_free"):
+        raise UserError(
+            f"optim.name={optim.name}: not with {where}, where no rank has whole updates; use optim=adamw or ddp"
+        )
     if optim.groups:
         raise UserError(f"optim.groups: not with {where}, whose servers know no names; use parallel=ddp")
     if optim.ema.decay is not None:
@@ -60,8 +66,8 @@ def _check_loose_sync(config: RunConfig) -> None:
     if every is None:
         return
     where = f"parallel.sync.every={every}, whose copies differ between exchanges"
-    if optim.name == "muon":
-        raise UserError(f"optim.name=muon: not with {where}; use optim=adamw, or leave parallel.sync out")
+    if optim.name in ("muon", "schedule_free"):
+        raise UserError(f"optim.name={optim.name}: not with {where}; use optim=adamw, or leave parallel.sync out")
     if optim.ema.decay is not None:
         raise UserError(f"optim.ema.decay={optim.ema.decay:g}: not with {where}; leave one of them out")
 
@@ -72,13 +78,41 @@ def _check_offload(config: RunConfig) -> None:
         where = f"parallel.offload.{name}={getattr(offload, name)}"
         if getattr(offload, name) == "none":
             continue
-        if optim.name in ("muon", "adafactor"):
+        if optim.name in ("muon", "adafactor", "schedule_free"):
             raise UserError(
                 f"optim.name={optim.name}: not with {where}, which updates a part of the parameters at a time; use "
                 "optim=adamw, or leave the offload out"
             )
         if optim.ema.decay is not None:
             raise UserError(f"optim.ema.decay={optim.ema.decay:g}: not with {where}; leave one of them out")
+
+
+def _check_schedule_free(config: RunConfig) -> None:
+    optim = config.optim
+    if optim.name != "schedule_free":
+        return
+    if optim.schedule.name in ("cosine", "linear", "wsd"):
+        raise UserError(
+            f"optim.name=schedule_free: averages in place of a decay, which optim.schedule.name={optim.schedule.name} "
+            "would add; set optim.schedule.name=constant (optim=schedule_free does)"
+        )
+    if optim.ema.decay is not None:
+        raise UserError(
+            f"optim.ema.decay={optim.ema.decay:g}: optim.name=schedule_free evaluates with an average of its own; "
+            "leave one of them out"
+        )
+    if config.checkpoint.weights_every:
+        raise UserError(
+            f"checkpoint.weights_every={config.checkpoint.weights_every}: saves weights without the state of "
+            "optim.name=schedule_free, from which their average follows; use checkpoint.keep_every"
+        )
+    if optim.betas[0] == 0:
+        raise UserError("optim.betas.0=0: leaves optim.name=schedule_free without an average; use 0.9, or optim=adamw")
+    if optim.implementation != "auto":
+        raise UserError(
+            f"optim.implementation={optim.implementation}: is of torch's AdamW, and without effect at "
+            "optim.name=schedule_free; leave it out"
+        )
 
 
 def _check_rounded_state(config: RunConfig) -> None:
@@ -105,6 +139,24 @@ def _check_rounded_state(config: RunConfig) -> None:
     for other, is_on in others.items():
         if is_on:
             raise UserError(f"{option}: not with {other}; use optim.state=full, or leave {other} out")
+    if optim.state == "8bit" and config.precision.name == "fp64":
+        raise UserError(
+            f"{option}: torchao computes the update in 32 bits, which would round the parameters of precision=fp64; "
+            "use precision=fp32 or optim.state=full"
+        )
+
+
+def _check_blocks(config: RunConfig, degrees: Degrees) -> None:
+    """Refuse a tp that cuts the blocks of 8-bit moments: it splits the rows of some matrices."""
+    optim = config.optim
+    if optim.state != "8bit":
+        if optim.block_size != OptimConfig().block_size:
+            raise UserError(f"optim.block_size={optim.block_size}: without effect; set optim.state=8bit")
+        return
+    for name, shape in list_split_rows(config.model).items():
+        part = shape[-1] // degrees.tp
+        if is_quantized(shape, optim.block_size) and part % optim.block_size:
+            raise UserError(explain_cut_blocks(name, part, optim.block_size))
 
 
 def _check_shards(config: RunConfig) -> None:

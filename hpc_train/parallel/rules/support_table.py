@@ -323,6 +323,22 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_optimizers.py",
     ),
     Technique(
+        "AdamW's moments in 8 bits",
+        "optim.state=8bit",
+        "torchao's update and tables; blocks of whole rows",
+        "not equal: moments are rounded; the same in every layout",
+        "no precision=fp64, no parameter servers, no offload; tp leaves blocks whole",
+        "tests/parallel/test_adamw_8bit.py",
+    ),
+    Technique(
+        "schedule-free AdamW",
+        "optim=schedule_free",
+        "the package schedulefree",
+        EXACT,
+        "a constant learning rate; no parameter servers, no loose synchronisation, no offload",
+        "tests/parallel/test_optimizers.py",
+    ),
+    Technique(
         "moving average of the weights",
         "optim.ema.decay=0.999",
         "our own, in place on shards",

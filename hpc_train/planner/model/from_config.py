@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
+import numpy as np
+
 from hpc_train.cluster.calibration import DeviceMeasurement as Measured
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
@@ -129,6 +131,9 @@ def _count_optimizer_states(optim: OptimConfig, jobs: Jobs) -> Column:
     states: Column = as_column(2.0)
     if optim.state == "bf16":
         states = as_column(1.0)
+    if optim.state == "8bit":
+        share = _share_in_8_bits(jobs, optim.block_size)
+        states = 2 * (1 - share + share * (1 + 4 / optim.block_size) / jobs.weight_bytes)
     if optim.name == "muon":  # a momentum of matrices in layers, AdamW's two moments of the rest
         states = 2 - in_layers
     if optim.name == "sgd":
@@ -136,6 +141,23 @@ def _count_optimizer_states(optim: OptimConfig, jobs: Jobs) -> Column:
     if optim.name == "adafactor":  # a row and a column of each matrix
         states = in_layers * 2 / jobs.hidden + (1 - in_layers) * (1 / jobs.hidden + 1 / jobs.vocab)
     return states + (optim.ema.decay is not None)
+
+
+def _share_in_8_bits(jobs: Jobs, block_size: int) -> Column:
+    """Return the share of the parameters in matrices whose rows are multiples of a block (optim.state=8bit)."""
+    attended = jobs.heads * np.where(jobs.key_rank > 0, jobs.value_dim, jobs.head_dim)
+    dense, sparse = jobs.layers * (1 - jobs.sparse_share), jobs.layers * jobs.sparse_share
+    by_row = (  # width of a row, rows
+        (attended, jobs.layers * jobs.hidden),
+        (jobs.feed_forward, dense * jobs.hidden),
+        (jobs.expert_width, sparse * 2 * jobs.experts * jobs.hidden),
+    )
+    others: Column = jobs.parameters
+    quantized: Column = as_column(0.0)
+    for width, rows in by_row:
+        others = others - width * rows
+        quantized = quantized + np.where(width % block_size == 0, width * rows, 0.0)
+    return (quantized + np.where(jobs.hidden % block_size == 0, others, 0.0)) / jobs.parameters
 
 
 def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:

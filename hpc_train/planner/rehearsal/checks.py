@@ -63,9 +63,11 @@ def check_coverage(
 
 
 def find_tiling(built: RehearsedRank, piece: HeldShard) -> Tiling:
-    """Return the tiling of a piece. Optimizer state of the parameter's shape is split as the parameter is."""
+    """Return the tiling of a piece. Optimizer state with the parameter's dimensions is split as the parameter is."""
     tiling = built.tilings.get(_parameter(piece.name))
-    return tiling if tiling is not None and tiling.shape == piece.shape else whole_tiling(piece.shape)
+    if tiling is None or len(tiling.shape) != len(piece.shape):
+        return whole_tiling(piece.shape)
+    return tiling if tiling.shape == piece.shape else tiling.shrink(piece.shape)
 
 
 def _parameter(name: str) -> str:
@@ -151,8 +153,8 @@ def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict
 
     The rank is the first one, over all axes but pp, of pipeline rank `pp_rank`: it has the larger part of whatever does
     not divide. Each rank keeps ceil(rows / shards) rows of its tp part of every parameter (shards: dp_shard x cp), and
-    as many of gradients and of each of AdamW's moments, all in fp32 (fp64: in fp64). Empty for a custom model, whose
-    shapes are unknown.
+    as many of gradients and of each of AdamW's moments, all in fp32 (fp64: in fp64). Other optimizers are left out.
+    Empty for a custom model, whose shapes are unknown.
     """
     weights = list_weights(config.model)
     if weights is None:
@@ -168,11 +170,11 @@ def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict
     ]
     numbers = sum(held_elements_of(weight, how) // shards for stage in stages for weight in stage)
     tensors = sum(len(stage) for stage in stages)
-    return {
-        "parameters": numbers * number_bytes,
-        "gradients": numbers * number_bytes,
-        "optimizer": optimizer_state_bytes(numbers, tensors, number_bytes),
-    }
+    found = {"parameters": numbers * number_bytes, "gradients": numbers * number_bytes}
+    optim = config.optim
+    if optim.name == "adamw" and optim.state == "full" and optim.ema.decay is None:
+        found["optimizer"] = optimizer_state_bytes(numbers, tensors, number_bytes)
+    return found
 
 
 def optimizer_state_bytes(numbers: int, tensors: int, number_bytes: int) -> int:

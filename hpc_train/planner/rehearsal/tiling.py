@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from torch import Tensor
@@ -70,6 +70,21 @@ class Tiling:
             return int(getattr(degrees, axis)), at.get(axis, 0)
         outer, inner = divmod(at.get("dp_shard", 0) * degrees.cp + at.get("cp", 0), self.ep)
         return (self.ep, inner) if axis == "ep" else (degrees.dp_shard * degrees.cp // self.ep, outer)
+
+    def shrink(self, shape: tuple[int, ...]) -> Tiling:
+        """Return the tiling of optimizer state with fewer entries along some dimensions: sums, or scales of blocks.
+
+        A dimension with one entry is not split; one with an entry for so many elements is split as these are.
+        """
+        cuts: list[tuple[str, ...]] = []
+        intervals: list[tuple[Interval, ...]] = []
+        for whole, size, axes, held in zip(self.shape, shape, self.cuts, self.intervals, strict=True):
+            splits, block = size == whole or size > 1, whole // size
+            cuts.append(axes if splits else ())
+            intervals.append(
+                tuple((begin // block, length // block) for begin, length in held) if splits else ((0, 1),)
+            )
+        return replace(self, shape=shape, cuts=tuple(cuts), intervals=tuple(intervals))
 
     @property
     def rectangles(self) -> int:

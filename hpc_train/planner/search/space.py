@@ -19,6 +19,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.models.shape import CountedTransformer, compute_expert_width
 from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, SCHEDULES, Column
 from hpc_train.schedules.generate import REQUIREMENTS, Requirements
+from hpc_train.traffic.moment_blocks import is_quantized, list_split_rows
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class DegreeLimits:
     """Experts of a layer; 0: none."""
     tensor: bool = True
     """Whether tp is allowed: not with products in 8 bits, norms over all heads, or dropout of adapters."""
+    blocks: int = 0
+    """What tp divides besides: the blocks of 8-bit moments in a row that it splits; 0: anything."""
     positions: bool = True
     """Whether tp may split positions between layers: not in models of transformers, whose hidden states are whole."""
     adapter: bool = False
@@ -83,9 +86,18 @@ def degree_limits(config: RunConfig, global_batch: int | None = None) -> DegreeL
         tensor=config.precision.float8 == "none"
         and getattr(model, "query_key_norm", "none") != "full"
         and config.adapter.dropout == 0,
+        blocks=_count_split_blocks(config),
         positions=not isinstance(model, CountedTransformer),
         adapter=config.adapter.kind != "none",
     )
+
+
+def _count_split_blocks(config: RunConfig) -> int:
+    """Return the number of blocks that tp has to divide (parallel.rules.optimizer); 0: there is no limit."""
+    if config.optim.state != "8bit":
+        return 0
+    size, shapes = config.optim.block_size, list_split_rows(config.model).values()
+    return math.gcd(*(shape[-1] // size for shape in shapes if is_quantized(shape, size)))
 
 
 def list_divisors(number: int, others: Iterable[float] | None = None) -> list[int]:
@@ -99,7 +111,8 @@ def tensor_degrees(shape: DegreeLimits, world: int) -> list[int]:
     """List the degrees of tp that divide the matrices (parallel.rules.tensor) and the world."""
     if not shape.tensor:
         return [1]
-    found = [n for n in list_divisors(world) if shape.heads % n == 0 and shape.feed_forward % n == 0]
+    sizes = (shape.heads, shape.feed_forward, shape.blocks)
+    found = [n for n in list_divisors(world) if not any(size % n for size in sizes)]
     if shape.images:
         return found
     if not shape.vocabulary:
