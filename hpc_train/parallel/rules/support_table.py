@@ -335,7 +335,7 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "optim=schedule_free",
         "the package schedulefree",
         EXACT,
-        "a constant learning rate; no parameter servers, no loose synchronisation, no offload",
+        "a constant rate; no parameter servers, no loose synchronisation, no offload",
         "tests/parallel/test_optimizers.py",
     ),
     Technique(
