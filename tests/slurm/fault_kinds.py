@@ -219,7 +219,7 @@ def kill_slurmstepd(scene: Scene) -> AbstractContextManager[None]:
 def kill_agent(scene: Scene) -> AbstractContextManager[None]:
     """Kill the agent on the node of rank 1."""
     agents = processes_with("hpc_train.resilience.agent", str(scene.logs))
-    (agent,) = [process for process in agents if variables_of(process)["SLURMD_NODENAME"] == scene.host]
+    (agent,) = [process for process in agents if variables_of(process).get("SLURMD_NODENAME") == scene.host]
     os.kill(agent, signal.SIGKILL)
     return nullcontext()
 

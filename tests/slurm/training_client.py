@@ -109,8 +109,11 @@ def parent_of(process: int) -> int:
 
 
 def variables_of(process: int) -> dict[str, str]:
-    """Return the environment of a process."""
-    items = Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0")
+    """Return the environment of a process; {} if it has ended by now."""
+    try:
+        items = Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return {}
     return dict(item.split("=", 1) for item in items if "=" in item)
 
 
