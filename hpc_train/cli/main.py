@@ -96,6 +96,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR if of_input else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Exception as error:
+        if not _is_damaged_checkpoint(error) or arguments.debug:
+            raise
+        print(f"hpc-train: {one_line(str(error))}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _is_damaged_checkpoint(error: Exception) -> bool:
+    """Whether this is a CheckpointError, which only a command that has imported its module can raise."""
+    errors = sys.modules.get("hpc_train.checkpoint.errors")
+    return errors is not None and isinstance(error, errors.CheckpointError)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -40,7 +40,12 @@ from hpc_train.data.store_file import IMAGE_STORE, is_store
 from hpc_train.data.token_files import is_token_file, open_tokens
 from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import UserError
-from hpc_train.inference.load_model import find_run_config, refuse_base_of_folder, refuse_weights_of_folder
+from hpc_train.inference.load_model import (
+    find_run_config,
+    refuse_base_of_folder,
+    refuse_partial_folder,
+    refuse_weights_of_folder,
+)
 from hpc_train.interfaces import Engine, World
 from hpc_train.launch.freeze import check_model_and_data
 from hpc_train.models.hf.config_file import read_config_file
@@ -146,6 +151,7 @@ def _open_model(where: str, base: str | None) -> tuple[OpenStep | None, RunConfi
         plain = config_to_dict(compose(["model=hf", "model.path=.", "data=text"]))  # --data takes the place of text
         plain["model"] |= {"path": str(Path(where).expanduser()), "weights": "read"}
         return None, config_from_dict(plain)
+    refuse_partial_folder(where)
     step = open_one_step(where)
     return step, load_model_config(find_run_config(step), base)
 

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpc_train.data.readers.records import first_line
 from hpc_train.data.tokenizers.tokenizer import Tokenizer
 from hpc_train.data.tokenizers.tokenizer_folder import FolderTokenizer
 from hpc_train.errors import UserError
 from hpc_train.inference.load_model import LoadedModel
+from hpc_train.terminal import one_line
 
 Show = Callable[[str], object]
 """Takes each new piece of text."""
@@ -71,7 +73,10 @@ def _render_chat(tokenizer: Tokenizer, prompt: str) -> list[int]:
         raise UserError(f"--chat: the tokenizer {tokenizer.name} has no chat template; leave it out")
     renderer = make_chat_encoder(tokenizer).renderer
     messages = [{"role": "user", "content": prompt}]
-    text = renderer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    try:
+        text = renderer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template may fail in any way, and says so itself with raise_exception
+        raise UserError(one_line(f"--chat: the chat template refuses the prompt ({first_line(error)})")) from error
     return [int(token) for token in renderer(text, add_special_tokens=False)["input_ids"]]
 
 

@@ -14,19 +14,22 @@ import torch
 from torch import Tensor
 
 from hpc_train.checkpoint.convert.averaged_weights import choose_weights
-from hpc_train.checkpoint.convert.merge_adapters import MergedTensors, find_adapted_layers
+from hpc_train.checkpoint.convert.merge_adapters import MergedTensors
 from hpc_train.checkpoint.convert.model_config import encode_hf_config, load_model_config
 from hpc_train.checkpoint.convert.quantized_base import add_base, needs_base
 from hpc_train.checkpoint.convert.tensor_sources import SavedStepTensors, read_whole_tensors
+from hpc_train.checkpoint.convert.tied_weights import add_tied_weights, find_tied_names
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep, open_one_step
 from hpc_train.config.model import DataConfig, HfModelConfig, TransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.data.tokenizers.tokenizer import Tokenizer
 from hpc_train.errors import UserError
+from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.hf.config_file import read_config_file
 from hpc_train.models.hf.library import get_class, make_library_config
 from hpc_train.models.huggingface import to_huggingface
+from hpc_train.quiet_imports import without_warnings
 
 _AUTO_CLASS = "AutoModelForCausalLM"
 
@@ -54,10 +57,13 @@ def load_model(
         refuse_base_of_folder(where, base)
         refuse_weights_of_folder(where, weights)
         return _load_folder(path, tokenizer or where, device)
+    refuse_partial_folder(where)
     step = open_one_step(where)
     config = load_model_config(find_run_config(step), base)
     model = _make_model(config)
     state = _read_step(step, config, weights)
+    if state.keys() & find_tied_names(model).keys():  # an adapter is merged into one of two tied weights
+        model = _make_model(config, tied=False)
     if isinstance(config.model, TransformerConfig) and config.model.experts.count:
         model = _load_experts(model, state, where)
     else:
@@ -69,6 +75,18 @@ def refuse_base_of_folder(where: str, base: str | None) -> None:
     """Raise UserError for --base with a transformers folder, which contains its own model."""
     if base is not None:
         raise UserError(f"--base: {where} is a folder of transformers itself; leave it out")
+
+
+def refuse_partial_folder(where: str) -> None:
+    """Raise UserError for a folder with an adapter of PEFT and no model, or with weights and no config.json."""
+    folder = Path(where).expanduser()
+    if any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+        raise UserError(f"{where}: has weights and no config.json; give a folder that save_pretrained made")
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{where}: is an adapter of PEFT without its model; give the run that it was exported from, or what "
+            "`hpc-train checkpoint export RUN FOLDER --format hf --merged` wrote"
+        )
 
 
 def refuse_weights_of_folder(where: str, weights: str | None) -> None:
@@ -88,18 +106,40 @@ def find_run_config(step: OpenStep) -> Path:
 def _load_folder(path: Path, tokenizer: str, device: torch.device) -> LoadedModel:
     config = HfModelConfig(path=str(path))
     read_config_file(config)
+    opened = _open_folder_tokenizer(tokenizer)
     try:
-        model = get_class(_AUTO_CLASS).from_pretrained(
-            path, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype="auto"
-        )
+        with without_warnings():
+            model, report = get_class(_AUTO_CLASS).from_pretrained(
+                path,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype="auto",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # of any kind, from code that expects sound files
         text = " ".join(str(error).split())[:200]
         raise UserError(f"{path}: cannot be loaded as a model that generates text ({text})") from error
-    return LoadedModel(model.to(device).eval(), _open_folder_tokenizer(tokenizer))
+    _check_report(path, type(model).__name__, report)
+    return LoadedModel(model.to(device).eval(), opened)
 
 
-def _make_model(config: RunConfig) -> Any:
-    """Make the library's model of a run's, without its weights."""
+def _check_report(path: Path, kind: str, report: dict[str, Any]) -> None:
+    """Raise UserError where files and config.json differ: the library draws what it lacks, and leaves out the rest."""
+    reasons = {
+        "missing_keys": "its files do not have the weight",
+        "mismatched_keys": "its files have in another shape the weight",
+        "unexpected_keys": "its config.json has no place for the weight",
+    }
+    for key, reason in reasons.items():
+        if names := sorted(name if isinstance(name, str) else name[0] for name in report[key]):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"{path}: {reason} {names[0]}{more} of {kind}; give the files and config.json of one model")
+
+
+def _make_model(config: RunConfig, tied: bool = True) -> Any:
+    """Make the library's model of a run's, without its weights. tied: as its configuration says, False: never."""
     if isinstance(config.model, HfModelConfig):
         file = read_config_file(config.model)
         settings = make_library_config(file.body, file.model_type)
@@ -109,8 +149,11 @@ def _make_model(config: RunConfig) -> Any:
     else:
         raise UserError(f"model={config.model.name}: generates no text; give a run of a language model")
     dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
+    if not tied:
+        settings.tie_word_embeddings = False
     try:
-        return get_class(_AUTO_CLASS).from_config(settings, trust_remote_code=False, dtype=dtype)
+        with without_warnings():
+            return get_class(_AUTO_CLASS).from_config(settings, trust_remote_code=False, dtype=dtype)
     except ValueError as error:
         text = " ".join(str(error).split())[:200]
         raise UserError(f"model={config.model.name}: generates no text in transformers ({text})") from error
@@ -123,8 +166,8 @@ def _read_step(step: OpenStep, config: RunConfig, weights: str | None) -> dict[s
         if needs_base(step.manifest):
             assert isinstance(config.model, HfModelConfig)
             source = add_base(source, step.manifest, config.model, step.where)
-        if find_adapted_layers(source.tensors):
-            source = MergedTensors(source, config.adapter)
+        if any(is_adapter_parameter(tensor.name) for tensor in source.tensors if is_weight(tensor.name)):
+            source = MergedTensors(add_tied_weights(source, config.model), config.adapter)
         state = read_whole_tensors(source, [tensor for tensor in source.tensors if is_weight(tensor.name)])
     return state if isinstance(config.model, HfModelConfig) else to_huggingface(state, config.model)
 

@@ -33,6 +33,8 @@ def load_adapter(config: RunConfig, engine: Engine, world: World) -> str:
         folder, config.model, {name: (linear.outputs, linear.inputs) for name, linear in layers.items()}
     )
     _check_kind(folder, adapters, config.adapter)
+    if config.adapter.kind == "dora":
+        _check_weights(folder, adapters, layers)
     lengths = _measure_weights(shards, adapters, layers, world) if config.adapter.kind == "dora" else {}
     for shard in shards:
         layer, _, leaf = shard.name.rpartition(".")
@@ -50,12 +52,15 @@ class LayerShape(NamedTuple):
     inputs: int
     transposed: bool
     """Whether its weight is (inputs, outputs), as in Conv1D of transformers."""
+    has_weight: bool
+    """Whether a checkpoint has the weight under this layer's name: not one that is tied to another, or in 4 bits."""
 
     @classmethod
     def of(cls, a: Sequence[int], b: Sequence[int], weight: Sequence[int] | None) -> LayerShape:
-        """Tell it from the shapes of a layer's parameters. weight: None where it is kept in 4 bits."""
+        """Tell it from the shapes of a layer's parameters. weight: None where the checkpoint has none of this name."""
         transposed = weight is not None and is_transposed(weight, a, b)
-        return cls(b[1], a[0], True) if transposed else cls(b[0], a[1], False)
+        outputs, inputs = (b[1], a[0]) if transposed else (b[0], a[1])
+        return cls(outputs, inputs, transposed, weight is not None)
 
 
 def _gather_layers(shards: Iterable[TensorShard]) -> dict[str, LayerShape]:
@@ -81,6 +86,15 @@ def _check_kind(folder: Path, adapters: dict[str, LayerAdapter], config: Adapter
     rank = max(len(adapter.a) for adapter in adapters.values())
     if rank > config.rank:
         raise UserError(f"adapter.path={folder}: has rank {rank}; give adapter.rank={rank} (now {config.rank})")
+
+
+def _check_weights(folder: Path, adapters: Iterable[str], layers: dict[str, LayerShape]) -> None:
+    """Raise UserError for a layer whose weight has another name: DoRA starts from the lengths of its rows."""
+    for layer in adapters:
+        if not layers[layer].has_weight:
+            raise UserError(
+                f"adapter.path={folder}: starts DoRA of {layer}, whose weight is tied to another layer's; use LoRA"
+            )
 
 
 def _measure_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from hpc_train.checkpoint import ResumedStep, resume_from_checkpoint
 from hpc_train.config.model import HfModelConfig
@@ -50,6 +51,8 @@ def assemble_run(
         run.base_digest = _USER_ERRORS.run_on_rank_0(world, partial(_check_base, config, resumed))
     loaded = _load_adapter_of_start(run, resumed)
     lines = [loaded, *lines] if loaded is not None else lines
+    if resumed is None and (random := doubt_random_base(config)) is not None:
+        lines.append(random)
     if is_loose(config) and (loaded is not None or (resumed is not None and resumed.weights_only)):
         from hpc_train.parallel.engines.loose_engine import LooseEngine
 
@@ -99,6 +102,19 @@ def _load_adapter_of_start(run: TrainingRun, resumed: ResumedStep | None) -> str
     from hpc_train.training.adapter_start import load_adapter
 
     return load_adapter(run.config, run.engine, run.world)
+
+
+def doubt_random_base(config: RunConfig) -> str | None:
+    """Return a line about adapters on a model of transformers whose folder has no weights; None where all is well."""
+    model = config.model
+    if config.adapter.kind == "none" or not isinstance(model, HfModelConfig) or model.weights != "auto":
+        return None
+    if any(Path(model.path).expanduser().glob("*.safetensors")):
+        return None
+    return (
+        f"WARNING: model.path={model.path} has no weights, so adapters are trained on random ones; give a folder with "
+        "weights, or model.weights=draw"
+    )
 
 
 def _check_base(config: RunConfig, resumed: ResumedStep | None) -> str:

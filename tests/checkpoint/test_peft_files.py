@@ -209,6 +209,9 @@ def test_exports_that_do_not_fit(tmp_path: Path, terminal: Terminal) -> None:
     assert "has no adapters" in terminal.refused("export", base, out, "--adapter")
     assert "has no adapters" in terminal.refused("export", base, out, "--merged", "--format", "dcp")
     assert terminal.call("export", run, out).code == 2
+    assert "--merged the weights with them; give one" in terminal.refused("export", run, out, "--adapter", "--merged")
+    inside = run / "config.yaml" / "out"
+    assert "cannot be made there (Not a directory)" in terminal.refused("export", run, inside, "--adapter")
     vit = tmp_path / "vit"
     save_run(vit, compose(["model=vit_tiny", "adapter=lora"]), adapted=True)
     assert "transformers names ViT's layers differently in each release; use --merged" in terminal.refused(

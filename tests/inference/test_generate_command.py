@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hpc_train.checkpoint import save_step
@@ -125,3 +128,71 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no prompt" in refused(str(run), "--file", str(tmp_path / "empty"))
     (tmp_path / "config.json").write_text("{")
     assert "is not a configuration of transformers" in refused(str(tmp_path), "--prompt", "a")
+
+
+def save_folder(folder: Path, template: str = "{{ messages[0].content }}") -> dict[str, torch.Tensor]:
+    """A small Llama with a tokenizer and a chat template; returns its weights."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, max_position_embeddings=32)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def test_files_that_are_no_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    weights = save_folder(folder)
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def run(*words: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["generate", str(folder), "--prompt", "a", "--tokens", "2", *words])
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == (code != 0)
+        return code, printed
+
+    def save(state: dict[str, torch.Tensor]) -> None:
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+    assert run()[0] == 0
+    save({key: value for key, value in weights.items() if key != name})
+    assert f"its files do not have the weight {name} of LlamaForCausalLM" in run()[1]
+    save({**weights, name: torch.ones(4, 8)})
+    assert f"its files have in another shape the weight {name} of" in run()[1]
+    save({**weights, "model.layers.1.mlp.up_proj.weight": torch.ones(8, 8)})
+    assert "its config.json has no place for the weight model.layers.1.mlp.up_proj.weight of" in run()[1]
+    (folder / "config.json").rename(folder / "before.json")
+    assert run() == (
+        2,
+        f"hpc-train: {folder}: has weights and no config.json; give a folder that save_pretrained made\n",
+    )
+    (folder / "model.safetensors").unlink()
+    (folder / "adapter_config.json").write_text("{}")
+    assert "is an adapter of PEFT without its model; give the run that it was exported from" in run()[1]
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages", "{{ raise_exception('only systems') }}"])
+def test_a_chat_template_that_fails_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str
+) -> None:
+    save_folder(tmp_path / "folder", template)
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "folder"), "--prompt", "a", "--chat"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "--chat: the chat template refuses the prompt (" in printed
+
+
+def test_a_damaged_step_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_run(tmp_path / "run", "gpt2")
+    shard = next((tmp_path / "run/checkpoints/step-8/shards").rglob("*.h5"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "a", "--tokens", "2"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "checkpoint step 8 in" in printed
+    assert "is damaged" in printed

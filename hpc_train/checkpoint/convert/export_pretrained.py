@@ -11,13 +11,14 @@ import torch
 from hpc_train.checkpoint.convert.formats import safetensors_files
 from hpc_train.checkpoint.convert.formats.torch_files import read_bounded_file
 from hpc_train.checkpoint.convert.tensor_sources import TensorSource
+from hpc_train.checkpoint.convert.tied_weights import check_untied, find_tied_names
 from hpc_train.checkpoint.format.hdf5_layout import dtype_name
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf.adapter import HfModel
 from hpc_train.models.hf.build import build_hf_model
-from hpc_train.models.hf.config_file import read_config_file
+from hpc_train.models.hf.config_file import find_task, read_config_file
 from hpc_train.models.hf.library import list_side_files, revert_conversion
 
 _MAX_SIDE_BYTES = 256 << 20
@@ -38,6 +39,9 @@ def write_pretrained(
     with torch.device("meta"):
         model = build_hf_model(config)
     _check_tensors(tensors, model, config)
+    tied, file = find_tied_names(model), read_config_file(config)
+    untied = [tensor.name for tensor in tensors if tensor.name in tied]
+    check_untied(untied, find_task(config, file))
     files = safetensors_files.write_safetensors(
         folder,
         source,
@@ -45,9 +49,10 @@ def write_pretrained(
         lambda state: safetensors_files.cast_state(revert_conversion(model, state), dtype),
         on_bytes,
     )
-    file = read_config_file(config)
     body = {key: value for key, value in file.body.items() if key not in ("torch_dtype", "dtype")}
     body |= {"architectures": [type(model).__name__], "dtype": dtype_name(dtype) if dtype else tensors[0].dtype}
+    if untied:
+        body["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(body, indent=2) + "\n")
     side_files = list_side_files(file.folder)
     for path in side_files:

@@ -22,6 +22,7 @@ from hpc_train.checkpoint.convert.model_config import check_tensors_fit_model, l
 from hpc_train.checkpoint.convert.quantized_base import add_base, needs_base
 from hpc_train.checkpoint.convert.rewrite import OnBytes, Progress
 from hpc_train.checkpoint.convert.tensor_sources import SavedStepTensors, TensorSource
+from hpc_train.checkpoint.convert.tied_weights import add_tied_weights, list_missing_weights
 from hpc_train.checkpoint.format.hdf5_layout import dtype_name, parse_dtype
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.file_system import sync_directory, sync_tree
@@ -77,7 +78,10 @@ def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: 
         written = [tensor for tensor in tensors if is_adapter_parameter(tensor.name)]
     total = sum(tensor.rectangle.volume * tensor.itemsize for tensor in written)
     temporary = folder.with_name(f".{folder.name}.tmp-{make_token()}")
-    temporary.mkdir(parents=True)
+    try:
+        temporary.mkdir(parents=True)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise UserError(f"{folder}: cannot be made there ({error.strerror}); export into a folder of yours") from error
     try:
         with progress(f"step {step.manifest.step}", total) as on_bytes:
             files = _write_files(temporary, step, base, tensors, options, on_bytes)
@@ -110,8 +114,7 @@ def _write_files(
     """Write the tensors in the chosen format, and return the names of the files."""
     dtype = parse_dtype(options.dtype) if options.dtype else None
     with SavedStepTensors(step.path, step.manifest, step.where) as saved:
-        opened: TensorSource = saved if base is None else add_base(saved, step.manifest, base, step.where)
-        opened = AveragedTensors(opened) if options.averaged or _exports_result(step, options) else opened
+        opened = _open_source(saved, step, base, options)
         if options.format == "adapter":
             return _write_adapter(folder, opened, tensors, _config_of_step(options, step), dtype, on_bytes)
         source = opened
@@ -138,14 +141,24 @@ def _has_weights_only(options: ExportOptions) -> bool:
     return options.weights or options.merged or options.averaged or options.format in ("hf", "adapter")
 
 
+def _open_source(
+    saved: SavedStepTensors, step: OpenStep, base: HfModelConfig | None, options: ExportOptions
+) -> TensorSource:
+    """Return the tensors of a step with what an export needs beside them: a base, averages, weights of tied layers."""
+    opened: TensorSource = saved if base is None else add_base(saved, step.manifest, base, step.where)
+    opened = AveragedTensors(opened) if options.averaged or _exports_result(step, options) else opened
+    needs_weights = options.merged or options.format == "adapter"
+    if not needs_weights or not list_missing_weights(opened.tensors):
+        return opened
+    return add_tied_weights(opened, _config_of_step(options, step, builds_model=True).model)
+
+
 def _select_tensors(step: OpenStep, base: HfModelConfig | None, options: ExportOptions) -> list[SavedTensor]:
     """Return the tensors to export. Raises UserError if adapters exist but were not asked for, or vice versa."""
-    every = step.manifest.step_layout.tensors
     if options.averaged:
-        check_average(every, step.where)
-    if base is not None:
-        with SavedStepTensors(step.path, step.manifest, step.where) as saved:
-            every = tuple(add_base(saved, step.manifest, base, step.where).tensors)
+        check_average(step.manifest.step_layout.tensors, step.where)
+    with SavedStepTensors(step.path, step.manifest, step.where) as saved:
+        every = _open_source(saved, step, base, options).tensors
     tensors = [tensor for tensor in every if is_weight(tensor.name) or not _has_weights_only(options)]
     adapted = {f"{layer}.weight" for layer in find_adapted_layers(tensors)}
     if not adapted and (options.merged or options.format == "adapter"):

@@ -99,6 +99,8 @@ def load_model_config(file: Path, base: str | None = None) -> RunConfig:
     """
     config = load_run_config(file, base)
     model = config.model
+    if base is not None and not Path(base).expanduser().is_dir():
+        raise UserError(f"--base {base}: no such folder; give the one that has the model of the run now")
     if isinstance(model, HfModelConfig) and not Path(model.path).expanduser().is_dir():
         raise UserError(
             f"{file}: its model is that of model.path={model.path}, which is not there; say where this folder is now "

@@ -144,6 +144,8 @@ def _add_export(commands: CommandGroup) -> None:
         format = "adapter" if arguments.adapter else arguments.format or ("hf" if arguments.merged else None)
         if format is None:
             command.error("give --format, --adapter or --merged")
+        if arguments.adapter and arguments.merged:
+            command.error("--adapter exports adapters alone, and --merged the weights with them; give one of these")
         options = ExportOptions(
             format, arguments.weights, arguments.dtype, config, arguments.merged, arguments.average, arguments.base
         )

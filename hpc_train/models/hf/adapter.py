@@ -88,7 +88,7 @@ class HfModel(nn.Module):
 def adapt_model(model: nn.Module, family: Family, task: Task) -> HfModel:
     """Give a model of transformers the methods of interfaces.Model, in place."""
     blocks = find_block_names(model)
-    plan = make_tensor_plan(model) if family.tensor is None else {}
+    plan = make_tensor_plan(model, family) if family.tensor is None else {}
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, glob) for glob in family.unused):
             parameter.requires_grad_(False)
@@ -126,18 +126,20 @@ def find_block_names(model: nn.Module) -> list[str]:
     return names
 
 
-def make_tensor_plan(model: nn.Module) -> dict[str, str]:
-    """Translate the model's tensor plan: name glob -> col, row, heads or vocab.
+def make_tensor_plan(model: nn.Module, family: Family) -> dict[str, str]:
+    """Translate the model's tensor plan, or take the family's own: name glob -> col, row, heads or vocab.
 
     An embedding with a padding row stays whole on each rank, and so does a head that is tied to it.
     """
-    plan: dict[str, str] = {}
+    plan: dict[str, str] = dict(family.projections)
     for glob, how in get_tensor_plan(model).items():
         if how in _VOCABULARY:
             continue
         if how not in _SPLITS:
             return {}
         plan[glob] = _SPLITS[how]
+    if family.task == "image_classification":  # its "embeddings" are of patches
+        return match_tensor_plan(plan, model)
     embedding, head = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
     stays_whole = embedding.padding_idx is not None
     for name, module in model.named_modules():

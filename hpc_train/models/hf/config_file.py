@@ -36,6 +36,7 @@ _DROPOUTS = (
     "dropout",
     "dropout_rate",
     "attention_probs_dropout_prob",
+    "drop_path_rate",
 )
 _POSITION_KEYS = ("max_position_embeddings", "n_positions")
 
@@ -57,10 +58,10 @@ class ConfigFile:
         """The techniques that this type of model can have."""
         return find_family(self.model_type)
 
-    def get_number(self, *keys: str) -> int | None:
-        """Return the first of these keys that is a number, also in the configuration of the text part; or None."""
-        text = self.body.get("text_config")
-        for body in (self.body, text if isinstance(text, dict) else {}):
+    def get_number(self, *keys: str, part: str = "text_config") -> int | None:
+        """Return the first of these keys that is a number, also in the configuration of this part; or None."""
+        inner = self.body.get(part)
+        for body in (self.body, inner if isinstance(inner, dict) else {}):
             for key in keys:
                 if isinstance(value := body.get(key), int) and not isinstance(value, bool):
                     return value
@@ -92,10 +93,11 @@ class ConfigFile:
 
     def find_dropout(self) -> str | None:
         """Return the first setting, as key=value, that drops activations or attention weights."""
-        for key in _DROPOUTS:
-            value = self.body.get(key)
-            if isinstance(value, (int, float)) and value > 0:
-                return f"{key}={value:g}"
+        vision = self.body.get("vision_config")
+        for body in (self.body, vision if isinstance(vision, dict) else {}):
+            for key in _DROPOUTS:
+                if isinstance(value := body.get(key), (int, float)) and value > 0:
+                    return f"{key}={value:g}"
         return None
 
 
@@ -111,14 +113,20 @@ def read_config_file(config: HfModelConfig) -> ConfigFile:
     try:
         body = json.loads(read_regular(file, _MAX_BYTES, follow=True))
     except FileNotFoundError:
-        raise UserError(
-            f"model.path={config.path}: has no config.json; give a folder that save_pretrained of transformers made"
-        ) from None
+        raise UserError(f"model.path={config.path}: {_explain_missing(folder)}") from None
     except (OSError, ValueError, RecursionError) as error:
         why = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
         raise UserError(f"{file}: is not a configuration of transformers ({why})") from None
     _check_body(body, file)
     return ConfigFile(folder, body)
+
+
+def _explain_missing(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "is an adapter of PEFT; give the folder of its base model, and the adapter with adapter.path=FOLDER"
+    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+        return "is a run; write a folder of transformers with `hpc-train checkpoint export RUN FOLDER --format hf`"
+    return "has no config.json; give a folder that save_pretrained of transformers made"
 
 
 def _check_body(body: Any, file: Path) -> None:

@@ -17,6 +17,7 @@ _EXPERTS = "its experts are one tensor"
 _UNTESTED = "nobody has compared its numbers yet"
 _NO_PLAN = "transformers has no pipeline plan for it"
 _TWO_WAYS = "its attention is not causal"
+_IMAGES: Task = "image_classification"
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,33 @@ class Family:
     """Its code computes norms, rotary angles or the softmax in float32 whatever the precision is."""
     unused: tuple[str, ...] = ()
     """Globs of parameters that no forward of the task uses: they are frozen."""
+    projections: tuple[tuple[str, str], ...] = ()
+    """Tensor plan, as (glob, how) with our words, of a family for which transformers has none."""
     tested: bool = True
 
+
+def _split_projections(layers: str, columns: tuple[str, ...], rows: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Return the tensor plan of layers whose heads are equal: what widens the hidden states, and what narrows them."""
+    return tuple((f"{layers}.*.{name}", how) for how, names in (("col", columns), ("row", rows)) for name in names)
+
+
+_QUERY_KEY_VALUE = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+_VIT = _split_projections("vit.layers", (*_QUERY_KEY_VALUE, "mlp.fc1"), ("attention.o_proj", "mlp.fc2"))
+_DINO = _split_projections(
+    "dinov2.encoder.layer",
+    (*_QUERY_KEY_VALUE, "mlp.fc1", "mlp.gate_proj", "mlp.up_proj"),
+    ("attention.o_proj", "mlp.fc2", "mlp.down_proj"),
+)
+_CLIP = _split_projections(
+    "vision_model.encoder.layers",
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1"),
+    ("self_attn.out_proj", "mlp.fc2"),
+)
+_BERT = _split_projections(
+    "bert.encoder.layer",
+    ("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
+    ("attention.output.dense", "output.dense"),
+)
 
 FAMILIES: tuple[Family, ...] = (
     Family("llama", "Llama", "causal_lm"),
@@ -50,11 +76,11 @@ FAMILIES: tuple[Family, ...] = (
     Family("gpt2", "GPT-2", "causal_lm", tensor=_FUSED, pipeline=_NO_PLAN, casts=False),
     Family("gpt_neox", "GPT-NeoX", "causal_lm"),
     Family("mixtral", "Mixtral", "causal_lm", tensor=_EXPERTS, pipeline=_UNTESTED),
-    Family("bert", "BERT", "masked_lm", _UNTESTED, _NO_PLAN, _TWO_WAYS, casts=False),
+    Family("bert", "BERT", "masked_lm", None, _NO_PLAN, _TWO_WAYS, casts=False, projections=_BERT),
     Family("t5", "T5", "seq2seq_lm", _UNTESTED, _NO_PLAN, _TWO_WAYS),
-    Family("vit", "ViT", "image_classification", _UNTESTED, _NO_PLAN, _TWO_WAYS, casts=False),
-    Family("dinov2", "DINOv2", "image_classification", _UNTESTED, _NO_PLAN, _TWO_WAYS, False, ("*.mask_token",)),
-    Family("clip", "CLIP", "image_classification", _UNTESTED, _NO_PLAN, _TWO_WAYS, False, ("*.post_layernorm.*",)),
+    Family("vit", "ViT", _IMAGES, None, _NO_PLAN, _TWO_WAYS, False, (), _VIT),
+    Family("dinov2", "DINOv2", _IMAGES, None, _NO_PLAN, _TWO_WAYS, False, ("*.mask_token",), _DINO),
+    Family("clip", "CLIP", _IMAGES, None, _NO_PLAN, _TWO_WAYS, False, ("*.post_layernorm.*",), _CLIP),
 )
 
 

@@ -44,6 +44,7 @@ def import_transformers() -> ModuleType:
             "install 'hpc_train[hf]'"
         )
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it comments on settings that do not matter here
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return transformers
 
 

@@ -40,11 +40,12 @@ def _check_family(file: ConfigFile, degrees: Degrees) -> None:
 
 
 def _check_heads(file: ConfigFile, tp: int) -> None:
-    heads = file.get_number("num_attention_heads", "n_head")
+    part = "vision_config" if file.family.task == "image_classification" else "text_config"
+    heads = file.get_number("num_attention_heads", "n_head", part=part)
     for key, count in (
         ("num_attention_heads", heads),
-        ("num_key_value_heads", file.get_number("num_key_value_heads") or heads),
-        ("intermediate_size", file.get_number("intermediate_size")),
+        ("num_key_value_heads", file.get_number("num_key_value_heads", part=part) or heads),
+        ("intermediate_size", file.get_number("intermediate_size", part=part)),
     ):
         if count is not None and count % tp:
             raise UserError(f"parallel.tp={tp}: does not divide {key}={count} of {file.folder / 'config.json'}")
