@@ -178,7 +178,7 @@ def test_a_process_that_dies_is_said() -> None:
         run_in_processes(die, [0, 1], 2)
 
 
-@pytest.mark.parametrize("optimizer", ["optim.state=8bit", "optim=adafactor"])
+@pytest.mark.parametrize("optimizer", ["optim.state=8bit", pytest.param("optim=adafactor", marks=pytest.mark.long)])
 def test_state_with_fewer_entries_than_its_parameter_is_no_finding(optimizer: str) -> None:
     found = rehearse_run(compose([optimizer, "parallel=fsdp", "train.sequence_length=32", "model.layers=1"]), 2, "0", 1)
     assert found.problems == ()
