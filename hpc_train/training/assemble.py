@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from hpc_train.checkpoint import ResumedStep, resume_from_checkpoint
 from hpc_train.config.model import HfModelConfig
@@ -109,7 +108,9 @@ def doubt_random_base(config: RunConfig) -> str | None:
     model = config.model
     if config.adapter.kind == "none" or not isinstance(model, HfModelConfig) or model.weights != "auto":
         return None
-    if any(Path(model.path).expanduser().glob("*.safetensors")):
+    from hpc_train.checkpoint.convert.pretrained_weights import find_weights
+
+    if find_weights(model) is not None:
         return None
     return (
         f"WARNING: model.path={model.path} has no weights, so adapters are trained on random ones; give a folder with "

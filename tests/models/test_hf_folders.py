@@ -22,6 +22,7 @@ from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.freeze import check_run
 from hpc_train.models.hf.build import build_hf_model
+from hpc_train.training.assemble import doubt_random_base
 from hpc_train.training.factory import make_pretrained_model
 from hpc_train.training.rank import advise_learning_rate
 
@@ -153,6 +154,24 @@ def test_numbered_files_are_read_by_their_index(tmp_path: Path) -> None:
         assert torch.equal(values[name], parameter), name
     buffers = dict(model.named_buffers())
     assert torch.equal(buffers["model.rotary_emb.inv_freq"], wanted.model.rotary_emb.inv_freq)
+
+
+def test_an_index_without_its_files_is_not_a_model_from_scratch(tmp_path: Path) -> None:
+    folder = _save_llama(tmp_path / "model", max_shard_size="4KB")
+    files = sorted(folder.glob("model-*.safetensors"))
+    for file in files:
+        file.unlink()
+    assert files[0].name in refuse(folder)
+
+
+def test_adapters_on_random_weights_are_noticed(folder: Path) -> None:
+    def doubt(*overrides: str) -> str:
+        return doubt_random_base(compose(["model=hf", f"model.path={folder}", *overrides])) or ""
+
+    assert doubt("adapter=lora") == ""
+    (folder / "model.safetensors").unlink()
+    assert "has no weights, so adapters are trained on random ones" in doubt("adapter=lora")
+    assert doubt("adapter=lora", "model.weights=draw") == doubt() == ""
 
 
 def test_from_scratch_has_the_values_that_transformers_draws(folder: Path) -> None:

@@ -161,8 +161,10 @@ def _list(items: list[str]) -> str:
 
 
 def has_weights(file: ConfigFile) -> bool:
-    """Return whether the folder has weights in any format that transformers writes."""
-    return any(file.folder.glob("*.safetensors")) or any(file.folder.glob("pytorch_model*.bin"))
+    """Return whether the folder has weights in any format that transformers writes, or an index that names some."""
+    return any(
+        any(file.folder.glob(glob)) for glob in ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+    )
 
 
 def find_weights(config: HfModelConfig) -> PretrainedWeights | None:
