@@ -103,7 +103,7 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, terminal: Terminal, c
     assert "there is no checkpoint in it" in terminal.refused(*command, tmp_path)
     file = tmp_path / "file"
     file.touch()
-    assert "no such directory" in terminal.refused(*command, file)
+    assert "is not a directory" in terminal.refused(*command, file)
 
 
 def test_inspect_tells_tensors_and_how_they_are_cut(tmp_path: Path, terminal: Terminal) -> None:

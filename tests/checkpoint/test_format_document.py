@@ -172,13 +172,13 @@ def test_every_key_is_described_and_every_description_is_of_a_key(step: tuple[Pa
 def test_its_numbers_are_those_of_the_code() -> None:
     text = DOCUMENT.read_text()
     numbers = {
-        f"Format version {manifest.FORMAT_VERSION}.",
+        f"This is format version {manifest.FORMAT_VERSION};",
         f"| `block` | integer | {BLOCK_BYTES} |",
         f"| `algorithm` | text | `{BLOCK_DIGEST_ALGORITHM}` |",
         f"at most 2^{(manifest.MAX_MANIFEST_BYTES).bit_length() - 1} bytes, a mark {step_directory._MAX_REASON_BYTES};",
         f"from 0 to 2^{manifest_encoding.LARGEST_INTEGER.bit_length() - 1} ",
         f"at most {manifest_encoding.MAX_DIMENSIONS} dimensions",
-        f"2^{manifest_encoding._FREE.bit_length() - 1} numbers and one for each byte",
+        f"2^{manifest_encoding._FREE.bit_length() - 1} numbers plus one for each byte",
         f"at most {manifest._MAX_INFLATION} bytes for each byte",
         f"`whole` is at most {block_digests.CHUNK_BYTES}",
         f"chunks of at most {block_digests.CHUNK_BYTES} bytes",

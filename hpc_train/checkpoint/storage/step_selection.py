@@ -62,7 +62,7 @@ def find_target(text: str) -> CheckpointTarget:
     """Find the checkpoints at a path. Raises UserError if there are none; a leftover counts as one."""
     path = Path(text).expanduser().absolute()
     if not text or not path.is_dir():
-        named, what = text or "''", "is no directory" if text and path.exists() else "no such directory"
+        named, what = text or "''", "is not a directory" if text and path.exists() else "no such directory"
         raise UserError(f"{named}: {what}; give that of a run, of its checkpoints or of one step")
     if found := find_named_step(path):
         return CheckpointTarget(*found)
