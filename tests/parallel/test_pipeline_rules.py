@@ -60,8 +60,8 @@ def test_costs_count_embedding_and_head() -> None:
     [
         (("parallel.pipeline.schedule=1f1",), "parallel.pipeline.schedule=1f1: no such schedule.*did you mean '1f1b'"),
         (("parallel.pipeline.schedule=no.csv",), r"no.csv: No such file"),
-        (("parallel.pipeline.virtual_stages=2",), "virtual_stages=2: 1f1b has exactly 1 a rank"),
-        (("parallel.pipeline.schedule=zbv", "parallel.pipeline.virtual_stages=3"), "zbv has exactly 2 a rank"),
+        (("parallel.pipeline.virtual_stages=2",), "virtual_stages=2: 1f1b has exactly 1 per rank"),
+        (("parallel.pipeline.schedule=zbv", "parallel.pipeline.virtual_stages=3"), "zbv has exactly 2 per rank"),
         (("train.micro_batch=16",), "1f1b: over 2 ranks it needs at least 2 micro-batches and has 1"),
         (("parallel.pipeline.schedule=dualpipev", "train.micro_batch=8"), "needs at least 4"),
         (
