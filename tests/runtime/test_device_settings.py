@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 
 import pytest
@@ -80,13 +81,24 @@ def _connections(world: World) -> tuple[int, int]:
         links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
         return sum(link.startswith("socket:") for link in links)
 
-    before = sockets()
+    def settled() -> int:
+        """Count the sockets once no more come: a peer may have connected that this rank has not accepted yet."""
+        count, since = sockets(), time.monotonic()
+        while time.monotonic() < since + 0.3:
+            if sockets() != count:
+                count, since = sockets(), time.monotonic()
+            time.sleep(0.02)
+        return count
+
+    dist.barrier()
+    before = settled()
     group = dist.new_group(list(range(world.size)))
-    made = sockets() - before
+    made = settled() - before
+    dist.barrier()  # none exchanges numbers before all have counted
     numbers = torch.full((1000,), float(world.rank))
     dist.all_reduce(numbers, group=group)
     assert numbers[0] == sum(range(world.size))
-    return made, sockets() - before
+    return made, settled() - before
 
 
 def test_ranks_of_a_large_job_connect_when_they_exchange_something(monkeypatch: pytest.MonkeyPatch) -> None:
