@@ -111,7 +111,8 @@ def busy_cpu(cpu: int, processes: int) -> Iterator[None]:
     """Keep one CPU busy with several processes, all of which run when this begins."""
     spin = f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nany(os.fork() == 0 for _ in range({processes - 1}))\n"
     spin += "os.write(1, b'.')\nwhile True: pass"
-    parent = subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE, start_new_session=True)
+    # A group, and no session: Linux shares a CPU out evenly among sessions, however many processes each has.
+    parent = subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE, process_group=0)
     assert parent.stdout is not None
     try:
         for _ in range(processes):
