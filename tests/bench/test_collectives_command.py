@@ -48,6 +48,7 @@ def test_json_of_two_ranks_has_every_operation_algorithm_and_size() -> None:
     assert result["fits"][0]["sizes"] == [1024, 8192, 65536]
 
 
+@pytest.mark.long
 def test_four_ranks_measure_every_axis_and_write_a_calibration_and_a_plot(tmp_path: Path) -> None:
     files = ["--out", "calibration.json", "--plot", "bus.svg"]
     only = ["--operation", "all_reduce", "--operation", "reduce_scatter", "--algorithm", "library"]

@@ -44,7 +44,13 @@ def test_a_killed_rank_is_started_again_and_the_numbers_are_the_same(
     assert processes(workshop.folder) == []
 
 
-@pytest.mark.parametrize(("action", "seen"), [("stop", "stopped by a signal"), ("gil", "hold_interpreter_lock (")])
+@pytest.mark.parametrize(
+    ("action", "seen"),
+    [
+        pytest.param("stop", "stopped by a signal", marks=pytest.mark.long),
+        ("gil", "hold_interpreter_lock ("),
+    ],
+)
 def test_a_rank_that_hangs_is_named_ended_and_started_again(
     workshop: Workshop, uninterrupted: Any, action: str, seen: str
 ) -> None:

@@ -156,6 +156,7 @@ def test_a_few_slow_steps_do_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_bad_start_is_mended(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = [*(one for one in BASE if not one.startswith("train.steps")), f"data.path={store}", "launch.ranks=2"]
     words = [

@@ -58,6 +58,7 @@ def test_requeued_job_starts_again(slurm_cluster: SlurmCluster, tmp_path: Path) 
     assert (tmp_path / "starts").read_text().split() == ["0", "1"]
 
 
+@pytest.mark.long
 def test_node_that_slurm_holds_for_down_requeues_its_job(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     job = running_counter(slurm_cluster, tmp_path, "-w", "node4")
     slurm_cluster.scontrol("update", "nodename=node4", "state=down", "reason=test")
