@@ -32,7 +32,7 @@ class LocalNic:
 
 @dataclass(frozen=True)
 class NicPort:
-    """What the libraries of a fabric need to name a NIC, beside the name of its device."""
+    """Port and addresses of a NIC, by which the libraries of its fabric name it."""
 
     number: int | None = None
     """The first port of an RDMA device that is up."""

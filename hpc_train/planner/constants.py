@@ -55,10 +55,10 @@ class Constants:
     low_precision: float = _fitted(0.85, 0.5, 1.0)
     """Additional factor on the share of the peak that 8-bit products reach, with scaling and casts."""
     rowwise: float = 0.72
-    """The same for products with a scale for each row, over those with one per tensor. From the times of Llama-3 8B on
-    8 H100 with both (github.com/pytorch/torchtitan, commit 7a04053); not fitted."""
+    """Speed of 8-bit products with a scale per row, relative to those with one per tensor. From the times of Llama-3 8B
+    on 8 H100 with both (github.com/pytorch/torchtitan, commit 7a04053); not fitted."""
     four_bits: float = _fitted(0.75, 0.4, 1.0)
-    """The same for 4-bit products, which scale every block of elements separately."""
+    """Factor of 4-bit products in place of low_precision; they scale every block of elements separately."""
     grouped_efficiency: float = _fitted(0.7, 0.3, 1.0, EXPERTS)
     """Speed of the grouped products of experts over that of one large product."""
     expert_passes: float = _fitted(10.0, 2.0, 60.0, EXPERTS)

@@ -62,7 +62,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a verdict needs in addition to the recorded steps."""
+    """Facts about a run that a verdict needs besides the recorded steps."""
 
     pipeline: Pipeline | None = None
     node_of_rank: Mapping[int, str] = field(default_factory=dict)

@@ -27,7 +27,7 @@ class RankEnvironment:
     refused: list[str] = field(default_factory=list)
     """Names that the site does not want set."""
     own: dict[str, str] = field(default_factory=dict)
-    """Those of `applied` that differ between ranks: name -> value."""
+    """Applied variables whose values differ between ranks: name -> value on this rank."""
 
     def set(self, shared: Sequence[VariableSetting], own: Sequence[VariableSetting] = ()) -> None:
         """Set variables. shared: the same on all ranks; own: of this rank."""
@@ -49,7 +49,7 @@ class RankEnvironment:
 
     @property
     def shared(self) -> list[VariableSetting]:
-        """Those of `applied` that are the same on all ranks."""
+        """Return the applied settings that are the same on all ranks."""
         return [setting for setting in self.applied if setting.name not in self.own]
 
     def describe(self, quiet: Sequence[VariableSetting] = ()) -> list[str]:

@@ -35,7 +35,7 @@ class PartTimes:
     inputs: float = 1.0
     """Backward for the inputs, as a multiple of the forward."""
     weights: float = 1.0
-    """The same for the backward of the weights."""
+    """Backward for the weights, as a multiple of the forward."""
     communication: float = 0.0
     """A message between two ranks."""
 

@@ -9,24 +9,17 @@ import peft
 import pytest
 import torch
 import transformers
+from adapted_runs import compute_logits, save_adapted_run, start_from
 from checkpoint_commands import Terminal
-from checkpoint_helpers import save_alone
 
 from hpc_train.checkpoint.convert.formats.safetensors_files import read_safetensors
-from hpc_train.config.compose import compose, config_to_yaml
+from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.interfaces import World
-from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.parallel.adapters import attach_adapters
-from hpc_train.parallel.apply import build
 from hpc_train.testing import run_ranks
-from hpc_train.training.adapter_start import load_adapter
-from hpc_train.training.factory import make_pretrained_model
-from hpc_train.training.optimizer import make_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-INPUTS = torch.arange(24).view(2, 12) % 61
 
 
 @pytest.fixture
@@ -48,41 +41,12 @@ def load_base(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
 
 
-def save_run(run: Path, folder: Path, config: RunConfig) -> Any:
-    """Save a run's step with adapters that change the model, and return the adapted model."""
-    model = load_base(folder)
-    attach_adapters(model, config.adapter)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if is_adapter_parameter(name):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    save_alone(run / "checkpoints", 8, state, {"consumed_samples": 64})
-    (run / "config.yaml").write_text(config_to_yaml(config))
-    return model
-
-
-@torch.no_grad()
-def compute_logits(model: Any) -> torch.Tensor:
-    out = model(INPUTS)
-    return getattr(out, "logits", out)  # type: ignore[no-any-return]
-
-
-def start_from(world: World, config: RunConfig) -> Any:
-    """Return the logits of a run that starts from adapter.path, and the shapes of its adapters' shards."""
-    model, values = make_pretrained_model(config.model, config.train.seed)  # type: ignore[arg-type]
-    engine = build(model, lambda split: make_optimizer(split, config.optim), config, world, values=values)
-    load_adapter(config, engine, world)
-    return compute_logits(engine.parts[0].eval()).numpy()
-
-
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_conv1d_has_the_logits_of_peft_both_ways(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     terminal, config = Terminal(capsys), configure(folder, f"adapter={kind}")
-    ours = compute_logits(save_run(tmp_path / "run", folder, config))
+    ours = compute_logits(save_adapted_run(tmp_path / "run", load_base(folder), config))
     terminal.ok("export", tmp_path / "run", tmp_path / "adapter", "--adapter")
     theirs = peft.PeftModel.from_pretrained(load_base(folder), tmp_path / "adapter").double().eval()
     torch.testing.assert_close(compute_logits(theirs), ours, rtol=1e-10, atol=1e-10)

@@ -40,7 +40,7 @@ class Loop:
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """What goes into extra=."""
+        """Return the values that the loop saves through extra=."""
         return {}
 
     def restore(self, extra: dict[str, Any]) -> None:

@@ -11,22 +11,14 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from adapted_runs import compute_logits, save_adapted_run, start_from
 from checkpoint_commands import Terminal
-from checkpoint_helpers import save_alone
 
-from hpc_train.config.compose import compose, config_to_yaml
+from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.inference.load_model import load_model
-from hpc_train.interfaces import World
-from hpc_train.models.adapters.names import is_adapter_parameter
-from hpc_train.parallel.adapters import attach_adapters
-from hpc_train.parallel.apply import build
 from hpc_train.testing import RankFailure, run_ranks
-from hpc_train.training.adapter_start import load_adapter
-from hpc_train.training.factory import make_pretrained_model
-from hpc_train.training.optimizer import make_optimizer
 
-INPUTS = torch.arange(24).view(2, 12) % 61
 SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 KINDS: dict[str, Any] = {
     "causal_lm": (transformers.LlamaConfig, transformers.AutoModelForCausalLM, "lm_head"),
@@ -54,35 +46,6 @@ def load(folder: Path, kind: str) -> Any:
     return KINDS[kind][1].from_pretrained(folder, dtype=torch.float64).eval()
 
 
-def save_run(run: Path, folder: Path, kind: str, config: RunConfig) -> Any:
-    """Save a run's step whose adapter changes the head, and return the adapted model."""
-    model = load(folder, kind)
-    attach_adapters(model, config.adapter)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if is_adapter_parameter(name):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    save_alone(run / "checkpoints", 8, state, {"consumed_samples": 64})
-    (run / "config.yaml").write_text(config_to_yaml(config))
-    return model
-
-
-@torch.no_grad()
-def compute_logits(model: Any) -> torch.Tensor:
-    out = model(INPUTS)
-    return getattr(out, "logits", out)  # type: ignore[no-any-return]
-
-
-def start_from(world: World, config: RunConfig) -> Any:
-    """Return the logits of a run that starts from adapter.path."""
-    model, values = make_pretrained_model(config.model, config.train.seed)  # type: ignore[arg-type]
-    engine = build(model, lambda split: make_optimizer(split, config.optim), config, world, values=values)
-    load_adapter(config, engine, world)
-    return compute_logits(engine.parts[0].eval()).numpy()
-
-
 def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
@@ -94,7 +57,7 @@ def test_an_adapter_on_a_tied_head_changes_the_head_alone(
 ) -> None:
     folder, terminal, kind = save_base(tmp_path / "base", "causal_lm"), Terminal(capsys), "causal_lm"
     config = configure(folder, kind, f"adapter={how}")
-    ours = compute_logits(save_run(tmp_path / "run", folder, kind, config))
+    ours = compute_logits(save_adapted_run(tmp_path / "run", load(folder, kind), config))
     assert not torch.allclose(compute_logits(load(folder, kind)), ours, atol=1e-2)
     terminal.ok("export", tmp_path / "run", tmp_path / "adapter", "--adapter")
     theirs = peft.PeftModel.from_pretrained(load(folder, kind), tmp_path / "adapter").double().eval()
@@ -117,7 +80,7 @@ def test_a_merged_model_that_may_compute_something_else_is_refused(
 ) -> None:
     folder, terminal, kind = save_base(tmp_path / "base", "masked_lm"), Terminal(capsys), "masked_lm"
     config = configure(folder, kind, "adapter=lora", "model.mask_token=1")
-    save_run(tmp_path / "run", folder, kind, config)
+    save_adapted_run(tmp_path / "run", load(folder, kind), config)
     words = ("export", tmp_path / "run", tmp_path / "merged", "--merged", "--format", "hf")
     assert "is shared with the embeddings, and a masked_lm" in terminal.refused(*words)
     assert not (tmp_path / "merged").exists()

@@ -108,7 +108,7 @@ def test_a_decision_is_made_again_where_the_process_that_makes_it_was_killed(tmp
 
 
 def test_nothing_starts_again_on_a_node_that_the_job_has_lost_once(tmp_path: Path) -> None:
-    """Of a job that outlives its nodes, whether Slurm takes minutes to notice, or the node is back by then."""
+    """The job outlives its nodes, even if Slurm takes minutes to notice, or if the node is back by then."""
     lines = [
         f"hpc_spares=2 SLURM_JOB_NODELIST=n[1-4] run={tmp_path} attempt=0 code=137 logs={tmp_path}",
         f"hpc_restart=(bash -c 'echo $4 >>{tmp_path}/decided' _)",

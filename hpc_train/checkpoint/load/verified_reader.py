@@ -73,7 +73,7 @@ class ShardReader:
         self.threads = max(1, min(len(os.sched_getaffinity(0)), _MOST))
         """Number of threads that may use a processor at once."""
         self.threads_beside_io = max(1, self.threads // 2)
-        """The same while other threads wait for the disk: the kernel and the hypervisor also need processors."""
+        """Number of threads that may use a processor while others wait for the disk: the kernel needs some too."""
         self._thread_slots = threading.Semaphore(self.threads)
         self._slots_beside_io = threading.Semaphore(self.threads_beside_io)
 

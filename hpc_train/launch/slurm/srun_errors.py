@@ -27,7 +27,7 @@ class SrunErrors:
     """File that its standard error goes to."""
     _position: int = 0
     _file: BinaryIO | None = None
-    """It stays open, as srun goes on writing to a file that somebody has removed."""
+    """The open file. It stays open, because srun keeps writing to it even if somebody removes its name."""
 
     def read_exit_codes(self) -> list[int]:
         """Return the exit codes of the tasks that were reported since the last call; see list_exit_codes."""

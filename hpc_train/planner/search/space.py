@@ -51,7 +51,7 @@ class DegreeLimits:
     tensor: bool = True
     """Whether tp is allowed: not with products in 8 bits, norms over all heads, or dropout of adapters."""
     blocks: int = 0
-    """What tp divides besides: the blocks of 8-bit moments in a row that it splits; 0: anything."""
+    """Number that tp must also divide: blocks of 8-bit moments in a row that tp splits; 0: no such limit."""
     positions: bool = True
     """Whether tp may split positions between layers: not in models of transformers, whose hidden states are whole."""
     adapter: bool = False

@@ -48,7 +48,7 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a logger is told about its run. The fields are JSON values, except for `folder`."""
+    """Description of a run for its loggers. The fields are JSON values, except for `folder`."""
 
     name: str
     folder: Path
