@@ -25,6 +25,12 @@ _TOO_SMALL = 0.3
 """Share of what a rank computes from which starting operations means that they, and collectives too, are too small."""
 _SMALL_KIB, _QUICK_SECONDS = 1024.0, 0.002
 """Collectives that carry no more, and take no longer, are bound by their start: a faster link would change little."""
+_LATE_SECONDS, _SLOW_LINK_KIB = 0.010, 12_200.0
+"""Collectives of up to 10 ms are bound by their start, too, if a link of 100 Mbit/s (KiB per second) would carry their
+data in half of that time."""
+_NETWORK_OVER_STRAGGLER = 1.5
+"""Times that the network must cost more than a straggler to be named before it: a rank without a processor is also late
+inside collectives, while a thin link lets no rank compute longer than the others."""
 _LEAST_BINS = 5
 _SLOW_IN = 0.7
 """A straggler is slower than the others in this share of the steps."""
@@ -114,7 +120,8 @@ class Verdict:
     @property
     def line(self) -> str:
         """Return the verdict in one line."""
-        lost = f", {self.share_lost:.0%} of the step" if self.share_lost else ""
+        of_what = "what it uses" if self.name == "memory" else "the step"
+        lost = f", {self.share_lost:.0%} of {of_what}" if self.share_lost else ""
         where = ""
         if self.ranks:
             nodes = f" on {', '.join(self.nodes)}" if self.nodes else ""
@@ -189,7 +196,8 @@ def _abstain(why: str) -> Verdict:
 
 
 def list_findings(table: StepTable, losses: StepLosses | None, facts: Facts) -> list[Finding]:
-    """List the losses that are large enough to be named, the largest first."""
+    """List the losses that are large enough to be named, the largest first; for the network see
+    _NETWORK_OVER_STRAGGLER."""
     found = [_find_input(table, facts), _find_checkpoint(table), _find_memory(table, facts)]
     if losses is not None:
         stragglers = _find_straggler(table, losses, facts)
@@ -199,7 +207,12 @@ def list_findings(table: StepTable, losses: StepLosses | None, facts: Facts) -> 
             _find_bubble(losses, facts, straggler=any(straggler.share >= NAMED_FROM for straggler in stragglers)),
         ]
     named = [finding for finding in found if finding is not None and finding.share >= NAMED_FROM]
-    return sorted(named, key=lambda finding: -finding.share)
+    straggler = any(finding.name == "straggler" for finding in named)
+
+    def weigh(finding: Finding) -> float:
+        return finding.share / (_NETWORK_OVER_STRAGGLER if straggler and finding.name == "network" else 1.0)
+
+    return sorted(named, key=weigh, reverse=True)
 
 
 def _mean_total(table: StepTable) -> float:
@@ -269,7 +282,8 @@ def _find_straggler(table: StepTable, losses: StepLosses, facts: Facts) -> list[
     if len(table.ranks) < 2:
         return []
     work = _relate_to_stage(measure_work(table), losses, facts)
-    usual = np.nanmedian(work, axis=0) if len(table.ranks) > 2 else np.nanmin(work, axis=0)
+    # The lower median: where half of the ranks are slow, it is the time of one that is not.
+    usual = np.nanquantile(work, 0.5, axis=0, method="lower")
     excess = np.nanmean(work - usual, axis=1)
     worst = float(excess.max())
     slow = [index for index, seconds in enumerate(excess) if seconds >= 0.5 * worst]
@@ -331,8 +345,8 @@ def _find_network_and_launch(table: StepTable, losses: StepLosses, facts: Facts)
             f"that a rank computes, and small collectives {format_seconds(transfer)} more"
         )
         return [Finding("launch", (launch + transfer) / total, evidence=evidence)]
-    if small := _explain_small_collectives(table, transfer, facts):
-        return [Finding("launch", transfer / total, evidence=small)]
+    if small := _explain_small_collectives(table, transfer, launch, facts):
+        return [Finding("launch", (launch + transfer) / total, evidence=small)]
     evidence = (
         f"collectives block every rank for {format_seconds(transfer)} of a step of {format_seconds(total)}, also the "
         "one that arrives last"
@@ -340,16 +354,19 @@ def _find_network_and_launch(table: StepTable, losses: StepLosses, facts: Facts)
     return [Finding("network", transfer / total, evidence=evidence)]
 
 
-def _explain_small_collectives(table: StepTable, transfer: float, facts: Facts) -> str:
+def _explain_small_collectives(table: StepTable, transfer: float, launch: float, facts: Facts) -> str:
     """Say so if collectives are so small and quick that starting them is what takes their time; else an empty text."""
     count = float(np.nanmean(table["collectives"]))
     if facts.collective_kib is None or facts.collective_kib > _SMALL_KIB or count < 1:
         return ""
-    if transfer / count > _QUICK_SECONDS:
+    seconds = transfer / count
+    late = seconds <= _LATE_SECONDS and facts.collective_kib / _SLOW_LINK_KIB <= seconds / 2
+    if seconds > _QUICK_SECONDS and not late:
         return ""
     return (
         f"{count:,.0f} collectives per step carry {facts.collective_kib:,.0f} KiB each and take "
-        f"{format_seconds(transfer / count)} each, {format_seconds(transfer)} together: they are too small for any link"
+        f"{format_seconds(seconds)} each, {format_seconds(transfer)} together: they are too small for any link; "
+        f"starting operations takes about {format_seconds(launch)}"
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import multiprocessing
 import os
 import random
@@ -25,7 +26,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch._dynamo  # which every rank would import by itself
 from torch import Tensor
@@ -94,6 +94,8 @@ FAULTS = {
     "delay_and_input": "straggler",
 }
 """Fault -> the class that has to be named."""
+NAMES_RANK = ("input_one", "delay", "busy", "memory", "delay_and_input")
+"""Faults of one rank, which has to be named."""
 QUIET = frozenset({"compute", "balanced"})
 """Classes that name no cause."""
 
@@ -117,12 +119,9 @@ def run_cell(layout: str, fault: str, seed: int, store: Path, folder: Path) -> O
     """Train a cell and let the report judge it."""
     chooser = random.Random(f"{layout} {fault} {seed}")
     ranks = 2 if fault == "busy" and layout != "hsdp" else RANKS
-    rank = chooser.randrange(ranks) if fault in ("input_one", "delay", "busy", "memory", "delay_and_input") else None
-    rank = chooser.randrange(ranks) if fault == "input_and_delay" else rank
+    rank = chooser.randrange(ranks) if fault in (*NAMES_RANK, "input_and_delay") else None
     run_dir = folder / f"{layout}-{fault}-{seed}"
-    config = compose(
-        [*BASE, f"data.path={store}", *LAYOUTS[layout], *_settings(layout, fault, ranks), f"run_dir={run_dir}"]
-    )
+    config = compose([*BASE, f"data.path={store}", *LAYOUTS[layout], *_settings(layout, fault), f"run_dir={run_dir}"])
     directory = locate_run_directory(config)
     prepare_run_directory(directory, config)
     entries = [{"rank": each, "process": each, "host": f"node{each // 2 + 1}"} for each in range(ranks)]
@@ -133,26 +132,35 @@ def run_cell(layout: str, fault: str, seed: int, store: Path, folder: Path) -> O
     if fault == "none":
         right = verdict.name in QUIET or verdict.name == COSTS.get(layout)
     else:
-        whose = rank if fault in ("input_one", "delay", "busy", "memory", "delay_and_input") else None
-        right = verdict.name == FAULTS[fault] and (named == {whose} if whose is not None else not named)
+        right = verdict.name == FAULTS[fault] and named == _find_slowed(fault, rank, ranks)
     return Outcome(layout, fault, rank, verdict.name, verdict.ranks, verdict.share_lost, verdict.line, right)
 
 
-def _settings(layout: str, fault: str, ranks: int) -> tuple[str, ...]:
+def _core_of(rank: int) -> int:
+    return rank % (os.cpu_count() or 1)
+
+
+def _find_slowed(fault: str, rank: int | None, ranks: int) -> set[int]:
+    """Return the ranks that the report has to name: of a busy core all that run on it."""
+    if rank is None or fault not in NAMES_RANK:
+        return set()
+    return {each for each in range(ranks) if _core_of(each) == _core_of(rank)} if fault == "busy" else {rank}
+
+
+def _settings(layout: str, fault: str) -> tuple[str, ...]:
     if fault == "small":
         return (
             "train.sequence_length=8",
             "model.layers=4",
             "model.hidden=16",
             "model.feed_forward=32",
-            "train.global_batch=4",
+            # With two micro-batches a third of the pipeline would be idle, which is a fault of its own.
+            f"train.global_batch={32 if layout == 'pp' else 4}",
             "train.micro_batch=1",
         )
     if fault == "save":
         return ("checkpoint.every=3", "checkpoint.background=false", "checkpoint.keep=1")
-    if fault == "memory" and layout == "ddp":
-        return LARGE  # or making the memory takes a third of a step
-    if (fault == "none" and layout in ("fsdp", "hsdp")) or (fault == "memory" and layout == "hsdp"):
+    if fault == "none" and layout in ("fsdp", "hsdp"):
         return ("train.global_batch=96", "train.micro_batch=24")  # or gathering parameters takes a fifth of a step
     if fault == "none" and layout == "pp":
         return ("model.layers=4",)  # or one stage is a third longer
@@ -160,7 +168,7 @@ def _settings(layout: str, fault: str, ranks: int) -> tuple[str, ...]:
 
 
 def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int, fault: str, rank: int | None) -> None:
-    os.sched_setaffinity(0, {world.rank % (os.cpu_count() or 1)})
+    os.sched_setaffinity(0, {_core_of(world.rank)})
     engine = make_engine(config, world, make_model(config))
     run = assemble_run(config, world, directory, attempt, StopRequest(), open_data(config, world), engine)
     run.recorder = StepRecorder(engine, world, run.heartbeat, directory.step_records(attempt, world.rank // 2), False)
@@ -172,12 +180,32 @@ def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int
         run.close()
 
 
+class Leak:
+    """Memory that a rank gains, 16 MiB at a time.
+
+    The pages exist from the beginning and only become part of the process: making new ones takes 50 ms for 16 MiB on
+    some virtual machines, which would be a fault of its own.
+    """
+
+    _BYTES = 16 << 20
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("leak")
+        os.posix_fallocate(self._file, 0, STEPS * self._BYTES)
+        self._gained: list[mmap.mmap] = []
+
+    def grow(self) -> None:
+        offset = len(self._gained) * self._BYTES
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        self._gained.append(mmap.mmap(self._file, self._BYTES, flags, offset=offset))
+
+
 class Trouble:
     """Makes the fault of a cell on one rank, from CALM_STEPS on."""
 
     def __init__(self, run: TrainingRun, fault: str, mine: bool) -> None:
         self._run, self._hogs = run, list[subprocess.Popen[bytes]]()
-        self._leak: list[Any] = []
+        self._leak = Leak() if fault == "memory" and mine else None
         self._starts: list[float] = []
         self._data = self._delay = self._save = 0.0
         match fault:
@@ -193,7 +221,6 @@ class Trouble:
                 self._data, self._delay = 1.2, 0.5 if mine else 0.0
             case "delay_and_input":
                 self._data, self._delay = 0.5, 1.5 if mine else 0.0
-        self._leaks = fault == "memory" and mine
         self._busy = fault == "busy" and mine
         inner: Callable[..., Any] = run.loader.batch
 
@@ -229,8 +256,8 @@ class Trouble:
 
     def _begin_step(self) -> None:
         self._starts.append(time.perf_counter())
-        if self._leaks:
-            self._leak.append(np.ones(16 << 20, np.uint8))
+        if self._leak is not None:
+            self._leak.grow()
         if self._busy and not self._hogs and len(self._starts) > CALM_STEPS:
             self._hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
 

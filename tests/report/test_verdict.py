@@ -82,6 +82,32 @@ def test_collectives_of_a_small_model_are_not_the_networks_fault(tmp_path: Path)
     assert judge(tmp_path / "large", change, collective_kib=3000.0, **facts).name == "network"
     slow = judge(tmp_path / "slow", lambda rank, step: {**change(rank, step), "collectives": 10}, collective_kib=700.0)
     assert slow.name == "network"
+    # 4 ms for a few KiB: no link is so thin; 20 ms: something is wrong between the nodes.
+    for collectives, name in ((10, "launch"), (2, "network")):
+        tiny = judge(
+            tmp_path / name,
+            lambda rank, step, count=collectives: {**change(rank, step), "collectives": count},
+            collective_kib=11.0,
+        )
+        assert tiny.name == name
+
+
+def test_half_of_the_ranks_are_slow(tmp_path: Path) -> None:
+    """Two ranks on one busy core: 20 ms of a step of 122 ms, which is 10 ms from the mean of the middle two."""
+    verdict = judge(
+        tmp_path, lambda rank, step: {"forward": 0.05} if rank % 2 else {"waits": waits(0.01, 0.01)}, node_of_rank={}
+    )
+    assert (verdict.name, verdict.ranks) == ("straggler", (1, 3))
+
+
+@pytest.mark.parametrize(("blocked", "name"), [(0.04, "straggler"), (0.06, "network")])
+def test_a_slow_rank_is_late_inside_collectives_too(tmp_path: Path, blocked: float, name: str) -> None:
+    """What blocks even the slow rank is the network only if that costs clearly more than the rank itself does."""
+
+    def change(rank: int, step: int) -> Mapping[str, Any]:
+        return {"forward": 0.06, "waits": waits(blocked)} if rank == 2 else {"waits": waits(blocked + 0.03)}
+
+    assert judge(tmp_path, change).name == name
 
 
 def test_slow_saves(tmp_path: Path) -> None:
