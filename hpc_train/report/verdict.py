@@ -37,8 +37,8 @@ _SLOW_IN = 0.7
 _UNEVEN_STAGE = 1.3
 """A stage is slow, and not just large, if it takes this many times longer than its FLOPs suggest, compared with the
 others."""
-_GROWTH_MIB, _GROWTH_SHARE = 64.0, 0.10
-"""Memory grows if a rank gained both, in equal steps over the recorded time."""
+_GROWTH_MIB, _GROWTH_SHARE, _LEAST_RISE = 64.0, 0.10, 0.4
+"""Memory grows if a rank gained both over the recorded time, at no time much slower than usual."""
 
 CLASSES = {
     "compute": "the ranks compute most of the time",
@@ -262,19 +262,21 @@ def _find_memory(table: StepTable, facts: Facts) -> Finding | None:
 def _measure_growth(resident: Array) -> tuple[float, float]:
     """Return what was gained (MiB) over the second half of the time, doubled, and the slope a bin; 0 if not steadily.
 
-    The first half fills caches and allocators in any run.
+    The first half fills caches and allocators in any run. Steadily means that nearly every rise over a third of the
+    second half is near the median one: allocators give and take some MiB from one step to the next, and memory that
+    grows once leaves other parts of the time without a rise.
     """
     values = resident[np.isfinite(resident)]
     half = values[len(values) // 2 :]
     if len(half) < _LEAST_BINS:
         return 0.0, 0.0
-    quarters = [float(part.mean()) for part in np.array_split(half, 4)]
-    gains = np.diff(quarters)
-    gained = float(half[-1] - half[0])
-    steady = gains.min() > 0.4 * gained / 4
-    if not steady or gained < _GROWTH_MIB:
+    third = -(-len(half) // 3)
+    rises = (half[third:] - half[:-third]) / third
+    slope = float(np.median(rises))
+    gained = slope * (len(half) - 1)
+    if gained < _GROWTH_MIB or np.quantile(rises, 0.1) < _LEAST_RISE * slope:
         return 0.0, 0.0
-    return 2 * gained, gained / max(len(half) - 1, 1)
+    return 2 * gained, slope
 
 
 def _find_straggler(table: StepTable, losses: StepLosses, facts: Facts) -> list[Finding]:

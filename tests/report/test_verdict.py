@@ -121,6 +121,23 @@ def test_memory_that_grows(tmp_path: Path) -> None:
     assert (verdict.name, verdict.ranks) == ("memory", (2,))
 
 
+def test_memory_that_grows_unevenly(tmp_path: Path) -> None:
+    """13 steps of a real rank that gained 16 MiB in each, while its allocator took and gave back others."""
+    resident = [439.0, 447.0, 455.2, 469.2, 485.3, 514.0, 517.3, 546.0, 568.4, 578.0, 594.9, 610.9, 613.3]
+
+    def change(rank: int, step: int) -> Mapping[str, Any]:
+        return {"resident": resident[step - 1]} if rank == 0 else {}
+
+    table = make_table(tmp_path, 4, change, steps=len(resident))
+    verdict = judge_run(table, Facts(node_of_rank=NODES))[0]
+    assert (verdict.name, verdict.ranks) == ("memory", (0,))
+
+
+@pytest.mark.parametrize("jump", [24, 28, 33])
+def test_memory_that_grows_once_does_not_grow(tmp_path: Path, jump: int) -> None:
+    assert judge(tmp_path, lambda rank, step: {"resident": 500.0 + (step > jump) * 300}).name == "compute"
+
+
 def test_memory_that_settles_does_not_grow(tmp_path: Path) -> None:
     assert judge(tmp_path, lambda rank, step: {"resident": 500.0 + min(step, 12) * 40}).name == "compute"
 
