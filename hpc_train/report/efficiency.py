@@ -87,6 +87,16 @@ def measure_blocked(table: StepTable) -> Array:
     return np.asarray(sum(table[f"blocked_{name}"] for name in ("forward", "backward", "clip", "rest")))
 
 
+def measure_own_time(table: StepTable) -> Array:
+    """Return the seconds per step that each rank spent on its own account, by bin.
+
+    That is a step without waits for data, saves, evaluations and collectives: C, and what lies between the parts of a
+    step, such as a hook or a slow line of output.
+    """
+    waits = table["data"] + table["save"] + np.nan_to_num(table["evaluate"]) + measure_blocked(table)
+    return np.asarray(np.maximum(table["total"] - waits, 0.0))
+
+
 def split_step(table: StepTable, pipeline: Pipeline | None = None) -> StepLosses | None:
     """Split the mean step; None if the parts of steps were not measured, as on a GPU."""
     work = measure_work(table)

@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.report.efficiency import Pipeline, StepLosses, find_stage_work, measure_blocked, measure_work, split_step
+from hpc_train.report.efficiency import (
+    Pipeline,
+    StepLosses,
+    find_stage_work,
+    measure_blocked,
+    measure_own_time,
+    measure_work,
+    split_step,
+)
 from hpc_train.report.step_table import Array, StepTable
 from hpc_train.units import format_seconds
 
@@ -280,10 +288,10 @@ def _measure_growth(resident: Array) -> tuple[float, float]:
 
 
 def _find_straggler(table: StepTable, losses: StepLosses, facts: Facts) -> list[Finding]:
-    """Find ranks that compute longer than the others in most steps; of a pipeline, than their stage lets expect."""
+    """Find ranks that take longer than the others in most steps; of a pipeline, than their stage lets expect."""
     if len(table.ranks) < 2:
         return []
-    work = _relate_to_stage(measure_work(table), losses, facts)
+    work = _relate_to_stage(measure_own_time(table), losses, facts)
     # The lower median: where half of the ranks are slow, it is the time of one that is not.
     usual = np.nanquantile(work, 0.5, axis=0, method="lower")
     excess = np.nanmean(work - usual, axis=1)
@@ -295,15 +303,27 @@ def _find_straggler(table: StepTable, losses: StepLosses, facts: Facts) -> list[
     if often < _SLOW_IN:
         return []
     ranks = tuple(table.ranks[index] for index in slow)
-    who = f"rank {ranks[0]} computes" if len(ranks) == 1 else f"{len(ranks)} ranks compute"
-    least = float(np.nanmean(measure_blocked(table)[slow[0]]))
-    others = float(np.nanmean(np.delete(measure_blocked(table), slow, axis=0)))
-    evidence = (
-        f"{who} {format_seconds(worst)} longer than the others in a step of {format_seconds(losses.total)}, in "
-        f"{often:.0%} of the steps; others are blocked for {format_seconds(others)}, "
-        f"{'this one' if len(ranks) == 1 else 'these'} for {format_seconds(least)}"
-    )
+    evidence = _describe_straggler(table, slow, worst, often, losses.total)
     return [Finding("straggler", worst / losses.total, ranks, _nodes(ranks, facts), evidence)]
+
+
+def _describe_straggler(table: StepTable, slow: list[int], seconds: float, often: float, step: float) -> str:
+    """Say by how much the slow ranks are slower, where in a step, and how the waits of all ranks agree with that."""
+
+    def compare(values: Array) -> tuple[float, float]:
+        return float(np.nanmean(values[slow])), float(np.nanmean(np.delete(values, slow, axis=0)))
+
+    theirs, others = compare(measure_own_time(table) - measure_work(table))
+    between = theirs - others > 0.5 * seconds
+    where = " outside of forward, backward, gradient norm and update" if between else ""
+    verb = "spend" if between else "compute"
+    who = f"rank {table.ranks[slow[0]]} {verb}s" if len(slow) == 1 else f"{len(slow)} ranks {verb}"
+    theirs, others = compare(measure_blocked(table))
+    return (
+        f"{who} {format_seconds(seconds)} longer than the others{where} in a step of {format_seconds(step)}, in "
+        f"{often:.0%} of the steps; others are blocked for {format_seconds(others)}, "
+        f"{'this one' if len(slow) == 1 else 'these'} for {format_seconds(theirs)}"
+    )
 
 
 def _relate_to_stage(work: Array, losses: StepLosses, facts: Facts) -> Array:

@@ -46,6 +46,13 @@ def test_a_slow_node(tmp_path: Path) -> None:
     assert (verdict.name, verdict.ranks, verdict.nodes) == ("straggler", (2, 3), ("node2",))
 
 
+def test_a_delay_between_the_parts_of_a_step(tmp_path: Path) -> None:
+    late = sum(EVEN.values()) + 0.05
+    verdict = judge(tmp_path, lambda rank, step: {"total": late} if rank == 3 else {"waits": waits(0.05)})
+    assert (verdict.name, verdict.ranks) == ("straggler", (3,))
+    assert verdict.evidence[0].startswith("rank 3 spends 50 ms longer than the others outside of forward, backward")
+
+
 def test_ranks_that_are_slow_in_turn_are_no_stragglers(tmp_path: Path) -> None:
     verdict = judge(tmp_path, lambda rank, step: {"backward": 0.1} if step % 4 == rank else {"waits": waits(0.04)})
     assert verdict.name == "balanced"
