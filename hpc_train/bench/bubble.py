@@ -17,9 +17,8 @@ from hpc_train.bench.local_ranks import run_local_ranks
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
 from hpc_train.runtime.processes import pause_gc
-from hpc_train.schedules import order as table
 from hpc_train.schedules.generate import generate_order
-from hpc_train.schedules.order import Order
+from hpc_train.schedules.order import Order, read_order
 from hpc_train.schedules.validate import find_problem, find_runtime_problem
 
 TOLERANCE = 0.1
@@ -152,7 +151,7 @@ def choose_schedules(options: BubbleOptions) -> tuple[dict[str, Order], dict[str
 def _make_order(name: str, options: BubbleOptions) -> Order:
     if not name.endswith(".csv"):
         return generate_order(name, options.ranks, options.micro_batches)
-    order = table.read_order(Path(name))
+    order = read_order(Path(name))
     if order.ranks != options.ranks:
         raise UserError(f"{name}: has {order.ranks} lines, one per rank, but --ranks {options.ranks}")
     if wrong := find_problem(order, options.micro_batches) or find_runtime_problem(order):

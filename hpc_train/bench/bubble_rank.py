@@ -42,7 +42,7 @@ class _RunningSchedule:
         self.timeline = Timeline(world.device, on=True)
         self._rank, self._micro_batches = world.rank, options.micro_batches
         own_stages = [stage for stage, rank in enumerate(order.placement) if rank == world.rank]
-        self._parts = {stage: _stage(self.times, stage) for stage in own_stages}
+        self._parts = {stage: _make_stage(self.times, stage) for stage in own_stages}
         self._schedule = self._make(world)
 
     def _make(self, world: World) -> Schedule:
@@ -57,7 +57,9 @@ class _RunningSchedule:
             StepMasks((), RunConfig(), world),
         )
         inputs = torch.empty(1, FEATURES, device="meta")
-        return pipeline.training(self._micro_batches, inputs, inputs.clone().requires_grad_(), _loss)
+        return pipeline.make_training_schedule(
+            self._micro_batches, inputs, inputs.clone().requires_grad_(), _compute_loss
+        )
 
     def step(self, sleeps: bool) -> None:
         """Run and record one step on all ranks; without sleep it only opens connections."""
@@ -94,11 +96,11 @@ def measure_schedules(options: BubbleOptions, orders: dict[str, Order]) -> list[
         leave_process_group()
 
 
-def _stage(times: ActionTimes, stage: int) -> SleepingStage:
+def _make_stage(times: ActionTimes, stage: int) -> SleepingStage:
     return SleepingStage(times.forward[stage], times.inputs[stage], times.weights[stage])
 
 
-def _loss(out: Tensor, target: Tensor) -> Tensor:
+def _compute_loss(out: Tensor, target: Tensor) -> Tensor:
     return (out - target).sum()
 
 
@@ -114,7 +116,7 @@ def _summarize_schedule(name: str, order: Order, times: ActionTimes, steps: Step
         simulated_bubble=simulated.mean_bubble,
         measured_bubble=median,
         quartiles=(low, high),
-        difference=_difference(median, simulated),
+        difference=_compute_difference(median, simulated),
         simulated_seconds=simulated.makespan,
         measured_seconds=float(np.median([_step_seconds(ranks) for ranks in steps])),
         simulated_ranks=simulated.bubble,
@@ -131,7 +133,7 @@ def _check_done(name: str, order: Order, ranks: list[list[TimelineEvent]]) -> No
         assert done == expected, f"{name}: rank {rank} ran {done}, not {expected}"
 
 
-def _difference(measured: float, simulated: Simulation) -> float:
+def _compute_difference(measured: float, simulated: Simulation) -> float:
     return measured / simulated.mean_bubble - 1 if simulated.mean_bubble else float(measured > 0)
 
 

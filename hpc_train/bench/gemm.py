@@ -105,14 +105,15 @@ class GemmResult:
         """Return the product with the most FLOP/s of each precision."""
         names = dict.fromkeys(product.precision for product in self.products)
         return {
-            name: max((product for product in self.products if product.precision == name), key=_speed) for name in names
+            name: max((product for product in self.products if product.precision == name), key=_compute_speed)
+            for name in names
         }
 
     def to_json(self) -> str:
         return json.dumps({"version": RESULT_VERSION, **asdict(self)}, indent=1)
 
 
-def _speed(product: MatrixProduct) -> float:
+def _compute_speed(product: MatrixProduct) -> float:
     return product.tflops
 
 

@@ -56,7 +56,7 @@ def run_local_ranks(arguments: Sequence[str], ranks: int, threads: int) -> int:
             for rank in range(ranks):
                 command = [sys.executable, "-m", "hpc_train", *arguments]
                 with postpone_sigterm():
-                    processes.append(subprocess.Popen(command, env=_environment(rank, ranks, threads, meeting)))
+                    processes.append(subprocess.Popen(command, env=_make_environment(rank, ranks, threads, meeting)))
             return wait_for_ranks(processes)
         finally:
             for process in processes:
@@ -64,7 +64,7 @@ def run_local_ranks(arguments: Sequence[str], ranks: int, threads: int) -> int:
                 process.wait()
 
 
-def _environment(rank: int, ranks: int, threads: int, meeting: str) -> dict[str, str]:
+def _make_environment(rank: int, ranks: int, threads: int, meeting: str) -> dict[str, str]:
     return {
         **os.environ,
         "SUBMITIT_LOCAL_GLOBALID": str(rank),

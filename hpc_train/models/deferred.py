@@ -71,11 +71,11 @@ class OperationRecord:
         """Compute the values a deferred tensor has now, in fresh memory."""
         made: dict[int, Tensor] = {}
         with torch.random.fork_rng([]), torch.no_grad():
-            for index in self._needed(view.memory):
+            for index in self._list_needed(view.memory):
                 self._run(self.operations[index], made)
         return _view_of(made, view)
 
-    def _needed(self, memory: int) -> list[int]:
+    def _list_needed(self, memory: int) -> list[int]:
         """Return the operations that lead to a memory's values, in order."""
         found: set[int] = set()
         waiting = [(memory, len(self.operations))]
@@ -142,18 +142,18 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotDeferrableError("a generator of its own")
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
             kwargs = {**kwargs, "device": torch.device("cpu")}  # torch itself asks a deferred tensor for its device
-        given = _tensors((args, kwargs))
+        given = _list_tensors((args, kwargs))
         deferred = [tensor for tensor in given if self.is_deferred(tensor)]
         if not deferred:
-            return self._factory(func, args, kwargs) if not given else func(*args, **kwargs)
-        written = _written(func, args, kwargs)
+            return self._run_factory(func, args, kwargs) if not given else func(*args, **kwargs)
+        written = _find_written(func, args, kwargs)
         if any(self.is_deferred(tensor) for tensor in written):
             return self._record(func, args, kwargs, written)
         if written:
-            return func(*self._real(args), **self._real(kwargs))
-        return self._derived(func, args, kwargs, deferred)
+            return func(*self._make_real(args), **self._make_real(kwargs))
+        return self._run_derived(func, args, kwargs, deferred)
 
-    def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_factory(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation that takes no tensor; deferred if its result is large."""
         if not _is_pure(func):
             return func(*args, **kwargs)
@@ -165,17 +165,17 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         return self._record(func, args, kwargs, [], shaped)
 
-    def _derived(self, func: Any, args: Any, kwargs: Any, deferred: list[Tensor]) -> Any:
+    def _run_derived(self, func: Any, args: Any, kwargs: Any, deferred: list[Tensor]) -> Any:
         """Run an operation that changes nothing: its result is a view, a large deferred tensor, or real."""
         try:
             out = func(*self._on_meta(args), **self._on_meta(kwargs))
         except (RuntimeError, TypeError, NotImplementedError):
-            return func(*self._real(args), **self._real(kwargs))
-        results = _tensors(out)
+            return func(*self._make_real(args), **self._make_real(kwargs))
+        results = _list_tensors(out)
         if results and all(memory_number(result) in self.record.alive for result in results):
             return out
         if not results or not _is_pure(func) or any(r.untyped_storage().nbytes() < LARGE_TENSOR_BYTES for r in results):
-            return func(*self._real(args), **self._real(kwargs))
+            return func(*self._make_real(args), **self._make_real(kwargs))
         return self._record(func, args, kwargs, [], out)
 
     def _record(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], out: Any = None) -> Any:
@@ -187,10 +187,10 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func(*self._as_memory(args), **self._as_memory(kwargs))  # advances the generator as it should
         if written:
             out = func(*self._on_meta(args), **self._on_meta(kwargs))
-        made = [] if written else _tensors(out)
+        made = [] if written else _list_tensors(out)
         for tensor in made:
             self.record.alive[memory_number(tensor)] = tensor
-        reads = tuple(memory_number(tensor) for tensor in _tensors((args, kwargs)) if self.is_deferred(tensor))
+        reads = tuple(memory_number(tensor) for tensor in _list_tensors((args, kwargs)) if self.is_deferred(tensor))
         writes = tuple(memory_number(tensor) for tensor in (written or made))
         outputs = (
             tuple(self.view(result) if isinstance(result, Tensor) else None for result in _as_tuple(out))
@@ -229,7 +229,7 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return tree_map_only(Tensor, real, tree)
 
-    def _real(self, tree: Any) -> Any:
+    def _make_real(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: self.make(x) if self.is_deferred(x) else x, tree)
 
 
@@ -237,20 +237,20 @@ def _as_tuple(out: Any) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _list_tensors(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     tree_map_only(Tensor, found.append, tree)
     return found
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _find_written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation changes in place."""
     found = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        found += _tensors(value)
+        found += _list_tensors(value)
     return found
 
 

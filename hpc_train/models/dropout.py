@@ -97,7 +97,7 @@ def hash_heads(site: DropoutSite, heads: int) -> Tensor:
 def find_dropped_weights(rows: Tensor, queries: Tensor, keys: Tensor, p: float) -> Tensor:
     """Return which attention weights are zeroed: (B, heads, number of queries, number of keys), bool.
 
-    rows: from head_rows. queries, keys: their positions.
+    rows: from hash_heads. queries, keys: their positions.
     """
     return _compare(_upper_half(mix_bits(rows.unsqueeze(2) ^ queries)), _upper_half(mix_bits(keys ^ _CHANNELS)), p)
 
@@ -156,11 +156,11 @@ def _hash_text(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _signed(value: int, bits: int = 64) -> int:
+def _to_signed(value: int, bits: int = 64) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
-_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
-_NARROW_FIRST, _NARROW_SECOND = 0x7FEB352D, _signed(0x846CA68B, 32)
+_FIRST, _SECOND = _to_signed(0xBF58476D1CE4E5B9), _to_signed(0x94D049BB133111EB)
+_NARROW_FIRST, _NARROW_SECOND = 0x7FEB352D, _to_signed(0x846CA68B, 32)
 """Odd multipliers that scramble well: https://github.com/skeeto/hash-prospector (public domain)."""
 _CHANNELS = make_layer_key("channels")

@@ -101,14 +101,14 @@ def draw_values(
     for first in range(begin - begin % rows, end, rows):
         last = min(first + rows, shape[0] if shape else 1)
         chunk = torch.empty((last - first, *row), device="cpu")
-        chunk.normal_(rule.mean, rule.std, generator=_generator(seed, name, first))
+        chunk.normal_(rule.mean, rule.std, generator=_make_generator(seed, name, first))
         low, high = max(begin, first), min(end, last)
         window = tuple(slice(o, o + n) for o, n in zip(offset[1:], size[1:], strict=True))
         out.view(-1, *size[1:])[low - begin : high - begin] = chunk[(slice(low - first, high - first), *window)]
     return out
 
 
-def _generator(seed: int, name: str, row: int) -> torch.Generator:
+def _make_generator(seed: int, name: str, row: int) -> torch.Generator:
     key = blake2b(f"{seed}/{name}/{row}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
 

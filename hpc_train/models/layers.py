@@ -306,18 +306,18 @@ class BlockModel(nn.Module):
     layers: nn.ModuleDict
 
     def blocks(self) -> dict[str, nn.Module]:
-        """The blocks by module name, in order."""
+        """Return the blocks by module name, in order."""
         return {f"layers.{key}": block for key, block in self.layers.items()}
 
     def stage(self, names: list[str]) -> Self:
-        """The part that holds the blocks `names`, on the meta device, in this model's dtype."""
+        """Return the part that holds the blocks `names`, on the meta device, in this model's dtype."""
         with torch.device("meta"):
             return type(self)(self.config, names).to(next(self.parameters()).dtype)
 
     def loss_sum(self, out: Tensor, target: Tensor) -> Tensor:
-        """Cross entropy in nats, summed. out: logits (..., classes); target: (...), int64."""
+        """Return the summed cross entropy in nats. out: logits (..., classes); target: (...), int64."""
         return cross_entropy_sum(out, target)
 
     def init_rule(self, name: str) -> Normal:
-        """GPT-2's."""
+        """Return GPT-2's distribution of initial values for a parameter."""
         return gpt2_init_rule(name, self.config.init_std, self.config.layers)

@@ -32,9 +32,9 @@ def register(name: str) -> Callable[[F], F]:
 def build_model(config: ModelConfig, seed: int = 0) -> nn.Module:
     """Build the module that `config` describes, on torch's default device (torch.device("meta"): without memory).
 
-    A transformer and a vision transformer get their values from `init.initialise` later. A custom module and a model of
-    transformers draw their own in the constructor, under torch's generators seeded with `seed`, so that all ranks draw
-    the same.
+    A transformer and a vision transformer get their values later, from `initial_values.initialise_parameters`. A custom
+    module and a model of transformers draw their own in the constructor, under torch's generators seeded with `seed`,
+    so that all ranks draw the same.
     Raises UserError for an unknown kind or name, a shape that does not fit, or wrong arguments of a custom model.
     """
     if isinstance(config, TransformerConfig):

@@ -244,20 +244,20 @@ def count_parameters(config: ModelConfig) -> int | None:
     return None
 
 
-def _linear(inputs: int, outputs: int, bias: bool) -> int:
+def _count_linear(inputs: int, outputs: int, bias: bool) -> int:
     return inputs * outputs + (outputs if bias else 0)
 
 
-def _attention(hidden: int, heads: int, groups: int, width: int, bias: bool) -> int:
-    kv = _linear(hidden, groups * width, bias)
-    return _linear(hidden, heads * width, bias) + 2 * kv + _linear(heads * width, hidden, bias)
+def _count_attention(hidden: int, heads: int, groups: int, width: int, bias: bool) -> int:
+    kv = _count_linear(hidden, groups * width, bias)
+    return _count_linear(hidden, heads * width, bias) + 2 * kv + _count_linear(heads * width, hidden, bias)
 
 
 def _attention_weights(config: TransformerConfig, bias: bool) -> int:
     """Count the parameters of the linear layers of one attention."""
     if has_latent_attention(config):
         return _latent_attention_weights(config)
-    return _attention(config.hidden, config.heads, count_kv_heads(config), compute_head_dim(config), bias)
+    return _count_attention(config.hidden, config.heads, count_kv_heads(config), compute_head_dim(config), bias)
 
 
 def _latent_attention_weights(config: TransformerConfig) -> int:
@@ -271,8 +271,8 @@ def _latent_attention_weights(config: TransformerConfig) -> int:
 
 def _dense_feed_forward(config: TransformerConfig, bias: bool) -> int:
     branches = count_branches(config)
-    widen = branches * _linear(config.hidden, config.feed_forward, bias)
-    return widen + _linear(config.feed_forward, config.hidden, bias)
+    widen = branches * _count_linear(config.hidden, config.feed_forward, bias)
+    return widen + _count_linear(config.feed_forward, config.hidden, bias)
 
 
 def _expert_feed_forward(config: TransformerConfig, routed: int) -> int:
@@ -281,7 +281,7 @@ def _expert_feed_forward(config: TransformerConfig, routed: int) -> int:
     return config.hidden * (experts.count + 3 * compute_expert_width(config) * (routed + experts.shared))
 
 
-def _blocks(config: TransformerConfig, bias: bool, routed: int) -> int:
+def _count_blocks(config: TransformerConfig, bias: bool, routed: int) -> int:
     """Count the parameters of the linear layers of all blocks, with `routed` experts in each layer that has any."""
     sparse = count_expert_layers(config)
     dense = (config.layers - sparse) * _dense_feed_forward(config, bias)
@@ -304,7 +304,7 @@ def _transformer_parameters(config: TransformerConfig) -> int:
     table = config.vocab_size * config.hidden
     embeddings = table * (1 if config.tied_embeddings else 2)
     positions = config.max_positions * config.hidden if config.positions == "learned" else 0
-    blocks = _blocks(config, config.bias, config.experts.count)
+    blocks = _count_blocks(config, config.bias, config.experts.count)
     return (
         embeddings
         + positions
@@ -315,16 +315,16 @@ def _transformer_parameters(config: TransformerConfig) -> int:
 
 
 def _vit_block(config: VisionTransformerConfig, bias: bool) -> int:
-    attention = _attention(config.hidden, config.heads, config.heads, config.hidden // config.heads, bias)
-    widen = _linear(config.hidden, config.feed_forward, bias)
-    return attention + widen + _linear(config.feed_forward, config.hidden, bias)
+    attention = _count_attention(config.hidden, config.heads, config.heads, config.hidden // config.heads, bias)
+    widen = _count_linear(config.hidden, config.feed_forward, bias)
+    return attention + widen + _count_linear(config.feed_forward, config.hidden, bias)
 
 
 def _vit_parameters(config: VisionTransformerConfig) -> int:
     norm = 2 * config.hidden
-    patches = _linear(config.channels * config.patch_size**2, config.hidden, True)
+    patches = _count_linear(config.channels * config.patch_size**2, config.hidden, True)
     tokens = config.hidden * (count_vit_tokens(config) + 1)
-    head = _linear(config.hidden, config.classes, True)
+    head = _count_linear(config.hidden, config.classes, True)
     return patches + tokens + config.layers * (_vit_block(config, True) + 2 * norm) + norm + head
 
 
@@ -347,7 +347,7 @@ def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float 
     None for a custom model.
     """
     if isinstance(config, TransformerConfig):
-        used = _blocks(config, bias=False, routed=config.experts.top_k if config.experts.count else 0)
+        used = _count_blocks(config, bias=False, routed=config.experts.top_k if config.experts.count else 0)
         weights = used + config.vocab_size * config.hidden
         width = config.heads * compute_mean_head_dim(config)
         seen = sum(2 * compute_mean_keys(config, layer, sequence_length) for layer in range(config.layers))

@@ -116,7 +116,7 @@ class Transformer(BlockModel):
         if document_starts is not None:
             positions = positions - document_starts
         if self.is_first:
-            x = self._embedded(x, positions)
+            x = self._embed(x, positions)
         tables = self._make_tables(positions, x.dtype)
         masks: dict[ScoreRule, DocumentMask] = {}  # one for all layers that see the same part of a sequence
         for key, layer in self.layers.items():
@@ -128,7 +128,7 @@ class Transformer(BlockModel):
             if core.rule not in masks:
                 masks[core.rule] = core.make_mask(document_starts, x)
             x = layer(x, table, masks[core.rule])
-        return self._logits(x) if self.is_last else x
+        return self._compute_logits(x) if self.is_last else x
 
     def _is_local(self, layer: int) -> bool:
         """Whether a layer has the rotary base of layers with a window."""
@@ -142,7 +142,7 @@ class Transformer(BlockModel):
         kinds = {self._is_local(int(key)) for key in self.layers}
         return {local: make_rotary_table(self.config, width, positions, dtype, local=local) for local in sorted(kinds)}
 
-    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.embed(tokens)
         if self.config.scaled_embeddings:
             x = x * math.sqrt(self.config.hidden)
@@ -151,14 +151,14 @@ class Transformer(BlockModel):
         embedded: Tensor = self.dropout(x)
         return embedded
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _compute_logits(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         logits: Tensor = self.head(x, self.embed.weight) if self.config.tied_embeddings else self.head(x)
         softcap = self.logit_softcap  # None where a loss in chunks makes the logits
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def init_rule(self, name: str) -> Normal:
-        """GPT-2's; norms begin as factors of 1."""
+        """Return GPT-2's distribution of initial values for a parameter; norms begin as factors of 1."""
         is_norm = name.rpartition(".")[0].endswith("norm")
         return ZEROS if is_norm and self.config.norm == "rmsnorm_1p" else super().init_rule(name)
 

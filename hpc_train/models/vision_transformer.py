@@ -65,12 +65,12 @@ class VisionTransformer(BlockModel):
         Returns logits (B, classes), or in a stage that is not the last hidden states.
         """
         if self.is_first:
-            x = self._embedded(x)
+            x = self._embed(x)
         for layer in self.layers.values():
             x = layer(x)
         return self.head(self.norm(x[:, 0])) if self.is_last else x
 
-    def _embedded(self, images: Tensor) -> Tensor:
+    def _embed(self, images: Tensor) -> Tensor:
         patches = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat((self.class_token.expand(len(images), -1, -1), patches), dim=1) + self.positions
         embedded: Tensor = self.dropout(x)

@@ -15,7 +15,7 @@ from hpc_train.config.model import TransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.models.attention.attention_kernels import MIN_BLOCK, choose_way
+from hpc_train.models.attention.attention_kernels import MIN_BLOCK, choose_implementation
 from hpc_train.models.attention.plain_attention import ScoreRule
 from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.models.shape import compute_head_dim, count_kv_heads
@@ -78,10 +78,10 @@ def _describe_core(core: ScaledDotProduct, shapes: _Shapes) -> str:
         raise UserError(f"model.attention={core.backend}: {why}")
     window = f", window {rule.window}" if rule.cuts(q.shape[2]) else ""
     cap = f", soft-cap {rule.softcap:g}" if rule.softcap is not None else ""
-    way = choose_way(rule, core.backend, q.shape[2], q, packed=shapes.packed)
-    if way in ("flex", "plain"):
-        return f"{'FlexAttention' if way == 'flex' else 'plain operations'}{window}{cap}"
-    mask = _make_mask(rule, q, way, shapes.packed)
+    implementation = choose_implementation(rule, core.backend, q.shape[2], q, packed=shapes.packed)
+    if implementation in ("flex", "plain"):
+        return f"{'FlexAttention' if implementation == 'flex' else 'plain operations'}{window}{cap}"
+    mask = _make_mask(rule, q, implementation, shapes.packed)
     if q.is_cuda and core.backend in _CHECKS:
         _check_on_gpu(core.backend, q, k, mask, rule)
     if core.backend != "auto":
@@ -90,9 +90,9 @@ def _describe_core(core: ScaledDotProduct, shapes: _Shapes) -> str:
     return chosen.name.removesuffix("_ATTENTION").lower() + window
 
 
-def _make_mask(rule: ScoreRule, q: Tensor, way: str, packed: bool) -> Tensor | None:
+def _make_mask(rule: ScoreRule, q: Tensor, implementation: str, packed: bool) -> Tensor | None:
     """Return a mask of the shape that the kernel will get; None if it gets none."""
-    if way == "window":
+    if implementation == "window":
         size = max(rule.window or 0, MIN_BLOCK)
         rows = size if q.shape[2] > 2 * size else q.shape[2]
         return torch.ones((), dtype=torch.bool, device=q.device).expand(q.shape[2], q.shape[2])[:rows]

@@ -128,6 +128,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             )
             for begin in range(0, len(x), chunks.tokens)
         ]
+        # Not save_for_backward: backward multiplies them in place, and lets them go while it goes on.
         ctx.gradients, ctx.keeps = (of_x, of_weight), chunks.keeps_gradients
         return torch.stack(losses).sum()
 

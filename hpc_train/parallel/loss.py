@@ -158,6 +158,7 @@ class Totals(NamedTuple):
 
 
 _NORM_SCALE, _MAX_NORM, _NOT_FINITE = 1 << 16, 1 << 40, -(1 << 40)
+"""Norms are compared as integers in units of 1 / _NORM_SCALE, so that they go with the counts in one sum of int64."""
 _SAME_NORM = 1e-3
 """Relative difference that rounding on different devices stays far below, and a flipped bit of an exponent above."""
 
@@ -187,7 +188,8 @@ class StepTotals:
         if self.work is not None:
             self.work.wait()
         tokens, stops, norms = self.values.tolist()
-        expected = self.norm * self.ranks
+        expected = self.norm * self.ranks  # of norms that are all equal
+        # A unit for each rank, as every norm was rounded.
         agree = abs(norms - expected) <= _SAME_NORM * abs(expected) + self.ranks
         return Totals(int(tokens) // self.shared, stops > 0, agree)
 

@@ -157,7 +157,7 @@ class OptimizerUpdates:
 
     def update(self, lr: float) -> bool:
         """See interfaces.Engine. With a loss scale it waits for the device, to know whether the gradient is finite."""
-        if self._scaling is not None and not self._usable():
+        if self._scaling is not None and not self._check_finite():
             self.clear_gradients()
             return False
         for group in self._optimizer.param_groups:
@@ -169,7 +169,7 @@ class OptimizerUpdates:
             self._average.update()
         return True
 
-    def _usable(self) -> bool:
+    def _check_finite(self) -> bool:
         """Whether the scaled gradient is finite, the same on every rank; adjusts the loss scale."""
         assert self._scaling is not None
         norm = self.clip(None) if self._norm is None else self._norm

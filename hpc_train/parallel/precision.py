@@ -66,7 +66,7 @@ _SMALLEST, _LARGEST = 2.0**-24, 2.0**126
 """Below the one not even the smallest number of fp16 would be left of a 1; twice the other is too much for float32."""
 
 
-def _scalar(value: float) -> Tensor:
+def _make_scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
@@ -74,8 +74,8 @@ def _scalar(value: float) -> Tensor:
 class LossScale:
     """Factor on the loss that keeps small gradients from vanishing in fp16; the same on every rank."""
 
-    scale: Tensor = field(default_factory=lambda: _scalar(INITIAL_SCALE))
-    finite_steps: Tensor = field(default_factory=lambda: _scalar(0))
+    scale: Tensor = field(default_factory=lambda: _make_scalar(INITIAL_SCALE))
+    finite_steps: Tensor = field(default_factory=lambda: _make_scalar(0))
     """Updates since the scale last changed."""
 
     @property

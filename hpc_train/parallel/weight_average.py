@@ -65,6 +65,7 @@ class WeightAverage:
             average.copy_(copy)
 
     def _count_updates(self) -> float:
+        # A rehearsal's tensors have no values; it takes the path of a long run, the average of several updates.
         if is_rehearsal() or not self._parameters:
             return self._config.start + 1
         return float(self._optimizer.state[self._parameters[0]]["ema_step"])

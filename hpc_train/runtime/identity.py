@@ -60,7 +60,7 @@ class _Variables:
         return int(text)
 
 
-def _submitit(env: Environment) -> ProcessIdentity:
+def _read_submitit(env: Environment) -> ProcessIdentity:
     get = _Variables(env, "submitit").number
     return ProcessIdentity(
         process=get("SUBMITIT_LOCAL_GLOBALID"),
@@ -74,7 +74,7 @@ def _submitit(env: Environment) -> ProcessIdentity:
     )
 
 
-def _torchrun(env: Environment) -> ProcessIdentity:
+def _read_torchrun(env: Environment) -> ProcessIdentity:
     get = _Variables(env, "torchrun").number
     local_size = get("LOCAL_WORLD_SIZE", 1, least=1)
     size = get("WORLD_SIZE")
@@ -90,7 +90,7 @@ def _torchrun(env: Environment) -> ProcessIdentity:
     )
 
 
-def _slurm(env: Environment) -> ProcessIdentity:
+def _read_slurm(env: Environment) -> ProcessIdentity:
     get = _Variables(env, "slurm").number
     restart = env.get("SLURM_RESTART_COUNT", "0")
     return ProcessIdentity(
@@ -120,7 +120,7 @@ def _open_mpi(env: Environment) -> ProcessIdentity:
     )
 
 
-def _mpich(env: Environment) -> ProcessIdentity:
+def _read_mpich(env: Environment) -> ProcessIdentity:
     get = _Variables(env, "MPICH").number
     size, local_size = get("PMI_SIZE"), get("MPI_LOCALNRANKS", 1, least=1)
     return ProcessIdentity(
@@ -137,12 +137,12 @@ def _mpich(env: Environment) -> ProcessIdentity:
 
 _READERS: tuple[tuple[str, Callable[[Environment], ProcessIdentity]], ...] = (
     # The innermost launcher wins: torchrun and mpirun may themselves run inside a Slurm step.
-    ("SUBMITIT_LOCAL_GLOBALID", _submitit),
-    ("TORCHELASTIC_RUN_ID", _torchrun),
+    ("SUBMITIT_LOCAL_GLOBALID", _read_submitit),
+    ("TORCHELASTIC_RUN_ID", _read_torchrun),
     ("OMPI_COMM_WORLD_RANK", _open_mpi),
-    ("MPI_LOCALRANKID", _mpich),
-    ("SLURM_STEP_ID", _slurm),
-    ("RANK", _torchrun),
+    ("MPI_LOCALRANKID", _read_mpich),
+    ("SLURM_STEP_ID", _read_slurm),
+    ("RANK", _read_torchrun),
 )
 
 
@@ -157,7 +157,7 @@ def identify_process(env: Environment) -> ProcessIdentity | None:
             continue
         identity = read(env)
         # A step of several tasks that was started from such a shell inherits SLURM_PTY_PORT, and is one of ranks.
-        if read is _slurm and "SLURM_PTY_PORT" in env and identity.processes == 1:
+        if read is _read_slurm and "SLURM_PTY_PORT" in env and identity.processes == 1:
             continue
         _check_identity(identity)
         return identity

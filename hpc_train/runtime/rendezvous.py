@@ -34,7 +34,7 @@ _SHOWN = 8
 _MEETING_GATE = "met"
 
 
-def arrival_key(process: int) -> str:
+def name_arrival_key(process: int) -> str:
     """Return the store key that a process sets when it arrives."""
     return f"met/{process}"
 
@@ -57,7 +57,7 @@ class MissingTasks:
 
 def find_missing_tasks(store: Store, identity: ProcessIdentity, env: Mapping[str, str] = os.environ) -> MissingTasks:
     """Return the tasks that have not set their arrival key yet. Only process 0 asks."""
-    missing = [process for process in range(1, identity.processes) if not store.check([arrival_key(process)])]
+    missing = [process for process in range(1, identity.processes) if not store.check([name_arrival_key(process)])]
     return MissingTasks(missing, _find_hosts(missing, identity, env))
 
 
@@ -118,7 +118,7 @@ def _meet_at_file(folder: Path, identity: ProcessIdentity, interface: str | None
     path = folder / f".rendezvous-{identity.attempt_key}.json"
     if identity.process != 0:
         store = _connect(_read_meeting(path, identity, timeout), timeout)
-        store.set(arrival_key(identity.process), "")
+        store.set(name_arrival_key(identity.process), "")
         arrive_at_gate(store, _MEETING_GATE, identity.processes - 1)
         return store
     store, meeting = _host_store(identity, interface, timeout)
@@ -150,10 +150,10 @@ def _connect(meeting: _Meeting, timeout: timedelta) -> JobStore:
     try:
         return JobStore((meeting.host, meeting.port), bytes.fromhex(meeting.secret), timeout)
     except dist.DistError as error:
-        raise _unreachable(meeting.host, meeting.port, error) from error
+        raise _make_unreachable_error(meeting.host, meeting.port, error) from error
 
 
-def _unreachable(host: str, port: int, error: Exception) -> UserError:
+def _make_unreachable_error(host: str, port: int, error: Exception) -> UserError:
     reason = str(error).splitlines()[0].removeprefix(f"{host}:{port}: ")
     return UserError(f"the job's store at {host}:{port} cannot be reached: {reason}")
 
@@ -197,7 +197,7 @@ def _agent_store(identity: ProcessIdentity, env: Mapping[str, str], timeout: tim
     try:
         store = dist.TCPStore(host, int(port), is_master=serve, timeout=timeout, wait_for_workers=False)
     except dist.DistError as error:
-        raise _unreachable(host, int(port), error) from error
+        raise _make_unreachable_error(host, int(port), error) from error
     # The agent's store outlives a restart: without a prefix, new ranks would read the addresses of dead ones.
     return dist.PrefixStore(identity.attempt_key, store)
 

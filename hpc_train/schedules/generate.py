@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
-from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, Overlap, looped_placement, v_shaped_placement
+from hpc_train.schedules.order import (
+    Action,
+    Kind,
+    Order,
+    OrderEntry,
+    Overlap,
+    make_looped_placement,
+    make_v_shaped_placement,
+)
 
 
 @dataclass(frozen=True)
@@ -121,9 +129,9 @@ def interleaved_row(ranks: int, rank: int, micro_batches: int, virtual_stages: i
 
     It warms up with one round of forwards for each of its stages but the last, and two for each rank after this one.
     """
-    forwards = _passes(Kind.F, ranks, rank, micro_batches, virtual_stages)
-    backwards = _passes(Kind.B, ranks, rank, micro_batches, virtual_stages)
-    first = (virtual_stages - 1) * _round(ranks, micro_batches) + 2 * (ranks - 1 - rank)
+    forwards = _list_passes(Kind.F, ranks, rank, micro_batches, virtual_stages)
+    backwards = _list_passes(Kind.B, ranks, rank, micro_batches, virtual_stages)
+    first = (virtual_stages - 1) * _compute_round_size(ranks, micro_batches) + 2 * (ranks - 1 - rank)
     return _alternate(forwards, backwards, first)
 
 
@@ -133,10 +141,10 @@ def zero_bubble_row(ranks: int, rank: int, micro_batches: int, virtual_stages: i
     On rank r the weight gradients are always r micro-batches behind the input gradients; they fill the bubble at the
     end of the step.
     """
-    forwards = _passes(Kind.F, ranks, rank, micro_batches, virtual_stages)
-    inputs = _passes(Kind.I, ranks, rank, micro_batches, virtual_stages)
-    weights = iter(_passes(Kind.W, ranks, rank, micro_batches, virtual_stages))
-    first = (virtual_stages - 1) * _round(ranks, micro_batches) + ranks - 1 - rank
+    forwards = _list_passes(Kind.F, ranks, rank, micro_batches, virtual_stages)
+    inputs = _list_passes(Kind.I, ranks, rank, micro_batches, virtual_stages)
+    weights = iter(_list_passes(Kind.W, ranks, rank, micro_batches, virtual_stages))
+    first = (virtual_stages - 1) * _compute_round_size(ranks, micro_batches) + ranks - 1 - rank
     done = 0
     for action in _alternate(forwards, inputs, first):
         yield action
@@ -146,16 +154,16 @@ def zero_bubble_row(ranks: int, rank: int, micro_batches: int, virtual_stages: i
     yield from weights
 
 
-def _round(ranks: int, micro_batches: int) -> int:
+def _compute_round_size(ranks: int, micro_batches: int) -> int:
     """Return how many micro-batches pass through one stage of a rank before the rank turns to its next stage."""
     rounds = max(1, micro_batches // ranks)
     assert micro_batches % rounds == 0, "see requirements"
     return micro_batches // rounds
 
 
-def _passes(kind: Kind, ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> list[Action]:
+def _list_passes(kind: Kind, ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> list[Action]:
     """List all forwards of a rank, first stage first, or all its backwards, last stage first."""
-    together = _round(ranks, micro_batches)
+    together = _compute_round_size(ranks, micro_batches)
     stages = [rank + turn * ranks for turn in range(virtual_stages)]
     return [
         Action(stage, kind, micro_batch)
@@ -288,23 +296,25 @@ def generate_order(name: str, ranks: int, micro_batches: int, virtual_stages: in
     virtual_stages = needs.virtual_stages if virtual_stages is None else virtual_stages
     check_schedule(name, ranks, micro_batches, virtual_stages)
     rows = tuple(tuple(_ROWS[name](ranks, rank, micro_batches, virtual_stages)) for rank in range(ranks))
-    return Order(rows, v_shaped_placement(ranks) if needs.v_shaped else looped_placement(ranks, virtual_stages))
+    return Order(
+        rows, make_v_shaped_placement(ranks) if needs.v_shaped else make_looped_placement(ranks, virtual_stages)
+    )
 
 
-def _naive(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
+def _naive_row(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
     """Run one micro-batch after another through all stages and back: one rank works at a time."""
     for micro_batch in range(micro_batches):
         yield Action(rank, Kind.F, micro_batch)
         yield Action(rank, Kind.B, micro_batch)
 
 
-def _gpipe(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
+def _gpipe_row(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
     """Run all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)."""
     for kind in (Kind.F, Kind.B):
         yield from (Action(rank, kind, micro_batch) for micro_batch in range(micro_batches))
 
 
-def _looped_bfs(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[OrderEntry]:
+def _looped_bfs_row(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[OrderEntry]:
     """Run all micro-batches through one stage, then through the rank's next (Lamy-Poirier 2023, arXiv:2211.05953)."""
     stages = [rank + turn * ranks for turn in range(virtual_stages)]
     # Backwards go through the micro-batches in reverse, so that the last activation that was stored is freed first.
@@ -315,11 +325,11 @@ def _looped_bfs(ranks: int, rank: int, micro_batches: int, virtual_stages: int) 
 
 
 _ROWS: dict[str, _RowGenerator] = {
-    "naive": lambda ranks, rank, micro_batches, virtual: _naive(rank, micro_batches),
-    "gpipe": lambda ranks, rank, micro_batches, virtual: _gpipe(rank, micro_batches),
+    "naive": lambda ranks, rank, micro_batches, virtual: _naive_row(rank, micro_batches),
+    "gpipe": lambda ranks, rank, micro_batches, virtual: _gpipe_row(rank, micro_batches),
     "1f1b": lambda ranks, rank, micro_batches, virtual: one_forward_one_backward_row(ranks, rank, micro_batches),
     "interleaved_1f1b": interleaved_row,
-    "looped_bfs": _looped_bfs,
+    "looped_bfs": _looped_bfs_row,
     "interleaved_zero_bubble": zero_bubble_row,
     "zbv": lambda ranks, rank, micro_batches, virtual: zbv_row(ranks, rank, micro_batches),
     "dualpipev": lambda ranks, rank, micro_batches, virtual: dualpipev_row(ranks, rank, micro_batches),

@@ -77,7 +77,7 @@ OrderEntry = Action | Overlap
 """One entry of a rank's list."""
 
 
-def entry_actions(step: OrderEntry) -> tuple[Action, ...]:
+def list_actions(step: OrderEntry) -> tuple[Action, ...]:
     """Return the computations of an entry, in the order in which they run."""
     return (step,) if isinstance(step, Action) else (step.forward, step.backward)
 
@@ -113,10 +113,10 @@ class Order:
     def actions(self, rank: int) -> Iterator[Action]:
         """Return all computations of a rank, in order."""
         for step in self.rows[rank]:
-            yield from entry_actions(step)
+            yield from list_actions(step)
 
 
-def looped_placement(ranks: int, virtual_stages: int) -> tuple[int, ...]:
+def make_looped_placement(ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the rank of each stage if the stages go round the ranks.
 
     Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
@@ -124,7 +124,7 @@ def looped_placement(ranks: int, virtual_stages: int) -> tuple[int, ...]:
     return tuple(range(ranks)) * virtual_stages
 
 
-def v_shaped_placement(ranks: int) -> tuple[int, ...]:
+def make_v_shaped_placement(ranks: int) -> tuple[int, ...]:
     """Return the rank of each stage if the stages go down the ranks and back up, two stages per rank.
 
     Qi et al. 2024, arXiv:2401.10241, section 6.
@@ -137,7 +137,7 @@ _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _LOWERED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*")
 
 
-def order_rows(order: Order) -> list[list[str]]:
+def format_rows(order: Order) -> list[list[str]]:
     """Return the order as text: one row for each rank, one cell for each entry."""
     return [[str(step) for step in row] for row in order.rows]
 
@@ -159,7 +159,7 @@ def read_order(path: Path) -> Order:
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()
     steps = tuple(_parse_row(path, number, cells) for number, cells in enumerate(lines, 1))
-    return Order(steps, _placement(path, steps))
+    return Order(steps, _find_placement(path, steps))
 
 
 def parse_action(text: str) -> OrderEntry | None:
@@ -184,20 +184,20 @@ def _parse_row(path: Path, line: int, cells: list[str]) -> tuple[OrderEntry, ...
         if step is not None:
             steps.append(step)
         elif cell:
-            raise UserError(f"{path}, line {line}, column {column}: {cell!r} {_why_not(cell)}")
+            raise UserError(f"{path}, line {line}, column {column}: {cell!r} {_explain_bad_cell(cell)}")
     return tuple(steps)
 
 
-def _why_not(cell: str) -> str:
+def _explain_bad_cell(cell: str) -> str:
     if _LOWERED.fullmatch(cell):
         return "is not a computation; leave communication and gathering out, they are added"
     return "is not an action; write <stage><F, I, W or B><micro-batch>, such as 0F0"
 
 
-def _placement(path: Path, rows: tuple[tuple[OrderEntry, ...], ...]) -> tuple[int, ...]:
+def _find_placement(path: Path, rows: tuple[tuple[OrderEntry, ...], ...]) -> tuple[int, ...]:
     ranks: dict[int, int] = {}
     for rank, row in enumerate(rows):
-        for action in (action for step in row for action in entry_actions(step)):
+        for action in (action for step in row for action in list_actions(step)):
             ranks.setdefault(action.stage, rank)
     if not ranks:
         raise UserError(f"{path}: has no actions; give one line of actions, such as 0F0, per rank")

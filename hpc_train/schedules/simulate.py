@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, entry_actions
+from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, list_actions
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def simulate_order(order: Order, times: ActionTimes) -> Simulation:
                 clock.run_entry(rank, row.pop())
                 moved = True
     assert not any(waiting), "the order has a deadlock; see validate"
-    return Simulation(tuple(tuple(spans) for spans in clock.spans), tuple(map(_live, order.rows)))
+    return Simulation(tuple(tuple(spans) for spans in clock.spans), tuple(map(_count_live, order.rows)))
 
 
 class _Clock:
@@ -109,30 +109,32 @@ class _Clock:
 
     def is_ready(self, step: OrderEntry) -> bool:
         """Return whether all inputs of an entry have been computed; halves of an overlap may feed each other."""
-        own = {given for action in entry_actions(step) for given in action.results}
-        needs = {needed for action in entry_actions(step) for needed in action.list_inputs(self._order.stages)}
+        own = {given for action in list_actions(step) for given in action.results}
+        needs = {needed for action in list_actions(step) for needed in action.list_inputs(self._order.stages)}
         return all(needed in self._ended for needed in needs - own)
 
     def run_entry(self, rank: int, step: OrderEntry) -> None:
         """Run an entry on a rank at the earliest possible time."""
-        for action in entry_actions(step):
+        for action in list_actions(step):
             free = self.spans[rank][-1].end if self.spans[rank] else 0.0
-            start = max([free, *(self._arrival(rank, needed) for needed in action.list_inputs(self._order.stages))])
+            start = max(
+                [free, *(self._find_arrival(rank, needed) for needed in action.list_inputs(self._order.stages))]
+            )
             self.spans[rank].append(ActionSpan(action, start, start + self._times.time_action(action)))
         # All results of the entry are sent when its last action ends.
-        for given in (given for action in entry_actions(step) for given in action.results):
+        for given in (given for action in list_actions(step) for given in action.results):
             self._ended[given] = self.spans[rank][-1].end
 
-    def _arrival(self, rank: int, needed: Action) -> float:
+    def _find_arrival(self, rank: int, needed: Action) -> float:
         """Return when a result arrives at a rank; 0 for the result of the other half of the same overlap."""
         away = self._order.placement[needed.stage] != rank
         return self._ended.get(needed, 0.0) + (self._times.communication if away else 0.0)
 
 
-def _live(row: tuple[OrderEntry, ...]) -> int:
+def _count_live(row: tuple[OrderEntry, ...]) -> int:
     """Return the largest number of activations of a row: forwards without their W or B yet."""
     live = peak = 0
-    for kind in (action.kind for step in row for action in entry_actions(step)):
+    for kind in (action.kind for step in row for action in list_actions(step)):
         live += (kind is Kind.F) - (kind in (Kind.W, Kind.B))
         peak = max(peak, live)
     return peak

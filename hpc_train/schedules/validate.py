@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpc_train.errors import UserError
-from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, entry_actions
+from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, list_actions
 
 
 def validate_order(order: Order, micro_batches: int) -> None:
@@ -22,7 +22,7 @@ def find_problem(order: Order, micro_batches: int) -> str | None:
     Free of deadlock: executed with every entry waiting for its inputs, it reaches the end. One execution is proof for
     every timing, because a finished computation never makes another one wait.
     """
-    return _misplaced(order, micro_batches) or _incomplete(order, micro_batches) or _deadlock(order)
+    return _find_misplaced(order, micro_batches) or _find_incomplete(order, micro_batches) or _find_deadlock(order)
 
 
 def find_runtime_problem(order: Order) -> str | None:
@@ -32,35 +32,36 @@ def find_runtime_problem(order: Order) -> str | None:
     """
     last = order.stages - 1
     expected = 0
-    for rank, position, action in _all(order):
+    for rank, position, action in _iterate_actions(order):
         if (action.stage, action.kind) == (last, Kind.F):
             if action.micro_batch != expected:
-                return f"{_at(rank, position)}: {action}, but the last stage has to take its micro-batches in order"
+                place = _describe_place(rank, position)
+                return f"{place}: {action}, but the last stage has to take its micro-batches in order"
             expected += 1
     return None
 
 
-def _all(order: Order) -> Iterator[tuple[int, int, Action]]:
+def _iterate_actions(order: Order) -> Iterator[tuple[int, int, Action]]:
     """Yield every action as (rank, position in its row, action)."""
     for rank, row in enumerate(order.rows):
         for position, step in enumerate(row):
-            for action in entry_actions(step):
+            for action in list_actions(step):
                 yield rank, position, action
 
 
-def _at(rank: int, position: int) -> str:
+def _describe_place(rank: int, position: int) -> str:
     return f"rank {rank}, position {position}"
 
 
-def _misplaced(order: Order, micro_batches: int) -> str | None:
+def _find_misplaced(order: Order, micro_batches: int) -> str | None:
     for stage, rank in enumerate(order.placement):
         if not 0 <= rank < order.ranks:
             return f"stage {stage} is placed on rank {rank}, and there are {order.ranks} ranks"
     for rank in range(order.ranks):
         if rank not in order.placement:
             return f"rank {rank} has no stage, and so nothing to do"
-    for rank, position, action in _all(order):
-        where = f"{_at(rank, position)}: {action}"
+    for rank, position, action in _iterate_actions(order):
+        where = f"{_describe_place(rank, position)}: {action}"
         if not 0 <= action.stage < order.stages:
             return f"{where}: there are {order.stages} stages, counted from 0"
         if not 0 <= action.micro_batch < micro_batches:
@@ -70,13 +71,13 @@ def _misplaced(order: Order, micro_batches: int) -> str | None:
     return None
 
 
-def _incomplete(order: Order, micro_batches: int) -> str | None:
+def _find_incomplete(order: Order, micro_batches: int) -> str | None:
     first: dict[Action, tuple[Action, int]] = {}
-    for rank, position, action in _all(order):
+    for rank, position, action in _iterate_actions(order):
         for given in action.results:
             if given in first:
                 by, where = first[given]
-                return f"{_at(rank, position)}: {action} does again what {by} does at position {where}"
+                return f"{_describe_place(rank, position)}: {action} does again what {by} does at position {where}"
             first[given] = action, position
     for stage in range(order.stages):
         for micro_batch in range(micro_batches):
@@ -89,13 +90,13 @@ def _incomplete(order: Order, micro_batches: int) -> str | None:
 
 @dataclass
 class _Waiting:
-    """State of an execution: the position of each rank, and all results so far."""
+    """A run of the order in which a rank waits for its inputs: the position of each rank, and all results so far."""
 
     order: Order
     position: list[int]
     done: set[Action]
 
-    def step(self, rank: int) -> OrderEntry | None:
+    def get_entry(self, rank: int) -> OrderEntry | None:
         """Return the next entry of a rank; None at the end of its row."""
         row = self.order.rows[rank]
         return row[self.position[rank]] if self.position[rank] < len(row) else None
@@ -106,7 +107,7 @@ class _Waiting:
         The second half of an overlap may use the result of the first.
         """
         own: set[Action] = set()
-        for action in entry_actions(step):
+        for action in list_actions(step):
             for needed in action.list_inputs(self.order.stages):
                 if needed not in self.done and needed not in own:
                     return needed
@@ -116,38 +117,42 @@ class _Waiting:
     def advance(self, rank: int) -> bool:
         """Run a rank until it has to wait; return whether it got any further."""
         before = self.position[rank]
-        while (step := self.step(rank)) is not None and self.find_missing_input(step) is None:
-            self.done.update(given for action in entry_actions(step) for given in action.results)
+        while (step := self.get_entry(rank)) is not None and self.find_missing_input(step) is None:
+            self.done.update(given for action in list_actions(step) for given in action.results)
             self.position[rank] += 1
         return self.position[rank] > before
 
 
-def _deadlock(order: Order) -> str | None:
+def _find_deadlock(order: Order) -> str | None:
     state = _Waiting(order, [0] * order.ranks, set())
     ranks = range(order.ranks)
     while any(state.advance(rank) for rank in ranks):
         pass
-    stuck = next((rank for rank in ranks if state.step(rank) is not None), None)
-    return None if stuck is None else f"deadlock: {'; '.join(_circle(state, stuck))}"
+    stuck = next((rank for rank in ranks if state.get_entry(rank) is not None), None)
+    return None if stuck is None else f"deadlock: {'; '.join(_describe_circle(state, stuck))}"
 
 
-def _circle(state: _Waiting, rank: int) -> list[str]:
+def _describe_circle(state: _Waiting, rank: int) -> list[str]:
     """Describe the ranks that wait for one another, one line each, starting the search at `rank`."""
     descriptions: dict[int, str] = {}
     while rank not in descriptions:
-        step = state.step(rank)
+        step = state.get_entry(rank)
         assert step is not None
         needed = state.find_missing_input(step)
         assert needed is not None
         other = state.order.placement[needed.stage]
-        descriptions[rank] = f"{_at(rank, state.position[rank])}: {step} waits for {_giver(state.order, needed)}"
+        descriptions[rank] = (
+            f"{_describe_place(rank, state.position[rank])}: {step} waits for {_describe_giver(state.order, needed)}"
+        )
         rank = other
     names = list(descriptions)
     return [descriptions[name] for name in names[names.index(rank) :]]
 
 
-def _giver(order: Order, needed: Action) -> str:
+def _describe_giver(order: Order, needed: Action) -> str:
     """Describe the action that computes a result, and its place in the order."""
-    places = ((rank, position, action) for rank, position, action in _all(order) if needed in action.results)
+    places = (
+        (rank, position, action) for rank, position, action in _iterate_actions(order) if needed in action.results
+    )
     rank, position, action = next(places)
-    return f"{action} at {_at(rank, position)}"
+    return f"{action} at {_describe_place(rank, position)}"

@@ -8,6 +8,7 @@ what the trainer really sends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -167,7 +168,7 @@ def powersgd_flows(axes: Axes, shapes: Sequence[tuple[int, ...]], rank: int, cal
     """
     first = second = 0
     for rows, *others in shapes:
-        columns = _product(others)  # a tensor with more dimensions is compressed as a matrix [first, all others]
+        columns = math.prod(others)  # a tensor with more dimensions is compressed as a matrix [first, all others]
         if others and rank * (rows + columns) < rows * columns:
             first, second = first + rank * rows, second + rank * columns
         else:
@@ -186,13 +187,6 @@ def topk_flows(axes: Axes, numbers: float, ratio: float, ranks: int, calls: int,
         Flow(axes, "all_gather", each * item, calls, "largest gradients"),
         Flow(axes, "all_gather", each * 4, calls, "their places"),  # indices are int32
     ]
-
-
-def _product(sizes: Sequence[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 _ADAM_TENSORS = 3

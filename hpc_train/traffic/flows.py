@@ -142,7 +142,7 @@ class _Job:
 
     def _held_elements(self, weights: Iterable[Weight]) -> int:
         shards = self.degrees.dp_shard * self.degrees.cp
-        return held_elements(weights, Splitting(self.degrees.tp, _heads(self.model), self.vocabulary, shards))
+        return held_elements(weights, Splitting(self.degrees.tp, _count_kv_heads(self.model), self.vocabulary, shards))
 
     def _end_weights(self, part: StagePart) -> list[Weight]:
         """List the weights of a stage outside blocks: embedding, last norm, head."""
@@ -202,7 +202,9 @@ class _Job:
         # A stack that does not divide between experts is cut along the hidden dimension, which needs no padding.
         assert isinstance(self.model, TransformerConfig)
         padded = shards if experts and experts[0].shape[0] % shards and self.model.hidden % shards else 1
-        numbers = held_elements(experts, Splitting(self.degrees.tp, _heads(self.model), self.vocabulary, padded))
+        numbers = held_elements(
+            experts, Splitting(self.degrees.tp, _count_kv_heads(self.model), self.vocabulary, padded)
+        )
         return [axis_flows.ShardGroup("experts", numbers, part.mixed, axis_flows.count_block_uses(*rule))]
 
     def _shard_groups(self, part: StagePart) -> list[axis_flows.ShardGroup]:
@@ -285,7 +287,7 @@ class _Job:
         """Return the sums over tp of gradients of parameters that tp does not split."""
         weights = [weight for part in parts for weight in self._end_weights(part)]
         weights += [weight for part in parts for weight in self._block_weights(part)]
-        sizes = partial_gradient_sizes(weights, self.degrees.tp, _heads(self.model), self.sequence)
+        sizes = partial_gradient_sizes(weights, self.degrees.tp, _count_kv_heads(self.model), self.sequence)
         work, strategy = self.work, self.config.parallel.strategy
         every_micro_batch = not keeps_gradients(ZERO_STAGE[strategy])
         # fully_shard converts gradients to the format of the reduction when it accumulates them over micro-batches.
@@ -377,7 +379,7 @@ class _Job:
         return flows
 
 
-def _heads(model: ModelConfig) -> int:
+def _count_kv_heads(model: ModelConfig) -> int:
     """Return the number of key and value heads."""
     assert isinstance(model, (TransformerConfig, VisionTransformerConfig))
     return count_kv_heads(model) if isinstance(model, TransformerConfig) else model.heads

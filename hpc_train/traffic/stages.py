@@ -20,7 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.shape import compute_flops_per_token, count_vit_tokens
 from hpc_train.schedules import order
 from hpc_train.schedules.generate import REQUIREMENTS
-from hpc_train.schedules.order import Order, looped_placement, v_shaped_placement
+from hpc_train.schedules.order import Order, make_looped_placement, make_v_shaped_placement
 from hpc_train.traffic import sharding
 
 
@@ -43,9 +43,9 @@ def stage_placement(pipeline: PipelineConfig, pp: int) -> tuple[int, ...]:
         return read_schedule_file(pipeline).placement
     needs = REQUIREMENTS[pipeline.schedule]
     return (
-        v_shaped_placement(pp)
+        make_v_shaped_placement(pp)
         if needs.v_shaped
-        else looped_placement(pp, pipeline.virtual_stages or needs.virtual_stages)
+        else make_looped_placement(pp, pipeline.virtual_stages or needs.virtual_stages)
     )
 
 
@@ -90,13 +90,13 @@ def block_costs(model: ModelConfig, sequence_length: int, blocks: int) -> BlockC
     if not isinstance(model, (TransformerConfig, VisionTransformerConfig)):
         return BlockCosts(0.0, (1.0,) * blocks, 0.0)
     # FLOPs are known for whole models only: take differences between models with and without the part.
-    ends = _flops(replace(model, layers=0), sequence_length)
+    ends = _count_flops(replace(model, layers=0), sequence_length)
     counts = range(_count_unlike(model, blocks) + 2)
-    totals = [_flops(replace(model, layers=count), sequence_length) for count in counts]
+    totals = [_count_flops(replace(model, layers=count), sequence_length) for count in counts]
     first = [after - before for before, after in pairwise(totals)]  # the unlike ones, and one that stands for the rest
     before = 0.0
     if isinstance(model, VisionTransformerConfig):
-        before = _flops(replace(model, layers=0, classes=0), sequence_length)
+        before = _count_flops(replace(model, layers=0, classes=0), sequence_length)
     return BlockCosts(before, (*first[:-1], *first[-1:] * (blocks - len(first) + 1)), ends - before)
 
 
@@ -115,7 +115,7 @@ def _count_first(model: ModelConfig) -> int:
     return model.experts.first_dense if isinstance(model, TransformerConfig) and model.experts.count else 0
 
 
-def _flops(model: ModelConfig, sequence_length: int) -> float:
+def _count_flops(model: ModelConfig, sequence_length: int) -> float:
     flops = compute_flops_per_token(model, sequence_length)
     assert flops is not None
     return flops

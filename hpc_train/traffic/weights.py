@@ -64,8 +64,8 @@ class Weights:
 def list_weights(model: ModelConfig) -> Weights | None:
     """List the parameters of a model; None for a custom model, whose shapes are unknown."""
     if isinstance(model, TransformerConfig):
-        return _transformer(model)
-    return _vit(model) if isinstance(model, VisionTransformerConfig) else None
+        return _list_transformer(model)
+    return _list_vision_transformer(model) if isinstance(model, VisionTransformerConfig) else None
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def partial_gradient_sizes(weights: Iterable[Weight], tp: int, heads: int, seque
     ]
 
 
-def _linear(inputs: int, outputs: int, bias: bool, split: Split) -> list[Weight]:
+def _list_linear(inputs: int, outputs: int, bias: bool, split: Split) -> list[Weight]:
     """List weight and bias of a linear layer. The bias is split with the outputs: whole in a row-parallel layer."""
     weight = Weight((outputs, inputs), split)
     if not bias:
@@ -123,16 +123,16 @@ def _linear(inputs: int, outputs: int, bias: bool, split: Split) -> list[Weight]
     return [weight, Weight((outputs,), summed=True) if split == "inputs" else Weight((outputs,), split)]
 
 
-def _norm(hidden: int, bias: bool) -> list[Weight]:
+def _list_norm(hidden: int, bias: bool) -> list[Weight]:
     return [Weight((hidden,), summed=True)] * (2 if bias else 1)
 
 
-def _transformer(model: TransformerConfig) -> Weights:
+def _list_transformer(model: TransformerConfig) -> Weights:
     hidden, bias = model.hidden, model.bias
-    norm = _norm(hidden, model.norm == "layernorm" and bias)
-    attention = _latent_attention(model) if has_latent_attention(model) else _attention(model)
-    wide = count_branches(model) * _linear(hidden, model.feed_forward, bias, "outputs")
-    wide += _linear(model.feed_forward, hidden, bias, "inputs")
+    norm = _list_norm(hidden, model.norm == "layernorm" and bias)
+    attention = _latent_attention(model) if has_latent_attention(model) else _list_attention(model)
+    wide = count_branches(model) * _list_linear(hidden, model.feed_forward, bias, "outputs")
+    wide += _list_linear(model.feed_forward, hidden, bias, "inputs")
     table = Weight((model.vocab_size, hidden), "vocabulary")
     positions = [Weight((model.max_positions, hidden), summed=True)] if model.positions == "learned" else []
     norms = count_block_norms(model) // 2 * norm  # before, and maybe after, each of the two layers
@@ -145,11 +145,11 @@ def _transformer(model: TransformerConfig) -> Weights:
     return replace(weights, after=(*norm,), tied=table) if model.tied_embeddings else weights
 
 
-def _attention(model: TransformerConfig) -> list[Weight]:
+def _list_attention(model: TransformerConfig) -> list[Weight]:
     hidden, bias = model.hidden, model.bias
     queries, keys = model.heads * compute_head_dim(model), count_kv_heads(model) * compute_head_dim(model)
-    attention = _linear(hidden, queries, bias, "outputs") + 2 * _linear(hidden, keys, bias, "heads")
-    attention += _linear(queries, hidden, bias, "inputs")
+    attention = _list_linear(hidden, queries, bias, "outputs") + 2 * _list_linear(hidden, keys, bias, "heads")
+    attention += _list_linear(queries, hidden, bias, "inputs")
     if model.query_key_norm == "head":
         attention += 2 * [Weight((compute_head_dim(model),), "copied")]
     elif model.query_key_norm == "full":
@@ -163,12 +163,14 @@ def _latent_attention(model: TransformerConfig) -> list[Weight]:
     narrow = latent.kv_rank + latent.rope_head_dim
     expanded = model.heads * (latent.nope_head_dim + latent.value_head_dim)
     found = (
-        [] if latent.q_rank is None else [Weight((latent.q_rank, hidden), summed=True), *_norm(latent.q_rank, False)]
+        []
+        if latent.q_rank is None
+        else [Weight((latent.q_rank, hidden), summed=True), *_list_norm(latent.q_rank, False)]
     )
-    found += _linear(latent.q_rank or hidden, queries, False, "outputs")
-    found += [Weight((narrow, hidden), summed=True), *_norm(latent.kv_rank, False)]
-    found += _linear(latent.kv_rank, expanded, False, "outputs")
-    return found + _linear(model.heads * latent.value_head_dim, hidden, False, "inputs")
+    found += _list_linear(latent.q_rank or hidden, queries, False, "outputs")
+    found += [Weight((narrow, hidden), summed=True), *_list_norm(latent.kv_rank, False)]
+    found += _list_linear(latent.kv_rank, expanded, False, "outputs")
+    return found + _list_linear(model.heads * latent.value_head_dim, hidden, False, "inputs")
 
 
 def _router_and_shared(model: TransformerConfig) -> list[Weight]:
@@ -177,7 +179,9 @@ def _router_and_shared(model: TransformerConfig) -> list[Weight]:
     width = model.experts.shared * compute_expert_width(model)
     if not width:
         return [router]
-    shared = 2 * _linear(model.hidden, width, False, "outputs") + _linear(width, model.hidden, False, "inputs")
+    shared = 2 * _list_linear(model.hidden, width, False, "outputs") + _list_linear(
+        width, model.hidden, False, "inputs"
+    )
     return [router, *shared]
 
 
@@ -187,13 +191,13 @@ def _expert_stacks(model: TransformerConfig) -> tuple[Weight, ...]:
     return up, up, down
 
 
-def _vit(model: VisionTransformerConfig) -> Weights:
+def _list_vision_transformer(model: VisionTransformerConfig) -> Weights:
     """List a vision transformer's parameters. Its tensor plan splits only the layers of blocks, and never positions."""
     hidden = model.hidden
     norm = [Weight((hidden,))] * 2
-    attention = 3 * _linear(hidden, hidden, True, "outputs") + _linear(hidden, hidden, True, "inputs")
-    wide = _linear(hidden, model.feed_forward, True, "outputs")
-    wide += _linear(model.feed_forward, hidden, True, "inputs")
+    attention = 3 * _list_linear(hidden, hidden, True, "outputs") + _list_linear(hidden, hidden, True, "inputs")
+    wide = _list_linear(hidden, model.feed_forward, True, "outputs")
+    wide += _list_linear(model.feed_forward, hidden, True, "inputs")
     patches = Weight((hidden, model.channels, model.patch_size, model.patch_size)), Weight((hidden,))
     tokens = Weight((1, 1, hidden)), Weight((1, count_vit_tokens(model), hidden))
     head = Weight((model.classes, hidden)), Weight((model.classes,))

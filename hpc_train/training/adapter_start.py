@@ -57,7 +57,7 @@ class LayerShape(NamedTuple):
 
     @classmethod
     def of(cls, a: Sequence[int], b: Sequence[int], weight: Sequence[int] | None) -> LayerShape:
-        """Tell it from the shapes of a layer's parameters. weight: None where the checkpoint has none of this name."""
+        """Find the sizes from the shapes of A, B and the weight, which is None if the checkpoint has none so named."""
         transposed = weight is not None and is_transposed(weight, a, b)
         outputs, inputs = (b[1], a[0]) if transposed else (b[0], a[1])
         return cls(outputs, inputs, transposed, weight is not None)

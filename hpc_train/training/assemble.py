@@ -11,13 +11,12 @@ from hpc_train.data.datasets import Dataset
 from hpc_train.data.own_dataset import OwnStream
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, World
-from hpc_train.models.registry import build_model as build_model
 from hpc_train.runtime.consensus import Consensus
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.training.data_position import restore_position
 from hpc_train.training.factory import count_samples, count_total_steps, make_loader, make_validation_loader
 from hpc_train.training.numerics.rollback import ROLLBACKS, read_rollbacks
-from hpc_train.training.optimizer import doubt_learning_rate
+from hpc_train.training.optimizer import find_learning_rate_problem
 from hpc_train.training.records.reporter import Reporter
 from hpc_train.training.run_directory import RunDirectory
 from hpc_train.training.saving import describe_code_change
@@ -50,7 +49,7 @@ def assemble_run(
         run.base_digest = _USER_ERRORS.run_on_rank_0(world, partial(_check_base, config, resumed))
     loaded = _load_adapter_of_start(run, resumed)
     lines = [loaded, *lines] if loaded is not None else lines
-    if resumed is None and (random := doubt_random_base(config)) is not None:
+    if resumed is None and (random := find_random_base_problem(config)) is not None:
         lines.append(random)
     if is_loose(config) and (loaded is not None or (resumed is not None and resumed.weights_only)):
         from hpc_train.parallel.engines.loose_engine import LooseEngine
@@ -77,7 +76,7 @@ def _restore_run(run: TrainingRun, resumed: ResumedStep) -> list[str]:
         lines.append(
             f"weights of step {resumed.step} in {resumed.directory}: training starts at step 0 with a fresh optimizer"
         )
-        doubt = doubt_learning_rate(run.config)
+        doubt = find_learning_rate_problem(run.config)
         return [*lines, doubt] if doubt is not None else lines
     extra = resumed.extra
     run.step = run.equal_at = resumed.step
@@ -103,7 +102,7 @@ def _load_adapter_of_start(run: TrainingRun, resumed: ResumedStep | None) -> str
     return load_adapter(run.config, run.engine, run.world)
 
 
-def doubt_random_base(config: RunConfig) -> str | None:
+def find_random_base_problem(config: RunConfig) -> str | None:
     """Return a line about adapters on a model of transformers whose folder has no weights; None where all is well."""
     model = config.model
     if config.adapter.kind == "none" or not isinstance(model, HfModelConfig) or model.weights != "auto":

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from hpc_train.errors import IncompleteRun
 from hpc_train.interfaces import World
-from hpc_train.models.registry import build_model as build_model
 
 if TYPE_CHECKING:
     from hpc_train.training.training_run import TrainingRun

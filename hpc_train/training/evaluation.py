@@ -70,7 +70,7 @@ def evaluate_batches(
     pairs = zip(added, measured.tolist(), strict=True)
     means = {name: value / weight if weight else math.nan for name, (value, weight) in pairs}
     if PERPLEXITY in metrics:
-        means[PERPLEXITY] = math.exp(loss) if loss < 700 else math.inf
+        means[PERPLEXITY] = math.exp(loss) if loss < 700 else math.inf  # exp(710) overflows
     return Evaluation(loss, {name: means[name] for name in dict.fromkeys(metrics)}, tokens)
 
 
@@ -101,4 +101,4 @@ def evaluate_owed(run: TrainingRun) -> None:
     result = evaluate_if_due(run, stop=False)
     if result is not None:
         run.last_validation, run.validated_at = result.loss, run.step
-        run.reporter.validated(run.step, result.as_record())
+        run.reporter.report_evaluation(run.step, result.as_record())

@@ -25,7 +25,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, World
 from hpc_train.models.deferred import DeferredValues, build_deferred
 from hpc_train.models.initial_values import Initialised, initialise_parameters
-from hpc_train.models.registry import build_model as build_model
+from hpc_train.models.registry import build_model
 from hpc_train.parallel.apply import Report, build, splits_parameters
 from hpc_train.parallel.materialise import detach_values, is_on_meta, remake_buffers
 from hpc_train.parallel.user_model import check_sizes

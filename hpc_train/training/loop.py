@@ -71,14 +71,14 @@ def report_step(run: TrainingRun, step: StepResult, validation: Evaluation | Non
     if validation is not None:
         run.last_validation, run.validated_at = validation.loss, run.step
     record = {**step.record, **(validation.as_record() if validation is not None else {})}
-    run.reporter.step(record)
+    run.reporter.report_step(record)
     if run.node_metrics is not None:
         run.node_metrics.update(record, run.heartbeat)
 
 
 def _stop(run: TrainingRun) -> int:
     """Report a stop on purpose; returns the exit code, which tells the batch script whether to requeue."""
-    run.reporter.event("signal", step=run.step, signal=run.stop.signal_name, saved=run.saved_at == run.step)
+    run.reporter.add_event("signal", step=run.step, signal=run.stop.signal_name, saved=run.saved_at == run.step)
     if run.saved_at == run.step:
         run.reporter.mark_requeue()
         run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.directory.path} to continue")

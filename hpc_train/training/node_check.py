@@ -40,15 +40,17 @@ def check_job_nodes(config: RunConfig, world: World, task: Task, directory: RunD
     slow = {node.host: node.describe() for node in result.slow if node.blamed}
     if not slow or not config.launch.spares or not config.resilience.act:
         return
-    earlier = _CONSENSUS.run_on_rank_0(world, lambda: [_short(strike.host) for strike in read_strikes(directory.path)])
-    if new := sorted(host for host in slow if _short(host) not in earlier):
+    earlier = _CONSENSUS.run_on_rank_0(
+        world, lambda: [_shorten_host(strike.host) for strike in read_strikes(directory.path)]
+    )
+    if new := sorted(host for host in slow if _shorten_host(host) not in earlier):
         why = "; ".join(slow[host] for host in new)
         if world.rank == 0:
             append_event(directory.events, "slow_node", attempt, hosts=new, why=why)
         raise SlowNodes(f"pre-flight: {why}; a spare node takes over")
 
 
-def _short(host: str) -> str:
+def _shorten_host(host: str) -> str:
     return host.partition(".")[0]
 
 

@@ -78,7 +78,7 @@ def _make_adamw(trained: Sequence[TrainedParameter], config: OptimConfig) -> tor
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
-        **_implementation(config.implementation, trained[0].value.device),
+        **_choose_implementation(config.implementation, trained[0].value.device),
     )
 
 
@@ -128,7 +128,7 @@ def _make_sgd(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch
         lr=config.lr,
         momentum=config.sgd.momentum,
         nesterov=config.sgd.nesterov,
-        **_implementation(implementation, trained[0].value.device),
+        **_choose_implementation(implementation, trained[0].value.device),
     )
 
 
@@ -157,7 +157,7 @@ def _make_own_optimizer(trained: list[nn.Parameter], config: OptimConfig) -> tor
     return optimizer
 
 
-def _implementation(name: str, device: torch.device) -> dict[str, bool]:
+def _choose_implementation(name: str, device: torch.device) -> dict[str, bool]:
     if name == "auto":
         name = "fused" if device.type in ("cpu", "cuda") else "foreach"
     return {"fused": name == "fused", "foreach": name == "foreach"}
@@ -175,7 +175,7 @@ def scale_peak_rate(config: OptimConfig, global_batch: int) -> float:
     return config.lr * (ratio if config.lr_scaling == "linear" else math.sqrt(ratio))
 
 
-def doubt_learning_rate(config: RunConfig) -> str | None:
+def find_learning_rate_problem(config: RunConfig) -> str | None:
     """Return a warning if trained weights are about to be trained further at the default for random ones."""
     if config.optim.lr != OptimConfig().lr:
         return None

@@ -25,7 +25,7 @@ from hpc_train.data.samples.mixture import MixtureDataset
 from hpc_train.errors import EXIT_DONE
 from hpc_train.interfaces import Engine, RankMap, Task, World
 from hpc_train.messages import gather_values
-from hpc_train.models.registry import build_model as build_model
+from hpc_train.models.registry import build_model
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.regular_files import write_private_file
 from hpc_train.resilience.chaos import FaultInjector
@@ -41,7 +41,7 @@ from hpc_train.training.completion import find_shortfall, raise_if_any_incomplet
 from hpc_train.training.evaluation import evaluate_owed
 from hpc_train.training.factory import count_samples, make_deferred_model, make_engine, open_data
 from hpc_train.training.loop import run_training
-from hpc_train.training.optimizer import doubt_learning_rate, require_determinism
+from hpc_train.training.optimizer import find_learning_rate_problem, require_determinism
 from hpc_train.training.records.rank_log import RankLog
 from hpc_train.training.records.recorder import StepRecorder
 from hpc_train.training.records.warning_files import recording_warnings
@@ -109,7 +109,7 @@ def _run_rank(
             _attach_observers(run, task, attempt)
             with closing(run):
                 if rank_map.warning:
-                    run.reporter.event("warning", about="placement", why=rank_map.warning)
+                    run.reporter.add_event("warning", about="placement", why=rank_map.warning)
                 evaluate_owed(run)
                 _log_start(
                     run, parameters, count_samples(data), [*rank_map.lines, *notes, *_describe_mixture(run, data)]
@@ -186,7 +186,7 @@ def advise_learning_rate(config: RunConfig) -> str | None:
 
     if not isinstance(config.model, HfModelConfig) or find_weights(config.model) is None:
         return None
-    return doubt_learning_rate(config)
+    return find_learning_rate_problem(config)
 
 
 def start_node_metrics(run: TrainingRun, task: Task) -> NodeMetrics | None:
@@ -270,13 +270,13 @@ def _log_start(run: TrainingRun, parameters: int, samples: int | None, notes: li
     if resumed:
         run.reporter.say(f"resumed at step {run.step} of {run.steps}")
     # Last, because whoever follows the run begins to show progress here.
-    run.reporter.event("resume" if resumed else "start", step=run.step, steps=run.steps, world=run.world.size)
+    run.reporter.add_event("resume" if resumed else "start", step=run.step, steps=run.steps, world=run.world.size)
 
 
 def _log_end(run: TrainingRun, data: Dataset | OwnStream) -> None:
     if run.step < run.steps:
         return
-    run.reporter.event("end", step=run.step)
+    run.reporter.add_event("end", step=run.step)
     losses = [f"loss {run.last_loss:.4f}"] if run.last_loss is not None else []
     if run.last_validation is not None:
         losses.append(f"validation {run.last_validation:.4f}")

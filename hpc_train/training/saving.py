@@ -143,7 +143,7 @@ def report_saves(run: TrainingRun, ended: Iterable[SaveResult]) -> None:
             saved.wait()
         except CheckpointError as error:
             run.save_failures[weights_only] = SaveFailure(saved.step, str(error))
-            run.reporter.event("checkpoint_failed", step=saved.step, why=str(error))
+            run.reporter.add_event("checkpoint_failed", step=saved.step, why=str(error))
             log.error("%s", error)
             continue
         if not weights_only:
@@ -151,9 +151,9 @@ def report_saves(run: TrainingRun, ended: Iterable[SaveResult]) -> None:
         kind = "weights" if weights_only else "checkpoint"
         times = {} if saved.times is None else encode_provenance(replace(saved.times, stall=saved.stall))
         fields = {"seconds": saved.seconds, "stall": saved.stall, "bytes": saved.bytes, "shared": saved.shared}
-        run.reporter.event(kind, step=saved.step, **{**times, **fields})
+        run.reporter.add_event(kind, step=saved.step, **{**times, **fields})
         if saved.warning is not None:
-            run.reporter.event("warning", about="checkpoint", why=saved.warning)
+            run.reporter.add_event("warning", about="checkpoint", why=saved.warning)
 
 
 def make_savers(run: TrainingRun) -> tuple[Saver, Saver]:

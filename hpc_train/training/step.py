@@ -177,7 +177,7 @@ def _update_unless_skipped(run: TrainingRun, numbers: StepNumbers, lr: float, re
     if skip:
         run.guard.skipped.add(run.step, first_sample, samples, reason)
         run.write_skip_list()
-    run.reporter.event("skipped" if not updated else cast("str", kind), **where)
+    run.reporter.add_event("skipped" if not updated else cast("str", kind), **where)
     if run.world.rank == 0 and (skip or updated):  # the loss scale of fp16 has said so itself
         done = "skipped the update" if not updated else "the update was made all the same"
         log.warning("step %d: %s; %s", run.step, reason, done)
@@ -213,5 +213,6 @@ def _measure_noise(run: TrainingRun, sums: Sums, numbers: StepNumbers) -> None:
         return
     run.noise.add(numbers.sample_square, sample.sequences, numbers.norm**2, batch)
     critical = run.noise.value
+    # The weight is 1 - decay^n after n measurements: 0.65 once the average covers about 1 / (1 - decay) of them.
     if critical is not None and run.noise.weight > 0.65:
-        run.reporter.noise(critical, batch)
+        run.reporter.warn_of_large_batch(critical, batch)

@@ -12,7 +12,7 @@ from jobs import FAULTY, Workshop, processes
 
 from hpc_train.launch.failures import find_first_error, is_timeout
 from hpc_train.runtime.identity import ProcessIdentity
-from hpc_train.runtime.rendezvous import arrival_key, find_missing_tasks
+from hpc_train.runtime.rendezvous import find_missing_tasks, name_arrival_key
 from hpc_train.training.records.run_records import record_failure
 
 GLOO = (
@@ -59,7 +59,7 @@ def test_who_has_not_come_is_named_with_its_node() -> None:
     store.set_timeout(timedelta(seconds=1))
     me = ProcessIdentity(0, 8, 0, 0, 4, "slurm", "n1", "key")
     for process in (1, 2, 3, 5):
-        store.set(arrival_key(process), "")
+        store.set(name_arrival_key(process), "")
     env = {"SLURM_JOB_NODELIST": "n[1-4]"}
     assert find_missing_tasks(store, me, env).describe() == "tasks 4, 6, 7 on n[3-4]"
     assert find_missing_tasks(store, me, {}).describe() == "tasks 4, 6, 7"

@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention
 
 from hpc_train.config.model import TransformerConfig
 from hpc_train.models.attention import attention_kernels, plain_attention
-from hpc_train.models.attention.attention_kernels import attend, choose_way, make_document_mask
+from hpc_train.models.attention.attention_kernels import attend, choose_implementation, make_document_mask
 from hpc_train.models.attention.plain_attention import ScoreRule
 from hpc_train.models.registry import build_model
 from hpc_train.models.shape import compute_flops_per_token, compute_mean_keys
@@ -59,7 +59,7 @@ def test_each_way_is_the_mask(backend: str, monkeypatch: pytest.MonkeyPatch) -> 
     for rule, packed in product(RULES, (False, True)):
         if backend == "flash" and rule.softcap is not None:
             continue
-        ways.add(choose_way(rule, backend, LENGTH, torch.empty(0), packed=packed))
+        ways.add(choose_implementation(rule, backend, LENGTH, torch.empty(0), packed=packed))
         assert _error(rule, backend, packed) <= 1e-12, (rule, packed)
     expected = {"flex": {"flex"}, "flash": {"sdpa", "window"}}
     assert ways == expected.get(backend, {"sdpa", "window", "plain"})

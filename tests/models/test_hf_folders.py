@@ -22,7 +22,7 @@ from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.freeze import check_run
 from hpc_train.models.hf.build import build_hf_model
-from hpc_train.training.assemble import doubt_random_base
+from hpc_train.training.assemble import find_random_base_problem
 from hpc_train.training.factory import make_pretrained_model
 from hpc_train.training.rank import advise_learning_rate
 
@@ -166,7 +166,7 @@ def test_an_index_without_its_files_is_not_a_model_from_scratch(tmp_path: Path) 
 
 def test_adapters_on_random_weights_are_noticed(folder: Path) -> None:
     def doubt(*overrides: str) -> str:
-        return doubt_random_base(compose(["model=hf", f"model.path={folder}", *overrides])) or ""
+        return find_random_base_problem(compose(["model=hf", f"model.path={folder}", *overrides])) or ""
 
     assert doubt("adapter=lora") == ""
     (folder / "model.safetensors").unlink()

@@ -15,7 +15,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.data.loader import cut_micro_batches
 from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, StepBatch, World
 from hpc_train.models.initial_values import initialise_parameters
-from hpc_train.models.registry import build_model as build_model
+from hpc_train.models.registry import build_model
 from hpc_train.parallel.apply import build
 from hpc_train.training.optimizer import make_optimizer
 

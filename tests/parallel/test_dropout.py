@@ -28,7 +28,7 @@ from hpc_train.models.dropout import (
     make_layer_key,
     make_step_key,
 )
-from hpc_train.models.registry import build_model as build_model
+from hpc_train.models.registry import build_model
 from hpc_train.parallel import dropout as parallel_dropout
 from hpc_train.parallel.dropout import DropoutPositions
 from hpc_train.parallel.mesh_axes import SequenceShare

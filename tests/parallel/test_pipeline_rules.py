@@ -90,7 +90,7 @@ def test_what_cannot_be_is_one_line(overrides: tuple[str, ...], words: str) -> N
         (CSV.replace("1F2,1F3", "1F3,1F2"), "the last stage has to take its micro-batches in order"),
         (CSV.splitlines()[0], "is for 1 ranks"),
         (CSV.replace("0F0", "0X0"), "line 1, column 1: '0X0' is not an action"),
-        ("\n".join(",".join(row) for row in order.order_rows(generate_order("1f1b", 2, 3))), "is for 3 micro-batches"),
+        ("\n".join(",".join(row) for row in order.format_rows(generate_order("1f1b", 2, 3))), "is for 3 micro-batches"),
     ],
 )
 def test_a_schedule_from_a_file_is_proved_before_it_runs(text: str, words: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.models.initial_values import initialise_parameters
-from hpc_train.models.registry import build_model as build_model
+from hpc_train.models.registry import build_model
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.memory import activation_offload, recompute
 from hpc_train.parallel.memory.activation_offload import ActivationMoves

@@ -17,7 +17,7 @@ from hpc_train.config.compose import compose
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
-from hpc_train.models.registry import build_model as build_model
+from hpc_train.models.registry import build_model
 from hpc_train.parallel.apply import build
 from hpc_train.planner.rehearsal import one_rank
 from hpc_train.planner.rehearsal.memory_ledger import MemoryLedger

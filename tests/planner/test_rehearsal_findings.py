@@ -77,7 +77,7 @@ def test_a_count_that_differs_from_the_shape_is_found(sharded: Rehearsal) -> Non
 def test_an_order_that_waits_for_ever_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 0 wants the backward of its last micro-batch before it does that forward's."""
     file = tmp_path / "order.csv"
-    rows = order.order_rows(generate_order("1f1b", 2, 4))
+    rows = order.format_rows(generate_order("1f1b", 2, 4))
     forward, backward = rows[0].index("0F3"), rows[0].index("0B3")
     rows[0][forward], rows[0][backward] = "0B3", "0F3"
     file.write_text("\n".join(",".join(row) for row in rows) + "\n")

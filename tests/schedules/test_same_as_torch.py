@@ -8,7 +8,7 @@ from torch.distributed.pipelining import schedules
 
 from hpc_train.errors import UserError
 from hpc_train.schedules.generate import generate_order
-from hpc_train.schedules.order import order_rows
+from hpc_train.schedules.order import format_rows
 
 SINGLE = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
 SEVERAL = {
@@ -64,7 +64,7 @@ def test_the_same_order_or_both_refuse(name: str) -> None:
                         generate_order(name, ranks, micro_batches, virtual)
                     refused += 1
                     continue
-                assert order_rows(generate_order(name, ranks, micro_batches, virtual)) == expected, (
+                assert format_rows(generate_order(name, ranks, micro_batches, virtual)) == expected, (
                     ranks,
                     micro_batches,
                     virtual,

@@ -6,24 +6,24 @@ from torch.distributed.pipelining import schedules
 from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
 from hpc_train.schedules.generate import generate_order
-from hpc_train.schedules.order import Action, Kind, Overlap, order_rows, parse_action, read_order
+from hpc_train.schedules.order import Action, Kind, Overlap, format_rows, parse_action, read_order
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_written_is_read_again_by_us_and_by_torch(name: str, tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     order = generate_order(name, 3, 6)
-    path.write_text("".join(",".join(row) + "\n" for row in order_rows(order)))
+    path.write_text("".join(",".join(row) + "\n" for row in format_rows(order)))
     assert read_order(path) == order
     lines = [line.split(",") for line in path.read_text().splitlines()]
-    assert [[str(schedules._Action.from_str(cell)) for cell in line] for line in lines] == order_rows(order)
+    assert [[str(schedules._Action.from_str(cell)) for cell in line] for line in lines] == format_rows(order)
 
 
 def test_empty_cells_spaces_and_empty_lines_at_the_end_are_nothing(tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     path.write_text("\ufeff0F0,, 0B0 ,\r\n,1F0,1I0,1W0\r\n\r\n,\n", encoding="utf-8")
     order = read_order(path)
-    assert order_rows(order) == [["0F0", "0B0"], ["1F0", "1I0", "1W0"]]
+    assert format_rows(order) == [["0F0", "0B0"], ["1F0", "1I0", "1W0"]]
     assert order.placement == (0, 1)
 
 

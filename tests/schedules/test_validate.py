@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
 from hpc_train.schedules.generate import generate_order
-from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, entry_actions, parse_action
+from hpc_train.schedules.order import Action, Kind, Order, OrderEntry, list_actions, parse_action
 from hpc_train.schedules.validate import find_problem, find_runtime_problem, validate_order
 
 
@@ -43,15 +43,15 @@ def has_no_circle(candidate: Order) -> bool:
     for rank, row in enumerate(candidate.rows):
         for position, step in enumerate(row):
             nodes.append(((rank, position), step))
-            for action in entry_actions(step):
+            for action in list_actions(step):
                 for gives in action.results:
                     givers[gives] = (rank, position)
     graph: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for (rank, position), step in nodes:
         before = {(rank, position - 1)} if position else set()
-        for index, action in enumerate(entry_actions(step)):
+        for index, action in enumerate(list_actions(step)):
             for needed in action.list_inputs(candidate.stages):
-                inside = [gives for other in entry_actions(step)[:index] for gives in other.results]
+                inside = [gives for other in list_actions(step)[:index] for gives in other.results]
                 if needed not in inside:
                     before.add(givers[needed])
         graph[rank, position] = before

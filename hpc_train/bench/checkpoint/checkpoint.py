@@ -215,12 +215,12 @@ def summarize_operations(measured: Measured, gib: float) -> list[OperationResult
 def _summarize_side(operation: str, side: str, sides: Mapping[str, Samples], gib: float) -> OperationResult:
     wall, cpu, read = sides[side].T
     low, median, high = (float(value) for value in np.quantile(wall, (0.25, 0.5, 0.75)))
-    over = {base: _ratio(sides[base][:, 0] / wall) for base in BASE_SIDES if base in sides and base != side}
+    over = {base: _compute_ratio(sides[base][:, 0] / wall) for base in BASE_SIDES if base in sides and base != side}
     times = float(np.median(read)) / 2**30 / gib if operation in RESHARDINGS else None
     return OperationResult(operation, side, median, (low, high), gib / median, float(np.median(cpu)) / gib, over, times)
 
 
-def _ratio(samples: Samples) -> SpeedRatio:
+def _compute_ratio(samples: Samples) -> SpeedRatio:
     low, median, high = (float(value) for value in np.quantile(samples, (0.25, 0.5, 0.75)))
     return SpeedRatio(median, low, high)
 

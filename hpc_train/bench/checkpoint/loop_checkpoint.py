@@ -98,14 +98,14 @@ class _Dcp(_Side):
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
-    def _writer(self) -> dcp.FileSystemWriter:
+    def _make_writer(self) -> dcp.FileSystemWriter:
         return dcp.FileSystemWriter(self.folder, sync_files=True)
 
     def save(self) -> None:
-        dcp.save(self._collect(), storage_writer=self._writer())
+        dcp.save(self._collect(), storage_writer=self._make_writer())
 
     def start(self) -> Callable[[], object]:
-        future = dcp.async_save(self._collect(), storage_writer=self._writer())
+        future = dcp.async_save(self._collect(), storage_writer=self._make_writer())
         assert isinstance(future, Future)
         return future.result
 
@@ -158,7 +158,7 @@ def measure_sides(world: World, options: LoopCheckpointOptions) -> dict[str, Any
         seconds: dict[str, dict[str, list[float]]] = {o: {side.name: [] for side in sides} for o in OPERATIONS}
         for _, index in interleave_rounds(options.rounds, len(sides)):
             for operation in OPERATIONS:
-                seconds[operation][sides[index].name].append(_time(sides[index], operation))
+                seconds[operation][sides[index].name].append(_time_operation(sides[index], operation))
         size = sum(p.numel() * p.element_size() for p in model.parameters()) * 3 / 2**20
         medians = {o: {name: statistics.median(values) for name, values in by.items()} for o, by in seconds.items()}
         ratios = {o: _summarise_ratios(by["DCP"], by["Checkpointer"]) for o, by in seconds.items()}
@@ -192,7 +192,7 @@ def _make_model(mib: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _time(side: _Side, operation: str) -> float:
+def _time_operation(side: _Side, operation: str) -> float:
     """Return the seconds of the slowest rank. An asynchronous save is timed until the model may change."""
     dist.barrier()
     started = time.perf_counter()

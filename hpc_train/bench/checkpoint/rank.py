@@ -128,7 +128,7 @@ class _Rounds:
             random.Random(f"{number} {operation}").shuffle(able)
             for side in able:
                 self._prepare(side, operation)
-                self._taken[operation].setdefault(side.name, []).append(self._timed(side, operation))
+                self._taken[operation].setdefault(side.name, []).append(self._time_operation(side, operation))
 
     def measured(self) -> dict[str, dict[str, Samples]]:
         """Combine the costs of all ranks into samples by operation and side. A collective."""
@@ -138,7 +138,7 @@ class _Rounds:
             if by_side
         }
 
-    def _timed(self, side: CheckpointSide, operation: str) -> OperationCost:
+    def _time_operation(self, side: CheckpointSide, operation: str) -> OperationCost:
         """Time one operation; the rest of an asynchronous save is waited for, untimed."""
         work = _operation_of(side, operation)
         assert work is not None
@@ -150,18 +150,18 @@ class _Rounds:
         elif operation in (LOAD_COLD, LOAD_WARM, VERIFY):
             wait_for_all()
             if self._world.rank == 0:
-                drop_page_cache(self._folder(side)) if operation == LOAD_COLD else _read_into_page_cache(
-                    self._folder(side)
+                drop_page_cache(self._get_folder(side)) if operation == LOAD_COLD else _read_into_page_cache(
+                    self._get_folder(side)
                 )
 
     def _empty(self, side: CheckpointSide) -> None:
         wait_for_all()
         if self._world.rank == 0:
-            shutil.rmtree(self._folder(side), ignore_errors=True)
-            self._folder(side).mkdir()
+            shutil.rmtree(self._get_folder(side), ignore_errors=True)
+            self._get_folder(side).mkdir()
         wait_for_all()
 
-    def _folder(self, side: CheckpointSide) -> Path:
+    def _get_folder(self, side: CheckpointSide) -> Path:
         return self._directory / side.name
 
 

@@ -100,11 +100,11 @@ def _measure_layout(
 ) -> dict[str, Samples]:
     saved, loaded = make_layouts(operation, world.size)
     folders = {side: directory / f"{operation}.{side}" for side in ways}
-    state = dict(_tensors(shapes, saved, world.rank))
+    state = dict(_iterate_tensors(shapes, saved, world.rank))
     for side, way in ways.items() if world.rank < saved.ranks else ():
         way.save(folders[side], shapes, saved, state)
     state.clear()
-    targets = {name: torch.zeros_like(tensor) for name, tensor in _tensors(shapes, loaded, world.rank)}
+    targets = {name: torch.zeros_like(tensor) for name, tensor in _iterate_tensors(shapes, loaded, world.rank)}
     costs: dict[str, list[OperationCost]] = {side: [] for side in ways}
     for number in range(rounds + 1):  # the first is not counted
         for side in random.Random(f"{number} {operation}").sample(sorted(ways), len(ways)):
@@ -135,7 +135,7 @@ def _time_load(
     return lambda: way.load(folder, shapes, layout, targets)
 
 
-def _tensors(shapes: TensorShapes, layout: ReshardLayout, rank: int) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(shapes: TensorShapes, layout: ReshardLayout, rank: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and contiguous parts of a rank; the value of an element follows from its index."""
     for name, (shape, dtype) in shapes.items() if rank < layout.ranks else ():
         bits, mask = (torch.int16, 0x3FFF) if dtype is torch.bfloat16 else (torch.int32, 0x3FFFFFFF)
@@ -147,7 +147,7 @@ def _tensors(shapes: TensorShapes, layout: ReshardLayout, rank: int) -> Iterator
 def _check_loaded(
     side: str, targets: Mapping[str, Tensor], shapes: TensorShapes, layout: ReshardLayout, rank: int
 ) -> None:
-    for name, tensor in _tensors(shapes, layout, rank):
+    for name, tensor in _iterate_tensors(shapes, layout, rank):
         assert torch.equal(targets[name], tensor), (side, name)
         targets[name].zero_()
 

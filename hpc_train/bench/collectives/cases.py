@@ -127,7 +127,7 @@ class CaseMaker:
         wire, unpaired = self._connect(cell.backend, self._everyone).wire(), partner == self._rank
         expected = None if unpaired else partial(buffers.pattern.sent, shape, partner)
         return TimedCase(
-            _nothing if unpaired else partial(wire.exchange, sent, partner, received, partner),
+            _do_nothing if unpaired else partial(wire.exchange, sent, partner, received, partner),
             cell.backend.finish,
             partial(_fill_buffers, buffers.pattern, shape, self._rank, sent, received, False),
             lambda: count_wrong_elements(received, expected() if expected else None),
@@ -150,7 +150,7 @@ def largest_buffer(cells: Sequence[MeasurementCell | ProbeCell]) -> int:
     return max(cell.shape.elements for cell in cells)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -196,12 +196,12 @@ class DataPattern:
     def sent(self, shape: CollectiveShape, index: int) -> Tensor:
         """Return what the rank at `index` of its group sends, (shape.sent,)."""
         begin = index * shape.count if shape.operation.receives_parts and not shape.operation.sends_parts else 0
-        return self._values[begin : begin + shape.sent] + _weight(index)
+        return self._values[begin : begin + shape.sent] + _compute_weight(index)
 
     def expected(self, shape: CollectiveShape, index: int) -> Tensor | None:
         """Return what that rank must receive, (shape.received,); None if nothing (reduce, except at the first rank)."""
         name, count, ranks = shape.operation.name, shape.count, shape.ranks
-        everyone = float(sum(map(_weight, range(ranks))))
+        everyone = float(sum(map(_compute_weight, range(ranks))))
         own_part = slice(index * count, (index + 1) * count)
         match name:
             case "all_reduce":
@@ -211,10 +211,12 @@ class DataPattern:
             case "reduce_scatter":
                 return self._values[own_part] * ranks + everyone
             case "broadcast":
-                return self._values[:count] + _weight(0)
+                return self._values[:count] + _compute_weight(0)
             case "send_recv":
-                return self._values[:count] + _weight((index - 1) % ranks)
-        weights = torch.tensor([_weight(rank) for rank in range(ranks)], dtype=torch.float32).to(self._values.device)
+                return self._values[:count] + _compute_weight((index - 1) % ranks)
+        weights = torch.tensor([_compute_weight(rank) for rank in range(ranks)], dtype=torch.float32).to(
+            self._values.device
+        )
         if name == "all_gather":
             return (self._values[: shape.received].view(ranks, count) + weights[:, None]).flatten()
         assert name == "all_to_all", name
@@ -226,7 +228,7 @@ def count_wrong_elements(received: Tensor, expected: Tensor | None) -> int:
     return 0 if expected is None else int((received != expected).sum())
 
 
-def _weight(index: int) -> float:
+def _compute_weight(index: int) -> float:
     """Return what the rank at `index` adds to the pattern; never 0, so that data of no rank looks like the pattern."""
     return float(1 + index % _WEIGHTS)
 

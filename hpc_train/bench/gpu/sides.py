@@ -19,7 +19,7 @@ from hpc_train.bench.step.step_rank import make_same_model
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import Engine, MicroBatch, StepBatch, World
-from hpc_train.models.registry import build_model as build_model
+from hpc_train.models.registry import build_model
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.precision import autocast_forward
 from hpc_train.parallel.user_model import get_named_blocks
@@ -77,7 +77,7 @@ def _make_optimizer(split: nn.Module, config: RunConfig, world: World) -> torch.
 
 
 def make_our_step(config: RunConfig, world: World) -> Step:
-    """Make what training.loop.train_step asks of the device."""
+    """Make the device's part of a step of training: what training.step.train_step calls on the engine."""
     engine, batch = make_engine(config, world), make_batch(config, world.device)
 
     def step() -> float:

@@ -20,19 +20,19 @@ _SIDE_DESCRIPTIONS = {
 def print_step_result(result: StepResult) -> None:
     """Print the sides, a sentence that compares with the reference side, and the start-up by part."""
     console = Console(width=None if Console().is_terminal else 140)
-    table = Table(title=_title(result), title_justify="left")
+    table = Table(title=_format_title(result), title_justify="left")
     table.add_column("side")
     table.add_column("description")
     for column in ("ms per step (quartiles)", "tokens/s", "CPU ms", "kept MiB", "over ours (90 %)", "CPU"):
         table.add_column(column, justify="right")
     for side in result.sides:
-        table.add_row(*_row(side, result.ratios.get(side.name)))
+        table.add_row(*_format_row(side, result.ratios.get(side.name)))
     console.print(table, highlight=False)
-    console.print(_verdict(result), highlight=False)
+    console.print(_format_verdict(result), highlight=False)
     console.print(_format_startup(result.startup_seconds), highlight=False)
 
 
-def _title(result: StepResult) -> str:
+def _format_title(result: StepResult) -> str:
     return (
         f"{result.model}, {result.precision}, {result.strategy}, {result.ranks} ranks on {result.device}, "
         f"{result.tokens_per_step:,} tokens per step; "
@@ -40,7 +40,7 @@ def _title(result: StepResult) -> str:
     )
 
 
-def _row(side: SideResult, ratio: TimeRatio | None) -> list[str]:
+def _format_row(side: SideResult, ratio: TimeRatio | None) -> list[str]:
     low, high = side.quartiles
     return [
         side.name,
@@ -54,7 +54,7 @@ def _row(side: SideResult, ratio: TimeRatio | None) -> list[str]:
     ]
 
 
-def _verdict(result: StepResult) -> str:
+def _format_verdict(result: StepResult) -> str:
     ratio = result.ratios[result.contract]
     verdict = (
         "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "neither faster nor slower beyond the noise"

@@ -69,17 +69,17 @@ def make_layer_pair(mesh: DeviceMesh, tokens: int, hidden: int, feed_forward: in
 
 def train_synchronously(pair: LayerPair) -> Steps:
     """Train with all-gather, products and reduce-scatter one after the other."""
-    return _training(lambda: _make_layers(pair, asynchronous=False), pair)
+    return _run_training(lambda: _make_layers(pair, asynchronous=False), pair)
 
 
 def train_asynchronously(pair: LayerPair) -> Steps:
     """Train with products that overlap the transfer of other chunks."""
-    return _training(lambda: _make_layers(pair, asynchronous=True), pair)
+    return _run_training(lambda: _make_layers(pair, asynchronous=True), pair)
 
 
 def compute_alone(pair: LayerPair) -> Steps:
     """Train with the same products and copies but no communication; the numbers differ from the other sides'."""
-    return _training(lambda: _without_peers(pair), pair)
+    return _run_training(lambda: _without_peers(pair), pair)
 
 
 def collectives_alone(pair: LayerPair) -> Steps:
@@ -104,7 +104,7 @@ def ring_alone(pair: LayerPair) -> Steps:
         yield 0.0
 
 
-def _training(forward: Callable[[], Tensor], pair: LayerPair) -> Steps:
+def _run_training(forward: Callable[[], Tensor], pair: LayerPair) -> Steps:
     """Run forward and backward; yields a number that depends on the output and on every gradient."""
     leaves = (pair.x, pair.up, pair.down)
     while True:

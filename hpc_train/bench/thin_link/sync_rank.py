@@ -66,14 +66,14 @@ def _measure(rank: int, options: SyncOptions) -> SyncMeasurement:
     world = make_world(rank, RANKS, rank, torch.device("cpu"), resolve_degrees(ddp.parallel, RANKS))
     sides = {"ddp": (_train(ddp, world), options.steps), "loose": (_train(loose, world), options.every)}
     for training, count in sides.values():
-        _time(training, 1 if training is sides["ddp"][0] else count)  # warm up, and end at an exchange
+        _time_steps(training, 1 if training is sides["ddp"][0] else count)  # warm up, and end at an exchange
     limit_rate(options.rate)
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     sent: dict[str, float] = {}
     for _ in range(options.rounds):
         for side, (training, count) in sides.items():
             before = count_sent_bytes()
-            seconds[side].append(_time(training, count))
+            seconds[side].append(_time_steps(training, count))
             sent[side] = (count_sent_bytes() - before) / count
     with torch.device("meta"):
         numbers = sum(parameter.numel() for parameter in build_model(ddp.model).parameters())
@@ -85,7 +85,7 @@ def _measure(rank: int, options: SyncOptions) -> SyncMeasurement:
     return SyncMeasurement(numbers, tokens, seconds, sent, formula)
 
 
-def _time(training: Iterator[None], count: int) -> float:
+def _time_steps(training: Iterator[None], count: int) -> float:
     """Return the seconds of a step on the slower rank, over `count` steps."""
     dist.barrier()
     started = time.perf_counter()

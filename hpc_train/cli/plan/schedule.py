@@ -13,7 +13,7 @@ from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.models.shape import check_shape
 from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
 from hpc_train.schedules.generate import generate_order
-from hpc_train.schedules.order import order_rows
+from hpc_train.schedules.order import format_rows
 from hpc_train.schedules.search import FoundSchedule, PartTimes, count_live_blocks, search_schedule
 from hpc_train.schedules.simulate import simulate_order
 from hpc_train.traffic.stages import block_costs, costs_from_config, count_micro_batches, split_blocks
@@ -40,7 +40,7 @@ def schedule_command(
     found = search_schedule(parts, degrees.pp, count, split_backward=splits)
     rows = [*compare_schedules(parts, degrees.pp, count), describe_found(found)]
     if out is not None:
-        text = "".join(",".join(row) + "\n" for row in order_rows(found.order))
+        text = "".join(",".join(row) + "\n" for row in format_rows(found.order))
         try:
             Path(out).write_text(text)
         except OSError as error:

@@ -102,7 +102,7 @@ class PartFile:
 
     def write(self, how: Tokenization) -> None:
         """Tokenize the part into its files. Raises UserError for bad sources, OSError if they cannot be written."""
-        beside = {path: path.with_suffix(f"{path.suffix}.{os.getpid()}") for path in self._contents(how.chat)}
+        beside = {path: path.with_suffix(f"{path.suffix}.{os.getpid()}") for path in self._list_contents(how.chat)}
         left_out, length, starts = LeftOut(), 0, [np.zeros(0, np.int64)]
         dtype = token_dtype(how.tokenizer.vocab_size)
         try:
@@ -119,7 +119,7 @@ class PartFile:
             beside[self.starts].write_bytes(np.concatenate(starts).tobytes())
             beside[self.commit].write_text(json.dumps({"tokens": length, **asdict(left_out)}))
             for path, temporary in beside.items():  # the commit is the last one
-                _sync(temporary)
+                _sync_file(temporary)
                 temporary.replace(path)
         finally:
             for temporary in beside.values():
@@ -142,7 +142,7 @@ class PartFile:
                 tokens[begin:end], starts[first:last] - begin, None if counted is None else counted[begin:end]
             )
 
-    def _contents(self, chat: bool) -> list[Path]:
+    def _list_contents(self, chat: bool) -> list[Path]:
         return [self.tokens, self.starts, *([self.counted] if chat else []), self.commit]
 
 
@@ -235,7 +235,7 @@ def open_parts_folder(out: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _sync(path: Path) -> None:
+def _sync_file(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError):

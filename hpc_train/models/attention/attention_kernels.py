@@ -33,7 +33,7 @@ DocumentMask = Tensor | BlockMask
 """The mask that keeps packed documents apart, in the form that the kernel takes; see make_document_mask."""
 
 
-def choose_way(rule: ScoreRule, backend: str, length: int, like: Tensor, *, packed: bool) -> str:
+def choose_implementation(rule: ScoreRule, backend: str, length: int, like: Tensor, *, packed: bool) -> str:
     """Return how attention is computed: sdpa, window (sdpa in blocks), plain or flex.
 
     length: of the sequences. like: a tensor of the device and dtype of the queries.
@@ -54,25 +54,25 @@ def attend(
     q: (B, heads, T, head_dim); k and v: (B, kv_heads, T, head_dim), and kv_heads divides heads. mask: from
     make_document_mask. dropout: of weights, with torch's own masks; not with soft-caps or FlexAttention.
     """
-    way = choose_way(rule, backend, q.shape[2], q, packed=mask is not None)
-    if way == "flex":
+    implementation = choose_implementation(rule, backend, q.shape[2], q, packed=mask is not None)
+    if implementation == "flex":
         assert dropout == 0.0, "not with FlexAttention"
         assert not isinstance(mask, Tensor), "made for another kernel"
         return attend_flexibly(q, k, v, rule, mask)
     assert not isinstance(mask, BlockMask), "made for FlexAttention"
-    if way == "plain":
+    if implementation == "plain":
         assert dropout == 0.0, "soft-caps take dropout in hpc_train's engines only, which give each layer a site"
         return attend_plainly(q, k, v, list_positions(q.shape[2], q.device), None, rule, starts=mask)
     if backend == "auto":  # also leaves alone what the user has switched off by torch.backends
-        return _attend_fused(q, k, v, rule, way, mask, dropout)
+        return _attend_fused(q, k, v, rule, implementation, mask, dropout)
     with sdpa_kernel(KERNELS[backend]):
-        return _attend_fused(q, k, v, rule, way, mask, dropout)
+        return _attend_fused(q, k, v, rule, implementation, mask, dropout)
 
 
 def _attend_fused(
-    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, way: str, mask: Tensor | None, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, implementation: str, mask: Tensor | None, dropout: float
 ) -> Tensor:
-    if way == "window":
+    if implementation == "window":
         assert rule.window is not None
         return attend_window(q, k, v, rule.window, dropout)
     is_causal, grouped = rule.causal and mask is None, q.shape[1] != k.shape[1]
@@ -88,10 +88,10 @@ def make_document_mask(starts: Tensor, rule: ScoreRule, backend: str, like: Tens
     T), int64, the place in its sequence at which the document of each place begins. like: of the device and dtype of
     the queries. Returns (B, 1, T, T) bool, a BlockMask for FlexAttention, or `starts` themselves.
     """
-    way = choose_way(rule, backend, starts.shape[1], like, packed=True)
-    if way == "plain":
+    implementation = choose_implementation(rule, backend, starts.shape[1], like, packed=True)
+    if implementation == "plain":
         return starts
-    if way == "flex":
+    if implementation == "flex":
         return make_document_block_mask(starts, rule)
     places = list_positions(starts.shape[1], starts.device)
     first = starts if rule.window is None else starts.maximum(places - rule.window + 1)
@@ -161,7 +161,7 @@ def _make_cap(softcap: float) -> Callable[..., Tensor]:
     return cap
 
 
-def _sees(rule: ScoreRule, query: Tensor, key: Tensor) -> Tensor:
+def _is_visible(rule: ScoreRule, query: Tensor, key: Tensor) -> Tensor:
     visible = key <= query
     return visible if rule.window is None else visible & (query - key < rule.window)
 
@@ -169,7 +169,7 @@ def _sees(rule: ScoreRule, query: Tensor, key: Tensor) -> Tensor:
 @lru_cache(maxsize=8)
 def _make_block_mask(rule: ScoreRule, length: int, device: torch.device) -> BlockMask:
     """Return the blocks of keys that blocks of queries see, made once for a length."""
-    return create_block_mask(lambda b, h, q, k: _sees(rule, q, k), None, None, length, length, device=device)
+    return create_block_mask(lambda b, h, q, k: _is_visible(rule, q, k), None, None, length, length, device=device)
 
 
 def make_document_block_mask(starts: Tensor, rule: ScoreRule) -> BlockMask:
@@ -177,6 +177,6 @@ def make_document_block_mask(starts: Tensor, rule: ScoreRule) -> BlockMask:
     batch, length = starts.shape
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return _sees(rule, q, k) & (k >= starts[b, q])
+        return _is_visible(rule, q, k) & (k >= starts[b, q])
 
     return create_block_mask(visible, batch, None, length, length, device=starts.device, _compile=starts.is_cuda)

@@ -77,13 +77,15 @@ class _Block:
     queries: Tensor
     keys: Tensor
     starts: Tensor
+    """First key that each query may see, (B, queries); empty without packed documents."""
     rows: Tensor
+    """Hashes of hash_heads, from which dropout takes its masks; empty without dropout."""
     causal: bool
     window: int
     softcap: float
     p: float
 
-    def weights(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def compute_weights(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return (weights before dropout, in at least float32; mask of the dropped ones; tanh of the capped scores).
 
         The last two are None without dropout, and without a soft-cap.
@@ -94,13 +96,13 @@ class _Block:
         if self.softcap:
             tangent = scores.div_(self.softcap).tanh_()
             scores = tangent * self.softcap
-        hidden = self._hidden()
+        hidden = self._find_hidden()
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         dropped = find_dropped_weights(self.rows, self.queries, self.keys, self.p) if self.p > 0 else None
         return scores.softmax(-1), dropped, tangent
 
-    def _hidden(self) -> Tensor | None:
+    def _find_hidden(self) -> Tensor | None:
         """Return which keys are not seen, (queries, keys) or with documents (B, 1, queries, keys); None: none."""
         hidden, at = None, self.queries.unsqueeze(1)
         if self.causal:
@@ -114,23 +116,26 @@ class _Block:
 
     def attend(self) -> Tensor:
         """Return the attention of the block; a function, so that a block's scores are freed before the next block."""
-        weights, dropped, _ = self.weights()
+        weights, dropped, _ = self.compute_weights()
         return _apply_mask(weights, dropped, self.p).to(self.v.dtype) @ self.v
 
-    def differentiate(self, above: Tensor, out: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """Return the gradient of the queries, and add to those of the keys and values, dk and dv."""
+    def differentiate(self, grad: Tensor, out: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """Return the gradient of the queries, and add to those of the keys and values, dk and dv.
+
+        grad, out: the gradient of the block's attention, and the attention itself.
+        """
         wide, scale = dk.dtype, self.q.shape[-1] ** -0.5
-        weights, dropped, tangent = self.weights()
-        dv += _apply_mask(weights, dropped, self.p).to(self.v.dtype).mT @ above
-        into_weights = _apply_mask((above @ self.v.mT).to(wide), dropped, self.p)
-        along = (above.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-        into_scores = into_weights.sub_(along).mul_(weights)
+        weights, dropped, tangent = self.compute_weights()
+        dv += _apply_mask(weights, dropped, self.p).to(self.v.dtype).mT @ grad
+        weight_grads = _apply_mask((grad @ self.v.mT).to(wide), dropped, self.p)
+        grad_dot_out = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+        score_grads = weight_grads.sub_(grad_dot_out).mul_(weights)
         if tangent is not None:
-            into_scores.mul_(1 - tangent.square())
-        narrow = into_scores.to(self.q.dtype)
-        dk += narrow.mT @ self.q * scale
-        into_queries: Tensor = narrow @ self.k * scale
-        return into_queries
+            score_grads.mul_(1 - tangent.square())
+        rounded = score_grads.to(self.q.dtype)
+        dk += rounded.mT @ self.q * scale
+        query_grads: Tensor = rounded @ self.k * scale
+        return query_grads
 
 
 def _split(

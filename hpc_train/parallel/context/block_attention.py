@@ -52,7 +52,7 @@ def differentiate_block(
     return differentiate_block_plainly(grad, q, k, v, out, lse, causal)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def _compute_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """Return the scores (B, kv_heads, group, T, S), masked if causal.
 
     q: (B, kv_heads, group, T, d), already scaled; k: (B, kv_heads, 1, S, d).
@@ -74,7 +74,7 @@ def attend_block_plainly(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple
     """Compute attend_block with plain operations."""
     heads = k.shape[1]
     grouped, keys, values = (_group_heads(x, heads) for x in (q, k, v))
-    scores = _scores(grouped * q.shape[-1] ** -0.5, keys, causal)
+    scores = _compute_scores(grouped * q.shape[-1] ** -0.5, keys, causal)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp_() @ values
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
@@ -83,14 +83,18 @@ def attend_block_plainly(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple
 def differentiate_block_plainly(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> BlockGradients:
-    """Compute differentiate_block with plain operations: Dao et al. 2022 (arXiv:2205.14135), appendix B.2."""
+    """Compute differentiate_block with plain operations: Dao et al. 2022 (arXiv:2205.14135), appendix B.2.
+
+    The gradient of a softmax needs the sum of weights * gradients of the weights over all keys, of other blocks too.
+    It equals the sum of grad * out, as `out` is the attention over all blocks.
+    """
     heads, scale = k.shape[1], q.shape[-1] ** -0.5
     grad, grouped, keys, values, out, lse = (_group_heads(x, heads) for x in (grad, q, k, v, out, lse))
-    weights = (_scores(grouped * scale, keys, causal) - lse.unsqueeze(-1)).exp_()
+    weights = (_compute_scores(grouped * scale, keys, causal) - lse.unsqueeze(-1)).exp_()
     dv = (weights.mT @ grad).sum(2)
-    into_scores = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) * scale
-    dq = (into_scores @ keys).flatten(1, 2)
-    dk = (into_scores.mT @ grouped).sum(2)
+    score_grads = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) * scale
+    dq = (score_grads @ keys).flatten(1, 2)
+    dk = (score_grads.mT @ grouped).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -162,14 +166,14 @@ def differentiate_ruled_block(
     dq, dk, dv = torch.zeros_like(grouped), torch.zeros_like(keys), torch.zeros_like(values)
     for part in split_rows(q, k, rule, back):
         rows, columns = part.rows, part.columns
-        above, key, value = grad[..., rows, :], keys[..., columns, :], values[..., columns, :]
+        grad_rows, key, value = grad[..., rows, :], keys[..., columns, :], values[..., columns, :]
         scores, tangent = part.compute_scores(grouped[..., rows, :] * scale, key)
         weights = (scores - lse[..., rows].unsqueeze(-1)).exp_()
-        dv[..., columns, :] += (weights.mT @ above).sum(2, keepdim=True)
-        along = (above * out[..., rows, :]).sum(-1, keepdim=True)
-        into_scores = weights * (above @ value.mT - along) * scale
+        dv[..., columns, :] += (weights.mT @ grad_rows).sum(2, keepdim=True)
+        grad_dot_out = (grad_rows * out[..., rows, :]).sum(-1, keepdim=True)
+        score_grads = weights * (grad_rows @ value.mT - grad_dot_out) * scale
         if tangent is not None:
-            into_scores = into_scores * (1 - tangent.square())
-        dq[..., rows, :] = into_scores @ key
-        dk[..., columns, :] += (into_scores.mT @ grouped[..., rows, :]).sum(2, keepdim=True)
+            score_grads = score_grads * (1 - tangent.square())
+        dq[..., rows, :] = score_grads @ key
+        dk[..., columns, :] += (score_grads.mT @ grouped[..., rows, :]).sum(2, keepdim=True)
     return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)

@@ -45,7 +45,8 @@ def apply_context_parallel(part: nn.Module, config: RunConfig, world: World) -> 
         setattr(owner, name, distribute_attention(core, config, world))
     provide_positions(part, config, world)
     drops = any(core.dropout > 0 for _, _, core in found)
-    return f"context: {_method(config, drops)} attention in {len(found)} modules over cp={get_axis_degree(world, 'cp')}"
+    method, cp = _name_method(config, drops), get_axis_degree(world, "cp")
+    return f"context: {method} attention in {len(found)} modules over cp={cp}"
 
 
 def connect_ranks(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -59,7 +60,7 @@ def connect_ranks(group: dist.ProcessGroup, device: torch.device) -> None:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def _method(config: RunConfig, drops: bool) -> str:
+def _name_method(config: RunConfig, drops: bool) -> str:
     context = config.parallel.context
     if drops and context.method == "ring":
         return "gathered (dropout: no ring)"

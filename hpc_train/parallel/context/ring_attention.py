@@ -59,13 +59,15 @@ class KeyValueRing:
     def pass_on(self, tensor: Tensor) -> PendingReceive:
         """Start sending a contiguous tensor to the next rank and receiving one like it from the previous rank."""
         incoming = torch.empty_like(tensor)
+        # One batch: NCCL runs the messages between two ranks one after another, and in a ring of two both would begin
+        # with their send and wait for a receive that never starts.
         operations = [
             dist.P2POp(dist.isend, tensor, self._next, self._group),
             dist.P2POp(dist.irecv, incoming, self._previous, self._group),
         ]
         return PendingReceive(incoming, tensor, dist.batch_isend_irecv(operations))
 
-    def rounds(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def circulate(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, its tensor) for every rank, this one first, while the next tensor is being received."""
         current = own
         for step in range(self.size):
@@ -81,15 +83,15 @@ class KeyValueRing:
         """
         operations = []
         if outgoing is not None:
-            operations.append(dist.P2POp(dist.isend, outgoing, self._find(shift), self._group))
+            operations.append(dist.P2POp(dist.isend, outgoing, self._find_rank(shift), self._group))
         if like is None:
             sent = dist.batch_isend_irecv(operations) if operations else []
             return None if outgoing is None else PendingReceive(outgoing, outgoing, sent)
         incoming = torch.empty_like(like)
-        operations.append(dist.P2POp(dist.irecv, incoming, self._find(-shift), self._group))
+        operations.append(dist.P2POp(dist.irecv, incoming, self._find_rank(-shift), self._group))
         return PendingReceive(incoming, incoming if outgoing is None else outgoing, dist.batch_isend_irecv(operations))
 
-    def _find(self, shift: int) -> int:
+    def _find_rank(self, shift: int) -> int:
         return dist.get_global_rank(self._group, (self.rank + shift) % self.size)
 
 
@@ -133,7 +135,9 @@ def list_ruled_blocks(layout: RingLayout, rank: int, source: int, rule: ScoreRul
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _RingSchedule:
+    """Who sends which keys to whom, and which blocks a rank computes of those it receives."""
+
     ring: KeyValueRing
     rule: ScoreRule
     balanced: bool
@@ -147,36 +151,36 @@ class _Plan:
         if not rule.causal:
             everything = slice(0, length)
             return [VisibleBlock(everything, everything, False, 0)]
-        return list_ruled_blocks(self._layout(length), self.ring.rank, source, rule)
+        return list_ruled_blocks(self._make_layout(length), self.ring.rank, source, rule)
 
-    def _layout(self, length: int) -> RingLayout:
+    def _make_layout(self, length: int) -> RingLayout:
         return RingLayout(self.ring.size, length, self.balanced)
 
     def list_shifts(self, length: int) -> tuple[int, ...] | None:
         """List the distances over which ranks exchange keys under a window; None: all keys go round the ring."""
         window = self.rule.window
-        return None if window is None else self._layout(length).list_shifts(window)
+        return None if window is None else self._make_layout(length).list_shifts(window)
 
-    def rounds(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def circulate(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, its keys and values) for every rank whose keys this one sees, this one first.
 
         own: (2, B, kv_heads, T / cp, d). Under a window each rank sends directly to those that see something of it.
         """
         shifts = self.list_shifts(own.shape[3])
         if shifts is None:
-            yield from self.ring.rounds(own)
+            yield from self.ring.circulate(own)
             return
-        coming = [self._start(shift, own) for shift in shifts[:1]]
+        coming = [self._start_exchange(shift, own) for shift in shifts[:1]]
         yield self.ring.rank, own
         for index, shift in enumerate(shifts):
             pending = coming[index]
-            coming += [self._start(later, own) for later in shifts[index + 1 : index + 2]]
+            coming += [self._start_exchange(later, own) for later in shifts[index + 1 : index + 2]]
             if pending is not None:
                 received = pending.wait()
                 if self.sees(self.ring.rank - shift, shift, own.shape[3]):
                     yield (self.ring.rank - shift) % self.ring.size, received
 
-    def _start(self, shift: int, own: Tensor) -> PendingReceive | None:
+    def _start_exchange(self, shift: int, own: Tensor) -> PendingReceive | None:
         rank, length = self.ring.rank, own.shape[3]
         outgoing = own if self.sees(rank, shift, length) else None
         return self.ring.exchange(shift, outgoing, own if self.sees(rank - shift, shift, length) else None)
@@ -199,24 +203,24 @@ class _Plan:
     def sees(self, source: int, shift: int, length: int) -> bool:
         """Whether the rank that is `shift` further than `source` sees a key of it."""
         size = self.ring.size
-        return bool(self._layout(length).list_pairs((source + shift) % size, source % size, self.rule.window))
+        return bool(self._make_layout(length).list_pairs((source + shift) % size, source % size, self.rule.window))
 
 
 class _RingAttention(torch.autograd.Function):
     """Maps q (B, heads, T / cp, d) and contiguous kv (2, B, kv_heads, T / cp, d) to the attention, shaped as q."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, plan: _Plan) -> Tensor:
-        out, lse = _attend(q, kv, plan)
+    def forward(ctx: Any, q: Tensor, kv: Tensor, schedule: _RingSchedule) -> Tensor:
+        out, lse = _attend(q, kv, schedule)
         ctx.save_for_backward(q, kv, out, lse)
-        ctx.plan = plan
+        ctx.schedule = schedule
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         q, kv, out, lse = ctx.saved_tensors
-        dq, dkv = _differentiate(grads[0], q, kv, out, lse, ctx.plan)
+        dq, dkv = _differentiate(grads[0], q, kv, out, lse, ctx.schedule)
         return dq.to(q.dtype), dkv.to(kv.dtype), None
 
 
@@ -226,19 +230,19 @@ def _compiled_attend(
 ) -> tuple[Tensor, Tensor]:
     """Run _RingAttention.forward as one operator, because a compiled graph cannot contain messages between ranks."""
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = _attend(q, kv, _make_plan(group, causal, window, softcap, balanced))
-        return out, lse.contiguous()
+        return _attend(q, kv, _make_schedule(group, causal, window, softcap, balanced))
 
 
-def _make_plan(group: str, causal: bool, window: int, softcap: float, balanced: bool) -> _Plan:
-    """Make the plan from what an operator takes: 0 for no window and no soft-cap."""
-    return _Plan(KeyValueRing(find_group(group)), ScoreRule(causal, window or None, softcap or None), balanced)
+def _make_schedule(group: str, causal: bool, window: int, softcap: float, balanced: bool) -> _RingSchedule:
+    """Make the schedule from what an operator can take: the name of a group, and 0 for no window and no soft-cap."""
+    return _RingSchedule(KeyValueRing(find_group(group)), ScoreRule(causal, window or None, softcap or None), balanced)
 
 
 @_compiled_attend.register_fake
 def _(
     q: Tensor, kv: Tensor, group: str, causal: bool, window: int, softcap: float, balanced: bool
 ) -> tuple[Tensor, Tensor]:
+    # With the strides of _attend's result, because a compiled graph is built from these.
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
     return out.transpose(1, 2), q.new_empty(q.shape[:-1], dtype=get_accumulation_dtype(q.dtype))
 
@@ -249,7 +253,7 @@ def _compiled_differentiate(
     group: str, causal: bool, window: int, softcap: float, balanced: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):
-        dq, dkv = _differentiate(grad, q, kv, out, lse, _make_plan(group, causal, window, softcap, balanced))
+        dq, dkv = _differentiate(grad, q, kv, out, lse, _make_schedule(group, causal, window, softcap, balanced))
         return dq.to(q.dtype), dkv.to(kv.dtype)
 
 
@@ -262,20 +266,19 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, kv, *plan = inputs
+    q, kv, *ctx.options = inputs
     ctx.save_for_backward(q, kv, *output)
-    ctx.plan = plan
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_compiled_differentiate(grad, *ctx.saved_tensors, *ctx.plan), *(None,) * 5)
+    return (*_compiled_differentiate(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 5)
 
 
 _compiled_attend.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _attend(q: Tensor, kv: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, kv: Tensor, schedule: _RingSchedule) -> tuple[Tensor, Tensor]:
     """Return the attention, shaped as q, and the log-sum-exp of all scores of each query, in the accumulation dtype."""
     # In memory the result is (B, T, heads, d), which the output layer reads, so that both save the same tensor for
     # backward.
@@ -283,9 +286,9 @@ def _attend(q: Tensor, kv: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
         q.transpose(1, 2), dtype=get_accumulation_dtype(q.dtype), memory_format=torch.contiguous_format
     ).transpose(1, 2)
     lse, is_empty = out.new_empty(out.shape[:-1]), True
-    for source, (k, v) in plan.rounds(kv):
-        for block in plan.list_blocks(source, q.shape[2]):
-            part, part_lse = _attend_block(q, k, v, block, plan.rule)
+    for source, (k, v) in schedule.circulate(kv):
+        for block in schedule.list_blocks(source, q.shape[2]):
+            part, part_lse = _attend_block(q, k, v, block, schedule.rule)
             if is_empty and block.queries == slice(0, q.shape[2]):
                 # Copied, because selective recomputation may save what a kernel returned.
                 out.copy_(part)
@@ -332,14 +335,14 @@ class _Backward:
     dq: Tensor
     rule: ScoreRule
 
-    def block(self, kv: Tensor, block: VisibleBlock) -> KeyGradients:
+    def differentiate(self, kv: Tensor, block: VisibleBlock) -> KeyGradients:
         """Return the gradients of the block's keys and values; adds that of its queries to dq."""
         rows = block.queries
-        dq, dk, dv = self._differentiate(kv[:, :, :, block.keys], block)
+        dq, dk, dv = self._differentiate_block(kv[:, :, :, block.keys], block)
         self.dq[:, :, rows] += dq
         return KeyGradients(block.keys, dk, dv)
 
-    def _differentiate(self, kv: Tensor, block: VisibleBlock) -> BlockGradients:
+    def _differentiate_block(self, kv: Tensor, block: VisibleBlock) -> BlockGradients:
         k, v = kv
         grad, q, out, lse = (x[:, :, block.queries] for x in (self.grad, self.q, self.out, self.lse))
         if block.back is None:
@@ -347,7 +350,9 @@ class _Backward:
         return differentiate_ruled_block(grad, q, k, v, out, lse, self.rule, block.back)
 
 
-def _differentiate(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+def _differentiate(
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, schedule: _RingSchedule
+) -> tuple[Tensor, Tensor]:
     """Return (dq, dkv) in the accumulation dtype.
 
     The gradient of a rank's keys and values follows them around the ring and then returns to the rank, where the part
@@ -356,30 +361,30 @@ def _differentiate(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
     """
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     zeros = torch.zeros_like(q, dtype=get_accumulation_dtype(q.dtype))
-    backward = _Backward(grad, q, out, lse, zeros, plan.rule)
+    backward = _Backward(grad, q, out, lse, zeros, schedule.rule)
     own, coming = torch.zeros_like(kv, dtype=get_accumulation_dtype(kv.dtype)), None
-    direct = plan.list_shifts(q.shape[2]) is not None
+    direct = schedule.list_shifts(q.shape[2]) is not None
     others: dict[int, Tensor] = {}
-    for source, current in plan.rounds(kv):
-        found = [backward.block(current, block) for block in plan.list_blocks(source, q.shape[2])]
-        if source == plan.ring.rank:
-            _add(own, found)
+    for source, current in schedule.circulate(kv):
+        found = [backward.differentiate(current, block) for block in schedule.list_blocks(source, q.shape[2])]
+        if source == schedule.ring.rank:
+            _add_gradients(own, found)
             continue
         # The sum over the ranks before was received while this rank computed.
         dkv = torch.zeros_like(own) if coming is None else coming.wait()
-        _add(dkv, found)
+        _add_gradients(dkv, found)
         if direct:
             others[source] = dkv
         else:
-            coming = plan.ring.pass_on(dkv)
+            coming = schedule.ring.pass_on(dkv)
     if coming is not None:
         own.add_(coming.wait())
-    for part in plan.return_gradients(others, own) if direct else ():
+    for part in schedule.return_gradients(others, own) if direct else ():
         own.add_(part)
     return backward.dq, own
 
 
-def _add(dkv: Tensor, found: list[KeyGradients]) -> None:
+def _add_gradients(dkv: Tensor, found: list[KeyGradients]) -> None:
     for gradient in found:
         dkv[0, :, :, gradient.keys] += gradient.dk
         dkv[1, :, :, gradient.keys] += gradient.dv
@@ -395,18 +400,19 @@ class RingAttention(nn.Module):
 
     def __init__(self, ring: KeyValueRing, rule: ScoreRule, *, balanced: bool) -> None:
         super().__init__()
-        self._plan = _Plan(ring, rule, balanced)
+        self._schedule = _RingSchedule(ring, rule, balanced)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend: q (B, heads, T / cp, head_dim), k and v (B, kv_heads, T / cp, head_dim); returns a tensor like q."""
         q, k, v = cast_to_autocast(q, k, v)
-        plan = self._plan
+        kv = torch.stack((k, v))  # one tensor, so that a round takes one message
+        schedule = self._schedule
         out: Tensor
         if torch.compiler.is_compiling():
-            numbers = plan.rule.causal, plan.rule.window or 0, plan.rule.softcap or 0.0
-            out, _ = _compiled_attend(q, torch.stack((k, v)), plan.ring.name, *numbers, plan.balanced)
+            numbers = schedule.rule.causal, schedule.rule.window or 0, schedule.rule.softcap or 0.0
+            out, _ = _compiled_attend(q, kv, schedule.ring.name, *numbers, schedule.balanced)
             return out
         # No custom operator here: selective recomputation and `plan rehearse` must see each kernel and message.
         with torch.autocast(q.device.type, enabled=False):
-            out = _RingAttention.apply(q, torch.stack((k, v)), plan)  # type: ignore[no-untyped-call]
+            out = _RingAttention.apply(q, kv, schedule)  # type: ignore[no-untyped-call]
         return out

@@ -148,6 +148,7 @@ def _compute_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mean = _sum_by_channel(x) / max(count, 1)
     square = _sum_by_channel((x - _broadcast(mean, x)).square())
     own = torch.stack([mean, square, torch.full_like(mean, count)])
+    # The default group is the data-parallel one: the rules refuse pp, cp and tp.
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own)
     means, squares, counts = torch.stack(everyone).unbind(1)

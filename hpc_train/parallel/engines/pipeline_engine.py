@@ -159,7 +159,8 @@ class PipelineEngine(UpdatingEngine):
         key = (training, count, shape)
         if key not in self._schedules:
             example = torch.empty(shape, dtype=inputs.dtype, device="meta")
-            make = self._pipeline.training if training else self._pipeline.evaluation
+            pipeline = self._pipeline
+            make = pipeline.make_training_schedule if training else pipeline.make_evaluation_schedule
             self._schedules[key] = make(count, example, self._infer_output(example), self._loss)
         return self._schedules[key]
 

@@ -175,7 +175,7 @@ class PlainEngine(UpdatingEngine):
         inputs = map_inputs(own.inputs, lambda value: value.to(dtype) if value.is_floating_point() else value)
         if first:
             check_inputs(self._model, inputs)
-        with self._autocast():
+        with self._use_autocast():
             out = self._wrapped.module(**inputs) if isinstance(inputs, dict) else self._wrapped.module(inputs)
         if first and self._wrapped.is_sharded:
             check_output_is_seen(self._model, out)
@@ -184,7 +184,7 @@ class PlainEngine(UpdatingEngine):
             measured.add(loss, out, own.targets)
         return loss
 
-    def _autocast(self) -> AbstractContextManager[object]:
+    def _use_autocast(self) -> AbstractContextManager[object]:
         if self._wrapped.is_sharded:
             return nullcontext()  # fully_shard casts the parameters that it gathers
         return autocast_forward(self._config.precision, self._world.device)

@@ -42,6 +42,7 @@ class ExpertBalance:
 
     def end_step(self) -> ExpertLoads:
         """Add up over all ranks what the routers have seen. Every rank calls this after the last backward."""
+        # One row for each layer: the load of each expert, then the dropped tokens and the auxiliary loss.
         seen = torch.zeros(len(self._counts), max(self._counts) + 2, dtype=torch.float64, device=self._world.device)
         for layer, router in self._routers.items():
             balance = router.balance
@@ -50,7 +51,7 @@ class ExpertBalance:
                 seen[layer, -2], seen[layer, -1] = balance.loads[-1], balance.loss * balance.copies
         if self._world.size > 1:
             dist.all_reduce(seen)
-        seen /= get_axis_degree(self._world, "tp")  # whose ranks have all routed the same tokens
+        seen /= get_axis_degree(self._world, "tp")  # tp ranks have all routed the same tokens
         self._loads = seen[:, :-2]
         return ExpertLoads(self._loads, seen[:, -2].sum(), seen[:, -1].sum())
 

@@ -57,7 +57,7 @@ def wrap_offload(block: nn.Module, moves: ActivationMoves, forward: Forward) -> 
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # Computed for each call: sharded parameters are gathered into other memory for every forward.
-        stay = {_memory(parameter).cdata for parameter in block.parameters()}
+        stay = {_make_memory_reference(parameter).cdata for parameter in block.parameters()}
         saving = _Saving(moves.begin_forward(), stay)
         with saved_tensors_hooks(saving.pack, _unpack):
             out = forward(*args, **kwargs)
@@ -71,12 +71,12 @@ def _unpack(back: CopyBack) -> Tensor:
     return back()
 
 
-def _memory(tensor: Tensor) -> StorageWeakRef:
+def _make_memory_reference(tensor: Tensor) -> StorageWeakRef:
     """Return a weak reference to a tensor's memory; its number is unique as long as the reference exists."""
-    return StorageWeakRef(_local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(_get_local_tensor(tensor).untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _get_local_tensor(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -121,7 +121,7 @@ class BlockForward:
     backward: bool = False
     """Whether its backward has begun."""
 
-    def living(self) -> list[SavedTensor]:
+    def list_living(self) -> list[SavedTensor]:
         """List what backward still needs."""
         return [tensor for tensor in (reference() for reference in self.saved) if tensor is not None]
 
@@ -145,7 +145,7 @@ class ActivationMoves:
 
     def end_forward(self, forward: BlockForward, block: str) -> None:
         """Copy what a forward saved to the host, and let go of the originals of the one before it."""
-        living = forward.living()
+        living = forward.list_living()
         if any(tensor.original is not None and tensor_version(tensor.original) != tensor.version for tensor in living):
             raise UserError(
                 f"parallel.recompute.offload=true: the forward of {block} changes a tensor in place after an operator "
@@ -163,7 +163,7 @@ class ActivationMoves:
     def release_originals(self) -> None:
         """Let go of the originals of the last forward that has ended, once they are copied."""
         forward, self._resident = self._resident, None
-        if forward is not None and (living := forward.living()):
+        if forward is not None and (living := forward.list_living()):
             self.stream.wait(forward.copied)
             for tensor in living:
                 tensor.original = None
@@ -184,7 +184,7 @@ class ActivationMoves:
     def _fetch(self, forward: BlockForward) -> None:
         away = [
             (tensor, tensor.host.tensor)
-            for tensor in forward.living()
+            for tensor in forward.list_living()
             if tensor.original is None and tensor.returned is None and tensor.host is not None
         ]
         if not away:
@@ -212,12 +212,12 @@ class _Saving:
         """Note a tensor that is to be moved; returns a function that brings it back."""
         if not isinstance(tensor, DTensor):
             return self._note(tensor)
-        inner = self._note(_local(tensor))
+        inner = self._note(_get_local_tensor(tensor))
         mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
         return lambda: DTensor.from_local(inner(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def _note(self, tensor: Tensor) -> CopyBack:
-        source = _memory(tensor)
+        source = _make_memory_reference(tensor)
         plain = type(tensor) in (Tensor, nn.Parameter) or is_memoryless(tensor)
         if source.cdata in self.stay or tensor.nbytes < MIN_OFFLOAD_BYTES or not plain:
             return lambda: tensor

@@ -76,13 +76,13 @@ class HostMemory:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, like: Tensor) -> HostPlace:
-        """Return memory for a tensor, of the same form unless it overlaps itself; its content is that of before."""
-        form = torch.empty_like(like, device="meta")
-        needed = 1 + sum((size - 1) * step for size, step in zip(form.shape, form.stride(), strict=True))
-        size = needed * form.dtype.itemsize if form.numel() else 0
+        """Return memory for a tensor, of the same layout unless it overlaps itself; its content is that of before."""
+        layout = torch.empty_like(like, device="meta")  # the strides of `like`, or dense ones if it overlaps itself
+        needed = 1 + sum((size - 1) * step for size, step in zip(layout.shape, layout.stride(), strict=True))
+        size = needed * layout.dtype.itemsize if layout.numel() else 0
         free = self._free[size]
         memory = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-        return HostPlace(memory.view(form.dtype).as_strided(form.shape, form.stride()), memory)
+        return HostPlace(memory.view(layout.dtype).as_strided(layout.shape, layout.stride()), memory)
 
     def give_back(self, place: HostPlace) -> None:
         """Keep memory from `take` for another tensor."""

@@ -35,8 +35,8 @@ from hpc_train.parallel.optimizer_step import OptimizerFactory, get_local
 log = logging.getLogger(__name__)
 
 
-_LINE = 64
-"""Tensors begin at multiples of this many bytes."""
+_ALIGNMENT = 64
+"""Tensors begin at multiples of this many bytes, as torch's own on the CPU do."""
 _MIN_FILE_BYTES, _MAX_FILE_BYTES = 2**20, 2**30
 """Bounds of the size of a file, unless one tensor needs more; each file is as large as all before it together."""
 
@@ -95,7 +95,7 @@ class FileMemory:
             self._mapped = self._map(max(size, min(self._total, _MAX_FILE_BYTES), _MIN_FILE_BYTES))
             self._used, self._total = 0, self._total + len(self._mapped)
         place = _Place(self._mapped, self._used, size)
-        self._used += math.ceil(size / _LINE) * _LINE
+        self._used += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
         return place
 
     def _map(self, size: int) -> mmap.mmap:

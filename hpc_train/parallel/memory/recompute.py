@@ -66,7 +66,7 @@ class KeepPolicy:
     @classmethod
     def named(cls, names: Iterable[str]) -> KeepPolicy:
         """Make the policy for the names in parallel.recompute.keep. Raises UserError for an unknown operator."""
-        return cls({operator: name for name in names for operator in _operators(name)})
+        return cls({operator: name for name in names for operator in _list_operators(name)})
 
     def __call__(
         self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
@@ -97,7 +97,7 @@ class KeepPolicy:
             )
 
 
-def _operators(name: str) -> list[Any]:
+def _list_operators(name: str) -> list[Any]:
     members = GROUPS.get(name, (name.removeprefix("aten."),))
     found = [_find_operator(member) for member in members]
     if found == [None]:

@@ -56,7 +56,7 @@ class QuantizedAdamW(torch.optim.Optimizer):
     @property
     def quantizes(self) -> bool:
         """Whether any parameter of this rank has moments in 8 bits."""
-        return any(_codes("exp_avg") in state for state in self.state.values())
+        return any(_name_codes("exp_avg") in state for state in self.state.values())
 
     def _make_state(self, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
@@ -66,8 +66,8 @@ class QuantizedAdamW(torch.optim.Optimizer):
         if width % self._block:
             raise UserError(explain_cut_blocks(name, width, self._block))
         for moment in _SIGNED:
-            state[_codes(moment)] = _make_zeros(parameter, 1, torch.uint8)
-            state[_scales(moment)] = _make_zeros(parameter, self._block, torch.float32)
+            state[_name_codes(moment)] = _make_zeros(parameter, 1, torch.uint8)
+            state[_name_scales(moment)] = _make_zeros(parameter, self._block, torch.float32)
         return state
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class QuantizedAdamW(torch.optim.Optimizer):
         """Return a moment as torchao's update takes it; what that writes is written into `state`."""
         if moment in state:
             return get_local(state[moment])
-        codes, scales = get_local(state[_codes(moment)]), get_local(state[_scales(moment)])
+        codes, scales = get_local(state[_name_codes(moment)]), get_local(state[_name_scales(moment)])
         signed = _SIGNED[moment]
         packed: Tensor = self._packed(codes, scales.view(-1), self._find_table(signed, codes.device), signed)
         return packed
@@ -110,12 +110,12 @@ class QuantizedAdamW(torch.optim.Optimizer):
         return self._tables[signed, device]
 
 
-def _codes(moment: str) -> str:
-    return f"{moment}_codes"
+def _name_codes(moment: str) -> str:
+    return f"{moment}_name_codes"
 
 
-def _scales(moment: str) -> str:
-    return f"{moment}_scales"
+def _name_scales(moment: str) -> str:
+    return f"{moment}_name_scales"
 
 
 def _make_zeros(parameter: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _NEVER = np.iinfo(np.int64).max
 """Value of the element after the clocks as long as no worker has asked to stop."""
 _POLL_SECONDS = 0.0005
+"""Pause between two looks at the clocks of a group that is too far ahead."""
 
 
 class StalenessClock:
@@ -68,7 +69,8 @@ class StalenessClock:
         Call it after `wait`: all groups end with an update so late that none can have begun it before learning of it.
         """
         if stop:
-            # Atomic MIN: of several groups that want to stop, the earliest end counts for all.
+            # Other groups may have begun their update number updates + staleness + 1 by now, so the next one is the
+            # first that all can end with. Atomic MIN: of several groups that want to stop, the earliest end counts.
             self._combine(self._ranks.groups, self.updates + self._staleness + 2, self._mpi.MIN)
         return self.updates + 1 >= int(self._read()[-1])
 
@@ -85,7 +87,7 @@ class StalenessClock:
     def _read(self) -> npt.NDArray[np.int64]:
         values, before = np.zeros(self._ranks.groups + 1, dtype=np.int64), np.zeros(self._ranks.groups + 1, np.int64)
         kind = self._mpi.INT64_T
-        with self._ranks.calling:
+        with self._ranks.lock:
             self._window.Lock(0, self._mpi.LOCK_SHARED)
             # Get_accumulate with NO_OP is an atomic read; a plain Get may see half a number that another rank writes.
             self._window.Get_accumulate([before, kind], [values, kind], 0, (0, len(values), kind), self._mpi.NO_OP)
@@ -94,7 +96,7 @@ class StalenessClock:
 
     def _combine(self, place: int, value: int, how: MPI.Op) -> None:
         own_value = np.array([value], dtype=np.int64)
-        with self._ranks.calling:
+        with self._ranks.lock:
             self._window.Lock(0, self._mpi.LOCK_SHARED)
             self._window.Accumulate([own_value, self._mpi.INT64_T], 0, (place, 1, self._mpi.INT64_T), how)
             self._window.Unlock(0)
@@ -138,7 +140,7 @@ class AsynchronousUpdates:
 
     def _agree(self, own_answer: bool) -> bool:
         """Return whether `own_answer` is true on any rank of the group. A collective of the group."""
-        with self._ranks.calling:
+        with self._ranks.lock:
             return bool(self._ranks.group.allreduce(int(own_answer)))
 
     def refresh(self) -> None:

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 _ANSWER_SECONDS = 0.0005
+"""Pause between two calls of the thread that answers other nodes: they wait up to so long, and the lock stays free."""
 
 
 @dataclass(frozen=True)
 class MpiRanks:
     """Communicators of a job, in the order of its ranks."""
 
-    calling: threading.Lock
+    lock: threading.Lock
     """Lock around every MPI call: only one thread may be inside the library."""
     every: MPI.Intracomm
     group: MPI.Intracomm
@@ -37,7 +38,7 @@ class MpiRanks:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        with self.calling:
+        with self.lock:
             self.every.Barrier()
 
     @property
@@ -65,15 +66,16 @@ def connect_ranks(world: World, hybrid: bool) -> MpiRanks:
         raise UserError("parallel.server: this MPI library is built without threads (MPI_THREAD_SERIALIZED)")
     every = MPI.Intracomm(MPI.COMM_WORLD.Split(0, world.rank))
     local_ranks = np.empty(world.size, dtype=np.int64)
-    every.Allgather(np.array([world.local_rank], dtype=np.int64), local_ranks)  # no pickles
+    # Allgather of arrays: mpi4py's allgather of objects would unpickle what other ranks send.
+    every.Allgather(np.array([world.local_rank], dtype=np.int64), local_ranks)
     nodes = _number_nodes(local_ranks.tolist())
-    calling = threading.Lock()
+    lock = threading.Lock()
     color = nodes[world.rank] if hybrid else world.rank
     group = MPI.Intracomm(every.Split(color, world.rank))
     if nodes[-1] > 0:
         _check_windows(every, MPI)
-        threading.Thread(target=_answer_one_sided, args=(every.Dup(), calling), name="mpi", daemon=True).start()
-    return MpiRanks(calling, every, group, color, max(nodes) + 1 if hybrid else world.size, nodes)
+        threading.Thread(target=_answer_one_sided, args=(every.Dup(), lock), name="mpi", daemon=True).start()
+    return MpiRanks(lock, every, group, color, max(nodes) + 1 if hybrid else world.size, nodes)
 
 
 def _check_windows(ranks: MPI.Comm, library: ModuleType) -> None:
@@ -86,13 +88,13 @@ def _check_windows(ranks: MPI.Comm, library: ModuleType) -> None:
         ) from None
 
 
-def _answer_one_sided(ranks: MPI.Comm, calling: threading.Lock) -> None:
+def _answer_one_sided(ranks: MPI.Comm, lock: threading.Lock) -> None:
     """Call MPI periodically, so that it serves other nodes' reads and writes while this rank computes or waits.
 
     Between nodes one-sided communication may need its target to call MPI; within a node it is shared memory.
     """
     while True:
-        with calling:
+        with lock:
             ranks.Iprobe()
         time.sleep(_ANSWER_SECONDS)
 

@@ -60,7 +60,7 @@ class NeighbourUpdates:
         """Average the models of all ranks, then list the shards; see interfaces.Engine. A collective."""
         state = [value for p in self._trained for value in self._optimizer.state[p].values()]
         for tensor in [*(p.detach() for p in self._trained), *state]:
-            with self._ranks.calling:
+            with self._ranks.lock:
                 self._ranks.every.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
             tensor /= self._ranks.every.size
         return self._own.shards()
@@ -70,7 +70,7 @@ class NeighbourUpdates:
         mean = self._published.clone()
         self._ranks.barrier()
         for rank in self._neighbours:
-            with self._ranks.calling:
+            with self._ranks.lock:
                 self._window.Lock(rank, self._mpi.LOCK_SHARED)
                 self._window.Get([self._read.numpy(), self._type], rank, (0, self._read.numel(), self._type))
                 self._window.Unlock(rank)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _ALIGNMENT = 64
+"""Tensors begin at multiples of this many bytes in the buffer, as torch's own on the CPU do."""
 
 
 class ParameterShare:
@@ -38,7 +39,7 @@ class ParameterShare:
         assert len({p.dtype for p in self.parameters}) <= 1, "parameters of one share have one dtype"
         self.parameter_bytes = sum(_count_bytes(p) for p in self.parameters)
         self.bytes = _align_size(self.parameter_bytes) + sum(
-            _align_size(_count_bytes(value)) for _, _, value in self._state()
+            _align_size(_count_bytes(value)) for _, _, value in self._list_state()
         )
 
     def bind(self, buffer: Tensor, keep: bool) -> None:
@@ -48,7 +49,7 @@ class ParameterShare:
             parameter.data = _place_in_buffer(parameter.data, buffer, offset, keep)
             offset += _count_bytes(parameter)
         offset = _align_size(offset)
-        for parameter, key, value in self._state():
+        for parameter, key, value in self._list_state():
             self.optimizer.state[parameter][key] = _place_in_buffer(value, buffer, offset, keep)
             offset += _align_size(_count_bytes(value))
 
@@ -56,7 +57,7 @@ class ParameterShare:
         """Yield the name and tensor of everything to save, with the names of interfaces.TensorShard."""
         yield from zip(self.names, self.parameters, strict=True)
         names = dict(zip(self.parameters, self.names, strict=True))
-        for parameter, key, value in self._state():
+        for parameter, key, value in self._list_state():
             yield f"optim.{key}.{names[parameter]}", value
 
     def step(self, gradient: Tensor, lr: float) -> None:
@@ -69,7 +70,7 @@ class ParameterShare:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _state(self) -> list[tuple[nn.Parameter, str, Tensor]]:
+    def _list_state(self) -> list[tuple[nn.Parameter, str, Tensor]]:
         return [(p, key, value) for p in self.parameters for key, value in self.optimizer.state[p].items()]
 
 
@@ -151,7 +152,7 @@ class ShareWindow:
             with self._locked(self._window, self.nearest, self._mpi.LOCK_SHARED):
                 self._window.Get([self._flat.numpy(), self._type], self.nearest, (0, self._flat.numel(), self._type))
         if self._ranks.group.size > 1:
-            with self._ranks.calling:
+            with self._ranks.lock:
                 self._ranks.group.Bcast(self._flat.numpy(), 0)
         with torch.no_grad():
             for parameter, part in zip(self.parameters, self._split(self._flat), strict=True):
@@ -162,7 +163,7 @@ class ShareWindow:
         flat = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in self.parameters]
         torch.cat(flat, out=self._flat)
         if (group := self._ranks.group).size > 1:
-            with self._ranks.calling:
+            with self._ranks.lock:
                 group.Allreduce(self._mpi.IN_PLACE, self._flat.numpy())
             self._flat /= group.size
         return self._flat
@@ -201,7 +202,8 @@ class ShareWindow:
     def _copy_to_replicas(self, data: Tensor) -> None:
         """Write the buffer to the replicas; the first host must be locked, so that they never get an older version."""
         for host in self.hosts[1:]:
-            # A reader may hold a shared lock of this replica: it gets the old version whole or the new one.
+            # A reader may hold a shared lock of this replica: it gets the old version whole or the new one. Not
+            # _locked, because the caller holds the lock around MPI calls already.
             self._window.Lock(host, self._mpi.LOCK_EXCLUSIVE)
             self._window.Put([data.numpy(), self._mpi.BYTE], host, (0, self.bytes, self._mpi.BYTE))
             self._window.Unlock(host)
@@ -211,7 +213,7 @@ class ShareWindow:
 
     @contextmanager
     def _locked(self, window: MPI.Win, rank: int, how: int) -> Iterator[None]:
-        with self._ranks.calling:
+        with self._ranks.lock:
             window.Lock(rank, how)
             try:
                 yield

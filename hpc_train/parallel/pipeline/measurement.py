@@ -189,7 +189,7 @@ class BlockTimes:
     def _write(self) -> None:
         """Gather the times of all stages; the first rank of the job writes them. A collective."""
         group = self._world.mesh["pp"].get_group()
-        times_of_ranks = all_gather_values(self._mine(), group)
+        times_of_ranks = all_gather_values(self._compute_median_times(), group)
         if self._world.rank:
             return
         # A rename is atomic: a resumed run finds the old times or the new ones, never half a file.
@@ -199,7 +199,7 @@ class BlockTimes:
         )
         beside.replace(self._file)
 
-    def _mine(self) -> dict[str, float]:
+    def _compute_median_times(self) -> dict[str, float]:
         """Return median times; the rest of the first stage is the embedding, that of the last stage the head."""
         seconds = {name: median(values) for name, values in self._seconds.items()}
         for stage, part in self._parts.items():

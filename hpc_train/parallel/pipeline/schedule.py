@@ -40,16 +40,15 @@ from hpc_train.config.parallel import ParallelConfig
 from hpc_train.parallel.data_parallel.fully_shard import set_gradient_sync
 from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.pipeline.measurement import Timeline
-from hpc_train.schedules import order as table
 from hpc_train.schedules.generate import generate_order
-from hpc_train.schedules.order import Action, Kind, Order
+from hpc_train.schedules.order import Action, Kind, Order, format_rows, parse_action
 from hpc_train.schedules.validate import validate_order
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_parameters
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
-_SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_SEVERAL: dict[str, type[PipelineScheduleMulti]] = {
+_SINGLE_STAGE_SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_MULTI_STAGE_SCHEDULES: dict[str, type[PipelineScheduleMulti]] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "looped_bfs": ScheduleLoopedBFS,
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
@@ -91,7 +90,7 @@ class Stage(PipelineStage):
         self.masks.select(bwd_chunk_id)  # for recomputation
         with self.timeline.record("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if loss is not None and full_backward and not loss._is_view():
+        if loss is not None and full_backward and not loss._is_view():  # a view cannot be detached in place
             loss.detach_()  # its graph would keep the stage's input, and that one's gradient, until the end of the step
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -160,8 +159,8 @@ class Pipeline:
 
     name: str
     """Name of the schedule, or its file."""
-    file: Order | None
-    """The order in that file."""
+    order: Order | None
+    """The order in that file; None with a name."""
     ranks: tuple[int, ...]
     """The pp rank of each stage."""
     parts: Mapping[int, nn.Module]
@@ -173,37 +172,47 @@ class Pipeline:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Options of fully_shard, if it holds the parts."""
 
-    def training(self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss) -> Schedule:
+    def make_training_schedule(
+        self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss
+    ) -> Schedule:
         """Make a training schedule. inputs, hidden: one micro-batch of the first stage and between stages, on meta.
 
         Raises UserError for an order that is incomplete or deadlocks, and ValueError for a number of micro-batches that
         the schedule does not support.
         """
-        stages: list[Any] = self._stages(inputs, hidden)
-        if self.name in _SINGLE:
+        stages: list[Any] = self._make_stages(inputs, hidden)
+        if self.name in _SINGLE_STAGE_SCHEDULES:
             validate_order(generate_order(self.name, len(self.ranks), micro_batches), micro_batches)
-            return _SINGLE[self.name](stages[0], micro_batches, loss_fn=loss, scale_grads=False)
-        if self.name in _SEVERAL:
-            schedule = _SEVERAL[self.name](stages, micro_batches, loss_fn=loss, scale_grads=False)
+            # Gradients are not scaled: StepLoss has divided by the targets of the global batch.
+            return _SINGLE_STAGE_SCHEDULES[self.name](stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+        if self.name in _MULTI_STAGE_SCHEDULES:
+            schedule = _MULTI_STAGE_SCHEDULES[self.name](stages, micro_batches, loss_fn=loss, scale_grads=False)
             validate_order(read_torch_order(schedule, self.ranks), micro_batches)
-            return self._gathering(schedule)
-        order = self.file or generate_order(self.name, len(self.ranks), micro_batches)
+            return self._take_over_gathering(schedule)
+        order = self.order or generate_order(self.name, len(self.ranks), micro_batches)
         validate_order(order, micro_batches)
-        return self._gathering(run_pipeline_order(stages, self.ranks, table.order_rows(order), micro_batches, loss))
+        return self._take_over_gathering(
+            run_pipeline_order(stages, self.ranks, format_rows(order), micro_batches, loss)
+        )
 
-    def evaluation(self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss) -> Schedule:
+    def make_evaluation_schedule(
+        self, micro_batches: int, inputs: Tensor, hidden: Tensor, loss: PipelineLoss
+    ) -> Schedule:
         """Make a schedule of forwards only, whatever the training schedule; run it by `eval`."""
-        rows = table.order_rows(make_forward_order(self.ranks, micro_batches))
-        return self._gathering(run_pipeline_order(self._stages(inputs, hidden), self.ranks, rows, micro_batches, loss))
+        rows = format_rows(make_forward_order(self.ranks, micro_batches))
+        return self._take_over_gathering(
+            run_pipeline_order(self._make_stages(inputs, hidden), self.ranks, rows, micro_batches, loss)
+        )
 
-    def _gathering(self, schedule: PipelineScheduleMulti) -> PipelineScheduleMulti:
+    def _take_over_gathering(self, schedule: PipelineScheduleMulti) -> PipelineScheduleMulti:
+        """Let fully_shard gather the parameters of stages; ahead of their use if they stay gathered afterwards."""
         keeps = keeps_parameters(
             ZERO_STAGE[self.parallel.strategy], self.parallel.reshard_after_forward, len(self.ranks)
         )
         take_over_gathering(schedule, gather_ahead=keeps)
         return schedule
 
-    def _stages(self, inputs: Tensor, hidden: Tensor) -> list[PipelineStage]:
+    def _make_stages(self, inputs: Tensor, hidden: Tensor) -> list[PipelineStage]:
         """Make new stages: torch's stages remember the number of micro-batches and their shapes."""
         made: list[PipelineStage] = []
         for index, part in self.parts.items():
@@ -239,7 +248,5 @@ def make_forward_order(ranks: tuple[int, ...], micro_batches: int) -> Order:
 def read_torch_order(schedule: PipelineScheduleMulti, ranks: tuple[int, ...]) -> Order:
     """Read the order of computations from one of torch's schedules."""
     order = schedule.pipeline_order
-    cells = [
-        [table.parse_action(str(action)) for action in order[rank] if action is not None] for rank in sorted(order)
-    ]
+    cells = [[parse_action(str(action)) for action in order[rank] if action is not None] for rank in sorted(order)]
     return Order(tuple(tuple(step for step in row if step is not None) for row in cells), ranks)

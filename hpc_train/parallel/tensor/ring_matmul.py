@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from hpc_train._torch import find_group
 
 _MOST_CHUNKS = 4
+"""A shard is cut into at most so many chunks, because small products run slowly."""
 
 ShardPlace = tuple[int, slice]
 """Index of some rows of one rank's shard in a tensor (ranks, rows, features)."""
@@ -55,7 +56,7 @@ class MatmulRing:
         following, preceding = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         send = dist.P2POp(dist.isend, outgoing, group=self.group, group_peer=following)
         receive = dist.P2POp(dist.irecv, incoming, group=self.group, group_peer=preceding)
-        works = dist.batch_isend_irecv([send, receive])
+        works = dist.batch_isend_irecv([send, receive])  # one work for each on gloo, a single one for both on NCCL
         return ChunkTransfer(outgoing, incoming, works[0], works[-1])
 
 
@@ -180,7 +181,8 @@ def _differentiate_scattered(
     """Return gradients of x (B, T, K) and of the weight, None if not wanted. wanted: of x, of the weight."""
     blocks, shards = _make_shard_buffer(gradient, ring), _split_positions(x, ring)
     found = torch.empty_like(shards) if wanted[0] else None
-    weight_gradient = torch.zeros_like(weight, dtype=_accumulation_dtype(weight.dtype)) if wanted[1] else None
+    wide = torch.promote_types(weight.dtype, torch.float32)  # adding up a product of every chunk rounds each time
+    weight_gradient = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
     for place in circulate_shards(blocks, ring):
         if found is not None:
             torch.mm(blocks[place], weight, out=found[place])
@@ -303,6 +305,7 @@ def circulate_shards(shards: Tensor, ring: MatmulRing) -> Iterator[ShardPlace]:
             if step + 1 < ring.size:
                 moving.append(pass_on(step, rows))
             yield _previous_rank(ring, step), rows
+    # Only now, so that no product waited for a send.
     for transfer in sent:
         transfer.sending.wait()
 
@@ -370,11 +373,6 @@ def _sum_contributions(blocks: Sequence[Tensor], weights: Sequence[Tensor], plac
     for block, weight in others:
         total.addmm_(block[place], weight)
     return total
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which many partial products are added up."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hpc_train.planner.model.jobs import SCHEDULES, STACKS, Column, Jobs
 from hpc_train.schedules.generate import REQUIREMENTS, generate_order
-from hpc_train.schedules.order import Action, Kind, Order, entry_actions
+from hpc_train.schedules.order import Action, Kind, Order, list_actions
 
 _SCHEDULE_CODE = {name: code for code, name in enumerate(SCHEDULES)}
 HPC_TRAIN_STACK = STACKS.index("hpc_train")
@@ -317,7 +317,7 @@ def _walk(order: Order, rank: int, micro_batches: int) -> Iterator[_Counts]:
 
 def _actions(order: Order, rank: int) -> Iterator[Action]:
     for step in order.rows[rank]:
-        yield from entry_actions(step)
+        yield from list_actions(step)
 
 
 def _worst(found: set[_Counts]) -> list[_Counts]:

@@ -32,7 +32,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import open_dataset
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, MicroBatch, StepBatch, TensorShard, World
-from hpc_train.models.registry import build_model as build_model
+from hpc_train.models.registry import build_model
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.memory.parameter_offload import get_optimizer_device, get_parameter_device
 from hpc_train.planner.rehearsal.even_loads import route_evenly

@@ -146,11 +146,13 @@ class JobStore(dist.Store):
             return self._pool.exchange(Message(operation, number, encoded), seconds)
         except (OSError, ProtocolError) as error:
             if not isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:  # the latter: its node is gone
-                raise dist.DistNetworkError(f"the job's store at {_name(self.address)}: {_why(error)}") from None
-        keys = self._missing(encoded) if operation in (Operation.GET, Operation.WAIT) else encoded[:1]
+                raise dist.DistNetworkError(
+                    f"the job's store at {_format_address(self.address)}: {_explain(error)}"
+                ) from None
+        keys = self._find_missing(encoded) if operation in (Operation.GET, Operation.WAIT) else encoded[:1]
         raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, keys: {_list_keys(keys)}")
 
-    def _missing(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+    def _find_missing(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Return which keys have no value, for an error message; all of them if the server does not answer."""
         try:
             return self._pool.exchange(Message(Operation.MISSING, 0, keys), _DIAGNOSIS_SECONDS).parts or keys
@@ -201,7 +203,9 @@ class _Pool:
         if self.forked():  # these connections belong to the parent
             self._idle, self._busy, self._process = [], set(), os.getpid()
         if self._closed:
-            raise dist.DistNetworkError(f"the job's store at {_name(self.address)}: this process has closed it")
+            raise dist.DistNetworkError(
+                f"the job's store at {_format_address(self.address)}: this process has closed it"
+            )
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -234,16 +238,16 @@ class _Connection:
                 self._open(address, secret, deadline)
                 return
             except ConnectionRefusedError as error:
-                raise dist.DistNetworkError(f"{_name(address)}: {_why(error)}") from None
+                raise dist.DistNetworkError(f"{_format_address(address)}: {_explain(error)}") from None
             except ConnectionError as error:  # too many connected at once, so the server dropped some
                 if time.monotonic() + _RETRY_SECONDS > deadline:
-                    raise dist.DistNetworkError(f"{_name(address)}: {_why(error)}") from None
+                    raise dist.DistNetworkError(f"{_format_address(address)}: {_explain(error)}") from None
                 time.sleep(_RETRY_SECONDS)
             except (OSError, ProtocolError) as error:
-                raise dist.DistNetworkError(f"{_name(address)}: {_why(error)}") from None
+                raise dist.DistNetworkError(f"{_format_address(address)}: {_explain(error)}") from None
 
     def _open(self, address: tuple[str, int], secret: bytes, deadline: float) -> None:
-        self._socket = socket.create_connection(address, timeout=_left(deadline))
+        self._socket = socket.create_connection(address, timeout=_compute_time_left(deadline))
         try:
             configure_socket(self._socket)
             greeting = self._read(GREETING_BYTES, deadline)
@@ -263,7 +267,7 @@ class _Connection:
 
     def exchange(self, request: Message, deadline: float) -> Message:
         """Send a request and wait for its answer. Raises TimeoutError, OSError and ProtocolError."""
-        self._socket.settimeout(_left(deadline))
+        self._socket.settimeout(_compute_time_left(deadline))
         payload = encode_message(request)
         self._socket.sendall(self._outgoing.seal(payload) + payload.data)
         header = self._read(HEADER_BYTES, deadline)
@@ -272,7 +276,7 @@ class _Connection:
     def _read(self, count: int, deadline: float) -> bytes:
         received = bytearray()
         while len(received) < count:
-            self._socket.settimeout(_left(deadline))
+            self._socket.settimeout(_compute_time_left(deadline))
             data = self._socket.recv(min(count - len(received), _MOST_READ_AT_ONCE))
             if not data:
                 raise ConnectionResetError("process 0, which serves it, has ended")
@@ -289,7 +293,7 @@ class _Connection:
             self._socket.close()
 
 
-def _left(deadline: float) -> float:
+def _compute_time_left(deadline: float) -> float:
     """Return the seconds until the deadline. Raises TimeoutError if none are left."""
     left = deadline - time.monotonic()
     if left <= 0:
@@ -302,9 +306,9 @@ def _list_keys(keys: Sequence[bytes]) -> str:
     return named + (f" and {len(keys) - _KEYS_NAMED} more" if len(keys) > _KEYS_NAMED else "")
 
 
-def _name(address: tuple[str, int]) -> str:
+def _format_address(address: tuple[str, int]) -> str:
     return f"{address[0]}:{address[1]}"
 
 
-def _why(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

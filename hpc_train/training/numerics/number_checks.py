@@ -84,7 +84,7 @@ def _prepare_rollback(run: TrainingRun, why: str) -> bool:
     if not state.write(run.directory.path / ROLLBACKS):  # the next attempt would meet the same samples again
         state.entries.pop()
         return False
-    run.reporter.event("rollback", step=run.step, to=state.good, marked=marked, why=why)
+    run.reporter.add_event("rollback", step=run.step, to=state.good, marked=marked, why=why)
     return True
 
 
@@ -122,7 +122,7 @@ def distrust_steps(run: TrainingRun, error: RanksDisagree) -> None:
         mark_bad(run.directory.checkpoints, step, str(error))
     hosts = {entry["rank"]: entry["host"] for entry in read_json(run.directory.rank_map)["ranks"]}
     named = [hosts[rank] for rank in error.ranks]
-    run.reporter.event("disagree", step=run.step, why=str(error), marked=marked, hosts=named)
+    run.reporter.add_event("disagree", step=run.step, why=str(error), marked=marked, hosts=named)
 
 
 def _compare_replicas_if_due(run: TrainingRun) -> None:

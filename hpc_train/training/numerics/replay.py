@@ -74,7 +74,7 @@ def _report(run: TrainingRun, before: str, loss: float, ranks: list[int]) -> Non
     named = sorted({hosts[rank] for rank in ranks})
     where = f": rank {', '.join(map(str, ranks[:8]))} on {', '.join(named[:8])} erred" if ranks else ""
     why = f"{before}, but {loss:.6g} when the step was computed again{where}"
-    run.reporter.event("transient", step=run.step + 1, why=why, ranks=ranks, hosts=named)
+    run.reporter.add_event("transient", step=run.step + 1, why=why, ranks=ranks, hosts=named)
     log.warning("step %d: %s; going on with the second numbers", run.step + 1, why)
     if len(named) == 1:
         append_strike(run.directory.path, Strike(named[0], SOFTWARE, why, run.reporter.attempt))

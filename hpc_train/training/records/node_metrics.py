@@ -50,6 +50,7 @@ _HELP = {
 _TAIL_BYTES = 4 << 20
 """Bytes of goodput.jsonl that are read, from its end: about 28,000 lines."""
 _LINES_OF_A_PERIOD = 100
+"""Lines that are kept of an earlier attempt, about, spread evenly over it."""
 _CLOSE_SECONDS = 2.0
 _RESTARTED = Action.RESTART.value
 
@@ -142,7 +143,7 @@ class MetricsTextFile:
     def _write_until_closed(self) -> None:
         while True:
             self._changed.wait()
-            self._changed.clear()
+            self._changed.clear()  # before the text is taken: one that comes after that sets it again
             if self._closing:
                 with suppress(OSError):
                     self._path.unlink(missing_ok=True)

@@ -129,7 +129,7 @@ class StepRecorder:
             "cpu": now.processor - started.processor,
             "tokens": self._tokens,
             "major_faults": now.faults - started.faults,
-            "resident": int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE_MIB,
+            "resident": int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE_MIB,  # the second number is in pages
             **self._read_device_memory(),
             **self._counters.latest,
         }
@@ -204,7 +204,7 @@ class OperationCount:
     def measure(self) -> bool:
         """Measure what a node costs, once, when a first step has been counted: that takes 10 ms, and returns True."""
         self._begun += 1
-        if self._begun != 3:
+        if self._begun != 3:  # the two steps that compile and warm up are over then
             return False
         for hook in self._hooks:
             hook.remove()

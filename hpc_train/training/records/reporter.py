@@ -149,7 +149,7 @@ class Reporter:
         metrics = MetricsFile(directory.metrics, resumed_at)
         return cls(directory, attempt, metrics, _open_events(directory.events), bar, loggers)
 
-    def step(self, record: dict[str, Any]) -> None:
+    def report_step(self, record: dict[str, Any]) -> None:
         """Report one step. The optional fields leave out numbers that are None."""
         if self.metrics is None:
             return
@@ -160,7 +160,7 @@ class Reporter:
             self.bar.show(record)
         self._log(record)
 
-    def validated(self, step: int, values: dict[str, float]) -> None:
+    def report_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Add the results of an evaluation to a step that an earlier attempt has reported."""
         if self.metrics is None:
             return
@@ -171,8 +171,8 @@ class Reporter:
         for logger in self.loggers:
             logger.add(record)
 
-    def noise(self, critical: float, batch: int) -> None:
-        """Warn, once, that the global batch exceeds the estimated critical batch; both in sequences."""
+    def warn_of_large_batch(self, critical: float, batch: int) -> None:
+        """Warn, once, if the global batch exceeds the estimated critical batch; both in sequences."""
         if batch > critical and not self.warned:
             self.warned = True
             self.say(
@@ -180,7 +180,7 @@ class Reporter:
                 "the gradient noise scale): diminishing returns"
             )
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def add_event(self, kind: str, **fields: Any) -> None:
         """Append one line to events.jsonl."""
         if self.events is not None:
             self.events.append(format_event(kind, self.attempt, **fields))
@@ -194,7 +194,7 @@ class Reporter:
             if last and self.bar is not None:
                 self.bar.close()
             print(text, flush=True)
-            self.event("note", text=text, last=last)
+            self.add_event("note", text=text, last=last)
 
     def mark_requeue(self) -> None:
         """Tell the batch script that this attempt has saved, so that it requeues the job."""
