@@ -162,17 +162,9 @@ def arrange_ranks(
         return make_identity_map(task)
     env = os.environ if env is None else env
     # All of this comes before the process group: ranks, and so the group's members, are only decided here.
-    address, interface = find_own_address(task.host, task.nodes, config.cluster.fabric.interface)
-    gpu = find_pci_address(pick_device(task, config))
-    visible = torch.cuda.device_count() if gpu is not None else 0
-    if needs_mpi and (missing := find_missing_mpi(task.launcher, env)):
-        raise UserError(f"{needs_mpi}: {missing}")
-    timeout = timedelta(seconds=config.launch.timeout_seconds)
     environment = RankEnvironment(env, config.cluster.environment)
-    if needs_mpi and "mpi4py.MPI" not in sys.modules:
-        environment.set_before_mpi(choose_mpi_nic_settings(task, gpu))
-    mpi_view = read_mpi_rank_and_size(task, timeout) if needs_mpi else None
-    own_info = collect_process_info(task, env, address, gpu, mpi_view, visible)
+    own_info, interface = _collect_own_info(task, config, needs_mpi, environment)
+    timeout = timedelta(seconds=config.launch.timeout_seconds)
     assignment, hashed = agree_on_assignment(
         task, own_info, timeout, lambda infos: _decide_on_process_0(config, task, infos, needs_mpi, env, find)
     )
@@ -180,11 +172,10 @@ def arrange_ranks(
     node_infos = gather_node_info(task)
     seats = seat_ranks(node_infos, assignment.gpus)
     binding = bind_rank(config.launch, seats, task.local, env, mpi=needs_mpi is not None)
-    if assignment.gpus:
-        gpu = node_infos[assignment.gpus[task.local]].gpu
-    settings = [VariableSetting(*setting) for setting in assignment.settings]
+    gpu = node_infos[assignment.gpus[task.local]].gpu if assignment.gpus else own_info.gpu
     # Before a library reads them: gloo, NCCL and OpenMP look at their variables once.
     sockets = choose_socket_settings(interface, task.nodes, config.cluster.fabric.interface is not None)
+    settings = [VariableSetting(*setting) for setting in assignment.settings]
     nic_settings = [] if needs_mpi else choose_gpu_nic_settings(node_infos, gpu, task.nodes)
     environment.set([*sockets, *settings], nic_settings)
     if task.launcher != "single":
@@ -202,6 +193,23 @@ def arrange_ranks(
         own,
         assignment.gpus[task.local] if assignment.gpus else None,
     )
+
+
+def _collect_own_info(
+    task: Task, config: RunConfig, needs_mpi: str | None, environment: RankEnvironment
+) -> tuple[ProcessInfo, str]:
+    """Return this process's facts, and the interface of its address. A collective with needs_mpi: it starts MPI."""
+    address, interface = find_own_address(task.host, task.nodes, config.cluster.fabric.interface)
+    gpu = find_pci_address(pick_device(task, config))
+    visible = torch.cuda.device_count() if gpu is not None else 0
+    mpi_view = None
+    if needs_mpi:
+        if missing := find_missing_mpi(task.launcher, environment.env):
+            raise UserError(f"{needs_mpi}: {missing}")
+        if "mpi4py.MPI" not in sys.modules:
+            environment.set_before_mpi(choose_mpi_nic_settings(task, gpu))
+        mpi_view = read_mpi_rank_and_size(task, timedelta(seconds=config.launch.timeout_seconds))
+    return collect_process_info(task, environment.env, address, gpu, mpi_view, visible), interface
 
 
 def _decide_on_process_0(
@@ -258,7 +266,7 @@ def _find_harmful_settings(infos: Sequence[ProcessInfo]) -> list[str]:
     lines = []
     for (name, value), processes in sorted(processes_with.items()):
         count = "" if len(processes) == len(infos) else f" (on {len(processes)} of {len(infos)} ranks)"
-        harmful = find_harmful_variables({name: value}, 2)
+        harmful = find_harmful_variables({name: value}, 2)  # several ranks on a node: a rank has judged that already
         lines += [f"{variable}{count}" for variable in harmful if variable.name == name]
     return lines
 
@@ -266,7 +274,8 @@ def _find_harmful_settings(infos: Sequence[ProcessInfo]) -> list[str]:
 def _check_assignment(assignment: RankAssignment, task: Task, config: RunConfig) -> None:
     refusal = assignment.refusal
     if refusal is None and assignment.warning and config.launch.placement == "strict":
-        refusal = f"launch.placement=strict: {assignment.warning.partition(': ')[2]}"
+        why = assignment.warning.partition(": ")[2]  # after "the launcher's order, not placed"
+        refusal = f"launch.placement=strict: {why}"
     if refusal is not None:
         leave_together(task)
         raise UserError(refusal)

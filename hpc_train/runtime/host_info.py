@@ -87,7 +87,7 @@ def collect_process_info(
     first = task.local == 0
     # One rank a node looks at all of its devices: with eight ranks, eight would open every GPU.
     survey = survey_node() if first and gpu is not None else NodeSurvey()
-    several = task.processes > task.nodes
+    most_ranks = -(-task.processes // task.nodes)
     return ProcessInfo(
         process=task.process,
         node=task.node,
@@ -106,7 +106,7 @@ def collect_process_info(
         dropped_nics=survey.dropped,
         nic_of=survey.nic_of,
         nic_variables=survey.nic_variables,
-        harmful={variable.name: variable.value for variable in find_harmful_variables(env, 2 if several else 1)},
+        harmful={variable.name: variable.value for variable in find_harmful_variables(env, most_ranks)},
         mpi=list(mpi) if mpi else None,
     )
 
@@ -126,7 +126,7 @@ _MPI_POLL_SECONDS = 0.002
 
 def publish_process_info(task: Task, own_info: ProcessInfo) -> None:
     """Publish this process's ProcessInfo under a key of its node, so that process 0 reads one key per node."""
-    store = _store_of(task)
+    store = _require_store(task)
     # One key per node instead of one per process: process 0 of a large job then makes hundreds of reads, not tens of
     # thousands.
     append_to(store, _node_key(task.node), asdict(own_info))
@@ -138,7 +138,7 @@ def gather_process_info(task: Task, timeout: timedelta) -> list[ProcessInfo]:
 
     Raises UserError if some do not come within `timeout`.
     """
-    store = _store_of(task)
+    store = _require_store(task)
     if not wait_for_gate(store, _FACTS_GATE, timeout):
         raise UserError(
             f"{count_arrived(store, _FACTS_GATE)} of {task.processes} processes said where they are within "
@@ -152,7 +152,7 @@ def gather_process_info(task: Task, timeout: timedelta) -> list[ProcessInfo]:
 
 def gather_node_info(task: Task) -> list[ProcessInfo]:
     """Return the ProcessInfo of this node's processes, by local rank. Call it once all have published theirs."""
-    (entries,) = gather_from(_store_of(task), [_node_key(task.node)])
+    (entries,) = gather_from(_require_store(task), [_node_key(task.node)])
     return sorted((ProcessInfo(**entry) for entry in entries), key=lambda info: info.local)
 
 
@@ -160,7 +160,7 @@ def _node_key(node: int) -> str:
     return f"facts/node/{node}"
 
 
-def _store_of(task: Task) -> Store:
+def _require_store(task: Task) -> Store:
     assert task.store is not None, "processes find each other through the job's store"
     return task.store
 

@@ -41,7 +41,7 @@ class _Variables:
     env: Environment
     launcher: str
 
-    def number(self, name: str, default: int | None = None, least: int = 0) -> int:
+    def read_number(self, name: str, default: int | None = None, least: int = 0) -> int:
         """Return the whole number in variable `name`. Raises UserError if it is less than `least`, or no number.
 
         default: for a variable that is not set; without one that is a UserError too.
@@ -61,7 +61,7 @@ class _Variables:
 
 
 def _read_submitit(env: Environment) -> ProcessIdentity:
-    get = _Variables(env, "submitit").number
+    get = _Variables(env, "submitit").read_number
     return ProcessIdentity(
         process=get("SUBMITIT_LOCAL_GLOBALID"),
         processes=get("SUBMITIT_LOCAL_NTASKS"),
@@ -75,7 +75,7 @@ def _read_submitit(env: Environment) -> ProcessIdentity:
 
 
 def _read_torchrun(env: Environment) -> ProcessIdentity:
-    get = _Variables(env, "torchrun").number
+    get = _Variables(env, "torchrun").read_number
     local_size = get("LOCAL_WORLD_SIZE", 1, least=1)
     size = get("WORLD_SIZE")
     return ProcessIdentity(
@@ -91,7 +91,7 @@ def _read_torchrun(env: Environment) -> ProcessIdentity:
 
 
 def _read_slurm(env: Environment) -> ProcessIdentity:
-    get = _Variables(env, "slurm").number
+    get = _Variables(env, "slurm").read_number
     restart = env.get("SLURM_RESTART_COUNT", "0")
     return ProcessIdentity(
         process=get("SLURM_PROCID"),
@@ -105,8 +105,8 @@ def _read_slurm(env: Environment) -> ProcessIdentity:
     )
 
 
-def _open_mpi(env: Environment) -> ProcessIdentity:
-    get = _Variables(env, "Open MPI").number
+def _read_open_mpi(env: Environment) -> ProcessIdentity:
+    get = _Variables(env, "Open MPI").read_number
     size, local_size = get("OMPI_COMM_WORLD_SIZE"), get("OMPI_COMM_WORLD_LOCAL_SIZE", 1, least=1)
     return ProcessIdentity(
         process=get("OMPI_COMM_WORLD_RANK"),
@@ -121,7 +121,7 @@ def _open_mpi(env: Environment) -> ProcessIdentity:
 
 
 def _read_mpich(env: Environment) -> ProcessIdentity:
-    get = _Variables(env, "MPICH").number
+    get = _Variables(env, "MPICH").read_number
     size, local_size = get("PMI_SIZE"), get("MPI_LOCALNRANKS", 1, least=1)
     return ProcessIdentity(
         process=get("PMI_RANK"),
@@ -139,7 +139,7 @@ _READERS: tuple[tuple[str, Callable[[Environment], ProcessIdentity]], ...] = (
     # The innermost launcher wins: torchrun and mpirun may themselves run inside a Slurm step.
     ("SUBMITIT_LOCAL_GLOBALID", _read_submitit),
     ("TORCHELASTIC_RUN_ID", _read_torchrun),
-    ("OMPI_COMM_WORLD_RANK", _open_mpi),
+    ("OMPI_COMM_WORLD_RANK", _read_open_mpi),
     ("MPI_LOCALRANKID", _read_mpich),
     ("SLURM_STEP_ID", _read_slurm),
     ("RANK", _read_torchrun),
@@ -191,6 +191,7 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 def find_interface_address(name: str) -> str | None:
     """Return the IPv4 address of a network interface of this host; None if it has none."""
+    # struct ifreq: a name of at most 15 bytes and a zero, then the sockaddr_in, whose address is at bytes 4 to 8.
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

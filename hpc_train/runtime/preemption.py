@@ -56,6 +56,7 @@ class Preemption:
             self._request.ask("time limit")
         stop = torch.tensor(int(self._request.requested), dtype=torch.uint8)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # A user's group may be of NCCL alone, which takes no CPU tensors.
             if torch.cuda.is_available() and "cpu:" not in dist.get_backend_config():
                 stop = stop.to(torch.device("cuda", torch.cuda.current_device()))
             with report_lost_ranks():

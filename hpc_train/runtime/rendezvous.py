@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hpc_train.runtime.store.client import JobStore
 
 _SHOWN = 8
+"""Missing tasks that a message names."""
 _MEETING_GATE = "met"
 
 
@@ -108,7 +109,7 @@ def open_job_store(
     # gloo then asks for the addresses of a whole group in one message, not in two for each rank of it.
     os.environ.setdefault(_GLOO_ASKS_ONCE, "1")
     if identity.launcher == "torchrun":
-        return _agent_store(identity, env, timeout)
+        return _open_agent_store(identity, env, timeout)
     if identity.launcher == "mpi" and RENDEZVOUS_VARIABLE not in env:
         return _meet_through_mpi(identity, interface, timeout)
     return _meet_at_file(Path(env.get(RENDEZVOUS_VARIABLE) or "."), identity, interface, timeout)
@@ -182,7 +183,7 @@ def _host_store(identity: ProcessIdentity, interface: str | None, timeout: timed
     return JobStore(server.address, secret, timeout, server), _Meeting(*server.address, secret.hex())
 
 
-def _agent_store(identity: ProcessIdentity, env: Mapping[str, str], timeout: timedelta) -> Store:
+def _open_agent_store(identity: ProcessIdentity, env: Mapping[str, str], timeout: timedelta) -> Store:
     """Connect to the torchrun agent's store; for ranks started by hand with MASTER_ADDR, rank 0 serves one."""
     import torch.distributed as dist
 

@@ -101,7 +101,7 @@ def _set_environment(task: Task, cluster: ClusterConfig, device: torch.device) -
     apply_settings(combine_with_site(settings, cluster.environment)[0], os.environ)
 
 
-def _mesh_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
+def _compute_mesh_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
     """Return the index of a rank on each mesh axis; the last axis varies fastest."""
     coordinates = {}
     for axis, size in reversed(list(zip(AXES, degrees.sizes, strict=True))):
@@ -147,18 +147,18 @@ def make_world(
 ) -> World:
     """Make the World of a started process group. Every rank calls it."""
     mesh = init_device_mesh(device.type, degrees.sizes, mesh_dim_names=AXES)
-    return World(rank, size, local_rank, device, mesh, _data_index(rank, degrees), degrees.data_parallel, store)
+    return World(rank, size, local_rank, device, mesh, _compute_data_index(rank, degrees), degrees.data_parallel, store)
 
 
 def make_another_mesh(world: World, degrees: Degrees) -> World:
     """Make a World of the same ranks with other degrees, to compare layouts in one job. Every rank calls it."""
     mesh = init_device_mesh(world.device.type, degrees.sizes, mesh_dim_names=AXES)
-    return replace(world, mesh=mesh, dp_index=_data_index(world.rank, degrees), dp_size=degrees.data_parallel)
+    return replace(world, mesh=mesh, dp_index=_compute_data_index(world.rank, degrees), dp_size=degrees.data_parallel)
 
 
-def _data_index(rank: int, degrees: Degrees) -> int:
+def _compute_data_index(rank: int, degrees: Degrees) -> int:
     """Return which data-parallel share of a batch a rank reads; tp, cp and pp ranks of a share read the same."""
-    coordinates = _mesh_coordinates(rank, degrees)
+    coordinates = _compute_mesh_coordinates(rank, degrees)
     return coordinates["dp_replicate"] * degrees.dp_shard + coordinates["dp_shard"]
 
 

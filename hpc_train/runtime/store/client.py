@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 _RETRY_SECONDS = 0.05
 _DIAGNOSIS_SECONDS = 2.0
+"""How long an error message waits to learn which keys were missing."""
 _KEYS_NAMED = 4
+"""Keys that such a message names."""
 _MOST_READ_AT_ONCE = 1 << 20
 
 
@@ -67,7 +69,7 @@ class JobStore(dist.Store):
         The store and its clones cannot be used afterwards.
         """
         atexit.unregister(self._close_at_exit)
-        if self._pool.forked():
+        if self._pool.is_forked():
             return
         self._pool.close()
         if self._server is not None:
@@ -76,7 +78,7 @@ class JobStore(dist.Store):
     def _close_at_exit(self) -> None:
         # Threads of process groups call the store. One that calls Python, or is in it, while the interpreter ends
         # would abort the process: so they end first, those that wait here by an error.
-        if self._pool.forked():
+        if self._pool.is_forked():
             return
         self._pool.close()
         if dist.is_initialized():
@@ -182,7 +184,7 @@ class _Pool:
         self._closed = False
         self._process = os.getpid()
 
-    def forked(self) -> bool:
+    def is_forked(self) -> bool:
         """Return whether this is a child of the process that has opened the connections."""
         return self._process != os.getpid()
 
@@ -200,7 +202,7 @@ class _Pool:
         return answer
 
     def acquire(self, seconds: float) -> _Connection:
-        if self.forked():  # these connections belong to the parent
+        if self.is_forked():  # these connections belong to the parent
             self._idle, self._busy, self._process = [], set(), os.getpid()
         if self._closed:
             raise dist.DistNetworkError(

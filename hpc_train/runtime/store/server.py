@@ -37,7 +37,9 @@ HANDSHAKE_SECONDS = 10.0
 MAX_STRANGERS = 512
 """Maximum number of unauthenticated connections; the oldest is dropped for a new one."""
 _READ_BYTES = 1 << 18
+"""Bytes that are read from a connection at a time."""
 _LARGEST_COPIED = 1 << 16
+"""Bytes of a message up to which it is copied behind its header, so that both leave in one call."""
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 _log = logging.getLogger(__name__)
 
@@ -87,25 +89,25 @@ class StoreServer:
         self._poll = select.epoll()
         self._connections: dict[int, _Connection] = {}
         # `close` is called by another thread: a byte on this pair wakes the one that waits in poll.
-        self._ear, self._mouth = socket.socketpair()
+        self._wake_reader, self._wake_writer = socket.socketpair()
         self._poll.register(self._listener, _READ)
-        self._poll.register(self._ear, _READ)
+        self._poll.register(self._wake_reader, _READ)
         self._thread = threading.Thread(target=self._serve, name="job-store", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Close all connections and stop the thread."""
         with suppress(OSError):
-            self._mouth.send(b"x")
+            self._wake_writer.send(b"x")
         self._thread.join()
 
     def _serve(self) -> None:
-        ear, listener = self._ear.fileno(), self._listener.fileno()
+        wake, listener = self._wake_reader.fileno(), self._listener.fileno()
         while True:
             # Only strangers need a clock: without any, nothing wakes the thread while ranks train.
             for descriptor, events in self._poll.poll(1.0 if self._strangers else None):
-                if descriptor == ear:
-                    self._end()
+                if descriptor == wake:
+                    self._close_all()
                     return
                 if descriptor == listener:
                     self._accept()
@@ -113,12 +115,12 @@ class StoreServer:
                     self._handle(connection, events)
             self._drop_strangers()
 
-    def _end(self) -> None:
+    def _close_all(self) -> None:
         for connection in list(self._connections.values()):
             connection.peer.close()
         self._listener.close()
-        self._ear.close()
-        self._mouth.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
         self._poll.close()
 
     def _accept(self) -> None:
