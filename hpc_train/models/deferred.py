@@ -39,8 +39,11 @@ class _View:
 
 @dataclass(frozen=True)
 class _Operation:
+    """A call of one of torch's operators, with what it takes to run it again."""
+
     function: Any
     args: Any
+    """Its arguments, with a _View in place of each deferred tensor and a copy of any other."""
     kwargs: Any
     reads: tuple[int, ...]
     writes: tuple[int, ...]
@@ -73,7 +76,7 @@ class OperationRecord:
         with torch.random.fork_rng([]), torch.no_grad():
             for index in self._list_needed(view.memory):
                 self._run(self.operations[index], made)
-        return _view_of(made, view)
+        return _cut_view(made, view)
 
     def _list_needed(self, memory: int) -> list[int]:
         """Return the operations that lead to a memory's values, in order."""
@@ -82,7 +85,7 @@ class OperationRecord:
         while waiting:
             wanted, before = waiting.pop()
             for index in self.writers.get(wanted, ()):
-                if index < before and index not in found:
+                if index < before and index not in found:  # what is written after the read does not matter to it
                     found.add(index)
                     operation = self.operations[index]
                     waiting += [(storage, index) for storage in {*operation.reads, *operation.writes} - {wanted}]
@@ -90,7 +93,7 @@ class OperationRecord:
 
     def _run(self, operation: _Operation, made: dict[int, Tensor]) -> None:
         args, kwargs = (
-            tree_map_only(_View, lambda view: _view_of(made, view), given)
+            tree_map_only(_View, lambda view: _cut_view(made, view), given)
             for given in (operation.args, operation.kwargs)
         )
         if operation.generator is not None:
@@ -102,7 +105,7 @@ class OperationRecord:
                 made[view.memory] = tensor
 
 
-def _view_of(made: dict[int, Tensor], view: _View) -> Tensor:
+def _cut_view(made: dict[int, Tensor], view: _View) -> Tensor:
     base = made[view.memory]
     if base.dtype != view.dtype:
         raise NotDeferrableError("memory seen as two types")
@@ -122,8 +125,8 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             isinstance(tensor, Tensor) and tensor.layout == torch.strided and memory_number(tensor) in self.record.alive
         )
 
-    def view(self, tensor: Tensor) -> _View:
-        """Return how to find a deferred tensor in the record."""
+    def find_view(self, tensor: Tensor) -> _View:
+        """Return where a deferred tensor lies: its memory, and which part of that."""
         return _View(
             memory_number(tensor),
             tensor.dtype,
@@ -134,7 +137,7 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def make(self, tensor: Tensor) -> Tensor:
         """Compute the current values of a deferred tensor."""
-        return self.record.make(self.view(tensor))
+        return self.record.make(self.find_view(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -148,7 +151,7 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._run_factory(func, args, kwargs) if not given else func(*args, **kwargs)
         written = _find_written(func, args, kwargs)
         if any(self.is_deferred(tensor) for tensor in written):
-            return self._record(func, args, kwargs, written)
+            return self._record_operation(func, args, kwargs, written)
         if written:
             return func(*self._make_real(args), **self._make_real(kwargs))
         return self._run_derived(func, args, kwargs, deferred)
@@ -163,12 +166,12 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if not isinstance(shaped, Tensor) or shaped.untyped_storage().nbytes() < LARGE_TENSOR_BYTES:
             return func(*args, **kwargs)
-        return self._record(func, args, kwargs, [], shaped)
+        return self._record_operation(func, args, kwargs, [], shaped)
 
     def _run_derived(self, func: Any, args: Any, kwargs: Any, deferred: list[Tensor]) -> Any:
         """Run an operation that changes nothing: its result is a view, a large deferred tensor, or real."""
         try:
-            out = func(*self._on_meta(args), **self._on_meta(kwargs))
+            out = func(*self._move_to_meta(args), **self._move_to_meta(kwargs))
         except (RuntimeError, TypeError, NotImplementedError):
             return func(*self._make_real(args), **self._make_real(kwargs))
         results = _list_tensors(out)
@@ -176,24 +179,24 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         if not results or not _is_pure(func) or any(r.untyped_storage().nbytes() < LARGE_TENSOR_BYTES for r in results):
             return func(*self._make_real(args), **self._make_real(kwargs))
-        return self._record(func, args, kwargs, [], out)
+        return self._record_operation(func, args, kwargs, [], out)
 
-    def _record(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], out: Any = None) -> Any:
+    def _record_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], out: Any = None) -> Any:
         if any(not self.is_deferred(tensor) for tensor in written):
             raise NotDeferrableError(f"{func} writes what is deferred and what is not")
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = torch.get_rng_state()
-            func(*self._as_memory(args), **self._as_memory(kwargs))  # advances the generator as it should
+            func(*self._replace_by_zeros(args), **self._replace_by_zeros(kwargs))  # advances the generator as it should
         if written:
-            out = func(*self._on_meta(args), **self._on_meta(kwargs))
+            out = func(*self._move_to_meta(args), **self._move_to_meta(kwargs))
         made = [] if written else _list_tensors(out)
         for tensor in made:
             self.record.alive[memory_number(tensor)] = tensor
         reads = tuple(memory_number(tensor) for tensor in _list_tensors((args, kwargs)) if self.is_deferred(tensor))
         writes = tuple(memory_number(tensor) for tensor in (written or made))
         outputs = (
-            tuple(self.view(result) if isinstance(result, Tensor) else None for result in _as_tuple(out))
+            tuple(self.find_view(result) if isinstance(result, Tensor) else None for result in _as_tuple(out))
             if made
             else ()
         )
@@ -209,25 +212,25 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def freeze(x: Tensor) -> Tensor | _View:
             if self.is_deferred(x):
-                return self.view(x)
+                return self.find_view(x)
             if x.device.type != "cpu":
                 raise NotDeferrableError("a tensor of another device")
             return x.detach().clone()
 
         return tree_map_only(Tensor, freeze, tree)
 
-    def _on_meta(self, tree: Any) -> Any:
+    def _move_to_meta(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: x if self.is_deferred(x) else x.to("meta"), tree)
 
-    def _as_memory(self, tree: Any) -> Any:
+    def _replace_by_zeros(self, tree: Any) -> Any:
         """Replace deferred arguments by real, zeroed memory."""
 
-        def real(x: Tensor) -> Tensor:
+        def make_zeros(x: Tensor) -> Tensor:
             if not self.is_deferred(x):
                 return x
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
 
-        return tree_map_only(Tensor, real, tree)
+        return tree_map_only(Tensor, make_zeros, tree)
 
     def _make_real(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: self.make(x) if self.is_deferred(x) else x, tree)
@@ -255,6 +258,7 @@ def _find_written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _is_pure(func: Any) -> bool:
+    """Whether an operator changes no argument, and its results are no views of them."""
     return not func._schema.is_mutable and all(returned.alias_info is None for returned in func._schema.returns)
 
 
@@ -326,7 +330,7 @@ def build_deferred(make: Callable[[], Any]) -> tuple[nn.Module, DeferredValues] 
             return None
         _make_plain_tensors(model, mode)
         entries: dict[str, Tensor | _View | Callable[[], Tensor]] = {
-            name: mode.view(parameter) if mode.is_deferred(parameter) else parameter.detach()
+            name: mode.find_view(parameter) if mode.is_deferred(parameter) else parameter.detach()
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
     except Exception:  # from the user's code, in an environment it was not written for

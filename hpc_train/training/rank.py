@@ -296,10 +296,10 @@ def list_frozen_parameters(engine: Engine) -> frozenset[str]:
 def advise_incremental_saves(frozen: frozenset[str], engine: Engine) -> str | None:
     """Return a line of advice if most bytes that this rank saves are of frozen parameters; None otherwise."""
     total = frozen_bytes = 0
-    for piece in engine.shards():
-        if piece.replica == 0:
-            total += piece.local.nbytes
-            frozen_bytes += piece.local.nbytes if piece.name in frozen else 0
+    for shard in engine.shards():
+        if shard.replica == 0:
+            total += shard.local.nbytes
+            frozen_bytes += shard.local.nbytes if shard.name in frozen else 0
     if 2 * frozen_bytes <= total:
         return None
     return (

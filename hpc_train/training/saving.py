@@ -99,15 +99,15 @@ def save_if_due(run: TrainingRun, stopping: bool) -> bool:
     weights = weights_every and run.step % weights_every == 0
     if full or weights:
         run.heartbeat.enter(Phase.SAVE, run.step)
-    pieces = list(run.engine.shards()) if full or weights else []  # once for both: a collective in some engines
+    shards = list(run.engine.shards()) if full or weights else []  # once for both: a collective in some engines
     if full:
-        save_checkpoint(run, pieces)
+        save_checkpoint(run, shards)
     if weights:
-        save_weights(run, pieces)
+        save_weights(run, shards)
     return bool(full or weights)
 
 
-def save_checkpoint(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
+def save_checkpoint(run: TrainingRun, shards: Sequence[TensorShard]) -> None:
     """Begin to save this step; its result is reported after the step during which it ends."""
     extra: dict[str, Any] = {
         "consumed_samples": run.consumed_samples,
@@ -121,17 +121,17 @@ def save_checkpoint(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
     validation = run.last_validation if run.validated_at == run.step else None
     # With the latest update skipped the parameters may be what makes the loss infinite.
     finite = run.finite and run.lost_since is None and (validation is None or math.isfinite(validation))
-    run.saver.save(run.step, pieces, mark_base(extra, run.base_digest), finite, validation)
+    run.saver.save(run.step, shards, mark_base(extra, run.base_digest), finite, validation)
     if finite:
         run.rollback.add_checkpoint(run.step)
     run.finite = True
 
 
-def save_weights(run: TrainingRun, pieces: Sequence[TensorShard]) -> None:
+def save_weights(run: TrainingRun, shards: Sequence[TensorShard]) -> None:
     """Begin to save the weights of this step, without optimizer state. Retention never removes them."""
     extra = {"consumed_samples": run.consumed_samples, "schema_version": run.config.schema_version}
     extra = mark_base(extra, run.base_digest)
-    run.weights_saver.save(run.step, select_weights(pieces), mark_weights_only(extra), run.finite)
+    run.weights_saver.save(run.step, select_weights(shards), mark_weights_only(extra), run.finite)
 
 
 def report_saves(run: TrainingRun, ended: Iterable[SaveResult]) -> None:
