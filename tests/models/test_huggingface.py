@@ -7,7 +7,8 @@ import torch
 from model_shapes import GPT2, LLAMA, drawn
 
 from hpc_train.errors import UserError
-from hpc_train.models.huggingface import find_model_family, from_huggingface, to_huggingface
+from hpc_train.models.huggingface import from_huggingface, to_huggingface
+from hpc_train.models.huggingface_family import find_model_family
 
 
 def test_files_of_the_bare_model_with_mask_buffers_are_read() -> None:

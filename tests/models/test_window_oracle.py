@@ -21,7 +21,8 @@ from hpc_train.config.model import ExpertsConfig, LatentConfig, RopeConfig, Tran
 from hpc_train.errors import UserError
 from hpc_train.models.attention.rotary import make_rotary_table
 from hpc_train.models.hf.library import make_library_config
-from hpc_train.models.huggingface import find_model_family, from_huggingface, to_huggingface
+from hpc_train.models.huggingface import from_huggingface, to_huggingface
+from hpc_train.models.huggingface_family import find_model_family
 from hpc_train.models.layers import Attention, ScaledDotProduct
 
 LENGTH, WINDOW = 150, 7

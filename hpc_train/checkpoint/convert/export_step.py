@@ -33,7 +33,8 @@ from hpc_train.config.model import DataConfig, HfModelConfig, ModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.adapters.names import is_adapter_parameter
-from hpc_train.models.huggingface import find_model_family, to_huggingface
+from hpc_train.models.huggingface import to_huggingface
+from hpc_train.models.huggingface_family import find_model_family
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from hpc_train.checkpoint.storage.step_directory import find_steps, is_weight, m
 from hpc_train.config.compose import compose
 from hpc_train.config.model import ModelConfig
 from hpc_train.errors import UserError
-from hpc_train.models.huggingface import find_model_family, from_huggingface
+from hpc_train.models.huggingface import from_huggingface
+from hpc_train.models.huggingface_family import find_model_family
 
 _BASES = {
     "llama": "llama_tiny",

@@ -1,4 +1,4 @@
-"""Convert config.json of transformers from and to our model config, for the families of models/huggingface.py.
+"""Convert config.json of transformers from and to our model config, for the families of models/huggingface_family.py.
 
 `check_tensors_fit_model` compares tensors with a model before anything is written.
 """
@@ -25,7 +25,7 @@ from hpc_train.config.model import (
 from hpc_train.config.run import RunConfig
 from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
-from hpc_train.models.huggingface import find_model_family
+from hpc_train.models.huggingface_family import find_model_family
 from hpc_train.models.registry import build_model
 
 

@@ -23,7 +23,8 @@ from hpc_train.config.adapter import AdapterConfig
 from hpc_train.config.model import CustomModelConfig, HfModelConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
-from hpc_train.models.huggingface import find_model_family, name_huggingface_module
+from hpc_train.models.huggingface import name_huggingface_module
+from hpc_train.models.huggingface_family import find_model_family
 
 State = dict[str, Tensor]
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
