@@ -1,8 +1,10 @@
-"""Load the MPI library with the threading level that all of hpc_train needs."""
+"""Load the MPI library with the threading level that all of hpc_train needs, and check that it started the job."""
 
 from __future__ import annotations
 
 from types import ModuleType
+
+from hpc_train.errors import UserError
 
 
 def load_mpi() -> ModuleType:
@@ -17,3 +19,21 @@ def load_mpi() -> ModuleType:
     from mpi4py import MPI
 
     return MPI
+
+
+def require_mpi(setting: str, ranks: int, otherwise: str = "") -> ModuleType:
+    """Return the module mpi4py.MPI for a setting that needs it.
+
+    otherwise: ends the message with another way out. Raises UserError if mpi4py is not installed, or if MPI did not
+    start the `ranks` of this job.
+    """
+    try:
+        library = load_mpi()
+    except ImportError:
+        raise UserError(f"{setting}: install mpi4py (pip install 'hpc_train[mpi]'){otherwise}") from None
+    if library.COMM_WORLD.size != ranks:
+        raise UserError(
+            f"{setting}: MPI knows of {library.COMM_WORLD.size} processes, the job has {ranks} ranks; start the ranks "
+            f"with mpirun, or srun --mpi=pmix{otherwise}"
+        )
+    return library

@@ -110,7 +110,7 @@ def _check_olmo(config: TransformerConfig) -> str:
 
 
 def _find_llama_family(config: TransformerConfig) -> str:
-    """Return llama, or with windows mistral (all layers) or ministral (some). Raises UserError for those with biases."""
+    """Return llama, or with windows mistral (all layers) or ministral (some). Raises UserError if those have biases."""
     if config.sliding_window is None:
         return "llama"
     if config.bias:

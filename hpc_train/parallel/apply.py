@@ -21,7 +21,7 @@ from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.deferred import DeferredValues
 from hpc_train.parallel.attention_backend import report_attention
 from hpc_train.parallel.dropout import place_dropout
-from hpc_train.parallel.engines.plain_engine import PlainEngine, UnwrappedModel
+from hpc_train.parallel.engines.plain_engine import PlainEngine, UnwrappedModel, WrappedModel
 from hpc_train.parallel.engines.updating_engine import has_routers
 from hpc_train.parallel.loss import use_own_loss
 from hpc_train.parallel.materialise import (
@@ -227,29 +227,26 @@ def _take_values(
 def _build_plain_engine(
     part: nn.Module, make_optimizer: OptimizerFactory, config: RunConfig, world: World, degrees: Degrees, say: Report
 ) -> PlainEngine:
+    wrapped = _wrap_model(part, config, world, degrees, say)
+    scaling = make_loss_scale(config.precision)
+    updates = OptimizerUpdates([part], make_optimizer(part), world, scaling=scaling, ema=config.optim.ema)
+    return PlainEngine(part, wrapped, updates, config, world)
+
+
+def _wrap_model(part: nn.Module, config: RunConfig, world: World, degrees: Degrees, say: Report) -> WrappedModel:
     if uses_fully_shard(config, degrees):
         from hpc_train.parallel.data_parallel.fully_shard import ShardedModel
 
-        sharded = ShardedModel(part, config.parallel)
-        return PlainEngine(part, sharded, _make_updates(part, make_optimizer, config, world), config, world)
+        return ShardedModel(part, config.parallel)
     if world.size == 1:
         say(f"{type(part).__name__}: dp_replicate=1")
-        return PlainEngine(
-            part, UnwrappedModel(part), _make_updates(part, make_optimizer, config, world), config, world
-        )
+        return UnwrappedModel(part)
     from hpc_train.parallel.data_parallel.ddp import ReplicatedModel, describe_options
 
     replicated = ReplicatedModel(part, config.parallel, world)
     axes = [f"dp_replicate={degrees.dp_replicate}", *([f"cp={degrees.cp}"] if degrees.cp > 1 else [])]
     say(f"DistributedDataParallel: {', '.join([*axes, *describe_options(config.parallel)])}")
-    return PlainEngine(part, replicated, _make_updates(part, make_optimizer, config, world), config, world)
-
-
-def _make_updates(
-    part: nn.Module, make_optimizer: OptimizerFactory, config: RunConfig, world: World
-) -> OptimizerUpdates:
-    scaling = make_loss_scale(config.precision)
-    return OptimizerUpdates([part], make_optimizer(part), world, scaling=scaling, ema=config.optim.ema)
+    return replicated
 
 
 def _offloads_parameters(config: RunConfig) -> bool:

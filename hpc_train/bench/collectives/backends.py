@@ -16,9 +16,8 @@ from torch import Tensor
 
 from hpc_train import _torch
 from hpc_train.bench.collectives.definitions import CollectiveOperation
-from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.mpi import load_mpi
+from hpc_train.mpi import require_mpi
 from hpc_train.traffic.rank_groups import WORLD_AXIS, RankGroup
 
 if TYPE_CHECKING:
@@ -194,16 +193,7 @@ class MpiBackend:
 
     def __init__(self, world: World) -> None:
         """Raises UserError if MPI did not start the ranks of this job."""
-        try:
-            library = load_mpi()
-        except ImportError:
-            raise UserError("--backend mpi: install mpi4py (pip install 'hpc_train[mpi]')") from None
-        if library.COMM_WORLD.size != world.size:
-            raise UserError(
-                f"--backend mpi: MPI knows of {library.COMM_WORLD.size} processes, the job has {world.size} ranks; "
-                "start the ranks with mpirun, or srun --mpi=pmix"
-            )
-        self._everyone: MPI.Intracomm = library.COMM_WORLD
+        self._everyone: MPI.Intracomm = require_mpi("--backend mpi", world.size).COMM_WORLD
 
     def connect(self, group: RankGroup) -> MpiConnection:
         """See backends.Backend."""

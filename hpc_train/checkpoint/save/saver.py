@@ -37,7 +37,7 @@ from hpc_train.checkpoint.storage.lock import Lock
 from hpc_train.checkpoint.storage.step_directory import step_path
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
-from hpc_train.mpi import load_mpi
+from hpc_train.mpi import require_mpi
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -57,15 +57,7 @@ def make_mpi_communicator(world: World) -> Intracomm:
             "CC=mpicc HDF5_MPI=ON pip install --no-binary=h5py --no-build-isolation --force-reinstall --no-deps h5py), "
             f"{_WITHOUT}"
         )
-    try:
-        library = load_mpi()
-    except ImportError:
-        raise UserError(f"{_ASKED}: install mpi4py (pip install 'hpc_train[mpi]'), {_WITHOUT}") from None
-    if library.COMM_WORLD.size != world.size:
-        raise UserError(
-            f"{_ASKED}: MPI knows of {library.COMM_WORLD.size} processes, the job has {world.size} ranks; start the "
-            f"ranks with mpirun, or srun --mpi=pmix, {_WITHOUT}"
-        )
+    library = require_mpi(_ASKED, world.size, f", {_WITHOUT}")
     if library.Query_thread() < library.THREAD_SERIALIZED:
         raise UserError(f"{_ASKED}: this MPI library is built without threads, and saves run in one; {_WITHOUT[3:]}")
     # The MPI launcher may have numbered the processes differently.

@@ -148,11 +148,6 @@ class Conversion:
         """(pattern of the library's converter, name in the files)"""
         self.outputs = [target]
 
-    @property
-    def renames(self) -> bool:
-        """Whether the tensor is in a file as it is, under a name that may differ."""
-        return self._converter is None
-
     def list_outputs(self) -> list[str]:
         """Return the names of all tensors that come out of these sources."""
         if self._converter is None:

@@ -33,7 +33,7 @@ from torch import Tensor
 from hpc_train.config.parallel import CompressionConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.mpi import load_mpi
+from hpc_train.mpi import require_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -297,7 +297,6 @@ def make_compression(config: CompressionConfig) -> ReductionMethod:
 
 _MPI_POLL_SECONDS = 1e-4
 """Seconds between two tests of whether all ranks have arrived."""
-_MPI_START_HINT = "start the ranks with mpirun, or srun --mpi=pmix"
 
 
 class MpiReduction:
@@ -329,15 +328,7 @@ def make_mpi_reduction(world: World) -> MpiReduction:
     """
     if world.device.type != "cpu":
         raise UserError(f"parallel.reduce_with=mpi: gradients are on {world.device}; use parallel.reduce_with=torch")
-    try:
-        MPI = load_mpi()
-    except ImportError:
-        raise UserError("parallel.reduce_with=mpi: install mpi4py (pip install 'hpc_train[mpi]')") from None
-    if MPI.COMM_WORLD.size != world.size:
-        raise UserError(
-            f"parallel.reduce_with=mpi: MPI knows of {MPI.COMM_WORLD.size} processes, the job has {world.size} ranks; "
-            f"{_MPI_START_HINT}"
-        )
+    MPI = require_mpi("parallel.reduce_with=mpi", world.size)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise UserError("parallel.reduce_with=mpi: this MPI library is built without threads; use reduce_with=torch")
     # Split sorts by our ranks; MPI's own order may differ from them.

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.mpi import load_mpi
+from hpc_train.mpi import require_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -51,17 +51,9 @@ def connect_ranks(world: World, hybrid: bool) -> MpiRanks:
 
     Raises UserError if mpi4py is not installed, MPI did not start the ranks, or the model is on a GPU.
     """
-    try:
-        MPI = load_mpi()
-    except ImportError:
-        raise UserError("parallel.server: install mpi4py (pip install 'hpc_train[mpi]')") from None
     if world.device.type != "cpu":
         raise UserError(f"parallel.server: parameters are on {world.device}; MPI windows are in CPU memory")
-    if MPI.COMM_WORLD.size != world.size:
-        raise UserError(
-            f"parallel.server: MPI knows of {MPI.COMM_WORLD.size} processes, the job has {world.size} ranks; "
-            "start the ranks with mpirun, or srun --mpi=pmix"
-        )
+    MPI = require_mpi("parallel.server", world.size)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise UserError("parallel.server: this MPI library is built without threads (MPI_THREAD_SERIALIZED)")
     every = MPI.Intracomm(MPI.COMM_WORLD.Split(0, world.rank))
