@@ -16,6 +16,7 @@ ROUNDS = 8
 in theory."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: the step between states of a SplitMix64 generator."""
 _MASK = (1 << 64) - 1
 
 Words = npt.NDArray[np.uint64]

@@ -10,17 +10,16 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hpc_train.config.model import TokenDataConfig
 from hpc_train.data.corpus.build import ensure_store
-from hpc_train.data.readers.records import first_line
+from hpc_train.data.readers.records import first_line, open_records
 from hpc_train.data.token_store import SLICE_TOKENS, TokenStore
 from hpc_train.errors import UserError
-from hpc_train.regular_files import open_to_read
 
 _NUMPY, _HDF5, _MEGATRON = b"\x93NUMPY", b"\x89HDF\r\n\x1a\n", b"MMIDIDX\0\0"
 _LLM_C: dict[int, np.dtype[Any]] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
@@ -150,7 +149,7 @@ def _choose_slices(count: int) -> list[int]:
 
 def _map_raw(path: Path, dtype: np.dtype[Any], offset: int = 0, count: int | None = None) -> npt.NDArray[Any]:
     """Map tokens; count: how many there must be, None: all that follow the offset."""
-    with _open(path) as file:
+    with open_records(path) as file:
         size = file.seek(0, 2) - offset
         if count is None:
             if size % dtype.itemsize:
@@ -165,7 +164,7 @@ def _map_raw(path: Path, dtype: np.dtype[Any], offset: int = 0, count: int | Non
 
 
 def _map_numpy(path: Path) -> npt.NDArray[Any]:
-    with _open(path) as file:
+    with open_records(path) as file:
         try:
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -184,7 +183,7 @@ def _map_llm_c(path: Path, head: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any
 
 def _map_megatron(index: Path) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
     """Map the .bin of an .idx; also return the index at which each document begins."""
-    with _open(index) as file:
+    with open_records(index) as file:
         header = file.read(_MEGATRON_HEADER.size)
         if len(header) < _MEGATRON_HEADER.size:
             raise UserError(f"{index} is cut short")
@@ -225,12 +224,5 @@ def _find_index(path: Path, head: bytes) -> Path | None:
 def _read_head(path: Path) -> bytes:
     if not path.exists():
         raise UserError(f"no token store at {path}: build one with `hpc-train data build {path} FOLDER`")
-    with _open(path) as file:
+    with open_records(path) as file:
         return file.read(64)
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return open_to_read(path)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error

@@ -56,6 +56,11 @@ def find_replica(tensor: Tensor, world: World) -> tuple[int, int]:
     return index, count
 
 
+def count_averaged_ranks(world: World) -> int:
+    """Count the ranks over which collectives average gradients, where the step needs their sum."""
+    return world.dp_size * get_axis_degree(world, "cp")
+
+
 @dataclass(frozen=True)
 class SequenceShare:
     """The part of every sequence that a rank of the cp axis has."""

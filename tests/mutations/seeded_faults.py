@@ -153,7 +153,7 @@ FAULTS = (
     Fault(
         "gradients are averaged where they are to be summed",
         "parallel/engines/plain_engine.py",
-        "self._updates.loss_scale * self._count_averaged_ranks() / max(found.tokens, 1)",
+        "self._updates.loss_scale * count_averaged_ranks(self._world) / max(found.tokens, 1)",
         "self._updates.loss_scale / max(found.tokens, 1)",
         ("parallel/test_parity.py",),
     ),

@@ -62,11 +62,6 @@ def read_arrow(path: Path, span: Span, column: str, beside: str | None = None) -
             row += batch.num_rows
 
 
-def describe_arrow_row(path: Path, place: int) -> str:
-    """Return the file and the row, counted from 1."""
-    return f"{path} row {place + 1:,}"
-
-
 def is_saved_dataset(folder: Path) -> bool:
     """Return whether `datasets` has saved this folder with save_to_disk."""
     return (folder / _STATE).is_file() or (folder / _SPLITS).is_file()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_train.data.readers.arrow import describe_arrow_row, matches_arrow, read_arrow, split_arrow
+from hpc_train.data.readers.arrow import matches_arrow, read_arrow, split_arrow
 from hpc_train.data.readers.csv_table import describe_csv_row, matches_csv, read_csv, split_csv
 from hpc_train.data.readers.json_lines import (
     describe_json_line,
@@ -10,8 +10,8 @@ from hpc_train.data.readers.json_lines import (
     read_json_lines,
     split_json_lines,
 )
-from hpc_train.data.readers.parquet import describe_parquet_row, matches_parquet, read_parquet, split_parquet
-from hpc_train.data.readers.records import FileSample, RecordFormat
+from hpc_train.data.readers.parquet import matches_parquet, read_parquet, split_parquet
+from hpc_train.data.readers.records import FileSample, RecordFormat, describe_row
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 """Files taken from a folder that has none with the suffixes of text."""
@@ -20,8 +20,8 @@ RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".csv", ".tsv
 def list_formats() -> tuple[RecordFormat, ...]:
     """List every format of records, in the order in which they are tried."""
     return (
-        RecordFormat("parquet", matches_parquet, split_parquet, read_parquet, describe_parquet_row, fills=True),
-        RecordFormat("arrow", matches_arrow, split_arrow, read_arrow, describe_arrow_row, fills=True),
+        RecordFormat("parquet", matches_parquet, split_parquet, read_parquet, describe_row, fills=True),
+        RecordFormat("arrow", matches_arrow, split_arrow, read_arrow, describe_row, fills=True),
         RecordFormat("json_lines", matches_json_lines, split_json_lines, read_json_lines, describe_json_line),
         RecordFormat("csv", matches_csv, split_csv, read_csv, describe_csv_row),
     )

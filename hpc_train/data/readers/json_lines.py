@@ -17,6 +17,7 @@ from hpc_train.data.readers.records import (
     find_field,
     get_field,
     list_fields,
+    open_records,
     read_bounded_lines,
     refuse_long_line,
     refuse_missing_column,
@@ -24,7 +25,6 @@ from hpc_train.data.readers.records import (
     split_column,
 )
 from hpc_train.errors import UserError
-from hpc_train.regular_files import open_to_read
 from hpc_train.terminal import one_line
 
 _HEAD_BYTES = 1 << 16
@@ -52,7 +52,7 @@ def matches_json_lines(sample: FileSample) -> bool:
 
 def split_json_lines(path: Path) -> list[Span]:
     """Cut a plain file every PART_BYTES; a span has the lines that begin in it. A compressed file is one span."""
-    with _open(path) as file:
+    with open_records(path) as file:
         compressed = is_compressed(file.read(4))
         size = file.seek(0, 2)
     if compressed:
@@ -65,7 +65,7 @@ def read_json_lines(path: Path, span: Span, column: str, beside: str | None = No
 
     A record's place is the byte where its line begins, in a compressed file the line's number.
     """
-    with _open(path) as file:
+    with open_records(path) as file:
         compressed = is_compressed(file.read(4))
     lines = _read_numbered_lines(path) if compressed else _read_lines_of_span(path, span)
     for place, line in lines:
@@ -76,7 +76,7 @@ def read_json_lines(path: Path, span: Span, column: str, beside: str | None = No
 
 def describe_json_line(path: Path, place: int) -> str:
     """Return `FILE:LINE`; a plain file's lines are counted now."""
-    with _open(path) as file:
+    with open_records(path) as file:
         if is_compressed(file.read(4)):
             return f"{path}:{place}"
         file.seek(0)
@@ -115,7 +115,7 @@ def _find_value(path: Path, place: int, record: dict[str, Any], column: str) -> 
 
 def _read_lines_of_span(path: Path, span: Span) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, line) of the lines that begin in the span."""
-    with _open(path) as file:
+    with open_records(path) as file:
         place = span.begin
         if place:  # a line that begins at span.begin follows a line end, which the byte before is
             file.seek(place - 1)
@@ -156,10 +156,3 @@ def _is_object(line: bytes) -> bool:
         return line.lstrip().startswith(b"{") and isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return open_to_read(path)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error

@@ -57,11 +57,6 @@ def read_parquet(path: Path, span: Span, column: str, beside: str | None = None)
                 row += 1
 
 
-def describe_parquet_row(path: Path, place: int) -> str:
-    """Return the file and the row, counted from 1."""
-    return f"{path} row {place + 1:,}"
-
-
 @contextmanager
 def _open_table(path: Path) -> Iterator[Any]:
     pyarrow = import_pyarrow(path)

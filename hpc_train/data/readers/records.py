@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from hpc_train.errors import UserError
+from hpc_train.regular_files import open_to_read
 from hpc_train.terminal import one_line
 
 MAX_RECORD_BYTES = 64 << 20
@@ -61,6 +62,19 @@ class RecordFormat:
     """Returns a record's place for a message, such as `FILE:12`."""
     fills: bool = False
     """Whether objects get each key that another record's object has, with a null."""
+
+
+def open_records(path: Path) -> BinaryIO:
+    """Open a file of records or tokens. Raises UserError if it cannot be read."""
+    try:
+        return open_to_read(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def describe_row(path: Path, place: int) -> str:
+    """Return the file and the row of a table, counted from 1."""
+    return f"{path} row {place + 1:,}"
 
 
 def split_column(column: str, names: Iterable[str]) -> tuple[str, tuple[str, ...]]:

@@ -26,6 +26,7 @@ Indices = npt.NDArray[np.int64]
 MOST_SLOTS = 100_000
 """Longest period: weights of more digits than this takes are refused, since shares would not be exact."""
 _SEED_STEP = 0x9E3779B97F4A7C15
+"""Distance of the seeds of two sources: 2^64 over the golden ratio, as in SplitMix64, so that no two are alike."""
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,12 @@ class ByteTokenizer:
         return ""
 
 
+def encode_batch(model: Any, texts: Sequence[bytes], vocab_size: int) -> list[Tokens]:
+    """Return the tokens of each text, without special tokens, in the smallest type. model: a tokenizers.Tokenizer."""
+    encoded = model.encode_batch_fast([decode_text(text) for text in texts], add_special_tokens=False)
+    return [np.array(encoding.ids, token_dtype(vocab_size)) for encoding in encoded]
+
+
 @dataclass(frozen=True)
 class BpeTokenizer:
     """Byte-level byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909; on bytes as in GPT-2), so that every
@@ -87,9 +93,7 @@ class BpeTokenizer:
         return int(self.model.get_vocab_size())
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        encoded = self.model.encode_batch_fast([decode_text(text) for text in texts], add_special_tokens=False)
-        dtype = token_dtype(self.vocab_size)
-        return [np.array(encoding.ids, dtype) for encoding in encoded]
+        return encode_batch(self.model, texts, self.vocab_size)
 
     def decode(self, tokens: Tokens) -> str:
         return str(self.model.decode(tokens.tolist(), skip_special_tokens=False))

@@ -12,11 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hpc_train.data.readers.records import first_line
-from hpc_train.data.token_store import Tokens, token_dtype
-from hpc_train.data.tokenizers.tokenizer import END_OF_TEXT, BpeTokenizer, Tokenizer, decode_text, import_tokenizers
+from hpc_train.data.token_store import Tokens
+from hpc_train.data.tokenizers.tokenizer import END_OF_TEXT, BpeTokenizer, Tokenizer, encode_batch, import_tokenizers
 from hpc_train.errors import UserError
 from hpc_train.regular_files import read_regular
 from hpc_train.terminal import one_line
@@ -76,9 +74,7 @@ class FolderTokenizer:
         return self.settings.end
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        encoded = self.model.encode_batch_fast([decode_text(text) for text in texts], add_special_tokens=False)
-        dtype = token_dtype(self.vocab_size)
-        return [np.array(encoding.ids, dtype) for encoding in encoded]
+        return encode_batch(self.model, texts, self.vocab_size)
 
     def decode(self, tokens: Tokens) -> str:
         return str(self.model.decode(tokens.tolist(), skip_special_tokens=False))

@@ -22,7 +22,7 @@ from hpc_train.interfaces import IGNORED_TARGET, StepBatch, Sums, World
 from hpc_train.parallel.data_parallel.fully_shard import free_gathered_parameters
 from hpc_train.parallel.engines.updating_engine import UpdatingEngine
 from hpc_train.parallel.loss import StepTotals, compute_first_loss_sum, compute_loss_sum, start_loss_sum
-from hpc_train.parallel.mesh_axes import get_axis_degree, get_axis_index, move, select_own_tokens
+from hpc_train.parallel.mesh_axes import count_averaged_ranks, get_axis_degree, get_axis_index, move, select_own_tokens
 from hpc_train.parallel.metrics import EvaluationSums, load_metrics
 from hpc_train.parallel.optimizer_step import OptimizerUpdates, get_local
 from hpc_train.parallel.pipeline.measurement import Timeline
@@ -106,7 +106,7 @@ class PipelineEngine(UpdatingEngine):
         wait_for_totals = cache(totals.wait)  # the loss needs the count, and so does the result
 
         def get_scale() -> float:
-            return self._updates.loss_scale * self._count_averaged_ranks() / max(wait_for_totals().tokens, 1)
+            return self._updates.loss_scale * count_averaged_ranks(self._world) / max(wait_for_totals().tokens, 1)
 
         self._loss.begin(get_scale)
         if self._balance is not None:
@@ -163,10 +163,6 @@ class PipelineEngine(UpdatingEngine):
             make = pipeline.make_training_schedule if training else pipeline.make_evaluation_schedule
             self._schedules[key] = make(count, example, self._infer_output(example), self._loss)
         return self._schedules[key]
-
-    def _count_averaged_ranks(self) -> int:
-        """Count the ranks over which collectives average gradients, where the step needs their sum."""
-        return self._world.dp_size * get_axis_degree(self._world, "cp")
 
 
 def join_micro_batches(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

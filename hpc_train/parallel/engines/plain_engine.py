@@ -22,7 +22,7 @@ from hpc_train.parallel.loss import (
     start_loss_sum,
     start_sum,
 )
-from hpc_train.parallel.mesh_axes import get_axis_degree, move, select_own_tokens
+from hpc_train.parallel.mesh_axes import count_averaged_ranks, get_axis_degree, move, select_own_tokens
 from hpc_train.parallel.metrics import EvaluationSums, load_metrics
 from hpc_train.parallel.optimizer_step import GradientUpdate
 from hpc_train.parallel.precision import autocast_forward
@@ -121,7 +121,7 @@ class PlainEngine(UpdatingEngine):
                 if index == 0:
                     found = totals.wait()
                     # Collectives average gradients; the mean over tokens needs their sum.
-                    scale = self._updates.loss_scale * self._count_averaged_ranks() / max(found.tokens, 1)
+                    scale = self._updates.loss_scale * count_averaged_ranks(self._world) / max(found.tokens, 1)
                 local += loss.detach()
                 if last:
                     own = local.clone()
@@ -200,10 +200,6 @@ class PlainEngine(UpdatingEngine):
             for module in training:
                 module.training = True
             self._wrapped.free_gathered_parameters()
-
-    def _count_averaged_ranks(self) -> int:
-        """Count the ranks over which collectives average gradients, where the step needs their sum."""
-        return self._world.dp_size * get_axis_degree(self._world, "cp")
 
     def _can_measure(self, batch: StepBatch) -> bool:
         """Whether a gradient of less than the global batch is visible: this rank's own, or the first micro-batch's."""

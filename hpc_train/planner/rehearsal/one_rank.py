@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from hpc_train._torch import pretend_group
 from hpc_train._torch_rehearsal import (
@@ -35,6 +34,7 @@ from hpc_train.interfaces import Engine, MicroBatch, StepBatch, TensorShard, Wor
 from hpc_train.models.registry import build_model
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.memory.parameter_offload import get_optimizer_device, get_parameter_device
+from hpc_train.parallel.optimizer_step import get_local
 from hpc_train.planner.rehearsal.even_loads import route_evenly
 from hpc_train.planner.rehearsal.memory_ledger import MemoryLedger
 from hpc_train.planner.rehearsal.result import CountedMemory, HeldShard, RehearsedRank
@@ -90,7 +90,7 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
         state = (piece.local for piece in pieces if piece.name.startswith("optim."))
         optimizer = ledger.label(state, "host" if "optimizer" in host else "optimizer")
         if "parameters" in host:  # buffers stay on the device
-            ledger.label((_local(buffer) for part in engine.parts for buffer in part.buffers()), "parameters")
+            ledger.label((get_local(buffer) for part in engine.parts for buffer in part.buffers()), "parameters")
         lie = {name: tilings.of(tensor) for part in engine.parts for name, tensor in _named(part)}
         counted, unknown = CountedMemory(parameters, optimizer), None
         if micro_batches:
@@ -126,7 +126,7 @@ def _step(
     try:
         engine.forward_backward(batch)
         gradients_of_parts = [p.grad for part in engine.parts for p in part.parameters() if p.grad is not None]
-        gradients = ledger.label(map(_local, gradients_of_parts), "host" if "gradients" in host else "gradients")
+        gradients = ledger.label(map(get_local, gradients_of_parts), "host" if "gradients" in host else "gradients")
         ledger.label(_of_groups(engine, gathered_parameters), "gathered")
         engine.clip(1.0)
         engine.update(1e-3)
@@ -174,7 +174,7 @@ def _named(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parameters(engine: Engine) -> list[Tensor]:
-    return [_local(tensor) for part in engine.parts for _, tensor in _named(part)]
+    return [get_local(tensor) for part in engine.parts for _, tensor in _named(part)]
 
 
 def _of_groups(engine: Engine, tensors: Callable[[FSDPModule], Iterable[Tensor]]) -> Iterator[Tensor]:
@@ -182,10 +182,6 @@ def _of_groups(engine: Engine, tensors: Callable[[FSDPModule], Iterable[Tensor]]
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 yield from tensors(module)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _describe_piece(piece: TensorShard) -> HeldShard:
