@@ -201,14 +201,14 @@ FAULTS = (
     ),
     Fault(
         "keys of the ring are taken for those of another rank",
-        "parallel/context/ring_attention.py",
+        "parallel/context/ring_schedule.py",
         "yield (self.rank - step) % self.size, current",
         "yield (self.rank + step) % self.size, current",
         ("parallel/test_context.py",),
     ),
     Fault(
         "balanced ring attention sees the wrong half",
-        "parallel/context/ring_attention.py",
+        "parallel/context/ring_schedule.py",
         "return VisibleBlock(slice(half, length), everything, False)",
         "return VisibleBlock(slice(0, half), everything, False)",
         ("parallel/test_context.py",),

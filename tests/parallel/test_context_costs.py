@@ -28,7 +28,7 @@ from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.models.registry import build_model as build_model
 from hpc_train.parallel import mesh_axes
 from hpc_train.parallel.context import context_parallel
-from hpc_train.parallel.context.ring_attention import find_visible_block
+from hpc_train.parallel.context.ring_schedule import find_visible_block
 from hpc_train.parallel.mesh_axes import SequenceShare
 from hpc_train.testing import run_ranks
 

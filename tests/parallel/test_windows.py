@@ -15,7 +15,7 @@ from hpc_train.models.attention import plain_attention
 from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.parallel import mesh_axes
 from hpc_train.parallel.context import context_parallel
-from hpc_train.parallel.context.ring_attention import KeyValueRing
+from hpc_train.parallel.context.ring_schedule import KeyValueRing
 from hpc_train.testing import run_ranks
 from hpc_train.traffic.ring_blocks import RingLayout, count_messages
 

@@ -92,10 +92,8 @@ def distribute_attention(core: ScaledDotProduct, config: RunConfig, world: World
     elif core.dropout > 0:
         new = GatheredAttention(core, group, get_sequence_share(config, world))
     else:
-        from hpc_train.parallel.context.ring_attention import (
-            KeyValueRing,
-            RingAttention,  # its operators take 50 ms
-        )
+        from hpc_train.parallel.context.ring_attention import RingAttention  # its operators take 50 ms
+        from hpc_train.parallel.context.ring_schedule import KeyValueRing
 
         new = RingAttention(KeyValueRing(group), core.rule, balanced=context.balanced)
     return new.train(core.training)
