@@ -218,8 +218,10 @@ def server_flows(axes: Axes, mode: str, size: float, servers: int, ranks: int) -
 
 
 TENSOR_AXES = ("tp",)
-_CHUNK, _MOST_CHUNKS = 1 << 18, 4
-"""Least bytes of a piece, and most pieces of a shard, in which parallel/tensor/ring_matmul.py sends it."""
+MIN_CHUNK_BYTES = 1 << 18
+"""Minimum bytes of a chunk in parallel/tensor/ring_matmul.py: below it, latency costs more than overlap gains."""
+MOST_CHUNKS = 4
+"""Chunks that it cuts a shard into, at most, because small products run slowly."""
 
 
 @dataclass(frozen=True)
@@ -292,11 +294,11 @@ def tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int) -> list[
 
 
 def ring_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int, tp: int) -> list[Flow]:
-    """Return the flows of asynchronous tensor parallelism, which sends pieces of each shard round a ring."""
+    """Return the flows of asynchronous tensor parallelism, which sends chunks of each shard round a ring."""
     shard = hidden / tp
-    pieces = max(1, min(_MOST_CHUNKS, int(shard // _CHUNK)))
-    count = (calls.gathers + calls.scatters) * (tp - 1) * pieces * micro_batches
-    return [Flow(TENSOR_AXES, "send_recv", shard / pieces, count, "activations")] if count else []
+    chunks = max(1, min(MOST_CHUNKS, int(shard // MIN_CHUNK_BYTES)))
+    count = (calls.gathers + calls.scatters) * (tp - 1) * chunks * micro_batches
+    return [Flow(TENSOR_AXES, "send_recv", shard / chunks, count, "activations")] if count else []
 
 
 def loss_flows(tokens: float, item: int, micro_batches: int) -> list[Flow]:

@@ -1,1 +1,1 @@
-"""`hpc-train bench checkpoint`: time our saves and loads beside those of other libraries, in and outside a loop."""
+"""`hpc-train bench checkpoint`: time saves and loads beside raw disk I/O and other libraries."""

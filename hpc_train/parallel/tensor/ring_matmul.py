@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpc_train._torch import find_group
-
-_MOST_CHUNKS = 4
-"""A shard is cut into at most so many chunks, because small products run slowly."""
+from hpc_train.traffic.axes import MIN_CHUNK_BYTES, MOST_CHUNKS
 
 ShardPlace = tuple[int, slice]
 """Index of some rows of one rank's shard in a tensor (ranks, rows, features)."""
@@ -31,8 +29,8 @@ class MatmulRing:
     """The ranks of a group as a ring: each sends to the next and receives from the previous one."""
 
     group: dist.ProcessGroup
-    chunk_bytes: int = 1 << 18
-    """Minimum bytes of a chunk: with smaller ones, latency costs more than the overlap gains."""
+    chunk_bytes: int = MIN_CHUNK_BYTES
+    """Minimum bytes of a chunk."""
 
     @property
     def rank(self) -> int:
@@ -47,7 +45,7 @@ class MatmulRing:
     def split_rows(self, shard: Tensor) -> list[slice]:
         """Split the rows of a shard (rows, features) into chunks, alike on every rank, as all shards have one shape."""
         rows = len(shard)
-        count = max(1, min(rows, _MOST_CHUNKS, shard.nbytes // self.chunk_bytes))
+        count = max(1, min(rows, MOST_CHUNKS, shard.nbytes // self.chunk_bytes))
         ends = [rows * index // count for index in range(count + 1)]
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
