@@ -38,7 +38,7 @@ class _RunningSchedule:
 
     def __init__(self, name: str, order: Order, options: BubbleOptions, world: World) -> None:
         self.name, self.order = name, order
-        self.times = sleep_times(order, options.milliseconds / 1000, options.costs.get(name))
+        self.times = make_sleep_times(order, options.milliseconds / 1000, options.costs.get(name))
         self.timeline = Timeline(world.device, on=True)
         self._rank, self._micro_batches = world.rank, options.micro_batches
         own_stages = [stage for stage, rank in enumerate(order.placement) if rank == world.rank]
@@ -145,7 +145,7 @@ def _step_seconds(ranks: list[list[TimelineEvent]]) -> float:
 FEATURES = 8
 
 
-def sleep_times(order: Order, seconds: float, costs: Sequence[float] | None = None) -> ActionTimes:
+def make_sleep_times(order: Order, seconds: float, costs: Sequence[float] | None = None) -> ActionTimes:
     """Return action times in which F, I and W of all stages of a rank take `seconds` each, as a mean over ranks.
 
     costs: relative times of the stages; None: all alike. The first stage needs no gradient of its inputs: all of its

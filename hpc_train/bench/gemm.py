@@ -46,7 +46,8 @@ def gemm_command(options: GemmOptions) -> int:
     from hpc_train.bench.gemm_device import measure_device
 
     return report_result(
-        measure_device(options.precisions, product_shapes(options.smallest, options.largest), options.rounds), options
+        measure_device(options.precisions, list_product_shapes(options.smallest, options.largest), options.rounds),
+        options,
     )
 
 
@@ -134,7 +135,7 @@ def read_gemm_result(path: Path) -> GemmResult:
         raise UserError(f"{path}: not products as `hpc-train bench gemm --out` writes them") from None
 
 
-def product_shapes(smallest: int, largest: int) -> Sequence[tuple[int, int, int]]:
+def list_product_shapes(smallest: int, largest: int) -> Sequence[tuple[int, int, int]]:
     """List shapes (m, n, k): cubes of rising powers of two, and the products of a transformer layer of that width.
 
     The latter are 2,048 tokens times the attention's output matrix and both feed-forward matrices, four times as wide.

@@ -64,7 +64,7 @@ def _median_seconds(work: Callable[[], object], device: torch.device, rounds: in
 def print_gemm_result(result: GemmResult) -> None:
     """Print a table of all products, with the fastest of each precision marked."""
     best = set(result.best().values())
-    table = Table("precision", "m", "n", "k", "ms", "TFLOP/s", title=_table_title(result), title_justify="left")
+    table = Table("precision", "m", "n", "k", "ms", "TFLOP/s", title=_format_title(result), title_justify="left")
     for product in result.products:
         mark = " best" if product in best else ""
         sizes = (str(size) for size in (product.m, product.n, product.k))
@@ -72,7 +72,7 @@ def print_gemm_result(result: GemmResult) -> None:
     Console(width=None if Console().is_terminal else 120).print(table, highlight=False)
 
 
-def _table_title(result: GemmResult) -> str:
+def _format_title(result: GemmResult) -> str:
     threads = f", {result.threads} threads" if result.device == "cpu" else ""
     return f"{result.device}{threads}: a copy moves {result.copy_gb_s:.4g} GB/s, read and written"
 
@@ -86,7 +86,7 @@ def plot_gemm_result(result: GemmResult, path: Path) -> None:
     for precision in result.best():
         rows = sorted((row for row in result.products if row.precision == precision), key=_count_flops)
         axes.plot([_count_flops(row) for row in rows], [row.tflops for row in rows], "o-", label=precision)
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs of the product", ylabel="TFLOP/s", title=_table_title(result))
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs of the product", ylabel="TFLOP/s", title=_format_title(result))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)

@@ -46,10 +46,10 @@ class RoundTimings:
 
 def warm_up_side(name: str, make: Callable[[], Iterator[float]]) -> Side:
     """Build a side and run its warm-up steps."""
-    before = _resident_mib()
+    before = _measure_resident_mib()
     steps = make()
     losses = [next(steps) for _ in range(WARM_UP_STEPS)]
-    return Side(name, steps, float(np.mean(_gather(losses[0]))), float(_gather(_resident_mib() - before)[0]))
+    return Side(name, steps, float(np.mean(_gather(losses[0]))), float(_gather(_measure_resident_mib() - before)[0]))
 
 
 def time_rounds(sides: list[Side], rounds: int, steps: int) -> RoundTimings:
@@ -75,7 +75,7 @@ def _gather(value: float | Samples) -> Samples:
     return np.array(all_gather_values(value))
 
 
-def _resident_mib() -> float:
+def _measure_resident_mib() -> float:
     """Return the resident memory in MiB, after freeing garbage and the allocator's unused pages."""
     gc.collect()
     # glibc keeps freed pages for later; given back to the kernel, they no longer count as resident.

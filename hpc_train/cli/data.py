@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build_command(args: argparse.Namespace) -> int:
     """Build the store `args.out` and describe it."""
-    from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe, default_column
+    from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe, choose_default_column
     from hpc_train.data.images.image_entries import are_images
 
     if not args.suffix and are_images(args.source, _SUFFIXES):
@@ -46,7 +46,7 @@ def build_command(args: argparse.Namespace) -> int:
         tuple(args.suffix or _SUFFIXES),
         args.tokenizer,
         vocab_size,
-        args.column or default_column(args.chat),
+        args.column or choose_default_column(args.chat),
         args.chat,
         args.end_of_document,
     )

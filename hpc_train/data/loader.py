@@ -168,13 +168,13 @@ def start_loader_thread() -> ThreadPoolExecutor:
     system calls, and Python would run its handler late.
     """
     executor = ThreadPoolExecutor(1, thread_name_prefix="loader")
-    with _signals_blocked():
+    with _block_signals():
         executor.submit(int).result()
     return executor
 
 
 @contextmanager
-def _signals_blocked() -> Iterator[None]:
+def _block_signals() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield

@@ -42,7 +42,7 @@ Tokens = npt.NDArray[np.unsignedinteger]
 Counts = npt.NDArray[np.int64]
 
 
-def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+def choose_token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     """Return uint16 if it holds every token below `vocab_size`, else uint32; little-endian."""
     assert 0 < vocab_size <= 1 << 32
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
@@ -213,7 +213,7 @@ def _spool_block(spool: _Spool, block: TokenBlock, header: StoreHeader, totals: 
     totals.counts += counts
     totals.starts.append(block.starts + totals.tokens)
     totals.tokens += len(block.tokens)
-    tokens = np.ascontiguousarray(block.tokens, token_dtype(header.vocab_size))
+    tokens = np.ascontiguousarray(block.tokens, choose_token_dtype(header.vocab_size))
     totals.digest.update(tokens.data)
     spool.tokens.write(tokens.data)
     assert header.counted == (block.counted is not None)
@@ -234,7 +234,7 @@ def _write_file(path: Path, spool: _Spool, header: StoreHeader, totals: _Totals)
         for name, text in ((TOKENIZER, header.tokenizer_json), (SETTINGS, header.tokenizer_settings)):
             if text:
                 file[name] = np.frombuffer(text.encode(), np.uint8)
-        dtype = token_dtype(header.vocab_size)
+        dtype = choose_token_dtype(header.vocab_size)
         _copy_spool(spool.tokens, file.create_dataset(TOKENS, (totals.tokens,), dtype))
         if header.counted:
             counted = file.create_dataset(COUNTED, (totals.tokens,), np.uint8)

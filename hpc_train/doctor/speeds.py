@@ -22,7 +22,7 @@ from hpc_train.placement.fabric_from_config import build_fabric
 from hpc_train.resilience.preflight import Preflight, find_outliers
 from hpc_train.timing import time_calls
 from hpc_train.traffic.axes import Flow
-from hpc_train.traffic.rank_groups import WORLD_AXIS, bus_factor, groups_of_rank
+from hpc_train.traffic.rank_groups import WORLD_AXIS, compute_bus_factor, list_groups_of_rank
 
 _REPEATS = 5
 _MATRIX = {"cuda": 8192, "cpu": 512}
@@ -56,14 +56,14 @@ def measure_reductions(
     """Time an all-reduce on every axis of the mesh. hosts: node of each rank. Every rank must call this."""
     found = []
     buffer = torch.zeros(_REDUCED[device.type], dtype=torch.uint8, device=device)
-    for axis in [group.axis for group in groups_of_rank(degrees, dist.get_rank())]:
+    for axis in [group.axis for group in list_groups_of_rank(degrees, dist.get_rank())]:
         everywhere = all_gather_values(
             _measure_reduction(None if axis == WORLD_AXIS else mesh[axis].get_group(), buffer)
         )
         slowest = max(seconds for seconds, _ in everywhere)
         why = next((reason for _, reason in everywhere if reason), "")
         ranks = degrees.world if axis == WORLD_AXIS else getattr(degrees, axis)
-        bus = buffer.nbytes / slowest * bus_factor("all_reduce", ranks) if slowest else 0.0
+        bus = buffer.nbytes / slowest * compute_bus_factor("all_reduce", ranks) if slowest else 0.0
         predicted = None if why else predict_seconds(config, degrees, hosts, axis, buffer.nbytes, device.type)
         found.append(AxisReduction(axis, ranks, buffer.nbytes, slowest, bus, predicted, why))
     return found

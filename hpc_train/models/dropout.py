@@ -99,7 +99,9 @@ def find_dropped_weights(rows: Tensor, queries: Tensor, keys: Tensor, p: float) 
 
     rows: from hash_heads. queries, keys: their positions.
     """
-    return _compare(_upper_half(mix_bits(rows.unsqueeze(2) ^ queries)), _upper_half(mix_bits(keys ^ _CHANNELS)), p)
+    return _compare(
+        _take_upper_half(mix_bits(rows.unsqueeze(2) ^ queries)), _take_upper_half(mix_bits(keys ^ _CHANNELS)), p
+    )
 
 
 def mix_bits(x: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 def _hash_tokens(site: DropoutSite, length: int, device: torch.device) -> Tensor:
     """Hash each token: (B, T), int32."""
     positions = site.positions(length, device)
-    return _upper_half(mix_bits(_hash_samples(site).unsqueeze(1) ^ positions))
+    return _take_upper_half(mix_bits(_hash_samples(site).unsqueeze(1) ^ positions))
 
 
 def _hash_samples(site: DropoutSite) -> Tensor:
@@ -130,10 +132,10 @@ def _hash_samples(site: DropoutSite) -> Tensor:
 
 def _hash_channels(count: int, device: torch.device) -> Tensor:
     """Hash each channel: (count,), int32."""
-    return _upper_half(mix_bits(torch.arange(count, device=device) ^ _CHANNELS))
+    return _take_upper_half(mix_bits(torch.arange(count, device=device) ^ _CHANNELS))
 
 
-def _upper_half(x: Tensor) -> Tensor:
+def _take_upper_half(x: Tensor) -> Tensor:
     """Return the upper half of int64 numbers, as int32."""
     return (x >> 32).to(torch.int32)
 

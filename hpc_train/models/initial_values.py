@@ -60,14 +60,14 @@ def gpt2_init_rule(name: str, std: float, layers: int) -> Normal:
     return Normal(0.0, std / math.sqrt(2 * layers) if writes_residual else std)
 
 
-def whole_region(parameter: Tensor) -> Region:
+def get_whole_region(parameter: Tensor) -> Region:
     """Return the region of a parameter that is not sharded."""
     assert not hasattr(parameter, "placements"), "a sharded parameter needs its own `region`"
     return Region(tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())
 
 
 @torch.no_grad()
-def initialise_parameters(module: nn.Module, seed: int, region: Callable[[Tensor], Region] = whole_region) -> None:
+def initialise_parameters(module: nn.Module, seed: int, region: Callable[[Tensor], Region] = get_whole_region) -> None:
     """Fill every parameter in place with what the model's `init_rule` and (seed, name) say.
 
     `region` says what a rank holds of a sharded parameter. A module without `init_rule`, such as a user's own, keeps

@@ -238,9 +238,9 @@ def count_parameters(config: ModelConfig) -> int | None:
     if isinstance(config, CountedTransformer):
         return config.parameters
     if isinstance(config, TransformerConfig):
-        return _transformer_parameters(config)
+        return _count_transformer(config)
     if isinstance(config, VisionTransformerConfig):
-        return _vit_parameters(config)
+        return _count_vit(config)
     return None
 
 
@@ -253,14 +253,14 @@ def _count_attention(hidden: int, heads: int, groups: int, width: int, bias: boo
     return _count_linear(hidden, heads * width, bias) + 2 * kv + _count_linear(heads * width, hidden, bias)
 
 
-def _attention_weights(config: TransformerConfig, bias: bool) -> int:
+def _count_attention_weights(config: TransformerConfig, bias: bool) -> int:
     """Count the parameters of the linear layers of one attention."""
     if has_latent_attention(config):
-        return _latent_attention_weights(config)
+        return _count_latent_attention_weights(config)
     return _count_attention(config.hidden, config.heads, count_kv_heads(config), compute_head_dim(config), bias)
 
 
-def _latent_attention_weights(config: TransformerConfig) -> int:
+def _count_latent_attention_weights(config: TransformerConfig) -> int:
     latent, hidden, queries = config.latent, config.hidden, config.heads * compute_head_dim(config)
     query = hidden * queries if latent.q_rank is None else latent.q_rank * (hidden + queries)
     # One product makes the latent of keys and values, and the part of the keys that all heads share.
@@ -269,13 +269,13 @@ def _latent_attention_weights(config: TransformerConfig) -> int:
     return query + narrow + expanded + config.heads * latent.value_head_dim * hidden
 
 
-def _dense_feed_forward(config: TransformerConfig, bias: bool) -> int:
+def _count_dense_feed_forward(config: TransformerConfig, bias: bool) -> int:
     branches = count_branches(config)
     widen = branches * _count_linear(config.hidden, config.feed_forward, bias)
     return widen + _count_linear(config.feed_forward, config.hidden, bias)
 
 
-def _expert_feed_forward(config: TransformerConfig, routed: int) -> int:
+def _count_expert_feed_forward(config: TransformerConfig, routed: int) -> int:
     """Count the parameters of a router, of `routed` experts and of the shared ones."""
     experts = config.experts
     return config.hidden * (experts.count + 3 * compute_expert_width(config) * (routed + experts.shared))
@@ -284,9 +284,9 @@ def _expert_feed_forward(config: TransformerConfig, routed: int) -> int:
 def _count_blocks(config: TransformerConfig, bias: bool, routed: int) -> int:
     """Count the parameters of the linear layers of all blocks, with `routed` experts in each layer that has any."""
     sparse = count_expert_layers(config)
-    dense = (config.layers - sparse) * _dense_feed_forward(config, bias)
-    mixed = sparse * _expert_feed_forward(config, routed) if sparse else 0
-    return config.layers * _attention_weights(config, bias) + dense + mixed
+    dense = (config.layers - sparse) * _count_dense_feed_forward(config, bias)
+    mixed = sparse * _count_expert_feed_forward(config, routed) if sparse else 0
+    return config.layers * _count_attention_weights(config, bias) + dense + mixed
 
 
 def _query_key_norms(config: TransformerConfig) -> int:
@@ -299,7 +299,7 @@ def _query_key_norms(config: TransformerConfig) -> int:
     return heads * width
 
 
-def _transformer_parameters(config: TransformerConfig) -> int:
+def _count_transformer(config: TransformerConfig) -> int:
     norm = config.hidden * (2 if config.norm == "layernorm" and config.bias else 1)
     table = config.vocab_size * config.hidden
     embeddings = table * (1 if config.tied_embeddings else 2)
@@ -314,18 +314,18 @@ def _transformer_parameters(config: TransformerConfig) -> int:
     )
 
 
-def _vit_block(config: VisionTransformerConfig, bias: bool) -> int:
+def _count_vit_block(config: VisionTransformerConfig, bias: bool) -> int:
     attention = _count_attention(config.hidden, config.heads, config.heads, config.hidden // config.heads, bias)
     widen = _count_linear(config.hidden, config.feed_forward, bias)
     return attention + widen + _count_linear(config.feed_forward, config.hidden, bias)
 
 
-def _vit_parameters(config: VisionTransformerConfig) -> int:
+def _count_vit(config: VisionTransformerConfig) -> int:
     norm = 2 * config.hidden
     patches = _count_linear(config.channels * config.patch_size**2, config.hidden, True)
     tokens = config.hidden * (count_vit_tokens(config) + 1)
     head = _count_linear(config.hidden, config.classes, True)
-    return patches + tokens + config.layers * (_vit_block(config, True) + 2 * norm) + norm + head
+    return patches + tokens + config.layers * (_count_vit_block(config, True) + 2 * norm) + norm + head
 
 
 def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
@@ -351,9 +351,9 @@ def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float 
         weights = used + config.vocab_size * config.hidden
         width = config.heads * compute_mean_head_dim(config)
         seen = sum(2 * compute_mean_keys(config, layer, sequence_length) for layer in range(config.layers))
-        return float(transformer_flops_per_token(weights, width, seen))
+        return float(count_transformer_flops(weights, width, seen))
     if isinstance(config, VisionTransformerConfig):
-        return _vit_flops(config)
+        return _count_vit_flops(config)
     return None
 
 
@@ -368,7 +368,7 @@ def compute_mean_keys(config: TransformerConfig, layer: int, sequence_length: in
     return window - window**2 / (2 * sequence_length)
 
 
-def transformer_flops_per_token(weights: Any, attention_width: Any, sequence_length: Any) -> Any:
+def count_transformer_flops(weights: Any, attention_width: Any, sequence_length: Any) -> Any:
     """Return 6 N + 6 layers heads head_dim T, of numbers or of the planner's columns of jobs.
 
     weights: N. attention_width: layers heads head_dim; the factor `layers` may be in sequence_length instead.
@@ -376,8 +376,8 @@ def transformer_flops_per_token(weights: Any, attention_width: Any, sequence_len
     return 6 * weights + 6 * attention_width * sequence_length
 
 
-def _vit_flops(config: VisionTransformerConfig) -> float:
+def _count_vit_flops(config: VisionTransformerConfig) -> float:
     tokens = count_vit_tokens(config)
-    blocks = tokens * config.layers * (6.0 * _vit_block(config, bias=False) + 12.0 * config.hidden * tokens)
+    blocks = tokens * config.layers * (6.0 * _count_vit_block(config, bias=False) + 12.0 * config.hidden * tokens)
     patches = (tokens - 1) * config.channels * config.patch_size**2 * config.hidden
     return blocks + 6.0 * (patches + config.hidden * config.classes)

@@ -22,7 +22,7 @@ from hpc_train.models.adapters.adapted_linear import initialise_adapters
 from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.adapters.nf4 import NF4_CODES, NF4_SCALES, quantize
 from hpc_train.models.deferred import DeferredValues, iterate_plain_tensors
-from hpc_train.models.initial_values import Region, initialise_parameters, whole_region
+from hpc_train.models.initial_values import Region, get_whole_region, initialise_parameters
 
 ParameterValues = MutableMapping[str, Tensor]
 """Whole parameters by name, in CPU memory."""
@@ -80,7 +80,7 @@ def materialise_parameters(part: nn.Module, values: ParameterValues, seed: int, 
         part.to(device)
         initialise_adapters(part, seed, find_local_region)
         return
-    buffers = [(module, name, buffer) for module, name, buffer in _named_buffers(part) if not buffer.is_meta]
+    buffers = [(module, name, buffer) for module, name, buffer in _iterate_buffers(part) if not buffer.is_meta]
     _allocate_parameters(part, device)
     # A rehearsal has no memory to fill.
     if any(is_memoryless(parameter) for parameter in part.parameters()):
@@ -167,7 +167,7 @@ def _get_source_tensor(source: nn.Module, path: str, name: str, kind: str) -> Te
     return value
 
 
-def _named_buffers(part: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def _iterate_buffers(part: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     for module in part.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             yield module, name, buffer
@@ -176,7 +176,7 @@ def _named_buffers(part: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 def find_local_region(parameter: Tensor) -> Region:
     """Return this rank's rectangle of a parameter."""
     if not isinstance(parameter, DTensor):
-        return whole_region(parameter)
+        return get_whole_region(parameter)
     return Region(tuple(parameter.shape), shard_offset(parameter), parameter.to_local().detach())
 
 

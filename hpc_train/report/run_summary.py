@@ -33,11 +33,11 @@ from hpc_train.schedules.generate import generate_order
 from hpc_train.traffic.sharding import uses_fully_shard
 from hpc_train.traffic.stages import (
     ELEMENT_BYTES,
-    block_costs,
-    costs_from_config,
+    compute_block_costs,
     count_micro_batches,
     is_schedule_file,
     list_stage_blocks,
+    read_block_costs,
     read_schedule_file,
 )
 
@@ -192,9 +192,9 @@ def _describe_pipeline(config: RunConfig, degrees: Degrees, table: StepTable) ->
     costs = [1.0] * degrees.pp
     if layers:
         parts = (
-            costs_from_config(options.costs)
+            read_block_costs(options.costs)
             if options.costs
-            else block_costs(config.model, config.train.sequence_length, layers)
+            else compute_block_costs(config.model, config.train.sequence_length, layers)
         )
         costs = [0.0] * degrees.pp
         stages = list_stage_blocks(options, parts, len(order.placement))

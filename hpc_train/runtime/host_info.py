@@ -129,7 +129,7 @@ def publish_process_info(task: Task, own_info: ProcessInfo) -> None:
     store = _require_store(task)
     # One key per node instead of one per process: process 0 of a large job then makes hundreds of reads, not tens of
     # thousands.
-    append_to(store, _node_key(task.node), asdict(own_info))
+    append_to(store, _name_node_key(task.node), asdict(own_info))
     arrive_at_gate(store, _FACTS_GATE, task.processes)
 
 
@@ -145,18 +145,18 @@ def gather_process_info(task: Task, timeout: timedelta) -> list[ProcessInfo]:
             f"{timeout.total_seconds():.0f} s; did the others fail? see their logs"
         )
     # A launcher may number nodes with gaps: a key that nobody wrote would block until the store's timeout.
-    keys = [key for key in map(_node_key, range(task.nodes)) if store.check([key])]
+    keys = [key for key in map(_name_node_key, range(task.nodes)) if store.check([key])]
     infos = [ProcessInfo(**entry) for entries in gather_from(store, keys) for entry in entries]
     return sorted(infos, key=lambda info: info.process)
 
 
 def gather_node_info(task: Task) -> list[ProcessInfo]:
     """Return the ProcessInfo of this node's processes, by local rank. Call it once all have published theirs."""
-    (entries,) = gather_from(_require_store(task), [_node_key(task.node)])
+    (entries,) = gather_from(_require_store(task), [_name_node_key(task.node)])
     return sorted((ProcessInfo(**entry) for entry in entries), key=lambda info: info.local)
 
 
-def _node_key(node: int) -> str:
+def _name_node_key(node: int) -> str:
     return f"facts/node/{node}"
 
 

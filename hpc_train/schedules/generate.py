@@ -101,14 +101,14 @@ def _check_micro_batches(name: str, needs: Requirements, ranks: int, count: int)
         )
     rounds = max(1, count // ranks)
     if needs.rounds and count % rounds:
-        below, above = _equal_rounds(ranks, count, -1), _equal_rounds(ranks, count, 1)
+        below, above = _find_equal_rounds(ranks, count, -1), _find_equal_rounds(ranks, count, 1)
         raise UserError(
             f"parallel.pipeline.schedule={name}: {count} micro-batches do not make {rounds} equal rounds over {ranks} "
             f"ranks; {below} or {above} would, or use parallel.pipeline.schedule=looped_bfs"
         )
 
 
-def _equal_rounds(ranks: int, count: int, direction: int) -> int:
+def _find_equal_rounds(ranks: int, count: int, direction: int) -> int:
     """Return the nearest number of micro-batches that divides into equal rounds. direction: +1 or -1.
 
     The search ends, because every multiple of `ranks` does.
@@ -118,13 +118,13 @@ def _equal_rounds(ranks: int, count: int, direction: int) -> int:
     return count
 
 
-def one_forward_one_backward_row(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
+def generate_1f1b_row(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
     """Generate one rank's row of 1F1B; it warms up with one forward for each rank after this one."""
     forwards, backwards = ([Action(rank, kind, micro) for micro in range(micro_batches)] for kind in (Kind.F, Kind.B))
     return _alternate(forwards, backwards, ranks - 1 - rank)
 
 
-def interleaved_row(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[Action]:
+def generate_interleaved_row(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[Action]:
     """Generate one rank's row of interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
     It warms up with one round of forwards for each of its stages but the last, and two for each rank after this one.
@@ -135,7 +135,7 @@ def interleaved_row(ranks: int, rank: int, micro_batches: int, virtual_stages: i
     return _alternate(forwards, backwards, first)
 
 
-def zero_bubble_row(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[Action]:
+def generate_zero_bubble_row(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[Action]:
     """Generate one rank's row of interleaved ZB-H1 (Qi et al. 2024, arXiv:2401.10241).
 
     On rank r the weight gradients are always r micro-batches behind the input gradients; they fill the bubble at the
@@ -219,7 +219,7 @@ class _RowBuilder:
         return action
 
 
-def zbv_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]:
+def generate_zbv_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]:
     """Generate one rank's row of ZB-V (Qi et al. 2024, arXiv:2401.10241, section 6).
 
     No rank idles between its first and last entry if F, I and W take the same time.
@@ -243,7 +243,7 @@ def zbv_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]:
     return [step for step in row.steps if isinstance(step, Action) and step.micro_batch < micro_batches]
 
 
-def dualpipev_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]:
+def generate_dualpipev_row(ranks: int, rank: int, micro_batches: int) -> list[OrderEntry]:
     """Generate one rank's row of DualPipeV, the V-shaped half of DualPipe (arXiv:2412.19437, section 3.2.1).
 
     The forward of one stage overlaps the backward of the other, so that each hides the other's communication.
@@ -301,20 +301,20 @@ def generate_order(name: str, ranks: int, micro_batches: int, virtual_stages: in
     )
 
 
-def _naive_row(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
+def _generate_naive_row(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
     """Run one micro-batch after another through all stages and back: one rank works at a time."""
     for micro_batch in range(micro_batches):
         yield Action(rank, Kind.F, micro_batch)
         yield Action(rank, Kind.B, micro_batch)
 
 
-def _gpipe_row(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
+def _generate_gpipe_row(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
     """Run all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)."""
     for kind in (Kind.F, Kind.B):
         yield from (Action(rank, kind, micro_batch) for micro_batch in range(micro_batches))
 
 
-def _looped_bfs_row(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[OrderEntry]:
+def _generate_looped_bfs_row(ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> Iterator[OrderEntry]:
     """Run all micro-batches through one stage, then through the rank's next (Lamy-Poirier 2023, arXiv:2211.05953)."""
     stages = [rank + turn * ranks for turn in range(virtual_stages)]
     # Backwards go through the micro-batches in reverse, so that the last activation that was stored is freed first.
@@ -325,12 +325,12 @@ def _looped_bfs_row(ranks: int, rank: int, micro_batches: int, virtual_stages: i
 
 
 _ROWS: dict[str, _RowGenerator] = {
-    "naive": lambda ranks, rank, micro_batches, virtual: _naive_row(rank, micro_batches),
-    "gpipe": lambda ranks, rank, micro_batches, virtual: _gpipe_row(rank, micro_batches),
-    "1f1b": lambda ranks, rank, micro_batches, virtual: one_forward_one_backward_row(ranks, rank, micro_batches),
-    "interleaved_1f1b": interleaved_row,
-    "looped_bfs": _looped_bfs_row,
-    "interleaved_zero_bubble": zero_bubble_row,
-    "zbv": lambda ranks, rank, micro_batches, virtual: zbv_row(ranks, rank, micro_batches),
-    "dualpipev": lambda ranks, rank, micro_batches, virtual: dualpipev_row(ranks, rank, micro_batches),
+    "naive": lambda ranks, rank, micro_batches, virtual: _generate_naive_row(rank, micro_batches),
+    "gpipe": lambda ranks, rank, micro_batches, virtual: _generate_gpipe_row(rank, micro_batches),
+    "1f1b": lambda ranks, rank, micro_batches, virtual: generate_1f1b_row(ranks, rank, micro_batches),
+    "interleaved_1f1b": generate_interleaved_row,
+    "looped_bfs": _generate_looped_bfs_row,
+    "interleaved_zero_bubble": generate_zero_bubble_row,
+    "zbv": lambda ranks, rank, micro_batches, virtual: generate_zbv_row(ranks, rank, micro_batches),
+    "dualpipev": lambda ranks, rank, micro_batches, virtual: generate_dualpipev_row(ranks, rank, micro_batches),
 }

@@ -50,7 +50,7 @@ BUCKET_MIB = 25
 """Size of the other buckets, and of fully_shard's groups if parameters stay gathered."""
 
 
-def ddp_buckets(sizes: Iterable[float], limit_mib: float | None) -> list[float]:
+def list_ddp_buckets(sizes: Iterable[float], limit_mib: float | None) -> list[float]:
     """Return the bytes of each bucket of DistributedDataParallel.
 
     sizes: bytes of every gradient, in the order in which they are ready. limit_mib: parallel.bucket_mib. The gradient
@@ -67,7 +67,7 @@ def ddp_buckets(sizes: Iterable[float], limit_mib: float | None) -> list[float]:
     return [*found, filled] if filled else found
 
 
-def fsdp_groups(block: float, blocks: int, ends: float, limit_mib: float | None) -> int:
+def count_fsdp_groups(block: float, blocks: int, ends: float, limit_mib: float | None) -> int:
     """Return the number of fully_shard groups if parameters stay gathered for the whole step.
 
     block: bytes of one block. ends: bytes of the parameters outside blocks. 0 means one group of everything, ends
@@ -119,14 +119,14 @@ def count_end_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, sp
     )
 
 
-def ddp_flows(axes: Axes, buckets: Sequence[float]) -> list[Flow]:
+def list_ddp_flows(axes: Axes, buckets: Sequence[float]) -> list[Flow]:
     """Return the flows of ddp, which all-reduces each bucket once per step. buckets: bytes of each."""
     if not axes:
         return []
     return [Flow(axes, "all_reduce", sum(buckets) / len(buckets), len(buckets), "gradients")]
 
 
-def fsdp_flows(
+def list_fsdp_flows(
     shard: Axes, replicate: Axes, shards: int, groups: Sequence[ShardGroup], compute: int, reduce: int
 ) -> list[Flow]:
     """Return the flows of fully_shard.
@@ -160,7 +160,7 @@ def cast_flows(axes: Axes, numbers: float, calls: int, scaled: bool) -> list[Flo
     return sent + ([Flow(axes, "all_reduce", _SCALE_BYTES, calls, "largest gradients")] if scaled else [])
 
 
-def powersgd_flows(axes: Axes, shapes: Sequence[tuple[int, ...]], rank: int, calls: int, item: int) -> list[Flow]:
+def list_powersgd_flows(axes: Axes, shapes: Sequence[tuple[int, ...]], rank: int, calls: int, item: int) -> list[Flow]:
     """Return the flows of PowerSGD (Vogels et al. 2019, arXiv:1905.13727).
 
     Each matrix is sent as two factors with `rank` columns if these are smaller than the matrix; else it is sent whole.
@@ -177,7 +177,7 @@ def powersgd_flows(axes: Axes, shapes: Sequence[tuple[int, ...]], rank: int, cal
     return sent + ([Flow(axes, "all_reduce", second * item / calls, calls, "second factors")] if second else [])
 
 
-def topk_flows(axes: Axes, numbers: float, ratio: float, ranks: int, calls: int, item: int) -> list[Flow]:
+def list_topk_flows(axes: Axes, numbers: float, ratio: float, ranks: int, calls: int, item: int) -> list[Flow]:
     """Return the flows of top-k compression: every rank gathers the largest gradients of all ranks and their indices.
 
     numbers: elements of all gradients. ratio: share that is sent. calls: buckets. item: bytes of a value.
@@ -193,7 +193,7 @@ _ADAM_TENSORS = 3
 """Tensors that an asynchronous worker fetches and puts back for its update: parameters and AdamW's two moments."""
 
 
-def server_flows(axes: Axes, mode: str, size: float, servers: int, ranks: int) -> list[Flow]:
+def list_server_flows(axes: Axes, mode: str, size: float, servers: int, ranks: int) -> list[Flow]:
     """Return the flows of parameter servers. size: bytes of all parameters.
 
     synchronous: every rank adds its gradient to each server's share and reads the new parameters.
@@ -287,13 +287,13 @@ def count_end_calls(sequence: bool, vocabulary: bool) -> TensorCalls:
     return TensorCalls(gathers=1) if sequence else TensorCalls()
 
 
-def tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int) -> list[Flow]:
+def list_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int) -> list[Flow]:
     """Return the flows of activations over tp. hidden: bytes of a micro-batch's hidden states (B, T, hidden)."""
     kinds = ((calls.gathers, "all_gather"), (calls.scatters, "reduce_scatter"), (calls.reductions, "all_reduce"))
     return [Flow(TENSOR_AXES, kind, hidden, count * micro_batches, "activations") for count, kind in kinds if count]  # type: ignore[arg-type]
 
 
-def ring_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int, tp: int) -> list[Flow]:
+def list_ring_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int, tp: int) -> list[Flow]:
     """Return the flows of asynchronous tensor parallelism, which sends chunks of each shard round a ring."""
     shard = hidden / tp
     chunks = max(1, min(MOST_CHUNKS, int(shard // MIN_CHUNK_BYTES)))
@@ -301,7 +301,7 @@ def ring_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int, tp:
     return [Flow(TENSOR_AXES, "send_recv", shard / chunks, count, "activations")] if count else []
 
 
-def loss_flows(tokens: float, item: int, micro_batches: int) -> list[Flow]:
+def list_loss_flows(tokens: float, item: int, micro_batches: int) -> list[Flow]:
     """Return the flows of the cross-entropy over a split vocabulary.
 
     tokens: tokens of a micro-batch. item: bytes of an element of the loss.
@@ -313,7 +313,7 @@ def loss_flows(tokens: float, item: int, micro_batches: int) -> list[Flow]:
     ]
 
 
-def gradient_flows(sizes: Sequence[int], item: int, reductions: int) -> list[Flow]:
+def list_gradient_flows(sizes: Sequence[int], item: int, reductions: int) -> list[Flow]:
     """Return the sums over tp of the gradients of parameters that every tp rank holds whole.
 
     sizes: elements of each; one call each. item: bytes of an element. reductions: times per step.
@@ -342,7 +342,7 @@ EXPERT_AXES, EXPERT_SHARD_AXES = ("ep",), ("expert_shard",)
 """Parts of dp_shard x cp: ranks that share the experts of a layer, and ranks that hold the same ones."""
 
 
-def expert_flows(rows: float, hidden: int, item: int, experts: int, forwards: int, backwards: int) -> list[Flow]:
+def list_expert_flows(rows: float, hidden: int, item: int, experts: int, forwards: int, backwards: int) -> list[Flow]:
     """Return the all-to-all of tokens to the ranks of their experts and back.
 
     rows: tokens of a rank's micro-batch times the experts of each. hidden: elements of a row. item: bytes of an
@@ -359,7 +359,7 @@ def expert_flows(rows: float, hidden: int, item: int, experts: int, forwards: in
 CONTEXT_AXES = ("cp",)
 
 
-def ring_attention_flows(messages: float, keys: float, item: int, forwards: int, backwards: int) -> list[Flow]:
+def list_ring_attention_flows(messages: float, keys: float, item: int, forwards: int, backwards: int) -> list[Flow]:
     """Return the flows of ring attention (Liu et al. 2023, arXiv:2310.01889).
 
     messages: of a rank in a pass, cp - 1 without a window (ring_blocks.count_messages). keys: elements of the keys of a
@@ -376,7 +376,7 @@ def ring_attention_flows(messages: float, keys: float, item: int, forwards: int,
     ]
 
 
-def ulysses_flows(queries: float, keys: float, item: int, passes: int) -> list[Flow]:
+def list_ulysses_flows(queries: float, keys: float, item: int, passes: int) -> list[Flow]:
     """Return the flows of Ulysses: all-to-all around attention (Jacobs et al. 2023, arXiv:2309.14509).
 
     queries, keys: elements on a rank; a head that is sent to several ranks counts once for each. passes: forwards and
@@ -407,7 +407,7 @@ def count_edges(placement: Sequence[int]) -> tuple[float, int]:
     return between - wraps, wraps
 
 
-def stage_flows(placement: Sequence[int], hidden: float, micro_batches: int) -> list[Flow]:
+def list_stage_flows(placement: Sequence[int], hidden: float, micro_batches: int) -> list[Flow]:
     """Return the flows of activations and their gradients between stages. hidden: bytes of either for a micro-batch."""
     chain, rounds = count_edges(placement)
     flows = []
@@ -419,7 +419,7 @@ def stage_flows(placement: Sequence[int], hidden: float, micro_batches: int) -> 
     return flows
 
 
-def tied_embedding_flows(size: float) -> list[Flow]:
+def list_tied_embedding_flows(size: float) -> list[Flow]:
     """Return the exchange of a tied embedding's gradients between the first and the last stage.
 
     size: bytes of the gradient on a rank. It counts as one round of the ring, although only the messages between the
@@ -428,7 +428,7 @@ def tied_embedding_flows(size: float) -> list[Flow]:
     return [Flow(PIPELINE_AXES, "send_recv", size, 1, "gradients of the tied embedding")]
 
 
-def scalar_flows(axes: tuple[str, ...], norm: bool) -> list[Flow]:
+def list_scalar_flows(axes: tuple[str, ...], norm: bool) -> list[Flow]:
     """Return the small sums that every step makes. norm: whether the gradient norm needs a sum of its own."""
     if not axes:
         return []

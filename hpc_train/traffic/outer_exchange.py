@@ -21,7 +21,7 @@ def count_message_bytes(elements: int, method: str, block: int) -> int:
     return -(-elements * COMPRESSED_BITS[method] // 8) + 4 * -(-elements // block)
 
 
-def outer_flows(sync: SyncConfig, elements: float, stored: int, copies: int) -> list[Flow]:
+def list_outer_flows(sync: SyncConfig, elements: float, stored: int, copies: int) -> list[Flow]:
     """Return the flows of outer gradients in a mean step: each parameter is sent once in `every` steps.
 
     elements: parameters that a rank holds and trains. stored: bytes of one.

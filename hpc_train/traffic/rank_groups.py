@@ -25,15 +25,15 @@ class RankGroup:
     """Number of groups of the axis."""
 
 
-def groups_of_rank(degrees: Degrees, rank: int) -> list[RankGroup]:
+def list_groups_of_rank(degrees: Degrees, rank: int) -> list[RankGroup]:
     """List the groups of `rank` along axes of degree above 1, outermost first, and the world if no axis spans it."""
-    groups = [_axis_group(degrees, axis, rank) for axis in AXES if getattr(degrees, axis) > 1]
+    groups = [_list_axis_group(degrees, axis, rank) for axis in AXES if getattr(degrees, axis) > 1]
     if not any(group.groups == 1 for group in groups):
         groups.append(RankGroup(WORLD_AXIS, tuple(range(degrees.world)), rank, 1))
     return groups
 
 
-def _axis_group(degrees: Degrees, axis: str, rank: int) -> RankGroup:
+def _list_axis_group(degrees: Degrees, axis: str, rank: int) -> RankGroup:
     position = AXES.index(axis)
     # Ranks are numbered in row-major order of the mesh, outermost axis first.
     size, stride = degrees.sizes[position], math.prod(degrees.sizes[position + 1 :])
@@ -42,7 +42,7 @@ def _axis_group(degrees: Degrees, axis: str, rank: int) -> RankGroup:
     return RankGroup(axis, tuple(first + i * stride for i in range(size)), index, degrees.world // size)
 
 
-def bus_factor(name: Collective, ranks: int) -> float:
+def compute_bus_factor(name: Collective, ranks: int) -> float:
     """Return bus bandwidth over algorithm bandwidth, as nccl-tests defines them (doc/PERFORMANCE.md).
 
     That is the share of the buffer that every rank's link has to carry:

@@ -37,7 +37,7 @@ def read_schedule_file(pipeline: PipelineConfig) -> Order:
         raise UserError(f"parallel.pipeline.schedule={error}") from error
 
 
-def stage_placement(pipeline: PipelineConfig, pp: int) -> tuple[int, ...]:
+def place_stages(pipeline: PipelineConfig, pp: int) -> tuple[int, ...]:
     """Return the pp rank of each stage."""
     if is_schedule_file(pipeline):
         return read_schedule_file(pipeline).placement
@@ -58,11 +58,11 @@ def splits_backward(pipeline: PipelineConfig) -> bool:
     )
 
 
-def stage_split_backwards(pipeline: PipelineConfig, pp: int, micro_batches: int) -> tuple[int, ...]:
+def count_stage_split_backwards(pipeline: PipelineConfig, pp: int, micro_batches: int) -> tuple[int, ...]:
     """Return, for each stage, the number of micro-batches whose backward is split; see sharding.py."""
     if is_schedule_file(pipeline):
         return sharding.count_split_in_order(read_schedule_file(pipeline))
-    stages = len(stage_placement(pipeline, pp))
+    stages = len(place_stages(pipeline, pp))
     return sharding.count_split_backwards(pipeline.schedule, pp, stages // pp, micro_batches)
 
 
@@ -82,7 +82,7 @@ class BlockCosts:
     """Cost of the head, after the last block."""
 
 
-def block_costs(model: ModelConfig, sequence_length: int, blocks: int) -> BlockCosts:
+def compute_block_costs(model: ModelConfig, sequence_length: int, blocks: int) -> BlockCosts:
     """Return the FLOPs of a model's parts. A custom model, whose FLOPs are unknown, has 1 for each of its `blocks`.
 
     An embedding lookup costs nothing; the patch projection of a vision transformer does.
@@ -121,7 +121,7 @@ def _count_flops(model: ModelConfig, sequence_length: int) -> float:
     return flops
 
 
-def costs_from_config(values: Sequence[float]) -> BlockCosts:
+def read_block_costs(values: Sequence[float]) -> BlockCosts:
     """Read parallel.pipeline.costs as BlockCosts."""
     return BlockCosts(values[0], tuple(values[1:-1]), values[-1])
 
@@ -225,7 +225,9 @@ def step_work(config: RunConfig, degrees: Degrees) -> StepWork:
     )
 
 
-def stage_parts(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0) -> tuple[tuple[StagePart, ...], ...]:
+def list_stage_parts(
+    config: RunConfig, pp: int, blocks: int, micro_batches: int = 0
+) -> tuple[tuple[StagePart, ...], ...]:
     """Return the stages of each pp rank, before parallel.pipeline.resplit changes them by measured times.
 
     micro_batches: in a step; needed only to count split backwards.
@@ -234,14 +236,14 @@ def stage_parts(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0)
     if pp == 1:
         return ((StagePart(blocks, dense=first_dense),),)
     pipeline = config.parallel.pipeline
-    placement = stage_placement(pipeline, pp)
+    placement = place_stages(pipeline, pp)
     costs = (
-        costs_from_config(pipeline.costs)
+        read_block_costs(pipeline.costs)
         if pipeline.costs
-        else block_costs(config.model, config.train.sequence_length, blocks)
+        else compute_block_costs(config.model, config.train.sequence_length, blocks)
     )
-    sizes, last = tuple(pipeline.blocks or _stage_sizes(costs, len(placement))), len(placement) - 1
-    split = stage_split_backwards(pipeline, pp, micro_batches) if micro_batches else (0,) * len(placement)
+    sizes, last = tuple(pipeline.blocks or _list_stage_sizes(costs, len(placement))), len(placement) - 1
+    split = count_stage_split_backwards(pipeline, pp, micro_batches) if micro_batches else (0,) * len(placement)
     # Layers with and without windows alternate with this period, so a stage must know where in it it begins.
     begins, period = [0, *accumulate(sizes)], get_window_period(config.model) or 1
     parts = [
@@ -261,5 +263,5 @@ def stage_parts(config: RunConfig, pp: int, blocks: int, micro_batches: int = 0)
 
 
 @cache
-def _stage_sizes(costs: BlockCosts, stages: int) -> tuple[int, ...]:
+def _list_stage_sizes(costs: BlockCosts, stages: int) -> tuple[int, ...]:
     return tuple(len(blocks) for blocks in split_blocks(costs, stages))

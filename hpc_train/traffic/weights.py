@@ -81,13 +81,13 @@ class Splitting:
     """Ranks over which fully_shard splits the rows that tp leaves, padded to equal parts."""
 
 
-def held_elements(weights: Iterable[Weight], how: Splitting) -> int:
+def count_rank_elements(weights: Iterable[Weight], how: Splitting) -> int:
     """Count the elements of one tp rank, all fully_shard shards together, padding included; the most of any rank."""
-    return sum(held_elements_of(weight, how) for weight in weights)
+    return sum(count_rank_elements_of(weight, how) for weight in weights)
 
 
-def held_elements_of(weight: Weight, how: Splitting) -> int:
-    """Count the elements of one parameter; see held_elements."""
+def count_rank_elements_of(weight: Weight, how: Splitting) -> int:
+    """Count the elements of one parameter; see count_rank_elements."""
     rows, others = weight.shape[0], math.prod(weight.shape[1:])
     # Key and value heads that tp does not divide are whole on every rank: no branch applies to them.
     if weight.split == "outputs" or (weight.split == "heads" and how.heads % how.tp == 0):
@@ -100,7 +100,7 @@ def held_elements_of(weight: Weight, how: Splitting) -> int:
     return -(-rows // how.shards) * how.shards * others
 
 
-def partial_gradient_sizes(weights: Iterable[Weight], tp: int, heads: int, sequence: bool) -> list[int]:
+def list_partial_gradient_sizes(weights: Iterable[Weight], tp: int, heads: int, sequence: bool) -> list[int]:
     """Return the sizes of the parameters that every tp rank holds whole and whose gradients are summed over tp.
 
     These are norms and biases that see only a rank's own positions (sequence: tp splits positions), and the projections
@@ -130,7 +130,7 @@ def _list_norm(hidden: int, bias: bool) -> list[Weight]:
 def _list_transformer(model: TransformerConfig) -> Weights:
     hidden, bias = model.hidden, model.bias
     norm = _list_norm(hidden, model.norm == "layernorm" and bias)
-    attention = _latent_attention(model) if has_latent_attention(model) else _list_attention(model)
+    attention = _list_latent_attention(model) if has_latent_attention(model) else _list_attention(model)
     wide = count_branches(model) * _list_linear(hidden, model.feed_forward, bias, "outputs")
     wide += _list_linear(model.feed_forward, hidden, bias, "inputs")
     table = Weight((model.vocab_size, hidden), "vocabulary")
@@ -139,8 +139,8 @@ def _list_transformer(model: TransformerConfig) -> Weights:
     dense = (*norms, *attention, *norms, *wide)
     weights = Weights((table, *positions), dense, (*norm, table), model.layers)
     if model.experts.count:
-        mixture = (*norms, *attention, *norms, *_router_and_shared(model))
-        weights = replace(weights, block=mixture, experts=_expert_stacks(model))
+        mixture = (*norms, *attention, *norms, *_list_router_and_shared(model))
+        weights = replace(weights, block=mixture, experts=_list_expert_stacks(model))
         weights = replace(weights, dense_block=dense, dense_blocks=model.experts.first_dense)
     return replace(weights, after=(*norm,), tied=table) if model.tied_embeddings else weights
 
@@ -157,7 +157,7 @@ def _list_attention(model: TransformerConfig) -> list[Weight]:
     return attention
 
 
-def _latent_attention(model: TransformerConfig) -> list[Weight]:
+def _list_latent_attention(model: TransformerConfig) -> list[Weight]:
     """List the weights of latent attention: tp splits the matrices that expand latents, not those that make them."""
     latent, hidden, queries = model.latent, model.hidden, model.heads * compute_head_dim(model)
     narrow = latent.kv_rank + latent.rope_head_dim
@@ -173,7 +173,7 @@ def _latent_attention(model: TransformerConfig) -> list[Weight]:
     return found + _list_linear(model.heads * latent.value_head_dim, hidden, False, "inputs")
 
 
-def _router_and_shared(model: TransformerConfig) -> list[Weight]:
+def _list_router_and_shared(model: TransformerConfig) -> list[Weight]:
     """List the weights of a mixture that every rank of ep holds."""
     router = Weight((model.experts.count, model.hidden), "copied")
     width = model.experts.shared * compute_expert_width(model)
@@ -185,7 +185,7 @@ def _router_and_shared(model: TransformerConfig) -> list[Weight]:
     return [router, *shared]
 
 
-def _expert_stacks(model: TransformerConfig) -> tuple[Weight, ...]:
+def _list_expert_stacks(model: TransformerConfig) -> tuple[Weight, ...]:
     count, hidden, width = model.experts.count, model.hidden, compute_expert_width(model)
     up, down = Weight((count, hidden, width), "inputs"), Weight((count, width, hidden), "inputs")
     return up, up, down

@@ -194,10 +194,10 @@ def compute_learning_rate(config: ScheduleConfig, peak: float, step: int, steps:
     warmup = min(config.warmup_steps, steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    return peak * (config.min_ratio + (1 - config.min_ratio) * _decay_shape(config, step, warmup, steps))
+    return peak * (config.min_ratio + (1 - config.min_ratio) * _compute_decay(config, step, warmup, steps))
 
 
-def _decay_shape(config: ScheduleConfig, step: int, warmup: int, steps: int) -> float:
+def _compute_decay(config: ScheduleConfig, step: int, warmup: int, steps: int) -> float:
     """Return the decay factor: 1 at the end of the warm-up, 0 at the last update."""
     if config.name == "constant":
         return 1.0

@@ -44,7 +44,7 @@ from hpc_train.training.loop import run_training
 from hpc_train.training.optimizer import find_learning_rate_problem, require_determinism
 from hpc_train.training.records.rank_log import RankLog
 from hpc_train.training.records.recorder import StepRecorder
-from hpc_train.training.records.warning_files import recording_warnings
+from hpc_train.training.records.warning_files import record_warnings
 from hpc_train.training.run_directory import RunDirectory
 from hpc_train.training.training_run import TrainingRun
 
@@ -71,7 +71,7 @@ def run_rank(
     another model, missing GPUs. Raises IncompleteRun on all ranks if the last step is made but the run is not done.
     lines: this process's structured log, whose lines have the rank from here on.
     """
-    with recording_warnings(directory.logs(attempt), task.process):
+    with record_warnings(directory.logs(attempt), task.process):
         return _run_rank(config, task, directory, attempt, stop, heartbeat or Heartbeat(), lines)
 
 

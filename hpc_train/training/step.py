@@ -53,7 +53,7 @@ def train_step(run: TrainingRun) -> StepResult:
     clock = run.world.clock
     _begin_step(run)
     started = time.perf_counter()
-    batch = _next_batch(run)
+    batch = _fetch_batch(run)
     fetched = time.perf_counter()
     gradient = _compute_gradient_twice_if_doubtful(run, batch)
     sums, numbers = gradient.sums, gradient.numbers
@@ -199,7 +199,7 @@ def _track_finite(run: TrainingRun, numbers: StepNumbers, updated: bool) -> None
         run.rollback.write(run.directory.path / ROLLBACKS)  # if it cannot be, a rollback goes further back
 
 
-def _next_batch(run: TrainingRun) -> StepBatch:
+def _fetch_batch(run: TrainingRun) -> StepBatch:
     batch = run.loader.batch(run.consumed_samples)
     batch.stop, batch.step, batch.norm = run.stop.requested, run.step, run.last_norm
     every = run.config.train.noise_scale.every

@@ -16,7 +16,7 @@ from hpc_train.bench.bubble import (
     choose_schedules,
     format_bubbles,
 )
-from hpc_train.bench.bubble_rank import sleep_times
+from hpc_train.bench.bubble_rank import make_sleep_times
 from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
 from hpc_train.schedules.generate import generate_order
@@ -49,8 +49,8 @@ def test_all_schedules_and_a_file_run_in_their_orders(tmp_path: Path) -> None:
 
 
 def test_a_stage_sleeps_its_share_and_the_first_has_no_gradient_of_its_inputs() -> None:
-    assert sleep_times(generate_order("1f1b", 2, 2), 3.0) == sleep_times(generate_order("naive", 2, 2), 3.0)
-    each = sleep_times(generate_order("zbv", 2, 4), 3.0)
+    assert make_sleep_times(generate_order("1f1b", 2, 2), 3.0) == make_sleep_times(generate_order("naive", 2, 2), 3.0)
+    each = make_sleep_times(generate_order("zbv", 2, 4), 3.0)
     assert each.forward == (1.5, 1.5, 1.5, 1.5)
     assert (each.inputs, each.weights) == ((0.0, 1.5, 1.5, 1.5), (3.0, 1.5, 1.5, 1.5))
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.bench.collectives.backends import OWN_ALGORITHMS, TorchBackend, TorchConnection, started_by_mpi
+from hpc_train.bench.collectives.backends import OWN_ALGORITHMS, TorchBackend, TorchConnection, is_started_by_mpi
 from hpc_train.bench.collectives.cases import (
     UNTOUCHED_VALUE,
     CaseMaker,
@@ -38,7 +38,7 @@ from hpc_train.bench.collectives.collectives_output import format_nccl_tests, pl
 from hpc_train.bench.collectives.definitions import (
     OPERATIONS,
     CollectiveShape,
-    algorithm_bandwidth,
+    compute_algorithm_bandwidth,
     find_operation,
     make_shape,
 )
@@ -57,7 +57,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.placement.fabric import build_levels
 from hpc_train.testing import run_ranks
-from hpc_train.traffic.rank_groups import WORLD_AXIS, bus_factor, groups_of_rank
+from hpc_train.traffic.rank_groups import WORLD_AXIS, compute_bus_factor, list_groups_of_rank
 
 NAMES = [it.name for it in OPERATIONS]
 CPU = torch.device("cpu")
@@ -80,8 +80,10 @@ CPU = torch.device("cpu")
 def test_bandwidths_are_those_of_nccl_tests(
     name: str, ranks: int, size: int, seconds: float, algbw: float, busbw: float
 ) -> None:
-    assert algorithm_bandwidth(size, seconds) == pytest.approx(algbw)
-    assert algorithm_bandwidth(size, seconds) * bus_factor(find_operation(name).name, ranks) == pytest.approx(busbw)
+    assert compute_algorithm_bandwidth(size, seconds) == pytest.approx(algbw)
+    assert compute_algorithm_bandwidth(size, seconds) * compute_bus_factor(
+        find_operation(name).name, ranks
+    ) == pytest.approx(busbw)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_groups_are_those_of_the_mesh() -> None:
     def on_rank(world: World) -> list[tuple[str, list[int], list[int]]]:
         return [
             (group.axis, list(group.ranks), dist.get_process_group_ranks(world.mesh.get_group(group.axis)))
-            for group in groups_of_rank(resolve_degrees(config, world.size), world.rank)
+            for group in list_groups_of_rank(resolve_degrees(config, world.size), world.rank)
             if group.axis != WORLD_AXIS
         ]
 
@@ -236,8 +238,8 @@ def test_groups_are_those_of_the_mesh() -> None:
 
 
 def test_the_world_is_measured_unless_an_axis_is_all_of_it() -> None:
-    assert [it.axis for it in groups_of_rank(Degrees(1, 4, 1, 1, 1), 0)] == ["dp_replicate"]
-    two = groups_of_rank(Degrees(2, 1, 1, 1, 3), 5)
+    assert [it.axis for it in list_groups_of_rank(Degrees(1, 4, 1, 1, 1), 0)] == ["dp_replicate"]
+    two = list_groups_of_rank(Degrees(2, 1, 1, 1, 3), 5)
     assert [(it.axis, it.ranks, it.index, it.groups) for it in two] == [
         ("pp", (2, 5), 1, 3),
         ("tp", (3, 4, 5), 2, 2),
@@ -384,7 +386,7 @@ def test_messages_of_probes_are_checked_too() -> None:
 def test_a_case_may_be_called_again_and_again() -> None:
     def on_rank(world: World) -> list[int]:
         maker, backend = CaseMaker(world.rank, world.size, 64), TorchBackend(world)
-        group = groups_of_rank(resolve_degrees(ParallelConfig(), world.size), world.rank)[0]
+        group = list_groups_of_rank(resolve_degrees(ParallelConfig(), world.size), world.rank)[0]
         wrong = []
         for name in NAMES:
             case = maker.case(
@@ -495,6 +497,6 @@ def test_sizes_rise_by_the_factor() -> None:
 
 
 def test_mpi_is_only_asked_where_an_mpi_launcher_started_the_ranks() -> None:
-    assert started_by_mpi({"PMIX_RANK": "0"})
-    assert started_by_mpi({"OMPI_COMM_WORLD_RANK": "1"})
-    assert not started_by_mpi({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "PMI_RANK": "1"})
+    assert is_started_by_mpi({"PMIX_RANK": "0"})
+    assert is_started_by_mpi({"OMPI_COMM_WORLD_RANK": "1"})
+    assert not is_started_by_mpi({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "PMI_RANK": "1"})

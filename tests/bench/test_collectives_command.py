@@ -15,7 +15,7 @@ from hpc_train.bench.collectives.definitions import OPERATIONS, find_operation
 from hpc_train.bench.collectives.options import CollectivesOptions
 from hpc_train.cluster.calibration import read_calibration
 from hpc_train.errors import EXIT_USER_ERROR, UserError
-from hpc_train.traffic.rank_groups import bus_factor
+from hpc_train.traffic.rank_groups import compute_bus_factor
 
 PROGRAM = [sys.executable, "-m", "hpc_train", "bench", "collectives"]
 SMALL = ["--min", "1K", "--max", "64K", "--factor", "8", "--rounds", "2", "--iterations", "2"]
@@ -40,7 +40,9 @@ def test_json_of_two_ranks_has_every_operation_algorithm_and_size() -> None:
     for row in rows:
         assert (row["axis"], row["groups"], row["ranks"], row["backend"]) == ("dp_replicate", 1, 2, "gloo")
         assert row["algbw"] == pytest.approx(row["size"] / row["seconds"] / 1e9)
-        assert row["busbw"] == pytest.approx(row["algbw"] * bus_factor(find_operation(row["operation"]).name, 2))
+        assert row["busbw"] == pytest.approx(
+            row["algbw"] * compute_bus_factor(find_operation(row["operation"]).name, 2)
+        )
         assert row["quartiles"][0] <= row["seconds"] <= row["quartiles"][1]
         assert row["wrong"] == 0
     assert {row["size"] for row in rows} == {1024, 8192, 65536}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.bench.gemm import GemmResult, MatrixProduct, product_shapes, read_gemm_result
+from hpc_train.bench.gemm import GemmResult, MatrixProduct, list_product_shapes, read_gemm_result
 from hpc_train.cli.main import main
 from hpc_train.errors import UserError
 
@@ -20,7 +20,7 @@ def test_products_are_measured_drawn_and_written(tmp_path: Path, capsys: pytest.
     assert "<svg" in picture.read_text()
     found = read_gemm_result(file)
     assert {it.precision for it in found.products} == {"fp32", "bf16"}
-    assert len(found.products) == 2 * len(product_shapes(16, 32))
+    assert len(found.products) == 2 * len(list_product_shapes(16, 32))
     assert found.copy_gb_s > 0.1
     assert all(1e-7 < it.tflops < 1e4 for it in found.products)
     assert found.best()["fp32"].tflops == max(it.tflops for it in found.products if it.precision == "fp32")
@@ -41,7 +41,7 @@ def test_speed_of_a_product() -> None:
 
 
 def test_shapes_are_cubes_and_those_of_layers() -> None:
-    found = product_shapes(256, 1024)
+    found = list_product_shapes(256, 1024)
     assert (256, 256, 256) in found
     assert {(2048, 4096, 1024), (2048, 1024, 4096), (2048, 1024, 1024)} <= set(found)
     assert len(set(found)) == len(found)

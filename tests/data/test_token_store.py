@@ -19,8 +19,8 @@ from hpc_train.data.token_store import (
     StoreHeader,
     TokenBlock,
     TokenStore,
+    choose_token_dtype,
     compute_unigram_entropy,
-    token_dtype,
     verify_store,
     write_store,
 )
@@ -56,7 +56,7 @@ def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
 def test_memory_map_equals_what_was_written_and_what_h5py_reads(tmp_path, vocab_size, dtype):
     tokens = random_tokens(12_345, vocab_size)
     store = written(tmp_path / "a.h5", tokens, vocab_size)
-    assert store.tokens.dtype == np.dtype(dtype) == token_dtype(vocab_size)
+    assert store.tokens.dtype == np.dtype(dtype) == choose_token_dtype(vocab_size)
     assert np.array_equal(store.tokens, tokens)
     with h5py.File(store.path) as file:
         assert file["tokens"].chunks is None

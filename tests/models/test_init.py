@@ -81,7 +81,7 @@ def test_a_shard_is_filled_through_its_region() -> None:
 
     def right_half(parameter: torch.Tensor) -> Region:
         if id(parameter) not in columns:
-            return initial_values.whole_region(parameter)
+            return initial_values.get_whole_region(parameter)
         half = parameter.shape[1] // 2
         return Region(tuple(parameter.shape), (0, half), parameter.detach()[:, half:])
 

@@ -18,7 +18,7 @@ from hpc_train.parallel.pipeline.measurement import TimelineEvent, format_chrome
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.schedules import order, simulate
 from hpc_train.schedules.generate import REQUIREMENTS, generate_order
-from hpc_train.traffic.stages import block_costs, costs_from_config, split_blocks
+from hpc_train.traffic.stages import compute_block_costs, read_block_costs, split_blocks
 
 CSV = "0F0,0F1,0I0,0F2,0B1,0W0,0F3,0B3,0B2\n1F0,1I0,1F1,1W0,1B1,1F2,1F3,1B3,1B2\n"
 """An order that trains: 4 micro-batches over 2 ranks."""
@@ -38,19 +38,19 @@ def test_the_split_is_the_best_there_is(costs: tuple[float, ...], stages: int) -
         sums[-1] += costs[-1]
         return max(sums)
 
-    found = split_blocks(costs_from_config(costs), stages)
+    found = split_blocks(read_block_costs(costs), stages)
     assert [index for held in found for index in held] == list(range(blocks))
     best = min(largest(cuts) for cuts in combinations(range(1, blocks), stages - 1))
     assert largest(tuple(held.start for held in found[1:])) == best
 
 
 def test_costs_count_embedding_and_head() -> None:
-    text = block_costs(compose(("model=llama_tiny", "model.vocab_size=8192")).model, 64, 4)
+    text = compute_block_costs(compose(("model=llama_tiny", "model.vocab_size=8192")).model, 64, 4)
     assert text.before == 0
     assert text.after > 2 * text.blocks[0], "a large head"
     assert [len(held) for held in split_blocks(text, 2)] == [3, 1]
     image = compose(("model=vit_tiny",)).model
-    parts = block_costs(image, 64, 4)
+    parts = compute_block_costs(image, 64, 4)
     assert parts.before > 0
     assert math.isclose(parts.before + sum(parts.blocks) + parts.after, compute_flops_per_token(image, 64) or 0)
 

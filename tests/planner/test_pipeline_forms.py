@@ -14,7 +14,7 @@ from hpc_train.planner.model.jobs import SCHEDULES, Jobs, replace_columns
 from hpc_train.planner.model.pipeline import bubble_seconds, micro_batches_in_flight, rank_layers, split_layers
 from hpc_train.schedules.generate import REQUIREMENTS, generate_order
 from hpc_train.schedules.simulate import ActionTimes, Simulation, simulate_order
-from hpc_train.traffic.stages import block_costs, split_blocks
+from hpc_train.traffic.stages import compute_block_costs, split_blocks
 
 TIMES = ((1.0, 1.0, 1.0), (1.0, 1.3, 0.7), (1.0, 2.0, 1.0))
 V_SHAPED = {"zbv", "dualpipev"}
@@ -89,7 +89,7 @@ def test_stages_hold_all_layers_and_none_is_much_larger(layers: int, ranks: int,
 def test_ours_are_split_as_the_pipeline_splits_them(model: str, ranks: int) -> None:
     config = run(f"model={model}", "train.sequence_length=2048", "cluster=dgx_h100", "precision=bf16")
     jobs = replace_columns(jobs_from_config(config, 1), pp=ranks)
-    real = split_blocks(block_costs(config.model, 2048, int(jobs.layers)), ranks)
+    real = split_blocks(compute_block_costs(config.model, 2048, int(jobs.layers)), ranks)
     told = split_layers(jobs)
     assert float(told.last) == len(real[-1])
     assert float(told.first) == len(real[0])
@@ -107,7 +107,7 @@ def test_ranks_hold_the_layers_that_the_pipeline_gives_them(
     config = run("model=llama_8b", f"model.layers={layers}", f"model.vocab_size={vocab}", "cluster=dgx_h100")
     jobs = replace_columns(jobs_from_config(config, 1), pp=ranks, virtual_stages=virtual)
     real = list(
-        map(len, split_blocks(block_costs(config.model, config.train.sequence_length, layers), ranks * virtual))
+        map(len, split_blocks(compute_block_costs(config.model, config.train.sequence_length, layers), ranks * virtual))
     )
     last = 2 * ranks - 1
     held = [

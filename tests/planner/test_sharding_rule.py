@@ -15,7 +15,7 @@ from hpc_train.schedules.generate import generate_order
 from hpc_train.schedules.order import Kind
 from hpc_train.traffic.flows import compute_flows
 from hpc_train.traffic.sharding import count_block_gathers, count_end_gathers, count_reductions, keeps_parameters
-from hpc_train.traffic.stages import stage_split_backwards
+from hpc_train.traffic.stages import count_stage_split_backwards
 
 BASE = (
     "model=llama_1b", "cluster=dgx_h100", "cluster.nodes=4", "precision=bf16", "train.sequence_length=2048",
@@ -65,7 +65,7 @@ def test_split_backwards_are_those_of_the_order(schedule: str) -> None:
         for rank in range(ranks):
             for action in order.actions(rank):
                 split[action.stage] += action.kind is Kind.I and action.stage > 0
-        assert stage_split_backwards(config.parallel.pipeline, ranks, count) == tuple(split)
+        assert count_stage_split_backwards(config.parallel.pipeline, ranks, count) == tuple(split)
 
 
 def test_the_rule_takes_numbers_and_columns() -> None:

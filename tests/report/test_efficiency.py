@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import make_table, waits
 
-from hpc_train.bench.bubble_rank import sleep_times
+from hpc_train.bench.bubble_rank import make_sleep_times
 from hpc_train.report.efficiency import LOSSES, Pipeline, measure_work, simulate_bubble, split_step
 from hpc_train.report.pipeline_spans import simulate_spans
 from hpc_train.report.step_table import StepTable
@@ -72,7 +72,7 @@ def test_the_bubble_is_that_of_bench_bubble(schedule: str) -> None:
     order = generate_order(schedule, p, m)
     pipeline = Pipeline(order, tuple(range(p)), (1.0,) * p, m)
     _, share = simulate_bubble(np.full(p, WORK), pipeline)
-    benchmarked = simulate_order(order, sleep_times(order, WORK / m / 3))
+    benchmarked = simulate_order(order, make_sleep_times(order, WORK / m / 3))
     assert share == pytest.approx(benchmarked.mean_bubble, rel=1e-9)
     _, seconds = simulate_spans(np.full(p, WORK), pipeline)
     assert seconds == pytest.approx(benchmarked.makespan, rel=1e-9)

@@ -17,9 +17,9 @@ from hpc_train.training.records.step_records import (
     THIN_AFTER,
     RecordSum,
     StepRecordFile,
+    count_steps_per_record,
     pack_record,
     read_blocks,
-    steps_per_record,
 )
 
 
@@ -83,7 +83,7 @@ def test_long_runs_are_thinned() -> None:
     assert sum(int(record["steps"]) for record in records) == steps
     assert sum(float(record["data"]) for record in records) == pytest.approx(0.5 * steps)
     assert float(records[-1]["resident"]) == steps
-    assert [steps_per_record(n) for n in (0, THIN_AFTER - 1, THIN_AFTER, 3 * THIN_AFTER)] == [1, 1, 2, 8]
+    assert [count_steps_per_record(n) for n in (0, THIN_AFTER - 1, THIN_AFTER, 3 * THIN_AFTER)] == [1, 1, 2, 8]
 
 
 def test_a_table_of_a_long_run_keeps_its_means(tmp_path: Path) -> None:

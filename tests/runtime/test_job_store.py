@@ -387,8 +387,8 @@ def test_many_who_wait_for_the_same_large_values_share_one_copy(server: StoreSer
         reader.connect(server.address)
         nonce = reader.recv(GREETING_BYTES, socket.MSG_WAITALL)[len(MAGIC) :]
         handshake = Handshake(SECRET, server.address, nonce, bytes(32))
-        reader.sendall(handshake.client_nonce + handshake.client_proof())
-        assert reader.recv(PROOF_BYTES, socket.MSG_WAITALL) == handshake.server_proof()
+        reader.sendall(handshake.client_nonce + handshake.make_client_proof())
+        assert reader.recv(PROOF_BYTES, socket.MSG_WAITALL) == handshake.make_server_proof()
         payload = encode_message(Message(Operation.GET, 0, [key.encode() for key in keys]))
         reader.sendall(handshake.to_server().seal(payload) + payload.data)
         readers.append((reader, handshake.to_client()))
@@ -486,9 +486,9 @@ def test_an_old_answer_proves_nothing(server: StoreServer) -> None:
     with socket.create_connection(server.address, timeout=10) as honest:
         nonce = honest.recv(GREETING_BYTES, socket.MSG_WAITALL)[len(MAGIC) :]
         handshake = Handshake(SECRET, server.address, nonce, bytes(32))
-        answer = record(handshake.client_nonce + handshake.client_proof())
+        answer = record(handshake.client_nonce + handshake.make_client_proof())
         honest.sendall(answer)
-        assert honest.recv(PROOF_BYTES, socket.MSG_WAITALL) == handshake.server_proof()
+        assert honest.recv(PROOF_BYTES, socket.MSG_WAITALL) == handshake.make_server_proof()
     with socket.create_connection(server.address, timeout=10) as later:
         later.recv(GREETING_BYTES, socket.MSG_WAITALL)
         later.sendall(seen[0])

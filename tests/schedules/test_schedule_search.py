@@ -22,7 +22,7 @@ from hpc_train.schedules.order import read_order
 from hpc_train.schedules.search import PartTimes, count_live_blocks, even_out, search_schedule
 from hpc_train.schedules.simulate import simulate_order
 from hpc_train.schedules.validate import find_problem, find_runtime_problem
-from hpc_train.traffic.stages import stage_parts
+from hpc_train.traffic.stages import list_stage_parts
 
 RANKS, MICRO = 4, 8
 LLAMA_1B = PartTimes(0.0, (1.0,) * 16, 4.28)
@@ -103,7 +103,7 @@ def test_trainer_and_planner_take_the_sizes_as_they_are() -> None:
     with torch.device("meta"):
         model = build_model(config.model, 0)
     assert [len(stage) for stage in name_stage_blocks(model, config, degrees)] == [1, 3]
-    assert [[part.blocks for part in rank] for rank in stage_parts(config, 2, 4)] == [[1], [3]]
+    assert [[part.blocks for part in rank] for rank in list_stage_parts(config, 2, 4)] == [[1], [3]]
 
 
 def test_a_model_without_known_blocks_or_a_pipeline_is_one_line(tmp_path: Path) -> None:

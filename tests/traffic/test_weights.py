@@ -12,8 +12,8 @@ from hpc_train.config.compose import compose
 from hpc_train.config.keys.groups import option_files
 from hpc_train.config.model import TransformerConfig
 from hpc_train.models.shape import count_parameters
-from hpc_train.traffic.axes import ddp_buckets, fsdp_groups
-from hpc_train.traffic.weights import Splitting, held_elements, list_weights, partial_gradient_sizes
+from hpc_train.traffic.axes import count_fsdp_groups, list_ddp_buckets
+from hpc_train.traffic.weights import Splitting, count_rank_elements, list_partial_gradient_sizes, list_weights
 from hpc_train.units import MIB
 
 SHIPPED = [name for name in option_files("model") if name not in ("custom", "hf")]
@@ -41,29 +41,31 @@ EVEN, ODD = 24 * 24 * 2 + 24 * 36 * 3, 2 * 24 * 8
 def test_what_a_rank_of_tp_holds() -> None:
     weights = list_weights(LLAMA)
     assert weights is not None
-    assert held_elements(weights.block, Splitting(2, 2, True)) == (EVEN + ODD) // 2 + 2 * 24
-    assert held_elements(weights.block, Splitting(3, 2, True)) == EVEN // 3 + ODD + 2 * 24
-    assert held_elements(weights.before, Splitting(4, 2, True)) == 8 * 24, "30 rows over 4 ranks: 8 at most"
-    assert held_elements(weights.before, Splitting(4, 2, False)) == 30 * 24
-    assert held_elements(weights.before, Splitting(4, 2, True, shards=5)) == 10 * 24, "8 rows over 5 shards: 2 each"
+    assert count_rank_elements(weights.block, Splitting(2, 2, True)) == (EVEN + ODD) // 2 + 2 * 24
+    assert count_rank_elements(weights.block, Splitting(3, 2, True)) == EVEN // 3 + ODD + 2 * 24
+    assert count_rank_elements(weights.before, Splitting(4, 2, True)) == 8 * 24, "30 rows over 4 ranks: 8 at most"
+    assert count_rank_elements(weights.before, Splitting(4, 2, False)) == 30 * 24
+    assert count_rank_elements(weights.before, Splitting(4, 2, True, shards=5)) == 10 * 24, (
+        "8 rows over 5 shards: 2 each"
+    )
 
 
 def test_gradients_that_ranks_of_tp_add_up() -> None:
     weights = list_weights(LLAMA)
     assert weights is not None
-    assert partial_gradient_sizes(weights.block, 1, 2, True) == []
-    assert partial_gradient_sizes(weights.block, 2, 2, True) == [24, 24]
-    assert sorted(partial_gradient_sizes(weights.block, 3, 2, False)) == [24 * 8, 24 * 8]
+    assert list_partial_gradient_sizes(weights.block, 1, 2, True) == []
+    assert list_partial_gradient_sizes(weights.block, 2, 2, True) == [24, 24]
+    assert sorted(list_partial_gradient_sizes(weights.block, 3, 2, False)) == [24 * 8, 24 * 8]
     gpt = list_weights(replace(LLAMA, kv_heads=None, bias=True, norm="layernorm"))
     assert gpt is not None
-    assert partial_gradient_sizes(gpt.block, 2, 6, True) == [24] * 6, (
+    assert list_partial_gradient_sizes(gpt.block, 2, 6, True) == [24] * 6, (
         "two norms with a bias each, and two biases of row-parallel layers"
     )
 
 
 @given(sizes=st.lists(st.floats(1, 2**27), max_size=40), limit=st.none() | st.floats(0.1, 40))
 def test_buckets_hold_everything_and_close_when_they_are_full(sizes: list[float], limit: float | None) -> None:
-    found = ddp_buckets(sizes, limit)
+    found = list_ddp_buckets(sizes, limit)
     assert sum(found) == pytest.approx(sum(sizes))
     least = 2**20 if limit is None else limit * 2**20
     assert all(size >= least for size in found[:-1])
@@ -71,14 +73,14 @@ def test_buckets_hold_everything_and_close_when_they_are_full(sizes: list[float]
 
 def test_a_gradient_that_just_fills_a_bucket_closes_it() -> None:
     """As torch does (compute_bucket_assignment_by_size closes a bucket of the limit's size)."""
-    assert ddp_buckets([MIB, 25 * MIB, 25 * MIB, MIB], None) == [MIB, 25 * MIB, 25 * MIB, MIB]
-    assert ddp_buckets([MIB, MIB, MIB], 2) == [2 * MIB, MIB]
+    assert list_ddp_buckets([MIB, 25 * MIB, 25 * MIB, MIB], None) == [MIB, 25 * MIB, 25 * MIB, MIB]
+    assert list_ddp_buckets([MIB, MIB, MIB], 2) == [2 * MIB, MIB]
 
 
 def test_groups_are_whole_blocks_within_a_bucket() -> None:
     mib = 2**20
-    assert fsdp_groups(4 * mib, 5, 4 * mib, None) == 0, "24 MiB: everything together"
-    assert fsdp_groups(4 * mib, 6, 4 * mib, None) == 1, "28 MiB: the blocks, and the rest"
-    assert fsdp_groups(10 * mib, 5, 0, None) == 3
-    assert fsdp_groups(100 * mib, 5, 0, None) == 5, "a block of its own, where one is larger than a bucket"
-    assert fsdp_groups(10 * mib, 5, 0, 30.0) == 2
+    assert count_fsdp_groups(4 * mib, 5, 4 * mib, None) == 0, "24 MiB: everything together"
+    assert count_fsdp_groups(4 * mib, 6, 4 * mib, None) == 1, "28 MiB: the blocks, and the rest"
+    assert count_fsdp_groups(10 * mib, 5, 0, None) == 3
+    assert count_fsdp_groups(100 * mib, 5, 0, None) == 5, "a block of its own, where one is larger than a bucket"
+    assert count_fsdp_groups(10 * mib, 5, 0, 30.0) == 2

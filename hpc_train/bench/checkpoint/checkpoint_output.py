@@ -42,14 +42,14 @@ def print_checkpoint_result(result: CheckpointBenchResult) -> None:
     """Print a table for every directory and number of ranks, and a sentence on the speed of our side."""
     console = Console(width=None if Console().is_terminal else 140)
     for setting in result.settings:
-        console.print(_setting_table(setting, result), highlight=False)
+        console.print(_make_setting_table(setting, result), highlight=False)
         for name, why in setting.missing.items():
             console.print(f"left out: {name}: {why}", highlight=False)
         console.print(_format_verdict(setting), highlight=False)
 
 
-def _setting_table(setting: SettingResult, result: CheckpointBenchResult) -> Table:
-    table = Table(title=_table_title(setting, result), title_justify="left")
+def _make_setting_table(setting: SettingResult, result: CheckpointBenchResult) -> Table:
+    table = Table(title=_format_title(setting, result), title_justify="left")
     table.add_column("side", no_wrap=True)
     for column in ("seconds (quartiles)", "GiB/s", "CPU s/GiB", *(f"x {base}" for base in BASE_SIDES), "x read"):
         table.add_column(column, justify="right")
@@ -59,11 +59,11 @@ def _setting_table(setting: SettingResult, result: CheckpointBenchResult) -> Tab
             table.add_section()
             table.add_row(_OPERATION_DESCRIPTIONS[operation], style="bold")
         for line in rows:
-            table.add_row(*_table_row(line))
+            table.add_row(*_format_row(line))
     return table
 
 
-def _table_title(setting: SettingResult, result: CheckpointBenchResult) -> str:
+def _format_title(setting: SettingResult, result: CheckpointBenchResult) -> str:
     before, after = setting.load_average
     return (
         f"{setting.directory} ({setting.file_system}), {setting.ranks} ranks, {setting.gib:.2f} GiB in "
@@ -72,7 +72,7 @@ def _table_title(setting: SettingResult, result: CheckpointBenchResult) -> str:
     )
 
 
-def _table_row(line: OperationResult) -> list[str]:
+def _format_row(line: OperationResult) -> list[str]:
     low, high = line.quartiles
     ratios = [line.over.get(base) for base in BASE_SIDES]
     return [
@@ -107,25 +107,25 @@ def plot_checkpoint_result(result: CheckpointBenchResult, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    columns = [name for name in OPERATIONS if any(line.operation == name for line in _all_bars(result))]
+    columns = [name for name in OPERATIONS if any(line.operation == name for line in _list_bars(result))]
     figure = Figure(figsize=(3.6 * len(columns), 2.8 * len(result.settings)), layout="constrained")
     grid = figure.subplots(len(result.settings), len(columns), squeeze=False)
     for axes_row, setting in zip(grid, result.settings, strict=True):
         for axes, operation in zip(axes_row, columns, strict=True):
             _draw_bars(axes, [line for line in setting.lines if line.operation == operation])
             axes.set_title(operation, fontsize=9)
-        axes_row[0].set_ylabel(_axis_label(setting), fontsize=8)
+        axes_row[0].set_ylabel(_format_axis_label(setting), fontsize=8)
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise UserError(f"--plot {path}: {error}") from error
 
 
-def _all_bars(result: CheckpointBenchResult) -> list[OperationResult]:
+def _list_bars(result: CheckpointBenchResult) -> list[OperationResult]:
     return [line for setting in result.settings for line in setting.lines]
 
 
-def _axis_label(setting: SettingResult) -> str:
+def _format_axis_label(setting: SettingResult) -> str:
     return f"{setting.file_system}, {setting.ranks} ranks\n{setting.gib:.2f} GiB, {setting.tensors} tensors"
 
 
@@ -133,7 +133,7 @@ def _side_name(row: OperationResult) -> str:
     return row.side if row.read is None else f"{row.side}\nreads {row.read:.2f}x"
 
 
-def _bar_heights(row: OperationResult) -> tuple[float, float]:
+def _list_bar_heights(row: OperationResult) -> tuple[float, float]:
     low, high = row.quartiles
     gib = row.gib_per_second * row.seconds
     return gib / high, gib / low
@@ -143,7 +143,7 @@ def _draw_bars(axes: object, rows: list[OperationResult]) -> None:
     """Draw the sides of one operation: seconds for stalls, else GiB/s; whiskers are quartiles."""
     stall = bool(rows) and rows[0].operation == STALL
     values = [row.seconds if stall else row.gib_per_second for row in rows]
-    ends = [row.quartiles if stall else _bar_heights(row) for row in rows]
+    ends = [row.quartiles if stall else _list_bar_heights(row) for row in rows]
     errors = [
         [value - low for value, (low, _) in zip(values, ends, strict=True)],
         [high - value for value, (_, high) in zip(values, ends, strict=True)],

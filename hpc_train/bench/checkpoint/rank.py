@@ -113,7 +113,7 @@ class _Rounds:
     def warm_up(self, state: Tensors) -> None:
         """Run every side once, untimed, and check that it loads what it saved."""
         for side in self._sides:
-            for save in (_background_save(side), side.save):
+            for save in (_get_background_save(side), side.save):
                 if save is not None:
                     self._empty(side)
                     save()
@@ -124,7 +124,7 @@ class _Rounds:
     def take(self, number: int) -> None:
         """Run every operation of every side once, in an order that differs from round to round."""
         for operation in self._taken:
-            able = [side for side in self._sides if _operation_of(side, operation) is not None]
+            able = [side for side in self._sides if _name_operation(side, operation) is not None]
             random.Random(f"{number} {operation}").shuffle(able)
             for side in able:
                 self._prepare(side, operation)
@@ -140,7 +140,7 @@ class _Rounds:
 
     def _time_operation(self, side: CheckpointSide, operation: str) -> OperationCost:
         """Time one operation; the rest of an asynchronous save is waited for, untimed."""
-        work = _operation_of(side, operation)
+        work = _name_operation(side, operation)
         assert work is not None
         return time_operation(work, lambda rest: rest() if operation == STALL else None)
 
@@ -169,7 +169,7 @@ def _includes_loads(operations: Container[str]) -> bool:
     return LOAD_COLD in operations or LOAD_WARM in operations
 
 
-def _operation_of(side: CheckpointSide, operation: str) -> Callable[[], object] | None:
+def _name_operation(side: CheckpointSide, operation: str) -> Callable[[], object] | None:
     by_operation: dict[str, Callable[[], object] | None] = {
         SAVE: side.save,
         STALL: side.begin,
@@ -180,7 +180,7 @@ def _operation_of(side: CheckpointSide, operation: str) -> Callable[[], object] 
     return by_operation[operation]
 
 
-def _background_save(side: CheckpointSide) -> Callable[[], object] | None:
+def _get_background_save(side: CheckpointSide) -> Callable[[], object] | None:
     begin = side.begin
     return None if begin is None else lambda: begin()()
 

@@ -238,15 +238,15 @@ def tensor_shapes(size: int, tensors: int | None) -> TensorShapes:
 
     tensors: number of float32 tensors of equal size; None: those of a transformer with its AdamW state.
     """
-    return _equal_shapes(size, tensors) if tensors else _transformer_shapes(size)
+    return _make_equal_shapes(size, tensors) if tensors else _list_transformer_shapes(size)
 
 
-def _equal_shapes(size: int, tensors: int) -> TensorShapes:
+def _make_equal_shapes(size: int, tensors: int) -> TensorShapes:
     elements = max(1, size // tensors // 4)
     return {f"tensor.{index}": ((elements,), torch.float32) for index in range(tensors)}
 
 
-def _transformer_shapes(size: int) -> TensorShapes:
+def _list_transformer_shapes(size: int) -> TensorShapes:
     """Return the shapes of a Llama of three layers with grouped-query attention and a small vocabulary."""
     hidden = max(4, isqrt(int(size / _BYTES / _PARAMETERS)) // 4 * 4)
     key, wide = hidden // 4, hidden * 11 // 4

@@ -178,7 +178,7 @@ _STARTED_BY = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "PMIX_RANK")
 """Set by mpirun of Open MPI and MPICH, and by srun --mpi=pmix. With --mpi=none or pmi2 some libraries abort."""
 
 
-def started_by_mpi(env: Mapping[str, str] | None = None) -> bool:
+def is_started_by_mpi(env: Mapping[str, str] | None = None) -> bool:
     """Return whether MPI can be initialised here safely, as far as the environment shows."""
     env = os.environ if env is None else env
     return any(name in env for name in _STARTED_BY)

@@ -145,7 +145,7 @@ class CaseMaker:
         return self._connections[key]
 
 
-def largest_buffer(cells: Sequence[MeasurementCell | ProbeCell]) -> int:
+def find_largest_buffer(cells: Sequence[MeasurementCell | ProbeCell]) -> int:
     """Return the number of elements of the largest buffer."""
     return max(cell.shape.elements for cell in cells)
 

@@ -60,7 +60,7 @@ def _measure_as_rank(config: RunConfig, options: CollectivesOptions, identity: P
         from hpc_train.bench.collectives.measure import measure_collectives
 
     result = measure_collectives(config, options)
-    return report_result(result, options) if identity.process == 0 else result_exit_code(result)
+    return report_result(result, options) if identity.process == 0 else choose_exit_code(result)
 
 
 def report_result(result: CollectivesResult, options: CollectivesOptions) -> int:
@@ -72,10 +72,10 @@ def report_result(result: CollectivesResult, options: CollectivesOptions) -> int
     _write_files(result, options)
     if result.wrong:
         print(f"hpc-train: bench collectives: {_describe_wrong(result)}", file=sys.stderr)
-    return result_exit_code(result)
+    return choose_exit_code(result)
 
 
-def result_exit_code(result: CollectivesResult) -> int:
+def choose_exit_code(result: CollectivesResult) -> int:
     """Return EXIT_DONE if all received data was right, else EXIT_WRONG_DATA."""
     return EXIT_WRONG_DATA if result.wrong else EXIT_DONE
 

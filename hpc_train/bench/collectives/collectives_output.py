@@ -16,9 +16,9 @@ _OUR_ALGORITHMS = {"ring": "ring (ours)", "tree": "tree (ours)"}
 def print_collectives_result(result: CollectivesResult) -> None:
     """Print the tables of collectives and levels, and the cases that were left out."""
     console = Console(width=None if Console().is_terminal else 140)
-    console.print(_measurement_table(result), highlight=False)
+    console.print(_make_measurement_table(result), highlight=False)
     if result.fits:
-        console.print(_level_table(result), highlight=False)
+        console.print(_make_level_table(result), highlight=False)
     if any(row.in_place for row in result.measurements):
         console.print("* in place: the backend has this operation in no other way.", highlight=False)
     if result.nodes > 1:
@@ -27,8 +27,8 @@ def print_collectives_result(result: CollectivesResult) -> None:
         console.print(note, highlight=False, markup=False)
 
 
-def _measurement_table(result: CollectivesResult) -> Table:
-    table = Table(title=_table_title(result), title_justify="left")
+def _make_measurement_table(result: CollectivesResult) -> Table:
+    table = Table(title=_format_title(result), title_justify="left")
     for column in ("axis", "operation", "algorithm", "backend"):
         table.add_column(column)
     for column in ("size", "us (quartiles)", "algorithm GB/s", "bus GB/s", "wrong"):
@@ -43,7 +43,7 @@ def _measurement_table(result: CollectivesResult) -> Table:
     return table
 
 
-def _table_title(result: CollectivesResult) -> str:
+def _format_title(result: CollectivesResult) -> str:
     degrees = " x ".join(f"{axis} {size}" for axis, size in result.degrees.items() if size > 1)
     return (
         f"{result.cluster}: {result.ranks} ranks on {result.nodes} node{'s' * (result.nodes > 1)} ({result.device}), "
@@ -79,18 +79,18 @@ def format_message_size(size: int) -> str:
     return str(size)
 
 
-def _level_table(result: CollectivesResult) -> Table:
+def _make_level_table(result: CollectivesResult) -> Table:
     table = Table(title="Levels: a message takes latency + pairs x size / bandwidth", title_justify="left")
     table.add_column("level")
     table.add_column("backend")
     for column in ("pairs", "latency us", "bandwidth GB/s", "fit within"):
         table.add_column(column, justify="right")
     for fit in result.fits:
-        table.add_row(fit.level, fit.backend, str(fit.pairs), *_constant_cells(fit))
+        table.add_row(fit.level, fit.backend, str(fit.pairs), *_format_constants(fit))
     return table
 
 
-def _constant_cells(fit: LevelFit) -> tuple[str, str, str]:
+def _format_constants(fit: LevelFit) -> tuple[str, str, str]:
     if fit.latency is None or fit.bandwidth is None or fit.error is None:
         return "unknown", "unknown", ""
     return f"{fit.latency * 1e6:.1f}", f"{fit.bandwidth / 1e9:.4g}", f"{fit.error:.1%}"
@@ -114,29 +114,29 @@ def format_nccl_tests(result: CollectivesResult) -> str:
         f"# placement: {result.placement}",
         f"# medians of {result.rounds} interleaved rounds, of the slowest rank; {result.date}",
     ]
-    for title, rows in groupby(result.measurements, _plain_title):
-        lines += ["#", f"# {title}", *_PLAIN_HEAD, *map(_plain_row, rows)]
-    lines += ["#", *(f"# {_plain_fit(fit)}" for fit in result.fits), *(f"# {note}" for note in result.notes)]
+    for title, rows in groupby(result.measurements, _format_plain_title):
+        lines += ["#", f"# {title}", *_PLAIN_HEAD, *map(_format_plain_row, rows)]
+    lines += ["#", *(f"# {_format_plain_fit(fit)}" for fit in result.fits), *(f"# {note}" for note in result.notes)]
     lines.append(f"# Out of bounds values : {result.wrong} {'FAILED' if result.wrong else 'OK'}")
     lines.append(f"# Avg bus bandwidth    : {_average_bandwidth(result):.6g}")
     return "\n".join(lines)
 
 
-def _plain_title(row: Measurement) -> str:
+def _format_plain_title(row: Measurement) -> str:
     groups = "1 group" if row.groups == 1 else f"{row.groups} groups"
     how = "in place" if row.in_place else "out of place"
     own = "" if row.algorithm == "library" else " (ours, over point to point)"
     return f"{row.operation} {row.algorithm}{own} {row.backend}, {row.axis}: {groups} of {row.ranks} ranks, {how}"
 
 
-def _plain_row(row: Measurement) -> str:
+def _format_plain_row(row: Measurement) -> str:
     return (
         f"{row.size:12} {row.count:12} {row.type:>9} {row.redop:>7} {row.seconds * 1e6:10.2f} "
         f"{row.algbw:8.4g} {row.busbw:8.4g} {row.wrong:7}"
     )
 
 
-def _plain_fit(fit: LevelFit) -> str:
+def _format_plain_fit(fit: LevelFit) -> str:
     if fit.latency is None or fit.bandwidth is None or fit.error is None:
         return f"level {fit.level} {fit.backend}: no bandwidth"
     return (

@@ -87,6 +87,6 @@ def make_shape(operation: CollectiveOperation, ranks: int, size: int) -> Collect
     return CollectiveShape(operation, ranks, max(1, size // (DTYPE_BYTES * parts)))
 
 
-def algorithm_bandwidth(size: int, seconds: float) -> float:
+def compute_algorithm_bandwidth(size: int, seconds: float) -> float:
     """Return size over time, in bytes/s."""
     return size / seconds

@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_train.bench.collectives.backends import Backend, MpiBackend, TorchBackend, started_by_mpi
+from hpc_train.bench.collectives.backends import Backend, MpiBackend, TorchBackend, is_started_by_mpi
 from hpc_train.bench.collectives.cases import (
     CaseMaker,
     MeasurementCell,
     ProbeCell,
     check_cases,
-    largest_buffer,
+    find_largest_buffer,
     make_cells,
     make_probe_cells,
     time_cases,
 )
 from hpc_train.bench.collectives.collectives import CollectivesResult, LevelFit, Measurement
-from hpc_train.bench.collectives.definitions import algorithm_bandwidth
+from hpc_train.bench.collectives.definitions import compute_algorithm_bandwidth
 from hpc_train.bench.collectives.options import CollectivesOptions
 from hpc_train.bench.collectives.rank_groups import (
     RankLevel,
@@ -47,7 +47,7 @@ from hpc_train.runtime.arrange_ranks import arrange_ranks
 from hpc_train.runtime.host_info import gather_process_info
 from hpc_train.runtime.rank_assignment import NotPlacedError, group_by_node, make_hosts
 from hpc_train.runtime.start import join, leave_process_group, start
-from hpc_train.traffic.rank_groups import bus_factor, groups_of_rank
+from hpc_train.traffic.rank_groups import compute_bus_factor, list_groups_of_rank
 
 
 def measure_collectives(config: RunConfig, options: CollectivesOptions) -> CollectivesResult:
@@ -60,10 +60,10 @@ def measure_with_backends(
     config: RunConfig, options: CollectivesOptions, job: BenchJob, backends: Sequence[Backend]
 ) -> CollectivesResult:
     """Measure with the given backends, in an existing process group."""
-    cells = make_cells(options, groups_of_rank(job.degrees, job.world.rank), backends)
+    cells = make_cells(options, list_groups_of_rank(job.degrees, job.world.rank), backends)
     probed = make_probes(job.levels)
     probing = make_probe_cells(options, probed, backends)
-    maker = CaseMaker(job.world.rank, job.world.size, largest_buffer([*cells, *probing]))
+    maker = CaseMaker(job.world.rank, job.world.size, find_largest_buffer([*cells, *probing]))
     cases = [*map(maker.case, cells), *map(maker.probe, probing)]
     wrong = check_cases(cases)
     maker.clear()
@@ -73,7 +73,7 @@ def measure_with_backends(
 
 def choose_backends(world: World, wanted: Sequence[str]) -> list[Backend]:
     """Make the wanted backends; by default torch, and MPI if it started the ranks. Raises UserError if one fails."""
-    names = wanted or (["torch", "mpi"] if started_by_mpi() else ["torch"])
+    names = wanted or (["torch", "mpi"] if is_started_by_mpi() else ["torch"])
     made: dict[str, Callable[[World], Backend]] = {"torch": TorchBackend, "mpi": MpiBackend}
     return [made[name](world) for name in dict.fromkeys(names)]
 
@@ -135,7 +135,7 @@ def start_job(config: RunConfig) -> Iterator[BenchJob]:
     try:
         hosts = all_gather_values(task.host)
         nodes = list(dict.fromkeys(hosts))
-        levels, note = _levels_from_rank_0(config, task, world, nodes)
+        levels, note = _broadcast_levels(config, task, world, nodes)
         notes = tuple(text for text in (rank_map.warning, note) if text)
         ranked = tuple(make_rank_levels(hosts, nodes, levels))
         yield BenchJob(world, resolve_degrees(config.parallel, world.size), len(nodes), ranked, rank_map.reason, notes)
@@ -143,7 +143,7 @@ def start_job(config: RunConfig) -> Iterator[BenchJob]:
         leave_process_group()
 
 
-def _levels_from_rank_0(
+def _broadcast_levels(
     config: RunConfig, task: Task, world: World, nodes: Sequence[str]
 ) -> tuple[tuple[NamedLevel, ...], str | None]:
     """Return rank 0's levels and note on all ranks. A collective."""
@@ -174,7 +174,7 @@ def summarize_cell(cell: MeasurementCell, times: RoundSeconds, wrong: int) -> Me
     """Summarise the times of a cell."""
     shape, operation = cell.shape, cell.shape.operation
     low, median, high = (float(value) for value in np.quantile(times, (0.25, 0.5, 0.75)))
-    algbw = algorithm_bandwidth(shape.size, median) / 1e9
+    algbw = compute_algorithm_bandwidth(shape.size, median) / 1e9
     return Measurement(
         axis=cell.group.axis,
         groups=cell.group.groups,
@@ -190,7 +190,7 @@ def summarize_cell(cell: MeasurementCell, times: RoundSeconds, wrong: int) -> Me
         seconds=median,
         quartiles=(low, high),
         algbw=algbw,
-        busbw=algbw * bus_factor(operation.name, shape.ranks),
+        busbw=algbw * compute_bus_factor(operation.name, shape.ranks),
         wrong=wrong,
     )
 

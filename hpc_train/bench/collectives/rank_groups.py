@@ -52,7 +52,7 @@ def make_probes(levels: Sequence[RankLevel]) -> list[LevelProbe]:
     """Make a probe for each level with two groups inside one of the next level; two probes if their number is odd."""
     everything = np.zeros_like(levels[0].group)
     above = [*(level.group for level in levels[1:]), everything]
-    return [probe for level, parent in zip(levels, above, strict=True) for probe in _probes_of_level(level, parent)]
+    return [probe for level, parent in zip(levels, above, strict=True) for probe in _pair_groups(level, parent)]
 
 
 def describe_unprobed(levels: Sequence[RankLevel], probes: Sequence[LevelProbe]) -> list[str]:
@@ -64,7 +64,7 @@ def describe_unprobed(levels: Sequence[RankLevel], probes: Sequence[LevelProbe])
     return [f"level {level.name}: {why}" for level in levels if level.name not in found]
 
 
-def _probes_of_level(level: RankLevel, parent: GroupOfRank) -> list[LevelProbe]:
+def _pair_groups(level: RankLevel, parent: GroupOfRank) -> list[LevelProbe]:
     """Pair neighbouring groups; an odd last group is paired with its parent's first in a second probe."""
     first, second = [], []
     for above in dict.fromkeys(parent.tolist()):
@@ -75,9 +75,7 @@ def _probes_of_level(level: RankLevel, parent: GroupOfRank) -> list[LevelProbe]:
     pairs = max((min(len(a), len(b)) for a, b in first), default=0)
     # A smaller group would measure what its few ranks can send, not what the group's link can carry.
     matchings = [[(a, b) for a, b in matching if min(len(a), len(b)) == pairs] for matching in (first, second)]
-    return [
-        LevelProbe(level.name, _partner_of_rank(matching, len(parent)), pairs) for matching in matchings if matching
-    ]
+    return [LevelProbe(level.name, _find_partner(matching, len(parent)), pairs) for matching in matchings if matching]
 
 
 def _group_members(group: GroupOfRank, chosen: NDArray[np.bool_]) -> list[list[int]]:
@@ -86,7 +84,7 @@ def _group_members(group: GroupOfRank, chosen: NDArray[np.bool_]) -> list[list[i
     return sorted(members.values(), key=lambda ranks: (-len(ranks), ranks))
 
 
-def _partner_of_rank(matching: list[tuple[list[int], list[int]]], ranks: int) -> tuple[int, ...]:
+def _find_partner(matching: list[tuple[list[int], list[int]]], ranks: int) -> tuple[int, ...]:
     partner = list(range(ranks))
     for some, others in matching:
         for a, b in zip(some, others, strict=False):

@@ -42,7 +42,7 @@ def make_config(shape: str, quick: bool, *more: str) -> RunConfig:
         "model.feed_forward=128",
         "train.sequence_length=64",
     )
-    rows = 2 if quick or (shape == "llama_1b" and _memory_gib() > _ROOMY_GIB) else 1
+    rows = 2 if quick or (shape == "llama_1b" and _measure_memory_gib() > _ROOMY_GIB) else 1
     large = {
         "llama_1b": ("model=llama_1b", "train.sequence_length=4096"),
         "blocks_8b": ("model=llama_8b", "model.layers=3", "model.vocab_size=16384", "train.sequence_length=8192"),
@@ -51,7 +51,7 @@ def make_config(shape: str, quick: bool, *more: str) -> RunConfig:
     return compose([*(tiny if quick else large[shape]), *batch, "parallel=ddp", "precision=bf16", *more])
 
 
-def _memory_gib() -> float:
+def _measure_memory_gib() -> float:
     return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 0.0
 
 

@@ -28,7 +28,7 @@ from hpc_train.bench.step.step_rank import (
     draw_sample_order,
     hand_written_steps,
     make_same_model,
-    our_steps,
+    run_our_steps,
     start_job,
     summarize_side,
 )
@@ -86,12 +86,14 @@ def measure_peers(overrides: Sequence[str], rounds: int, steps: int) -> PeerResu
         ours = list(SIDES_OF_SEVERAL_RANKS if world.size > 1 else SIDES_OF_ONE_RANK) + (
             list(SIDES_WITH_MPI) if _started_by_mpi() and world.size > 1 else []
         )
-        loops = peer_loops(data, base, world)
+        loops = make_peer_loops(data, base, world)
         order = draw_sample_order(base, world, data, WARM_UP_STEPS + rounds * steps)
-        sides = [warm_up_side(name, partial(_peer_steps, loop, base, world, order)) for name, loop in loops.items()]
+        sides = [
+            warm_up_side(name, partial(_make_peer_steps, loop, base, world, order)) for name, loop in loops.items()
+        ]
         for side in ours:
             config = compose([*overrides, *side.overrides])
-            sides.append(warm_up_side(side.name, partial(_our_steps, config, world, folder, data, stack)))
+            sides.append(warm_up_side(side.name, partial(_make_our_steps, config, world, folder, data, stack)))
         timings = time_rounds(sides, rounds, steps)
         return _summarize_peers(base, world, data, sides, timings, ours, loops, steps)
 
@@ -101,15 +103,15 @@ def _started_by_mpi() -> bool:
     return identity is not None and identity.launcher == "mpi"
 
 
-def _peer_steps(loop: Loop, config: RunConfig, world: World, order: list[Indices]) -> Iterator[float]:
+def _make_peer_steps(loop: Loop, config: RunConfig, world: World, order: list[Indices]) -> Iterator[float]:
     return loop(make_same_model(config, world), order)
 
 
-def _our_steps(
+def _make_our_steps(
     config: RunConfig, world: World, folder: RunDirectory, data: Dataset, stack: ExitStack
 ) -> Iterator[float]:
     own = make_another_mesh(world, resolve_degrees(config.parallel, world.size))
-    return our_steps(stack.enter_context(assemble_bench_run(config, own, folder, data)))
+    return run_our_steps(stack.enter_context(assemble_bench_run(config, own, folder, data)))
 
 
 def _summarize_peers(
@@ -181,7 +183,7 @@ SIDES_OF_ONE_RANK = (
 Loop = Callable[[nn.Module, Iterable[Indices]], Iterator[float]]
 
 
-def peer_loops(data: Dataset, config: RunConfig, world: World) -> dict[str, Loop]:
+def make_peer_loops(data: Dataset, config: RunConfig, world: World) -> dict[str, Loop]:
     """Return the loops of the peers, by name; DeepSpeed's if it is installed."""
 
     def torch_loop(model: nn.Module, order: Iterable[Indices]) -> Iterator[float]:
@@ -195,7 +197,7 @@ def peer_loops(data: Dataset, config: RunConfig, world: World) -> dict[str, Loop
     found: dict[str, Loop] = {"torch_ddp": torch_loop, "torch_fully_shard": torch_fully_shard}
     if find_spec("deepspeed") is not None:
         for stage in (1, 2, 3):
-            found[f"deepspeed_{stage}"] = _deepspeed_loop(data, config, world, stage)
+            found[f"deepspeed_{stage}"] = _run_deepspeed(data, config, world, stage)
     return found
 
 
@@ -223,9 +225,9 @@ def _fully_sharded(
         yield total.item()
 
 
-def _deepspeed_loop(data: Dataset, config: RunConfig, world: World, stage: int) -> Loop:
+def _run_deepspeed(data: Dataset, config: RunConfig, world: World, stage: int) -> Loop:
     def loop(model: nn.Module, order: Iterable[Indices]) -> Iterator[float]:
-        engine = _deepspeed_engine(model, config, world, stage)
+        engine = _make_deepspeed_engine(model, config, world, stage)
         for indices in order:
             inputs, targets = data.get(indices)
             inputs = require_one_input(inputs, "bench step", "DeepSpeed's loop takes one")
@@ -240,7 +242,7 @@ def _deepspeed_loop(data: Dataset, config: RunConfig, world: World, stage: int) 
     return loop
 
 
-def _deepspeed_engine(model: nn.Module, config: RunConfig, world: World, stage: int):  # type: ignore[no-untyped-def]
+def _make_deepspeed_engine(model: nn.Module, config: RunConfig, world: World, stage: int):  # type: ignore[no-untyped-def]
     """Make a DeepSpeed engine with its defaults and torch's AdamW."""
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # which DeepSpeed's own launcher would set
     import deepspeed

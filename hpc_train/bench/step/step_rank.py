@@ -114,16 +114,16 @@ def _make_our_sides(
         return run
 
     if not config.train.record_steps:
-        return [warm_up_side("hpc_train", lambda: our_steps(assemble(False)))]
+        return [warm_up_side("hpc_train", lambda: run_our_steps(assemble(False)))]
     recorded: list[TrainingRun] = []
 
     def start_recorded() -> Iterator[float]:
         recorded.append(assemble(True))
-        return our_steps(recorded[0])
+        return run_our_steps(recorded[0])
 
     def start_plain() -> Iterator[float]:
         # Both sides share one process, and so the hooks of the recorder: they are taken off for a step of this side.
-        steps, recorder = our_steps(assemble(False)), recorded[0].recorder
+        steps, recorder = run_our_steps(assemble(False)), recorded[0].recorder
         assert recorder is not None
         while True:
             with recorder.detached():
@@ -174,7 +174,7 @@ def _check_first_losses(sides: list[Side], config: RunConfig) -> None:
         )
 
 
-def our_steps(run: TrainingRun) -> Iterator[float]:
+def run_our_steps(run: TrainingRun) -> Iterator[float]:
     """Run the steps of `hpc-train train`, without evaluation and checkpoints."""
     while True:
         step = train_step(run)
@@ -348,11 +348,13 @@ def compare_sides(wall: Samples, cpu: Samples) -> TimeRatio:
     """Compare the times of another side with ours. wall, cpu: (rounds, 2), ours and the other's of each round."""
     # Whole rounds are drawn, both sides of each: a slow moment of the machine falls on both.
     rounds = np.random.default_rng(0).integers(len(wall), size=(_RESAMPLES, len(wall)))
-    low, high = np.quantile(_ratio_of_medians(wall[rounds]), (0.05, 0.95))
-    return TimeRatio(float(_ratio_of_medians(wall)), float(low), float(high), float(_ratio_of_medians(cpu)))
+    low, high = np.quantile(_compute_ratio_of_medians(wall[rounds]), (0.05, 0.95))
+    return TimeRatio(
+        float(_compute_ratio_of_medians(wall)), float(low), float(high), float(_compute_ratio_of_medians(cpu))
+    )
 
 
-def _ratio_of_medians(pairs: Samples) -> Samples:
+def _compute_ratio_of_medians(pairs: Samples) -> Samples:
     """Return the ratio of the second median to the first. pairs: (..., rounds, 2); returns (...)."""
     medians: Samples = np.median(pairs, axis=-2)
     return np.asarray(medians[..., 1] / medians[..., 0])

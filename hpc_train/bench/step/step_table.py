@@ -70,7 +70,7 @@ def _format_startup(parts: dict[str, float]) -> str:
 def print_peer_result(result: PeerResult) -> None:
     """Print all sides, a sentence for each comparison, and the peers that are not installed."""
     console = Console(width=None if Console().is_terminal else 140)
-    console.print(_sides_table(result), highlight=False)
+    console.print(_make_sides_table(result), highlight=False)
     for pair in result.pairs:
         ratio = pair.ratio
         console.print(
@@ -82,7 +82,7 @@ def print_peer_result(result: PeerResult) -> None:
         console.print(f"not installed: {', '.join(result.missing)}", highlight=False)
 
 
-def _sides_table(result: PeerResult) -> Table:
+def _make_sides_table(result: PeerResult) -> Table:
     title = (
         f"{result.model}, {result.ranks} ranks on {result.device}, {result.tokens_per_step:,} tokens per step; "
         f"{result.rounds} interleaved rounds of {result.steps} steps per side"

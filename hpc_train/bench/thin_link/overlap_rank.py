@@ -166,7 +166,7 @@ def measure_overlap(options: OverlapOptions) -> OverlapMeasurement:
     plain = warm_up_side("synchronous", lambda: train_synchronously(pair))
     overlapping = warm_up_side("asynchronous", lambda: train_asynchronously(pair))
     assert abs(plain.first_loss - overlapping.first_loss) <= _LOSS_TOLERANCE * plain.first_loss, "the two ways differ"
-    sent = {side.name: _bytes_per_step(side) for side in (plain, overlapping)}
+    sent = {side.name: _measure_bytes_per_step(side) for side in (plain, overlapping)}
     collectives = warm_up_side("collectives_alone", lambda: collectives_alone(pair))
     ring = warm_up_side("ring_alone", lambda: ring_alone(pair))
     sides = [compute, plain, overlapping, collectives, ring]
@@ -181,7 +181,7 @@ def _link_rate(pair: LayerPair, compute: Side, ratio: float) -> float:
     return pair.link_bytes * 8e-6 / (ratio * float(np.median(seconds)))
 
 
-def _bytes_per_step(side: Side) -> int:
+def _measure_bytes_per_step(side: Side) -> int:
     """Measure the bytes that a step of this rank sends over the link."""
     dist.barrier()
     before = count_sent_bytes()

@@ -16,7 +16,7 @@ from hpc_train.schedules.generate import generate_order
 from hpc_train.schedules.order import format_rows
 from hpc_train.schedules.search import FoundSchedule, PartTimes, count_live_blocks, search_schedule
 from hpc_train.schedules.simulate import simulate_order
-from hpc_train.traffic.stages import block_costs, costs_from_config, count_micro_batches, split_blocks
+from hpc_train.traffic.stages import compute_block_costs, count_micro_batches, read_block_costs, split_blocks
 
 _COMPARED = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 
@@ -63,9 +63,9 @@ def read_part_times(config: RunConfig, degrees: Degrees, communication: float) -
         raise UserError("plan schedule: parallel.pp=1 has no pipeline; set parallel.pp")
     layers, pipeline = getattr(config.model, "layers", None), config.parallel.pipeline
     if pipeline.costs:
-        costs = costs_from_config(pipeline.costs)
+        costs = read_block_costs(pipeline.costs)
     elif layers:
-        costs = block_costs(config.model, config.train.sequence_length, layers)
+        costs = compute_block_costs(config.model, config.train.sequence_length, layers)
     else:
         raise UserError(
             f"plan schedule: the blocks of model.name={config.model.name} are not known here; give their times by "
@@ -82,7 +82,7 @@ Row = dict[str, str | float | int | None]
 def compare_schedules(parts: PartTimes, ranks: int, micro_batches: int) -> list[Row]:
     """Simulate the shipped schedules with stages split as the trainer splits them."""
     rows: list[Row] = []
-    costs = costs_from_config((parts.before, *parts.blocks, parts.after))
+    costs = read_block_costs((parts.before, *parts.blocks, parts.after))
     for name in _COMPARED:
         try:
             order = generate_order(name, ranks, micro_batches)

@@ -65,7 +65,7 @@ class StoreRecipe:
             )
 
 
-def default_column(chat: bool) -> str:
+def choose_default_column(chat: bool) -> str:
     """Return the column that is read if none is named."""
     return "messages" if chat else "text"
 
@@ -130,7 +130,7 @@ def _make_recipe(config: TokenDataConfig) -> tuple[StoreRecipe, list[SourceFile]
         tuple(config.suffixes),
         config.tokenizer,
         config.vocab_size,
-        config.column or default_column(config.chat),
+        config.column or choose_default_column(config.chat),
         config.chat,
         config.end_of_document,
     )

@@ -152,7 +152,7 @@ def _read_text_span(path: Path, span: Span) -> Iterator[TextPiece]:
     try:
         with open_to_read(path) as file:
             size = file.seek(0, io.SEEK_END)
-            begin, end = _next_character(file, span.begin), _next_character(file, min(span.end, size))
+            begin, end = _find_next_character(file, span.begin), _find_next_character(file, min(span.end, size))
             file.seek(begin)
             if begin == 0 and not is_of_stdlib(path) and file.read(3) == codecs.BOM_UTF8:
                 begin = 3  # a byte order mark is not text
@@ -162,7 +162,7 @@ def _read_text_span(path: Path, span: Span) -> Iterator[TextPiece]:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _next_character(file: BinaryIO, place: int) -> int:
+def _find_next_character(file: BinaryIO, place: int) -> int:
     """Return where the first UTF-8 character at or after `place` begins; at most three bytes further."""
     if place == 0:
         return 0
@@ -180,13 +180,13 @@ def _cut_stream(file: BinaryIO, length: int, first: bool, last: bool) -> Iterato
     left = length - len(text)
     while left > 0 and (following := file.read(min(PIECE_BYTES - 4, left))):
         left -= len(following)
-        cut = _character_boundary(text)
+        cut = _find_character_boundary(text)
         yield TextPiece(text[:cut], first, False)
         text, first = text[cut:] + following, False
     yield TextPiece(text, first, last)
 
 
-def _character_boundary(text: bytes) -> int:
+def _find_character_boundary(text: bytes) -> int:
     """Return where the last UTF-8 character begins; the length if none of the last four bytes begins one."""
     for back in range(1, min(4, len(text)) + 1):
         if text[-back] & 0xC0 != 0x80:

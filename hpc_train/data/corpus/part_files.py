@@ -27,7 +27,7 @@ import xxhash
 
 from hpc_train.data.corpus.documents import Part
 from hpc_train.data.corpus.tokenize import LeftOut, Tokenization, tokenize_part
-from hpc_train.data.token_store import VERSION, TokenBlock, token_dtype
+from hpc_train.data.token_store import VERSION, TokenBlock, choose_token_dtype
 from hpc_train.data.tokenizers.tokenizer import restore_tokenizer
 from hpc_train.errors import UserError
 
@@ -104,7 +104,7 @@ class PartFile:
         """Tokenize the part into its files. Raises UserError for bad sources, OSError if they cannot be written."""
         beside = {path: path.with_suffix(f"{path.suffix}.{os.getpid()}") for path in self._list_contents(how.chat)}
         left_out, length, starts = LeftOut(), 0, [np.zeros(0, np.int64)]
-        dtype = token_dtype(how.tokenizer.vocab_size)
+        dtype = choose_token_dtype(how.tokenizer.vocab_size)
         try:
             with (
                 beside[self.tokens].open("wb") as tokens,
@@ -131,7 +131,9 @@ class PartFile:
         left_out.add(LeftOut(facts["empty"], facts["unanswered"]))
         if not facts["tokens"]:
             return
-        tokens = np.memmap(self.tokens, token_dtype(how.tokenizer.vocab_size), mode="r", shape=(facts["tokens"],))
+        tokens = np.memmap(
+            self.tokens, choose_token_dtype(how.tokenizer.vocab_size), mode="r", shape=(facts["tokens"],)
+        )
         counted = np.memmap(self.counted, np.bool_, mode="r", shape=(facts["tokens"],)) if how.chat else None
         starts = np.fromfile(self.starts, np.int64)
         for begin in range(0, len(tokens), slice_tokens):

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpc_train.data.readers.records import first_line
-from hpc_train.data.token_store import Tokens, token_dtype
+from hpc_train.data.token_store import Tokens, choose_token_dtype
 from hpc_train.data.tokenizers.tokenizer_folder import FolderTokenizer
 from hpc_train.errors import UserError
 from hpc_train.terminal import one_line
@@ -63,7 +63,7 @@ class ChatEncoder:
             messages = [_join_text_parts(message) for message in messages]
         encode = self._encode_marked if has_marks(template) else self._encode_by_prefixes
         ids, counts = encode(messages, where, tools)
-        return EncodedChat(np.array(ids, token_dtype(self.vocab_size)), np.array(counts, np.bool_))
+        return EncodedChat(np.array(ids, choose_token_dtype(self.vocab_size)), np.array(counts, np.bool_))
 
     @cached_property
     def takes_parts(self) -> bool:

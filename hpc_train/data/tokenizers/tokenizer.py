@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpc_train.data.token_store import Tokens, TokenStore, token_dtype
+from hpc_train.data.token_store import Tokens, TokenStore, choose_token_dtype
 from hpc_train.errors import UserError
 
 SEPARATOR = 0
@@ -74,7 +74,7 @@ class ByteTokenizer:
 def encode_batch(model: Any, texts: Sequence[bytes], vocab_size: int) -> list[Tokens]:
     """Return the tokens of each text, without special tokens, in the smallest type. model: a tokenizers.Tokenizer."""
     encoded = model.encode_batch_fast([decode_text(text) for text in texts], add_special_tokens=False)
-    return [np.array(encoding.ids, token_dtype(vocab_size)) for encoding in encoded]
+    return [np.array(encoding.ids, choose_token_dtype(vocab_size)) for encoding in encoded]
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,9 @@ def load_tokenizer_folder(path: str | Path, end_of_document: str | None = None) 
     source = _read_text(file, _MOST_TOKENIZER_BYTES)
     model = _parse_model(source, str(file))
     config, special = _read_object(folder / _CONFIG), _read_object(folder / _SPECIAL)
-    names = {role: name for role in _ROLES if (name := _token_name(config.get(role, special.get(role)))) is not None}
+    names = {
+        role: name for role in _ROLES if (name := _get_token_text(config.get(role, special.get(role)))) is not None
+    }
     begin, end = _find_frame(model)
     end = _choose_end(model, end, end_of_document or names.get("eos_token"), end_of_document is not None, path)
     model.encode_special_tokens = True  # after _find_frame; in text they are text
@@ -213,7 +215,7 @@ def _choose_template(folder: Path, config: dict[str, Any], name: str) -> str | N
     return template if isinstance(template, str) else None
 
 
-def _token_name(value: Any) -> str | None:
+def _get_token_text(value: Any) -> str | None:
     """Return a special token's text; it is given as such, or as an object with its `content`."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None

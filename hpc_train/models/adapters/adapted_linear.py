@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_MAGNITUDE, is_adapter_parameter
 from hpc_train.models.adapters.nf4 import BLOCK, Nf4Linear, Nf4Weight, multiply, replace_weight
 from hpc_train.models.dropout import Dropout
-from hpc_train.models.initial_values import Normal, Region, draw_values, whole_region
+from hpc_train.models.initial_values import Normal, Region, draw_values, get_whole_region
 
 
 class AdaptedLayer(nn.Module):
@@ -57,9 +57,9 @@ class AdaptedLayer(nn.Module):
     def combine(self, base: Tensor, low: Tensor) -> Tensor:
         """Return this layer's output without bias from W x (..., outputs) and A x (..., rank)."""
         out = base + self.scale * self.multiply_b(low)
-        return out if self.lora_magnitude is None else out * self.row_factors().to(out.dtype)
+        return out if self.lora_magnitude is None else out * self.compute_row_factors().to(out.dtype)
 
-    def row_factors(self) -> Tensor:
+    def compute_row_factors(self) -> Tensor:
         """Return DoRA's factor of each output, m / |W + s B A|: (outputs,), in at least float32."""
         assert self.lora_magnitude is not None
         with torch.no_grad():
@@ -213,7 +213,7 @@ def copy_adapters(part: nn.Module, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def initialise_adapters(part: nn.Module, seed: int, region: Callable[[Tensor], Region] = whole_region) -> None:
+def initialise_adapters(part: nn.Module, seed: int, region: Callable[[Tensor], Region] = get_whole_region) -> None:
     """Fill the adapters in place: A normal with the variance of PEFT's (Kaiming uniform), all else zero.
 
     Values are a function of (seed, name, place) only; `region` says what a rank has of a split parameter.

@@ -110,7 +110,7 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) 
     """
     length, size, grouped = q.shape[2], max(window, MIN_BLOCK), q.shape[1] != k.shape[1]
     if length <= 2 * size:
-        mask = _window_mask(list_positions(length, q.device), list_positions(length, q.device), window)
+        mask = _make_window_mask(list_positions(length, q.device), list_positions(length, q.device), window)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped)
     count = -(-length // size)
     q, k, v = (
@@ -118,7 +118,7 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) 
     )
     # (B, heads, blocks, size, d): the block before the first one is zeros, which the mask hides.
     k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))
-    mask = _window_mask(list_positions(size, q.device) + size, list_positions(2 * size, q.device), window)
+    mask = _make_window_mask(list_positions(size, q.device) + size, list_positions(2 * size, q.device), window)
     every = mask.expand(count, 1, size, 2 * size).clone()
     every[0, ..., :size] = False
     batch = q.shape[0]
@@ -129,7 +129,7 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) 
     return out.view(batch, count, *out.shape[1:]).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
-def _window_mask(queries: Tensor, keys: Tensor, window: int) -> Tensor:
+def _make_window_mask(queries: Tensor, keys: Tensor, window: int) -> Tensor:
     """Return which keys each query sees, (queries, keys) bool."""
     back = queries.unsqueeze(-1) - keys
     return (back >= 0) & (back < window)

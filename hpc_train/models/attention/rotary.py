@@ -89,7 +89,7 @@ def _scale_yarn(frequencies: Tensor, config: TransformerConfig, head_dim: int) -
     return frequencies * (1 - scaled_share) + frequencies / config.rope_factor * scaled_share
 
 
-def _yarn_temperature(factor: float, weight: float) -> float:
+def _compute_yarn_temperature(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -101,8 +101,8 @@ def compute_table_factor(config: TransformerConfig) -> float:
     if rope.table_factor is not None:
         return rope.table_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _yarn_temperature(factor, rope.mscale) / _yarn_temperature(factor, rope.mscale_all_dim)
-    return _yarn_temperature(factor, 1.0)
+        return _compute_yarn_temperature(factor, rope.mscale) / _compute_yarn_temperature(factor, rope.mscale_all_dim)
+    return _compute_yarn_temperature(factor, 1.0)
 
 
 def compute_query_factor(config: TransformerConfig, head_dim: int) -> float:
@@ -112,7 +112,7 @@ def compute_query_factor(config: TransformerConfig, head_dim: int) -> float:
     """
     factor = 1.0 if config.attention_scale is None else config.attention_scale * math.sqrt(head_dim)
     if config.rope_scaling == "yarn" and has_latent_attention(config) and config.rope.mscale_all_dim:
-        factor *= _yarn_temperature(config.rope_factor, config.rope.mscale_all_dim) ** 2
+        factor *= _compute_yarn_temperature(config.rope_factor, config.rope.mscale_all_dim) ** 2
     return factor
 
 

@@ -25,12 +25,12 @@ from hpc_train.parallel.precision import make_loss_scale, make_mixed_precision_p
 from hpc_train.parallel.rules.pipeline import check_blocks
 from hpc_train.traffic.stages import (
     BlockCosts,
-    block_costs,
-    costs_from_config,
+    compute_block_costs,
     is_schedule_file,
     list_stage_blocks,
+    place_stages,
+    read_block_costs,
     read_schedule_file,
-    stage_placement,
 )
 
 Report = Callable[[str], None]
@@ -52,7 +52,7 @@ def build_pipeline_engine(
     Raises UserError for a model that cannot be split so.
     """
     options = config.parallel.pipeline
-    names, ranks = name_stage_blocks(model, config, degrees), stage_placement(options, degrees.pp)
+    names, ranks = name_stage_blocks(model, config, degrees), place_stages(options, degrees.pp)
     on_meta = [_make_stage(model, blocks) for blocks in names]
     trained = [{name for name, p in part.named_parameters() if p.requires_grad} for part in on_meta]
     frozen = [{name for name, p in part.named_parameters() if not p.requires_grad} for part in on_meta]
@@ -100,7 +100,7 @@ def name_stage_blocks(model: nn.Module, config: RunConfig, degrees: Degrees) -> 
     assert isinstance(model, Model)
     blocks, pipeline = list(model.blocks()), config.parallel.pipeline
     check_blocks(pipeline, len(blocks), degrees)
-    count = len(stage_placement(pipeline, degrees.pp))
+    count = len(place_stages(pipeline, degrees.pp))
     stages = list_stage_blocks(pipeline, _choose_block_costs(blocks, config), count)
     return [[blocks[index] for index in stage] for stage in stages]
 
@@ -112,9 +112,9 @@ def _choose_block_costs(blocks: list[str], config: RunConfig) -> BlockCosts:
     if measured is not None:
         return measured
     return (
-        costs_from_config(options.costs)
+        read_block_costs(options.costs)
         if options.costs
-        else block_costs(config.model, config.train.sequence_length, len(blocks))
+        else compute_block_costs(config.model, config.train.sequence_length, len(blocks))
     )
 
 

@@ -15,9 +15,9 @@ from hpc_train.schedules.validate import find_problem, find_runtime_problem
 from hpc_train.traffic.stages import (
     count_micro_batches,
     is_schedule_file,
+    place_stages,
     read_schedule_file,
     splits_backward,
-    stage_placement,
 )
 
 TIMELINE_STEPS = 8
@@ -80,7 +80,7 @@ def _check_file(config: RunConfig, degrees: Degrees) -> None:
 
 def check_blocks(pipeline: PipelineConfig, blocks: int, degrees: Degrees) -> None:
     """Raise UserError if the model has too few blocks for the stages, or `costs` does not match the blocks."""
-    stages, costs = len(stage_placement(pipeline, degrees.pp)), pipeline.costs
+    stages, costs = len(place_stages(pipeline, degrees.pp)), pipeline.costs
     if blocks < stages:
         raise UserError(
             f"parallel.pp={degrees.pp}: {stages} stages for a model of {blocks} blocks, of which each stage needs one; "

@@ -290,7 +290,9 @@ def circulate_shards(shards: Tensor, ring: MatmulRing) -> Iterator[ShardPlace]:
 
     def pass_on(step: int, rows: slice) -> ChunkTransfer:
         sent.append(
-            ring.exchange(shards[_previous_rank(ring, step), rows], shards[_previous_rank(ring, step + 1), rows])
+            ring.exchange(
+                shards[_find_previous_rank(ring, step), rows], shards[_find_previous_rank(ring, step + 1), rows]
+            )
         )
         return sent[-1]
 
@@ -302,7 +304,7 @@ def circulate_shards(shards: Tensor, ring: MatmulRing) -> Iterator[ShardPlace]:
             transfer.wait()
             if step + 1 < ring.size:
                 moving.append(pass_on(step, rows))
-            yield _previous_rank(ring, step), rows
+            yield _find_previous_rank(ring, step), rows
     # Only now, so that no product waited for a send.
     for transfer in sent:
         transfer.sending.wait()
@@ -324,7 +326,7 @@ def reduce_products(
     moving: list[ChunkTransfer] = []
     sent: list[ChunkTransfer] = []
     for step in range(ring.size):
-        shard, arriving, moving = _previous_rank(ring, step + 1), moving, []
+        shard, arriving, moving = _find_previous_rank(ring, step + 1), moving, []
         if step:
             meanwhile(step - 1, ring.size - 1)
         for index, rows in enumerate(chunks):
@@ -340,7 +342,7 @@ def reduce_products(
         transfer.sending.wait()
 
 
-def _previous_rank(ring: MatmulRing, steps: int) -> int:
+def _find_previous_rank(ring: MatmulRing, steps: int) -> int:
     return (ring.rank - steps) % ring.size
 
 

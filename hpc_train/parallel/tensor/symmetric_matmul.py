@@ -55,7 +55,7 @@ class _GatherMatmul(torch.autograd.Function):
         total = None
         if x_wanted:  # one product for all weights, so that their sums are exchanged once
             total = fused_matmul_scatter(torch.cat(gradients, dim=-1), torch.cat(weights), ctx.group)
-        return total, None, *_weight_gradients(gradients, gathered, wanted)
+        return total, None, *_compute_weight_gradients(gradients, gathered, wanted)
 
 
 class _MatmulScatter(torch.autograd.Function):
@@ -70,11 +70,13 @@ class _MatmulScatter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         gathered, (x_gradient,) = fused_gather_matmul(gradients[0], [weight], ctx.group)
-        (weight_gradient,) = _weight_gradients([gathered], x, ctx.needs_input_grad[1:2])
+        (weight_gradient,) = _compute_weight_gradients([gathered], x, ctx.needs_input_grad[1:2])
         return x_gradient if ctx.needs_input_grad[0] else None, weight_gradient, None
 
 
-def _weight_gradients(gradients: Sequence[Tensor], inputs: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+def _compute_weight_gradients(
+    gradients: Sequence[Tensor], inputs: Tensor, wanted: Sequence[bool]
+) -> list[Tensor | None]:
     """Return the gradient (N_i, K) of each weight from those of its outputs (B, T, N_i) and the inputs (B, T, K)."""
     return [
         gradient.flatten(0, 1).t() @ inputs.flatten(0, 1) if want else None

@@ -21,7 +21,7 @@ from hpc_train.planner.model.memory import estimate_memory
 from hpc_train.planner.model.step_time import StepTime, estimate_jobs
 from hpc_train.planner.reliability.failure_rate import Percentiles
 from hpc_train.planner.reliability.projection import AssumedFailureRate, ProjectedJob, Projection, project_run
-from hpc_train.traffic.stages import count_micro_batches, stage_placement
+from hpc_train.traffic.stages import count_micro_batches, place_stages
 
 Severity = Literal["error", "warning", "hint"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "hint")
@@ -103,7 +103,7 @@ class RunFacts:
     @property
     def virtual_stages(self) -> int:
         """Pipeline stages on each rank."""
-        return len(stage_placement(self.config.parallel.pipeline, self.degrees.pp)) // self.degrees.pp
+        return len(place_stages(self.config.parallel.pipeline, self.degrees.pp)) // self.degrees.pp
 
     @property
     def nodes(self) -> int:

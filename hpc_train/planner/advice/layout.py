@@ -9,7 +9,7 @@ from hpc_train.models.shape import count_kv_heads
 from hpc_train.placement.fabric_from_config import count_ranks_per_node
 from hpc_train.planner.advice.facts import Advice, RunFacts
 from hpc_train.planner.model.batch_laws import min_batch_for_bubble
-from hpc_train.traffic.stages import block_costs, costs_from_config, stage_parts
+from hpc_train.traffic.stages import compute_block_costs, list_stage_parts, read_block_costs
 from hpc_train.units import GIB
 
 _UNEVEN = 0.05
@@ -84,11 +84,11 @@ def check_uneven_stages(facts: RunFacts) -> Advice | None:
         return None
     pipeline = facts.config.parallel.pipeline
     costs = (
-        costs_from_config(pipeline.costs)
+        read_block_costs(pipeline.costs)
         if pipeline.costs
-        else block_costs(model, facts.config.train.sequence_length, layers)
+        else compute_block_costs(model, facts.config.train.sequence_length, layers)
     )
-    parts = [part for rank in stage_parts(facts.config, degrees.pp, layers) for part in rank]
+    parts = [part for rank in list_stage_parts(facts.config, degrees.pp, layers) for part in rank]
     block = sum(costs.blocks) / layers
     times = [part.blocks * block + part.first * costs.before + part.last * costs.after for part in parts]
     slowest = max(times) * len(times) / sum(times) - 1

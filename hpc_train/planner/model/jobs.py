@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.parallel import SCHEDULES as BUILT
-from hpc_train.models.shape import transformer_flops_per_token
+from hpc_train.models.shape import count_transformer_flops
 
 Column = NDArray[np.float64]
 """Property of n jobs: [n], or [] if all jobs share one value, since columns broadcast against each other.
@@ -341,7 +341,7 @@ class Jobs:
         """FLOPs of a step of the whole job, as MFU counts them: without recomputation."""
         weights = self.layers * self.layer_parameters + self.vocab * self.hidden
         attention_width = self.layers * self.heads * self.attention_dim
-        flops: Column = self.tokens * transformer_flops_per_token(weights, attention_width, self.sequence)
+        flops: Column = self.tokens * count_transformer_flops(weights, attention_width, self.sequence)
         return flops
 
 

@@ -25,8 +25,8 @@ from hpc_train.planner.model.memory import estimate_memory
 from hpc_train.planner.rehearsal.result import CoverageResult, HeldShard, MemoryFit, RehearsedRank
 from hpc_train.planner.rehearsal.tiling import Tiling, whole_tiling
 from hpc_train.traffic.sharding import uses_fully_shard
-from hpc_train.traffic.stages import StagePart, stage_parts, step_work
-from hpc_train.traffic.weights import Splitting, Weight, Weights, held_elements_of, list_weights
+from hpc_train.traffic.stages import StagePart, list_stage_parts, step_work
+from hpc_train.traffic.weights import Splitting, Weight, Weights, count_rank_elements_of, list_weights
 from hpc_train.units import GIB, MIB, choose_memory_unit
 
 _OPTIMIZER = "optim."
@@ -166,9 +166,9 @@ def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict
     how = Splitting(degrees.tp, heads, vocabulary, shards)
     number_bytes = step_work(config, degrees).stored
     stages = [
-        list(_stage_weights(weights, stage)) for stage in stage_parts(config, degrees.pp, weights.blocks)[pp_rank]
+        list(_stage_weights(weights, stage)) for stage in list_stage_parts(config, degrees.pp, weights.blocks)[pp_rank]
     ]
-    numbers = sum(held_elements_of(weight, how) // shards for stage in stages for weight in stage)
+    numbers = sum(count_rank_elements_of(weight, how) // shards for stage in stages for weight in stage)
     tensors = sum(len(stage) for stage in stages)
     found = {"parameters": numbers * number_bytes, "gradients": numbers * number_bytes}
     optim = config.optim

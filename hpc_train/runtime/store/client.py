@@ -256,11 +256,11 @@ class _Connection:
             if not greeting.startswith(MAGIC):
                 raise ProtocolError("is not the store of an hpc_train job")
             handshake = Handshake(secret, address, greeting[len(MAGIC) :], make_nonce())
-            self._socket.sendall(handshake.client_nonce + handshake.client_proof())
+            self._socket.sendall(handshake.client_nonce + handshake.make_client_proof())
             proof = self._read(PROOF_BYTES, deadline)
             if hmac.compare_digest(proof, REFUSAL):
                 raise ProtocolError("is the store of another job: it knows another secret")
-            if not hmac.compare_digest(proof, handshake.server_proof()):
+            if not hmac.compare_digest(proof, handshake.make_server_proof()):
                 raise ProtocolError("is not the job's store: it does not know the job's secret")
             self._outgoing, self._incoming = handshake.to_server(), handshake.to_client()
         except BaseException:

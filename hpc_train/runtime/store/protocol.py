@@ -141,10 +141,10 @@ class Handshake:
         text = b"\0".join((MAGIC, purpose, where)) + b"\0" + self.server_nonce + self.client_nonce
         return hmac.digest(self.secret, text, "sha256")
 
-    def client_proof(self) -> bytes:
+    def make_client_proof(self) -> bytes:
         return self._derive(b"client")
 
-    def server_proof(self) -> bytes:
+    def make_server_proof(self) -> bytes:
         return self._derive(b"server")
 
     def to_server(self) -> Direction:

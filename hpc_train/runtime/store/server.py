@@ -180,7 +180,7 @@ class StoreServer:
         connection.received += data
         if connection.incoming is None:
             self._admit(connection)
-        while connection.incoming is not None and (message := _next_message(connection)) is not None:
+        while connection.incoming is not None and (message := _parse_next_message(connection)) is not None:
             self._answer(connection, message)
 
     def _admit(self, connection: _Connection) -> None:
@@ -193,12 +193,12 @@ class StoreServer:
         # Nothing may follow the proof before our own has been sent: what came early could not have been authenticated.
         connection.received.clear()
         handshake = Handshake(self._secret, self.address, connection.nonce, nonce)
-        if not hmac.compare_digest(proof, handshake.client_proof()):
+        if not hmac.compare_digest(proof, handshake.make_client_proof()):
             self._send(connection, REFUSAL)
             raise ProtocolError("a client that does not know the secret")
         del self._strangers[connection]
         connection.incoming, connection.outgoing = handshake.to_server(), handshake.to_client()
-        self._send(connection, handshake.server_proof())
+        self._send(connection, handshake.make_server_proof())
 
     def _answer(self, connection: _Connection, message: Message) -> None:
         # One request at a time: a client that sends more could fill our memory with requests that wait.
@@ -263,7 +263,7 @@ class StoreServer:
         """Answer a request if all its keys exist; otherwise keep it until they do."""
         connection = request.connection
         request.missing = connection.waiting = None
-        if (missing := self._next_missing(request)) is not None:
+        if (missing := self._find_next_missing(request)) is not None:
             request.missing, connection.waiting = missing, request
             self._waiting[missing][request] = None
             return
@@ -275,7 +275,7 @@ class StoreServer:
         except (OSError, ProtocolError):
             self._close(connection)
 
-    def _next_missing(self, request: _Request) -> bytes | None:
+    def _find_next_missing(self, request: _Request) -> bytes | None:
         """Return a key that has no value; None if all have one, also those that were seen earlier."""
         keys = request.keys
         while request.found < len(keys) and keys[request.found] in self._values:
@@ -338,7 +338,7 @@ class StoreServer:
             connection.peer.close()
 
 
-def _next_message(connection: _Connection) -> Message | None:
+def _parse_next_message(connection: _Connection) -> Message | None:
     """Return the next complete message. Raises ProtocolError if it is not from this client."""
     received = connection.received
     if len(received) < HEADER_BYTES:

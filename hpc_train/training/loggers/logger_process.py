@@ -191,7 +191,7 @@ def main(name: str, close_seconds: float) -> int:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the run ends
-    with _masking_output():
+    with _mask_output():
         try:
             _serve(name, sys.stdin.buffer, close_seconds)
         except Exception as error:
@@ -231,7 +231,7 @@ def _end_after(seconds: float) -> None:
 
 
 @contextmanager
-def _masking_output() -> Iterator[None]:
+def _mask_output() -> Iterator[None]:
     """Inside this context, what this process and its children print goes to its log file with secrets masked.
 
     Libraries print the addresses that they cannot reach, with the password in them.

@@ -51,22 +51,22 @@ class TensorBoardWriter:
         values = [Summary.Value(tag=key, simple_value=value) for key, value in scalars.items()]
         self._add(record["step"], summary=Summary(value=values))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            with self._ending_on_errors():
+            with self._end_on_errors():
                 self._file.flush()
             self._flushed = time.monotonic()
 
     def close(self, failed: bool = False) -> None:
         """Flush and close the file."""
-        with self._ending_on_errors():
+        with self._end_on_errors():
             self._file.close()
 
     def _add(self, step: int, **content: Any) -> None:
         if not self._failed:
-            with self._ending_on_errors():
+            with self._end_on_errors():
                 self._records.write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
 
     @contextmanager
-    def _ending_on_errors(self) -> Iterator[None]:
+    def _end_on_errors(self) -> Iterator[None]:
         """Stop writing the file at the first error, without ending the run: nothing after a torn record can be read."""
         try:
             yield

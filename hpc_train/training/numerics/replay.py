@@ -37,17 +37,17 @@ def replay_step(
     first, norm: of the first computation. A collective: the guard decides the same on all ranks.
     """
     sample = run.consumed_samples
-    _, before = run.guard.find_anomaly(_mean_loss(first), norm, sample)
+    _, before = run.guard.find_anomaly(_compute_mean_loss(first), norm, sample)
     own = None if first.own is None else float(first.own)
     run.engine.skip_update()
     again, second_norm = compute()
-    if run.guard.find_anomaly(_mean_loss(again), float(second_norm), sample)[0] is None:
+    if run.guard.find_anomaly(_compute_mean_loss(again), float(second_norm), sample)[0] is None:
         ranks = _find_ranks_at_fault(run, own, again)
-        _report(run, before or "", _mean_loss(again), ranks)
+        _report(run, before or "", _compute_mean_loss(again), ranks)
     return again, second_norm
 
 
-def _mean_loss(sums: Sums) -> float:
+def _compute_mean_loss(sums: Sums) -> float:
     return float(sums.loss) / max(sums.tokens, 1)
 
 

@@ -85,7 +85,7 @@ _READ_AT_ONCE = 64 << 20
 PATTERN = "steps-node-*.bin"
 
 
-def steps_per_record(written: int) -> int:
+def count_steps_per_record(written: int) -> int:
     """Return how many steps the next record covers. written: number of records of this attempt so far."""
     return 1 << min(written // THIN_AFTER, 20)
 
@@ -230,7 +230,7 @@ class RecordSum:
     def add(self, values: dict[str, Any]) -> None:
         """Add the values of one step."""
         self._open = values if self._open is None else _add_values(self._open, values)
-        if self._open["steps"] >= steps_per_record(self._written):
+        if self._open["steps"] >= count_steps_per_record(self._written):
             self.end()
 
     def end(self) -> None:

@@ -101,7 +101,7 @@ def _claim(beside: Path, path: Path) -> None:
 
 
 @contextmanager
-def recording_warnings(logs: Path, process: int) -> Iterator[None]:
+def record_warnings(logs: Path, process: int) -> Iterator[None]:
     """Inside this context, what hpc_train logs as a warning or worse is also written for those outside of the rank."""
     recorder, logger = WarningRecorder(logs, process), logging.getLogger(_LOGGER)
     logger.addHandler(recorder)
