@@ -9,7 +9,7 @@ along the dimension that it keeps, so that a checkpoint stores it as a rectangle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class ShardedAdafactor(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
+        # Each round needs the sums of the one before; those of all parameters go in one message for each axis.
         for add in (_Update.add_moments, _Update.add_row_means, _Update.add_update):
             sums = AxisSums()
             for update in updates:
@@ -115,6 +116,20 @@ class _Update:
     lr: float
     weight_decay: float
     config: AdafactorConfig
+    values: Tensor = field(init=False)
+    gradient: Tensor = field(init=False)
+    """What this rank holds of the gradient; later the update, in the same memory."""
+    squares: Tensor = field(init=False)
+    """Sum of the parameter's squares."""
+    rows: Tensor = field(init=False)
+    columns: Tensor = field(init=False)
+    """Sums of the gradient's squares along rows and along columns; not of vectors."""
+    share: float = field(init=False)
+    """Weight of this step in the second moments."""
+    row_sum: Tensor = field(init=False)
+    """Sum of the rows' second moments; not of vectors."""
+    update_squares: Tensor = field(init=False)
+    """Sum of the update's squares."""
 
     def add_moments(self, sums: AxisSums) -> None:
         """Begin the sums over the squares of the parameter, and of rows and columns of the gradient."""
