@@ -23,6 +23,10 @@ DOCUMENT_STARTS = "document_starts"
 """Name of the input, (B, T) int64, that says where in its sequence the document of each place begins."""
 
 
+Report: TypeAlias = Callable[[str], None]
+"""Takes a line for people about something that was done."""
+
+
 @runtime_checkable
 class Model(Protocol):
     """A model that every technique can be applied to. It knows no mesh. A bare nn.Module gets data parallelism only.

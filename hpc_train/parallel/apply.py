@@ -6,7 +6,7 @@ This file shows the order. A technique is imported where it is applied, so one t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from torch import nn
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig, is_loose
 from hpc_train.errors import UserError
-from hpc_train.interfaces import Engine, Model, World
+from hpc_train.interfaces import Engine, Model, Report, World
 from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.deferred import DeferredValues
 from hpc_train.parallel.attention_backend import report_attention
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from hpc_train.parallel.memory.parameter_offload import FileMemory
 
 log = logging.getLogger(__name__)
-
-Report = Callable[[str], None]
 
 
 def build(

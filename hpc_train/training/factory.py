@@ -22,11 +22,11 @@ from hpc_train.data.loader import BatchLoader, Loader
 from hpc_train.data.own_dataset import OwnStream, StreamPart
 from hpc_train.data.stream_loader import StreamLoader
 from hpc_train.errors import UserError
-from hpc_train.interfaces import Engine, World
+from hpc_train.interfaces import Engine, Report, World
 from hpc_train.models.deferred import DeferredValues, build_deferred
 from hpc_train.models.initial_values import Initialised, initialise_parameters
 from hpc_train.models.registry import build_model
-from hpc_train.parallel.apply import Report, build, splits_parameters
+from hpc_train.parallel.apply import build, splits_parameters
 from hpc_train.parallel.materialise import detach_values, is_on_meta, remake_buffers
 from hpc_train.parallel.user_model import check_sizes
 from hpc_train.runtime.consensus import Consensus

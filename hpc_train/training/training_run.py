@@ -86,6 +86,7 @@ class TrainingRun:
     weights_saver: Saver = field(init=False)
     """Saves weights alone (checkpoint.weights_every); separate from `saver`, so that neither waits for the other."""
     saved_at: int | None = None
+    """Step of the newest whole checkpoint of this run; None before the first."""
     resumed_from: int | None = None
     """Step of this run's own checkpoint that it was resumed from; retention never removes it."""
     finite: bool = True
@@ -101,6 +102,7 @@ class TrainingRun:
     save_failures: dict[bool, SaveFailure] = field(default_factory=dict)
     """Last save, if it failed; keyed by whether it is of the weights alone."""
     validated_at: int | None = None
+    """Step of the latest evaluation, whose loss is last_validation."""
     owes_validation: bool = False
     """A request to stop skipped the evaluation that was due after this step."""
     last_loss: float | None = None

@@ -19,18 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpc_train.config.parallel import AXES, Degrees
 from hpc_train.config.run import RunConfig, describe_one_copy
 from hpc_train.errors import UserError
-from hpc_train.interfaces import Engine, StepBatch, Sums, TensorShard, World
+from hpc_train.interfaces import Engine, Report, StepBatch, Sums, TensorShard, World
 from hpc_train.models.deferred import DeferredValues
 from hpc_train.parallel.data_parallel.loose_sync import Named, OuterOptimizer, OuterParameter, number_fragments
 from hpc_train.parallel.engines.updating_engine import has_routers
 from hpc_train.parallel.mesh_axes import get_axis_index
 from hpc_train.parallel.optimizer_step import OptimizerFactory
-
-
-class Report(Protocol):
-    """See apply.Report."""
-
-    def __call__(self, line: str, /) -> None: ...
 
 
 class Build(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.interfaces import Model, World
+from hpc_train.interfaces import Model, Report, World
 from hpc_train.models.adapters.adapted_linear import copy_adapters
 from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.engines import pipeline_engine
@@ -33,7 +33,6 @@ from hpc_train.traffic.stages import (
     read_schedule_file,
 )
 
-Report = Callable[[str], None]
 PreparePart = Callable[[nn.Module, nn.Module, RunConfig, World, Report], None]
 """Applies every pass to a part and gives it values: (part on the meta device, whole model, config, world, report)."""
 
