@@ -184,6 +184,7 @@ def add_adapter(layer: nn.Module, rank: int, alpha: float, dropout: float, *, ma
 
     magnitude: DoRA. `initialise_adapters` gives the parameters their values.
     """
+    # By another class and not another module, because other modules and lists may hold this one, too.
     layer.__class__ = _name_adapted_conv1d(type(layer)) if is_conv1d(layer) else AdaptedLinear  # type: ignore[arg-type]
     adapted = cast("AdaptedLayer", layer)
     weight, inputs_dim = adapted.weight, adapted.inputs_dim

@@ -130,6 +130,7 @@ class GatheredAttention(nn.Module):
         """Map q (B, heads, T / cp, head_dim), k and v (B, kv_heads, T / cp, head_dim) to the shape of q."""
         q, k, v = cast_to_autocast(q, k, v)
         both: Tensor = _Gather.apply(torch.stack((k, v)), self._group)  # type: ignore[no-untyped-call]
+        # From (ranks, 2, B, kv_heads, T / cp, head_dim): positions come rank by rank, as in `places` below.
         k, v = both.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         length, ranks = q.shape[2], self._group.size()
         shares = [SequenceShare(rank, ranks, self._share.balanced) for rank in range(ranks)]

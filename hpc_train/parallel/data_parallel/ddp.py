@@ -167,6 +167,7 @@ def _reduce_bucket(hook: GradientHook, bucket: dist.GradBucket) -> torch.futures
 def _average_bucket(bucket: dist.GradBucket, group: dist.ProcessGroup | None) -> torch.futures.Future[Tensor]:
     """Average a bucket by torch's all-reduce."""
     buffer = bucket.buffer()
+    # Before the sum, as torch's own hook does: in float16 the sum of all ranks could overflow.
     buffer.div_(dist.get_world_size(group))
     work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None

@@ -101,7 +101,7 @@ def set_gradient_sync(model: nn.Module, config: ParallelConfig, pp: int, last: b
     """
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(last or measured or not keeps_gradients(ZERO_STAGE[config.strategy]))
-    model.set_requires_all_reduce(last or measured)
+    model.set_requires_all_reduce(last or measured)  # over dp_replicate: once a step, of the sum of all micro-batches
     model.set_reshard_after_backward(last or not _keeps_parameters(config, pp))
 
 

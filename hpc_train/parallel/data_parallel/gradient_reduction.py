@@ -97,9 +97,10 @@ class ReductionQueue:
     def _on_stream(self, job: ReductionJob) -> TensorFuture:
         assert self._stream is not None
         future: TensorFuture = torch.futures.Future(devices=[self._device])
+        # What fills the bucket is queued on the current stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            future.set_result(job())
+            future.set_result(job())  # inside: who waits for the future then waits for this stream
         return future
 
 

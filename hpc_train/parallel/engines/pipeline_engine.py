@@ -256,6 +256,7 @@ def _exchange_gradients(tie: TiedParameter, world: World) -> dict[int, Tensor]:
     group, rank = world.mesh["pp"].get_group(), get_axis_index(world, "pp")
     gradients = {stage: _get_local_gradient(parameter) for stage, parameter in tie.copies.items()}
     operations = []
+    # By stage on every rank: only their order tells several messages between two ranks apart.
     for stage, peer in zip(tie.stages, tie.ranks, strict=True):
         if stage in tie.copies:
             sent = gradients[stage].contiguous()

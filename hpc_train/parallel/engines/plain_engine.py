@@ -124,7 +124,7 @@ class PlainEngine(UpdatingEngine):
                     scale = self._updates.loss_scale * count_averaged_ranks(self._world) / max(found.tokens, 1)
                 local += loss.detach()
                 if last:
-                    own = local.clone()
+                    own = local.clone()  # what is started here adds up `local` over ranks, in place
                     reduction = start_loss_sum(local, self._world)
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             if measure and index == 0:

@@ -106,6 +106,7 @@ class JointOptimizer(torch.optim.Optimizer):
         super().__init__([dict(group) for group in groups], {})
         self.param_groups = groups  # the very same, so that a rate that is set here counts there
         self._optimizers = list(optimizers)
+        # One state for all, so that who saves, loads or offloads this optimizer's reaches theirs.
         for optimizer in optimizers:
             self.state.update(optimizer.state)
             optimizer.state = self.state

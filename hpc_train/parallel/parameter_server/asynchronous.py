@@ -76,13 +76,13 @@ class StalenessClock:
 
     def restart(self) -> None:
         """Forget an agreement to stop and count from 0. A collective."""
-        self._ranks.barrier()
+        self._ranks.barrier()  # nobody waits for the old counts any more
         self.updates = 0
         if self._ranks.leads:
             self._combine(self._ranks.group_index, 0, self._mpi.REPLACE)
         if self._ranks.every.rank == 0:
             self._combine(self._ranks.groups, _NEVER, self._mpi.REPLACE)
-        self._ranks.barrier()
+        self._ranks.barrier()  # and nobody sees them again
 
     def _read(self) -> npt.NDArray[np.int64]:
         values, before = np.zeros(self._ranks.groups + 1, dtype=np.int64), np.zeros(self._ranks.groups + 1, np.int64)

@@ -68,7 +68,7 @@ class NeighbourUpdates:
     def _average(self) -> None:
         torch.cat([parameter.detach().flatten() for parameter in self._trained], out=self._published)
         mean = self._published.clone()
-        self._ranks.barrier()
+        self._ranks.barrier()  # every rank has published
         for rank in self._neighbours:
             with self._ranks.lock:
                 self._window.Lock(rank, self._mpi.LOCK_SHARED)

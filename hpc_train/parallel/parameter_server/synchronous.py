@@ -73,5 +73,5 @@ class SynchronousUpdates:
             gradient = window.reduce_gradient()
             if self._ranks.leads:
                 window.push(gradient)
-        self._ranks.barrier()
+        self._ranks.barrier()  # all gradients are in the sums
         self._factor = 1.0 / self._ranks.groups

@@ -89,13 +89,13 @@ class TensorAxis:
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of x over ranks."""
-        out = x.clone(memory_format=torch.contiguous_format)
+        out = x.clone(memory_format=torch.contiguous_format)  # all_reduce works in place, and x belongs to others
         dist.all_reduce(out, group=self.group)
         return out
 
     def select_own(self, x: Tensor) -> Tensor:
         """Select this rank's positions of (B, T, ...): (B, T / size, ...)."""
-        return self._split_positions(x)[:, self.rank].clone()
+        return self._split_positions(x)[:, self.rank].clone()  # a view would keep all positions in memory
 
     def _split_positions(self, x: Tensor) -> Tensor:
         """Split positions: (B, T, ...) to (B, size, T / size, ...)."""

@@ -117,6 +117,8 @@ def distribute_module(module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Pa
 
 def _read_local(module: nn.Module, layouts: dict[str, ParameterLayout]) -> None:
     """Let the module's own code read this rank's part of its parameters."""
+    # By another class, because properties belong to classes. The parameters stay registered under their names, so that
+    # optimizer, fully_shard and checkpoints find DTensors.
     module._layouts = layouts  # type: ignore[assignment]
     module._tensors_of_call = {}  # type: ignore[assignment]
     module.__class__ = _make_local_class(type(module), tuple(layouts))  # type: ignore[arg-type]  # torch: __hash__(object)

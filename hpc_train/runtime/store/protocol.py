@@ -28,10 +28,14 @@ REFUSAL = bytes(PROOF_BYTES)
 LARGEST_FRAME = 1 << 30
 """Largest frame in bytes, from peers that have proved themselves."""
 _HEADER = struct.Struct(">I16s")
+"""Of a frame: bytes of its payload, and its code."""
 _FIXED = struct.Struct(">BqI")
+"""Beginning of a message: its code, its number, and how many parts follow."""
 _PLACE = struct.Struct(">QI")
+"""What a frame's code covers besides the payload: the frames sent before it, and the bytes of the payload."""
 _CODE_BYTES = 16
 _LARGEST_UNHASHED = 4096
+"""Bytes of a payload up to which codes cover the payload itself; of a larger one, its hash."""
 HEADER_BYTES = _HEADER.size
 _SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),

@@ -28,6 +28,7 @@ LEVELS = ("debug", "info", "warning", "error")
 MAX_LINE_BYTES = 1 << 16
 """Longer lines are cut here; the text log has all of them."""
 _CLOCK_ROUNDS = 3
+"""Questions to the other clock, of which the quickest counts."""
 _TRACEBACK = re.compile(r"\s*(\S+ )?Traceback \(most recent call last\):")
 _ERROR = re.compile(
     r"Fatal Python error|\b(ERROR|FATAL|CRITICAL)\b|^[\w.]*(Error|Exception|Interrupt)\b(: |$)|^hpc-train: |"

@@ -81,6 +81,7 @@ _MAGIC, _VERSION = b"hpcsteps", 1
 THIN_AFTER = 1024
 """Records after which twice as many steps share one."""
 _FLUSH_SECONDS, _FLUSH_RECORDS = 5.0, 64
+"""A block is written when it is so old, or has so many records."""
 _READ_AT_ONCE = 64 << 20
 PATTERN = "steps-node-*.bin"
 
