@@ -18,7 +18,9 @@ from hpc_train.models.shape import (
     has_latent_attention,
 )
 from hpc_train.traffic import axes as axis_flows
-from hpc_train.traffic.axes import Flow, assign_kv_heads, count_fsdp_groups, list_ddp_buckets, list_scalar_flows
+from hpc_train.traffic import model_axes
+from hpc_train.traffic.axes import Flow, count_fsdp_groups, list_ddp_buckets, list_scalar_flows
+from hpc_train.traffic.model_axes import assign_kv_heads
 from hpc_train.traffic.outer_exchange import list_outer_flows
 from hpc_train.traffic.ring_blocks import RingLayout, count_messages
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients
@@ -188,7 +190,7 @@ class _Job:
         """Return the flows of experts that ep splits, over the ranks that hold the same ones."""
         experts = [group for part in parts for group in self._list_expert_groups(part)]
         shards, work = self.degrees.dp_shard * self.degrees.cp // self.ep, self.work
-        shard: tuple[str, ...] = axis_flows.EXPERT_SHARD_AXES if shards > 1 else ()
+        shard: tuple[str, ...] = model_axes.EXPERT_SHARD_AXES if shards > 1 else ()
         replicate = _list_axes_in_use(self.degrees, ("dp_replicate",))
         return axis_flows.list_fsdp_flows(shard, replicate, shards, experts, work.compute, work.reduce)
 
@@ -244,32 +246,32 @@ class _Job:
         work, asynchronous = self.work, self.config.parallel.tensor.asynchronous
         mixed = sum(part.mixed for part in parts) if self.weights.experts else 0
         again = sum(self._count_recomputed_mixed(part) for part in parts) if self.weights.experts else 0
-        blocks = axis_flows.count_block_calls(self.sequence).times(sum(part.blocks for part in parts) - mixed)
-        blocks += axis_flows.count_recompute_calls(self.sequence, asynchronous).times(
+        blocks = model_axes.count_block_calls(self.sequence).times(sum(part.blocks for part in parts) - mixed)
+        blocks += model_axes.count_recompute_calls(self.sequence, asynchronous).times(
             self._count_recomputed(parts) - again
         )
         # Attention makes half of the calls, the mixture of experts the other half, and those not asynchronously.
-        half = axis_flows.count_half_block_calls(self.sequence).times(mixed)
-        blocks += half + axis_flows.count_half_recompute_calls(self.sequence).times(again)
+        half = model_axes.count_half_block_calls(self.sequence).times(mixed)
+        blocks += half + model_axes.count_half_recompute_calls(self.sequence).times(again)
         ends = sum(part.first + part.last for part in parts)
         ends *= isinstance(self.model, TransformerConfig)  # tp does not split those of a vision transformer
-        single = axis_flows.count_end_calls(self.sequence, self.vocabulary).times(ends) + half
-        single += axis_flows.count_last_recompute_calls(self.sequence).times(again)
+        single = model_axes.count_end_calls(self.sequence, self.vocabulary).times(ends) + half
+        single += model_axes.count_last_recompute_calls(self.sequence).times(again)
         hidden, flows = self.hidden * work.compute, []
         if entries := self._list_latent_widths():
-            entering = axis_flows.count_entry_calls(
+            entering = model_axes.count_entry_calls(
                 self.sequence, sum(part.blocks for part in parts), self._count_recomputed(parts)
             )
             blocks += entering.times(-1)
             flows = self._list_latent_flows(entering, entries)
         if asynchronous:
-            flows += axis_flows.list_ring_tensor_flows(blocks, hidden, work.micro_batches, self.degrees.tp)
+            flows += model_axes.list_ring_tensor_flows(blocks, hidden, work.micro_batches, self.degrees.tp)
         else:
             single += blocks
-        flows += axis_flows.list_tensor_flows(single, hidden, work.micro_batches)
+        flows += model_axes.list_tensor_flows(single, hidden, work.micro_batches)
         if self.vocabulary and any(part.last for part in parts):
             tokens = work.sequences * work.positions
-            flows += axis_flows.list_loss_flows(tokens, max(4, work.compute), work.micro_batches)
+            flows += model_axes.list_loss_flows(tokens, max(4, work.compute), work.micro_batches)
         return flows + self._list_whole_gradient_flows(parts)
 
     def _list_latent_widths(self) -> tuple[int, ...]:
@@ -279,17 +281,17 @@ class _Job:
         latent = self.model.latent
         return latent.q_rank or self.model.hidden, latent.kv_rank, latent.rope_head_dim
 
-    def _list_latent_flows(self, entering: axis_flows.TensorCalls, widths: tuple[int, ...]) -> list[Flow]:
+    def _list_latent_flows(self, entering: model_axes.TensorCalls, widths: tuple[int, ...]) -> list[Flow]:
         """Return the flows of what enters the heads; no product follows the shared key, so it goes in one piece."""
         work, asynchronous = self.work, self.config.parallel.tensor.asynchronous
         tokens = work.sequences * work.positions * work.compute
         *expanded, shared = (tokens * width for width in widths)
-        flows = axis_flows.list_tensor_flows(entering, shared, work.micro_batches)
+        flows = model_axes.list_tensor_flows(entering, shared, work.micro_batches)
         for size in expanded:
             if asynchronous:
-                flows += axis_flows.list_ring_tensor_flows(entering, size, work.micro_batches, self.degrees.tp)
+                flows += model_axes.list_ring_tensor_flows(entering, size, work.micro_batches, self.degrees.tp)
             else:
-                flows += axis_flows.list_tensor_flows(entering, size, work.micro_batches)
+                flows += model_axes.list_tensor_flows(entering, size, work.micro_batches)
         return flows
 
     def _list_whole_gradient_flows(self, parts: Parts) -> list[Flow]:
@@ -301,7 +303,7 @@ class _Job:
         every_micro_batch = not keeps_gradients(ZERO_STAGE[strategy])
         # fully_shard converts gradients to the format of the reduction when it accumulates them over micro-batches.
         accumulated = not every_micro_batch and work.micro_batches > 1
-        return axis_flows.list_gradient_flows(
+        return model_axes.list_gradient_flows(
             sizes, work.reduce if accumulated else work.compute, work.micro_batches if every_micro_batch else 1
         )
 
@@ -321,7 +323,7 @@ class _Job:
         # Fewer heads than cp ranks: each head is repeated until the number of heads divides by cp.
         sent = keys * (cp // math.gcd(keys, cp))
         queries = head * self.model.heads / self.degrees.tp
-        return axis_flows.list_ulysses_flows(queries, head * sent, work.compute, forwards + backwards)
+        return model_axes.list_ulysses_flows(queries, head * sent, work.compute, forwards + backwards)
 
     def _list_ring_flows(self, parts: Parts, keys: float) -> list[Flow]:
         """Return the flows of ring attention, of layers with a window and of those without one."""
@@ -336,7 +338,7 @@ class _Job:
             backwards, again = self._count_layers(parts, window)
             runs = backwards * work.micro_batches, again * work.micro_batches
             if backwards:
-                flows += axis_flows.list_ring_attention_flows(messages, keys, work.compute, sum(runs), runs[0])
+                flows += model_axes.list_ring_attention_flows(messages, keys, work.compute, sum(runs), runs[0])
         return flows
 
     def _count_layers(self, parts: Parts, window: int | None) -> tuple[int, int]:
@@ -362,7 +364,7 @@ class _Job:
         backwards = sum(part.mixed for part in parts) * work.micro_batches
         forwards = backwards + sum(self._count_recomputed_mixed(part) for part in parts) * work.micro_batches
         rows = work.sequences * work.positions * experts.top_k
-        return axis_flows.list_expert_flows(rows, self.model.hidden, work.compute, experts.count, forwards, backwards)
+        return model_axes.list_expert_flows(rows, self.model.hidden, work.compute, experts.count, forwards, backwards)
 
     def _count_recomputed_mixed(self, part: StagePart) -> int:
         """Count the blocks of experts of a stage whose forward runs twice: every k-th of its blocks, from the first."""
@@ -379,10 +381,10 @@ class _Job:
         pieces = self.degrees.tp if self.sequence else 1
         placement = place_stages(self.config.parallel.pipeline, self.degrees.pp)
         hidden = self.hidden * self.work.compute / pieces
-        flows = axis_flows.list_stage_flows(placement, hidden, self.work.micro_batches)
+        flows = model_axes.list_stage_flows(placement, hidden, self.work.micro_batches)
         if self.weights.tied and placement[0] != placement[-1]:
             shards = self.degrees.dp_shard * self.degrees.cp
-            flows += axis_flows.list_tied_embedding_flows(
+            flows += model_axes.list_tied_embedding_flows(
                 self._count_rank_elements([self.weights.tied]) * self.work.stored / shards
             )
         return flows

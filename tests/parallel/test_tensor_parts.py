@@ -19,7 +19,7 @@ from hpc_train.interfaces import IGNORED_TARGET, World
 from hpc_train.parallel.loss import sum_split_cross_entropy
 from hpc_train.parallel.tensor.local_parameters import ParameterLayout, distribute_parameters
 from hpc_train.testing import run_ranks
-from hpc_train.traffic.axes import assign_kv_heads
+from hpc_train.traffic.model_axes import assign_kv_heads
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))

@@ -25,7 +25,7 @@ from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNIT
 from hpc_train.models.adapters.nf4 import BLOCK, NF4_CODES, NF4_SCALES, Nf4Weight, multiply
 from hpc_train.models.layers import LinearGroup
 from hpc_train.parallel.tensor.local_parameters import ParameterLayout, ParameterLayouts
-from hpc_train.traffic.axes import assign_kv_heads
+from hpc_train.traffic.model_axes import assign_kv_heads
 
 ExchangeOperation = Callable[[Tensor], Tensor]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpc_train._torch import find_group
-from hpc_train.traffic.axes import MIN_CHUNK_BYTES, MOST_CHUNKS
+from hpc_train.traffic.model_axes import MIN_CHUNK_BYTES, MOST_CHUNKS
 
 ShardPlace = tuple[int, slice]
 """Index of some rows of one rank's shard in a tensor (ranks, rows, features)."""

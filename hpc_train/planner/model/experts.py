@@ -71,7 +71,7 @@ def expert_kernels(jobs: Jobs) -> Column:
 def exchange_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
     """Return the seconds of one layer's all-to-alls: (forward, backward); recomputed ones count as backward.
 
-    Each pass sends a rank's rows to their experts and the results back (traffic.axes.list_expert_flows).
+    Each pass sends a rank's rows to their experts and the results back (traffic.model_axes.list_expert_flows).
     """
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     # Over tp, hpc_train splits the width of each expert, so that every rank sends all rows of its micro-batch; in

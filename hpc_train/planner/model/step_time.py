@@ -178,7 +178,7 @@ def _tensor(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
     """Return the exposed seconds of tp in one layer: (forward, backward).
 
     Each has two all-reduces of the micro-batch's activations, or as many pairs of gather and scatter, which take as
-    long (traffic.axes.count_block_calls). Communication of recomputation counts as backward.
+    long (traffic.model_axes.count_block_calls). Communication of recomputation counts as backward.
     """
     size = jobs.micro_batch * jobs.sequence / jobs.cp * jobs.hidden * jobs.activation_bytes
     once = all_reduce_seconds(make_rank_group(jobs, constants, jobs.tp, np.ones(()), jobs.overlap_tensor), size)
@@ -206,7 +206,7 @@ def _context(jobs: Jobs, constants: Constants, done: LayerWork) -> Column:
 def ulysses_bytes(jobs: Jobs) -> Column:
     """Return the bytes of one layer's all-to-alls for one micro-batch, forward and backward.
 
-    These move queries, keys, values and the result (traffic.axes.list_ulysses_flows).
+    These move queries, keys, values and the result (traffic.model_axes.list_ulysses_flows).
     """
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     # If there are fewer key and value heads than cp ranks, they are repeated until every rank has one.
@@ -228,7 +228,7 @@ def _exchanges(jobs: Jobs, constants: Constants) -> Column:
 
 
 def _ring(jobs: Jobs, constants: Constants, done: LayerWork) -> Column:
-    """Return the exposed seconds of ring attention (traffic.axes.list_ring_attention_flows)."""
+    """Return the exposed seconds of ring attention (traffic.model_axes.list_ring_attention_flows)."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     # With fewer key and value heads than tp ranks each rank holds a whole copy of one head.
     keys = tokens * jobs.kv_heads * jobs.head_dim / np.minimum(jobs.tp, jobs.kv_heads)
@@ -313,7 +313,7 @@ def _data(jobs: Jobs, constants: Constants, layers: LayerSplit, layer: _Layer) -
     beside = layer.forward + layer.launch_forward, layer.backward + layer.launch_backward
     windows = network.OverlapWindows(count * beside[0], count * beside[1])
     seconds = network.data_seconds(jobs, constants, parameters, ends, windows, experts)
-    # The first and the last stage exchange the gradients of a tied table (traffic.axes.list_tied_embedding_flows).
+    # First and last stage exchange the gradients of a tied table (traffic.model_axes.list_tied_embedding_flows).
     table = jobs.vocab * jobs.hidden / jobs.tp
     tied = send_seconds(jobs, constants, table * jobs.gradient_bytes, jobs.tp * jobs.cp * jobs.data_parallel)
     return seconds + np.where((jobs.pp > 1) & (jobs.tied > 0), tied, 0.0)
