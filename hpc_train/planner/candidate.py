@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from hpc_train.config.run import RunConfig
-from hpc_train.models.shape import count_parameters
+from hpc_train.models.counts import count_parameters
 from hpc_train.planner.evidence import handicap, unmeasured_techniques
 from hpc_train.planner.model import batch_laws
 from hpc_train.planner.model.jobs import Column, Jobs, job_columns

@@ -22,7 +22,7 @@ from hpc_train.launch.state.run_facts import gather_facts, read_events
 from hpc_train.launch.state.run_ledger import account_run_directory
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.state.state_names import RunStatus
-from hpc_train.models.shape import count_parameters
+from hpc_train.models.counts import count_parameters
 from hpc_train.regular_files import read_json
 from hpc_train.report.efficiency import Pipeline, StepLosses
 from hpc_train.report.prediction import rate_advice

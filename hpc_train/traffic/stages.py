@@ -17,7 +17,8 @@ from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransfo
 from hpc_train.config.parallel import Degrees, PipelineConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.models.shape import compute_flops_per_token, count_vit_tokens
+from hpc_train.models.counts import compute_flops_per_token
+from hpc_train.models.shape import count_vit_tokens
 from hpc_train.schedules import order
 from hpc_train.schedules.generate import REQUIREMENTS
 from hpc_train.schedules.order import Order, make_looped_placement, make_v_shaped_placement

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from hpc_train.config.compose import compose, config_from_dict, config_to_dict, config_to_yaml
 from hpc_train.config.keys.groups import GROUPS, SCHEMAS, default_options, option_files, option_type
 from hpc_train.config.run import RunConfig
-from hpc_train.models.shape import check_shape, count_parameters
+from hpc_train.models.counts import count_parameters
+from hpc_train.models.shape import check_shape
 
 FILES = [(group, option) for group in GROUPS for option in option_files(group)]
 NEEDS = {

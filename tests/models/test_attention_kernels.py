@@ -13,8 +13,8 @@ from hpc_train.config.model import TransformerConfig
 from hpc_train.models.attention import attention_kernels, plain_attention
 from hpc_train.models.attention.attention_kernels import attend, choose_implementation, make_document_mask
 from hpc_train.models.attention.plain_attention import ScoreRule
+from hpc_train.models.counts import compute_flops_per_token, compute_mean_keys
 from hpc_train.models.registry import build_model
-from hpc_train.models.shape import compute_flops_per_token, compute_mean_keys
 
 LENGTH = 200
 STARTS = torch.tensor([[0] * 50 + [50] * 90 + [140] * 60, [0] * 180 + [180] * 20])

@@ -18,8 +18,9 @@ from hpc_train.config.model import (
     TransformerConfig,
 )
 from hpc_train.errors import UserError
+from hpc_train.models.counts import compute_flops_per_token, count_parameters
 from hpc_train.models.registry import build_model
-from hpc_train.models.shape import check_shape, compute_flops_per_token, count_parameters
+from hpc_train.models.shape import check_shape
 
 PUBLISHED = {
     "deepseek_tiny": 1_366_464,  # ours

@@ -13,7 +13,7 @@ import pytest
 from hpc_train.config.compose import compose
 from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
-from hpc_train.models.shape import compute_flops_per_token
+from hpc_train.models.counts import compute_flops_per_token
 from hpc_train.parallel.pipeline.measurement import TimelineEvent, format_chrome_trace, measure_bubble
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.schedules import order, simulate

@@ -12,8 +12,8 @@ from planner_runs import asked, run
 
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import MicroBatch, StepBatch, World
+from hpc_train.models.counts import compute_flops_per_token, count_parameters
 from hpc_train.models.registry import build_model
-from hpc_train.models.shape import compute_flops_per_token, count_parameters
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.planner.constants import default_constants

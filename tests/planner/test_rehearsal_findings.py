@@ -14,7 +14,7 @@ from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import EXIT_USER_ERROR, UserError
-from hpc_train.models.shape import count_parameters
+from hpc_train.models.counts import count_parameters
 from hpc_train.planner.rehearsal.checks import check_coverage
 from hpc_train.planner.rehearsal.rehearse import choose_ranks, rehearse_run, replace_unavailable, run_in_processes
 from hpc_train.planner.rehearsal.result import Rehearsal, RehearsedRank

@@ -12,8 +12,8 @@ import transformers
 from hpc_train.config.compose import compose
 from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
+from hpc_train.models.counts import count_parameters
 from hpc_train.models.hf.decoder_shape import describe_decoder
-from hpc_train.models.shape import count_parameters
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.planner.auto import choose_parallel
 from hpc_train.planner.plan import plan_overrides

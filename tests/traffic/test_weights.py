@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hpc_train.config.compose import compose
 from hpc_train.config.keys.groups import option_files
 from hpc_train.config.model import TransformerConfig
-from hpc_train.models.shape import count_parameters
+from hpc_train.models.counts import count_parameters
 from hpc_train.traffic.axes import count_fsdp_groups, list_ddp_buckets
 from hpc_train.traffic.weights import Splitting, count_rank_elements, list_partial_gradient_sizes, list_weights
 from hpc_train.units import MIB

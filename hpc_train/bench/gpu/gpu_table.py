@@ -67,7 +67,7 @@ _H100_PEAK = 989.4e12
 def compute_published_mfu(published: PublishedSpeed) -> float:
     """Return the MFU of a published run, by this project's FLOPs and against the peak of bf16."""
     from hpc_train.config.compose import compose
-    from hpc_train.models.shape import compute_flops_per_token
+    from hpc_train.models.counts import compute_flops_per_token
 
     flops = compute_flops_per_token(compose(["model=llama_8b"]).model, 8192)
     assert flops is not None

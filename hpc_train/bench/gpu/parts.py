@@ -31,7 +31,7 @@ from hpc_train.config.compose import compose
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import Engine, World
-from hpc_train.models.shape import compute_flops_per_token
+from hpc_train.models.counts import compute_flops_per_token
 from hpc_train.parallel.optimizer_step import get_local
 from hpc_train.planner.rehearsal.checks import planned_memory
 from hpc_train.runtime.init import init

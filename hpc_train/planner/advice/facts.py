@@ -12,7 +12,7 @@ import numpy as np
 from hpc_train.config.model import TransformerConfig
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.models.shape import count_parameters
+from hpc_train.models.counts import count_parameters
 from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.from_config import jobs_from_config, list_assumptions

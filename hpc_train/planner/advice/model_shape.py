@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hpc_train.models.shape import compute_head_dim, count_parameters
+from hpc_train.models.counts import count_parameters
+from hpc_train.models.shape import compute_head_dim
 from hpc_train.planner.advice.facts import Advice, RunFacts
 
 _ALIGNED = 8

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.parallel import SCHEDULES as BUILT
-from hpc_train.models.shape import count_transformer_flops
+from hpc_train.models.counts import count_transformer_flops
 
 Column = NDArray[np.float64]
 """Property of n jobs: [n], or [] if all jobs share one value, since columns broadcast against each other.

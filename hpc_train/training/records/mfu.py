@@ -6,7 +6,7 @@ There is none unless both the FLOPs of the model and the peak of the GPU are kno
 from __future__ import annotations
 
 from hpc_train.config.run import RunConfig
-from hpc_train.models.shape import compute_flops_per_token
+from hpc_train.models.counts import compute_flops_per_token
 
 
 def find_peak_flops(config: RunConfig, device_name: str | None) -> float | None:
