@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.models import deferred
+from hpc_train.models import operation_record
 from hpc_train.models.deferred import build_deferred
 
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defer all tensors except those of a few numbers."""
-    monkeypatch.setattr(deferred, "LARGE_TENSOR_BYTES", 128)
+    monkeypatch.setattr(operation_record, "LARGE_TENSOR_BYTES", 128)
 
 
 class Own(nn.Module):

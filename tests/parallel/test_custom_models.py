@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET, World
-from hpc_train.models import deferred
+from hpc_train.models import operation_record
 from hpc_train.models.deferred import build_deferred
 from hpc_train.models.initial_values import Normal
 from hpc_train.parallel.apply import build
@@ -333,7 +333,7 @@ def test_at_the_start_a_rank_takes_its_share_and_no_more_than_a_block(layout: st
 
 def _bytes_with_its_construction(world: World, config: RunConfig) -> tuple[int, int, int, list[float]]:
     """Return (whole model, one block, peak bytes since before the constructor, this rank's values of a parameter)."""
-    deferred.LARGE_TENSOR_BYTES = 2**12
+    operation_record.LARGE_TENSOR_BYTES = 2**12
     peak, found = _RealBytes(), list[float]()
 
     def stop(split: nn.Module) -> torch.optim.Optimizer:
