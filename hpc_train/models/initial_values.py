@@ -50,7 +50,7 @@ class Initialised(Protocol):
 
 
 def gpt2_init_rule(name: str, std: float, layers: int) -> Normal:
-    """GPT-2 (Radford et al. 2019, section 2.3): the layers that write to the residual have std / sqrt(2 layers)."""
+    """Return GPT-2's rule (Radford et al. 2019, section 2.3): std / sqrt(2 layers) for what writes to the residual."""
     module, _, last = name.rpartition(".")
     if last == "bias":
         return ZEROS

@@ -149,7 +149,7 @@ _SCALE_BYTES = 8
 """Bytes of the largest gradient of a bucket, on which ranks agree before they cast the bucket to fp16."""
 
 
-def cast_flows(axes: Axes, numbers: float, calls: int, scaled: bool) -> list[Flow]:
+def list_cast_flows(axes: Axes, numbers: float, calls: int, scaled: bool) -> list[Flow]:
     """Return the flows of gradients that are cast to two bytes (fp16, bf16).
 
     numbers: elements of all gradients. calls: buckets. scaled: whether ranks agree on a scale first, as fp16 needs.

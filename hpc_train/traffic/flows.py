@@ -25,7 +25,7 @@ from hpc_train.traffic.outer_exchange import list_outer_flows
 from hpc_train.traffic.ring_blocks import RingLayout, count_messages
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients
 from hpc_train.traffic.sharding import uses_fully_shard as is_sharded
-from hpc_train.traffic.stages import StagePart, StepWork, list_stage_parts, place_stages, step_work
+from hpc_train.traffic.stages import StagePart, StepWork, compute_step_work, list_stage_parts, place_stages
 from hpc_train.traffic.weights import (
     Splitting,
     Weight,
@@ -56,14 +56,14 @@ def compute_flows(config: RunConfig, world: int, parameters: int | None = None) 
     degrees = resolve_degrees(config.parallel, world)
     if is_loose(config):
         own, alone = describe_one_copy(config, degrees)
-        return (*_compute_flows(own, alone, parameters), *_list_loose_flows(config, degrees, parameters))
-    return _compute_flows(config, degrees, parameters)
+        return (*_compute_flows_of_copy(own, alone, parameters), *_list_loose_flows(config, degrees, parameters))
+    return _compute_flows_of_copy(config, degrees, parameters)
 
 
 def _list_loose_flows(config: RunConfig, degrees: Degrees, parameters: int | None) -> list[Flow]:
     """Return what the copies of a loosely synchronised run exchange."""
     weights, copies = list_weights(config.model), _list_axes_in_use(degrees, ("dp_replicate",))
-    work = step_work(config, degrees)
+    work = compute_step_work(config, degrees)
     if weights is None:
         assert parameters is not None
         elements = float(parameters)
@@ -74,11 +74,11 @@ def _list_loose_flows(config: RunConfig, degrees: Degrees, parameters: int | Non
     return [*outer, *list_scalar_flows(copies, norm=True)]
 
 
-def _compute_flows(config: RunConfig, degrees: Degrees, parameters: int | None) -> tuple[Flow, ...]:
+def _compute_flows_of_copy(config: RunConfig, degrees: Degrees, parameters: int | None) -> tuple[Flow, ...]:
     weights = list_weights(config.model)
     if weights is None:
         return tuple(_list_custom_model_flows(config, degrees, parameters))
-    job = _Job(config, config.model, degrees, step_work(config, degrees), weights)
+    job = _Job(config, config.model, degrees, compute_step_work(config, degrees), weights)
     return (
         *job.list_data_flows(),
         *job.list_tensor_flows(),
@@ -86,11 +86,11 @@ def _compute_flows(config: RunConfig, degrees: Degrees, parameters: int | None) 
         *job.list_expert_flows(),
         *job.list_pipeline_flows(),
         *_list_scalar_flows(config, degrees),
-        *_load_flows(config, degrees),
+        *_list_load_flows(config, degrees),
     )
 
 
-def _load_flows(config: RunConfig, degrees: Degrees) -> list[Flow]:
+def _list_load_flows(config: RunConfig, degrees: Degrees) -> list[Flow]:
     """Return the sum of the loads of experts: see parallel.expert.balance."""
     model, axes = config.model, _list_axes_in_use(degrees, AXES)
     if not isinstance(model, TransformerConfig) or not model.experts.count or not axes:
@@ -155,7 +155,7 @@ class _Job:
             weights, Splitting(self.degrees.tp, _count_kv_heads(self.model), self.vocabulary, shards)
         )
 
-    def _end_weights(self, part: StagePart) -> list[Weight]:
+    def _list_end_weights(self, part: StagePart) -> list[Weight]:
         """List the weights of a stage outside blocks: embedding, last norm, head."""
         weights = [*(self.weights.before if part.first else ()), *(self.weights.after if part.last else ())]
         return [*weights, self.weights.tied] if self.weights.tied and part.last and not part.first else weights
@@ -163,7 +163,7 @@ class _Job:
     def count_held_elements(self) -> int:
         """Count the elements of all parameters on one tp rank, all its shards together."""
         all_blocks = StagePart(self.weights.blocks, dense=self.weights.dense_blocks)
-        return self._count_rank_elements([*self._list_block_weights(all_blocks), *self._end_weights(all_blocks)])
+        return self._count_rank_elements([*self._list_block_weights(all_blocks), *self._list_end_weights(all_blocks)])
 
     def list_data_flows(self) -> list[Flow]:
         """Return the flows of gradients and parameters over dp_replicate, dp_shard and cp."""
@@ -183,8 +183,8 @@ class _Job:
         return [weight.shape for weight in reversed(every)]
 
     def _list_sharded_flows(self, parts: Parts) -> list[Flow]:
-        groups = [group for part in parts for group in self._shard_groups(part)]
-        return _shard_group_flows(self.config, self.degrees, self.work, groups)
+        groups = [group for part in parts for group in self._list_shard_groups(part)]
+        return _list_shard_group_flows(self.config, self.degrees, self.work, groups)
 
     def _list_expert_weight_flows(self, parts: Parts) -> list[Flow]:
         """Return the flows of experts that ep splits, over the ranks that hold the same ones."""
@@ -218,10 +218,10 @@ class _Job:
         )
         return [axis_flows.ShardGroup("experts", numbers, part.mixed, axis_flows.count_block_uses(*rule))]
 
-    def _shard_groups(self, part: StagePart) -> list[axis_flows.ShardGroup]:
+    def _list_shard_groups(self, part: StagePart) -> list[axis_flows.ShardGroup]:
         parallel, work = self.config.parallel, self.work
         blocks = self._count_rank_elements(self._list_block_weights(part))
-        ends = self._count_rank_elements(self._end_weights(part))
+        ends = self._count_rank_elements(self._list_end_weights(part))
         rule = parallel.strategy, parallel.reshard_after_forward, self.degrees.pp, work.micro_batches, part.split
         block_uses, end_uses = axis_flows.count_block_uses(*rule), axis_flows.count_end_uses(*rule)
         if parallel.strategy == "zero3":
@@ -296,7 +296,7 @@ class _Job:
 
     def _list_whole_gradient_flows(self, parts: Parts) -> list[Flow]:
         """Return the sums over tp of gradients of parameters that tp does not split."""
-        weights = [weight for part in parts for weight in self._end_weights(part)]
+        weights = [weight for part in parts for weight in self._list_end_weights(part)]
         weights += [weight for part in parts for weight in self._list_block_weights(part)]
         sizes = list_partial_gradient_sizes(weights, self.degrees.tp, _count_kv_heads(self.model), self.sequence)
         work, strategy = self.work, self.config.parallel.strategy
@@ -422,10 +422,10 @@ def _list_replicated_flows(
         return axis_flows.list_powersgd_flows(axes, ready, method.rank, calls, work.stored)
     if method.method == "topk":
         return axis_flows.list_topk_flows(axes, sum(sizes), method.ratio, degrees.world, calls, work.stored)
-    return axis_flows.cast_flows(axes, sum(sizes), calls, method.method == "fp16")
+    return axis_flows.list_cast_flows(axes, sum(sizes), calls, method.method == "fp16")
 
 
-def _shard_group_flows(
+def _list_shard_group_flows(
     config: RunConfig, degrees: Degrees, work: StepWork, groups: Sequence[axis_flows.ShardGroup]
 ) -> list[Flow]:
     shard, replicate = _list_axes_in_use(degrees, ("dp_shard", "cp")), _list_axes_in_use(degrees, ("dp_replicate",))
@@ -446,7 +446,7 @@ def _list_custom_model_flows(config: RunConfig, degrees: Degrees, parameters: in
             f"model.name={config.model.name}: the traffic of a custom model's gradients is unknown, because its number "
             "of parameters is; a run counts them itself"
         )
-    work, parallel = step_work(config, degrees), config.parallel
+    work, parallel = compute_step_work(config, degrees), config.parallel
     if not is_sharded(config, degrees):
         # The shapes are unknown: assume tensors of 1 MiB, small enough to fill buckets evenly.
         each = MIB // work.stored
@@ -454,4 +454,4 @@ def _list_custom_model_flows(config: RunConfig, degrees: Degrees, parameters: in
         return [*_list_replicated_flows(config, degrees, work, ready), *_list_scalar_flows(config, degrees)]
     uses = axis_flows.count_block_uses(parallel.strategy, parallel.reshard_after_forward, 1, work.micro_batches)
     groups = [axis_flows.ShardGroup("all", parameters, 1, uses)]
-    return [*_shard_group_flows(config, degrees, work, groups), *_list_scalar_flows(config, degrees)]
+    return [*_list_shard_group_flows(config, degrees, work, groups), *_list_scalar_flows(config, degrees)]

@@ -209,7 +209,7 @@ class StagePart:
         return self.blocks - self.dense
 
 
-def step_work(config: RunConfig, degrees: Degrees) -> StepWork:
+def compute_step_work(config: RunConfig, degrees: Degrees) -> StepWork:
     """Compute the sizes of a step of this run."""
     train, precision = config.train, config.precision
     rows, count = train.global_batch / degrees.data_parallel, count_micro_batches(config, degrees)

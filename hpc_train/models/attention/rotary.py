@@ -74,7 +74,7 @@ def _scale_yarn(frequencies: Tensor, config: TransformerConfig, head_dim: int) -
     rope = config.rope
 
     def find_pair(rotations: float) -> float:
-        """The pair of channels, as a fraction, that turns so often over the original positions."""
+        """Return the pair of channels, as a fraction, that turns so often over the original positions."""
         return (
             head_dim * math.log(rope.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
         )

@@ -25,7 +25,7 @@ from hpc_train.planner.model.memory import estimate_memory
 from hpc_train.planner.rehearsal.result import CoverageResult, HeldShard, MemoryFit, RehearsedRank
 from hpc_train.planner.rehearsal.tiling import Tiling, whole_tiling
 from hpc_train.traffic.sharding import uses_fully_shard
-from hpc_train.traffic.stages import StagePart, list_stage_parts, step_work
+from hpc_train.traffic.stages import StagePart, compute_step_work, list_stage_parts
 from hpc_train.traffic.weights import Splitting, Weight, Weights, count_rank_elements_of, list_weights
 from hpc_train.units import GIB, MIB, choose_memory_unit
 
@@ -164,7 +164,7 @@ def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict
     shards = degrees.dp_shard * degrees.cp if uses_fully_shard(config, degrees) else 1
     vocabulary = config.parallel.tensor.vocabulary and isinstance(config.model, TransformerConfig)
     how = Splitting(degrees.tp, heads, vocabulary, shards)
-    number_bytes = step_work(config, degrees).stored
+    number_bytes = compute_step_work(config, degrees).stored
     stages = [
         list(_stage_weights(weights, stage)) for stage in list_stage_parts(config, degrees.pp, weights.blocks)[pp_rank]
     ]
