@@ -82,7 +82,7 @@ class BubbleResult:
         return json.dumps(asdict(self), indent=1)
 
 
-def bubble_command(options: BubbleOptions, as_json: bool) -> int:
+def run_bubble_command(options: BubbleOptions, as_json: bool) -> int:
     """Start the ranks and measure; rank 0 prints. Returns the exit code; raises UserError for what cannot be run."""
     chosen, refused = choose_schedules(options)
     identity = identify_process(os.environ)

@@ -89,7 +89,7 @@ def measure_schedules(options: BubbleOptions, orders: dict[str, Order]) -> list[
             for schedule in running:
                 schedule.step(sleeps=number > 0)
         return [
-            _summarize_schedule(schedule.name, schedule.order, schedule.times, schedule.events()[1:])
+            _summarise_schedule(schedule.name, schedule.order, schedule.times, schedule.events()[1:])
             for schedule in running
         ]
     finally:
@@ -104,7 +104,7 @@ def _compute_loss(out: Tensor, target: Tensor) -> Tensor:
     return (out - target).sum()
 
 
-def _summarize_schedule(name: str, order: Order, times: ActionTimes, steps: Steps) -> ScheduleResult:
+def _summarise_schedule(name: str, order: Order, times: ActionTimes, steps: Steps) -> ScheduleResult:
     for ranks in steps:
         _check_done(name, order, ranks)
     simulated = simulate_order(order, times)

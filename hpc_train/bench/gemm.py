@@ -40,7 +40,7 @@ class GemmOptions:
             raise UserError(f"--plot {self.plot}: must end in .png or .svg")
 
 
-def gemm_command(options: GemmOptions) -> int:
+def run_gemm_command(options: GemmOptions) -> int:
     """Measure the device, print the result and write its files. Raises UserError as GemmOptions.check."""
     options.check()
     from hpc_train.bench.gemm_device import measure_device

@@ -51,7 +51,7 @@ class LoaderBenchOptions:
     json: bool = False
 
 
-def loader_command(options: LoaderBenchOptions) -> int:
+def run_loader_command(options: LoaderBenchOptions) -> int:
     """Measure all sides, and print medians over the rounds. Raises UserError for sources that are too short."""
     datasets = _import_datasets()
     tokenizer = load_tokenizer_folder(options.tokenizer)

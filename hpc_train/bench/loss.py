@@ -70,7 +70,7 @@ class LossBenchResult:
     """Chunked over full bytes."""
 
 
-def loss_command(options: LossBenchOptions, as_json: bool) -> int:
+def run_loss_command(options: LossBenchOptions, as_json: bool) -> int:
     """Measure and print. Raises UserError as LossBenchOptions.check."""
     options.check()
     result = measure_loss(options)

@@ -69,7 +69,7 @@ class PlacementBenchOptions:
     json: bool
 
 
-def placement_command(overrides: Sequence[str], options: PlacementBenchOptions) -> int:
+def run_placement_command(overrides: Sequence[str], options: PlacementBenchOptions) -> int:
     """Measure and print. Raises UserError outside of an allocation, or if its nodes are all on one leaf."""
     for name in ("rounds", "steps"):
         if getattr(options, name) < (3 if name == "steps" else 1):
@@ -105,10 +105,10 @@ def _measure_orders(
             seconds, hosts[order.name] = time_training(folder, f"{order.name}-{number}", order.nodes, ranks, words)
             times[order.name].append(seconds)
     cluster = replace(config.cluster, calibration=str(calibration))
-    return _summarize_orders(replace(config, cluster=cluster), where, given, times, hosts)
+    return _summarise_orders(replace(config, cluster=cluster), where, given, times, hosts)
 
 
-def _summarize_orders(
+def _summarise_orders(
     config: RunConfig,
     where: NodeLocations,
     given: Sequence[NodeOrder],

@@ -50,7 +50,7 @@ class ScalingPoint:
     """The class of the strong run's bottleneck, as its report names it."""
 
 
-def scaling_command(
+def run_scaling_command(
     overrides: Sequence[str], sizes: str, steps: int, folder: Path, as_json: bool, plot: str | None
 ) -> int:
     """Measure all sizes, and print a table or JSON; returns the exit code.

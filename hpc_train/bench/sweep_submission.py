@@ -57,7 +57,7 @@ class Submission:
     mebibytes: float
 
 
-def submission_command(points: int, rounds: int, peers: bool, as_json: bool) -> int:
+def run_submission_command(points: int, rounds: int, peers: bool, as_json: bool) -> int:
     """Submit a sweep and print wall time, CPU time and files; returns the exit code.
 
     peers: submit with hydra-submitit-launcher too. Raises UserError if there is no Slurm, or the peer is not installed.

@@ -42,7 +42,7 @@ class DataBenchOptions:
     json: bool = False
 
 
-def data_command(options: DataBenchOptions) -> int:
+def run_data_command(options: DataBenchOptions) -> int:
     """Measure all sides, and print medians over the rounds. Raises UserError for sources that cannot be built."""
     if options.rounds < 1:
         raise UserError(f"--rounds {options.rounds}: must be at least 1")

@@ -65,9 +65,9 @@ def _add_step(kinds: _SubCommands) -> None:
 
 
 def _step(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.step.step import step_command
+    from hpc_train.bench.step.step import run_step_command
 
-    return step_command(arguments.overrides, arguments.rounds, arguments.steps, arguments.json, arguments.peers)
+    return run_step_command(arguments.overrides, arguments.rounds, arguments.steps, arguments.json, arguments.peers)
 
 
 def _add_overlap(kinds: _SubCommands) -> None:
@@ -87,13 +87,13 @@ def _add_overlap(kinds: _SubCommands) -> None:
 
 
 def _overlap(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.thin_link.overlap import OverlapOptions, overlap_command
+    from hpc_train.bench.thin_link.overlap import OverlapOptions, run_overlap_command
 
     a = arguments
     options = OverlapOptions(
         rounds=a.rounds, steps=a.steps, tokens=a.tokens, hidden=a.hidden, ratio=a.ratio, rate=a.rate
     )
-    return overlap_command(options, a.json)
+    return run_overlap_command(options, a.json)
 
 
 def _add_sync(kinds: _SubCommands) -> None:
@@ -112,10 +112,10 @@ def _add_sync(kinds: _SubCommands) -> None:
 
 
 def _sync(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.thin_link.sync import SyncOptions, sync_command
+    from hpc_train.bench.thin_link.sync import SyncOptions, run_sync_command
 
     a = arguments
-    return sync_command(SyncOptions(a.overrides, a.rounds, a.steps, a.every, a.rate), a.json)
+    return run_sync_command(SyncOptions(a.overrides, a.rounds, a.steps, a.every, a.rate), a.json)
 
 
 def _add_bubble(kinds: _SubCommands) -> None:
@@ -149,7 +149,7 @@ def _add_bubble(kinds: _SubCommands) -> None:
 
 
 def _bubble(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.bubble import BubbleOptions, bubble_command, parse_costs
+    from hpc_train.bench.bubble import BubbleOptions, parse_costs, run_bubble_command
     from hpc_train.config.parallel import SCHEDULES
 
     a = arguments
@@ -162,7 +162,7 @@ def _bubble(arguments: argparse.Namespace) -> int:
         rounds=a.rounds,
         milliseconds=a.milliseconds,
     )
-    return bubble_command(options, a.json)
+    return run_bubble_command(options, a.json)
 
 
 def _add_collectives(kinds: _SubCommands) -> None:
@@ -204,7 +204,7 @@ def _add_collectives(kinds: _SubCommands) -> None:
 
 
 def _collectives(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.collectives.collectives import collectives_command
+    from hpc_train.bench.collectives.collectives import run_collectives_command
     from hpc_train.bench.collectives.options import CollectivesOptions
 
     a, usual = arguments, CollectivesOptions()
@@ -221,7 +221,7 @@ def _collectives(arguments: argparse.Namespace) -> int:
         plot=a.plot,
         out=a.out,
     )
-    return collectives_command(a.overrides, options)
+    return run_collectives_command(a.overrides, options)
 
 
 def _add_gemm(kinds: _SubCommands) -> None:
@@ -268,12 +268,12 @@ def _add_gpu(kinds: _SubCommands) -> None:
 
 
 def _gpu(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.gpu.gpu import PARTS, GpuBenchOptions, gpu_command
+    from hpc_train.bench.gpu.gpu import PARTS, GpuBenchOptions, run_gpu_command
 
     a = arguments
     parts = tuple(name for name in PARTS if name in (a.part or PARTS))
     options = GpuBenchOptions(parts, a.device, a.quick, a.minutes, a.out, a.json, a.inside)
-    return gpu_command(options)
+    return run_gpu_command(options)
 
 
 def _add_loss(kinds: _SubCommands) -> None:
@@ -294,11 +294,11 @@ def _add_loss(kinds: _SubCommands) -> None:
 
 
 def _loss(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.loss import LossBenchOptions, loss_command
+    from hpc_train.bench.loss import LossBenchOptions, run_loss_command
 
     a = arguments
     options = LossBenchOptions(a.tokens, a.hidden, a.vocabulary, a.chunk, a.precision, a.rounds, a.count)
-    return loss_command(options, a.json)
+    return run_loss_command(options, a.json)
 
 
 def _add_data(kinds: _SubCommands) -> None:
@@ -314,10 +314,10 @@ def _add_data(kinds: _SubCommands) -> None:
 
 
 def _data(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.tokenization import DataBenchOptions, data_command
+    from hpc_train.bench.tokenization import DataBenchOptions, run_data_command
 
     a = arguments
-    return data_command(
+    return run_data_command(
         DataBenchOptions(tuple(a.source), a.tokenizer, a.column, a.workers, a.rounds, a.datasets, a.json)
     )
 
@@ -337,15 +337,15 @@ def _add_loader(kinds: _SubCommands) -> None:
 
 
 def _loader(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.loading import LoaderBenchOptions, loader_command
+    from hpc_train.bench.loading import LoaderBenchOptions, run_loader_command
 
     a = arguments
     sizes = (a.sequence_length, a.batch, a.batches, a.rounds)
-    return loader_command(LoaderBenchOptions(tuple(a.source), a.tokenizer, a.column, *sizes, a.json))
+    return run_loader_command(LoaderBenchOptions(tuple(a.source), a.tokenizer, a.column, *sizes, a.json))
 
 
 def _gemm(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.gemm import GemmOptions, gemm_command
+    from hpc_train.bench.gemm import GemmOptions, run_gemm_command
 
     a = arguments
     options = GemmOptions(
@@ -357,7 +357,7 @@ def _gemm(arguments: argparse.Namespace) -> int:
         plot=a.plot,
         out=a.out,
     )
-    return gemm_command(options)
+    return run_gemm_command(options)
 
 
 def _add_placement(kinds: _SubCommands) -> None:
@@ -384,13 +384,13 @@ def _add_placement(kinds: _SubCommands) -> None:
 
 
 def _placement(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.placement import PlacementBenchOptions, placement_command
+    from hpc_train.bench.placement import PlacementBenchOptions, run_placement_command
 
     a = arguments
     options = PlacementBenchOptions(
         rounds=a.rounds, steps=a.steps, seed=a.seed, largest=a.largest, directory=a.directory, json=a.json
     )
-    return placement_command(a.overrides, options)
+    return run_placement_command(a.overrides, options)
 
 
 def _add_checkpoint(kinds: _SubCommands) -> None:
@@ -415,12 +415,12 @@ def _add_checkpoint(kinds: _SubCommands) -> None:
 
 
 def _checkpoint(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.checkpoint.checkpoint import OPERATIONS, SIDES, CheckpointBenchOptions, checkpoint_command
+    from hpc_train.bench.checkpoint.checkpoint import OPERATIONS, SIDES, CheckpointBenchOptions, run_checkpoint_command
 
     a = arguments
     chosen = tuple(a.operations or OPERATIONS), tuple(a.sides or SIDES)
     options = CheckpointBenchOptions(a.gib, tuple(a.ranks), a.tensors, tuple(a.directory), a.rounds, *chosen)
-    return checkpoint_command(options, a.json, Path(a.plot) if a.plot else None)
+    return run_checkpoint_command(options, a.json, Path(a.plot) if a.plot else None)
 
 
 def _add_submit(kinds: _SubCommands) -> None:
@@ -435,10 +435,10 @@ def _add_submit(kinds: _SubCommands) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.sweep_submission import submission_command
+    from hpc_train.bench.sweep_submission import run_submission_command
 
     a = arguments
-    return submission_command(a.points, a.rounds, a.peers, a.json)
+    return run_submission_command(a.points, a.rounds, a.peers, a.json)
 
 
 def _add_scaling(kinds: _SubCommands) -> None:
@@ -457,10 +457,10 @@ def _add_scaling(kinds: _SubCommands) -> None:
 
 
 def _scaling(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.scaling import scaling_command
+    from hpc_train.bench.scaling import run_scaling_command
 
     a = arguments
-    return scaling_command(a.overrides, a.sizes, a.steps, a.folder, a.json, a.plot)
+    return run_scaling_command(a.overrides, a.sizes, a.steps, a.folder, a.json, a.plot)
 
 
 def _add_loop_checkpoint(kinds: _SubCommands) -> None:
@@ -477,7 +477,7 @@ def _add_loop_checkpoint(kinds: _SubCommands) -> None:
 
 
 def _loop_checkpoint(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.checkpoint.loop_checkpoint import LoopCheckpointOptions, loop_checkpoint_command
+    from hpc_train.bench.checkpoint.loop_checkpoint import LoopCheckpointOptions, run_loop_checkpoint_command
 
     a = arguments
-    return loop_checkpoint_command(LoopCheckpointOptions(a.ranks, a.mib, a.rounds, a.dir), a.json)
+    return run_loop_checkpoint_command(LoopCheckpointOptions(a.ranks, a.mib, a.rounds, a.dir), a.json)

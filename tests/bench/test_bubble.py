@@ -12,9 +12,9 @@ from hpc_train.bench.bubble import (
     BubbleOptions,
     BubbleResult,
     ScheduleResult,
-    bubble_command,
     choose_schedules,
     format_bubbles,
+    run_bubble_command,
 )
 from hpc_train.bench.bubble_rank import make_sleep_times
 from hpc_train.config.parallel import SCHEDULES
@@ -82,7 +82,7 @@ def test_a_schedule_that_cannot_do_the_numbers_is_left_out_and_said() -> None:
 )
 def test_what_cannot_be_measured_is_one_line(changed: dict[str, object], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        bubble_command(options(**changed), False)
+        run_bubble_command(options(**changed), False)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -101,7 +101,7 @@ def test_a_file_that_cannot_run_is_refused_before_any_rank_is_started(lines: str
     path.write_text(lines)
     micro_batches = 2 if "F1" in lines else 1
     with pytest.raises(UserError) as caught:
-        bubble_command(options(schedules=(str(path),), ranks=2, micro_batches=micro_batches), False)
+        run_bubble_command(options(schedules=(str(path),), ranks=2, micro_batches=micro_batches), False)
     assert str(caught.value).startswith(str(path))
     assert words in str(caught.value)
 
@@ -110,7 +110,7 @@ def test_inside_another_launcher_the_numbers_must_agree(monkeypatch: pytest.Monk
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="one of 3 processes on 1 nodes, but --ranks 4"):
-        bubble_command(options(), False)
+        run_bubble_command(options(), False)
 
 
 def test_the_table_says_which_are_not_as_their_orders_say() -> None:

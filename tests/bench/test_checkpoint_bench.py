@@ -21,8 +21,8 @@ from hpc_train.bench.checkpoint.checkpoint import (
     CheckpointBenchOptions,
     CheckpointBenchResult,
     SettingResult,
-    checkpoint_command,
-    summarize_operations,
+    run_checkpoint_command,
+    summarise_operations,
 )
 from hpc_train.bench.checkpoint.checkpoint_output import print_checkpoint_result
 from hpc_train.bench.checkpoint.sides import time_operation
@@ -138,7 +138,7 @@ def test_ratios_are_of_the_same_round() -> None:
         [[wall, 1.0, 3.0 * 2**30] for wall in walls] for walls in ([1.0, 2.0, 4.0], [1.0, 3.0, 2.0], [4.0] * 3)
     )
     sides = {"dcp": np.array(dcp), "hpc_train": np.array(ours), "raw_direct": np.array(direct)}
-    rows = {row.side: row for row in summarize_operations({"save": sides}, gib=2.0)}
+    rows = {row.side: row for row in summarise_operations({"save": sides}, gib=2.0)}
     assert rows["hpc_train"].seconds == 2.0
     assert rows["hpc_train"].quartiles == (1.5, 3.0)
     assert (rows["hpc_train"].gib_per_second, rows["hpc_train"].cpu_seconds_per_gib) == (1.0, 0.5)
@@ -146,14 +146,14 @@ def test_ratios_are_of_the_same_round() -> None:
     assert rows["hpc_train"].over["dcp"].median == 2.0  # of 4, 2 and 1
     assert set(rows["dcp"].over) == {"raw_direct"}
     assert rows["dcp"].read is None
-    (moved,) = summarize_operations({"reshard_columns": {"dcp": sides["dcp"]}}, gib=2.0)
+    (moved,) = summarise_operations({"reshard_columns": {"dcp": sides["dcp"]}}, gib=2.0)
     assert moved.read == 1.5
 
 
 def test_what_cannot_be_measured_here_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     samples = {"save": {"hpc_train": np.ones((1, 3))}}
     setting = SettingResult(
-        "/d", "tmpfs", 1, 3, 2.0, summarize_operations(samples, 2.0), {"raw_direct": "Invalid argument"}, (0.0, 0.0)
+        "/d", "tmpfs", 1, 3, 2.0, summarise_operations(samples, 2.0), {"raw_direct": "Invalid argument"}, (0.0, 0.0)
     )
     print_checkpoint_result(CheckpointBenchResult(USUAL, [setting], 2))
     assert "left out: raw_direct: Invalid argument" in capsys.readouterr().out
@@ -184,7 +184,7 @@ USUAL = CheckpointBenchOptions(0.001, (1,), None, (".",), 2)
 )
 def test_what_cannot_be_is_one_line(changed: dict[str, object], words: str) -> None:
     with pytest.raises(UserError) as error:
-        checkpoint_command(replace(USUAL, **changed), as_json=False)  # type: ignore[arg-type]
+        run_checkpoint_command(replace(USUAL, **changed), as_json=False)  # type: ignore[arg-type]
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.bench.collectives.collectives import collectives_command
+from hpc_train.bench.collectives.collectives import run_collectives_command
 from hpc_train.bench.collectives.definitions import OPERATIONS, find_operation
 from hpc_train.bench.collectives.options import CollectivesOptions
 from hpc_train.cluster.calibration import read_calibration
@@ -151,6 +151,6 @@ def test_wrong_input_is_refused_before_any_rank_starts(
     overrides: list[str], options: CollectivesOptions, words: str
 ) -> None:
     with pytest.raises(UserError) as refusal:
-        collectives_command(overrides, options)
+        run_collectives_command(overrides, options)
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)

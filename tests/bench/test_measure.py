@@ -6,7 +6,7 @@ import pytest
 from hpc_train.bench.local_ranks import run_local_ranks
 from hpc_train.bench.rounds import WARM_UP_STEPS, RoundTimings, Side, time_rounds, warm_up_side
 from hpc_train.bench.step.step import StartupTimer, process_age
-from hpc_train.bench.step.step_rank import summarize_step
+from hpc_train.bench.step.step_rank import summarise_step
 from hpc_train.config.compose import compose
 from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
@@ -54,7 +54,7 @@ def test_a_ratio_above_one_says_that_ours_is_faster() -> None:
 
     def on_rank(world: World) -> dict[str, tuple[float, float, float, float]]:
         sides = [Side(name, iter(()), 5.0, 1.0) for name in ("hpc_train", "hand_written", "hand_written_tuned")]
-        result = summarize_step(compose([]), world, sides, timings, 100, 3, StartupTimer())
+        result = summarise_step(compose([]), world, sides, timings, 100, 3, StartupTimer())
         assert result.sides[0].seconds == pytest.approx(0.11)
         assert result.sides[0].tokens_per_second == pytest.approx(100 / 0.11)
         return {name: (ratio.wall, ratio.low, ratio.high, ratio.cpu) for name, ratio in result.ratios.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rank_processes import assert_they_end
 
-from hpc_train.bench.thin_link.overlap import OverlapMeasurement, OverlapOptions, overlap_command, summarize_overlap
+from hpc_train.bench.thin_link.overlap import OverlapMeasurement, OverlapOptions, run_overlap_command, summarise_overlap
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
 COMMAND = [sys.executable, "-m", "hpc_train", "bench", "overlap", "--tokens", "64", "--hidden", "64"]
@@ -51,7 +51,7 @@ def test_the_exposed_wait_is_the_median_of_what_a_step_takes_beyond_compute_in_t
         "collectives_alone": [2.0, 2.0, 9.0],
         "ring_alone": [1.0, 1.0, 1.0],
     }
-    result = summarize_overlap(OPTIONS, OverlapMeasurement(100.0, 10, {"synchronous": 15, "asynchronous": 11}, seconds))
+    result = summarise_overlap(OPTIONS, OverlapMeasurement(100.0, 10, {"synchronous": 15, "asynchronous": 11}, seconds))
     assert result.compute_seconds == 1.0
     assert (result.synchronous.exposed_seconds, result.synchronous.hidden) == (1.5, 0.25)
     assert (result.asynchronous.exposed_seconds, result.asynchronous.hidden) == (0.25, 0.75)
@@ -109,13 +109,13 @@ def _network(process_id: str) -> int:
 )
 def test_wrong_input_is_refused_in_a_line(changes: dict[str, float], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        overlap_command(OverlapOptions(**{**vars(OPTIONS), **changes}), as_json=False)
+        run_overlap_command(OverlapOptions(**{**vars(OPTIONS), **changes}), as_json=False)
 
 
 def test_without_iproute2_a_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="needs `ip`, which is not here; install iproute2"):
-        overlap_command(OPTIONS, as_json=False)
+        run_overlap_command(OPTIONS, as_json=False)
 
 
 def test_who_may_not_make_a_namespace_is_told_what_would_work() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rank_processes import assert_they_end
 
 from hpc_train.bench import local_ranks
-from hpc_train.bench.step.step import step_command
+from hpc_train.bench.step.step import run_step_command
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
 COMMAND = [sys.executable, "-m", "hpc_train", "bench", "step", "--rounds", "2", "--steps", "1"]
@@ -101,7 +101,7 @@ def test_wrong_input_is_refused_before_any_rank_starts(
     overrides: list[str], rounds: int, steps: int, words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        step_command(overrides, rounds, steps, as_json=False)
+        run_step_command(overrides, rounds, steps, as_json=False)
 
 
 def test_a_stopped_bench_leaves_no_rank_behind(tiny: list[str]) -> None:

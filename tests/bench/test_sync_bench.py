@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hpc_train.bench.thin_link.sync import SyncMeasurement, SyncOptions, summarize_sync, sync_command
+from hpc_train.bench.thin_link.sync import SyncMeasurement, SyncOptions, run_sync_command, summarise_sync
 from hpc_train.errors import UserError
 
 COMMAND = [sys.executable, "-m", "hpc_train", "bench", "sync"]
@@ -30,13 +30,13 @@ def test_bytes_over_the_link_are_those_of_the_formula() -> None:
 
 def test_the_speedup_is_the_median_of_the_rounds() -> None:
     seconds = {"ddp": [2.0, 8.0, 3.0], "loose": [1.0, 1.0, 1.0]}
-    result = summarize_sync(OPTIONS, SyncMeasurement(10, 100, seconds, {}, {}))
+    result = summarise_sync(OPTIONS, SyncMeasurement(10, 100, seconds, {}, {}))
     assert result.speedup == 3.0
     assert result.tokens_per_second == {"ddp": pytest.approx(100 / 3), "loose": 100.0}
 
 
 def test_bad_numbers_are_refused() -> None:
     with pytest.raises(UserError, match=r"--every 0: must be at least 1"):
-        sync_command(SyncOptions([], 1, 1, 0, 100.0), as_json=False)
+        run_sync_command(SyncOptions([], 1, 1, 0, 100.0), as_json=False)
     with pytest.raises(UserError, match=r"--rate -1: must be above 0"):
-        sync_command(SyncOptions([], 1, 1, 1, -1), as_json=False)
+        run_sync_command(SyncOptions([], 1, 1, 1, -1), as_json=False)

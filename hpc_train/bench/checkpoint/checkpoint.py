@@ -27,7 +27,7 @@ _EXTRA_COPIES = 2
 """Maximum copies of the state in a directory at once, besides one for each side."""
 
 
-def checkpoint_command(options: CheckpointBenchOptions, as_json: bool, plot: Path | None = None) -> int:
+def run_checkpoint_command(options: CheckpointBenchOptions, as_json: bool, plot: Path | None = None) -> int:
     """Measure and print. Returns the exit code; raises UserError for options that cannot be measured."""
     _check_options(options, plot)
     settings = []
@@ -203,16 +203,16 @@ class CheckpointBenchResult:
         return json.dumps(asdict(self), indent=1)
 
 
-def summarize_operations(measured: Measured, gib: float) -> list[OperationResult]:
+def summarise_operations(measured: Measured, gib: float) -> list[OperationResult]:
     """Summarise samples by medians, quartiles and ratios, with the sides of an operation sorted by speed."""
     found = []
     for operation, sides in measured.items():
-        rows = [_summarize_side(operation, side, sides, gib) for side in sides]
+        rows = [_summarise_side(operation, side, sides, gib) for side in sides]
         found += sorted(rows, key=lambda row: row.seconds)
     return found
 
 
-def _summarize_side(operation: str, side: str, sides: Mapping[str, Samples], gib: float) -> OperationResult:
+def _summarise_side(operation: str, side: str, sides: Mapping[str, Samples], gib: float) -> OperationResult:
     wall, cpu, read = sides[side].T
     low, median, high = (float(value) for value in np.quantile(wall, (0.25, 0.5, 0.75)))
     over = {base: _compute_ratio(sides[base][:, 0] / wall) for base in BASE_SIDES if base in sides and base != side}

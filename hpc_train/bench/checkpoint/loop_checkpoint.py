@@ -115,7 +115,7 @@ class _Dcp(_Side):
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def loop_checkpoint_command(options: LoopCheckpointOptions, as_json: bool) -> int:
+def run_loop_checkpoint_command(options: LoopCheckpointOptions, as_json: bool) -> int:
     """Start the ranks, or measure as one of srun, torchrun or mpirun; rank 0 prints. Returns the exit code.
 
     Raises UserError for invalid numbers and for a missing directory.

@@ -33,7 +33,7 @@ from hpc_train.bench.checkpoint.checkpoint import (
     Samples,
     SettingResult,
     read_load_average,
-    summarize_operations,
+    summarise_operations,
 )
 from hpc_train.bench.checkpoint.sides import (
     CheckpointSide,
@@ -97,7 +97,7 @@ def _measure_same_layout(world: World, options: CheckpointBenchOptions, director
         ranks=world.size,
         tensors=len(state) * world.size,
         gib=gib,
-        lines=summarize_operations(rounds.measured(), gib),
+        lines=summarise_operations(rounds.measured(), gib),
         missing=missing,
         load_average=(0.0, 0.0),
     )

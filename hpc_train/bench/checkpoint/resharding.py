@@ -30,7 +30,7 @@ from hpc_train.bench.checkpoint.checkpoint import (
     CheckpointBenchOptions,
     OperationResult,
     Samples,
-    summarize_operations,
+    summarise_operations,
 )
 from hpc_train.bench.checkpoint.sides import (
     OperationCost,
@@ -92,7 +92,7 @@ def measure_resharding(world: World, options: CheckpointBenchOptions, directory:
     found = {
         operation: _measure_layout(operation, world, options.rounds, directory, ways, shapes) for operation in wanted
     }
-    return summarize_operations(found, sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values()) / 2**30)
+    return summarise_operations(found, sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values()) / 2**30)
 
 
 def _measure_layout(

@@ -25,7 +25,7 @@ EXIT_WRONG_DATA = 1
 """Exit code if a rank received wrong values."""
 
 
-def collectives_command(overrides: Sequence[str], options: CollectivesOptions) -> int:
+def run_collectives_command(overrides: Sequence[str], options: CollectivesOptions) -> int:
     """Measure on local ranks, or as one rank of srun, torchrun or mpirun; returns the exit code."""
     identity = identify_process(os.environ)
     try:

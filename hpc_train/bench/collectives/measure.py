@@ -100,7 +100,7 @@ def _make_result(
         placement=job.placement,
         rounds=len(seconds),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        measurements=tuple(summarize_cell(cell, times, count) for cell, times, count in measured),
+        measurements=tuple(summarise_cell(cell, times, count) for cell, times, count in measured),
         fits=tuple(fits),
         wrong=sum(wrong),
         notes=(*job.notes, *notes, *unknown),
@@ -170,7 +170,7 @@ RoundSeconds = NDArray[np.float64]
 """[rounds]: seconds of the slowest rank."""
 
 
-def summarize_cell(cell: MeasurementCell, times: RoundSeconds, wrong: int) -> Measurement:
+def summarise_cell(cell: MeasurementCell, times: RoundSeconds, wrong: int) -> Measurement:
     """Summarise the times of a cell."""
     shape, operation = cell.shape, cell.shape.operation
     low, median, high = (float(value) for value in np.quantile(times, (0.25, 0.5, 0.75)))

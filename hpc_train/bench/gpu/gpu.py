@@ -58,7 +58,7 @@ class GpuBenchOptions:
             raise UserError(f"--out {self.out}: name files in a folder that exists")
 
 
-def gpu_command(options: GpuBenchOptions) -> int:
+def run_gpu_command(options: GpuBenchOptions) -> int:
     """Measure, print the table and write it. Raises UserError as GpuBenchOptions.check."""
     options.check()
     if options.inside:

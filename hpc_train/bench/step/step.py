@@ -21,7 +21,7 @@ _UNTIMED_OVERRIDES = ("train.eval_every=0", "checkpoint.resume=never")
 """Switch off evaluation and checkpoints, which are not part of a step."""
 
 
-def step_command(overrides: Sequence[str], rounds: int, steps: int, as_json: bool, peers: bool = False) -> int:
+def run_step_command(overrides: Sequence[str], rounds: int, steps: int, as_json: bool, peers: bool = False) -> int:
     """Measure on local ranks, or as one rank of srun, torchrun or mpirun; rank 0 prints. Returns the exit code.
 
     peers: compare all strategies with other libraries, instead of one strategy with hand-written loops.

@@ -30,7 +30,7 @@ from hpc_train.bench.step.step_rank import (
     make_same_model,
     run_our_steps,
     start_job,
-    summarize_side,
+    summarise_side,
 )
 from hpc_train.config.compose import compose
 from hpc_train.config.parallel import resolve_degrees
@@ -95,7 +95,7 @@ def measure_peers(overrides: Sequence[str], rounds: int, steps: int) -> PeerResu
             config = compose([*overrides, *side.overrides])
             sides.append(warm_up_side(side.name, partial(_make_our_steps, config, world, folder, data, stack)))
         timings = time_rounds(sides, rounds, steps)
-        return _summarize_peers(base, world, data, sides, timings, ours, loops, steps)
+        return _summarise_peers(base, world, data, sides, timings, ours, loops, steps)
 
 
 def _started_by_mpi() -> bool:
@@ -114,7 +114,7 @@ def _make_our_steps(
     return run_our_steps(stack.enter_context(assemble_bench_run(config, own, folder, data)))
 
 
-def _summarize_peers(
+def _summarise_peers(
     config: RunConfig,
     world: World,
     data: Dataset,
@@ -126,7 +126,7 @@ def _summarize_peers(
 ) -> PeerResult:
     tokens, names = config.train.global_batch * data.tokens_per_sample, [side.name for side in sides]
     wall, cpu = timings.wall, timings.cpu
-    results = [summarize_side(side, wall[:, i], cpu[:, i], tokens) for i, side in enumerate(sides)]
+    results = [summarise_side(side, wall[:, i], cpu[:, i], tokens) for i, side in enumerate(sides)]
     pairs = []
     for side in ours:
         if side.against in names:

@@ -98,7 +98,7 @@ def _measure(
             )
         _check_first_losses(sides, config)
         tokens = config.train.global_batch * data.tokens_per_sample
-        return summarize_step(config, world, sides, time_rounds(sides, rounds, steps), tokens, steps, startup)
+        return summarise_step(config, world, sides, time_rounds(sides, rounds, steps), tokens, steps, startup)
 
 
 def _make_our_sides(
@@ -306,7 +306,7 @@ class StepResult:
         return json.dumps(asdict(self), indent=1)
 
 
-def summarize_step(
+def summarise_step(
     config: RunConfig,
     world: World,
     sides: list[Side],
@@ -327,7 +327,7 @@ def summarize_step(
         rounds=len(wall),
         steps=steps,
         contract=REFERENCE_SIDE,
-        sides=[summarize_side(side, wall[:, index], cpu[:, index], tokens) for index, side in enumerate(sides)],
+        sides=[summarise_side(side, wall[:, index], cpu[:, index], tokens) for index, side in enumerate(sides)],
         ratios={
             side.name: compare_sides(wall[:, [0, index]], cpu[:, [0, index]])
             for index, side in enumerate(sides)
@@ -337,7 +337,7 @@ def summarize_step(
     )
 
 
-def summarize_side(side: Side, wall: Samples, cpu: Samples, tokens: int) -> SideResult:
+def summarise_side(side: Side, wall: Samples, cpu: Samples, tokens: int) -> SideResult:
     """Summarise one side. wall, cpu: (rounds,) seconds per step. tokens: of a step, over all ranks."""
     low, median, high = (float(value) for value in np.quantile(wall, (0.25, 0.5, 0.75)))
     cpu_median = float(np.median(cpu))

@@ -101,7 +101,7 @@ class OverlapResult:
         return json.dumps(asdict(self), indent=1)
 
 
-def overlap_command(options: OverlapOptions, as_json: bool) -> int:
+def run_overlap_command(options: OverlapOptions, as_json: bool) -> int:
     """Measure and print. Returns the exit code; raises UserError if a namespace or the link cannot be made."""
     _check_options(options)
     with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as folder:
@@ -109,7 +109,7 @@ def overlap_command(options: OverlapOptions, as_json: bool) -> int:
         if code:
             return code
         measured = OverlapMeasurement(**json.loads((Path(folder) / MEASURED_FILE).read_text()))
-    result = summarize_overlap(options, measured)
+    result = summarise_overlap(options, measured)
     print(result.to_json() if as_json else format_overlap(result))
     return EXIT_DONE
 
@@ -137,21 +137,21 @@ def _run_ranks(options: OverlapOptions, folder: str) -> int:
         stop_processes(processes)
 
 
-def summarize_overlap(options: OverlapOptions, measured: OverlapMeasurement) -> OverlapResult:
+def summarise_overlap(options: OverlapOptions, measured: OverlapMeasurement) -> OverlapResult:
     """Summarise the rounds by medians. The exposed time is a median of differences, in which a slow round cancels."""
     return OverlapResult(
         options=options,
         mbit_per_second=measured.mbit_per_second,
         link_bytes=measured.link_bytes,
         compute_seconds=float(np.median(measured.seconds["compute_alone"])),
-        synchronous=_summarize_kind(measured, "synchronous", "collectives_alone"),
-        asynchronous=_summarize_kind(measured, "asynchronous", "ring_alone"),
+        synchronous=_summarise_kind(measured, "synchronous", "collectives_alone"),
+        asynchronous=_summarise_kind(measured, "asynchronous", "ring_alone"),
         cpus=os.cpu_count() or 1,
         load_average=os.getloadavg()[0],
     )
 
 
-def _summarize_kind(measured: OverlapMeasurement, name: str, alone: str) -> OverlapKind:
+def _summarise_kind(measured: OverlapMeasurement, name: str, alone: str) -> OverlapKind:
     step, communication = np.array(measured.seconds[name]), float(np.median(measured.seconds[alone]))
     low, exposed, high = np.quantile(step - np.array(measured.seconds["compute_alone"]), (0.25, 0.5, 0.75))
     return OverlapKind(

@@ -68,14 +68,14 @@ class SyncResult:
         return json.dumps(asdict(self), indent=1)
 
 
-def sync_command(options: SyncOptions, as_json: bool) -> int:
+def run_sync_command(options: SyncOptions, as_json: bool) -> int:
     """Measure and print. Returns the exit code; raises UserError if a namespace or the link cannot be made."""
     _check_options(options)
     with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as folder:
         if code := _run_ranks(options, folder):
             return code
         measured = SyncMeasurement(**json.loads((Path(folder) / MEASURED_FILE).read_text()))
-    result = summarize_sync(options, measured)
+    result = summarise_sync(options, measured)
     print(result.to_json() if as_json else format_sync(result))
     return EXIT_DONE
 
@@ -101,7 +101,7 @@ def _run_ranks(options: SyncOptions, folder: str) -> int:
         stop_processes(processes)
 
 
-def summarize_sync(options: SyncOptions, measured: SyncMeasurement) -> SyncResult:
+def summarise_sync(options: SyncOptions, measured: SyncMeasurement) -> SyncResult:
     """Summarise the rounds by medians."""
     seconds = {side: np.array(found) for side, found in measured.seconds.items()}
     return SyncResult(

@@ -137,10 +137,10 @@ def validate_predictions(runs: RunTable, constants: Constants, calibrated: int =
     # Back into the order of the table; they were predicted cluster by cluster.
     rows.sort(key=lambda row: order[row.run.id])
     timed = [row for row in rows if row.run.id not in spare]
-    return summarize_rows(rows, timed, runs.refused)
+    return summarise_rows(rows, timed, runs.refused)
 
 
-def summarize_rows(
+def summarise_rows(
     rows: Sequence[PredictedRun], timed: Sequence[PredictedRun], refused: Sequence[RefusedRun]
 ) -> Validation:
     """Summarise the errors. timed: the rows whose time counts."""
