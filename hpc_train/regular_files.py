@@ -11,12 +11,15 @@ import fcntl
 import json
 import os
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_TEXT_BYTES = 1 << 30
 """Maximum bytes of a text file of a run (metrics, events, markers)."""
+_SECONDS_OF_A_WRITE = 0.01
+"""A line that another process is just writing is whole after this time."""
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a named pipe",
@@ -108,6 +111,46 @@ def write_private_file(path: Path, text: str) -> None:
         with suppress(OSError):
             beside.unlink()
         raise
+
+
+def append_line(path: Path, line: str, sync: bool = False) -> None:
+    """Append a line in one write, so that those of several processes do not mix. Raises OSError.
+
+    sync: wait until it is on the disk.
+    """
+    text = f"{find_line_start(path)}{line}\n"
+    # Without O_NONBLOCK a named pipe in its place would wait for a reader.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        os.write(descriptor, text.encode())
+        if sync:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find_line_start(path: Path) -> str:
+    """Return what to write before the next line of a file: a line feed if its last line was not written to its end.
+
+    Whoever wrote that line was killed, or the disk was full. It then stays a line of its own, which readers pass over.
+    """
+    try:
+        if not _lacks_line_end(path):
+            return ""
+        time.sleep(_SECONDS_OF_A_WRITE)  # another process may be in the middle of a write
+        return "\n" if _lacks_line_end(path) else ""
+    except OSError:
+        return ""
+
+
+def _lacks_line_end(path: Path) -> bool:
+    descriptor = open_regular(path, follow=True)
+    try:
+        size = os.fstat(descriptor).st_size
+        return size > 0 and os.pread(descriptor, 1, size - 1) not in (b"\n", b"")
+    finally:
+        os.close(descriptor)
 
 
 def parse_json_object(line: str | bytes) -> dict[str, Any]:

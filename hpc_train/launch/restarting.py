@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from hpc_train.resilience.exclusion import (
     Strike,
     append_strike,
     choose_excluded,
+    read_doubtful,
     read_strikes,
     select_valid,
 )
@@ -65,7 +66,7 @@ class Allocation:
     """The nodes of a job."""
 
     nodes: tuple[str, ...] = ()
-    """All nodes; () on a machine without Slurm."""
+    """All nodes, those to take first in front; () on a machine without Slurm."""
     lost: tuple[str, ...] = ()
     """Nodes that do not answer."""
     wanted: int = 1
@@ -268,7 +269,7 @@ def find_newest_step(folder: RunDirectory) -> int | None:
 def find_fault(logs: Path, code: int, lost: Sequence[str] = ()) -> Fault:
     """Return what ended the attempt with these logs. code: its exit code. lost: nodes that do not answer."""
     if lost:
-        return Fault(Cause.LOST_NODE, lost[0], f"node {lost[0]} does not answer")
+        return Fault(Cause.LOST_NODE, ",".join(lost), f"{', '.join(lost)}: {_NO_ANSWER}")
     hang = read_hang(logs)
     if hang is not None:
         return Fault(Cause.HANG, hang.host, hang.text)
@@ -336,9 +337,14 @@ def read_history(events: Iterable[Mapping[str, Any]], attempt: int, first_attemp
     return History(tuple(signatures), began)
 
 
-def read_allocation(config: RunConfig, env: Mapping[str, str], lost: str, wanted: int) -> Allocation:
-    """Return the nodes of the job that this process belongs to. lost: names, separated by spaces."""
-    nodes = tuple(expand_hostlist(env["SLURM_JOB_NODELIST"]))
+def read_allocation(
+    config: RunConfig, env: Mapping[str, str], lost: str, wanted: int, doubtful: Collection[str] = ()
+) -> Allocation:
+    """Return the nodes of the job that this process belongs to.
+
+    lost: names, separated by spaces. doubtful: nodes that come last.
+    """
+    nodes = tuple(sorted(expand_hostlist(env["SLURM_JOB_NODELIST"]), key=lambda host: host in doubtful))
     last = int(env.get("SLURM_RESTART_COUNT", "0")) + 1 >= config.launch.max_attempts
     names = (_full_name(host, nodes) for host in lost.split())
     can_requeue = not last or config.launch.chain > 1
@@ -352,7 +358,8 @@ def main(run: str, attempt: str, code: str, lost: str = "") -> int:
     """Decide, say so, and return what the batch script has to do."""
     spec = read_spec(Path(run) / "job.json")
     config, folder = spec.run_config(), spec.folder()
-    allocation = read_allocation(config, os.environ, lost, spec.ranks // config.cluster.ranks_per_node)
+    wanted, doubtful = spec.ranks // config.cluster.ranks_per_node, read_doubtful(folder.logs(int(attempt)))
+    allocation = read_allocation(config, os.environ, lost, wanted, doubtful)
     decision = decide_after_failure(config, folder, int(attempt), int(code), 0, allocation)
     with suppress(OSError):  # a full disk: the exit code and the log say it, too
         (folder.logs(int(attempt)) / DECISION).write_text(decision.why + "\n")

@@ -9,19 +9,20 @@ of the program cannot use up a cluster. Standard library only.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hpc_train.regular_files import parse_json_object, read_text
+from hpc_train.regular_files import append_line, parse_json_object, read_text, write_private_file
 
 NODES = "nodes.jsonl"
 """File in a run directory, to which strikes are appended."""
 EXCLUDE = "exclude"
 """File in an attempt's log directory: the nodes that a requeue leaves out. The batch script reads it."""
+DOUBTFUL = "doubtful-nodes"
+"""File in an attempt's log directory: spare nodes that did not answer when other nodes were lost."""
 HARDWARE, SOFTWARE = 2, 1
 """Weight of a strike: what only the node can have done, and what the program may have done."""
 SCORE_TO_EXCLUDE = 2
@@ -46,12 +47,7 @@ class Strike:
 def append_strike(run: Path, strike: Strike) -> None:
     """Record a strike in the run directory. A full disk is ignored: the caller can still act on the strike."""
     with suppress(OSError):
-        # Append mode and one write a line: two jobs of a chain that overlap do not overwrite each other.
-        descriptor = os.open(run / NODES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(descriptor, (json.dumps(asdict(strike)) + "\n").encode())
-        finally:
-            os.close(descriptor)
+        append_line(run / NODES, json.dumps(asdict(strike)))
 
 
 def read_strikes(run: Path) -> list[Strike]:
@@ -99,3 +95,17 @@ def choose_excluded(strikes: Iterable[Strike], nodes: int, now: float | None = N
     bad = [host for host, sum_of_weights in score.items() if sum_of_weights >= SCORE_TO_EXCLUDE]
     bad.sort(key=lambda host: (score[host], latest[host]), reverse=True)
     return bad[: max(1, int(_LARGEST_SHARE * nodes))]
+
+
+def write_doubtful(logs: Path, hosts: Iterable[str]) -> None:
+    """Record spare nodes that may be lost, too: the ranks start there only where there are no others."""
+    with suppress(OSError):
+        write_private_file(logs / DOUBTFUL, "".join(f"{host}\n" for host in hosts))
+
+
+def read_doubtful(logs: Path) -> list[str]:
+    """Return the spare nodes that may be lost, as an attempt has seen it."""
+    try:
+        return read_text(logs / DOUBTFUL).split()
+    except (OSError, ValueError):
+        return []

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.regular_files import read_json
+from hpc_train.regular_files import read_json, write_private_file
 from hpc_train.resilience.watch import RankView
 
 HANG = "hang.json"
@@ -38,7 +38,7 @@ class Incident:
     """One incident: a summary in one line, and the evidence."""
 
     kind: str
-    """Kind of incident; so far only "hang"."""
+    """Kind of incident: "hang" or "lost node"."""
     text: str
     """One line that names the task, its host and for how long it was silent."""
     task: int | None = None
@@ -78,9 +78,14 @@ def _write(path: Path, value: Any) -> None:
 
 
 def mark_hang(logs: Path, incident: Incident) -> None:
-    """Say that the ranks of this attempt are ended because of a hang, for those who explain its end."""
-    with suppress(OSError):
-        _write(logs / HANG, {"text": incident.text, "task": incident.task, "host": incident.host})
+    """Say that the ranks of this attempt are ended because of a hang, for those who explain its end.
+
+    The first hang counts: a supervisor that was killed as it ended the ranks leaves another one that finds them hung.
+    """
+    if read_hang(logs) is None:
+        with suppress(OSError):
+            text = json.dumps({"text": incident.text, "task": incident.task, "host": incident.host})
+            write_private_file(logs / HANG, text)
 
 
 def read_hang(logs: Path) -> Incident | None:

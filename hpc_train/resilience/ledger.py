@@ -11,7 +11,6 @@ Standard library only: `hpc-train status` reads it.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hpc_train.regular_files import parse_json_object
+from hpc_train.regular_files import append_line, parse_json_object
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 
 ACTIVITIES = {
@@ -91,7 +90,7 @@ class LedgerFile:
         self._next = now + _SECONDS_BETWEEN_LINES
         line = LedgerLine(self._attempt, time.time(), step, sum_activities(heartbeat), self._nodes, ended)
         try:
-            _append_line(self._path, json.dumps(asdict(line)))
+            append_line(self._path, json.dumps(asdict(line)))
         except OSError as error:
             self.failure = self.failure or f"{self._path.name}: {error.strerror}"
 
@@ -102,14 +101,6 @@ def sum_activities(heartbeat: Heartbeat) -> dict[str, float]:
     for phase, value in heartbeat.seconds().items():
         seconds[ACTIVITIES[phase]] = round(seconds.get(ACTIVITIES[phase], 0.0) + value, 4)
     return seconds
-
-
-def _append_line(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
-    try:
-        os.write(descriptor, text.encode() + b"\n")
-    finally:
-        os.close(descriptor)
 
 
 def parse_ledger(text: str) -> list[LedgerLine]:

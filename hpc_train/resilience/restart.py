@@ -66,7 +66,7 @@ class Fault:
 
     cause: Cause
     host: str = ""
-    """The node that it happened on, if one stands out."""
+    """The node that it happened on, if one stands out; of nodes that were lost together, all, separated by commas."""
     text: str = ""
     """The error, in one line."""
 

@@ -61,11 +61,58 @@ def test_a_node_without_an_agent_is_lost_though_the_others_start_again(
         assert reports.start_again()
         reports.read(0.2)
         lost.append(reports.find_silent(LIMIT))
-    assert lost[0] is None, "it gets time for its start"
-    assert lost[-1] == "node2"
-    assert set(lost) == {None, "node2"}
+    assert lost[0] == [], "it gets time for its start"
+    assert lost[-1] == ["node2"]
+    assert all(hosts in ([], ["node2"]) for hosts in lost)
     assert started[0] == {}
     assert started[1:] == [{Phase.STEP: 1.5}] * 10
+
+
+def test_nodes_that_fall_silent_together_are_lost_together(reports: AgentReports) -> None:
+    for host in ("node3", "node4"):
+        reports._parse_reports(encode_report(Report(host, [])).encode() + b"\n")
+    for second, third, lost in (
+        (10.2, 8.5, []),
+        (10.7, 9.9, []),
+        (12.2, 10.5, ["node2", "node3"]),
+        (10.2, 6.0, ["node2"]),
+        (10.2, -0.5, ["node2"]),
+        (9.9, 3.0, []),
+    ):
+        reports.nodes["node2"].silent, reports.nodes["node3"].silent = second, third
+        assert reports.find_silent(10.0) == lost
+    reports.nodes["node2"].silent, reports.nodes["node3"].silent = 2.2, 0.7
+    assert reports.find_silent(2.0) == ["node2"], "reports come each second: one that is due is no second loss"
+
+
+def test_a_node_that_has_never_reported_is_looked_for_and_lost_or_left_alone(tmp_path: Path) -> None:
+    """A supervisor that begins after a node was lost has never heard of it."""
+
+    def report(host: str) -> None:
+        made._parse_reports(encode_report(Report(host, [])).encode() + b"\n")
+
+    start, names = (
+        (lambda _: subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)),
+        [f"node{number}" for number in range(1, 5)],
+    )
+    made = AgentReports(start, SrunErrors(tmp_path / "agents.err"), names)
+    assert made.list_absent() == [], "none has begun"
+    report("node1.cluster")
+    report("node2")
+    assert made.list_absent() == ["node3", "node4"]
+    assert set(made.nodes) == set(names), "a node has one name, whatever it calls itself"
+    assert made.list_late() == made.find_silent(10.0) == []
+    for host in ("node3", "node4"):
+        made.expect_new_agent(host)
+        made.nodes[host].silent += 0.6 * agent_reports._AGENT_START_SECONDS
+    assert made.list_late() == ["node3", "node4"]
+    report("node4")
+    made.nodes["node3"].silent = 10.5
+    assert made.list_absent() == made.find_silent(10.0) == ["node3"]
+    made.leave_unwatched("node3")
+    report("node1.cluster")
+    assert made.list_absent() == []
+    made.close()
 
 
 def test_a_node_that_is_late_may_be_lost_until_that_is_sure(reports: AgentReports) -> None:
@@ -152,9 +199,9 @@ def test_agents_that_all_say_nothing_are_replaced_and_leave_the_ranks_alone(
     made.read(0.3)
     made.nodes["node1"].silent = 10.5
     assert not made.are_all_silent(10.0)
-    assert made.find_silent(10.0) == "node1"
+    assert made.find_silent(10.0) == ["node1"]
     made.nodes["node2"].silent = 10.5
-    assert made.find_silent(10.0) is None, "nobody is there to say that a node is lost"
+    assert made.find_silent(10.0) == [], "nobody is there to say that a node is lost"
     assert made.are_all_silent(10.0)
     made.give_up()
     made.read(0.1)

@@ -12,7 +12,7 @@ from hpc_train.launch import restarting
 from hpc_train.launch.failures import SRUN_ERRORS
 from hpc_train.launch.restarting import Allocation, decide_after_failure
 from hpc_train.launch.submit import default_to_slurm
-from hpc_train.resilience.exclusion import NODES
+from hpc_train.resilience.exclusion import NODES, read_doubtful, write_doubtful
 from hpc_train.training.records.run_records import append_event
 from hpc_train.training.run_directory import RunDirectory
 
@@ -64,6 +64,28 @@ def test_two_names_of_a_lost_node_are_one_loss(monkeypatch: pytest.MonkeyPatch) 
     env = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_ID": "7"}
     allocation = restarting.read_allocation(compose(default_to_slurm([])), env, "node2 node2.cluster node9", 2)
     assert allocation.lost == ("node2",)
+
+
+def test_nodes_that_are_lost_together_are_one_fault(tmp_path: Path) -> None:
+    folder = RunDirectory(tmp_path, tmp_path / "checkpoints")
+    config = compose(default_to_slurm(["checkpoint.every=10", "launch.spares=2"]))
+    fail(folder, 0)
+    decide_after_failure(config, folder, 0, 137, 0, Allocation((*NODES_OF_THE_JOB, "node4"), ("node2", "node3"), 2))
+    (event,) = (event for event in lines(folder.events) if event["event"] == "restart")
+    assert (event["cause"], event["host"]) == ("a lost node", "node2,node3")
+    assert [(strike["host"], strike["weight"]) for strike in lines(tmp_path / NODES)] == [("node2", 2), ("node3", 2)]
+    assert (folder.logs(0) / "next-nodes").read_text() == "node1,node4\n"
+
+
+def test_a_spare_node_that_did_not_answer_is_taken_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarting, "read_time_left", lambda job: None)
+    env = {"SLURM_JOB_NODELIST": "node[1-4]", "SLURM_JOB_ID": "7"}
+    folder, config = RunDirectory(tmp_path, tmp_path / "checkpoints"), compose(default_to_slurm([]))
+    write_doubtful(tmp_path, ["node3"])
+    for lost, chosen in (("node2", "node1,node4"), ("node2 node4", "node1,node3")):
+        allocation = restarting.read_allocation(config, env, lost, 2, read_doubtful(tmp_path))
+        assert ",".join(restarting.choose_nodes(config, folder, allocation).start) == chosen
+    assert read_doubtful(tmp_path / "nothing") == []
 
 
 def test_ranks_that_die_while_all_stop_count_as_any_others(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ _LATE_SECONDS = 3.0
 """Silence after which a node is late: agents report each second."""
 _AGENT_START_SECONDS = 20.0
 """How much longer than usual a node may be silent whose agent is started again."""
+_TOGETHER_SECONDS = 3.0
+"""Nodes whose last reports came within this time are lost together, as those of a rack without power."""
 _STEPS_AHEAD = 5
 """Steps of other nodes' ranks that show that a silent node still computes."""
 _AGENTS_AGAIN_SECONDS = 5.0
@@ -61,6 +63,8 @@ class NodeState:
     """Whether its agent was started again and has not reported since."""
     front: int | None = None
     """The highest step of any rank when the node had been silent for half of the limit; None before that."""
+    absent: bool = False
+    """Whether no agent has ever reported from there, though those of other nodes have."""
 
 
 @dataclass
@@ -71,12 +75,16 @@ class AgentReports:
     """Starts the agents, with the deadlines that were learned so far."""
     errors: SrunErrors
     """The messages of the agents' srun."""
+    expected: Sequence[str] = ()
+    """Slurm's names of the nodes that agents are started on."""
     nodes: dict[str, NodeState] = field(default_factory=dict)
     ended: bool = False
     """Whether the agents have ended by themselves."""
     _patience: float = _SILENT_START_SECONDS
     _reported: bool = False
     """Whether any of the current agents has reported."""
+    _unwatched: set[str] = field(default_factory=set)
+    """Nodes without an agent that are not lost."""
     _unparsed: bytes = b""
     _last_read: float = field(default_factory=time.monotonic)
 
@@ -123,7 +131,7 @@ class AgentReports:
     def expect_new_agent(self, host: str) -> None:
         """Give a node time for the start of another agent, once: a node on which none can start is lost."""
         node = self.nodes[host]
-        if not node.agent_starts:
+        if not node.agent_starts and not node.absent:
             node.silent, node.agent_starts = -_AGENT_START_SECONDS, True
 
     def merge_learned(self) -> dict[Phase, float]:
@@ -155,9 +163,31 @@ class AgentReports:
             report = decode_report(line.decode(errors="replace"))
             if report is not None:
                 self._reported = True
-                self.nodes[report.host] = NodeState(report, -TICK_SECONDS)
+                self.nodes[self._find_name(report.host)] = NodeState(report, -TICK_SECONDS)
                 late = late or any(view.overdue for view in report.views)
+        if self._reported:
+            self._add_absent()
         return late
+
+    def _find_name(self, host: str) -> str:
+        """Return the expected name of a node that calls itself `host`, or else this name."""
+        short = host.partition(".")[0]
+        return next((name for name in self.expected if name.partition(".")[0] == short), host)
+
+    def _add_absent(self) -> None:
+        """Count the silence of nodes that have not reported, from the first report of another node on."""
+        for host in self.expected:
+            if host not in self.nodes and host not in self._unwatched:
+                self.nodes[host] = NodeState(Report(host, []), -_AGENT_START_SECONDS, absent=True)
+
+    def list_absent(self) -> list[str]:
+        """Return the nodes that have never reported, and of which is not known yet whether they are lost."""
+        return [host for host, node in self.nodes.items() if node.absent]
+
+    def leave_unwatched(self, host: str) -> None:
+        """Expect no agent on a node that is there, but has none, as where it has no Python."""
+        del self.nodes[host]
+        self._unwatched.add(host)
 
     def _find_front(self) -> int:
         return max((view.step for view in self.list_views()), default=0)
@@ -171,7 +201,7 @@ class AgentReports:
         """
         node = self.nodes[host]
         others_go_on = node.front is not None and self._find_front() - node.front >= _STEPS_AHEAD
-        return not node.agent_starts and (others_go_on or host == socket.gethostname())
+        return not node.agent_starts and (others_go_on or host == self._find_name(socket.gethostname()))
 
     def list_views(self) -> list[RankView]:
         """Return the newest views of all ranks."""
@@ -185,17 +215,25 @@ class AgentReports:
         """Return the report of a node that is about to be taken away; None if there is none."""
         return next((node.report for node in self.nodes.values() if node.report.notice), None)
 
-    def find_silent(self, seconds: float) -> str | None:
-        """Return a node that has been silent for `seconds` while another one still reports; None if there is none."""
+    def find_silent(self, seconds: float) -> list[str]:
+        """Return the nodes that have been silent for `seconds` while another one still reports; [] if there is none.
+
+        Also [] while further nodes are about to be silent for so long: what is lost together is reported together.
+        """
         for node in self.nodes.values():
             if node.front is None and node.silent > seconds / 2:
                 node.front = self._find_front()
         silent = [host for host, node in self.nodes.items() if node.silent > seconds]
-        return silent[0] if silent and len(silent) < max(2, len(self.nodes)) else None
+        soon = max(seconds - _TOGETHER_SECONDS, seconds / 2)
+        if any(soon < node.silent <= seconds for node in self.nodes.values()):
+            return []
+        return silent if len(silent) < max(2, len(self.nodes)) else []
 
     def list_late(self) -> list[str]:
-        """Return the nodes whose agents have said nothing for some reports, and may be stopped."""
-        return [host for host, node in self.nodes.items() if node.silent > _LATE_SECONDS and not node.agent_starts]
+        """Return the nodes whose agents have said nothing for some reports, or have never begun, and may be stopped."""
+        late = [host for host, node in self.nodes.items() if node.silent > _LATE_SECONDS and not node.agent_starts]
+        absent = [host for host in self.list_absent() if self.nodes[host].silent > -_AGENT_START_SECONDS / 2]
+        return list(dict.fromkeys([*late, *absent]))
 
     def may_miss_a_node(self, seconds: float) -> bool:
         """Return whether a node is late that may yet turn out to be lost, after `seconds` of silence.

@@ -76,8 +76,8 @@ choose_nodes() {
   step_nodes="$SLURM_JOB_NODELIST" step=()
   outlives_nodes || return 0
   step_nodes="$(cat "$1" 2>/dev/null)"
-  [ -n "$step_nodes" ] ||
-    step_nodes="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$hpc_nodes" | paste -sd ,)"
+  [ -n "$step_nodes" ] || step_nodes="$(scontrol show hostnames "$SLURM_JOB_NODELIST" |
+    grep -vxF -f <(tr ' ' '\n' <<<"$lost_nodes") | head -n "$hpc_nodes" | paste -sd ,)"
   count="$(tr ',' '\n' <<<"$step_nodes" | wc -l)"
   step=("--nodes=$count" "--ntasks=$((hpc_ranks * count / hpc_nodes))" "--nodelist=$step_nodes")
 }
@@ -212,7 +212,7 @@ end_left_sruns() {
   for srun in "${left_sruns[@]}"; do
     for ((second = 0; second < 15; second++)); do
       ! is_own_job "$srun" && continue 2
-      [ ! -e "$logs/lost-node" ] || break
+      [ ! -e "$logs/lost-nodes" ] || break
       sleep 1
     done
     kill -KILL "$srun" 2>/dev/null
@@ -272,7 +272,7 @@ wait_for() {
 
 # find_lost_nodes NODES: those that do not answer, separated by spaces.
 find_lost_nodes() {
-  { cat "$logs/lost-node" 2>/dev/null
+  { cat "$logs/lost-nodes" 2>/dev/null
     list_down_nodes "$1"
     list_unreachable_nodes
     ! outlives_nodes || list_taken_nodes "$1"
@@ -350,13 +350,19 @@ read_decision() {
   tr -cd 'A-Za-z0-9 ._/:,()+@=#-' <"$logs/decision" | cut -c 1-300
 }
 
-# decide LOST: run the command that decides, and again if it was killed, as where the memory of this node is short.
+# decide LOST: run the command that decides, and again if it was killed, as where the memory of this node is short, or ended
+# without a decision, as where the file system did not answer for a moment. It exits with 1 to end the run, as with an error.
 decide() {
-  local answer
-  for _ in 1 2 3; do
+  local answer pause
+  for pause in 0 1 5; do
+    sleep "$pause"
+    rm -f "$logs/decision"
     "${hpc_restart[@]}" "$run" "$attempt" "$code" "$1"
     answer=$?
-    [ "$answer" -gt 128 ] || break
+    case $answer in
+      0 | "$exit_requeue" | "$exit_no_requeue") break ;;
+      1) [ ! -e "$logs/decision" ] || break ;;
+    esac
   done
   return "$answer"
 }

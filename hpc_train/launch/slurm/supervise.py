@@ -52,16 +52,17 @@ from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
 from hpc_train.launch.slurm.stuck_start import StuckStart, report_stuck_start
 from hpc_train.launch.slurm.time_limit import OUT_OF_TIME, TimeLimit
 from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
-from hpc_train.regular_files import read_json
+from hpc_train.regular_files import read_json, write_private_file
 from hpc_train.resilience.agent import KILL
 from hpc_train.resilience.deadlines import read_learned, write_learned
+from hpc_train.resilience.exclusion import write_doubtful
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.incident import Incident, write_incident
 from hpc_train.resilience.watch import RankView
 from hpc_train.training.records.run_records import append_event
 
-LOST_NODE = "lost-node"
-"""File in an attempt's log directory with the name of a node that fell silent; the batch script reads it."""
+LOST_NODES = "lost-nodes"
+"""File in an attempt's log directory with the names of nodes that fell silent; the batch script reads it."""
 _CLAIM = "supervisor.lock"
 _WITHOUT_STEPS = (Phase.START, Phase.LOAD, Phase.FIRST_STEP)
 """Phases of ranks that have nothing to save."""
@@ -85,9 +86,10 @@ class Supervisor:
         self._logs, self._run, self._srun, self._job = logs, logs.parents[1], srun, job
         self._settings, self._resilience = settings, resilience
         self._nodes = expand_hostlist(os.environ["HPC_TRAIN_NODES"])
+        self._spares = [host for host in expand_hostlist(os.environ["SLURM_JOB_NODELIST"]) if host not in self._nodes]
         self._silent_seconds = float(resilience["node_silent_seconds"])
         self._stopping = self._time_is_short = self._lost_a_node = False
-        self._reports = AgentReports(self._start_agents, SrunErrors(logs / AGENT_ERRORS))
+        self._reports = AgentReports(self._start_agents, SrunErrors(logs / AGENT_ERRORS), self._nodes)
         self._learned_due = time.monotonic() + _LEARNED_SECONDS
         self._limit = TimeLimit(job, signal_seconds)
         self._probe = NodeProbe(lambda host: start_probe(host, self._nodes))
@@ -135,20 +137,35 @@ class Supervisor:
         self._reports.give_up()
 
     def _end_after_lost_node(self) -> bool:
-        """Return whether a node was lost; if so, all ranks are ended, unless resilience.act=false."""
-        self._probe.ask(self._reports.list_late())
-        lost = self._reports.find_silent(self._silent_seconds)
-        if lost and (self._reports.has_a_stuck_agent(lost) or self._probe.has_answered(lost)):
-            print(f"hpc-train: the agent of {lost} says nothing, though its node is there", flush=True)
-            self._replace_agents()
-            lost = None
-        self._lost_a_node = lost is not None
-        if lost is None or not is_running(self._srun):
+        """Return whether nodes were lost; if so, all ranks are ended, unless resilience.act=false."""
+        late = self._reports.list_late()
+        self._probe.ask([*late, *(self._spares if late else ())])
+        silent = self._reports.find_silent(self._silent_seconds)
+        lost = [host for host in silent if not self._is_there(host)]
+        if silent and not lost:
+            self._give_up_agents(silent)
+        self._lost_a_node = bool(lost)
+        if not lost or not is_running(self._srun):
             return False
-        report_lost_node(self._logs, lost, self._reports, self._settings)
+        report_lost_nodes(self._logs, lost, self._reports, self._settings)
+        write_doubtful(self._logs, [host for host in self._spares if not self._probe.has_answered(host)])
         if self._settings.act:
             end_ranks(self._logs, self._job, self._srun, self._reports, SRUN_SECONDS_WITHOUT_A_NODE)
         return True
+
+    def _is_there(self, host: str) -> bool:
+        """Return whether a silent node is there, and only lacks an agent that reports."""
+        return self._reports.has_a_stuck_agent(host) or self._probe.has_answered(host)
+
+    def _give_up_agents(self, hosts: Sequence[str]) -> None:
+        """Replace agents that say nothing, though their nodes are there; do without those that have never begun."""
+        print(f"hpc-train: {', '.join(hosts)}: no agent reports from there, though it is there", flush=True)
+        absent = self._reports.list_absent()
+        for host in hosts:
+            if host in absent:
+                self._reports.leave_unwatched(host)
+        if not set(hosts) <= set(absent):
+            self._replace_agents()
 
     def _end_after_fault(self) -> bool:
         """Ask the ranks to stop if necessary; return whether they were ended because one failed or hangs."""
@@ -160,7 +177,8 @@ class Supervisor:
         views = self._reports.list_views()
         if self._is_out_of_time(views):
             return self._end_late_start()
-        if self._response.respond(views, self._reports.list_machines()):
+        # A supervisor that begins after a node was lost sees only the ranks of others, all of which hang.
+        if not self._reports.list_absent() and self._response.respond(views, self._reports.list_machines()):
             end_ranks(self._logs, self._job, self._srun, self._reports)
             return True
         if self._ended.outlive_srun(views):
@@ -251,14 +269,18 @@ def report_watch(logs: Path, text: str) -> None:
     append_event(logs.parents[1] / "events.jsonl", "watch", int(logs.name), why=text)
 
 
-def report_lost_node(logs: Path, host: str, reports: AgentReports, settings: WatchSettings) -> None:
-    """Record that a node has fallen silent."""
-    text = f"node {host} has not been heard of for {reports.nodes[host].silent:.0f} s"
-    write_incident(logs, Incident("lost node", text, None, host, reports.list_views()), reports.list_machines())
+def report_lost_nodes(logs: Path, hosts: Sequence[str], reports: AgentReports, settings: WatchSettings) -> None:
+    """Record that nodes have fallen silent, as one incident."""
+    seconds = min(reports.nodes[host].silent for host in hosts)
+    which = f"node {hosts[0]} has" if len(hosts) == 1 else f"nodes {', '.join(hosts)} have"
+    text = f"{which} not been heard of for {seconds:.0f} s"
+    write_incident(logs, Incident("lost node", text, None, hosts[0], reports.list_views()), reports.list_machines())
     if settings.act:
-        (logs / LOST_NODE).write_text(host + "\n")
+        with suppress(OSError):  # a full disk: the ranks are ended all the same
+            write_private_file(logs / LOST_NODES, "\n".join(hosts) + "\n")
     action = "ended" if settings.act else "left alone: resilience.act=false"
-    append_event(logs.parents[1] / "events.jsonl", "lost_node", int(logs.name), why=text, action=action)
+    what = {"why": text, "hosts": list(hosts), "action": action}
+    append_event(logs.parents[1] / "events.jsonl", "lost_node", int(logs.name), **what)
 
 
 def claim_ranks(logs: Path) -> bool:

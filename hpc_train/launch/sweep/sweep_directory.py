@@ -18,7 +18,7 @@ from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.launch.job_spec import JobSpec, parse_spec, read_own_file
-from hpc_train.regular_files import MAX_TEXT_BYTES, parse_json_object, read_regular
+from hpc_train.regular_files import MAX_TEXT_BYTES, append_line, parse_json_object, read_regular
 
 POINTS_FILE = "points.jsonl"
 
@@ -140,17 +140,8 @@ LedgerEvent = dict[str, Any]
 
 
 def append_event(path: Path, kind: str, **fields: Any) -> None:
-    """Append one event and sync it to the disk. A torn line that a crash has left before it stays a line of its own."""
-    line = json.dumps({"event": kind, "time": time.time(), **fields}) + "\n"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        # A writer that was killed may have left half a line; a new line after it keeps this event readable.
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, (("\n" if torn else "") + line).encode())
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Append one event and sync it to the disk. Raises OSError."""
+    append_line(path, json.dumps({"event": kind, "time": time.time(), **fields}), sync=True)
 
 
 def read_ledger(path: Path) -> list[LedgerEvent]:

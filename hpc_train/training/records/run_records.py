@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import IncompleteRun, MissingRanksError, UserError
-from hpc_train.regular_files import parse_json_object, read_json, read_text, write_private_file
+from hpc_train.regular_files import (
+    find_line_start,
+    parse_json_object,
+    read_json,
+    read_text,
+    write_private_file,
+)
 from hpc_train.user_frames import LOST_PEER, describe_error, every_frame, format_frame, root_cause, user_frames
 
 log = logging.getLogger(__name__)
@@ -34,7 +40,7 @@ class LineFile:
         # Without O_NONBLOCK a named pipe in its place would wait for a reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
         self._descriptor = os.open(path, flags, 0o600)
-        self._waiting = bytearray()
+        self._waiting = bytearray(find_line_start(path).encode())
         self._warned = False
 
     def append(self, line: str) -> None:
