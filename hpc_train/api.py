@@ -54,7 +54,7 @@ class Run:
     @property
     def config(self) -> RunConfig:
         """The configuration that the run was frozen with, read-only."""
-        from hpc_train.config.compose import config_from_dict
+        from hpc_train.config.plain_config import config_from_dict
         from hpc_train.config.run_file import load_run_file
 
         return config_from_dict(load_run_file(self.path / "config.yaml"))

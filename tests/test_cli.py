@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from hpc_train import __version__
 from hpc_train.cli.main import main, make_parser
-from hpc_train.config.compose import compose, config_from_dict
+from hpc_train.config.compose import compose
+from hpc_train.config.plain_config import config_from_dict
 
 HEAVY = "{'torch', 'hydra', 'omegaconf', 'numpy', 'h5py', 'submitit', 'rich', 'tensorboard'}"
 

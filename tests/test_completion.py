@@ -82,7 +82,8 @@ def test_options_of_the_users_own_folder(tmp_path: Path) -> None:
 
 
 def test_every_candidate_key_composes() -> None:
-    from hpc_train.config.compose import compose, config_to_dict
+    from hpc_train.config.compose import compose
+    from hpc_train.config.plain_config import config_to_dict
 
     def leaves(node: object, path: str = "") -> set[str]:
         if not isinstance(node, dict) or path in ("launch.extra", "cluster.gpu.peak_tflops"):

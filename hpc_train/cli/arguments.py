@@ -71,7 +71,8 @@ def add_config_options(command: argparse.ArgumentParser) -> None:
 
 def print_config(arguments: argparse.Namespace) -> int:
     """Print the composed configuration of one run (--cfg)."""
-    from hpc_train.config.compose import compose, config_to_yaml
+    from hpc_train.config.compose import compose
+    from hpc_train.config.plain_config import config_to_yaml
     from hpc_train.errors import UserError
 
     if arguments.multirun:

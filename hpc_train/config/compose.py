@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,15 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.checks.check import check_config
 from hpc_train.config.checks.secret_variables import refuse_secret_variables
 from hpc_train.config.keys import overrides as suggest
 from hpc_train.config.keys.groups import GROUPS, SCHEMAS, option_files
-from hpc_train.config.keys.overrides import check_overrides, explicit_settings, suggest_names
+from hpc_train.config.keys.overrides import suggest_names
+from hpc_train.config.plain_config import check_and_seal, explain_value, make_run_config, read_first_line
 from hpc_train.config.run import RunConfig
-from hpc_train.config.schema import seal_config
 from hpc_train.errors import UserError
 
 
@@ -39,30 +37,6 @@ def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Run
     Raises UserError, in one line, for anything in the overrides or the files that is wrong.
     """
     return make_typed(compose_unchecked(list(overrides), config_dir), overrides, config_dir)
-
-
-def config_from_dict(container: dict[str, Any]) -> RunConfig:
-    """Return the run that `config_to_dict` wrote, checked and read-only: no file of conf/ is read again."""
-    kinds = {group: {kind.kind: kind for kind in types.values()} for group, types in SCHEMAS.items()}
-    schema = OmegaConf.structured(RunConfig)
-    chosen = {group: kinds[group][container[group]["kind"]] for group in SCHEMAS}
-    return make_typed(OmegaConf.merge(schema, chosen, container), (), None)  # type: ignore[arg-type]
-
-
-def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Return a config as plain dictionaries, lists and scalars, for YAML or JSON."""
-    plain = asdict(config)
-    if "${" in repr(plain):  # built in Python, with defaults that refer to the environment
-        with refuse_secret_variables():
-            resolved = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
-        assert isinstance(resolved, dict)
-        return resolved  # type: ignore[return-value]
-    return plain
-
-
-def config_to_yaml(config: RunConfig) -> str:
-    """Return the config as a YAML text."""
-    return OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config)))
 
 
 def list_options(group: str, config_dir: str | None = None) -> list[str]:
@@ -120,54 +94,10 @@ def _diagnose(
 def make_typed(plain: DictConfig, overrides: Sequence[str], config_dir: str | None) -> RunConfig:
     """Convert a composed configuration to a checked, read-only RunConfig. Raises UserError, in one line."""
     try:
-        with refuse_secret_variables():
-            config = OmegaConf.to_object(plain)
+        config = make_run_config(plain)
     except OmegaConfBaseException as error:
         raise UserError(explain_error(error, _parsed(overrides), config_dir)) from error
-    assert isinstance(config, RunConfig)
     return check_and_seal(config, overrides, config_dir)
-
-
-def check_and_seal(config: RunConfig, overrides: Sequence[str], config_dir: str | None = None) -> RunConfig:
-    """Fill in what a config leaves to the cluster, check it, and make it read-only. Raises UserError."""
-    if wrong := suggest.find_unknown_field(config):
-        raise UserError(wrong)
-    check_config(config)
-    check_overrides(config, overrides, config_dir)
-    if config.parallel.auto and config.parallel.fixed is None:
-        config.parallel.fixed = explicit_settings(config, overrides)
-    fill_hybrid_sharding(config)
-    return seal_config(config)
-
-
-def fill_hybrid_sharding(config: RunConfig) -> None:
-    """Write the number of dp_shard into `config` if a zero strategy has dp_replicate=-1 and no dp_shard.
-
-    It is the ranks of one NVLink domain, or of one node where there is no NVLink, divided by tp x cp. Raises UserError
-    where these do not divide or leave nothing to shard over.
-    """
-    parallel = config.parallel
-    if parallel.strategy == "ddp" or parallel.dp_replicate != -1 or parallel.dp_shard is not None:
-        return
-    ranks, place = _fast_neighbours(config)
-    if ranks is None:  # all ranks are on this machine: one copy
-        parallel.dp_replicate, parallel.dp_shard = 1, -1
-        return
-    inner = parallel.tp * parallel.cp
-    if inner < 1 or ranks % inner or ranks == inner:
-        raise UserError(
-            f"parallel.dp_replicate=-1: one copy of the model in {place} of {ranks} ranks needs a dp_shard of "
-            f"{ranks} / (tp {parallel.tp} x cp {parallel.cp}), not a whole number above 1; give parallel.dp_shard"
-        )
-    parallel.dp_shard = ranks // inner
-
-
-def _fast_neighbours(config: RunConfig) -> tuple[int | None, str]:
-    """Return (ranks that reach each other fast, what holds them); None: all."""
-    node = config.cluster.node
-    if node.nvlink_domain_gpus:
-        return node.nvlink_domain_gpus * config.cluster.ranks_per_node // max(node.gpus, 1), "an NVLink domain"
-    return (None, "") if config.launch.kind == "local" else (config.cluster.ranks_per_node, "a node")
 
 
 @cache  # registering takes a tenth of a second
@@ -183,19 +113,6 @@ def register() -> None:
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
 """Exceptions that Hydra and OmegaConf raise for a wrong override or a wrong file."""
 
-_REASONS = (
-    (r"could not be converted to Float", "must be a number"),
-    (r"could not be converted to Integer", "must be a whole number"),
-    (r"is not a valid bool|could not be converted to Boolean", "must be true or false"),
-    (r"Cannot convert '\w+' to string", "must be text"),
-    (r"is not Optional", "cannot be null"),
-    (r"is not a ListConfig, list or tuple", "must be a list, such as [a,b]"),
-    (r"is not a subclass of (?!str|int|float|bool)\w+|Cannot assign .* to ", "settings (key: value) belong here"),
-    (r"list index out of range", "the list has no such index"),
-    (r"not a valid type|is incompatible with type hint|not supported", "must be a number, text, true, false or null"),
-)
-"""OmegaConf's words, and ours."""
-
 
 def explain_error(error: BaseException, overrides: Sequence[Override], config_dir: str | None) -> str:
     """Explain an error of COMPOSITION_ERRORS in one line; `overrides` are those that may be to blame."""
@@ -206,43 +123,11 @@ def explain_error(error: BaseException, overrides: Sequence[Override], config_di
         return f"{_not_text(config_dir)}: is not a text file (UTF-8); write it again"
     if isinstance(error, MissingConfigException):
         return _missing(error, overrides)
-    cause = _cause(error)
-    key, reason = (_key(cause), _reason(cause)) if cause else ("", _first_line_of(error))
+    key, reason = explain_value(error)
     file = re.match(r"In '([\w/.-]+)': ", str(error))
     if file is not None and file[1] != "config":
         return _in_file(file[1], key, reason)
     return _of_override(key, reason, overrides)
-
-
-def _cause(error: BaseException) -> OmegaConfBaseException | None:
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OmegaConfBaseException):
-        cause = cause.__cause__ or cause.__context__
-    return cause
-
-
-def _key(cause: OmegaConfBaseException) -> str:
-    """Return a key with dots, as an override has it: optim.betas[1] is optim.betas.1."""
-    return re.sub(r"\[(\w+)\]", r".\1", str(getattr(cause, "full_key", None) or ""))
-
-
-def _reason(cause: OmegaConfBaseException) -> str:
-    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", _first_line_of(cause))
-    if "missing mandatory value" in text:
-        return "has no value; give it one"
-    if re.match(r"Key '.*' (not in|is not in struct)", text):
-        return _no_key(cause)
-    return next((words for pattern, words in _REASONS if re.search(pattern, text)), text)
-
-
-def _no_key(cause: OmegaConfBaseException) -> str:
-    name, kind = str(cause.key), cause.object_type
-    if kind is None or not is_dataclass(kind):
-        return f"no key '{name}' yet; write +{_key(cause)}=<value> to add it"
-    bases = {base: group for group, kinds in SCHEMAS.items() for base in next(iter(kinds.values())).__bases__}
-    if kind in bases:
-        return f"no key '{name}'; begin the file with defaults: [{' | '.join(SCHEMAS[bases[kind]])}, _self_]"
-    return f"no key '{name}'; {suggest_names(name, (item.name for item in fields(kind)))}"
 
 
 def _in_file(file: str, key: str, reason: str) -> str:
@@ -263,7 +148,7 @@ def _of_override(key: str, reason: str, overrides: Sequence[Override]) -> str:
 def _missing(error: MissingConfigException, overrides: Sequence[Override]) -> str:
     """A defaults list names what does not exist: that of a file, or of an experiment, which Hydra calls 'config'."""
     named = re.match(r"In '([\w/.-]+)'", str(error))
-    wanted = error.missing_cfg_file or _first_line_of(error)
+    wanted = error.missing_cfg_file or read_first_line(error)
     experiment = next((item.input_line for item in overrides if item.key_or_group == "experiment"), None)
     where = f"{named[1]}.yaml" if named and named[1] != "config" else experiment or "config.yaml"
     names: Any = [name for name in error.options or () if name not in SCHEMAS.get(wanted.split("/")[0], {})]
@@ -280,7 +165,3 @@ def _not_text(config_dir: str | None) -> str:
         except OSError:
             continue
     return f"--config-dir {config_dir}: a file of it"
-
-
-def _first_line_of(error: BaseException) -> str:
-    return " ".join((str(error).splitlines() or [type(error).__name__])[0].split())

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from hpc_train import __version__
 from hpc_train.cluster.spec import Node
-from hpc_train.config.compose import config_to_yaml
+from hpc_train.config.plain_config import config_to_yaml
 from hpc_train.config.run import RunConfig
 from hpc_train.doctor.findings import Finding, fail_check, join_first, merge_findings, pass_check, warn_check
 from hpc_train.interfaces import Task

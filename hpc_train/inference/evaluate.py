@@ -20,7 +20,7 @@ from hpc_train.checkpoint.convert.quantized_base import check_base
 from hpc_train.checkpoint.convert.tensor_sources import SavedStepTensors
 from hpc_train.checkpoint.storage.step_directory import select_weights
 from hpc_train.checkpoint.storage.step_selection import OpenStep, open_one_step
-from hpc_train.config.compose import compose, config_from_dict, config_to_dict
+from hpc_train.config.compose import compose
 from hpc_train.config.model import (
     CustomDataConfig,
     CustomModelConfig,
@@ -32,6 +32,7 @@ from hpc_train.config.model import (
     VisionTransformerConfig,
 )
 from hpc_train.config.parallel import ParallelConfig, resolve_degrees
+from hpc_train.config.plain_config import config_from_dict, config_to_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import Dataset, Split, check_model_fits_data, open_dataset, require_indexed
 from hpc_train.data.images.image_entries import are_images

@@ -12,7 +12,6 @@ from dataclasses import replace
 from hpc_train.config.parallel import reduce_replicas
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.parallel.rules.check import check_support
 
 
 def shrink_config(config: RunConfig, ranks: int, world: int) -> RunConfig:
@@ -36,6 +35,9 @@ def find_smaller_size(config: RunConfig, nodes: int, usable: int) -> int:
 
 def explain_unfit(config: RunConfig, nodes: int, size: int) -> str | None:
     """Return why a run of `nodes` nodes cannot go on with `size` of them; None if it can."""
+    # Here, as a decision after a fault imports this module, and needs the rules of all techniques only for this.
+    from hpc_train.parallel.rules.check import check_support
+
     per_node = config.cluster.ranks_per_node
     try:
         check_support(shrink_config(config, nodes * per_node, size * per_node), size * per_node)

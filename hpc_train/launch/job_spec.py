@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train import __version__
-from hpc_train.config.compose import config_from_dict, config_to_dict
+from hpc_train.config.plain_config import config_from_dict, config_to_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.regular_files import MAX_TEXT_BYTES, open_regular, write_private_file

@@ -25,7 +25,6 @@ from hpc_train.launch.elastic import find_smaller_size
 from hpc_train.launch.failures import EXIT_CODES, FirstError, find_first_error
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.slurm.time_limit import OUT_OF_TIME, SLURM_EARLY_SECONDS, read_time_left
-from hpc_train.launch.slurm.waiting_time import estimate_wait, fit_requeue
 from hpc_train.launch.state.attempts import read_attempt
 from hpc_train.launch.state.run_facts import read_events
 from hpc_train.resilience.exclusion import (
@@ -160,6 +159,9 @@ def _read_own_reason(fault: Fault, own: Mapping[str, Mapping[str, Any]]) -> Faul
 
 def fit_choice(config: RunConfig, folder: RunDirectory, wanted: int, choice: NodeChoice) -> NodeChoice:
     """Return what a requeue can ask Slurm for, and say in the log what it does without."""
+    # Here, and below, as a restart in the same job does without what builds sbatch's options: it is waited for.
+    from hpc_train.launch.slurm.waiting_time import fit_requeue
+
     nodes, exclude = fit_requeue(config, folder, wanted, choice.exclude)
     spares = nodes - wanted
     if spares < config.launch.spares:
@@ -186,6 +188,8 @@ def choose_nodes(config: RunConfig, folder: RunDirectory, allocation: Allocation
 
 def _has_nodes_soon(config: RunConfig, folder: RunDirectory, allocation: Allocation, excluded: list[str]) -> bool:
     """Return whether Slurm expects to have other nodes for those that the job lacks within elastic.queue_seconds."""
+    from hpc_train.launch.slurm.waiting_time import estimate_wait
+
     missing = allocation.wanted - len(allocation.usable(excluded))
     seconds = estimate_wait(config, folder, missing, {*allocation.nodes, *excluded})
     return seconds is not None and seconds <= config.resilience.elastic.queue_seconds

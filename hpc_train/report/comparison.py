@@ -80,7 +80,7 @@ class Comparison:
     @property
     def settings(self) -> list[tuple[str, Any, Any]]:
         """Return the settings in which the runs differ."""
-        from hpc_train.config.compose import config_to_dict
+        from hpc_train.config.plain_config import config_to_dict
         from hpc_train.report.page import flatten
 
         if self.before.config is None or self.after.config is None:

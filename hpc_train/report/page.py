@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpc_train.cluster.hostlist import compress_hostlist
-from hpc_train.config.compose import config_to_dict
+from hpc_train.config.plain_config import config_to_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.regular_files import write_private_file

@@ -35,7 +35,7 @@ def rate_advice(advice: Sequence[Setting], config: RunConfig | None, ranks: int)
 
 def apply_overrides(overrides: str, config: RunConfig, ranks: int) -> RunConfig | None:
     """Return the configuration with overrides; None if a run with so many ranks would be refused."""
-    from hpc_train.config.compose import config_from_dict, config_to_dict
+    from hpc_train.config.plain_config import config_from_dict, config_to_dict
     from hpc_train.launch.freeze import check_run
 
     values = config_to_dict(config)

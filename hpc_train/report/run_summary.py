@@ -131,7 +131,7 @@ def _has_pipeline(run: Path) -> bool:
 
 def read_config(run: Path) -> tuple[RunConfig | None, str]:
     """Read the configuration of a run; None, and a line that says why, if this release cannot."""
-    from hpc_train.config.compose import config_from_dict
+    from hpc_train.config.plain_config import config_from_dict
     from hpc_train.config.run_file import load_run_file
 
     try:

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.compose import config_to_dict, config_to_yaml
+from hpc_train.config.plain_config import config_to_dict, config_to_yaml
 from hpc_train.config.run import RunConfig
 from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError

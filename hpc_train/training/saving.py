@@ -26,8 +26,8 @@ from hpc_train.checkpoint.save.writer_group import WriterSharing
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory, LustreStriper
 from hpc_train.checkpoint.storage.retention import KeepRules
 from hpc_train.checkpoint.storage.step_directory import WEIGHTS_FOLDER, mark_base, mark_weights_only, select_weights
-from hpc_train.config.compose import config_to_yaml
 from hpc_train.config.model import CustomModelConfig
+from hpc_train.config.plain_config import config_to_yaml
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import TensorShard
 from hpc_train.resilience.heartbeat import Phase

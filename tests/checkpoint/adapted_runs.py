@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from checkpoint_helpers import save_alone
 
-from hpc_train.config.compose import config_to_yaml
+from hpc_train.config.plain_config import config_to_yaml
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
 from hpc_train.models.adapters.names import is_adapter_parameter

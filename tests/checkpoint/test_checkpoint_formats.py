@@ -23,8 +23,9 @@ from hpc_train.checkpoint.convert.model_config import parse_hf_config
 from hpc_train.checkpoint.convert.tensor_sources import StateDictTensors, make_blank_shard
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.step_directory import try_read_manifest
-from hpc_train.config.compose import compose, config_to_yaml
+from hpc_train.config.compose import compose
 from hpc_train.config.model import ModelConfig
+from hpc_train.config.plain_config import config_to_yaml
 from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe
 from hpc_train.data.tokenizers.tokenizer import load_tokenizer
 from hpc_train.models.huggingface import from_huggingface

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hpc_train.config.compose import compose, config_to_yaml
+from hpc_train.config.compose import compose
 from hpc_train.config.model import ModelConfig
+from hpc_train.config.plain_config import config_to_yaml
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
 from hpc_train.models.adapters.names import is_adapter_parameter

@@ -10,8 +10,9 @@ import hydra
 import pytest
 
 from hpc_train.config import compose as composing
-from hpc_train.config.compose import compose, config_to_yaml, list_options
+from hpc_train.config.compose import compose, list_options
 from hpc_train.config.model import TransformerConfig
+from hpc_train.config.plain_config import config_to_yaml
 from hpc_train.errors import UserError
 
 Write = Callable[[str, str], str]

@@ -7,8 +7,9 @@ from functools import cache
 import pytest
 from omegaconf import OmegaConf
 
-from hpc_train.config.compose import compose, config_from_dict, config_to_dict, config_to_yaml
+from hpc_train.config.compose import compose
 from hpc_train.config.keys.groups import GROUPS, SCHEMAS, default_options, option_files, option_type
+from hpc_train.config.plain_config import config_from_dict, config_to_dict, config_to_yaml
 from hpc_train.config.run import RunConfig
 from hpc_train.models.counts import count_parameters
 from hpc_train.models.shape import check_shape

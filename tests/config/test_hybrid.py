@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.config.compose import compose, config_from_dict, config_to_dict
+from hpc_train.config.compose import compose
 from hpc_train.config.parallel import Degrees, ParallelConfig, resolve_degrees
+from hpc_train.config.plain_config import config_from_dict, config_to_dict
 from hpc_train.errors import UserError
 
 SLURM = "launch=slurm"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.compose import compose, config_from_dict, config_to_yaml
+from hpc_train.config.compose import compose
+from hpc_train.config.plain_config import config_from_dict, config_to_yaml
 from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
 

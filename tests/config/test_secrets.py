@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 
 from hpc_train.cli.main import main
 from hpc_train.config.checks.secret_variables import is_secret_name, mask_secrets
-from hpc_train.config.compose import compose, config_from_dict, config_to_dict, config_to_yaml
+from hpc_train.config.compose import compose
+from hpc_train.config.plain_config import config_from_dict, config_to_dict, config_to_yaml
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.launch.sweep.compose_sweep import Composer
 

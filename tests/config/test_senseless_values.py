@@ -13,8 +13,9 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.compose import check_and_seal, compose, compose_unchecked, explain_error
+from hpc_train.config.compose import compose, compose_unchecked, explain_error
 from hpc_train.config.keys.overrides import get_value, parse_overrides
+from hpc_train.config.plain_config import check_and_seal
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
 from hpc_train.errors import UserError

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from hpc_train.config.compose import compose, config_to_dict
+from hpc_train.config.compose import compose
 from hpc_train.config.launch import LaunchConfig
+from hpc_train.config.plain_config import config_to_dict
 from hpc_train.errors import UserError
 from hydra_plugins.hpc_train_launchers._config import HpcLocalConf, HpcSlurmConf
 from hydra_plugins.hpc_train_launchers._slurm import PointArray, PointResources, point_resources, share_parallel_points

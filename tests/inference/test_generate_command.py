@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from hpc_train.checkpoint import save_step
 from hpc_train.cli.main import main
-from hpc_train.config.compose import compose, config_to_yaml
+from hpc_train.config.compose import compose
+from hpc_train.config.plain_config import config_to_yaml
 from hpc_train.data.tokenizers.tokenizer import ByteTokenizer
 from hpc_train.inference.generate import GenerateOptions, TextStreamer, generate_texts
 from hpc_train.inference.load_model import load_model

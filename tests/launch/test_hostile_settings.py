@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config.compose import compose, config_from_dict, config_to_dict
+from hpc_train.config.compose import compose
+from hpc_train.config.plain_config import config_from_dict, config_to_dict
 from hpc_train.errors import UserError
 from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.slurm.sbatch import render_script

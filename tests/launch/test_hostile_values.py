@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config.compose import compose, config_from_dict, config_to_dict
+from hpc_train.config.compose import compose
+from hpc_train.config.plain_config import config_from_dict, config_to_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.slurm.request import make_request

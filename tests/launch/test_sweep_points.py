@@ -10,7 +10,8 @@ import pytest
 from sweeps import make
 
 from hpc_train.cli.main import main
-from hpc_train.config.compose import compose, config_to_dict, list_options
+from hpc_train.config.compose import compose, list_options
+from hpc_train.config.plain_config import config_to_dict
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.sweep.compose_sweep import Composer

@@ -9,8 +9,8 @@ import pytest
 from planner_runs import run
 
 from hpc_train.cli.main import main
-from hpc_train.config.compose import config_from_dict, config_to_dict
 from hpc_train.config.parallel import resolve_degrees
+from hpc_train.config.plain_config import config_from_dict, config_to_dict
 from hpc_train.errors import UserError
 from hpc_train.launch.freeze import decide_auto_layout, freeze_run
 from hpc_train.planner.auto import choose_parallel

@@ -14,7 +14,7 @@ from planner_runs import run
 from hpc_train.bench.gemm import GemmResult, MatrixProduct
 from hpc_train.cli.main import main
 from hpc_train.cluster.calibration import Calibration, LevelConstants, read_calibration, write_calibration
-from hpc_train.config.compose import config_to_dict
+from hpc_train.config.plain_config import config_to_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.planner import constants as stored
 from hpc_train.planner.model.from_config import jobs_from_config

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from hpc_train.config.compose import compose, config_from_dict
+from hpc_train.config.compose import compose
+from hpc_train.config.plain_config import config_from_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory, make_attempt, prepare_run_directory

@@ -16,12 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 from hpc_train.checkpoint.convert.hf_config import dense, experts, gemma, olmo
 from hpc_train.checkpoint.convert.hf_config.rotary import Json
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
-from hpc_train.config.compose import config_from_dict, config_to_dict
 from hpc_train.config.model import (
     CustomModelConfig,
     HfModelConfig,
     ModelConfig,
 )
+from hpc_train.config.plain_config import config_from_dict, config_to_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError

@@ -9,11 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig
 
 from hpc_train.config.keys.groups import GROUPS, default_options, option_files
@@ -21,6 +18,9 @@ from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import SEALED_ATTRIBUTE
 from hpc_train.errors import UserError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 ListOptions = Callable[[str], list[str]]
 """Group name -> names of its options."""
@@ -46,6 +46,10 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 def parse_overrides(overrides: Sequence[str]) -> tuple[list[Override], str | None]:
     """Parse overrides. Returns (parsed, None), or ([], what is wrong) for the first that a run cannot have."""
+    # Here, as a frozen run needs other functions of this module, but not Hydra.
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     parser, parsed = OverridesParser.create(), []
     for text in overrides:
         try:

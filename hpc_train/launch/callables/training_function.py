@@ -21,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.checks.secret_variables import refuse_secret_variables
-from hpc_train.config.compose import config_from_dict, explain_error, register
+from hpc_train.config.compose import explain_error, register
+from hpc_train.config.plain_config import config_from_dict
 from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.launch.command_output import CommandOutput
 from hpc_train.runtime import processes

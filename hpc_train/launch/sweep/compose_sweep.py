@@ -14,9 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.checks.secret_variables import refuse_secret_variables
-from hpc_train.config.compose import check_and_seal, compose, compose_unchecked, make_typed
+from hpc_train.config.compose import compose, compose_unchecked, make_typed
 from hpc_train.config.keys import overrides
 from hpc_train.config.keys.groups import GROUPS
+from hpc_train.config.plain_config import check_and_seal
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 

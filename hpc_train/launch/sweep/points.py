@@ -22,9 +22,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
-from hpc_train.config.compose import config_to_dict, list_options
+from hpc_train.config.compose import list_options
 from hpc_train.config.keys import overrides
 from hpc_train.config.keys.groups import GROUPS
+from hpc_train.config.plain_config import config_to_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.command_output import Report

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.config.compose import config_from_dict
+from hpc_train.config.plain_config import config_from_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.config.run_file import load_run_file
 from hpc_train.config.schema import seal_config

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.compose import config_to_dict
+from hpc_train.config.plain_config import config_to_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.training.loggers.interface import LoggedRun, Logger, check_loggers, open_logger

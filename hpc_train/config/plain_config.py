@@ -1,0 +1,159 @@
+"""Turn the configuration of a run into plain values, as a file has them, and back, checked and read-only.
+
+Without Hydra, whose import takes as long as all else that reads a frozen run: each rank does, and each decision after a
+fault.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hpc_train.config.checks.check import check_config
+from hpc_train.config.checks.secret_variables import refuse_secret_variables
+from hpc_train.config.keys.groups import SCHEMAS
+from hpc_train.config.keys.overrides import check_overrides, explicit_settings, find_unknown_field, suggest_names
+from hpc_train.config.run import RunConfig
+from hpc_train.config.schema import seal_config
+from hpc_train.errors import UserError
+
+
+def config_from_dict(container: dict[str, Any]) -> RunConfig:
+    """Return the run that `config_to_dict` wrote, checked and read-only: no file of conf/ is read again."""
+    kinds = {group: {kind.kind: kind for kind in types.values()} for group, types in SCHEMAS.items()}
+    schema = OmegaConf.structured(RunConfig)
+    chosen = {group: kinds[group][container[group]["kind"]] for group in SCHEMAS}
+    merged = OmegaConf.merge(schema, chosen, container)
+    try:
+        config = make_run_config(merged)  # type: ignore[arg-type]
+    except OmegaConfBaseException as error:
+        key, reason = explain_value(error)
+        raise UserError(f"{key}: {reason}" if key else reason) from error
+    return check_and_seal(config)
+
+
+def make_run_config(plain: DictConfig) -> RunConfig:
+    """Convert a configuration to a RunConfig that is not checked yet. Raises OmegaConfBaseException, and UserError."""
+    with refuse_secret_variables():
+        config = OmegaConf.to_object(plain)
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """Return a config as plain dictionaries, lists and scalars, for YAML or JSON."""
+    plain = asdict(config)
+    if "${" in repr(plain):  # built in Python, with defaults that refer to the environment
+        with refuse_secret_variables():
+            resolved = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+        assert isinstance(resolved, dict)
+        return resolved  # type: ignore[return-value]
+    return plain
+
+
+def config_to_yaml(config: RunConfig) -> str:
+    """Return the config as a YAML text."""
+    return OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config)))
+
+
+def check_and_seal(config: RunConfig, overrides: Sequence[str] = (), config_dir: str | None = None) -> RunConfig:
+    """Fill in what a config leaves to the cluster, check it, and make it read-only. Raises UserError."""
+    if wrong := find_unknown_field(config):
+        raise UserError(wrong)
+    check_config(config)
+    check_overrides(config, overrides, config_dir)
+    if config.parallel.auto and config.parallel.fixed is None:
+        config.parallel.fixed = explicit_settings(config, overrides)
+    fill_hybrid_sharding(config)
+    return seal_config(config)
+
+
+def fill_hybrid_sharding(config: RunConfig) -> None:
+    """Write the number of dp_shard into `config` if a zero strategy has dp_replicate=-1 and no dp_shard.
+
+    It is the ranks of one NVLink domain, or of one node where there is no NVLink, divided by tp x cp. Raises UserError
+    where these do not divide or leave nothing to shard over.
+    """
+    parallel = config.parallel
+    if parallel.strategy == "ddp" or parallel.dp_replicate != -1 or parallel.dp_shard is not None:
+        return
+    ranks, place = _fast_neighbours(config)
+    if ranks is None:  # all ranks are on this machine: one copy
+        parallel.dp_replicate, parallel.dp_shard = 1, -1
+        return
+    inner = parallel.tp * parallel.cp
+    if inner < 1 or ranks % inner or ranks == inner:
+        raise UserError(
+            f"parallel.dp_replicate=-1: one copy of the model in {place} of {ranks} ranks needs a dp_shard of "
+            f"{ranks} / (tp {parallel.tp} x cp {parallel.cp}), not a whole number above 1; give parallel.dp_shard"
+        )
+    parallel.dp_shard = ranks // inner
+
+
+def _fast_neighbours(config: RunConfig) -> tuple[int | None, str]:
+    """Return (ranks that reach each other fast, what holds them); None: all."""
+    node = config.cluster.node
+    if node.nvlink_domain_gpus:
+        return node.nvlink_domain_gpus * config.cluster.ranks_per_node // max(node.gpus, 1), "an NVLink domain"
+    return (None, "") if config.launch.kind == "local" else (config.cluster.ranks_per_node, "a node")
+
+
+_REASONS = (
+    (r"could not be converted to Float", "must be a number"),
+    (r"could not be converted to Integer", "must be a whole number"),
+    (r"is not a valid bool|could not be converted to Boolean", "must be true or false"),
+    (r"Cannot convert '\w+' to string", "must be text"),
+    (r"is not Optional", "cannot be null"),
+    (r"is not a ListConfig, list or tuple", "must be a list, such as [a,b]"),
+    (r"is not a subclass of (?!str|int|float|bool)\w+|Cannot assign .* to ", "settings (key: value) belong here"),
+    (r"list index out of range", "the list has no such index"),
+    (r"not a valid type|is incompatible with type hint|not supported", "must be a number, text, true, false or null"),
+)
+"""OmegaConf's words, and ours."""
+
+
+def explain_value(error: BaseException) -> tuple[str, str]:
+    """Return the key of a value that OmegaConf refuses, with dots, and why; ("", the message) of any other error."""
+    cause = _cause(error)
+    return (_key(cause), _reason(cause)) if cause else ("", read_first_line(error))
+
+
+def _cause(error: BaseException) -> OmegaConfBaseException | None:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def _key(cause: OmegaConfBaseException) -> str:
+    """Return a key with dots, as an override has it: optim.betas[1] is optim.betas.1."""
+    return re.sub(r"\[(\w+)\]", r".\1", str(getattr(cause, "full_key", None) or ""))
+
+
+def _reason(cause: OmegaConfBaseException) -> str:
+    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", read_first_line(cause))
+    if "missing mandatory value" in text:
+        return "has no value; give it one"
+    if re.match(r"Key '.*' (not in|is not in struct)", text):
+        return _no_key(cause)
+    return next((words for pattern, words in _REASONS if re.search(pattern, text)), text)
+
+
+def _no_key(cause: OmegaConfBaseException) -> str:
+    name, kind = str(cause.key), cause.object_type
+    if kind is None or not is_dataclass(kind):
+        return f"no key '{name}' yet; write +{_key(cause)}=<value> to add it"
+    bases = {base: group for group, kinds in SCHEMAS.items() for base in next(iter(kinds.values())).__bases__}
+    if kind in bases:
+        return f"no key '{name}'; begin the file with defaults: [{' | '.join(SCHEMAS[bases[kind]])}, _self_]"
+    return f"no key '{name}'; {suggest_names(name, (item.name for item in fields(kind)))}"
+
+
+def read_first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or else the name of its class."""
+    return " ".join((str(error).splitlines() or [type(error).__name__])[0].split())
