@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.launch.rank_stacks import StackRequest, describe_stacks, find_odd_task
-from hpc_train.regular_files import read_json
+from hpc_train.launch.state.attempts import read_tail_text
+from hpc_train.regular_files import parse_json_object, read_json
 from hpc_train.resilience.deadlines import HangLimits, limits_from_settings, read_learned, write_learned
 from hpc_train.resilience.heartbeat import Phase, remove_entries
 from hpc_train.resilience.incident import Incident, mark_hang, write_incident
+from hpc_train.resilience.restart import SAME_FAULTS, Cause
 from hpc_train.resilience.watch import (
     GONE,
     LOOK_SECONDS,
@@ -43,6 +45,8 @@ class WatchSettings:
     act: bool
     notice: Mapping[str, Any] = field(default_factory=dict)
     """The `resilience.notice` part."""
+    hangs: int = 0
+    """Hangs in a row before this attempt, without a newer checkpoint."""
 
 
 def read_watch_settings(logs: Path) -> WatchSettings | None:
@@ -50,11 +54,26 @@ def read_watch_settings(logs: Path) -> WatchSettings | None:
     try:
         config = read_json(logs.parents[1] / "job.json")["config"]
         settings = config["resilience"]
-        limits = limits_from_settings(settings["hang"], bool(config["parallel"]["compile"]))
-        watch = WatchSettings(limits, bool(settings["act"]), settings["notice"])
+        hangs = count_hangs(logs.parents[1])
+        limits = limits_from_settings(settings["hang"], bool(config["parallel"]["compile"]), hangs)
+        watch = WatchSettings(limits, bool(settings["act"]), settings["notice"], hangs)
         return watch if settings["watch"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def count_hangs(run: Path) -> int:
+    """Return for how many hangs in a row the ranks were ended since the newest checkpoint or submission of their run.
+
+    No more than may come before the run is given up.
+    """
+    hangs = 0
+    for event in map(parse_json_object, read_tail_text(run / "events.jsonl").splitlines()):
+        if event.get("event") in ("checkpoint", "submit"):
+            hangs = 0
+        elif event.get("event") == "restart" and event.get("cause") == Cause.HANG.value:
+            hangs += 1
+    return min(hangs, SAME_FAULTS - 1)
 
 
 class HangResponse:

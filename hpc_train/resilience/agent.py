@@ -83,12 +83,13 @@ def decode_report(line: str) -> Report | None:
 def run_agent(logs: Path, settings: dict[str, Any]) -> None:
     """Report on the ranks of this node until the supervisor ends this agent or dies.
 
-    settings: the `resilience` part of a configuration; `learned`: seconds by phase, from earlier attempts; `compiles`:
-    parallel.compile.
+    settings: the `resilience` part of a configuration; `learned`: seconds by phase, from earlier attempts; `compiles`
+    and `hangs`: see limits_from_settings.
     """
     learned = {Phase[name]: float(seconds) for name, seconds in settings["learned"].items()}
     host, due = socket.gethostname(), 0.0
-    watch = NodeWatch(logs, limits_from_settings(settings["hang"], settings["compiles"]), learned=learned)
+    limits = limits_from_settings(settings["hang"], settings["compiles"], settings["hangs"])
+    watch = NodeWatch(logs, limits, learned=learned)
     notices, notice, overdue = NoticeWatch(**settings["notice"]), "", False
     while True:
         views = watch.look()

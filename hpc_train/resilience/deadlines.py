@@ -25,6 +25,9 @@ _FIRST_STEP_FLOOR = 20.0
 _COMPILED_FIRST_STEP_FLOOR = 60.0
 """As above where first steps compile: a new node may have to compile what an earlier one found in its cache."""
 
+_PATIENCE = 3.0
+"""Factor on deadlines of steps for each hang in a row without a newer checkpoint: ranks that are merely slow at this
+place would be ended there again and again."""
 _FIRST = 5
 """Observations of a phase that are needed before its deadline is learned from them."""
 _REMEMBERED = 500
@@ -45,6 +48,8 @@ class HangLimits:
     save: float = 900.0
     known_first_step: float = _COMPILED_FIRST_STEP_FLOOR
     """Least deadline of a first step in a run whose earlier attempts have made one."""
+    patience: float = 1.0
+    """Factor of the deadlines of steps, batches and evaluations, however they were learned."""
 
     def floor(self, phase: Phase) -> float:
         """Return the least deadline of a phase."""
@@ -71,7 +76,11 @@ class Deadlines:
         self._seconds.setdefault(phase, deque(maxlen=_REMEMBERED)).append(seconds)
 
     def seconds(self, phase: Phase) -> float:
-        """Return after how many seconds without a new entry a rank in this phase counts as hung.
+        """Return after how many seconds without a new entry a rank in this phase counts as hung."""
+        return self._find_deadline(phase) * (self.limits.patience if phase in _CARRIED else 1.0)
+
+    def _find_deadline(self, phase: Phase) -> float:
+        """Return the deadline of a phase.
 
         Until a phase has been seen five times, or is known from an earlier attempt, it has the deadline of a first
         step, or its own if that is longer.
@@ -132,10 +141,11 @@ def read_learned(run: Path) -> dict[Phase, float]:
     return {phase: seconds for phase, seconds in found.items() if phase in _CARRIED and 0 <= seconds < 1e6}
 
 
-def limits_from_settings(settings: Mapping[str, float], compiles: bool) -> HangLimits:
+def limits_from_settings(settings: Mapping[str, float], compiles: bool, hangs: int = 0) -> HangLimits:
     """Return the limits from the `resilience.hang` part of a configuration, as a mapping.
 
-    compiles: whether the first steps of each process compile (parallel.compile).
+    compiles: whether the first steps of each process compile (parallel.compile). hangs: hangs in a row, without a newer
+    checkpoint, for which the ranks were ended before.
     """
     return HangLimits(
         settings["factor"],
@@ -145,4 +155,5 @@ def limits_from_settings(settings: Mapping[str, float], compiles: bool) -> HangL
         settings["load_seconds"],
         settings["save_seconds"],
         _COMPILED_FIRST_STEP_FLOOR if compiles else _FIRST_STEP_FLOOR,
+        _PATIENCE**hangs,
     )

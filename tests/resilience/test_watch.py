@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.watching import HangResponse, WatchSettings
+from hpc_train.launch.watching import HangResponse, WatchSettings, count_hangs
 from hpc_train.resilience.deadlines import (
     Deadlines,
     HangLimits,
@@ -34,6 +34,7 @@ from hpc_train.resilience.watch import (
     read_process_state,
     seconds_to_next_look,
 )
+from hpc_train.training.records.run_records import append_event
 
 LIMITS = HangLimits(step=0.5, first_step=600, start=600, load=600, save=600)
 
@@ -263,7 +264,7 @@ def test_the_time_before_a_stop_does_not_count_as_stopped(logs: Path) -> None:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         rank.stdout.readline()
-        watch = NodeWatch(logs, HangLimits(step=1.5))
+        watch = NodeWatch(logs, HangLimits(step=1.5, patience=9))  # which is for ranks that may be at work
         assert find_hang(look_for(watch, 3, until_hang=True)) is None, "a start may take longer than a step"
         rank.send_signal(signal.SIGSTOP)
         while watch.look()[0].state != STOPPED:
@@ -367,6 +368,29 @@ def test_a_first_step_that_compiles_may_take_longer_on_another_node() -> None:
         limits = limits_from_settings({**hang, "factor": 5.0, "step_seconds": 10.0}, compiles)
         assert Deadlines(limits, {Phase.FIRST_STEP: 0.1}).seconds(Phase.FIRST_STEP) == seconds
         assert Deadlines(limits, {Phase.FIRST_STEP: 40.0}).seconds(Phase.FIRST_STEP) == 200
+
+
+def test_a_hang_without_progress_makes_the_next_attempt_more_patient(tmp_path: Path) -> None:
+    hang = {f"{name}_seconds": 900.0 for name in ("first_step", "start", "load", "save")}
+    earlier = {Phase.STEP: 4.0, Phase.DATA: 0.1}
+    for hangs, step, data in ((0, 20, 10), (1, 60, 30), (2, 180, 90)):
+        deadlines = Deadlines(
+            limits_from_settings({**hang, "factor": 5.0, "step_seconds": 10.0}, False, hangs), earlier
+        )
+        assert [deadlines.seconds(phase) for phase in (Phase.STEP, Phase.DATA, Phase.SAVE)] == [step, data, 900]
+
+    def record(kind: str, **fields: str) -> int:
+        append_event(tmp_path / "events.jsonl", kind, 0, **fields)
+        return count_hangs(tmp_path)
+
+    assert count_hangs(tmp_path) == 0
+    assert [record("restart", cause="a hang"), record("resume"), record("restart", cause="a rank was killed")] == [
+        1,
+        1,
+        1,
+    ]
+    assert [record("restart", cause="a hang"), record("restart", cause="a hang")] == [2, 2]
+    assert [record("checkpoint"), record("restart", cause="a hang"), record("submit")] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"STEP": "soon"}', '{"NAP": 3}', '{"STEP": -1}', '{"STEP": NaN}'])

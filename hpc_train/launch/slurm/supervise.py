@@ -312,7 +312,7 @@ def main(logs: str, process: str) -> int:
         print("hpc-train: another supervisor watches these ranks; this one leaves", flush=True)
         return 0
     config = read_json(Path(logs).parents[1] / "job.json")["config"]
-    resilience = {**config["resilience"], "compiles": bool(config["parallel"]["compile"])}
+    resilience = {**config["resilience"], "compiles": bool(config["parallel"]["compile"]), "hangs": settings.hangs}
     if (Path(logs) / AGENT_ERRORS).exists():
         report_watch(Path(logs), "the supervisor has ended before the ranks, and was started again")
     signal_seconds = float(config["launch"]["signal_seconds"])
