@@ -1,10 +1,10 @@
 """The agent of one node: watches its ranks and reports what it sees, a line of JSON each second on stdout.
 
 `python -m hpc_train.resilience.agent LOGS SETTINGS`, started by the supervisor as a job step of its own on every node.
-It opens no port and reads nothing from shared storage. It obeys lines on its standard input: `kill` kills the ranks of
-its node, `end` lets it end after the ranks, `leave` lets it end before them. If its standard input ends without such a
-line, the supervisor was killed: the agent then stops reporting, and leaves the ranks' entries to the agent of the next
-supervisor. Standard library only.
+It opens no port and reads nothing from shared storage. It obeys lines on its standard input: `stop` asks the ranks of
+its node to save and stop, `kill` kills them, `end` lets it end after the ranks, `leave` lets it end before them. If its
+standard input ends without such a line, the supervisor was killed: the agent then stops reporting, and leaves the
+ranks' entries to the agent of the next supervisor. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from hpc_train.regular_files import parse_json_object
 from hpc_train.resilience.deadlines import limits_from_settings
-from hpc_train.resilience.heartbeat import Phase, kill_ranks, read_beats, remove_entries
+from hpc_train.resilience.heartbeat import Phase, kill_ranks, read_beats, remove_entries, signal_ranks
 from hpc_train.resilience.incident import read_machine
 from hpc_train.resilience.notices import NoticeWatch
 from hpc_train.resilience.watch import GONE, LOOK_SECONDS, NodeWatch, RankView, read_process_state, seconds_to_next_look
@@ -31,6 +31,8 @@ REPORT_SECONDS = 1.0
 """Seconds between two reports."""
 KILL = b"kill\n"
 """Message by which the supervisor has the ranks killed."""
+STOP = b"stop\n"
+"""Message by which the supervisor has the ranks asked to save and stop."""
 END = b"end\n"
 """Message by which the supervisor has the agents end, once the ranks have."""
 LEAVE = b"leave\n"
@@ -106,6 +108,8 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
             continue
         order = os.read(0, 4096)
         # Several messages may arrive in one read, so each is searched for.
+        if STOP in order:
+            signal_ranks(logs, signal.SIGUSR2)
         if KILL in order:
             kill_ranks(logs)
         if LEAVE in order:

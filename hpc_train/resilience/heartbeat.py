@@ -192,6 +192,16 @@ def _read_entries(folder: Path, tasks: list[int]) -> Iterator[Beat]:
                 yield Beat(task, process, Phase(phase), step, counter, nanoseconds / 1e9)
 
 
+def signal_ranks(logs: Path, number: signal.Signals) -> None:
+    """Signal the ranks of this node, but not what they have forked."""
+    folder = f"/{find_folder(logs).name}/"
+    for beat in read_beats(logs):
+        with suppress(OSError):
+            # The number may belong to another process by now, which does not map an entry of this attempt.
+            if folder in Path(f"/proc/{beat.process}/maps").read_text(errors="replace"):
+                os.kill(beat.process, number)
+
+
 def kill_ranks(logs: Path) -> list[int]:
     """Send SIGKILL to the ranks of this node, which are the processes that map an entry; returns their tasks.
 

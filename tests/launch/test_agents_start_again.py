@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launch.slurm import agent_reports, srun_errors
-from hpc_train.launch.slurm.agent_reports import AgentReports, NodeProbe
+from hpc_train.launch.slurm.agent_reports import AGENTS, AgentReports, NodeProbe
+from hpc_train.launch.slurm.job_steps import signal_ranks, signal_step
 from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
 from hpc_train.resilience.agent import Report, encode_report
 from hpc_train.resilience.heartbeat import Phase
@@ -260,6 +263,21 @@ def test_agents_of_which_none_begins_are_started_again_more_and_more_patiently(
     assert len(starts) == 3
     assert 0.3 <= starts[1] - starts[0] < starts[2] - starts[1]
     assert starts[2] - starts[1] >= 0.6
+
+
+def test_signals_go_to_the_ranks_whatever_else_runs_in_their_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a shell of `hpc-train attach`, which is the newest step. The older step of ranks has lost a node."""
+    steps = ("7.batch|batch", "7.0|ranks", "7.1|agents", "7.9|ranks", "7.10|agents", "7.11|bash", "7.12|probe")
+    for name, script in (("squeue", f"printf '%s\\n' {shlex.join(steps)}"), ("scancel", "")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} $* >>{tmp_path}/calls\n{script}\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    signal_ranks("7", signal.SIGUSR1)
+    signal_step("7", AGENTS, signal.SIGKILL)
+    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("scancel")]
+    assert calls == ["scancel --signal=USR1 7.9", "scancel --signal=KILL 7.10"]
 
 
 def test_ranks_are_ended_some_time_after_a_peer_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

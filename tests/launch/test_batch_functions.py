@@ -17,6 +17,7 @@ from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, req
 from hpc_train.launch.failures import SRUN_ERRORS
 from hpc_train.launch.local.node_sharing import SHARE_VARIABLE
 from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
+from hpc_train.launch.slurm.agent_reports import RANKS
 from hpc_train.launch.slurm.batch_script import shell_functions
 from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.slurm.sbatch import render_script
@@ -63,6 +64,7 @@ def test_the_functions_stand_whole_in_the_script_that_is_submitted(tmp_path: Pat
     folder = RunDirectory(tmp_path / "it's a run", tmp_path / "checkpoints")
     script = render_script(folder, make_request(compose(default_to_slurm([])), folder))
     assert shell_functions() in script
+    assert f"--job-name={RANKS} " in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 

@@ -22,7 +22,15 @@ from hpc_train.resilience.deadlines import (
     read_learned,
     write_learned,
 )
-from hpc_train.resilience.heartbeat import Heartbeat, Phase, find_folder, kill_ranks, read_beats, remove_entries
+from hpc_train.resilience.heartbeat import (
+    Heartbeat,
+    Phase,
+    find_folder,
+    kill_ranks,
+    read_beats,
+    remove_entries,
+    signal_ranks,
+)
 from hpc_train.resilience.watch import (
     GONE,
     LOOK_SECONDS,
@@ -316,6 +324,19 @@ def test_what_a_rank_has_forked_is_ended_with_it_though_the_rank_is_gone_and_no_
     remove_entries(other)
     assert [rank.poll() for rank in ranks] == [None] * 3
     assert kill_ranks(logs) == [0, 1, 2]
+
+
+def test_ranks_are_signalled_and_no_process_that_has_the_number_of_one_by_now(
+    logs: Path, ranks: list[subprocess.Popen[str]]
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        gone = Heartbeat(logs, 3)
+        gone._process = other.pid
+        gone.enter(Phase.STEP, 5)
+        signal_ranks(logs, signal.SIGUSR2)
+        assert [rank.wait(10) for rank in ranks] == [-signal.SIGUSR2] * 3
+        assert other.poll() is None
+        other.kill()
 
 
 def test_entries_are_private_and_somebody_elses_folder_is_not_used(logs: Path) -> None:

@@ -26,6 +26,8 @@ from hpc_train.resilience.deadlines import merge_learned
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.watch import RankView
 
+RANKS = "ranks"
+"""Name of the job step of the ranks; `hpc-train attach` and users start others in the same job."""
 AGENTS = "agents"
 """Name of the agents' job step."""
 PROBE = "probe"

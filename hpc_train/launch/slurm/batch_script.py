@@ -18,6 +18,7 @@ from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.elastic import check_elastic
+from hpc_train.launch.slurm.agent_reports import RANKS
 from hpc_train.launch.slurm.containers import Container
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.training.run_directory import RunDirectory
@@ -123,7 +124,9 @@ def srun_line(
     cpus = cpus_per_rank(config)
     watched = config.resilience.watch and not share
     # Unbuffered: the last line of a rank that is killed is the one that matters.
-    options = ["--unbuffered", *(_SUPERVISOR_ENDS if watched else END_TOGETHER), *share]
+    options = ["--unbuffered", *(_SUPERVISOR_ENDS if watched else END_TOGETHER)]
+    # A step without a name has that of its program, as may others that a user starts in the job.
+    options += share or [f"--job-name={RANKS}"]
     options += [f"--cpus-per-task={cpus}"] if cpus else []
     options += ["--mpi=pmix"] if needs_mpi(config) else []
     options += container.srun

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_train.launch.slurm.agent_reports import AGENTS, PROBE, AgentReports
+from hpc_train.launch.slurm.agent_reports import RANKS, AgentReports
 from hpc_train.launch.slurm.slurm_cli import run_client
 from hpc_train.resilience.agent import KILL
 from hpc_train.resilience.watch import GONE, read_process_state
@@ -27,16 +27,15 @@ SRUN_SECONDS_WITHOUT_A_NODE = 2.0
 
 def signal_ranks(job: str, number: signal.Signals) -> None:
     """Signal the ranks of a job."""
-    signal_steps(job, number, agents=False)
+    signal_step(job, RANKS, number)
 
 
-def signal_steps(job: str, number: signal.Signals, agents: bool) -> None:
-    """Signal the newest step of a job's ranks, or of its agents. SIGKILL to the job as a whole would cancel it.
+def signal_step(job: str, name: str, number: signal.Signals) -> None:
+    """Signal the newest step of this name. SIGKILL to the job as a whole would cancel it.
 
     An older step is one of an earlier attempt, which Slurm has not given up yet because a node of it was lost.
     """
-    others = ("batch", "extern", PROBE)
-    steps = [step for step, name in list_steps(job) if name not in others and (name == AGENTS) is agents]
+    steps = [step for step, found in list_steps(job) if found == name]
     if steps:
         newest = max(steps, key=lambda step: int(step.rpartition(".")[2]))
         process = subprocess.Popen(["scancel", f"--signal={number.name.removeprefix('SIG')}", newest])

@@ -25,6 +25,7 @@ from hpc_train.cluster.task_hosts import list_task_hosts
 from hpc_train.launch.failures import SRUN_ERRORS
 from hpc_train.launch.slurm.agent_reports import (
     AGENT_ERRORS,
+    AGENTS,
     END_SECONDS,
     TICK_SECONDS,
     AgentReports,
@@ -45,7 +46,7 @@ from hpc_train.launch.slurm.job_steps import (
     kill_ranks,
     leave_srun,
     signal_ranks,
-    signal_steps,
+    signal_step,
 )
 from hpc_train.launch.slurm.slurm_cli import current_job_id
 from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
@@ -53,7 +54,7 @@ from hpc_train.launch.slurm.stuck_start import StuckStart, report_stuck_start
 from hpc_train.launch.slurm.time_limit import OUT_OF_TIME, TimeLimit
 from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
 from hpc_train.regular_files import read_json, write_private_file
-from hpc_train.resilience.agent import KILL
+from hpc_train.resilience.agent import KILL, STOP
 from hpc_train.resilience.deadlines import read_learned, write_learned
 from hpc_train.resilience.exclusion import write_doubtful
 from hpc_train.resilience.heartbeat import Phase
@@ -133,7 +134,7 @@ class Supervisor:
 
     def _replace_agents(self) -> None:
         """Have all agents end and new ones start; it may as well be their srun that is stopped."""
-        signal_steps(self._job, signal.SIGKILL, agents=True)
+        signal_step(self._job, AGENTS, signal.SIGKILL)
         self._reports.give_up()
 
     def _end_after_lost_node(self) -> bool:
@@ -229,6 +230,7 @@ class Supervisor:
         else:
             return
         self._stopping = True
+        self._reports.send(STOP)  # by the agents and by Slurm, whose controller may not answer now
         signal_ranks(self._job, signal.SIGUSR2)
 
     def _end_peers(self) -> bool:
