@@ -29,7 +29,7 @@ class Cause(Enum):
     HANG = "a hang"
     LOST_NODE = "a lost node"
     CONNECTION = "a lost connection"
-    TIME_LIMIT = "the time limit came before a step"
+    TIME_LIMIT = "the time limit came before a save"
     SLOW_NODE = "a slow node"
     NUMBERS = "numbers that were not finite"
     DISAGREE = "ranks that did not agree"

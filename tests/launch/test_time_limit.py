@@ -48,19 +48,19 @@ def test_the_limit_is_near_once_no_more_is_left_than_the_notice(squeue: Path) ->
     assert read_time_left("7") == 90
 
 
-def test_ranks_that_start_have_time_until_a_requeue_would_come_too_late(
+def test_ranks_that_start_or_save_have_time_until_a_requeue_would_come_too_late(
     squeue: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for notice, seconds in ((60, 40), (10, 10)):
+    for notice, saving, seconds in ((60, False, 40), (10, False, 10), (60, True, 20), (10, True, 5)):
         limit = TimeLimit("7", notice)
-        assert limit.leaves_time(), "nothing is known yet"
+        assert limit.leaves_time(saving), "nothing is known yet"
         squeue.write_text("1:30\n")
         assert not ask(limit)
         for later, left in ((88 - seconds, True), (91 - seconds, False)):
             then = time.monotonic() + later
             with monkeypatch.context() as patch:
                 patch.setattr("time.monotonic", lambda then=then: then)
-                assert limit.leaves_time() is left
+                assert limit.leaves_time(saving) is left
         limit.close()
 
 

@@ -21,7 +21,7 @@
 why="" next="" state="" stopped=""
 # How srun begins what it says of tasks that have failed.
 srun_task_error='^srun: error: [^ ]+: tasks? [0-9,-]+: '
-# Each srun that had not ended when its ranks had, and that nobody waits for.
+# Each srun that had not ended when its ranks had, and that nobody waits for, and the log directory of its attempt.
 left_sruns=()
 # Nodes that this job has lost, separated by spaces. Slurm may notice only minutes later, and nothing starts on them again.
 lost_nodes=""
@@ -198,7 +198,7 @@ run_ranks() {
   watcher=$!
   wait_for "$watcher"
   if [ -e "$logs/left-srun" ]; then
-    left_sruns+=("$ranks")
+    left_sruns+=("$ranks $logs")
     [ ! -e "$logs/done" ] || grep -qE "$srun_task_error" "$logs/srun.err" || return 0 # srun has missed a good end
     return 137
   fi
@@ -208,11 +208,12 @@ run_ranks() {
 # end_left_sruns: before the job ends or is requeued. A slurmstepd that has not yet told its srun how a rank ended goes on
 # trying if that was killed, and Slurm may then drain its node ("Kill task failed"). Of a lost node nobody will say it.
 end_left_sruns() {
-  local srun second
-  for srun in "${left_sruns[@]}"; do
+  local left srun second
+  for left in "${left_sruns[@]}"; do
+    srun="${left%% *}"
     for ((second = 0; second < 15; second++)); do
       ! is_own_job "$srun" && continue 2
-      [ ! -e "$logs/lost-nodes" ] || break
+      [ ! -e "${left#* }/lost-nodes" ] || break
       sleep 1
     done
     kill -KILL "$srun" 2>/dev/null
@@ -270,13 +271,19 @@ wait_for() {
   return "$code"
 }
 
-# find_lost_nodes NODES: those that do not answer, separated by spaces.
+# Print the nodes of the job that do not answer, separated by spaces; also those that the ranks were not on.
 find_lost_nodes() {
   { cat "$logs/lost-nodes" 2>/dev/null
-    list_down_nodes "$1"
+    list_down_nodes "$SLURM_JOB_NODELIST"
     list_unreachable_nodes
-    ! outlives_nodes || list_taken_nodes "$1"
+    ! outlives_nodes || list_taken_nodes "$SLURM_JOB_NODELIST"
   } | sort -u | paste -sd ' '
+}
+
+# select_step_nodes NODES: those that the ranks were on. Both are names separated by spaces, or by commas.
+select_step_nodes() {
+  outlives_nodes || { echo "$1"; return; }
+  tr ' ' '\n' <<<"$1" | grep -xF -f <(tr , '\n' <<<"$step_nodes")
 }
 
 # Print the nodes on which srun could not start the ranks: Slurm may take SlurmdTimeout to find out that they are dead.
@@ -313,8 +320,8 @@ settle_attempt() {
   fi
   [ "$code" -ne 0 ] || fault=""
   if [ -n "$fault" ]; then
-    lost="$(find_lost_nodes "$step_nodes")"
-    [ -z "$lost" ] || { why="${why:-a node of the job does not answer}" stopped=1; }
+    lost="$(find_lost_nodes)"
+    [ -z "$(select_step_nodes "$lost")" ] || { why="${why:-a node of the job does not answer}" stopped=1; }
   fi
   [ "$code" -eq 0 ] || state="$(read_job_state)"
   if [ "$code" -ne 0 ] && [ -e "$run/logs/cancel-$job" ]; then
@@ -327,14 +334,23 @@ settle_attempt() {
     fi
   fi
   write_result "$code"
-  [ "$code" -eq 0 ] || "${hpc_report[@]}" "$run" "$attempt" "$code" "$requeue"
+  report_end
+}
+
+# report_end: say why the ranks have failed. Those that start again do not wait for that.
+report_end() {
+  local report=("${hpc_report[@]}" "$run" "$attempt" "$code" "$requeue")
+  [ "$code" -ne 0 ] || return 0
+  if [ "$next" = restart ]; then
+    "${report[@]}" &
+  else
+    "${report[@]}"
+  fi
 }
 
 # decide_after_fault LOST: start again in this job, go back to the queue without the nodes that are to blame, or end.
 decide_after_fault() {
-  lost_nodes="$({ echo "$lost_nodes $1"
-    ! outlives_nodes || find_lost_nodes "$SLURM_JOB_NODELIST"
-  } | tr -s ' ' '\n' | sed '/^$/d' | sort -u | paste -sd ' ')"
+  lost_nodes="$(tr -s ' ' '\n' <<<"$lost_nodes $1" | sed '/^$/d' | sort -u | paste -sd ' ')"
   decide "$lost_nodes"
   case $? in
     0) next=restart ;;

@@ -17,12 +17,10 @@ from hpc_train.resilience.watch import GONE, read_process_state
 LEFT_SRUN = "left-srun"
 """File in an attempt's log directory: the process id of an srun that has not ended after its ranks. The batch script
 continues without it."""
-SIGNAL_SECONDS = 1.0
-"""How long to wait for scancel: it acts at once, but then waits for all nodes of the job, also for lost ones."""
 SRUN_SECONDS = 6.0
 """How long srun has to end after its ranks were killed."""
-SRUN_SECONDS_WITHOUT_A_NODE = 2.0
-"""How long srun has to end if a node is lost: it would wait for that node as long as Slurm does."""
+SECONDS_WITHOUT_A_NODE = 0.5
+"""How long an srun has to end if a node is lost: it would wait for that node as long as Slurm does."""
 
 
 def signal_ranks(job: str, number: signal.Signals) -> None:
@@ -38,9 +36,8 @@ def signal_step(job: str, name: str, number: signal.Signals) -> None:
     steps = [step for step, found in list_steps(job) if found == name]
     if steps:
         newest = max(steps, key=lambda step: int(step.rpartition(".")[2]))
-        process = subprocess.Popen(["scancel", f"--signal={number.name.removeprefix('SIG')}", newest])
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(SIGNAL_SECONDS)
+        # Not waited for: it acts at once, but then waits for all nodes of the job, also for lost ones.
+        subprocess.Popen(["scancel", f"--signal={number.name.removeprefix('SIG')}", newest], start_new_session=True)
 
 
 def end_ranks(logs: Path, job: str, srun: int, reports: AgentReports, seconds: float = SRUN_SECONDS) -> None:

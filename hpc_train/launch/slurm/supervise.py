@@ -37,9 +37,8 @@ from hpc_train.launch.slurm.ended_ranks import EndedRanks, write_ended_tasks
 from hpc_train.launch.slurm.growth import GrowthCheck, count_ranks_per_node, report_growth
 from hpc_train.launch.slurm.job_steps import (
     LEFT_SRUN,
-    SIGNAL_SECONDS,
+    SECONDS_WITHOUT_A_NODE,
     SRUN_SECONDS,
-    SRUN_SECONDS_WITHOUT_A_NODE,
     end_ranks,
     end_stuck_srun,
     is_running,
@@ -75,12 +74,16 @@ class Supervisor:
     """Watches the ranks of one attempt, asks them to stop where they have to, and ends them after a fault."""
 
     def __init__(
-        self, logs: Path, srun: int, settings: WatchSettings, resilience: Mapping[str, Any], signal_seconds: float
+        self,
+        logs: Path,
+        srun: int,
+        settings: WatchSettings,
+        resilience: Mapping[str, Any],
+        launch: Mapping[str, Any],
     ) -> None:
         """Start the agents.
 
-        srun: process id of the ranks' srun. resilience: that part of the run's configuration. signal_seconds:
-        launch.signal_seconds.
+        srun: process id of the ranks' srun. resilience, launch: these parts of the run's configuration.
         """
         job = current_job_id(os.environ)
         assert job is not None
@@ -92,7 +95,9 @@ class Supervisor:
         self._stopping = self._time_is_short = self._lost_a_node = False
         self._reports = AgentReports(self._start_agents, SrunErrors(logs / AGENT_ERRORS), self._nodes)
         self._learned_due = time.monotonic() + _LEARNED_SECONDS
-        self._limit = TimeLimit(job, signal_seconds)
+        self._limit = TimeLimit(job, float(launch["signal_seconds"]))
+        runs = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1
+        self._may_run_again = runs < launch["max_attempts"] or launch["chain"] > 1
         self._probe = NodeProbe(lambda host: start_probe(host, self._nodes))
         self._growth = GrowthCheck(self._run, self._nodes, float(resilience["elastic"]["grow_seconds"]))
         ranks = count_ranks_per_node(read_json(self._run / "job.json"))
@@ -151,7 +156,7 @@ class Supervisor:
         report_lost_nodes(self._logs, lost, self._reports, self._settings)
         write_doubtful(self._logs, [host for host in self._spares if not self._probe.has_answered(host)])
         if self._settings.act:
-            end_ranks(self._logs, self._job, self._srun, self._reports, SRUN_SECONDS_WITHOUT_A_NODE)
+            end_ranks(self._logs, self._job, self._srun, self._reports, SECONDS_WITHOUT_A_NODE)
         return True
 
     def _is_there(self, host: str) -> bool:
@@ -177,7 +182,7 @@ class Supervisor:
             return self._end_peers()
         views = self._reports.list_views()
         if self._is_out_of_time(views):
-            return self._end_late_start()
+            return self._end_before_limit()
         # A supervisor that begins after a node was lost sees only the ranks of others, all of which hang.
         if not self._reports.list_absent() and self._response.respond(views, self._reports.list_machines()):
             end_ranks(self._logs, self._job, self._srun, self._reports)
@@ -199,18 +204,20 @@ class Supervisor:
         return self._settings.act
 
     def _is_out_of_time(self, views: Sequence[RankView]) -> bool:
-        """Return whether Slurm would end the ranks before they have trained, and then not requeue the job."""
+        """Return whether Slurm would end the ranks before they have trained or saved, and then not requeue the job."""
         if not self._time_is_short or self._limit.leaves_time():
             return False
         if not (self._settings.act and self._resilience["restarts"]):
             return False
+        if self._may_run_again and not self._limit.leaves_time(saving=True):
+            return not views or any(view.phase is not Phase.END for view in views)
         if not views:  # ranks that agents cannot see, as in a container, have logs, and may have something to save
             return not any(self._logs.glob("task-*.log"))
         return all(view.phase in _WITHOUT_STEPS for view in views)
 
-    def _end_late_start(self) -> bool:
+    def _end_before_limit(self) -> bool:
         """End the ranks, so that the job can be requeued."""
-        print("hpc-train: the time limit of the job is here, and its ranks still start: they are ended", flush=True)
+        print("hpc-train: the time limit is here, and the ranks have not stopped: they are ended", flush=True)
         with suppress(OSError):
             (self._logs / OUT_OF_TIME).touch()
         end_ranks(self._logs, self._job, self._srun, self._reports)
@@ -256,7 +263,7 @@ class Supervisor:
             write_learned(self._run, self._reports.merge_learned())
         if not stopped:  # a rank that outlives its srun would go on beside those of the next attempt
             self._reports.send(KILL)
-        self._reports.close(SIGNAL_SECONDS if self._lost_a_node else END_SECONDS)
+        self._reports.close(SECONDS_WITHOUT_A_NODE if self._lost_a_node else END_SECONDS)
         for errors in (self._reports.errors, self._failures.errors):
             errors.close()
 
@@ -317,8 +324,7 @@ def main(logs: str, process: str) -> int:
     resilience = {**config["resilience"], "compiles": bool(config["parallel"]["compile"]), "hangs": settings.hangs}
     if (Path(logs) / AGENT_ERRORS).exists():
         report_watch(Path(logs), "the supervisor has ended before the ranks, and was started again")
-    signal_seconds = float(config["launch"]["signal_seconds"])
-    Supervisor(Path(logs), int(process), settings, resilience, signal_seconds).watch(stop_signals)
+    Supervisor(Path(logs), int(process), settings, resilience, config["launch"]).watch(stop_signals)
     return 0
 
 

@@ -19,6 +19,8 @@ OUT_OF_TIME = "out-of-time"
 """File in an attempt's log directory: its ranks were ended as they would not have trained before the time limit."""
 _REQUEUE_SECONDS = 40.0
 """How long it takes to end ranks and to requeue the job, at most."""
+_LAST_SECONDS = 20.0
+"""As above where the machine is not overloaded: until then ranks may be busy with a save."""
 _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 _AGAIN_SECONDS = 60.0
 """Between two questions where Slurm has not answered."""
@@ -71,9 +73,13 @@ class TimeLimit:
         self._next = time.monotonic() + (_AGAIN_SECONDS if left is None else max(left - self._notice, 1.0))
         return left is not None and left <= self._notice
 
-    def leaves_time(self) -> bool:
-        """Return whether ranks that start may go on: later, the job could not be requeued before its limit."""
-        return time.monotonic() < self._end - min(self._notice, _REQUEUE_SECONDS)
+    def leaves_time(self, saving: bool = False) -> bool:
+        """Return whether ranks may go on: later, the job could not be requeued before its limit.
+
+        saving: whether they may be busy with a save, for which they have longer than to start.
+        """
+        seconds = min(self._notice / 2, _LAST_SECONDS) if saving else min(self._notice, _REQUEUE_SECONDS)
+        return time.monotonic() < self._end - seconds
 
     def close(self) -> None:
         """End a question that was not answered."""
