@@ -193,4 +193,17 @@ def test_a_node_that_srun_cannot_reach_is_lost_though_slurm_does_not_say_so_yet(
         "srun: error: node3: task 0: Killed\n"
     )
     slurm = 'sinfo() { :; }; squeue() { echo "node[3-5]"; }; scontrol() { printf "node%s\\n" 3 4 5; }; job=13'
-    assert run_functions(f'{slurm}; logs={tmp_path} hpc_spares=1; find_lost_nodes "node[3-5]"') == "node5"
+    job = f"{slurm}; logs={tmp_path} hpc_spares=1 SLURM_JOB_NODELIST=node[3-5]"
+    assert run_functions(f"{job}; find_lost_nodes") == "node5"
+
+
+@pytest.mark.parametrize(("spares", "nodes", "lost"), [(2, "n1,n2", "n2"), (2, "n1,n4", ""), (0, "n[1-4]", "n2 n3")])
+def test_spare_nodes_that_are_lost_are_not_why_an_attempt_has_failed(spares: int, nodes: str, lost: str) -> None:
+    assert run_functions(f'hpc_spares={spares} step_nodes={nodes}; select_step_nodes "n2 n3"; true') == lost
+
+
+def test_ranks_that_start_again_do_not_wait_for_the_report_of_the_last_end(tmp_path: Path) -> None:
+    report = f"hpc_report=(bash -c 'sleep 0.3; echo $3 >>{tmp_path}/reports' _) run={tmp_path} attempt=0 code=137"
+    assert run_functions(f"{report} next=restart; report_end; cat {tmp_path}/reports 2>/dev/null; wait") == ""
+    assert run_functions(f"{report} next=; report_end; cat {tmp_path}/reports").splitlines() == ["137", "137"]
+    assert run_functions(f"{report} code=0 next=; report_end; wc -l <{tmp_path}/reports") == "2"
