@@ -102,8 +102,7 @@ def test_what_the_controller_refuses_is_not_asked_again(tmp_path: Path) -> None:
 
 
 def test_a_decision_is_made_again_where_the_process_that_makes_it_was_killed(tmp_path: Path) -> None:
-    settings = f"run={tmp_path} attempt=0 code=137 logs={tmp_path}"
-    settings = f"sleep() {{ :; }}; {settings}"
+    settings = f"sleep() {{ :; }}; run={tmp_path} attempt=0 code=137 logs={tmp_path}"
     killed_once = f"echo $* >>{tmp_path}/calls; [ $(wc -l <{tmp_path}/calls) -gt 1 ] || kill -9 $$; exit 75"
     assert run_functions(f"{settings}; hpc_restart=(bash -c '{killed_once}' _); decide node2; echo $?") == "75"
     assert (tmp_path / "calls").read_text() == f"{tmp_path} 0 137 node2\n" * 2
@@ -121,6 +120,17 @@ def test_a_decision_that_was_not_made_is_no_decision_to_end(tmp_path: Path) -> N
     failed = f"echo x >>{tmp_path}/calls; exit 1"
     assert run_functions(f"{settings}; hpc_restart=(bash -c '{failed}'); decide; echo $?") == "1"
     assert (tmp_path / "calls").read_text() == "x\n" * 6
+
+
+def test_nothing_starts_again_on_a_node_that_the_job_has_lost_once(tmp_path: Path) -> None:
+    """The job outlives its nodes, even if Slurm takes minutes to notice, or if the node is back by then."""
+    lines = [
+        f"hpc_spares=2 SLURM_JOB_NODELIST=n[1-4] run={tmp_path} attempt=0 code=137 logs={tmp_path}",
+        f"hpc_restart=(bash -c 'echo $4 >>{tmp_path}/decided' _)",
+        'decide_after_fault "n3 n2"; decide_after_fault ""; decide_after_fault n4',
+        f"cat {tmp_path}/decided",
+    ]
+    assert run_functions("\n".join(lines)).splitlines() == ["n2 n3", "n2 n3", "n2 n3 n4"]
 
 
 def test_where_a_full_disk_has_no_room_for_the_chosen_nodes_lost_ones_are_not_taken(tmp_path: Path) -> None:
