@@ -57,7 +57,7 @@ from hpc_train.resilience.agent import KILL, STOP
 from hpc_train.resilience.deadlines import read_learned, write_learned
 from hpc_train.resilience.exclusion import write_doubtful
 from hpc_train.resilience.heartbeat import Phase
-from hpc_train.resilience.incident import Incident, write_incident
+from hpc_train.resilience.incident import HANG, Incident, write_incident
 from hpc_train.resilience.watch import RankView
 from hpc_train.training.records.run_records import append_event
 
@@ -66,6 +66,8 @@ LOST_NODES = "lost-nodes"
 _CLAIM = "supervisor.lock"
 _WITHOUT_STEPS = (Phase.START, Phase.LOAD, Phase.FIRST_STEP)
 """Phases of ranks that have nothing to save."""
+_FIRST_REPORT_SECONDS = 10.0
+"""How long the agents of a supervisor that was started again have to report, before it ends the ranks without them."""
 _LEARNED_SECONDS = 30.0
 """Seconds between two writes of the learned deadlines, which a restarted supervisor reads."""
 
@@ -93,6 +95,8 @@ class Supervisor:
         self._spares = [host for host in expand_hostlist(os.environ["SLURM_JOB_NODELIST"]) if host not in self._nodes]
         self._silent_seconds = float(resilience["node_silent_seconds"])
         self._stopping = self._time_is_short = self._lost_a_node = False
+        self._decided = [name for name in (HANG, LOST_NODES, OUT_OF_TIME) if (logs / name).exists()]
+        self._began = time.monotonic()
         self._reports = AgentReports(self._start_agents, SrunErrors(logs / AGENT_ERRORS), self._nodes)
         self._learned_due = time.monotonic() + _LEARNED_SECONDS
         self._limit = TimeLimit(job, float(launch["signal_seconds"]))
@@ -122,7 +126,7 @@ class Supervisor:
             while is_running(self._srun):
                 self._reports.read(TICK_SECONDS)
                 self._look_after_agents()
-                if self._end_after_lost_node() or self._end_after_fault():
+                if self._finish_decision() or self._end_after_lost_node() or self._end_after_fault():
                     return
         finally:
             self._close(bool(stop_signals))
@@ -141,6 +145,20 @@ class Supervisor:
         """Have all agents end and new ones start; it may as well be their srun that is stopped."""
         signal_step(self._job, AGENTS, signal.SIGKILL)
         self._reports.give_up()
+
+    def _finish_decision(self) -> bool:
+        """Return whether the ranks were ended as an earlier supervisor of them had decided, and was killed meanwhile.
+
+        What it has written down would otherwise explain a later end of the ranks, which may train on by now.
+        """
+        if not self._decided:
+            return False
+        if not self._reports.nodes and time.monotonic() < self._began + _FIRST_REPORT_SECONDS:
+            return False
+        self._lost_a_node = LOST_NODES in self._decided
+        seconds = SECONDS_WITHOUT_A_NODE if self._lost_a_node else SRUN_SECONDS
+        end_ranks(self._logs, self._job, self._srun, self._reports, seconds)
+        return True
 
     def _end_after_lost_node(self) -> bool:
         """Return whether nodes were lost; if so, all ranks are ended, unless resilience.act=false."""

@@ -1,0 +1,146 @@
+"""What a supervisor makes of the reports of its agents, with Slurm's commands and the agents played by scripts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.config.compose import compose
+from hpc_train.config.plain_config import config_to_dict
+from hpc_train.launch.slurm import agent_reports, supervise
+from hpc_train.launch.slurm.job_steps import LEFT_SRUN
+from hpc_train.launch.slurm.supervise import LOST_NODES, Supervisor
+from hpc_train.launch.submit import default_to_slurm
+from hpc_train.launch.watching import read_watch_settings
+from hpc_train.resilience.agent import Report, encode_report
+from hpc_train.resilience.exclusion import read_doubtful
+from hpc_train.resilience.heartbeat import Phase
+from hpc_train.resilience.incident import HANG, Incident, mark_hang
+from hpc_train.resilience.watch import RankView
+
+NODES = ("node1", "node2", "node3")
+AGENTS = """
+while read -r line; do printf '%s\\n' "$line"; done <"$1"
+(while :; do sed -n 1p "$1"; sleep 0.2; done) & talks=$!
+cat >>"$2"
+kill $talks
+"""
+"""Reports each line of a file once, and the first one again and again; what they are ordered goes to another file."""
+
+
+@pytest.fixture(scope="module")
+def config() -> dict[str, Any]:
+    config = config_to_dict(compose(default_to_slurm(["cluster.node.ranks=1", "launch.spares=2"])))
+    config["resilience"]["node_silent_seconds"] = 2.0
+    return config
+
+
+@pytest.fixture
+def srun() -> Iterator[subprocess.Popen[bytes]]:
+    """What stands for the srun of the ranks, which does not end as a node is lost."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+Start = Callable[[Sequence[Report]], Supervisor]
+
+
+@pytest.fixture
+def start(
+    tmp_path: Path, config: dict[str, Any], srun: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> Start:
+    """Start a supervisor whose agents give these reports, the first of them again and again."""
+    logs = tmp_path / "logs" / "0"
+    logs.mkdir(parents=True)
+    (tmp_path / "job.json").write_text(json.dumps({"ranks": len(NODES), "config": config}))
+    for name in ("squeue", "scancel", "sinfo"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("HPC_TRAIN_NODES", ",".join(NODES))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-5]")
+    monkeypatch.setattr(agent_reports, "_AGENT_START_SECONDS", 1.0)
+    monkeypatch.setattr(agent_reports, "_LATE_SECONDS", 1.0)
+
+    def start_probe(host: str, nodes: Sequence[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["true"] if host == "node5" else ["sleep", "10"])
+
+    monkeypatch.setattr(supervise, "start_probe", start_probe)
+
+    def start(reports: Sequence[Report]) -> Supervisor:
+        (tmp_path / "reports").write_text("".join(f"{encode_report(report)}\n" for report in reports))
+        words = ["sh", "-c", AGENTS, "sh", str(tmp_path / "reports"), str(tmp_path / "orders")]
+
+        def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]) -> subprocess.Popen[bytes]:
+            (logs / agent_reports.AGENT_ERRORS).touch()
+            return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+        monkeypatch.setattr(supervise, "start_agents", start_agents)
+        settings = read_watch_settings(logs)
+        assert settings is not None
+        resilience = {**config["resilience"], "compiles": False, "hangs": 0}
+        return Supervisor(logs, srun.pid, settings, resilience, config["launch"])
+
+    return start
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    path = run / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def report(host: str, **fields: Any) -> Report:
+    """The report of a node with one rank in a step."""
+    view = RankView(int(host[-1]) - 1, Phase.STEP, 50, 0.5, 10.0, "R", host)
+    return Report(host, [replace(view, **fields)])
+
+
+def test_two_nodes_that_are_lost_at_once_are_one_incident(start: Start, tmp_path: Path) -> None:
+    """And of the spare nodes, node4 does not answer either."""
+    supervisor = start([report(host) for host in NODES])
+    supervisor.watch([])
+    logs = tmp_path / "logs" / "0"
+    assert (logs / LOST_NODES).read_text().split() == ["node2", "node3"]
+    assert read_doubtful(logs) == ["node4"]
+    (event,) = events(tmp_path)
+    assert (event["event"], event["hosts"], event["action"]) == ("lost_node", ["node2", "node3"], "ended")
+    assert event["why"] == "nodes node2, node3 have not been heard of for 2 s"
+    assert [path.name for path in logs.glob("incident-*")] == ["incident-0"]
+    assert (tmp_path / "orders").read_text() == "kill\nkill\nend\n"
+    assert (logs / LEFT_SRUN).exists()
+
+
+def test_a_supervisor_that_begins_after_a_node_was_lost_does_not_blame_the_ranks_that_wait_for_it(
+    start: Start, tmp_path: Path
+) -> None:
+    supervisor = start([report("node1", silent=12.0), report("node2", silent=12.0)])
+    supervisor._reports.expected = NODES[:2]
+    supervisor.watch([])
+    assert [event["event"] for event in events(tmp_path)] == ["hang"], "where all nodes report"
+
+
+def test_a_node_that_has_never_reported_is_lost_before_the_others_hang(start: Start, tmp_path: Path) -> None:
+    supervisor = start([report("node1", silent=12.0)])
+    supervisor._reports.expected = NODES[:2]
+    supervisor.watch([])
+    (event,) = events(tmp_path)
+    assert (event["event"], event["hosts"]) == ("lost_node", ["node2"])
+
+
+def test_what_a_supervisor_has_decided_is_done_by_the_next_one(start: Start, tmp_path: Path) -> None:
+    """It was killed before it had ended the ranks, which train on by now."""
+    logs = tmp_path / "logs" / "0"
+    mark_hang(logs, Incident("hang", "task 1 hangs", 1, "node2"))
+    start([report(host) for host in NODES]).watch([])
+    assert events(tmp_path) == []
+    assert (tmp_path / "orders").read_text() == "kill\nkill\nend\n"
+    assert sorted(path.name for path in logs.glob("*") if path.name in (HANG, LEFT_SRUN)) == [HANG, LEFT_SRUN]
