@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,12 +26,16 @@ from hpc_train.resilience.watch import RankView
 
 NODES = ("node1", "node2", "node3")
 AGENTS = """
-while read -r line; do printf '%s\\n' "$line"; done <"$1"
+cat "$1"
 (while :; do sed -n 1p "$1"; sleep 0.2; done) & talks=$!
-cat >>"$2"
+while read -r order; do
+  echo "$order" >>"$2"
+  [ "$order" != kill ] || kill $3
+done
 kill $talks
 """
-"""Reports each line of a file once, and the first one again and again; what they are ordered goes to another file."""
+"""Reports each line of a file once, and the first one again and again; what is ordered goes to another file, and `kill` to
+a process, too."""
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +53,17 @@ def srun() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-Start = Callable[[Sequence[Report]], Supervisor]
+Start = Callable[..., Supervisor]
 
 
 @pytest.fixture
 def start(
     tmp_path: Path, config: dict[str, Any], srun: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> Start:
-    """Start a supervisor whose agents give these reports, the first of them again and again."""
+    """Start a supervisor of these nodes whose agents give these reports, the first of them again and again.
+
+    ends: whether srun ends after the ranks.
+    """
     logs = tmp_path / "logs" / "0"
     logs.mkdir(parents=True)
     (tmp_path / "job.json").write_text(json.dumps({"ranks": len(NODES), "config": config}))
@@ -66,7 +72,6 @@ def start(
         (tmp_path / name).chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("HPC_TRAIN_NODES", ",".join(NODES))
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-5]")
     monkeypatch.setattr(agent_reports, "_AGENT_START_SECONDS", 1.0)
     monkeypatch.setattr(agent_reports, "_LATE_SECONDS", 1.0)
@@ -76,9 +81,11 @@ def start(
 
     monkeypatch.setattr(supervise, "start_probe", start_probe)
 
-    def start(reports: Sequence[Report]) -> Supervisor:
+    def start(reports: Sequence[Report], nodes: Sequence[str] = NODES, ends: bool = True) -> Supervisor:
+        monkeypatch.setenv("HPC_TRAIN_NODES", ",".join(nodes))
         (tmp_path / "reports").write_text("".join(f"{encode_report(report)}\n" for report in reports))
         words = ["sh", "-c", AGENTS, "sh", str(tmp_path / "reports"), str(tmp_path / "orders")]
+        words += [str(srun.pid if ends else subprocess.Popen(["true"]).pid)]
 
         def start_agents(logs: Path, resilience: Mapping[str, Any], nodes: Sequence[str]) -> subprocess.Popen[bytes]:
             (logs / agent_reports.AGENT_ERRORS).touch()
@@ -106,8 +113,7 @@ def report(host: str, **fields: Any) -> Report:
 
 def test_two_nodes_that_are_lost_at_once_are_one_incident(start: Start, tmp_path: Path) -> None:
     """And of the spare nodes, node4 does not answer either."""
-    supervisor = start([report(host) for host in NODES])
-    supervisor.watch([])
+    start([report(host) for host in NODES], ends=False).watch([])
     logs = tmp_path / "logs" / "0"
     assert (logs / LOST_NODES).read_text().split() == ["node2", "node3"]
     assert read_doubtful(logs) == ["node4"]
@@ -119,28 +125,21 @@ def test_two_nodes_that_are_lost_at_once_are_one_incident(start: Start, tmp_path
     assert (logs / LEFT_SRUN).exists()
 
 
-def test_a_supervisor_that_begins_after_a_node_was_lost_does_not_blame_the_ranks_that_wait_for_it(
-    start: Start, tmp_path: Path
+@pytest.mark.parametrize(("seen", "kind"), [(NODES[:2], "hang"), (NODES[:1], "lost_node")])
+def test_a_node_that_has_never_reported_is_lost_and_those_that_wait_for_it_do_not_hang(
+    start: Start, tmp_path: Path, seen: Sequence[str], kind: str
 ) -> None:
-    supervisor = start([report("node1", silent=12.0), report("node2", silent=12.0)])
-    supervisor._reports.expected = NODES[:2]
-    supervisor.watch([])
-    assert [event["event"] for event in events(tmp_path)] == ["hang"], "where all nodes report"
-
-
-def test_a_node_that_has_never_reported_is_lost_before_the_others_hang(start: Start, tmp_path: Path) -> None:
-    supervisor = start([report("node1", silent=12.0)])
-    supervisor._reports.expected = NODES[:2]
-    supervisor.watch([])
+    """As where a supervisor begins after a node was lost: the ranks that it sees are all late."""
+    start([report(host, silent=12.0) for host in seen], NODES[:2]).watch([])
     (event,) = events(tmp_path)
-    assert (event["event"], event["hosts"]) == ("lost_node", ["node2"])
+    assert event["event"] == kind
+    assert event.get("hosts", ["node2"]) == ["node2"]
+    assert (tmp_path / "logs" / "0" / HANG).exists() == (kind == "hang")
 
 
 def test_what_a_supervisor_has_decided_is_done_by_the_next_one(start: Start, tmp_path: Path) -> None:
     """It was killed before it had ended the ranks, which train on by now."""
-    logs = tmp_path / "logs" / "0"
-    mark_hang(logs, Incident("hang", "task 1 hangs", 1, "node2"))
+    mark_hang(tmp_path / "logs" / "0", Incident("hang", "task 1 hangs", 1, "node2"))
     start([report(host) for host in NODES]).watch([])
     assert events(tmp_path) == []
     assert (tmp_path / "orders").read_text() == "kill\nkill\nend\n"
-    assert sorted(path.name for path in logs.glob("*") if path.name in (HANG, LEFT_SRUN)) == [HANG, LEFT_SRUN]
