@@ -127,6 +127,20 @@ def test_what_slurm_says_of_the_missing_nodes(answer: Answer, seconds: float | N
     assert {"--nodes=2", "--exclude=n1,n2,n9", "--partition=long", "--time=30"} <= set(asked)
 
 
+@pytest.mark.parametrize("seconds", [-3600, 3600])
+def test_a_wait_is_measured_by_the_clock_that_slurm_answers_by(
+    seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+
+    def ask(command: Sequence[str]) -> Answer:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + (0 if command[0] == "scontrol" else 90)))
+        return Answer(0, f"Configuration data as of {stamp}\n", f"sbatch: Job 9 to start at {stamp} using 8 processors")
+
+    monkeypatch.setattr("time.time", lambda: now + seconds)
+    assert estimate_wait(elastic(), RunDirectory(tmp_path, tmp_path / "c"), 2, [], ask) == 90
+
+
 @pytest.mark.parametrize(
     ("up", "spares", "exclude", "expected"),
     [

@@ -34,8 +34,8 @@ while read -r order; do
 done
 kill $talks
 """
-"""Reports each line of a file once, and the first one again and again; what is ordered goes to another file, and `kill` to
-a process, too."""
+"""Reports each line of a file once, and the first one again and again. What is ordered goes to another file, and `kill`
+to a process, too."""
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from hpc_train.training.run_directory import RunDirectory
 _START = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _NOT_ENOUGH = re.compile(r"node configuration is not available|node not available", re.IGNORECASE)
 """Message of sbatch if too few nodes are up and not excluded."""
+_CLOCK = re.compile(r"Configuration data as of (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _FREE_SECONDS = 5.0
 """Nodes that Slurm expects to give a job within this time are free now."""
 
@@ -38,7 +39,13 @@ def estimate_wait(
     start = _START.search(answer.err + answer.out)
     if answer.code or start is None:
         return None
-    return max(0.0, datetime.fromisoformat(start[1]).timestamp() - time.time())
+    return max(0.0, datetime.fromisoformat(start[1]).timestamp() - _read_controller_clock(ask))
+
+
+def _read_controller_clock(ask: RunClient) -> float:
+    """Return the seconds since 1970 by the clock of Slurm's controller, as its answers are; else by that of this node."""
+    clock = _CLOCK.search(ask(["scontrol", "show", "config"]).out)
+    return datetime.fromisoformat(clock[1]).timestamp() if clock else time.time()
 
 
 def fit_requeue(
