@@ -82,6 +82,11 @@ def decode_report(line: str) -> Report | None:
         return None
 
 
+def name_this_node() -> str:
+    """Return Slurm's name for this node, which may not be that of the host; the latter outside of Slurm."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def run_agent(logs: Path, settings: dict[str, Any]) -> None:
     """Report on the ranks of this node until the supervisor ends this agent or dies.
 
@@ -89,7 +94,7 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
     and `hangs`: see limits_from_settings.
     """
     learned = {Phase[name]: float(seconds) for name, seconds in settings["learned"].items()}
-    host, due = socket.gethostname(), 0.0
+    host, due = name_this_node(), 0.0
     limits = limits_from_settings(settings["hang"], settings["compiles"], settings["hangs"])
     watch = NodeWatch(logs, limits, learned=learned)
     notices, notice, overdue = NoticeWatch(**settings["notice"]), "", False

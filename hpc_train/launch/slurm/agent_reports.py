@@ -10,7 +10,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.launch.slurm.srun_errors import SrunErrors
-from hpc_train.resilience.agent import END, LEAVE, Report, decode_report
+from hpc_train.resilience.agent import END, LEAVE, Report, decode_report, name_this_node
 from hpc_train.resilience.deadlines import merge_learned
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.watch import RankView
@@ -203,7 +202,7 @@ class AgentReports:
         """
         node = self.nodes[host]
         others_go_on = node.front is not None and self._find_front() - node.front >= _STEPS_AHEAD
-        return not node.agent_starts and (others_go_on or host == self._find_name(socket.gethostname()))
+        return not node.agent_starts and (others_go_on or host == self._find_name(name_this_node()))
 
     def list_views(self) -> list[RankView]:
         """Return the newest views of all ranks."""

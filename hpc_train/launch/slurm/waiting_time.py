@@ -43,7 +43,7 @@ def estimate_wait(
 
 
 def _read_controller_clock(ask: RunClient) -> float:
-    """Return the seconds since 1970 by the clock of Slurm's controller, as its answers are; else by that of this node."""
+    """Return the seconds since 1970 by the clock of Slurm's controller; without its answer, by that of this node."""
     clock = _CLOCK.search(ask(["scontrol", "show", "config"]).out)
     return datetime.fromisoformat(clock[1]).timestamp() if clock else time.time()
 
