@@ -17,7 +17,7 @@ import pytest
 
 from hpc_train.launch.slurm import agent_reports, srun_errors
 from hpc_train.launch.slurm.agent_reports import AGENTS, AgentReports, NodeProbe
-from hpc_train.launch.slurm.job_steps import signal_ranks, signal_step
+from hpc_train.launch.slurm.job_steps import open_process, signal_ranks, signal_step
 from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
 from hpc_train.resilience.agent import Report, encode_report
 from hpc_train.resilience.heartbeat import Phase
@@ -185,6 +185,23 @@ def test_reading_ends_with_the_first_report_of_a_rank_that_is_late(reports: Agen
     late = RankView(1, Phase.STEP, 5, 10.02, 10.0, "R", "node2")
     assert reports._parse_reports(encode_report(Report("node2", [late])).encode() + b"\n")
     assert not reports._parse_reports(encode_report(Report("node1", [])).encode() + b"\n")
+
+
+def test_reading_ends_with_the_process_whose_ranks_are_watched(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "0.3"]) as srun:
+        end = open_process(srun.pid)
+        assert end is not None
+        made = AgentReports(
+            lambda _: subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE),
+            SrunErrors(tmp_path / "agents.err"),
+            wake=end,
+        )
+        began = time.monotonic()
+        made.read(20)
+        assert 0.2 < time.monotonic() - began < 10
+        made.close()
+        os.close(end)
+    assert open_process(srun.pid) is None
 
 
 def test_agents_that_all_say_nothing_are_replaced_and_leave_the_ranks_alone(

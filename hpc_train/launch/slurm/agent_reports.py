@@ -78,6 +78,8 @@ class AgentReports:
     """The messages of the agents' srun."""
     expected: Sequence[str] = ()
     """Slurm's names of the nodes that agents are started on."""
+    wake: int | None = None
+    """A descriptor that ends a read early once it is readable, such as that of a process that has ended."""
     nodes: dict[str, NodeState] = field(default_factory=dict)
     ended: bool = False
     """Whether the agents have ended by themselves."""
@@ -100,6 +102,8 @@ class AgentReports:
         os.set_blocking(self.process.stdout.fileno(), False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.process.stdout, selectors.EVENT_READ)
+        if self.wake is not None:
+            self._selector.register(self.wake, selectors.EVENT_READ)
 
     def start_again(self) -> bool:
         """Have all agents end if one was killed, or none has reported, and start them again; returns whether it did."""
@@ -143,7 +147,10 @@ class AgentReports:
         """Read reports for this many seconds, or until a rank is late, and count how long each node has been silent."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            if self._selector.select(left):
+            ready = {key.fd for key, _ in self._selector.select(left)}
+            if self.wake in ready:
+                break
+            if ready:
                 data = os.read(self.process.stdout.fileno(), 1 << 16)  # type: ignore[union-attr]
                 if not data:  # all agents are gone
                     self.ended = True

@@ -101,3 +101,11 @@ def list_steps(job: str) -> list[tuple[str, str]]:
 def is_running(process: int) -> bool:
     """Return whether a process exists and is not a zombie, for which its parent still has to wait."""
     return read_process_state(process) != GONE
+
+
+def open_process(process: int) -> int | None:
+    """Return a descriptor that is readable once a process has ended; None before Linux 5.3, and if there is none."""
+    try:
+        return os.pidfd_open(process)
+    except OSError:
+        return None

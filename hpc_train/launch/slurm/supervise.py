@@ -44,6 +44,7 @@ from hpc_train.launch.slurm.job_steps import (
     is_running,
     kill_ranks,
     leave_srun,
+    open_process,
     signal_ranks,
     signal_step,
 )
@@ -97,7 +98,8 @@ class Supervisor:
         self._stopping = self._time_is_short = self._lost_a_node = False
         self._decided = [name for name in (HANG, LOST_NODES, OUT_OF_TIME) if (logs / name).exists()]
         self._began = time.monotonic()
-        self._reports = AgentReports(self._start_agents, SrunErrors(logs / AGENT_ERRORS), self._nodes)
+        errors, self._srun_end = SrunErrors(logs / AGENT_ERRORS), open_process(srun)
+        self._reports = AgentReports(self._start_agents, errors, self._nodes, self._srun_end)
         self._learned_due = time.monotonic() + _LEARNED_SECONDS
         self._limit = TimeLimit(job, float(launch["signal_seconds"]))
         runs = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1
@@ -284,6 +286,8 @@ class Supervisor:
         self._reports.close(SECONDS_WITHOUT_A_NODE if self._lost_a_node else END_SECONDS)
         for errors in (self._reports.errors, self._failures.errors):
             errors.close()
+        if self._srun_end is not None:
+            os.close(self._srun_end)
 
 
 def have_started(views: Sequence[RankView]) -> bool:
