@@ -66,7 +66,6 @@ def start(
     """
     logs = tmp_path / "logs" / "0"
     logs.mkdir(parents=True)
-    (tmp_path / "job.json").write_text(json.dumps({"ranks": len(NODES), "config": config}))
     for name in ("squeue", "scancel", "sinfo"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o700)
@@ -83,6 +82,7 @@ def start(
 
     def start(reports: Sequence[Report], nodes: Sequence[str] = NODES, ends: bool = True) -> Supervisor:
         monkeypatch.setenv("HPC_TRAIN_NODES", ",".join(nodes))
+        (tmp_path / "job.json").write_text(json.dumps({"ranks": len(nodes), "config": config}))
         (tmp_path / "reports").write_text("".join(f"{encode_report(report)}\n" for report in reports))
         words = ["sh", "-c", AGENTS, "sh", str(tmp_path / "reports"), str(tmp_path / "orders")]
         words += [str(srun.pid if ends else subprocess.Popen(["true"]).pid)]
@@ -123,6 +123,19 @@ def test_two_nodes_that_are_lost_at_once_are_one_incident(start: Start, tmp_path
     assert [path.name for path in logs.glob("incident-*")] == ["incident-0"]
     assert (tmp_path / "orders").read_text() == "kill\nkill\nend\n"
     assert (logs / LEFT_SRUN).exists()
+
+
+def test_without_acting_a_lost_node_is_only_said(
+    start: Start, tmp_path: Path, config: dict[str, Any], srun: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(config["resilience"], "act", False)
+    supervisor = start([report(host) for host in NODES[:2]], NODES[:2])
+    with subprocess.Popen(["sh", "-c", f"sleep 4; kill {srun.pid}"]):
+        supervisor.watch([])
+        assert srun.wait(1) != 0, "it watches as long as there are ranks"
+    (event,) = events(tmp_path)
+    assert (event["hosts"], event["action"]) == (["node2"], "left alone: resilience.act=false")
+    assert not (tmp_path / "logs" / "0" / LOST_NODES).exists()
 
 
 @pytest.mark.parametrize(("seen", "kind"), [(NODES[:2], "hang"), (NODES[:1], "lost_node")])

@@ -37,6 +37,8 @@ TICK_SECONDS = 0.5
 """Seconds between two looks at the reports."""
 END_SECONDS = 5.0
 """How long agents have to end once they are told to."""
+END_SECONDS_WITHOUT_A_NODE = 1.0
+"""The same if a node is lost: their srun would wait for that node as long as Slurm does."""
 _LATE_SECONDS = 3.0
 """Silence after which a node is late: agents report each second."""
 _AGENT_START_SECONDS = 20.0
@@ -242,6 +244,10 @@ class AgentReports:
         late = [host for host, node in self.nodes.items() if node.silent > _LATE_SECONDS and not node.agent_starts]
         absent = [host for host in self.list_absent() if self.nodes[host].silent > -_AGENT_START_SECONDS / 2]
         return list(dict.fromkeys([*late, *absent]))
+
+    def is_any_late(self, seconds: float) -> bool:
+        """Return whether a node has been silent for so long."""
+        return any(node.silent > seconds for node in self.nodes.values())
 
     def may_miss_a_node(self, seconds: float) -> bool:
         """Return whether a node is late that may yet turn out to be lost, after `seconds` of silence.

@@ -19,8 +19,8 @@ LEFT_SRUN = "left-srun"
 continues without it."""
 SRUN_SECONDS = 6.0
 """How long srun has to end after its ranks were killed."""
-SECONDS_WITHOUT_A_NODE = 0.5
-"""How long an srun has to end if a node is lost: it would wait for that node as long as Slurm does."""
+SRUN_SECONDS_WITHOUT_A_NODE = 0.5
+"""How long srun has to end if a node is lost: it would wait for that node as long as Slurm does."""
 
 
 def signal_ranks(job: str, number: signal.Signals) -> None:

@@ -27,6 +27,7 @@ from hpc_train.launch.slurm.agent_reports import (
     AGENT_ERRORS,
     AGENTS,
     END_SECONDS,
+    END_SECONDS_WITHOUT_A_NODE,
     TICK_SECONDS,
     AgentReports,
     NodeProbe,
@@ -37,8 +38,8 @@ from hpc_train.launch.slurm.ended_ranks import EndedRanks, write_ended_tasks
 from hpc_train.launch.slurm.growth import GrowthCheck, count_ranks_per_node, report_growth
 from hpc_train.launch.slurm.job_steps import (
     LEFT_SRUN,
-    SECONDS_WITHOUT_A_NODE,
     SRUN_SECONDS,
+    SRUN_SECONDS_WITHOUT_A_NODE,
     end_ranks,
     end_stuck_srun,
     is_running,
@@ -114,6 +115,7 @@ class Supervisor:
         self._start = StuckStart(logs, settings.limits.start)
         self._ended = EndedRanks(len(hosts))
         self._reported_start = False
+        self._reported_lost: set[str] = set()
 
     def _start_agents(self, learned: Mapping[Phase, float]) -> subprocess.Popen[bytes]:
         seconds = {phase.name: value for phase, value in {**read_learned(self._run), **learned}.items()}
@@ -158,26 +160,27 @@ class Supervisor:
         if not self._reports.nodes and time.monotonic() < self._began + _FIRST_REPORT_SECONDS:
             return False
         self._lost_a_node = LOST_NODES in self._decided
-        seconds = SECONDS_WITHOUT_A_NODE if self._lost_a_node else SRUN_SECONDS
+        seconds = SRUN_SECONDS_WITHOUT_A_NODE if self._lost_a_node else SRUN_SECONDS
         end_ranks(self._logs, self._job, self._srun, self._reports, seconds)
         return True
 
     def _end_after_lost_node(self) -> bool:
-        """Return whether nodes were lost; if so, all ranks are ended, unless resilience.act=false."""
-        late = self._reports.list_late()
-        self._probe.ask([*late, *(self._spares if late else ())])
+        """Return whether all ranks were ended because nodes are lost; with resilience.act=false that is only reported."""
+        doubtful = self._spares if self._reports.is_any_late(self._silent_seconds / 2) else ()
+        self._probe.ask([*self._reports.list_late(), *doubtful])
         silent = self._reports.find_silent(self._silent_seconds)
         lost = [host for host in silent if not self._is_there(host)]
         if silent and not lost:
             self._give_up_agents(silent)
         self._lost_a_node = bool(lost)
-        if not lost or not is_running(self._srun):
+        if set(lost) <= self._reported_lost or not is_running(self._srun):
             return False
+        self._reported_lost |= set(lost)
         report_lost_nodes(self._logs, lost, self._reports, self._settings)
         write_doubtful(self._logs, [host for host in self._spares if not self._probe.has_answered(host)])
         if self._settings.act:
-            end_ranks(self._logs, self._job, self._srun, self._reports, SECONDS_WITHOUT_A_NODE)
-        return True
+            end_ranks(self._logs, self._job, self._srun, self._reports, SRUN_SECONDS_WITHOUT_A_NODE)
+        return self._settings.act
 
     def _is_there(self, host: str) -> bool:
         """Return whether a silent node is there, and only lacks an agent that reports."""
@@ -283,7 +286,7 @@ class Supervisor:
             write_learned(self._run, self._reports.merge_learned())
         if not stopped:  # a rank that outlives its srun would go on beside those of the next attempt
             self._reports.send(KILL)
-        self._reports.close(SECONDS_WITHOUT_A_NODE if self._lost_a_node else END_SECONDS)
+        self._reports.close(END_SECONDS_WITHOUT_A_NODE if self._lost_a_node else END_SECONDS)
         for errors in (self._reports.errors, self._failures.errors):
             errors.close()
         if self._srun_end is not None:
