@@ -165,7 +165,7 @@ class Supervisor:
         return True
 
     def _end_after_lost_node(self) -> bool:
-        """Return whether all ranks were ended because nodes are lost; with resilience.act=false that is only reported."""
+        """Return whether all ranks were ended because nodes are lost; resilience.act=false: that is only reported."""
         doubtful = self._spares if self._reports.is_any_late(self._silent_seconds / 2) else ()
         self._probe.ask([*self._reports.list_late(), *doubtful])
         silent = self._reports.find_silent(self._silent_seconds)
