@@ -127,7 +127,7 @@ def decide_after_failure(
         _record_decision(config, folder, attempt, fault, decision)
     if choice is not None and decision.action is Action.REQUEUE and config.resilience.act:
         choice = fit_choice(config, folder, allocation.wanted, choice)
-    if choice is not None:
+    if choice is not None and config.resilience.act:
         _write_nodes(logs, choice)
     return decision
 
@@ -207,7 +207,7 @@ def decide_on_this_machine(config: RunConfig, folder: RunDirectory, attempt: int
 
 
 def _record_decision(config: RunConfig, folder: RunDirectory, attempt: int, fault: Fault, decision: Decision) -> None:
-    acted = decision.action.value if config.resilience.act else "left: resilience.act=false"
+    acted = decision.action.value if config.resilience.act else "left alone: resilience.act=false"
     what = {"cause": fault.cause.value, "signature": fault.signature, "host": fault.host, "why": decision.why}
     if decision.goes_on:
         append_event(folder.events, "restart", attempt, action=acted, **what)
@@ -367,7 +367,8 @@ def main(run: str, attempt: str, code: str, lost: str = "") -> int:
     decision = decide_after_failure(config, folder, int(attempt), int(code), 0, allocation)
     with suppress(OSError):  # a full disk: the exit code and the log say it, too
         (folder.logs(int(attempt)) / DECISION).write_text(decision.why + "\n")
-    print(f"hpc-train: {decision.why}", flush=True)
+    left = "" if config.resilience.act else "left alone (resilience.act=false): "
+    print(f"hpc-train: {left}{decision.why}", flush=True)
     return _EXIT_CODES[decision.action] if config.resilience.act else EXIT_FAILED
 
 

@@ -10,11 +10,13 @@ import pytest
 from hpc_train.config.compose import compose
 from hpc_train.launch import restarting
 from hpc_train.launch.failures import SRUN_ERRORS
+from hpc_train.launch.job_spec import make_spec
 from hpc_train.launch.restarting import Allocation, decide_after_failure
+from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.submit import default_to_slurm
 from hpc_train.resilience.exclusion import NODES, read_doubtful, write_doubtful
 from hpc_train.training.records.run_records import append_event
-from hpc_train.training.run_directory import RunDirectory
+from hpc_train.training.run_directory import RunDirectory, locate_run_directory
 
 KILLED = "srun: error: node2: task 1: Killed\n"
 NODES_OF_THE_JOB = ("node1", "node2", "node3")
@@ -75,6 +77,29 @@ def test_nodes_that_are_lost_together_are_one_fault(tmp_path: Path) -> None:
     assert (event["cause"], event["host"]) == ("a lost node", "node2,node3")
     assert [(strike["host"], strike["weight"]) for strike in lines(tmp_path / NODES)] == [("node2", 2), ("node3", 2)]
     assert (folder.logs(0) / "next-nodes").read_text() == "node1,node4\n"
+
+
+def test_without_acting_a_decision_is_recorded_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose(default_to_slurm([f"run_dir={tmp_path}", "cluster.nodes=2", "resilience.act=false"]))
+    folder = locate_run_directory(config)
+    fail(folder, 0)
+    make_spec(config, folder, 2 * config.cluster.ranks_per_node, {}).write(folder.job)
+    monkeypatch.setattr(restarting, "read_time_left", lambda job: None)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert restarting.main(str(tmp_path), "0", "137", "node2") == 1
+    assert capsys.readouterr().out.startswith("hpc-train: left alone (resilience.act=false): starting again from")
+    (event,) = (event for event in lines(folder.events) if event["event"] == "restart")
+    assert (event["cause"], event["action"]) == ("a lost node", "left alone: resilience.act=false")
+    assert sorted(path.name for path in folder.logs(0).iterdir()) == ["decision", SRUN_ERRORS]
+    options = make_request(config, folder).parameters
+    assert options.get("exclude") is None
+    strikes = [(strike["host"], strike["weight"]) for strike in lines(tmp_path / NODES)]
+    assert strikes == [("node2", 2)], "evidence is kept for those who act"
+    acting = make_request(compose(default_to_slurm([f"run_dir={tmp_path}", "cluster.nodes=2"])), folder).parameters
+    assert acting["exclude"] == "node2"
 
 
 def test_a_spare_node_that_did_not_answer_is_taken_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

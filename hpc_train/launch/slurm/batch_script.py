@@ -99,7 +99,7 @@ def _watch_command(config: RunConfig) -> str:
 
 
 def _restart_command(config: RunConfig) -> str:
-    if not config.resilience.act or not config.resilience.restarts:
+    if not config.resilience.restarts:
         return ""
     return shlex.join(python_command(config, False, "-m", "hpc_train.launch.restarting"))
 

@@ -159,6 +159,7 @@ def _check_characters(config: RunConfig, folder: RunDirectory, options: dict[str
 
 def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_node: int) -> dict[str, Any]:
     launch, site, node = config.launch, config.cluster.slurm, config.cluster.node
+    excluded = choose_excluded(read_strikes(folder.path), nodes) if config.resilience.act else []
     options = {
         "job_name": _job_name(config, folder),
         "time": launch.time_minutes,
@@ -169,7 +170,7 @@ def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_n
         "constraint": launch.constraint or site.constraint,
         "account": launch.account,
         "qos": launch.qos,
-        "exclude": ",".join(filter(None, [launch.exclude, *choose_excluded(read_strikes(folder.path), nodes)])) or None,
+        "exclude": ",".join(filter(None, [launch.exclude, *excluded])) or None,
         "mem": f"{round(launch.memory_gib * 1024)}M" if launch.memory_gib else None,
         "exclusive": True if site.exclusive else None,
         "gpus_per_node": node.gpus if node.gpus and site.gpu_request == "gpus_per_node" else None,
