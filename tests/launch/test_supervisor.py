@@ -139,16 +139,30 @@ def test_without_acting_a_lost_node_is_only_said(
     assert not (tmp_path / "logs" / "0" / LOST_NODES).exists()
 
 
-@pytest.mark.parametrize(("seen", "kind"), [(NODES[:2], "hang"), (NODES[:1], "lost_node")])
+@pytest.mark.parametrize(
+    ("seen", "phase", "kind"),
+    [(NODES[:2], Phase.STEP, "hang"), (NODES[:1], Phase.STEP, "lost_node"), (NODES[:1], Phase.START, "lost_node")],
+)
 def test_a_node_that_has_never_reported_is_lost_and_those_that_wait_for_it_do_not_hang(
-    start: Start, tmp_path: Path, seen: Sequence[str], kind: str
+    start: Start, tmp_path: Path, seen: Sequence[str], phase: Phase, kind: str
 ) -> None:
-    """As where a supervisor begins after a node was lost: the ranks that it sees are all late."""
-    start([report(host, silent=12.0) for host in seen], NODES[:2]).watch([])
+    """As where a supervisor begins after a node was lost: the ranks that it sees are all late, or still start."""
+    silent = 12.0 if phase is Phase.STEP else 1.0
+    start([report(host, silent=silent, phase=phase) for host in seen], NODES[:2]).watch([])
     (event,) = events(tmp_path)
     assert event["event"] == kind
     assert event.get("hosts", ["node2"]) == ["node2"]
     assert (tmp_path / "logs" / "0" / HANG).exists() == (kind == "hang")
+
+
+def test_a_node_without_an_agent_is_left_alone_as_long_as_the_ranks_go_on(
+    start: Start, tmp_path: Path, srun: subprocess.Popen[bytes]
+) -> None:
+    supervisor = start([report("node1")], NODES[:2])
+    with subprocess.Popen(["sh", "-c", f"sleep 6; kill {srun.pid}"]):
+        supervisor.watch([])
+        assert srun.wait(1) != 0
+    assert events(tmp_path) == []
 
 
 def test_what_a_supervisor_has_decided_is_done_by_the_next_one(start: Start, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class NodeState:
     front: int | None = None
     """The highest step of any rank when the node had been silent for half of the limit; None before that."""
     absent: bool = False
-    """Whether no agent has ever reported from there, though those of other nodes have."""
+    """Whether no agent has ever reported from there, though those of other nodes have. The node may be lost."""
 
 
 @dataclass
@@ -210,7 +210,8 @@ class AgentReports:
         agent that has just been started again counts as any other: the node may be overloaded.
         """
         node = self.nodes[host]
-        others_go_on = node.front is not None and self._find_front() - node.front >= _STEPS_AHEAD
+        front = None if node.absent else node.front
+        others_go_on = front is not None and self._find_front() - front >= _STEPS_AHEAD
         return not node.agent_starts and (others_go_on or host == self._find_name(name_this_node()))
 
     def list_views(self) -> list[RankView]:

@@ -60,7 +60,7 @@ from hpc_train.resilience.deadlines import read_learned, write_learned
 from hpc_train.resilience.exclusion import write_doubtful
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.incident import HANG, Incident, write_incident
-from hpc_train.resilience.watch import RankView
+from hpc_train.resilience.watch import RankView, find_hang
 from hpc_train.training.records.run_records import append_event
 
 LOST_NODES = "lost-nodes"
@@ -169,9 +169,10 @@ class Supervisor:
         doubtful = self._spares if self._reports.is_any_late(self._silent_seconds / 2) else ()
         self._probe.ask([*self._reports.list_late(), *doubtful])
         silent = self._reports.find_silent(self._silent_seconds)
-        lost = [host for host in silent if not self._is_there(host)]
-        if silent and not lost:
-            self._give_up_agents(silent)
+        there = [host for host in silent if self._is_there(host)]
+        lost = [host for host in silent if host not in there and self._is_needed(host)]
+        if there and not lost:
+            self._give_up_agents(there)
         self._lost_a_node = bool(lost)
         if set(lost) <= self._reported_lost or not is_running(self._srun):
             return False
@@ -185,6 +186,17 @@ class Supervisor:
     def _is_there(self, host: str) -> bool:
         """Return whether a silent node is there, and only lacks an agent that reports."""
         return self._reports.has_a_stuck_agent(host) or self._probe.has_answered(host)
+
+    def _is_needed(self, host: str) -> bool:
+        """Return whether the ranks miss a silent node.
+
+        One that has never reported may just have no agent, while its ranks train on.
+        """
+        if host not in self._reports.list_absent():
+            return True
+        views = self._reports.list_views()
+        waits = bool(views) and all(view.phase is Phase.START for view in views)
+        return waits or find_hang(views) is not None
 
     def _give_up_agents(self, hosts: Sequence[str]) -> None:
         """Replace agents that say nothing, though their nodes are there; do without those that have never begun."""
