@@ -157,3 +157,13 @@ def report_notice(logs: Path, host: str, notice: str) -> None:
     """Write down that a machine is about to be taken away, for which the ranks are asked to save and stop."""
     text = f"{host} is about to be taken away: {notice}"
     append_event(logs.parents[1] / "events.jsonl", "notice", int(logs.name), why=text, action="asked to save and stop")
+
+
+def describe_blindness(host: str, why: str) -> str:
+    """Return one line about a node that cannot see whether it is about to be taken away."""
+    return f"nobody sees whether {host} is about to be taken away: {why} (resilience.notice)"
+
+
+def report_watch(logs: Path, text: str) -> None:
+    """Write down what was not watched for some seconds, or cannot be."""
+    append_event(logs.parents[1] / "events.jsonl", "watch", int(logs.name), why=text)

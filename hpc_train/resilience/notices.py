@@ -1,7 +1,7 @@
 """Notice that a cloud is about to take a machine away: a file appears, or a command succeeds.
 
 Clouds announce the end of a spot machine in advance, each in its own way: an address to query, or a file that the
-cloud's agent writes. `cluster.preemption` names the file or the command; a notice counts like SIGTERM for all ranks.
+cloud's agent writes. `resilience.notice` names the file or the command; a notice counts like SIGTERM for all ranks.
 
 Standard library only.
 """

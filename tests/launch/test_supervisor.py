@@ -165,6 +165,18 @@ def test_a_node_without_an_agent_is_left_alone_as_long_as_the_ranks_go_on(
     assert events(tmp_path) == []
 
 
+def test_a_node_that_cannot_see_notices_is_said_once(
+    start: Start, tmp_path: Path, srun: subprocess.Popen[bytes]
+) -> None:
+    blind = replace(report("node1"), blind="curll: No such file or directory")
+    supervisor = start([blind], NODES[:1])
+    with subprocess.Popen(["sh", "-c", f"sleep 2; kill {srun.pid}"]):
+        supervisor.watch([])
+    (event,) = events(tmp_path)
+    assert event["event"] == "watch"
+    assert "whether node1 is about to be taken away: curll: No such file or directory" in event["why"]
+
+
 def test_what_a_supervisor_has_decided_is_done_by_the_next_one(start: Start, tmp_path: Path) -> None:
     """It was killed before it had ended the ranks, which train on by now."""
     mark_hang(tmp_path / "logs" / "0", Incident("hang", "task 1 hangs", 1, "node2"))

@@ -20,7 +20,13 @@ from hpc_train.errors import EXIT_FAILED, EXIT_REQUEUE
 from hpc_train.launch.failures import EXIT_CODES
 from hpc_train.launch.rank_stacks import STACK_SIGNAL
 from hpc_train.launch.state.attempts import write_result_marker
-from hpc_train.launch.watching import HangResponse, read_watch_settings, report_notice
+from hpc_train.launch.watching import (
+    HangResponse,
+    describe_blindness,
+    read_watch_settings,
+    report_notice,
+    report_watch,
+)
 from hpc_train.resilience.notices import NoticeWatch
 from hpc_train.runtime.processes import STOP_SIGNALS, unblock_stop_signals
 
@@ -43,7 +49,7 @@ class RankController(Controller):
         settings = read_watch_settings(logs)
         self._watcher = HangResponse(logs, settings, self._request_stacks) if settings else None
         self._notices = NoticeWatch(**settings.notice) if settings else None
-        self._hung = False
+        self._hung = self._reported_blind = False
         for number in STOP_SIGNALS:
             signal.signal(number, lambda sent, _frame: self._forward_signal(signal.Signals(sent)))
 
@@ -89,7 +95,13 @@ class RankController(Controller):
 
     def _handle_notice(self) -> None:
         """Ask the ranks to save and stop if this machine is about to be taken away."""
-        if self._notices is None or not (notice := self._notices.poll()):
+        if self._notices is None:
+            return
+        notice = self._notices.poll()
+        if self._notices.failure and not self._reported_blind:
+            self._reported_blind = True
+            report_watch(self._logs, describe_blindness(socket.gethostname(), self._notices.failure))
+        if not notice:
             return
         self._notices.close()
         self._notices = None

@@ -226,6 +226,10 @@ class AgentReports:
         """Return the report of a node that is about to be taken away; None if there is none."""
         return next((node.report for node in self.nodes.values() if node.report.notice), None)
 
+    def find_blind(self) -> Report | None:
+        """Return the report of a node that cannot see whether it is about to be taken away; None if there is none."""
+        return next((node.report for node in self.nodes.values() if node.report.blind), None)
+
     def find_silent(self, seconds: float) -> list[str]:
         """Return the nodes that have been silent for `seconds` while another one still reports; [] if there is none.
 

@@ -53,7 +53,14 @@ from hpc_train.launch.slurm.slurm_cli import current_job_id
 from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
 from hpc_train.launch.slurm.stuck_start import StuckStart, report_stuck_start
 from hpc_train.launch.slurm.time_limit import OUT_OF_TIME, TimeLimit
-from hpc_train.launch.watching import HangResponse, WatchSettings, read_watch_settings, report_notice
+from hpc_train.launch.watching import (
+    HangResponse,
+    WatchSettings,
+    describe_blindness,
+    read_watch_settings,
+    report_notice,
+    report_watch,
+)
 from hpc_train.regular_files import read_json, write_private_file
 from hpc_train.resilience.agent import KILL, STOP
 from hpc_train.resilience.deadlines import read_learned, write_learned
@@ -114,7 +121,7 @@ class Supervisor:
         self._failures = PeerFailures(SrunErrors(logs / SRUN_ERRORS))
         self._start = StuckStart(logs, settings.limits.start)
         self._ended = EndedRanks(len(hosts))
-        self._reported_start = False
+        self._reported_start = self._reported_blind = False
         self._reported_lost: set[str] = set()
 
     def _start_agents(self, learned: Mapping[Phase, float]) -> subprocess.Popen[bytes]:
@@ -136,11 +143,15 @@ class Supervisor:
             self._close(bool(stop_signals))
 
     def _look_after_agents(self) -> None:
-        """Replace agents that have ended or all report nothing, and save their learned deadlines from time to time."""
+        """Replace agents that have ended or all report nothing, and record what they cannot see and have learned."""
         if self._reports.are_all_silent(self._silent_seconds):
             self._replace_agents()
         if is_running(self._srun) and self._reports.start_again():
             report_watch(self._logs, "an agent has ended before the ranks, or none reports: they were started again")
+        blind = self._reports.find_blind()
+        if blind is not None and not self._reported_blind:
+            self._reported_blind = True
+            report_watch(self._logs, describe_blindness(blind.host, blind.blind))
         if time.monotonic() > self._learned_due:
             self._learned_due = time.monotonic() + _LEARNED_SECONDS
             write_learned(self._run, self._reports.merge_learned())
@@ -308,11 +319,6 @@ class Supervisor:
 def have_started(views: Sequence[RankView]) -> bool:
     """Return whether all ranks have met at the rendezvous; from then on, each of them handles signals."""
     return bool(views) and all(view.phase is not Phase.START for view in views)
-
-
-def report_watch(logs: Path, text: str) -> None:
-    """Record that the ranks were not watched for some seconds."""
-    append_event(logs.parents[1] / "events.jsonl", "watch", int(logs.name), why=text)
 
 
 def report_lost_nodes(logs: Path, hosts: Sequence[str], reports: AgentReports, settings: WatchSettings) -> None:
