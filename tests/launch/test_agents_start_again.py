@@ -72,6 +72,7 @@ def test_a_node_without_an_agent_is_lost_though_the_others_start_again(
 
 
 def test_nodes_that_fall_silent_together_are_lost_together(reports: AgentReports) -> None:
+    reports.read(0.2)
     for host in ("node3", "node4"):
         reports._parse_reports(encode_report(Report(host, [])).encode() + b"\n")
     for second, third, lost in (

@@ -31,7 +31,7 @@ cat "$1"
 (while :; do sed -n 1p "$1"; sleep 0.2; done) & talks=$!
 while read -r order; do
   echo "$order" >>"$2"
-  [ "$order" != kill ] || kill $3
+  [ "$order" != kill ] || kill $3 2>/dev/null
 done
 kill $talks
 """
@@ -60,7 +60,7 @@ Start = Callable[..., Supervisor]
 @pytest.fixture
 def start(
     tmp_path: Path, config: dict[str, Any], srun: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> Start:
+) -> Iterator[Start]:
     """Start a supervisor of these nodes whose agents give these reports, the first of them again and again.
 
     ends: whether srun ends after the ranks.
@@ -76,8 +76,11 @@ def start(
     monkeypatch.setattr(agent_reports, "_AGENT_START_SECONDS", 1.0)
     monkeypatch.setattr(agent_reports, "_LATE_SECONDS", 1.0)
 
+    probes: list[subprocess.Popen[bytes]] = []
+
     def start_probe(host: str, nodes: Sequence[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["true"] if host == "node5" else ["sleep", "10"])
+        probes.append(subprocess.Popen(["true"] if host == "node5" else ["sleep", "10"]))
+        return probes[-1]
 
     monkeypatch.setattr(supervise, "start_probe", start_probe)
 
@@ -98,7 +101,10 @@ def start(
         resilience = {**config["resilience"], "compiles": False, "hangs": 0}
         return Supervisor(logs, srun.pid, settings, resilience, config["launch"])
 
-    return start
+    yield start
+    for probe in probes:  # a supervisor leaves them to themselves
+        probe.kill()
+        probe.wait()
 
 
 def events(run: Path) -> list[dict[str, Any]]:
