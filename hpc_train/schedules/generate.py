@@ -301,6 +301,12 @@ def generate_order(name: str, ranks: int, micro_batches: int, virtual_stages: in
     )
 
 
+def generate_row(name: str, ranks: int, rank: int, micro_batches: int, virtual_stages: int) -> tuple[OrderEntry, ...]:
+    """Generate one rank's row of the order that generate_order makes. Raises UserError as that does."""
+    check_schedule(name, ranks, micro_batches, virtual_stages)
+    return tuple(_ROWS[name](ranks, rank, micro_batches, virtual_stages))
+
+
 def _generate_naive_row(rank: int, micro_batches: int) -> Iterator[OrderEntry]:
     """Run one micro-batch after another through all stages and back: one rank works at a time."""
     for micro_batch in range(micro_batches):

@@ -18,9 +18,9 @@ from hpc_train.config.run import RunConfig
 from hpc_train.planner import constants
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.jobs import Column, Jobs, replace_columns
-from hpc_train.planner.model.memory import estimate_memory
+from hpc_train.planner.model.memory import estimate_memory_totals
 from hpc_train.planner.model.step_time import estimate_step_time
-from hpc_train.planner.search.search import SearchBase, search_space
+from hpc_train.planner.search.search import ROWS_AT_ONCE, SearchBase, search_space
 from hpc_train.planner.search.space import SearchSpace, degree_limits, list_divisors
 from hpc_train.planner.settings import single_rank_config
 
@@ -28,7 +28,6 @@ NAMES = (
     *("tp", "pp", "dp_replicate", "dp_shard", "virtual_stages", "micro_batch", "recompute", "zero"),
     *("sequence_parallel", "overlap_tensor", "overlap_data", "offload"),
 )
-ROWS = 1 << 15
 
 
 def gpt3(world: int = 4096) -> RunConfig:
@@ -76,7 +75,7 @@ def blocks(rows: Iterator[Column]) -> Iterator[Column]:
     waiting: list[Column] = []
     for part in rows:
         waiting.append(part)
-        if sum(part.shape[1] for part in waiting) >= ROWS:
+        if sum(part.shape[1] for part in waiting) >= ROWS_AT_ONCE:
             yield np.concatenate(waiting, axis=1)
             waiting = []
     if waiting:
@@ -87,10 +86,10 @@ def estimated(base: Jobs, whole: Iterator[Column]) -> tuple[int, float, float]:
     """Return (configurations, the fastest that fits, seconds of estimating them)."""
     told, count, best, spent = constants.default_constants(), 0, np.inf, 0.0
     for block in blocks(whole):
-        for start in range(0, block.shape[1], ROWS):
+        for start in range(0, block.shape[1], ROWS_AT_ONCE):
             began = clock.process_time()
-            jobs = replace_columns(base, **dict(zip(NAMES, block[:, start : start + ROWS], strict=True)))
-            held, step = estimate_memory(jobs, told), estimate_step_time(jobs, told).step
+            jobs = replace_columns(base, **dict(zip(NAMES, block[:, start : start + ROWS_AT_ONCE], strict=True)))
+            held, step = estimate_memory_totals(jobs, told), estimate_step_time(jobs, told).step
             count, best = count + len(step), min(best, float(np.where(held.fits > 0, step, np.inf).min()))
             spent += clock.process_time() - began
     return count, best, spent

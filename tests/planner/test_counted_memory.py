@@ -13,7 +13,7 @@ from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import UserError
 from hpc_train.models.attention import plain_attention
 from hpc_train.parallel.rules.check import check_support
-from hpc_train.planner.model import layer
+from hpc_train.planner.model import activations
 from hpc_train.planner.rehearsal.one_rank import rehearse_rank
 from hpc_train.planner.rehearsal.rehearse import rehearse_run
 
@@ -188,7 +188,10 @@ def test_masks_and_scores_of_dropout_are_planned(layout: str) -> None:
 
 
 def test_blocks_of_scores_are_as_large_as_the_models() -> None:
-    assert (layer.MAX_SCORES, layer.MIN_QUERIES) == (plain_attention.MAX_SCORES, plain_attention.MIN_QUERIES)
+    assert (activations.MAX_SCORES, activations.MIN_QUERIES) == (
+        plain_attention.MAX_SCORES,
+        plain_attention.MIN_QUERIES,
+    )
 
 
 @pytest.mark.long

@@ -9,9 +9,9 @@ import pytest
 from planner_runs import run
 
 from hpc_train.planner.constants import Constants, default_constants
+from hpc_train.planner.model.activations import layer_activations
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.jobs import RECOMPUTE, STACKS, Jobs, as_column, replace_columns
-from hpc_train.planner.model.layer import layer_activations
 from hpc_train.planner.model.memory import MAYBE, NO, YES, Memory, estimate_memory
 
 PLAIN = Constants(activations=1.0, fragmentation=0.0, context=0.0)
@@ -38,7 +38,7 @@ def test_activations_of_a_layer(mode: str, sequence: int, form: object) -> None:
     """Korthikanti et al. 2022, arXiv:2205.05198, table 2."""
     jobs = gpt(sequence_parallel=sequence, recompute=RECOMPUTE.index(mode))
     s, b, a, h, t = (float(getattr(jobs, name)) for name in ("sequence", "micro_batch", "heads", "hidden", "tp"))
-    kept, _ = layer_activations(jobs, PLAIN, jobs.micro_batch * jobs.sequence)
+    kept = layer_activations(jobs, PLAIN, jobs.micro_batch * jobs.sequence).stored
     assert float(kept) == pytest.approx(s * b * h * form(s, a, h, t))  # type: ignore[operator]
 
 

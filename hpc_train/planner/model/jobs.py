@@ -205,16 +205,16 @@ class Jobs:
         """Number of jobs, after broadcasting."""
         return int(np.prod(np.broadcast_shapes(*(getattr(self, field.name).shape for field in fields(self)))))
 
-    @property
+    @cached_property
     def data_parallel(self) -> Column:
         """Number of ranks that see different samples."""
         return self.dp_replicate * self.dp_shard
 
-    @property
+    @cached_property
     def world(self) -> Column:
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
-    @property
+    @cached_property
     def micro_batches(self) -> Column:
         """Return the micro-batches of a step on each data-parallel rank; the last may be short."""
         return np.ceil(self.global_batch / (self.data_parallel * self.micro_batch))
@@ -225,11 +225,16 @@ class Jobs:
         return bool(np.any(self.experts))
 
     @cached_property
+    def has_pipeline(self) -> bool:
+        """Whether any job has a pipeline. Without one all ranks need the same memory."""
+        return bool(np.any(self.pp > 1))
+
+    @cached_property
     def has_latent(self) -> bool:
         """Whether any job has latent attention."""
         return bool(np.any(self.key_rank))
 
-    @property
+    @cached_property
     def sparse_share(self) -> Column:
         """Share of the layers that are mixtures of experts."""
         share: Column = np.where(self.experts > 0, 1 - self.dense_layers / self.layers, 0.0)
@@ -245,7 +250,7 @@ class Jobs:
         """Number of weights in the matrices of the whole model; a tied table counts once."""
         return self.layers * self.all_layer_parameters + (2 - self.tied) * self.vocab * self.hidden
 
-    @property
+    @cached_property
     def attention_parameters(self) -> Column:
         """Number of weights in the linear layers of one attention."""
         found = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
@@ -261,13 +266,13 @@ class Jobs:
         """Number of weights that make latents, which tp does not split."""
         return self.hidden * (self.query_rank + self.key_rank + self.rotary_width)
 
-    @property
+    @cached_property
     def layer_parameters(self) -> Column:
         """Number of weights that compute a token in one layer, on average over the layers."""
         found = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
         return found if not self.has_experts else found + self._experts_instead(self.top_k)
 
-    @property
+    @cached_property
     def all_layer_parameters(self) -> Column:
         """Number of weights in the matrices of one layer, with all experts, on average over the layers."""
         found = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
@@ -279,7 +284,7 @@ class Jobs:
         others = self.hidden * (self.experts + 3 * self.shared_width)
         return self.sparse_share * (others + routed * self.expert_parameters - dense)
 
-    @property
+    @cached_property
     def rank_layer_parameters(self) -> Column:
         """Return the weights of one layer on a rank of tp, without routed experts, on average over the layers.
 
@@ -318,14 +323,14 @@ class Jobs:
         adapters = self.adapter_weights / (self.all_layer_parameters + self.adapter_weights)
         return np.where(self.adapter_weights > 0, adapters, 1.0)
 
-    @property
+    @cached_property
     def attention_dim(self) -> Column:
         """Mean width of a query and a value of one head: what attention's FLOPs are counted with."""
         if not self.has_latent:
             return self.head_dim
         return np.where(self.key_rank > 0, (self.head_dim + self.value_dim) / 2, self.head_dim)
 
-    @property
+    @cached_property
     def rank_key_heads(self) -> Column:
         """Return the heads of keys and values that a rank of tp computes."""
         share = self.kv_heads / self.tp

@@ -6,26 +6,22 @@ hpc_train peak_memory.py searches the moments of a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 
 from hpc_train.planner.constants import Constants
+from hpc_train.planner.model.activations import layer_activations
 from hpc_train.planner.model.jobs import FLOAT8_RECIPES, STACKS, Column, Jobs, job_columns
-from hpc_train.planner.model.layer import (
-    full_layer_activations,
-    layer_activations,
-)
-from hpc_train.planner.model.peak_memory import estimate_peak, stack_stages
-from hpc_train.planner.model.pipeline import (
-    micro_batches_in_flight,
-    split_layers,
-)
+from hpc_train.planner.model.peak_memory import estimate_peak, estimate_peak_total
+from hpc_train.planner.model.pipeline import micro_batches_in_flight
+from hpc_train.planner.model.stage_layers import split_layers, stack_stages
 
 NO, MAYBE, YES = 0, 1, 2
 """Values of Memory.fits: whether a job fits in memory."""
 FITS = ("no", "maybe", "yes")
-_MEGATRON, _DEEPSPEED, _FSDP, _OURS = (STACKS.index(name) for name in ("megatron", "deepspeed", "fsdp", "hpc_train"))
+_DEEPSPEED, _FSDP, _OURS = (STACKS.index(name) for name in ("deepspeed", "fsdp", "hpc_train"))
 _DEEPSPEED_BUFFERS = 3 * 5e8 * 2.0
 """Bytes of DeepSpeed's buckets by default: two to reduce and one to gather, of 5e8 16-bit elements each."""
 _DEEPSPEED_LIVE = 2e9 * 2.0
@@ -60,40 +56,131 @@ class Memory:
     headroom: Column
     """[n]: the real need may exceed the prediction by this fraction."""
 
-    @property
+    @cached_property
+    def allocated(self) -> Column:
+        """[3, n]: total as torch.cuda.max_memory_allocated counts it: without fragmentation and context."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.buffers
+
+    @cached_property
+    def reserved(self) -> Column:
+        """[3, n]: total as torch.cuda.max_memory_reserved counts it: without context."""
+        return self.allocated + self.fragmentation
+
+    @cached_property
     def stages(self) -> Column:
         """[3, n]: total of each stage."""
-        parts = (self.parameters, self.gradients, self.optimizer, self.activations, self.logits, self.buffers)
-        return sum(parts, self.fragmentation + self.context)
+        return self.reserved + self.context
 
-    @property
+    @cached_property
     def total(self) -> Column:
         """[n]: total of the stage that needs most."""
         highest: Column = self.stages.max(axis=0)
         return highest
 
-    @property
-    def allocated(self) -> Column:
-        """[3, n]: total as torch.cuda.max_memory_allocated counts it: without fragmentation and context."""
-        return self.stages - self.fragmentation - self.context
-
-    @property
-    def reserved(self) -> Column:
-        """[3, n]: total as torch.cuda.max_memory_reserved counts it: without context."""
-        return self.stages - self.context
-
-    @property
+    @cached_property
     def fits(self) -> Column:
         """[n]: NO, MAYBE or YES."""
-        total = self.total
-        sure, out = total * (1 + self.headroom) <= self.capacity, total * (1 - self.margin) > self.capacity
-        return np.where(sure, float(YES), np.where(out, float(NO), float(MAYBE)))
+        return _judge(self.total, self.capacity, self.headroom, self.margin)
+
+
+def _judge(total: Column, capacity: Column, headroom: Column, margin: Column | float) -> Column:
+    """Return NO, MAYBE or YES for each job."""
+    sure, out = total * (1 + headroom) <= capacity, total * (1 - margin) > capacity
+    return np.where(sure, float(YES), np.where(out, float(NO), float(MAYBE)))
+
+
+@dataclass(frozen=True)
+class MemoryTotals:
+    """What a search asks of the memory of jobs that run hpc_train, [n]."""
+
+    total: Column
+    """Bytes of the rank that needs most, as Memory.total."""
+    fits: Column
+    """NO, MAYBE or YES, as Memory.fits."""
+    waiting: Column
+    """[3, n]: bytes of activations that wait in host memory."""
+
+
+def estimate_memory_totals(jobs: Jobs, constants: Constants) -> MemoryTotals:
+    """Estimate the totals only: the same numbers as estimate_memory, in half of the time."""
+    assert np.all(jobs.stack == _OURS)
+    allocated, waiting = estimate_peak_total(jobs, constants)
+    highest = allocated.max(axis=0)
+    total = highest + constants.fragmentation * highest + constants.context
+    fits = _judge(total, jobs.memory_bytes, _headroom(jobs, constants), constants.memory_margin)
+    return MemoryTotals(total, fits, waiting)
+
+
+def estimate_host_memory(jobs: Jobs, waiting: Column) -> Column:
+    """Return the bytes that one rank keeps in host memory, [n]. waiting: activations, [3, n]."""
+    if not np.any(jobs.offload) and not np.any(jobs.offload_activations):
+        return np.zeros(())
+    weights, optimizer_weights = _weights(jobs)
+    host: Column = (_host(jobs, weights, _optimizer(jobs, optimizer_weights)) + waiting).max(axis=0)
+    return host
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Bytes of the parts of allocated memory, [3, n], and of what waits in host memory."""
+
+    parameters: Column
+    gradients: Column
+    optimizer: Column
+    activations: Column
+    logits: Column
+    buffers: Column
+    waiting: Column
 
 
 def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
     """Estimate the bytes of each part on each stage."""
-    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     weights, optimizer_weights = _weights(jobs)
+    parts = _estimate_parts(jobs, constants, weights, optimizer_weights)
+    total = parts.parameters + parts.gradients + parts.optimizer + parts.activations + parts.logits + parts.buffers
+    host = _host(jobs, weights, _optimizer(jobs, optimizer_weights)) + parts.waiting
+    rows = np.broadcast_shapes(total.shape[1:], jobs.memory_bytes.shape)
+    if not any(column.ndim for column in job_columns(jobs).values()):
+        rows = ()
+
+    def shaped(part: Column) -> Column:
+        """Bring a part to [3, n], or to [3] if all columns are scalars."""
+        spread = np.broadcast_to(part, (3, *total.shape[1:]))
+        return np.broadcast_to(spread if rows else spread[:, 0], (3, *rows))
+
+    return Memory(
+        parameters=shaped(parts.parameters),
+        gradients=shaped(parts.gradients),
+        optimizer=shaped(parts.optimizer),
+        activations=shaped(parts.activations),
+        logits=shaped(parts.logits),
+        buffers=shaped(parts.buffers),
+        fragmentation=shaped(constants.fragmentation * total),
+        context=np.broadcast_to(np.float64(constants.context), (3, *rows)),
+        capacity=np.broadcast_to(jobs.memory_bytes, rows),
+        host=shaped(host).max(axis=0),
+        margin=np.broadcast_to(np.float64(constants.memory_margin), rows),
+        headroom=np.broadcast_to(_headroom(jobs, constants), rows),
+    )
+
+
+def _estimate_parts(jobs: Jobs, constants: Constants, weights: Column, optimizer_weights: Column) -> _Parts:
+    """Estimate the parts of allocated memory. weights: as _weights returns them."""
+    is_ours = jobs.stack == _OURS
+    if not np.any(is_ours):
+        return _published_parts(jobs, constants, weights, optimizer_weights)
+    peak = estimate_peak(jobs, constants)
+    names = [field.name for field in fields(_Parts)]
+    ours = _Parts(**{name: getattr(peak, name) for name in names})
+    if np.all(is_ours):
+        return ours
+    theirs = _published_parts(jobs, constants, weights, optimizer_weights)
+    return _Parts(**{name: np.where(is_ours, getattr(ours, name), getattr(theirs, name)) for name in names})
+
+
+def _published_parts(jobs: Jobs, constants: Constants, weights: Column, optimizer_weights: Column) -> _Parts:
+    """Add up the parts of published stacks."""
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     shard = jobs.dp_shard * jobs.cp
     parameters, buffers = _parameters(jobs, weights, shard)
     gradients = weights * jobs.gradient_bytes / np.where(jobs.zero >= 2, shard, 1.0)
@@ -103,48 +190,20 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
     gradients = gradients + weights * np.where(
         deepspeed, _duplicate_gradients(jobs) + 4 / shares * (jobs.zero >= 1), 0.0
     )
-    buffers = buffers + np.where(deepspeed & (jobs.zero >= 1), _DEEPSPEED_BUFFERS, 0.0) + _accumulated(jobs, weights)
-    optimizer = optimizer_weights * jobs.optimizer_bytes / shares
+    buffers = buffers + np.where(deepspeed & (jobs.zero >= 1), _DEEPSPEED_BUFFERS, 0.0)
     activations, waiting = _activations(jobs, constants, tokens)
     last = np.array([0.0, 0.0, 1.0]).reshape(3, *[1] * (weights.ndim - 1))
     logits = np.where(jobs.pp > 1, last, 1.0) * (tokens * jobs.vocab / jobs.tp * jobs.logit_bytes)
-    host = _host(jobs, weights, optimizer, shard) + waiting
-    optimizer = optimizer * (jobs.offload == 0)
     # Offloaded parameters take their gradients to the host as soon as they are reduced; zero1 accumulates whole
     # gradients on the device first.
     gradients = gradients * np.where((jobs.offload > 1) & (jobs.zero >= 2), 0.0, 1.0)
-    if np.any(jobs.stack == _OURS):
-        ours = estimate_peak(jobs, constants)
-        own = (ours.parameters, ours.gradients, ours.optimizer, ours.activations, ours.logits, ours.buffers)
-        theirs = (parameters, gradients, optimizer, activations, logits, buffers)
-        chosen = (np.where(jobs.stack == _OURS, in_ours, other) for in_ours, other in zip(own, theirs, strict=True))
-        parameters, gradients, optimizer, activations, logits, buffers = chosen
-        # The search has its own, exact count of offloaded activations.
-        host = np.where(jobs.stack == _OURS, host - waiting + ours.waiting, host)
-    total = parameters + gradients + optimizer + activations + logits + buffers
-    rows = np.broadcast_shapes(total.shape[1:], jobs.memory_bytes.shape)
-    if not any(column.ndim for column in job_columns(jobs).values()):
-        rows = ()
+    optimizer = _optimizer(jobs, optimizer_weights) * (jobs.offload == 0)
+    return _Parts(parameters, gradients, optimizer, activations, logits, buffers, waiting)
 
-    def shaped(part: Column) -> Column:
-        """Bring a part to [3, n], or to [3] if all columns are scalars."""
-        spread = np.broadcast_to(part, total.shape)
-        return np.broadcast_to(spread if rows else spread[:, 0], (3, *rows))
 
-    return Memory(
-        parameters=shaped(parameters),
-        gradients=shaped(gradients),
-        optimizer=shaped(optimizer),
-        activations=shaped(activations),
-        logits=shaped(logits),
-        buffers=shaped(buffers),
-        fragmentation=shaped(constants.fragmentation * total),
-        context=np.broadcast_to(np.float64(constants.context), (3, *rows)),
-        capacity=np.broadcast_to(jobs.memory_bytes, rows),
-        host=shaped(host).max(axis=0),
-        margin=np.broadcast_to(np.float64(constants.memory_margin), rows),
-        headroom=np.broadcast_to(_headroom(jobs, constants), rows),
-    )
+def _optimizer(jobs: Jobs, weights: Column) -> Column:
+    """Return the bytes of the optimizer's state of a rank, [3, n], wherever they are."""
+    return weights * jobs.optimizer_bytes / np.where(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0)
 
 
 def _headroom(jobs: Jobs, constants: Constants) -> Column:
@@ -158,12 +217,6 @@ def _headroom(jobs: Jobs, constants: Constants) -> Column:
 def _duplicate_gradients(jobs: Jobs) -> Column:
     """Return the bytes per element of the 16-bit gradients that DeepSpeed keeps beside those accumulated in fp32."""
     return np.where(jobs.gradient_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
-
-
-def _accumulated(jobs: Jobs, weights: Column) -> Column:
-    """Return the bytes of gradients that ddp accumulates outside its buckets, [3, n]; see _PeakSearch._accumulated."""
-    ddp = (jobs.stack == _OURS) & (jobs.zero == 0) & (jobs.tp == 1) & (jobs.pp == 1) & (jobs.world > 1)
-    return weights * np.where(ddp & (jobs.micro_batches > 1), jobs.gradient_bytes, 0.0)
 
 
 def _weights(jobs: Jobs) -> tuple[Column, Column]:
@@ -200,13 +253,13 @@ def _parameters(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Col
     return stored * (jobs.offload < 2), np.where(jobs.stack >= _FSDP, gathered, np.where(jobs.zero >= 3, some, 0.0))
 
 
-def _host(jobs: Jobs, weights: Column, optimizer: Column, shard: Column) -> Column:
+def _host(jobs: Jobs, weights: Column, optimizer: Column) -> Column:
     """Return the bytes of state that a rank keeps in host memory, [3, n].
 
     offload=optimizer: the optimizer's state and the copy of the parameters that it updates. offload=parameters: also
     the parameters themselves and their gradients (parallel.memory.parameter_offload).
     """
-    shares = np.where(jobs.zero >= 1, shard, 1.0)
+    shares = np.where(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0)
     beside = np.where(jobs.offload > 1, jobs.weight_bytes + jobs.gradient_bytes, jobs.weight_bytes)
     return (optimizer + weights * beside / shares) * (jobs.offload > 0)
 
@@ -218,13 +271,13 @@ def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Colu
     With offload, the device has the activations of one layer at a time (Rhu et al. 2016, arXiv:1602.08124, section
     3.1), besides the inputs and outputs of its stages, which the pipeline keeps for every micro-batch in flight.
     """
-    stored, alive = layer_activations(jobs, constants, tokens)
-    layers = split_layers(jobs)
+    layer, layers = layer_activations(jobs, constants, tokens), split_layers(jobs)
+    stored, alive = layer.stored, layer.working
     counts = micro_batches_in_flight(jobs)
     # DeepSpeed's pipeline keeps each stage's outputs, and room for their gradients, for every micro-batch in flight.
     moved, piped = jobs.offload_activations > 0, jobs.pp > 1
     ends = tokens * jobs.hidden * jobs.activation_bytes * np.where(piped & (moved | (jobs.stack == _DEEPSPEED)), 2.0, 0)
-    block_activations = full_layer_activations(jobs, constants, tokens) * (jobs.recompute == 0)
+    block_activations = layer.whole * (jobs.recompute == 0)
     alive = alive + np.where(moved, block_activations + stored, 0.0)  # stored: what comes back for the layer before
     split = list(zip((layers.first, layers.middle, layers.last), counts, strict=True))
     total = stack_stages(*(stored * each * count for each, count in split))

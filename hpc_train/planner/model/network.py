@@ -58,11 +58,15 @@ def make_rank_group(
 
 def _get_link_bandwidth(jobs: Jobs, peers: Column) -> Column:
     """Return bytes/s of a rank to `peers` others of its node together."""
+    if np.all(np.isinf(jobs.pair_bandwidth)):
+        return jobs.link_bandwidth
     return np.minimum(jobs.link_bandwidth, np.maximum(peers, 1.0) * jobs.pair_bandwidth)
 
 
 def _oversubscribed(jobs: Jobs, extent: Column) -> Column:
     """Return by how much oversubscribed switches slow down groups that span `extent` ranks."""
+    if np.all(jobs.leaf_oversubscription == 1) and np.all(jobs.group_oversubscription == 1):
+        return np.ones(())
     leaf = np.where(extent > jobs.leaf_gpus, jobs.leaf_oversubscription, 1.0)
     return leaf * np.where(extent > jobs.group_gpus, jobs.group_oversubscription, 1.0)
 
@@ -150,12 +154,15 @@ def count_uses(jobs: Jobs) -> DataUses:
     """
     m, split = jobs.micro_batches, _count_split_backwards(jobs)
     rule = jobs.zero, jobs.reshard, jobs.pp, m, split
+    found = DataUses(count_block_gathers(*rule), count_end_gathers(*rule), count_reductions(jobs.zero, m))
+    if np.all(jobs.stack == HPC_TRAIN_STACK) and not np.any(jobs.reduce_once):
+        return found
     once = (jobs.pp > 1) & (jobs.stack != HPC_TRAIN_STACK)
     again = np.where((jobs.zero == 3) & (jobs.reshard > 0) & (split == 0), m + 1, 1.0)
     return DataUses(
-        np.where(once, again, count_block_gathers(*rule)),
-        np.where(once, 1.0, count_end_gathers(*rule)),
-        np.where(once | (jobs.reduce_once > 0), 1.0, count_reductions(jobs.zero, m)),
+        np.where(once, again, found.gathers),
+        np.where(once, 1.0, found.end_gathers),
+        np.where(once | (jobs.reduce_once > 0), 1.0, found.reductions),
     )
 
 

@@ -1,169 +1,76 @@
-"""Pipeline model: layers of each rank, micro-batches in flight, and the bubble.
+"""Pipeline model: micro-batches in flight, and the bubble.
 
-split_layers and micro_batches_in_flight are closed forms for all schedules. peak_moments lists the moments at which
-memory may peak; for schedules that split backward it walks through their real order. bubble_seconds is the time that
-the slowest rank waits for others.
+micro_batches_in_flight is a closed form for all schedules. peak_moments lists the moments at which memory may peak; for
+schedules that split backward it walks through their real order. bubble_seconds is the time that the slowest rank waits
+for others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from typing import Any
+from functools import cache, cached_property
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.planner.model.distinct import find_distinct
 from hpc_train.planner.model.jobs import SCHEDULES, STACKS, Column, Jobs
-from hpc_train.schedules.generate import REQUIREMENTS, generate_order
-from hpc_train.schedules.order import Action, Kind, Order, list_actions
+from hpc_train.schedules.generate import REQUIREMENTS, generate_row
+from hpc_train.schedules.order import Kind, OrderEntry, list_actions
 
 _SCHEDULE_CODE = {name: code for code, name in enumerate(SCHEDULES)}
 HPC_TRAIN_STACK = STACKS.index("hpc_train")
 
 
+_IN_FLIGHT = {
+    "naive": (0, 0, 0, 0, 1),
+    "gpipe": (1, 0, 0, 0, 0),
+    "1f1b": (0, 0, 1, 0, 1),
+    "interleaved_1f1b": (0, 1, 2, 0, 1),
+    "looped_bfs": (1, 0, 0, 0, 0),
+    "interleaved_zero_bubble": (0, 1, 0, 1, 0),
+    "zbv": (0, 0, 0, 2, 0),
+    "dualpipev": (0, 0, 0, 2, 1),
+    "zb_2p": (0, 0, 0, 2, -1),
+}
+"""Peak number of activations on a rank, each of one stage and one micro-batch, as multiples that are added up.
+
+They are multiples of: micro-batches times virtual stages; (virtual stages - 1) times ranks, or times micro-batches if
+these are fewer; ranks behind this one; ranks; 1. 1F1B holds one activation for each rank behind this one, besides its
+own. Interleaving warms up with two forwards for each of them and a round for each virtual stage but one.
+"""
+_MULTIPLES = np.array([_IN_FLIGHT[name] for name in SCHEDULES], np.float64).T
+
+
 @dataclass(frozen=True)
-class LayerSplit:
-    """Layers of the first rank of a pipeline, a middle one and the last, counting all virtual stages of the rank."""
+class Pipelines:
+    """What decides the moments of a pipeline's step, [n]: columns of Jobs by the same names."""
 
-    first: Column
-    middle: Column
-    last: Column
+    schedule: Column
+    pp: Column
+    virtual_stages: Column
+    micro_batches: Column
+    stack: Column
 
-
-def split_layers(jobs: Jobs) -> LayerSplit:
-    """Return how many layers the ranks of the pipeline have.
-
-    Megatron and other published stacks give every stage the same number. If the layers do not divide, embedding and
-    head count as one layer each if that makes them divide; otherwise the last stage has fewer. hpc_train balances
-    stages by FLOPs (traffic.stages.split_blocks).
-    """
-    stages = jobs.pp * jobs.virtual_stages
-    even = jobs.layers / stages
-    with_ends = ((jobs.layers + 2) % stages == 0) & (jobs.layers % stages != 0)
-    middle = np.where(with_ends, (jobs.layers + 2) / stages, np.ceil(even))
-    last = np.where(with_ends, middle - 1, np.maximum(jobs.layers - (stages - 1) * middle, 0))
-    ours_middle, ours_last = _balanced(jobs, stages)
-    is_ours = jobs.stack == HPC_TRAIN_STACK
-    middle, last = np.where(is_ours, ours_middle, middle), np.where(is_ours, ours_last, last)
-    rank, last_rank = middle * jobs.virtual_stages, middle * (jobs.virtual_stages - 1) + last
-    # hpc_train's stages differ by one layer if the layers do not divide, and earlier stages have fewer. A middle rank
-    # has the most of any; the first one has what the others leave, but no fewer than its smallest possible stages.
-    fewest = np.floor((jobs.layers - last) / np.maximum(stages - 1, 1)) * jobs.virtual_stages
-    left = jobs.layers - (jobs.pp - 2) * rank - last_rank
-    first = np.clip(np.where(is_ours, np.maximum(left, fewest), left), 0, rank)
-    unsplit = jobs.pp == 1
-    return LayerSplit(*(np.where(unsplit, jobs.layers, count) for count in (first, rank, last_rank)))
+    @cached_property
+    def has_pipeline(self) -> bool:
+        return bool(np.any(self.pp > 1))
 
 
-def _balanced(jobs: Jobs, stages: Column) -> tuple[Column, Column]:
-    """Return (layers of a stage, layers of the last stage) for which the costliest stage is as cheap as possible."""
-    layers, others = jobs.layers, np.maximum(stages - 1, 1)
-    # The head costs as much as `head` layers. The optimum is where the last stage and the others cost the same; as
-    # layers are whole, it is one of the two whole numbers around that point.
-    head = jobs.vocab * jobs.hidden / (jobs.layer_parameters + jobs.heads * jobs.attention_dim * jobs.sequence)
-    fewer = np.clip(np.floor((layers - head * others) / stages), 1, np.maximum(layers - others, 1))
-    more = np.minimum(fewer + 1, np.maximum(layers - others, 1))
-    options = [(np.ceil((layers - last) / others), last) for last in (fewer, more)]
-    (middle, last), (other_middle, other_last) = options
-    better = np.maximum(other_middle, other_last + head) <= np.maximum(middle, last + head)
-    return np.where(better, other_middle, middle), np.where(better, other_last, last)
-
-
-def rank_layers(jobs: Jobs, v_shaped: NDArray[np.bool_]) -> Column:
-    """Return numbers of layers in hpc_train's pipeline: [4, n].
-
-    The rows are: the first rank, the middle rank with the most layers, the last rank, and the last stage.
-    v_shaped: jobs in which rank r has the stages r and 2 pp - 1 - r.
-    """
-    head = jobs.vocab * jobs.hidden / (jobs.layer_parameters + jobs.heads * jobs.attention_dim * jobs.sequence)
-    columns = np.broadcast_arrays(jobs.layers, jobs.pp, jobs.virtual_stages, head, v_shaped)
-    # Thousands of jobs differ in few of these values: split each distinct combination once.
-    keys, index = _find_distinct(np.stack([column.ravel() for column in columns]))
-    table = np.array([_rank_layers(int(n), int(pp), int(v), h, bool(bent)) for n, pp, v, h, bent in keys.T.tolist()])
-    found: Column = np.moveaxis(table[index], -1, 0).reshape(4, *columns[0].shape)
-    return found
-
-
-def _find_distinct(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.intp]]:
-    """Return the distinct columns of values [k, n], and the index of each of the n columns among them.
-
-    np.unique along an axis does the same, but sorts whole columns, which takes several times as long.
-    """
-    codes, size = np.zeros(values.shape[1], np.int64), 1
-    for row in values:
-        if row.size and row.min() != row.max():
-            found, code = np.unique(row, return_inverse=True)
-            if size * len(found) > np.iinfo(np.int64).max:
-                codes, size = np.unique(codes, return_inverse=True)[1], len(codes)
-            codes, size = codes * len(found) + code, size * len(found)
-    _, first, index = np.unique(codes, return_index=True, return_inverse=True)
-    return values[:, first], index
-
-
-@cache
-def _rank_layers(layers: int, pp: int, virtual: int, head: float, v_shaped: bool) -> tuple[float, ...]:
-    stages = pp * virtual
-    layers_of_stage = _stage_layers(layers, stages, head)
-    ranks = [stage % pp if not v_shaped or stage < pp else stages - 1 - stage for stage in range(stages)]
-    sums = [sum(n for n, rank in zip(layers_of_stage, ranks, strict=True) if rank == mine) for mine in range(pp)]
-    return sums[0], max(sums[1:-1], default=sums[-1]), sums[-1], layers_of_stage[-1]
-
-
-def _stage_layers(layers: int, stages: int, head: float) -> tuple[float, ...]:
-    """Return the layers of each stage, as traffic.stages.split_blocks splits equal blocks. head: its cost in blocks.
-
-    Searching the size of the last stage alone is enough, because all other stages are alike.
-    """
-    if stages == 1 or stages > layers:
-        return (layers / stages,) * stages
-
-    def rated(last: int) -> tuple[float, float, tuple[int, ...]]:
-        fewer, more = divmod(layers - last, stages - 1)
-        layers_of_stage = (*(fewer,) * (stages - 1 - more), *(fewer + 1,) * more, last)
-        costs = (*layers_of_stage[:-1], last + head)
-        return max(costs), sum(cost * cost for cost in costs), layers_of_stage
-
-    # Least maximum first; among these the most even split, by the sum of squares, as split_blocks chooses.
-    return min(rated(last) for last in range(1, layers - stages + 2))[2]
-
-
-def micro_batches_in_flight(jobs: Jobs) -> tuple[Column, Column, Column]:
+def micro_batches_in_flight(jobs: Jobs | Pipelines) -> tuple[Column, Column, Column]:
     """Return the peak number of micro-batches in flight on the first, the second and the last rank.
 
     One micro-batch means the activations of all layers of the rank, so virtual stages count as fractions. Of the middle
     ranks the second has the most in flight. A test compares this with `live` of schedules.simulate.
     """
     p, m, v = jobs.pp, jobs.micro_batches, jobs.virtual_stages
-    first = np.minimum(_peak_in_flight(jobs, np.zeros_like(p)) / v, m)
-    middle = np.minimum(_peak_in_flight(jobs, np.minimum(p - 1, 1)) / v, m)
-    last = np.minimum(_peak_in_flight(jobs, p - 1) / v, m)
+    everything, rounds, behind, ranks, one = _MULTIPLES[:, jobs.schedule.astype(np.intp)]
+    anywhere = everything * m * v + rounds * (v - 1) * np.minimum(p, m) + ranks * p + one
+    peaks = anywhere + behind * (p - 1), anywhere + behind * np.maximum(p - 2, 0), anywhere
+    first, middle, last = (np.minimum(np.where(p == 1, 1.0, peak) / v, m) for peak in peaks)
     return first, middle, last
-
-
-def _peak_in_flight(jobs: Jobs, rank: Column) -> Column:
-    """Return the peak number of activations on a rank; each is of one stage and one micro-batch."""
-    p, m, v, code = jobs.pp, jobs.micro_batches, jobs.virtual_stages, jobs.schedule
-    # 1F1B holds one activation for each rank behind this one, besides its own. Interleaving warms up with two forwards
-    # for each of them and a round of p micro-batches for each virtual stage but one.
-    after = p - 1 - rank
-    interleaved = (v - 1) * np.minimum(p, m) + 2 * after + 1
-    peaks = {
-        "naive": 1 + 0 * m,
-        "gpipe": m * v,
-        "1f1b": after + 1,
-        "interleaved_1f1b": interleaved,
-        "looped_bfs": m * v,
-        "interleaved_zero_bubble": (v - 1) * np.minimum(p, m) + p,
-        "zbv": 2 * p,
-        "dualpipev": 2 * p + 1,
-        "zb_2p": 2 * p - 1,
-    }
-    peak = peaks["1f1b"]
-    for name, value in peaks.items():
-        peak = np.where(code == _SCHEDULE_CODE[name], value, peak)
-    return np.where(p == 1, 1.0, peak)
 
 
 V_SHAPED = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.items() if needs.v_shaped)
@@ -178,7 +85,10 @@ _ENOUGH = 4
 
 @dataclass(frozen=True)
 class PipelineMoment:
-    """State of a pipeline when a computation starts: first rank, a middle one, the last, [3, n] or [3, 1...]."""
+    """State of a pipeline when a computation starts: first rank, a middle one, the last, [3, n] or [3, 1...].
+
+    [1, n] or [1, 1...] if no job has a pipeline.
+    """
 
     stages: Column
     """Activations held, each of one micro-batch and one stage other than the pipeline's last."""
@@ -197,14 +107,55 @@ class PipelineMoment:
     loss: Column
     """1 if the backward of a loss begins, else 0."""
 
+    def end_of_backward(self, virtual_stages: Column) -> PipelineMoment:
+        """Return the state when the backward that starts now is done."""
+        has_last = np.minimum(self.last, self.loss)
+        return replace(
+            self,
+            stages=np.maximum(self.stages - (1 - has_last), 0),
+            last=self.last - has_last,
+            input_done=np.maximum(self.input_done - 1, 0),
+            input_done_last=np.maximum(self.input_done_last - has_last, 0),
+            reduced=np.minimum(self.reduced + 1 / virtual_stages, 1 - self.accumulated),
+        )
 
-def peak_moments(jobs: Jobs) -> list[PipelineMoment]:
-    """List the moments at which memory may be at its peak, for all jobs at once."""
-    plain = _whole_backward_moments(jobs)
+
+def peak_moments(jobs: Jobs) -> Iterator[tuple[PipelineMoment, PipelineMoment]]:
+    """Yield the moments at which memory may be at its peak: (start of a backward, its end), for all jobs at once.
+
+    They depend on few columns, of which thousands of jobs have few different values: each combination is used once.
+    """
+    names = [field.name for field in fields(Pipelines)]
+    columns = np.broadcast_arrays(*(getattr(jobs, name) for name in names))
+    keys, index = find_distinct(np.stack([column.ravel() for column in columns]))
+    pipelines, shape = Pipelines(*keys), np.atleast_1d(columns[0]).shape
+    for start in _list_moments(pipelines):
+        end = start.end_of_backward(pipelines.virtual_stages)
+        yield _spread_moment(start, index, shape), _spread_moment(end, index, shape)
+
+
+def _spread_moment(moment: PipelineMoment, index: NDArray[np.intp], shape: tuple[int, ...]) -> PipelineMoment:
+    """Return a moment of jobs, [3, *shape]. moment: of pipelines; index: which of them each job has.
+
+    What is the same for all pipelines gets axes of length 1.
+    """
+
+    def spread(column: Column) -> Column:
+        if (column == column[:, :1]).all():
+            return column[:, :1].reshape(len(column), *[1] * len(shape))
+        return np.take(column, index, axis=1).reshape(len(column), *shape)
+
+    return PipelineMoment(*(spread(getattr(moment, field.name)) for field in fields(PipelineMoment)))
+
+
+def _list_moments(jobs: Pipelines) -> list[PipelineMoment]:
     split = (jobs.pp > 1) & (np.isin(jobs.schedule, SPLITS_BACKWARD) | _has_no_steady_state(jobs))
     if not np.any(split):
-        return plain
+        return _whole_backward_moments(jobs)
     walked = _split_backward_moments(jobs, split)
+    if np.all(split):
+        return walked
+    plain = _whole_backward_moments(jobs)
     most = max(len(plain), len(walked))
     # Both lists must have one length: the last moment of the shorter one is repeated, which changes no maximum.
     padded = [(plain[min(index, len(plain) - 1)], walked[min(index, len(walked) - 1)]) for index in range(most)]
@@ -212,27 +163,27 @@ def peak_moments(jobs: Jobs) -> list[PipelineMoment]:
     return [PipelineMoment(*(np.where(split, getattr(b, name), getattr(a, name)) for name in names)) for a, b in padded]
 
 
-def _has_no_steady_state(jobs: Jobs) -> NDArray[np.bool_]:
+def _has_no_steady_state(jobs: Pipelines) -> NDArray[np.bool_]:
     """Return where a step has so few micro-batches that some stage has no gradients yet when most is in flight."""
     few = (jobs.stack == HPC_TRAIN_STACK) & (jobs.micro_batches <= jobs.pp)
     found: NDArray[np.bool_] = few & np.isin(jobs.schedule, _INTERLEAVED)
     return found
 
 
-def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
+def _whole_backward_moments(jobs: Pipelines) -> list[PipelineMoment]:
     """Return the moments of schedules that do not split backward: two or three are enough.
 
     They are the first backward when most is in flight, the next one, and for interleaved_1f1b a backward of another
     stage while nothing of the last stage is in flight.
     """
     v, m = jobs.virtual_stages, jobs.micro_batches
-    counts = np.stack(np.broadcast_arrays(*map(np.atleast_1d, micro_batches_in_flight(jobs)))) * v
-    shape = (3, *[1] * (counts.ndim - 1))
-    has_loss = np.where(jobs.pp > 1, np.array([0.0, 0.0, 1.0]).reshape(shape), 1.0)
+    ranks = 3 if jobs.has_pipeline else 1
+    counts = np.stack(micro_batches_in_flight(jobs)[:ranks]) * v
+    shape = (ranks, 1)
+    has_loss = np.where(jobs.pp > 1, np.array([0.0, 0.0, 1.0]).reshape(shape), 1.0) if ranks > 1 else np.ones(shape)
     together = has_loss * np.where((jobs.pp > 1) & np.isin(jobs.schedule, _WHOLE_ROUNDS), m, 1.0)
-    rank = np.array([0.0, 1.0, 2.0]).reshape(shape)
     # If more micro-batches follow, every stage of the rank has had a backward before the most are in flight.
-    before = np.where(m * v > counts, 1.0, 0.0) * (rank >= 0)
+    before = np.where(m * v > counts, 1.0, 0.0)
     nothing = np.zeros(shape)
     first = PipelineMoment(counts - together, together, together, nothing, nothing, before, nothing, has_loss)
     fewer = np.minimum(counts, 1)
@@ -252,16 +203,13 @@ def _whole_backward_moments(jobs: Jobs) -> list[PipelineMoment]:
     return [first, second, third]
 
 
-def _split_backward_moments(jobs: Jobs, split: NDArray[np.bool_]) -> list[PipelineMoment]:
+def _split_backward_moments(jobs: Pipelines, split: NDArray[np.bool_]) -> list[PipelineMoment]:
     """Return the moments of schedules that split backward, for the jobs where `split` is true; zeros for the others."""
-    columns = np.broadcast_arrays(jobs.schedule, jobs.pp, jobs.virtual_stages, jobs.micro_batches, split)
-    keys, index = _find_distinct(np.stack([column.ravel() for column in columns]).astype(np.int64))
-    found = [_moments_of(*map(int, key)) for key in keys.T]
+    rows = np.stack([jobs.schedule, jobs.pp, jobs.virtual_stages, jobs.micro_batches, split]).astype(np.int64).T
+    found = [_moments_of(*row) for row in rows.tolist()]
     most = max(len(counts) for counts in found)
-    table = np.array([[counts[min(at, len(counts) - 1)] for at in range(most)] for counts in found])
-    rows = table[index]  # [jobs, moments, 3, fields]
-    shaped = np.moveaxis(rows, 0, -1).reshape(most, 3, rows.shape[-1], *np.atleast_1d(columns[0]).shape)
-    return [PipelineMoment(*(shaped[at, :, field] for field in range(rows.shape[-1]))) for at in range(most)]
+    padded = np.array([[counts[min(at, len(counts) - 1)] for at in range(most)] for counts in found])
+    return [PipelineMoment(*moment) for moment in padded.transpose(1, 3, 2, 0)]  # [moments, fields, 3, pipelines]
 
 
 _Counts = tuple[float, ...]
@@ -281,18 +229,20 @@ def _moments_of(
     # Only whole rounds may be left out: a rest at the end of a step has moments of its own.
     if micro_batches > _ENOUGH * pp and micro_batches % pp == 0:
         micro_batches = _ENOUGH * pp
-    order = generate_order(SCHEDULES[schedule], pp, micro_batches, virtual)
-    ranks = [_worst(set(_walk(order, rank, micro_batches))) for rank in (0, min(1, pp - 1), pp - 1)]
+    rows = (generate_row(SCHEDULES[schedule], pp, rank, micro_batches, virtual) for rank in (0, min(1, pp - 1), pp - 1))
+    ranks = [_worst(set(_walk(row, pp * virtual - 1, virtual, micro_batches))) for row in rows]
     most = max(map(len, ranks))
     return tuple(tuple(found[min(index, len(found) - 1)] for found in ranks) for index in range(most))
 
 
-def _walk(order: Order, rank: int, micro_batches: int) -> Iterator[_Counts]:
-    """Walk through a rank's row and yield the counts at the start of every backward."""
-    end, virtual = order.stages - 1, order.placement.count(rank)
+def _walk(row: Iterable[OrderEntry], end: int, virtual: int, micro_batches: int) -> Iterator[_Counts]:
+    """Walk through a rank's row and yield the counts at the start of every backward.
+
+    end: the pipeline's last stage. virtual: stages of the rank.
+    """
     live, stored, losses, reduced = [0, 0], [0, 0], 0, 0
     accumulated: dict[int, int] = {}  # micro-batches whose gradients are added up, by stage; the last one reduces them
-    for action in _actions(order, rank):
+    for action in chain.from_iterable(map(list_actions, row)):
         last = action.stage == end
         if action.kind is Kind.F:
             live[last] += 1
@@ -313,11 +263,6 @@ def _walk(order: Order, rank: int, micro_batches: int) -> Iterator[_Counts]:
         if accumulated[action.stage] == micro_batches:
             del accumulated[action.stage]
             reduced += 1
-
-
-def _actions(order: Order, rank: int) -> Iterator[Action]:
-    for step in order.rows[rank]:
-        yield from list_actions(step)
 
 
 def _worst(found: set[_Counts]) -> list[_Counts]:

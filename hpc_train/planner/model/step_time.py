@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from hpc_train.planner.constants import Constants, residual_factor
 from hpc_train.planner.model import network
+from hpc_train.planner.model.activations import layer_activations
+from hpc_train.planner.model.distinct import find_distinct_jobs, take_columns
 from hpc_train.planner.model.experts import exchange_seconds
 from hpc_train.planner.model.jobs import PCIE, STACKS, Column, Jobs
-from hpc_train.planner.model.layer import LayerWork, attention_score_width, layer_activations, layer_work
+from hpc_train.planner.model.layer import LayerWork, attention_score_width, layer_work
 from hpc_train.planner.model.memory import Memory, estimate_memory
 from hpc_train.planner.model.network import all_reduce_seconds, all_to_all_seconds, make_rank_group, send_seconds
-from hpc_train.planner.model.pipeline import LayerSplit, bubble_seconds, split_layers
+from hpc_train.planner.model.pipeline import bubble_seconds
+from hpc_train.planner.model.stage_layers import LayerSplit, split_layers
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class StepTime:
     hardware_flops: Column
     """[n]: FLOPs that the whole job really computes in a step, with recomputation."""
 
-    @property
+    @cached_property
     def step(self) -> Column:
         """Median of the expected step time (p50)."""
         exposed = (self.tensor, self.context, self.experts, self.data, self.pipeline)
@@ -81,23 +85,29 @@ class _Layer:
     """Time that forward waits for the host to launch kernels."""
     launch_backward: Column
 
-    @property
+    @cached_property
     def launch(self) -> Column:
         return self.launch_forward + self.launch_backward
 
-    @property
+    @cached_property
     def total(self) -> Column:
         return self.forward + self.backward + self.tensor + self.context + self.experts + self.launch
 
 
+_BESIDE_LAYERS = frozenset(
+    (
+        *("global_batch", "dp_replicate", "dp_shard", "pp", "virtual_stages", "schedule"),
+        *("zero", "reshard", "offload", "reduce_bytes", "overlap_data"),
+    )
+)
+"""Columns that do not change the seconds of a layer, unless its activations are offloaded."""
 _FSDP = STACKS.index("fsdp")
 """Stacks from this one on are PyTorch's: FSDP of others, and hpc_train."""
 
 
 def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
     """Estimate the seconds of each part of a step."""
-    done = layer_work(jobs, constants)
-    layer = _layer(jobs, constants, done)
+    done, layer = _layers(jobs, constants)
     layers = split_layers(jobs)
     slow, ends = _slowest(jobs, layers, layer, done)
     # What is left of a micro-batch's way through the pipeline while the slowest rank waits for it.
@@ -106,8 +116,9 @@ def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
     compute = m * (slow * (layer.forward + layer.backward - layer.moved) + ends)
     waiting = _bubble(jobs, layer, done, others)
     message = _messages(jobs, constants)
-    data = _data(jobs, constants, layers, layer)
-    update, accumulation = _optimizer(jobs, constants, layers)
+    heaviest = _heaviest(jobs, layers)
+    data = _data(jobs, constants, layer, *heaviest)
+    update, accumulation = _optimizer(jobs, constants, *heaviest)
     parts = [
         compute + accumulation,
         m * slow * layer.moved,
@@ -121,8 +132,10 @@ def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
         update,
     ]
     doublings = np.log2(np.maximum(jobs.world / jobs.gpus_per_node, 1))
-    scale = constants.scale * residual_factor(jobs, constants.residuals) if constants.residuals else constants.scale
-    parts = [part * scale for part in parts]
+    if constants.residuals:
+        parts = [part * (constants.scale * residual_factor(jobs, constants.residuals)) for part in parts]
+    elif constants.scale != 1:
+        parts = [part * constants.scale for part in parts]
     # The slowest of n ranks is later the more ranks there are: about the same share of a step for each doubling.
     jitter = constants.jitter * doublings * sum(parts[1:], parts[0])
     # Not scaled by the fit: a copy at a known bandwidth.
@@ -140,6 +153,17 @@ def _spread(jobs: Jobs, constants: Constants) -> Column:
     if jobs.has_experts:
         spread = np.where(jobs.experts > 0, np.maximum(constants.spread_experts, spread), spread)
     return spread
+
+
+def _layers(jobs: Jobs, constants: Constants) -> tuple[LayerWork, _Layer]:
+    """Return the seconds of a layer of each job. A search has thousands of jobs with few different layers."""
+    found = None if np.any(jobs.offload_activations) else find_distinct_jobs(jobs, _BESIDE_LAYERS)
+    if found is None:
+        done = layer_work(jobs, constants)
+        return done, _layer(jobs, constants, done)
+    distinct, index = found
+    done = layer_work(distinct, constants)
+    return take_columns(done, index), take_columns(_layer(distinct, constants, done), index)
 
 
 def _layer(jobs: Jobs, constants: Constants, done: LayerWork) -> _Layer:
@@ -166,7 +190,7 @@ def _copy(jobs: Jobs, constants: Constants) -> Column:
     """
     if not np.any(jobs.offload_activations):
         return np.zeros(())
-    stored, _ = layer_activations(jobs, constants, jobs.micro_batch * jobs.sequence / jobs.cp)
+    stored = layer_activations(jobs, constants, jobs.micro_batch * jobs.sequence / jobs.cp).stored
     return np.where(jobs.offload_activations > 0, stored / _pcie(jobs), 0.0)
 
 
@@ -305,23 +329,29 @@ def _heaviest(jobs: Jobs, layers: LayerSplit) -> tuple[Column, Column]:
     return np.where(inner, layers.middle, layers.first), ends
 
 
-def _data(jobs: Jobs, constants: Constants, layers: LayerSplit, layer: _Layer) -> Column:
-    """Return the exposed seconds of the data-parallel axes, and of a tied embedding's gradients."""
-    count, ends = _heaviest(jobs, layers)
+def _data(jobs: Jobs, constants: Constants, layer: _Layer, count: Column, ends: Column) -> Column:
+    """Return the exposed seconds of the data-parallel axes, and of a tied embedding's gradients.
+
+    count, ends: as _heaviest returns them.
+    """
     parameters = count * jobs.all_layer_parameters / jobs.tp
     experts = count * jobs.sparse_share * jobs.experts * jobs.expert_parameters / jobs.tp if jobs.has_experts else None
     beside = layer.forward + layer.launch_forward, layer.backward + layer.launch_backward
     windows = network.OverlapWindows(count * beside[0], count * beside[1])
     seconds = network.data_seconds(jobs, constants, parameters, ends, windows, experts)
+    if not np.any(jobs.tied) or not jobs.has_pipeline:
+        return seconds
     # First and last stage exchange the gradients of a tied table (traffic.model_axes.list_tied_embedding_flows).
     table = jobs.vocab * jobs.hidden / jobs.tp
     tied = send_seconds(jobs, constants, table * jobs.gradient_bytes, jobs.tp * jobs.cp * jobs.data_parallel)
     return seconds + np.where((jobs.pp > 1) & (jobs.tied > 0), tied, 0.0)
 
 
-def _optimizer(jobs: Jobs, constants: Constants, layers: LayerSplit) -> tuple[Column, Column]:
-    """Return (seconds of the update, seconds of adding up the gradients of micro-batches)."""
-    count, ends = _heaviest(jobs, layers)
+def _optimizer(jobs: Jobs, constants: Constants, count: Column, ends: Column) -> tuple[Column, Column]:
+    """Return (seconds of the update, seconds of adding up the gradients of micro-batches).
+
+    count, ends: as _heaviest returns them.
+    """
     parameters = count * jobs.all_layer_parameters / jobs.tp + ends
     if jobs.has_adapters:
         frozen = jobs.adapter_weights > 0

@@ -20,7 +20,7 @@ from hpc_train.planner.candidate import Candidate
 from hpc_train.planner.candidate_text import PART_LABELS
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.jobs import SCHEDULES
-from hpc_train.planner.model.memory import estimate_memory
+from hpc_train.planner.model.memory import estimate_memory_totals
 from hpc_train.planner.search.search import ROWS_AT_ONCE, SearchBase, candidates_to_jobs, search_space
 from hpc_train.planner.search.space import (
     Columns,
@@ -112,7 +112,8 @@ def _find_leanest(rest: SearchBase, space: SearchSpace, constants: Constants) ->
     for block in iterate_blocks(space, ROWS_AT_ONCE):
         rows_down = {name: column[:, None] for name, column in block.rows.items()}
         jobs = candidates_to_jobs(rest, {**rows_down, **block.techniques.columns}, block.techniques.share)
-        total = np.broadcast_to(estimate_memory(jobs, constants).total, (len(block.rows["pp"]), block.techniques.count))
+        shape = len(block.rows["pp"]), block.techniques.count
+        total = np.broadcast_to(estimate_memory_totals(jobs, constants).total, shape)
         row, technique = np.unravel_index(int(np.argmin(total)), total.shape)
         if best is None or total[row, technique] < best[0]:
             own = {name: column[[row]] for name, column in block.rows.items()}

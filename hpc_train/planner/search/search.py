@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.evidence import handicap, list_unmeasured
 from hpc_train.planner.model.jobs import SCHEDULES, Column, Jobs, replace_columns
-from hpc_train.planner.model.memory import MAYBE, YES, Memory, estimate_memory
+from hpc_train.planner.model.memory import (
+    MAYBE,
+    YES,
+    MemoryTotals,
+    estimate_host_memory,
+    estimate_memory_totals,
+)
 from hpc_train.planner.model.step_time import estimate_step_time
 from hpc_train.planner.search.space import (
     TECHNIQUE_COLUMNS,
@@ -122,11 +128,12 @@ def candidates_to_jobs(rest: SearchBase, columns: Columns, share: Column) -> Job
     return replace_columns(rest.base, **own, recompute_share=share)
 
 
-def fits_in_host_memory(rest: SearchBase, jobs: Jobs, memory: Memory) -> NDArray[np.bool_]:
+def fits_in_host_memory(rest: SearchBase, jobs: Jobs, memory: MemoryTotals) -> NDArray[np.bool_]:
     """Return whether a node's memory has room for what its ranks offload."""
     if not rest.host_bytes:
         return np.ones((), np.bool_)
-    enough: NDArray[np.bool_] = memory.host * np.minimum(jobs.gpus_per_node, jobs.world) <= HOST_SHARE * rest.host_bytes
+    host = estimate_host_memory(jobs, memory.waiting)
+    enough: NDArray[np.bool_] = host * np.minimum(jobs.gpus_per_node, jobs.world) <= HOST_SHARE * rest.host_bytes
     return enough
 
 
@@ -146,9 +153,8 @@ class _Search:
         Rows run down and techniques across, so that what depends on the row alone is computed once.
         """
         for rows in _slices(block.rows, max(1, ROWS_AT_ONCE // block.techniques.count)):
-            rows_down = {name: column[:, None] for name, column in rows.items()}
-            jobs = candidates_to_jobs(self._rest, {**rows_down, **block.techniques.columns}, block.techniques.share)
-            memory, time = estimate_memory(jobs, self._constants), estimate_step_time(jobs, self._constants)
+            jobs = self._combine(rows, block.techniques)
+            memory, time = estimate_memory_totals(jobs, self._constants), estimate_step_time(jobs, self._constants)
             shape = len(rows["pp"]), block.techniques.count
             self.estimated += shape[0] * shape[1]
             total, fits, step, spread = (
@@ -161,12 +167,19 @@ class _Search:
                 rated = RatedCandidates(columns, step[row, technique], total[row, technique])
                 self._offer(rated, fits[row, technique], handicap(columns, self._unmeasured, spread[row, technique]))
 
+    def _combine(self, rows: Columns, techniques: Techniques) -> Jobs:
+        """Return the jobs of all combinations, [rows, techniques]."""
+        rows_down = {name: column[:, None] for name, column in rows.items()}
+        return candidates_to_jobs(self._rest, {**rows_down, **techniques.columns}, techniques.share)
+
     def estimate_within_bounds(self, block: Block) -> None:
         """Estimate the candidates of a block that may be among the best or on the front."""
         for rows in _slices(block.rows, ROWS_AT_ONCE):
             # Time first: it is the cheaper bound and drops most rows. Memory is bounded only for the rest.
             fastest = self._fastest(rows, block.techniques)
             near = np.flatnonzero(fastest <= self._slowest)
+            if not len(near):
+                continue
             rows, fastest = _take(rows, near), fastest[near]
             memory, fits = self._leanest(rows, block.techniques)
             sure = (fits == YES) & ((fastest <= self._sure.limit) | self._front.is_undominated(fastest, memory))
@@ -189,12 +202,10 @@ class _Search:
 
     def _leanest(self, rows: Columns, techniques: Techniques) -> tuple[Column, Column]:
         """Return (least bytes with any technique, best verdict on fitting) of each row, [n]."""
-        least, fits = np.full(len(rows["pp"]), math.inf), np.zeros(len(rows["pp"]))
-        for number in _leanest_techniques(techniques):
-            jobs = candidates_to_jobs(self._rest, _with_technique(rows, techniques, number), techniques.share[number])
-            memory = estimate_memory(jobs, self._constants)
-            least, fits = np.minimum(least, memory.total), np.maximum(fits, memory.fits)
-        return least, fits
+        lean = techniques.take(_leanest_techniques(techniques))
+        memory = estimate_memory_totals(self._combine(rows, lean), self._constants)
+        shape = len(rows["pp"]), lean.count
+        return np.broadcast_to(memory.total, shape).min(axis=1), np.broadcast_to(memory.fits, shape).max(axis=1)
 
     def _offer(self, rated: RatedCandidates, fits: Column, factor: Column) -> None:
         """Add estimated candidates to the best ones and to the front.

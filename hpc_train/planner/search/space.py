@@ -274,6 +274,12 @@ class Techniques:
     def count(self) -> int:
         return len(self.share)
 
+    def take(self, numbers: Sequence[int]) -> Techniques:
+        """Return some of the techniques."""
+        return Techniques(
+            {name: column[list(numbers)] for name, column in self.columns.items()}, self.share[list(numbers)]
+        )
+
 
 @dataclass(frozen=True)
 class Block:
