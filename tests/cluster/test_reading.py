@@ -108,6 +108,21 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
         read_topology_file(tmp_path / "pipe")
 
 
+@pytest.mark.parametrize("text", [b"", b"6,1042,58,-;mlx5_core: Port module event\n"])
+def test_a_file_that_waits_for_more_text_is_not_waited_for(
+    text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As /proc/kmsg: of size 0, and a reader waits where its text ends. A pipe with a writer does the same."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(formats, "open_to_read", lambda path: os.fdopen(reader, "rb"))
+    try:
+        os.write(writer, text)
+        with pytest.raises(UserError, match="kmsg: not a topology in a known format"):
+            read_topology_file(tmp_path / "kmsg")
+    finally:
+        os.close(writer)
+
+
 def test_groups_that_are_not_read_are_said() -> None:
     """Four switches of one level are cabled to one another, as inside a dragonfly group."""
     fabric = rail_fabric(4, 2, 1, 0)

@@ -124,6 +124,29 @@ def test_ask_always_asks_where_slurm_has_switches() -> None:
     assert "only the model itself knows" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("running", "topology", "commands"),
+    [
+        ({}, TREE.splitlines()[0].replace("[1-4]", "[1-8]") + "\n", ["scontrol show topology"]),
+        ({}, TREE, ["scontrol show topology", "sinfo"]),
+        (SCATTERED, TREE, ["scontrol show topology", "sinfo", "squeue", "sacct", "scontrol show config"]),
+        (dict.fromkeys(NODES[4:], (5, 5)), TREE, ["scontrol show topology", "sinfo", "squeue", "sacct"]),
+    ],
+    ids=["one leaf", "all free", "scattered", "one leaf is free"],
+)
+def test_slurm_is_asked_no_more_than_the_answer_needs(
+    running: dict[str, tuple[int, int]], topology: str, commands: list[str]
+) -> None:
+    answer, asked = make_ask(running, topology), []
+
+    def ask(command: Sequence[str]) -> Answer:
+        asked.append(" ".join(command[:3]) if command[0] == "scontrol" else command[0])
+        return answer(command)
+
+    decide(ask, *TAPERED)
+    assert asked == commands
+
+
 def test_blocks_are_asked_for_by_segments() -> None:
     assert decide(make_ask(SCATTERED, BLOCKS), *TAPERED)[0] == {"segment": "4"}
     # No limit bounds the wait for a segment, so a job that may never end keeps auto from asking.

@@ -85,7 +85,7 @@ def test_read_refuses_in_one_line(tmp_path: Path, conf: str, capsys: pytest.Capt
     text.write_text("Dear all,\nthe cluster is down.\n")
     assert "letter.txt: not a topology" in refused(capsys, "read", str(text))
     assert "No such file" in refused(capsys, "read", str(tmp_path / "none"))
-    assert "Is a directory" in refused(capsys, "read", str(tmp_path))
+    assert f"{tmp_path}: a directory; name one of its files" in refused(capsys, "read", str(tmp_path))
     assert "--format paper: choose one of" in refused(capsys, "read", conf, "--format", "paper")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gc
-import stat
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ from hpc_train.cluster.readers.slurm.topology_yaml import (
 )
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
+from hpc_train.regular_files import NotRegularError, open_to_read
 
 MAX_FILE_BYTES = 128 << 20
 """Size limit in bytes: an InfiniBand subnet of 100,000 adapters, or the log of a large job."""
@@ -151,10 +152,16 @@ def _normalise_line_ends(text: str) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
-            raise UserError(f"{path}: not a regular file; give its text on standard input (hpc-train topology read -)")
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        with open_to_read(path) as file:
+            if not os.fstat(file.fileno()).st_size:
+                # Some files of /proc and /sys, such as /proc/kmsg, make a reader wait for more text without an end.
+                os.set_blocking(file.fileno(), False)
+            content = file.read(MAX_FILE_BYTES + 1) or b""
+    except NotRegularError as error:
+        if path.is_dir():
+            hint = "name one of its files, or pipe a command: scontrol show topology | hpc-train topology read -"
+            raise UserError(f"{path}: a directory; {hint}") from None
+        raise UserError(f"{path}: {error.strerror}; give its text to `hpc-train topology read -`") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     if len(content) > MAX_FILE_BYTES:

@@ -169,8 +169,8 @@ class CompactDecision:
             if best.communication is not None
             else "what that saves is not known, as only the model itself knows its shape"
         )
-        later = "as soon as any others" if not best.wait.high else f"{best.wait} later than any others"
-        return f"{head}: {saves}; they are free {later} ({history}); launch.compact_nodes=off|auto|ask"
+        later = f"{best.wait} later than any others ({history})" if best.wait.high else "as soon as any others"
+        return f"{head}: {saves}; they are free {later}; launch.compact_nodes=off|auto|ask"
 
 
 def _compare_requests(config: RunConfig, request: JobRequest, ask: RunClient) -> CompactDecision | str:
@@ -178,6 +178,8 @@ def _compare_requests(config: RunConfig, request: JobRequest, ask: RunClient) ->
     shown = _read_topology(ask)
     if shown is None and not config.cluster.topology:
         return "Slurm shows no switches (scontrol show topology), and cluster.topology is not given"
+    if shown is not None and shown.kind != "slurm_block" and len(_list_leaves(shown)) < 2:
+        return "Slurm shows one leaf switch, which has all nodes"
     available = read_availability(request.parameters.get("partition"), request.parameters.get("constraint"), ask)
     count = request.nodes + request.spares
     if available is None or len(available.nodes) < count:
@@ -194,7 +196,9 @@ def _compare_requests(config: RunConfig, request: JobRequest, ask: RunClient) ->
             requests.append(NodeRequest(*named, None, Interval(0.0, 0.0), wait))
         elif always or after.high < before.high:
             requests.append(NodeRequest(*named, after, compare.save(before, after), wait))
-    limit, max_wait = 60.0 * config.launch.time_minutes, _read_max_wait(ask)
+    # How long Slurm waits for switches at most is asked only if a request could wait for any.
+    max_wait = _read_max_wait(ask) if any(found.option == "switches" for found in requests) else _DEFAULT_MAX_WAIT
+    limit = 60.0 * config.launch.time_minutes
     return CompactDecision(tuple(requests), before, limit, max_wait, available.used_share)
 
 

@@ -36,7 +36,7 @@ class NodeAvailability:
     latest: Floats
     """[nodes]: seconds from now until each is free, if running jobs use all of their limits; inf: they have none."""
     used_share: float | None
-    """Median share of their time limits that recent jobs of several nodes used; None: no history."""
+    """Median share of their time limits that recent jobs of several nodes used; None: no history, or all are free."""
 
 
 def read_availability(partition: str | None, constraint: str | None, ask: RunClient) -> NodeAvailability | None:
@@ -47,11 +47,13 @@ def read_availability(partition: str | None, constraint: str | None, ask: RunCli
     """
     chosen = [f"--partition={partition}"] if partition else []
     nodes = ask(["sinfo", "--noheader", "--Node", "--exact", *chosen, "--format=%N|%T|%P|%f"])
-    jobs = ask(["squeue", "--noheader", "--all", "--states=RUNNING,COMPLETING,SUSPENDED", "--format=%S|%e|%N"])
-    if nodes.code or jobs.code:
-        return None
-    usable = parse_usable_nodes(nodes.out, partition is None, constraint)
+    usable = {} if nodes.code else parse_usable_nodes(nodes.out, partition is None, constraint)
     if not usable:
+        return None
+    if all(usable.values()):
+        return NodeAvailability(tuple(usable), np.zeros(len(usable)), np.zeros(len(usable)), None)
+    jobs = ask(["squeue", "--noheader", "--all", "--states=RUNNING,COMPLETING,SUSPENDED", "--format=%S|%e|%N"])
+    if jobs.code:
         return None
     share = _read_used_share(partition, ask)
     expected, latest = _find_free_times(usable, jobs.out, share, datetime.now())
