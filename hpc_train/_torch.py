@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import get_ident
@@ -219,6 +220,20 @@ def fused_matmul_scatter(x: Tensor, matrix: Tensor, group: str) -> Tensor:
         output: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 1, group)
         return output
     return _symmetric_memory._fused_matmul_reduce_scatter_fallback(x, matrix, "sum", 1, group)  # type: ignore[arg-type]
+
+
+def make_named_group(ranks: Sequence[int], name: str, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a gloo group of some ranks, of which this is one. Only they call it, with the same name.
+
+    Private because the public new_group, where not all ranks call it, takes a name from how many groups a rank is in,
+    which may differ between ranks.
+    """
+    group, _ = dist.distributed_c10d._new_process_group_helper(  # type: ignore[no-untyped-call]
+        len(ranks), list(ranks).index(dist.get_rank()), list(ranks), dist.Backend("gloo"), store, name, timeout=timeout
+    )
+    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def find_group(name: str) -> dist.ProcessGroup:

@@ -236,4 +236,5 @@ class World:
     clock: StepClock = field(default_factory=SilentClock, compare=False)
     """Measures the parts of a step of this rank."""
     group: ProcessGroup | None = field(default=None, compare=False)
-    """Process group of these ranks; None: of all processes. With loose synchronisation a copy has its own."""
+    """Process group of these ranks; None: of all processes. With loose synchronisation a copy has its own, and so have
+    the ranks that are left once a copy is lost."""

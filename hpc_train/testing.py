@@ -8,10 +8,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -39,18 +40,20 @@ def run_ranks(
     *args: Any,
     parallel: ParallelConfig | None = None,
     timeout: float = 120.0,
+    lost: Collection[int] = (),
 ) -> list[T]:
     """Call `function(world, *args)` on `ranks` forked gloo processes; returns their results in rank order.
 
     parallel: degrees of the mesh (default: ddp over all ranks). Results and errors come back by pickle; `function`
     may be a closure. The first rank that fails ends the others; its traceback is in the RankFailure that is raised.
+    lost: ranks that `function` kills; the results are those of the others, and no rank waits for these at the end.
     The ranks are on the CPU also where there are GPUs, which a forked process cannot use.
     Fork keeps this cheap (0.1 s), and needs that no earlier torch operation of this process used several threads:
     call torch.set_num_threads(1) in conftest.py.
     """
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
         join = partial(_start, ranks=ranks, folder=folder, parallel=parallel or ParallelConfig(), timeout=timeout)
-        return _fork(function, range(ranks), args, join, timeout)
+        return _fork(function, range(ranks), args, join, timeout, lost)
 
 
 def pretend_ranks(
@@ -76,6 +79,7 @@ def _fork(
     args: tuple[Any, ...],
     join: Callable[[int], World],
     timeout: float,
+    lost: Collection[int] = (),
 ) -> list[T]:
     if dist.is_initialized():
         raise RankFailure("run_ranks: this process is a rank already; start all ranks with one run_ranks")
@@ -89,10 +93,10 @@ def _fork(
             # Made one at a time: a later rank's pipe in this one's hands would not close when that rank dies.
             receiver, sender = context.Pipe(duplex=False)
             receivers[receiver] = rank
-            processes.append(context.Process(target=_rank, args=(sender, rank, function, args, join)))
+            processes.append(context.Process(target=_rank, args=(sender, rank, function, args, join, not lost)))
             processes[-1].start()
             sender.close()
-        return _collect(receivers, timeout)
+        return _collect({receiver: rank for receiver, rank in receivers.items() if rank not in lost}, timeout)
     finally:
         for process in processes:
             process.kill()
@@ -141,7 +145,12 @@ def _receive_outcome(receiver: Connection, rank: int) -> _RankOutcome:
 
 
 def _rank(
-    sender: Connection, rank: int, function: Callable[..., Any], args: tuple[Any, ...], join: Callable[[int], World]
+    sender: Connection,
+    rank: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    join: Callable[[int], World],
+    meet: bool,
 ) -> None:
     gc.freeze()  # what the parent left is neither looked through nor, by that, copied: a third of a short test's time
     try:
@@ -149,7 +158,11 @@ def _rank(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         world = join(rank)
         sender.send(_RankOutcome(rank, True, function(world, *args)))
-        dist.barrier()  # a rank that leaves early would break the collectives of the others
+        # A rank that leaves early would break the collectives of the others.
+        if meet:
+            dist.barrier()
+        else:
+            signal.pause()  # until the caller has all results, and kills what is left
     except BaseException:
         sender.send(_RankOutcome(rank, False, traceback.format_exc(), time.monotonic()))
     finally:

@@ -51,6 +51,15 @@ def test_a_closure_sees_what_surrounds_it_and_changes_a_copy() -> None:
     assert seen == [17]
 
 
+def test_ranks_that_are_to_die_do_not_end_the_others() -> None:
+    def die(world: World) -> int:
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return world.rank
+
+    assert run_ranks(die, 3, lost={1}) == [0, 2]
+
+
 def test_the_mesh_is_that_of_the_parallel_config() -> None:
     def sizes(world: World) -> tuple[int, ...]:
         return tuple(world.mesh.shape)

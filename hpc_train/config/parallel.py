@@ -159,6 +159,9 @@ class SyncConfig:
     """Integers that outer gradients are rounded to before they are sent, with a scale for each block of elements."""
     block: int = config_field(default=256, ge=2, le=1 << 20)
     """int8, int4: elements that share a scale."""
+    lost_after_seconds: float | None = config_field(default=None, ge=10)
+    """The other copies go on without a copy whose ranks have ended, or that does not answer for so long; not without
+    that of rank 0. None: the loss of a rank ends the ranks of all copies."""
 
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")

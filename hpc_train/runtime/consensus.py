@@ -202,30 +202,32 @@ class Consensus:
         """Return every rank's value on rank 0, in rank order; the result on other ranks is meaningless."""
         if world is None or world.size == 1:
             return [value]
+        group = world.group if group is None else group
         first, rest = self._encode_message(value)
         firsts = list(torch.empty(world.size, _FIRST_BYTES, dtype=torch.uint8)) if world.rank == 0 else None
         values = [value] if world.rank == 0 else []
         with report_lost_ranks():
-            dist.gather(first, firsts, dst=0, group=group)
+            dist.gather(first, firsts, group_dst=0, group=group)
             if world.rank != 0 and len(rest):
-                dist.send(rest, dst=0, group=group)
+                dist.send(rest, group_dst=0, group=group)
             for rank, peer_first in enumerate((firsts or [])[1:], 1):
                 peer_rest = torch.empty(_count_missing_bytes(peer_first), dtype=torch.uint8)
                 if len(peer_rest):
-                    dist.recv(peer_rest, src=rank, group=group)
+                    dist.recv(peer_rest, group_src=rank, group=group)
                 values.append(self.decode_message(peer_first, peer_rest))
         return values
 
     def _broadcast_from_rank_0(self, world: World | None, value: Any, group: ProcessGroup | None) -> Any:
         if world is None or world.size == 1:
             return value
+        group = world.group if group is None else group
         first, rest = self._encode_message(value)
         with report_lost_ranks():
-            dist.broadcast(first, src=0, group=group)
+            dist.broadcast(first, group_src=0, group=group)
             if world.rank != 0:
                 rest = torch.empty(_count_missing_bytes(first), dtype=torch.uint8)
             if len(rest):
-                dist.broadcast(rest, src=0, group=group)
+                dist.broadcast(rest, group_src=0, group=group)
         return value if world.rank == 0 else self.decode_message(first, rest)
 
 

@@ -15,6 +15,7 @@ from hpc_train.runtime.consensus import Consensus
 from hpc_train.runtime.processes import StopRequest
 from hpc_train.training.data_position import restore_position
 from hpc_train.training.factory import count_samples, count_total_steps, make_loader, make_validation_loader
+from hpc_train.training.lost_copies import find_copy_group
 from hpc_train.training.numerics.rollback import ROLLBACKS, read_rollbacks
 from hpc_train.training.optimizer import find_learning_rate_problem
 from hpc_train.training.records.reporter import Reporter
@@ -39,6 +40,7 @@ def assemble_run(
     steps = count_total_steps(config, count_samples(data))
     loader, validation = make_loader(config, data, world, augment=True), make_validation_loader(config, world)
     run = TrainingRun(config, world, directory, engine, loader, validation, steps, Reporter(directory, attempt), stop)
+    run.copy_group = find_copy_group(config, engine, data)
     run.rollback.restore(_USER_ERRORS.run_on_rank_0(world, lambda: read_rollbacks(directory.path / ROLLBACKS)))
     run.guard.skip_samples(run.rollback.entries)
     lines: list[str] = []

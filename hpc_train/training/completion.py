@@ -29,8 +29,8 @@ def raise_if_any_incomplete(why: str | None, world: World) -> None:
     """Raise IncompleteRun on all ranks if any rank has a reason. Every rank must call it; it is a barrier."""
     incomplete = torch.tensor(int(why is not None))
     if world.size > 1:
-        dist.all_reduce(incomplete, dist.ReduceOp.MAX)
-        dist.barrier()  # a launcher may end the other ranks as soon as one exits with a nonzero code
+        dist.all_reduce(incomplete, dist.ReduceOp.MAX, group=world.group)
+        dist.barrier(group=world.group)  # a launcher may end the other ranks as soon as one exits with a nonzero code
     if incomplete.item():
         raise IncompleteRun(why or "not done: another rank says so")
 

@@ -14,6 +14,7 @@ from hpc_train.checkpoint.rank_consensus import run_on_rank_0
 from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.runtime.step_collection import collect_at_steps
 from hpc_train.training.evaluation import Evaluation, evaluate_if_due
+from hpc_train.training.lost_copies import go_on_without_lost
 from hpc_train.training.numerics.number_checks import RanksDisagree, check_numbers, distrust_steps
 from hpc_train.training.saving import explain_too_late, report_saves, save_if_due
 from hpc_train.training.step import StepResult, train_step
@@ -47,6 +48,7 @@ def _run_steps_collecting(run: TrainingRun, collect: Callable[[int], None]) -> i
         begun_before, begun = begun, time.monotonic()
         step = train_step(run)
         validation = evaluate_if_due(run, step.stop)
+        go_on_without_lost(run)
         report_step(run, step, validation)
         check_numbers(run, lambda: report_saves(run, run.wait_for_saves()))
         stopping = step.stop or run.owes_validation

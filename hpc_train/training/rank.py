@@ -41,6 +41,7 @@ from hpc_train.training.completion import find_shortfall, raise_if_any_incomplet
 from hpc_train.training.evaluation import evaluate_owed
 from hpc_train.training.factory import count_samples, make_deferred_model, make_engine, open_data
 from hpc_train.training.loop import run_training
+from hpc_train.training.lost_copies import allow_losses, go_on_without_lost
 from hpc_train.training.optimizer import find_learning_rate_problem, require_determinism
 from hpc_train.training.records.rank_log import RankLog
 from hpc_train.training.records.recorder import StepRecorder
@@ -152,7 +153,9 @@ def _attach_observers(run: TrainingRun, task: Task, attempt: int) -> None:
 
 def _train_to_end(run: TrainingRun, data: Dataset | OwnStream) -> int:
     """Train, and agree with all ranks on whether the run is done; returns the exit code, the same on every rank."""
+    allow_losses(run)
     code = run_training(run)
+    go_on_without_lost(run)  # the last saves may have taken minutes
     if run.profiler is not None:
         run.profiler.close(run.step)
     raise_if_any_incomplete(find_shortfall(run) if code == EXIT_DONE else None, run.world)
@@ -163,7 +166,8 @@ def _train_to_end(run: TrainingRun, data: Dataset | OwnStream) -> int:
     if code == EXIT_DONE:
         run.reporter.mark_done()
     run.reporter.close_loggers()
-    dist.barrier()  # a launcher may end the others as soon as one rank exits with a code that is not 0
+    # A launcher may end the others as soon as one rank exits with a code that is not 0.
+    dist.barrier(group=run.world.group)
     return code
 
 

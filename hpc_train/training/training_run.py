@@ -29,6 +29,7 @@ from hpc_train.training.run_directory import RunDirectory
 from hpc_train.training.saving import SaveFailure, make_savers
 
 if TYPE_CHECKING:
+    from hpc_train.parallel.data_parallel.copy_group import CopyGroup
     from hpc_train.training.records.node_metrics import NodeMetrics
     from hpc_train.training.records.profiler import StepProfiler
 
@@ -107,6 +108,8 @@ class TrainingRun:
     """A request to stop skipped the evaluation that was due after this step."""
     last_loss: float | None = None
     replicas: ReplicaCheck | None = None
+    copy_group: CopyGroup | None = None
+    """The copies of the model, if some of them may be lost (training.lost_copies)."""
     equal_at: int = 0
     """The latest step after which copies of parameters were compared and equal; at first where the run began."""
     equal_checkpoint: int | None = None
@@ -125,6 +128,14 @@ class TrainingRun:
         device = self.world.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         self.peak_flops = find_peak_flops(self.config, name)
+
+    def change_world(self, world: World) -> None:
+        """Go on with the ranks of `world`, since others are lost."""
+        self.world = world
+        for saver in (self.saver, self.weights_saver):
+            saver.change_world(world)
+        if self.replicas is not None:
+            self.replicas.world = world
 
     def take_ended_saves(self) -> list[SaveResult]:
         """Return the saves, of checkpoints and of weights, that have ended since the last call."""

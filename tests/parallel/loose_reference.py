@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from plain_setup import LLAMA
@@ -47,8 +50,18 @@ class Trained:
     """Each copy's own parameters."""
 
 
-def train_copies(config: RunConfig, copies: int, fragments: list[list[str]], rates: list[float]) -> Trained:
-    """Train for as many steps as there are learning rates. fragments: names, in the order of their exchanges."""
+def train_copies(
+    config: RunConfig,
+    copies: int,
+    fragments: list[list[str]],
+    rates: list[float],
+    ends: Mapping[int, float] = MappingProxyType({}),
+) -> Trained:
+    """Train for as many steps as there are learning rates. fragments: names, in the order of their exchanges.
+
+    ends: for a copy that is lost, the last step it takes part in; 3.5: it trains in step 4, and is lost before the
+    exchange.
+    """
     sync = config.parallel.sync
     assert sync.every is not None
     models = [make_model().double() for _ in range(copies)]
@@ -59,7 +72,9 @@ def train_copies(config: RunConfig, copies: int, fragments: list[list[str]], rat
     steps = []
     for step, rate in enumerate(rates, 1):
         batch, rows, total, tokens, squares = make_batch(step), SEQUENCES // copies, 0.0, 0, 0.0
-        for copy, (one, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        training = [copy for copy in range(copies) if step - 0.5 <= ends.get(copy, math.inf)]
+        for copy in training:
+            one, optimizer = models[copy], optimizers[copy]
             mine = MicroBatch(*(t[copy * rows : (copy + 1) * rows] for t in batch))
             count = int((mine.targets != IGNORED_TARGET).sum())
             out = one(mine.inputs)
@@ -73,20 +88,22 @@ def train_copies(config: RunConfig, copies: int, fragments: list[list[str]], rat
                 group["lr"] = rate * group.get("lr_factor", 1.0)
             optimizer.step()
             total, tokens, squares = total + loss.item(), tokens + count, squares + norm.item() ** 2
-        steps.append((total / tokens, (squares / copies) ** 0.5))
+        steps.append((total / tokens, (squares / len(training)) ** 0.5))
+        meeting = [one for copy, one in enumerate(models) if step <= ends.get(copy, math.inf)]
         with torch.no_grad():
             for index, names in enumerate(fragments):
                 first = (index + 1) * sync.every // len(fragments)
                 if (step - first) % sync.every == 0:
                     waiting[index] = {
-                        name: sum(anchor[name] - one.get_parameter(name) for one in models) / copies for name in names
+                        name: sum(anchor[name] - one.get_parameter(name) for one in meeting) / len(meeting)
+                        for name in names
                     }
                 if step > sync.overlap and (step - sync.overlap - first) % sync.every == 0:
                     for name, delta in waiting.pop(index).items():
                         momentum[name] = sync.outer_momentum * momentum[name] + delta
                         anchor[name] -= sync.outer_lr * (delta + sync.outer_momentum * momentum[name])
                         keep = sync.merge if sync.overlap else 0.0
-                        for one in models:
+                        for one in meeting:
                             own = one.get_parameter(name)
                             own.copy_(keep * own + (1 - keep) * anchor[name])
     return Trained(steps, anchor, momentum, [dict(one.named_parameters()) for one in models])

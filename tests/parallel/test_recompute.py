@@ -28,6 +28,7 @@ from hpc_train.parallel.apply import build
 from hpc_train.parallel.memory import activation_offload, recompute
 from hpc_train.parallel.memory.activation_offload import ActivationMoves
 from hpc_train.parallel.memory.copy_stream import CopyStream
+from hpc_train.parallel.memory.recompute_once import recompute_once
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.parallel.user_model import replace_forward
 from hpc_train.testing import run_ranks
@@ -146,6 +147,29 @@ def test_a_backward_in_two_parts_runs_a_block_again_once(mode: str, runs: int) -
     overrides = ("parallel.pp=2", "parallel.pipeline.schedule=zbv", f"{MODE}{mode}")
     case = matrix.Case(2, overrides, "llama", micro=4)
     assert run_ranks(_count_attentions, 2, case, parallel=case.config().parallel) == [runs * 2 * 4] * 2
+
+
+def _held_in_two_parts(once: bool) -> tuple[int, int, int]:
+    """(bytes that a block's forward leaves, those between the parts of its backward, and those after both)."""
+    block, x = _block()
+    with Watch() as watch:
+        out = recompute_once(block, x) if once else block(x)
+        after_forward = watch.alive()
+        gradient = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        del gradient
+        between = watch.alive()
+        gradients = torch.autograd.grad(out.sum(), list(block.parameters()))
+        del out, gradients
+    return after_forward, between, watch.alive()
+
+
+def test_between_the_parts_of_a_backward_a_block_holds_what_it_would_without_recomputation() -> None:
+    block, x = _block()
+    after_forward, between, after = _held_in_two_parts(once=True)
+    assert after_forward == block(x).nbytes, "its input is the caller's"
+    assert between == _held_in_two_parts(once=False)[1]
+    assert between > 5 * after_forward
+    assert after == 0
 
 
 TOKENS, HIDDEN, KV, WIDE, HEADS, FP64 = SEQUENCES * LENGTH, 20, 10, 27, 2, 8

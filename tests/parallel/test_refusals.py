@@ -13,7 +13,7 @@ from hpc_train.launch.freeze import check_run
 
 TOPK = "parallel.compression.method=topk"
 SERVERS, LATE = "parallel.server.mode=synchronous", "parallel.server.mode=asynchronous"
-APART = "parallel.sync.every=10"
+APART, LOST = "parallel.sync.every=10", "parallel.sync.lost_after_seconds=60"
 EXPERTS, ZERO, EP = ("model=llama_moe_tiny",), ("parallel=fsdp",), "parallel.ep=2"
 IMAGES = ("model=vit_tiny", "data=digits")
 REFUSED: list[tuple[int, tuple[str, ...], str]] = [
@@ -58,6 +58,15 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (2, (APART, "parallel.sync.fragments=11"), "parallel.sync.fragments=11: one is exchanged in a step"),
     (2, (APART, "parallel.sync.merge=0.1"), "parallel.sync.merge=0.1: has no effect without parallel.sync.overlap"),
     (2, (APART, "parallel.sync.block=16"), "parallel.sync.block=16: has no effect without parallel.sync.compression"),
+    (
+        2,
+        ("parallel.sync.lost_after_seconds=60",),
+        "parallel.sync.lost_after_seconds=60.0: has no effect without parallel.sync.every",
+    ),
+    (1, (APART, LOST, "parallel.dp_replicate=1"), f"{LOST}: there is a single copy of the model; give parallel.dp_re"),
+    (2, (APART, LOST, "parallel.sync.overlap=1"), f"{LOST}: an exchange that fails is made again at once"),
+    (2, (APART, LOST, "launch=slurm"), f"{LOST}: a job of launch=slurm ends all its ranks when one fails"),
+    (2, (APART, LOST, "checkpoint.incremental=true"), f"{LOST}: not with checkpoint.incremental=true, which needs"),
     (2, (APART, "train.steps=25"), "train.steps=25: the last 5 steps would come after the last exchange"),
     # experts
     (2, (*ZERO, EP), f"{EP}: model=llama_tiny has no experts; leave it out"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import struct
 import subprocess
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +291,27 @@ def test_a_wait_ends_with_its_timeout_or_with_the_last_key(store: JobStore, serv
     store.set_timeout(SHORT)
     with pytest.raises(dist.DistStoreError, match="wait timeout after 200ms, keys: never"):
         store.get("never")
+
+
+def set_at_end_and_die(address: Connection) -> None:
+    JobStore(address.recv(), SECRET, LONG).set_at_end("other", "gone")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_key_is_set_when_the_process_that_asked_for_that_is_killed() -> None:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=set_at_end_and_die, args=(receiver,))
+    process.start()  # before there is a server with its thread
+    server = StoreServer("127.0.0.1", SECRET, 8)
+    store = JobStore(server.address, SECRET, LONG)
+    store.set_at_end("own", "gone")
+    sender.send(server.address)
+    assert store.get("other") == b"gone"
+    process.join()
+    assert not store.check(["own"])
+    store.close()
+    server.close()
 
 
 def test_the_end_of_the_server_ends_what_waits(store: JobStore, server: StoreServer) -> None:

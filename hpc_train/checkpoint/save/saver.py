@@ -22,6 +22,7 @@ import h5py
 import torch
 import torch.distributed as dist
 
+from hpc_train._torch import make_named_group
 from hpc_train.checkpoint.errors import CheckpointError, format_error
 from hpc_train.checkpoint.provenance import Origin
 from hpc_train.checkpoint.save.incremental import IncrementalWriter
@@ -127,6 +128,7 @@ class Saver:
     _writers: WriterGroup | None = None
     _mpi: Intracomm | None = None
     _lost: bool = False
+    _groups_made: int = 0
 
     def __post_init__(self) -> None:
         assert self.incremental is None or not self.sharing.shares_files
@@ -299,17 +301,33 @@ class Saver:
             return not busy
         # One MAX of two flags: does any rank still write, and does any rank need a new process group?
         flags = torch.tensor([busy, self._lost or self._group is None], dtype=torch.uint8)
-        # On the default group, in the training's thread: the ranks are at the same point of the loop here, which is not
-        # true of their save threads.
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        # On the job's own group, in the training's thread: the ranks are at the same point of the loop here, which is
+        # not true of their save threads.
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.world.group)
         someone_busy, remake = flags.tolist()
         if someone_busy:
             return False
         if remake:
-            # half the timeout: ranks that wait for a hanging one give up before `timeout` ends the save from outside
-            self._group, self._lost = dist.new_group(backend="gloo", timeout=self.timeout / 2), False
+            self._group, self._lost = self._make_group(), False
             self._writers = make_writer_group(self.world, self.sharing, self._group, self._mpi)
         return True
+
+    def _make_group(self) -> dist.ProcessGroup:
+        # half the timeout: ranks that wait for a hanging one give up before `timeout` ends the save from outside
+        timeout = self.timeout / 2
+        if self.world.group is None:
+            return dist.new_group(backend="gloo", timeout=timeout)
+        assert self.world.store is not None
+        self._groups_made += 1
+        name = f"saves-{self.world.group.group_name}-{self.directory.name}-{self._groups_made}"
+        return make_named_group(dist.get_process_group_ranks(self.world.group), name, self.world.store, timeout)
+
+    def change_world(self, world: World) -> None:
+        """Save from other ranks from now on, since some are lost. A save that is under way fails."""
+        self.world, self._lost, self._layout_cache = world, True, LayoutCache()
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)  # ends the waits of a save that a lost rank was part of
 
     def _make_failure(self, step: int, why: str) -> SaveResult:
         error = CheckpointError(f"checkpoint step {step} was not saved in {self.directory}: {why}")

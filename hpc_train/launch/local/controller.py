@@ -1,5 +1,8 @@
 """The process that holds the ranks of a local job: submitit's controller, but if one fails or hangs, all end.
 
+Ranks that go on when some of them are lost (parallel.sync.lost_after_seconds) say so by a file; then a rank that fails
+ends alone.
+
 Started as `python -m hpc_train.launch.local.controller FOLDER LOGS LAUNCHER`, with stop signals blocked.
 """
 
@@ -29,6 +32,7 @@ from hpc_train.launch.watching import (
 )
 from hpc_train.resilience.notices import NoticeWatch
 from hpc_train.runtime.processes import STOP_SIGNALS, unblock_stop_signals
+from hpc_train.training.records.run_records import LOSS_ALLOWED
 
 _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
@@ -69,6 +73,10 @@ class RankController(Controller):
             (self._logs / EXIT_CODES).write_text(json.dumps(self._exits))
         if self._hung:
             return EXIT_FAILED
+        codes = dict(self._exits)
+        # Task 0 serves the store, without which no rank goes on: it ends as the job does.
+        if self._allows_losses() and codes.get(0) in (0, EXIT_REQUEUE):
+            return codes[0]
         return _shell_exit_code(next((code for _, code in self._exits if code != 0), 0))
 
     def _wait_for_tasks(self) -> None:
@@ -80,7 +88,7 @@ class RankController(Controller):
                 return
             # Ranks agree on a stop, so after one that ended with it the others are about to.
             failed = any(code not in (0, EXIT_REQUEUE) for _, code in self._exits)
-            if failed and deadline is None:
+            if failed and deadline is None and not self._allows_losses():
                 deadline = time.monotonic() + _GRACE_SECONDS
             if deadline is not None and time.monotonic() > deadline:
                 return
@@ -92,6 +100,9 @@ class RankController(Controller):
                 self._hung = True
                 return
             time.sleep(_POLL_SECONDS)
+
+    def _allows_losses(self) -> bool:
+        return (self._logs / LOSS_ALLOWED).exists()
 
     def _handle_notice(self) -> None:
         """Ask the ranks to save and stop if this machine is about to be taken away."""

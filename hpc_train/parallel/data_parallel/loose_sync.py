@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.parallel import SyncConfig
 from hpc_train.errors import UserError
+from hpc_train.parallel.data_parallel.copy_group import CopyGroup
 from hpc_train.parallel.optimizer_step import get_local
 from hpc_train.traffic.outer_exchange import list_exchange_steps
 
@@ -67,15 +68,20 @@ class OuterOptimizer:
     """Exchanges outer gradients and steps the anchor; see the module."""
 
     def __init__(
-        self, trained: Sequence[Named], fragment_of: Mapping[str, int], sync: SyncConfig, group: dist.ProcessGroup
+        self,
+        trained: Sequence[Named],
+        fragment_of: Mapping[str, int],
+        sync: SyncConfig,
+        group: dist.ProcessGroup,
+        copy_group: CopyGroup | None = None,
     ) -> None:
         """trained: of this rank, the same names in the same order on every copy; those of tied parameters may be twice.
 
         fragment_of: the number of the fragment of every parameter of the model, by name; see number_fragments.
-        group: the ranks that hold copies of these shards.
+        group: the ranks that hold copies of these shards. copy_group: used in its place if copies may be lost.
         """
         assert sync.every is not None
-        self._sync, self._every, self._group = sync, sync.every, group
+        self._sync, self._every, self._group, self._copy_group = sync, sync.every, group, copy_group
         self._copies = dist.get_world_size(group)
         self.parameters = [_make_outer_parameter(name, parameter, sync) for name, parameter in trained]
         parameters_of_fragment: dict[int, list[OuterParameter]] = {}
@@ -123,6 +129,8 @@ class OuterOptimizer:
     @torch.no_grad()
     def _begin_mean(self, fragment: Fragment) -> PendingMean:
         delta = torch.cat([(parameter.anchor - parameter.own).flatten() for parameter in fragment.parameters])
+        if self._copy_group is not None:
+            return self._exchange_at_once(delta, self._copy_group)
         if self._copies == 1 and self._sync.compression == "none":
             return PendingMean(delta, None, None)
         if self._sync.compression == "none":
@@ -134,6 +142,15 @@ class OuterOptimizer:
         work = dist.all_gather_into_tensor(every, message, group=self._group, async_op=True)
         return PendingMean(delta, every.view(self._copies, -1), work)
 
+    def _exchange_at_once(self, delta: Tensor, copy_group: CopyGroup) -> PendingMean:
+        """Exchange outer gradients, which are given again if a copy is lost meanwhile."""
+        if self._sync.compression == "none":
+            return PendingMean(copy_group.sum(delta), None, None)
+        from hpc_train.parallel.data_parallel.outer_compression import compress_vector
+
+        message = compress_vector(delta, self._sync.compression, self._sync.block)
+        return PendingMean(delta, copy_group.gather(message), None)
+
     @torch.no_grad()
     def _finish_mean(self, fragment: Fragment) -> list[Tensor] | None:
         """Wait for a mean and return it cut into the fragment's parameters; None if none is under way."""
@@ -143,7 +160,7 @@ class OuterOptimizer:
         if pending.work is not None:
             pending.work.wait()
         total = pending.result if pending.message is None else self._sum_messages(pending)
-        total.div_(self._copies)
+        total.div_(self._copies if self._copy_group is None else self._copy_group.counted)
         pieces = torch.split(total, [parameter.own.numel() for parameter in fragment.parameters])
         means = [piece.view_as(parameter.own) for piece, parameter in zip(pieces, fragment.parameters, strict=True)]
         for parameter, mean in zip(fragment.parameters, means, strict=True):

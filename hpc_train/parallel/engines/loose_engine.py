@@ -21,6 +21,7 @@ from hpc_train.config.run import RunConfig, describe_one_copy
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, Report, StepBatch, Sums, TensorShard, World
 from hpc_train.models.deferred import DeferredValues
+from hpc_train.parallel.data_parallel.copy_group import CopyGroup
 from hpc_train.parallel.data_parallel.loose_sync import Named, OuterOptimizer, OuterParameter, number_fragments
 from hpc_train.parallel.engines.updating_engine import has_routers
 from hpc_train.parallel.mesh_axes import get_axis_index
@@ -44,8 +45,16 @@ class Build(Protocol):
 class LooseEngine:
     """interfaces.Engine of one copy among several, which meet at exchanges."""
 
-    def __init__(self, engine: Engine, outer: OuterOptimizer, world: World, copy_world: World) -> None:
-        """engine: of this copy, over copy_world. world: all copies."""
+    def __init__(
+        self,
+        engine: Engine,
+        outer: OuterOptimizer,
+        world: World,
+        copy_world: World,
+        copy_group: CopyGroup | None = None,
+    ) -> None:
+        """engine: of this copy, over copy_world. world: all copies. copy_group: them, if they may be lost."""
+        self.copy_group = copy_group
         self.parts = engine.parts
         self._engine, self._outer, self._world, self._copy_world = engine, outer, world, copy_world
         self._group = world.mesh["dp_replicate"].get_group()
@@ -65,6 +74,8 @@ class LooseEngine:
     def clip(self, max_norm: float | None) -> Tensor:
         """Clip this copy's gradient; return the root mean square of the norms of all copies."""
         square = self._engine.clip(max_norm).double().square()
+        if self.copy_group is not None:
+            return (self.copy_group.sum(square) / self.copy_group.counted).sqrt()
         dist.all_reduce(square, group=self._group)
         return (square / self._copies).sqrt()
 
@@ -89,18 +100,20 @@ class LooseEngine:
         The latter is `optim.copy<c>_parameter.<name>` and `optim.copy<c>_<state>.<name>`.
         """
         self._outer.finish_communication()
+        # Copies are numbered without gaps in a checkpoint.
+        copy = self._copy if self.copy_group is None else self.copy_group.index
         outers: dict[str, list[OuterParameter]] = {}  # of a name that two stages of this rank have, in their order
         for parameter in self._outer.parameters:
             outers.setdefault(parameter.name, []).append(parameter)
         for shard in self._engine.shards():
             # A copy's ranks write its own state; the first copy's what is the same on all.
-            common = replace(shard, replica=shard.replica + self._copy * self._copy_world.size)
+            common = replace(shard, replica=shard.replica + copy * self._copy_world.size)
             if shard.name.startswith("optim."):
-                yield replace(shard, name=f"optim.copy{self._copy}_{shard.name.removeprefix('optim.')}")
+                yield replace(shard, name=f"optim.copy{copy}_{shard.name.removeprefix('optim.')}")
             elif shard.name in outers:
                 outer = outers[shard.name].pop(0)
                 yield replace(common, local=outer.anchor)
-                yield replace(shard, name=f"optim.copy{self._copy}_parameter.{shard.name}")
+                yield replace(shard, name=f"optim.copy{copy}_parameter.{shard.name}")
                 for key, tensor in (("momentum", outer.momentum), ("delta", outer.delta)):
                     if tensor is not None:
                         yield replace(common, name=f"optim.outer_{key}.{shard.name}", local=tensor)
@@ -115,6 +128,8 @@ class LooseEngine:
 
     def _add_up(self, sums: Sums) -> Sums:
         counts = torch.tensor([sums.tokens, int(sums.stop), int(not sums.agree)], dtype=torch.int64)
+        if self.copy_group is not None:
+            return _add_up_at_once(sums, counts, self.copy_group)
         totals = sums.loss.clone()
         metrics = None if sums.metrics is None else sums.metrics.clone()
         for tensor in (counts, totals, metrics):
@@ -122,6 +137,16 @@ class LooseEngine:
                 dist.all_reduce(tensor, group=self._group)
         tokens, stops, disagree = counts.tolist()
         return replace(sums, loss=totals, tokens=tokens, stop=stops > 0, agree=disagree == 0, metrics=metrics)
+
+
+def _add_up_at_once(sums: Sums, counts: Tensor, copy_group: CopyGroup) -> Sums:
+    """Add up in one message, so that all sums are of the same copies. counts: tokens, stops, disagreements, (3,)."""
+    parts = [counts, sums.loss, *([] if sums.metrics is None else [sums.metrics])]
+    total = copy_group.sum(torch.cat([part.detach().double().flatten().cpu() for part in parts]))
+    tokens, stops, disagree = (round(count) for count in total[:3].tolist())
+    metrics = None if sums.metrics is None else total[4:].view_as(sums.metrics).to(sums.metrics)
+    loss = total[3].to(sums.loss)
+    return replace(sums, loss=loss, tokens=tokens, stop=stops > 0, agree=disagree == 0, metrics=metrics)
 
 
 def build_loose_engine(
@@ -144,13 +169,18 @@ def build_loose_engine(
     engine = build(model, make_optimizer, own_config, copy_world, say, values)
     trained = [parameter for part in engine.parts for parameter in _list_trained(part)]
     sync, group = config.parallel.sync, world.mesh["dp_replicate"].get_group()
-    outer = OuterOptimizer(trained, number_fragments(_list_trained(model), sync.fragments), sync, group)
+    copy_group = None if sync.lost_after_seconds is None else CopyGroup(world, copy_world, sync.lost_after_seconds)
+    outer = OuterOptimizer(trained, number_fragments(_list_trained(model), sync.fragments), sync, group, copy_group)
     momentum = f"Nesterov {sync.outer_momentum:g}" if sync.outer_momentum else "no momentum"
     say(
         f"loose synchronisation: {degrees.dp_replicate} copies, every {sync.every} steps, {sync.fragments} fragments, "
         f"outer lr {sync.outer_lr:g}, {momentum}, compression {sync.compression}"
     )
-    return LooseEngine(engine, outer, world, copy_world)
+    if copy_group is not None:
+        say(f"a copy, but that of rank 0, is left behind if it ends or is silent for {sync.lost_after_seconds:g} s")
+        if world.device.type == "cuda":
+            say("the copies exchange through host memory; losing one has not been tried on GPUs")
+    return LooseEngine(engine, outer, world, copy_world, copy_group)
 
 
 def _list_trained(part: nn.Module) -> list[Named]:

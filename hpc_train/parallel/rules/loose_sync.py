@@ -20,6 +20,8 @@ def check_loose_rules(config: RunConfig, degrees: Degrees) -> None:
     _check_copies(config, degrees, every)
     _check_techniques(config, every)
     _check_exchange(config, every)
+    if sync.lost_after_seconds is not None:
+        _check_loss_of_copies(config, degrees, f"parallel.sync.lost_after_seconds={sync.lost_after_seconds:g}")
 
 
 def _check_copies(config: RunConfig, degrees: Degrees, every: str) -> None:
@@ -62,6 +64,32 @@ def _check_techniques(config: RunConfig, every: str) -> None:
         raise UserError(f"{every}: there would be an average of the weights a copy; leave out optim.ema.decay")
     if config.precision.name == "fp16":
         raise UserError(f"{every}: each copy would have a loss scale of its own; use precision=bf16 or fp32")
+
+
+def _check_loss_of_copies(config: RunConfig, degrees: Degrees, setting: str) -> None:
+    """Raise UserError for what cannot go on when a copy is lost."""
+    checkpoint = config.checkpoint
+    if degrees.dp_replicate == 1:
+        raise UserError(f"{setting}: there is a single copy of the model; give parallel.dp_replicate, or leave it out")
+    if config.parallel.sync.overlap:
+        raise UserError(
+            f"{setting}: an exchange that fails is made again at once, so none goes on beside steps; leave out "
+            "parallel.sync.overlap"
+        )
+    if config.launch.kind == "slurm":
+        raise UserError(
+            f"{setting}: a job of launch=slurm ends all its ranks when one fails; leave it out, or start the ranks by "
+            "srun --kill-on-bad-exit=0 --wait=0 hpc-train train in a batch script of your own"
+        )
+    for name, used in (
+        ("incremental=true", checkpoint.incremental),
+        (f"ranks_per_file={checkpoint.ranks_per_file}", checkpoint.ranks_per_file != 1),
+        ("parallel_hdf5=true", checkpoint.parallel_hdf5),
+    ):
+        if used:
+            raise UserError(
+                f"{setting}: not with checkpoint.{name}, which needs the same ranks in each save; leave it out"
+            )
 
 
 def _check_exchange(config: RunConfig, every: str) -> None:

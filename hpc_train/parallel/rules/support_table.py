@@ -443,6 +443,14 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "tests/parallel/test_loose_sync.py",
     ),
     Technique(
+        "loose synchronisation that outlives copies",
+        "parallel.sync.every=50 parallel.sync.lost_after_seconds=300",
+        "our own, over gloo groups that are made anew",
+        INEXACT + "a lost copy's samples are not trained; exact against a loop",
+        "not without rank 0's copy; no overlap, no streams, not launch=slurm",
+        "tests/parallel/test_lost_copies.py",
+    ),
+    Technique(
         "parameter servers, synchronous",
         "parallel=server",
         "our own, over MPI windows",

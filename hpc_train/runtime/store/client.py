@@ -130,6 +130,19 @@ class JobStore(dist.Store):
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         self._call(Operation.SET, [part for pair in zip(keys, values, strict=True) for part in pair])
 
+    def set_at_end(self, key: str, value: str) -> None:
+        """Have the server set a key when this process ends, however it ends.
+
+        The server notices by the end of a connection: at once, or within two minutes where the whole node is gone.
+        """
+        seconds = float(self.timeout.total_seconds())  # type: ignore[attr-defined] # torch's stub lacks it
+        try:
+            self._pool.keep_open(Message(Operation.SET_AT_END, 0, [key.encode(), value.encode()]), seconds)
+        except (OSError, ProtocolError) as error:
+            raise dist.DistNetworkError(
+                f"the job's store at {_format_address(self.address)}: {_explain(error)}"
+            ) from None
+
     def read_clock(self) -> float:
         """Return time.time() of the process that serves the store."""
         return self._call(Operation.CLOCK, []).number / 1e9
@@ -181,6 +194,8 @@ class _Pool:
         self.clones: list[dist.Store] = []
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
+        self._kept: list[_Connection] = []
+        """Open until this process ends, for `set_at_end`."""
         self._closed = False
         self._process = os.getpid()
 
@@ -203,7 +218,7 @@ class _Pool:
 
     def acquire(self, seconds: float) -> _Connection:
         if self.is_forked():  # these connections belong to the parent
-            self._idle, self._busy, self._process = [], set(), os.getpid()
+            self._idle, self._busy, self._kept, self._process = [], set(), [], os.getpid()
         if self._closed:
             raise dist.DistNetworkError(
                 f"the job's store at {_format_address(self.address)}: this process has closed it"
@@ -215,6 +230,13 @@ class _Pool:
         self._busy.add(connection)
         return connection
 
+    def keep_open(self, request: Message, seconds: float) -> None:
+        """Send a request on a connection of its own, which stays open until this process ends."""
+        connection = _Connection(self.address, self._secret, seconds)
+        connection.exchange(request, time.monotonic() + seconds)
+        self._kept.append(connection)
+        os.register_at_fork(after_in_child=connection.close)  # a child that lives on would keep it open
+
     def release(self, connection: _Connection) -> None:
         self._busy.discard(connection)
         self._idle.append(connection)
@@ -225,8 +247,9 @@ class _Pool:
         self._closed = True
         for connection in list(self._busy):
             connection.interrupt()
-        while self._idle:
-            self._idle.pop().close()
+        for connections in (self._idle, self._kept):
+            while connections:
+                connections.pop().close()
 
 
 class _Connection:

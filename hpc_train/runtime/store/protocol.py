@@ -61,6 +61,7 @@ class Operation(IntEnum):
     APPEND = 9
     MISSING = 10
     CLOCK = 11
+    SET_AT_END = 12
 
 
 class ProtocolError(ValueError):

@@ -70,6 +70,8 @@ class _Connection:
     """None until the peer has proved that it knows the secret."""
     outgoing: Direction | None = None
     waiting: _Request | None = None
+    last_value: tuple[bytes, bytes] | None = None
+    """Key and value to store when this connection ends."""
 
 
 class StoreServer:
@@ -226,6 +228,9 @@ class StoreServer:
                 self._reply(connection, len(self._values))
             case Operation.CLOCK, []:
                 self._reply(connection, time.time_ns())
+            case Operation.SET_AT_END, [key, value]:
+                connection.last_value = key, value
+                self._reply(connection)
             case Operation.APPEND, [key, value]:
                 self._store(key, self._values.get(key, b"") + value)
                 self._reply(connection)
@@ -336,6 +341,9 @@ class StoreServer:
             del self._connections[connection.peer.fileno()]
         with suppress(OSError):
             connection.peer.close()
+        if (last := connection.last_value) is not None:
+            connection.last_value = None
+            self._store(*last)
 
 
 def _parse_next_message(connection: _Connection) -> Message | None:

@@ -53,6 +53,8 @@ def _compute_mean_loss(sums: Sums) -> float:
 
 def _find_ranks_at_fault(run: TrainingRun, own: float | None, again: Sums) -> list[int]:
     """Return the ranks whose own loss is another one now; [] if none is, as after an error in backward."""
+    if run.copy_group is not None:
+        return []  # a rank may be lost meanwhile, and naming one is not worth that
     differs = own is not None and again.own is not None and _differ(own, float(again.own))
     answers = all_gather_values(differs) if run.world.size > 1 else [differs]
     if get_axis_degree(run.world, "pp") > 1:

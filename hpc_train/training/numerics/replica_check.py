@@ -29,7 +29,7 @@ class ReplicaCheck:
         """A collective in some engines. Buffers are left out: those of batch normalisation differ between ranks."""
         parameters = {name for part in engine.parts for name, _ in part.named_parameters()}
         own = [shard for shard in engine.shards() if shard.name in parameters]
-        self._tensors, self._world = [shard.local for shard in own], world
+        self._tensors, self.world = [shard.local for shard in own], world
         places = sorted((shard.name, shard.offset, tuple(shard.local.shape)) for shard in own)
         self._place = int.from_bytes(hashlib.sha256(repr(places).encode()).digest()[:7], "little")
 
@@ -39,25 +39,28 @@ class ReplicaCheck:
         With two copies it is unknown which one is wrong: both are returned. The same on every rank; a collective.
         """
         own_sum = torch.tensor([self._place, self.add_up()], dtype=torch.int64)
-        if self._world.size == 1:
+        if self.world.size == 1:
             return [], True
-        sums = [torch.empty_like(own_sum) for _ in range(self._world.size)]
-        dist.all_gather(sums, own_sum)
-        return find_minority([(int(place), int(bits)) for place, bits in sums])
+        sums = [torch.empty_like(own_sum) for _ in range(self.world.size)]
+        dist.all_gather(sums, own_sum, group=self.world.group)
+        odd, sure = find_minority([(int(place), int(bits)) for place, bits in sums])
+        if self.world.group is not None:  # some ranks are lost: the others have the numbers that they began with
+            odd = [dist.get_global_rank(self.world.group, index) for index in odd]
+        return odd, sure
 
     def do_devices_round_alike(self) -> bool:
         """Return whether the devices of all ranks make the same bits of the same numbers; a collective.
 
         Devices of different kinds may not. Copies of parameters then drift apart without any fault.
         """
-        own_result = torch.tensor(probe_rounding(self._world.device), dtype=torch.int64)
-        results = [torch.empty_like(own_result) for _ in range(self._world.size)]
-        dist.all_gather(results, own_result)
+        own_result = torch.tensor(probe_rounding(self.world.device), dtype=torch.int64)
+        results = [torch.empty_like(own_result) for _ in range(self.world.size)]
+        dist.all_gather(results, own_result, group=self.world.group)
         return all(int(other) == int(own_result) for other in results)
 
     def add_up(self) -> int:
         """Return the sum of the bits of this rank's parameters, as integers modulo 2^64."""
-        return add_up_bits(self._tensors, self._world.device)
+        return add_up_bits(self._tensors, self.world.device)
 
 
 def add_up_bits(tensors: Iterable[Tensor], device: torch.device) -> int:

@@ -29,6 +29,8 @@ from hpc_train.user_frames import LOST_PEER, describe_error, every_frame, format
 log = logging.getLogger(__name__)
 REQUEUE_MARKER = "requeue"
 """File in an attempt's log directory, of ranks that have stopped on purpose."""
+LOSS_ALLOWED = "loss-allowed"
+"""File in an attempt's log directory, of ranks that go on when some of them are lost."""
 
 
 class LineFile:
