@@ -228,8 +228,14 @@ def make_named_group(ranks: Sequence[int], name: str, store: dist.Store, timeout
     Private because the public new_group, where not all ranks call it, takes a name from how many groups a rank is in,
     which may differ between ranks.
     """
-    group, _ = dist.distributed_c10d._new_process_group_helper(  # type: ignore[no-untyped-call]
-        len(ranks), list(ranks).index(dist.get_rank()), list(ranks), dist.Backend("gloo"), store, name, timeout=timeout
+    group, _ = dist.distributed_c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        dist.Backend("gloo"),
+        store,
+        dist.distributed_c10d.GroupName(name),
+        timeout=timeout,
     )
     dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     assert isinstance(group, dist.ProcessGroup)

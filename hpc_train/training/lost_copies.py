@@ -59,7 +59,7 @@ def go_on_without_lost(run: TrainingRun) -> None:
     share = run.config.train.global_batch // get_axis_degree(run.world, "dp_replicate")
     for one in lost:
         # Each copy trains on its share of every global batch, and nobody takes over that of a lost one.
-        run.reporter.event(
+        run.reporter.add_event(
             "lost_copy",
             step=run.step,
             copy=one.copy,

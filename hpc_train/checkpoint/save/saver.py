@@ -316,7 +316,8 @@ class Saver:
         # half the timeout: ranks that wait for a hanging one give up before `timeout` ends the save from outside
         timeout = self.timeout / 2
         if self.world.group is None:
-            return dist.new_group(backend="gloo", timeout=timeout)
+            group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+            return group
         assert self.world.store is not None
         self._groups_made += 1
         name = f"saves-{self.world.group.group_name}-{self.directory.name}-{self._groups_made}"
