@@ -234,7 +234,7 @@ def make_named_group(ranks: Sequence[int], name: str, store: dist.Store, timeout
         list(ranks),
         dist.Backend("gloo"),
         store,
-        dist.distributed_c10d.GroupName(name),
+        name,  # type: ignore[arg-type]
         timeout=timeout,
     )
     dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
