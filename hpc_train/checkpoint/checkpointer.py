@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hpc_train.checkpoint.extra_values import make_extra_targets, pack_extra, unpack_extra
 from hpc_train.checkpoint.load.load_step import load_newest_sound, load_step
-from hpc_train.checkpoint.module_shards import Modules, choose_writers, make_shard, name_tensors, strip_wrappers
+from hpc_train.checkpoint.module_shards import Modules, choose_writers, make_shard, name_tensors
 from hpc_train.checkpoint.optimizer_state import NamedOptimizers, Optimizers, StateValue
 from hpc_train.checkpoint.rank_consensus import gather_and_decide, run_on_rank_0
 from hpc_train.checkpoint.save.save_step import SaveResult
@@ -236,7 +236,7 @@ def _prepare_save(
     model: Modules, optimizer: Optimizers | None, extra: dict[str, Any] | None, rank: int
 ) -> tuple[list[TensorShard], frozenset[str], list[TensorShard], dict[str, Any]]:
     """Return (shards, names of buffers, shards of `extra`, the manifest's extra)."""
-    parameters, buffers = name_tensors(strip_wrappers(model))
+    parameters, buffers = name_tensors(model)
     tensors: dict[str, torch.Tensor] = {**parameters, **buffers}
     packed, extra_shards = pack_extra({} if extra is None else extra, rank)
     content = {_EXTRA: packed}
@@ -268,7 +268,7 @@ def _prepare_load(
     model: Modules, optimizer: Optimizers | None, saved: _SavedState, where: str
 ) -> tuple[list[TensorShard], list[StateValue], NamedOptimizers | None]:
     """Return what a load fills: shards, values of optimizer state to write back, and the optimizers."""
-    parameters, buffers = name_tensors(strip_wrappers(model))
+    parameters, buffers = name_tensors(model)
     tensors: dict[str, torch.Tensor] = {**parameters, **buffers}
     values: list[StateValue] = []
     named = None

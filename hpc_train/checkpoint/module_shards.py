@@ -32,6 +32,8 @@ Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 T = TypeVar("T", bound=Tensor)
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Parts of names that torch.compile and torch's checkpoint_wrapper add to the modules that they wrap."""
+_PARALLEL = (DistributedDataParallel, nn.DataParallel)
+"""Wrappers whose name for what they wrap, `module`, a user's own module may have, too."""
 
 
 def name_tensors(modules: Modules) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
@@ -45,15 +47,16 @@ def name_tensors(modules: Modules) -> tuple[dict[str, nn.Parameter], dict[str, T
     seen: set[nn.Parameter] = set()
     for prefix, module in _list_modules(modules):
         _prepare(module)
+        wrapped = frozenset(path for path, part in module.named_modules() if isinstance(part, _PARALLEL))
         own = [(name, p) for name, p in module.named_parameters() if p not in seen]
         seen.update(p for _, p in own)
         persistent = module.state_dict(keep_vars=True)
         _refuse_other_state(persistent)
         for name, parameter in own:
-            _add(parameters, prefix + _clean(name), parameter)
+            _add(parameters, prefix + _clean(name, wrapped), parameter)
         for name, buffer in module.named_buffers():
             if name in persistent:
-                _add(buffers, prefix + _clean(name), buffer)
+                _add(buffers, prefix + _clean(name, wrapped), buffer)
     if both := sorted(parameters.keys() & buffers.keys()):
         raise UserError(f"two tensors of the model have the name {both[0]!r}; give the modules as a dictionary")
     return parameters, buffers
@@ -122,20 +125,14 @@ def _refuse_other_state(state: Mapping[str, object]) -> None:
         raise UserError(f"{other!r} of the model is not a tensor (get_extra_state); save it through extra= instead")
 
 
-def _clean(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def strip_wrappers(modules: Modules) -> Modules:
-    """Return the modules without DistributedDataParallel and torch.compile around them."""
-    if isinstance(modules, Mapping):
-        return {name: _unwrap(module) for name, module in modules.items()}
-    return _unwrap(modules) if isinstance(modules, nn.Module) else [_unwrap(module) for module in modules]
-
-
-def _unwrap(module: nn.Module) -> nn.Module:
-    inner = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", None)
-    return _unwrap(inner) if isinstance(inner, nn.Module) else module
+def _clean(name: str, wrapped: frozenset[str]) -> str:
+    """Return the name that a tensor has without wrappers. wrapped: the paths of DistributedDataParallel modules."""
+    parts = name.split(".")
+    return ".".join(
+        part
+        for at, part in enumerate(parts)
+        if part not in _WRAPPERS and not (part == "module" and ".".join(parts[:at]) in wrapped)
+    )
 
 
 def _add(tensors: dict[str, T], name: str, tensor: T) -> None:

@@ -61,8 +61,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     a = arguments
     options = GenerateOptions(a.tokens, a.temperature, a.top_k, a.top_p, a.seed, a.chat, a.batch)
     loaded = load_model(a.where, a.tokenizer, choose_device(a.device), a.base, a.weights)
+    is_answer = a.chat or loaded.has_encoder  # not what goes on behind the prompt
     if len(prompts) == 1 and not a.json:
-        sys.stdout.write("" if a.chat else prompts[0])
+        sys.stdout.write("" if is_answer else prompts[0])
         for _ in generate_texts(loaded, prompts, options, _show_at_once):
             print()
         return 0
@@ -70,7 +71,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         if a.json:
             print_json({"prompt": prompt, "text": text})
         else:
-            print(text if a.chat else prompt + text)
+            print(text if is_answer else prompt + text)
             print("---")
     return 0
 

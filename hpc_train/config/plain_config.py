@@ -108,7 +108,7 @@ _REASONS = (
     (r"could not be converted to Integer", "must be a whole number"),
     (r"is not a valid bool|could not be converted to Boolean", "must be true or false"),
     (r"Cannot convert '\w+' to string", "must be text"),
-    (r"is not Optional", "cannot be null"),
+    (r"is not Optional|NoneType is not a subclass", "cannot be null"),
     (r"is not a ListConfig, list or tuple", "must be a list, such as [a,b]"),
     (r"is not a subclass of (?!str|int|float|bool)\w+|Cannot assign .* to ", "settings (key: value) belong here"),
     (r"list index out of range", "the list has no such index"),

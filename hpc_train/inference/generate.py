@@ -47,7 +47,9 @@ def generate_texts(
     Raises UserError for an empty prompt, and one that is too long for the model.
     """
     encoded = [encode_prompt(loaded.tokenizer, prompt, options.chat) for prompt in prompts]
-    _check_lengths(loaded.model, encoded, options)
+    if loaded.has_encoder and loaded.ends_prompts:
+        encoded = [[*prompt, *loaded.tokenizer.end] for prompt in encoded]
+    _check_lengths(loaded, encoded, options)
     devices = [loaded.model.device] if loaded.model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(options.seed)
@@ -80,10 +82,11 @@ def _render_chat(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return [int(token) for token in renderer(text, add_special_tokens=False)["input_ids"]]
 
 
-def _check_lengths(model: Any, encoded: Sequence[Sequence[int]], options: GenerateOptions) -> None:
-    longest = max(map(len, encoded), default=0)
+def _check_lengths(loaded: LoadedModel, encoded: Sequence[Sequence[int]], options: GenerateOptions) -> None:
+    model, longest = loaded.model, max(map(len, encoded), default=0)
     most = getattr(model.config, "max_position_embeddings", None)
-    if most is not None and longest + options.tokens > most:
+    needed = max(longest, options.tokens) if loaded.has_encoder else longest + options.tokens
+    if most is not None and needed > most:
         raise UserError(
             f"a prompt of {longest} tokens and {options.tokens} new ones are more than the {most} positions of the "
             "model; shorten it, or give fewer --tokens"
@@ -99,13 +102,14 @@ def _check_lengths(model: Any, encoded: Sequence[Sequence[int]], options: Genera
 def _generate_batch(
     loaded: LoadedModel, encoded: Sequence[Sequence[int]], options: GenerateOptions, show: Show | None
 ) -> Iterator[str]:
-    """Generate after prompts of different lengths, padded on the left."""
+    """Generate after prompts of different lengths, padded on the left; those for an encoder, on the right."""
     width, end = max(map(len, encoded)), loaded.tokenizer.end
     inputs = torch.zeros(len(encoded), width, dtype=torch.int64)
     mask = torch.zeros_like(inputs)
     for row, tokens in enumerate(encoded):
-        inputs[row, width - len(tokens) :] = torch.tensor(tokens)
-        mask[row, width - len(tokens) :] = 1
+        first = 0 if loaded.has_encoder else width - len(tokens)
+        inputs[row, first : first + len(tokens)] = torch.tensor(tokens)
+        mask[row, first : first + len(tokens)] = 1
     # None replaces the settings of the folder's generation_config, which transformers warns about in greedy decoding.
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     if options.temperature > 0:
@@ -125,7 +129,7 @@ def _generate_batch(
         streamer=streamer,
         **sampling,
     )
-    for row in out[:, width:].tolist():
+    for row in out[:, 1 if loaded.has_encoder else width :].tolist():  # a decoder begins with one token of its own
         yield loaded.tokenizer.decode(np.array(_cut_end(row, set(end[-1:])), dtype=np.int64))
 
 

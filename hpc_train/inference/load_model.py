@@ -6,6 +6,7 @@ weights. Code from outside is never run.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from hpc_train.checkpoint.convert.averaged_weights import choose_weights
 from hpc_train.checkpoint.convert.merge_adapters import MergedTensors
 from hpc_train.checkpoint.convert.model_config import encode_hf_config, load_model_config
+from hpc_train.checkpoint.convert.pretrained_weights import list_misfits
 from hpc_train.checkpoint.convert.quantized_base import add_base, needs_base
 from hpc_train.checkpoint.convert.tensor_sources import SavedStepTensors, read_whole_tensors
 from hpc_train.checkpoint.convert.tied_weights import add_tied_weights, find_tied_names
@@ -26,12 +28,13 @@ from hpc_train.config.run import RunConfig
 from hpc_train.data.tokenizers.tokenizer import Tokenizer
 from hpc_train.errors import UserError
 from hpc_train.models.adapters.names import is_adapter_parameter
-from hpc_train.models.hf.config_file import read_config_file
+from hpc_train.models.hf.config_file import find_start_token, read_config_file
 from hpc_train.models.hf.library import get_class, make_library_config
 from hpc_train.models.huggingface import to_huggingface
 from hpc_train.quiet_imports import without_warnings
 
-_AUTO_CLASS = "AutoModelForCausalLM"
+_DECODER, _ENCODER_DECODER = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,13 @@ class LoadedModel:
     model: Any
     """transformers.PreTrainedModel, in evaluation mode."""
     tokenizer: Tokenizer
+    ends_prompts: bool = False
+    """An encoder reads prompts with the tokens that end a document, as transformers prepares them."""
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether an encoder reads the prompt, and a decoder begins anew."""
+        return bool(getattr(self.model.config, "is_encoder_decoder", False))
 
 
 def load_model(
@@ -104,12 +114,12 @@ def find_run_config(step: OpenStep) -> Path:
 
 
 def _load_folder(path: Path, tokenizer: str, device: torch.device) -> LoadedModel:
-    config = HfModelConfig(path=str(path))
-    read_config_file(config)
+    file = read_config_file(HfModelConfig(path=str(path)))
     opened = _open_folder_tokenizer(tokenizer)
+    kind = _ENCODER_DECODER if file.body.get("is_encoder_decoder") else _DECODER
     try:
         with without_warnings():
-            model, report = get_class(_AUTO_CLASS).from_pretrained(
+            model, report = get_class(kind).from_pretrained(
                 path,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -121,12 +131,17 @@ def _load_folder(path: Path, tokenizer: str, device: torch.device) -> LoadedMode
     except Exception as error:  # of any kind, from code that expects sound files
         text = " ".join(str(error).split())[:200]
         raise UserError(f"{path}: cannot be loaded as a model that generates text ({text})") from error
-    _check_report(path, type(model).__name__, report)
-    return LoadedModel(model.to(device).eval(), opened)
+    _check_report(path, model, report)
+    return LoadedModel(model.to(device).eval(), opened, ends_prompts=True)
 
 
-def _check_report(path: Path, kind: str, report: dict[str, Any]) -> None:
-    """Raise UserError where files and config.json differ: the library draws what it lacks, and leaves out the rest."""
+def _check_report(path: Path, model: Any, report: dict[str, Any]) -> None:
+    """Raise UserError where files and config.json differ: the library draws what it lacks, and leaves out the rest.
+
+    As in training, tensors of another head are left out, with a warning.
+    """
+    left_out = sorted(report["unexpected_keys"])
+    report = {**report, "unexpected_keys": list_misfits(model, left_out)}
     reasons = {
         "missing_keys": "its files do not have the weight",
         "mismatched_keys": "its files have in another shape the weight",
@@ -135,7 +150,10 @@ def _check_report(path: Path, kind: str, report: dict[str, Any]) -> None:
     for key, reason in reasons.items():
         if names := sorted(name if isinstance(name, str) else name[0] for name in report[key]):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            kind = type(model).__name__
             raise UserError(f"{path}: {reason} {names[0]}{more} of {kind}; give the files and config.json of one model")
+    if left_out:
+        log.warning("%s: the weights have %s, for which this model has no place: left out", path, left_out[0])
 
 
 def _make_model(config: RunConfig, tied: bool = True) -> Any:
@@ -151,12 +169,16 @@ def _make_model(config: RunConfig, tied: bool = True) -> Any:
     dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
     if not tied:
         settings.tie_word_embeddings = False
+    kind = _ENCODER_DECODER if settings.is_encoder_decoder else _DECODER
     try:
         with without_warnings():
-            return get_class(_AUTO_CLASS).from_config(settings, trust_remote_code=False, dtype=dtype)
+            model = get_class(kind).from_config(settings, trust_remote_code=False, dtype=dtype)
     except ValueError as error:
         text = " ".join(str(error).split())[:200]
         raise UserError(f"model={config.model.name}: generates no text in transformers ({text})") from error
+    if isinstance(config.model, HfModelConfig) and settings.is_encoder_decoder:
+        model.generation_config.decoder_start_token_id = find_start_token(file)
+    return model
 
 
 def _read_step(step: OpenStep, config: RunConfig, weights: str | None) -> dict[str, Tensor]:

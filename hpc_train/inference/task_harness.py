@@ -57,6 +57,8 @@ def evaluate_tasks(loaded: LoadedModel, options: TaskOptions) -> dict[str, dict[
 
     Raises UserError for tasks that it does not know, and for data of a task that cannot be read.
     """
+    if loaded.has_encoder:
+        raise UserError("--tasks: scores decoders only, and this model has an encoder; use `lm_eval --model hf` itself")
     harness = import_harness()
     from lm_eval.tasks import TaskManager
 

@@ -256,13 +256,31 @@ def check_task_and_data(model: HfModelConfig, data: DataConfig) -> None:
 def _check_packing(config: RunConfig) -> None:
     """Raise UserError for packed documents together with a setting that cannot keep documents apart."""
     model, instead = config.model, "use data.samples=padded, or stream"
-    if not isinstance(model, (TransformerConfig, CustomModelConfig)):
+    if isinstance(model, VisionTransformerConfig):
         raise UserError(f"data.samples=packed: model={model.name} does not take packed documents; {instead}")
+    if isinstance(model, HfModelConfig):
+        _check_packed_library_model(model, config.train.micro_batch, instead)
     if isinstance(model, TransformerConfig) and model.dropout > 0:
         raise UserError(f"data.samples=packed: not with model.dropout={model.dropout}; set it to 0, or {instead}")
     for axis, degree in (("cp", config.parallel.cp), ("pp", config.parallel.pp)):
         if degree != 1:
             raise UserError(f"data.samples=packed: not with parallel.{axis}={degree}; set it to 1, or {instead}")
+
+
+def _check_packed_library_model(model: HfModelConfig, micro_batch: int, instead: str) -> None:
+    """Raise UserError for packed documents that a model of transformers may not keep apart."""
+    family = read_config_file(model).family
+    if not family.packs:
+        raise UserError(f"data.samples=packed: {family.name} of transformers does not keep documents apart; {instead}")
+    if not family.tested or family.task != "causal_lm":
+        raise UserError(
+            f"data.samples=packed: nobody has compared its numbers for {family.name} of transformers; {instead}"
+        )
+    if model.attention == "flash_attention_2" and micro_batch > 1:
+        raise UserError(
+            "data.samples=packed: model.attention=flash_attention_2 keeps documents apart in single sequences only; "
+            f"use train.micro_batch=1, another model.attention, or {instead.removeprefix('use ')}"
+        )
 
 
 def _check_vocabulary(model: ModelConfig, data: TokenDataConfig) -> None:

@@ -26,7 +26,13 @@ from hpc_train.launch.job_spec import JobSpec
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
 from hpc_train.runtime.processes import StopRequest
-from hpc_train.training.run_directory import RunDirectory, check_owner, locate_run_directory, make_attempt
+from hpc_train.training.run_directory import (
+    RunDirectory,
+    check_owner,
+    locate_run_directory,
+    make_attempt,
+    remove_refused_run,
+)
 
 if TYPE_CHECKING:
     from hpc_train.interfaces import Task
@@ -40,8 +46,12 @@ def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopReque
         return _train_as_rank(config, identity, stop, output)
     if config.launch.kind != "local":
         raise UserError(f"launch={config.launch.kind}: `hpc-train train` runs here; use `hpc-train submit` for Slurm")
+    is_new = config.run_dir is None or not Path(config.run_dir).expanduser().exists()
     folder, ranks = freeze_local_run(config, output.report)
-    return run_local_ranks(config, folder, ranks, stop, output)
+    code = run_local_ranks(config, folder, ranks, stop, output)
+    if code == EXIT_USER_ERROR and is_new:
+        remove_refused_run(folder, dated=config.run_dir is None)
+    return code
 
 
 def freeze_local_run(config: RunConfig, report: Report) -> tuple[RunDirectory, int]:

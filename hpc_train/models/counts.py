@@ -18,6 +18,7 @@ from hpc_train.models.shape import (
     count_expert_layers,
     count_kv_heads,
     count_vit_tokens,
+    count_window_layers,
     find_window,
     has_latent_attention,
 )
@@ -140,22 +141,28 @@ def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float 
         used = _count_blocks(config, bias=False, routed=config.experts.top_k if config.experts.count else 0)
         weights = used + config.vocab_size * config.hidden
         width = config.heads * compute_mean_head_dim(config)
-        seen = sum(2 * compute_mean_keys(config, layer, sequence_length) for layer in range(config.layers))
+        windows = (find_window(config, layer) for layer in range(config.layers))
+        seen = sum(2 * compute_mean_keys(window, sequence_length) for window in windows)
         return float(count_transformer_flops(weights, width, seen))
     if isinstance(config, VisionTransformerConfig):
         return _count_vit_flops(config)
     return None
 
 
-def compute_mean_keys(config: TransformerConfig, layer: int, sequence_length: int) -> float:
-    """Return the mean number of keys that a token sees in a layer: T / 2, or with a window w < T, w - w^2 / (2 T).
+def compute_mean_keys(window: int | None, sequence_length: int) -> float:
+    """Mean number of keys that a token sees in a layer: T / 2, or with a window of w < T positions w - w^2 / (2 T).
 
     The first w tokens of a sequence see w / 2 keys on average, all others w.
     """
-    window = find_window(config, layer)
     if window is None or window >= sequence_length:
         return sequence_length / 2
     return window - window**2 / (2 * sequence_length)
+
+
+def compute_seen_share(config: TransformerConfig, sequence_length: int) -> float:
+    """Return the keys that a token sees, over those that it would see without windows, averaged over the layers."""
+    share = count_window_layers(config) / config.layers
+    return 1 - share + share * 2 * compute_mean_keys(config.sliding_window, sequence_length) / sequence_length
 
 
 def count_transformer_flops(weights: Any, attention_width: Any, sequence_length: Any) -> Any:

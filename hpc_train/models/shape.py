@@ -24,6 +24,10 @@ class CountedTransformer(TransformerConfig):
     """Attention and feed-forward layer run on the same input."""
     fused_attention_input: bool = False
     """Queries, keys and values are one linear layer."""
+    masks_windows: bool = False
+    """A window is a mask of all pairs, for a kernel that computes all of them."""
+    stores_scores: bool = False
+    """Attention is computed by plain operations, which store the scores of every head."""
 
 
 def compute_head_dim(config: TransformerConfig) -> int:
@@ -58,6 +62,11 @@ def find_window(config: TransformerConfig, layer: int) -> int | None:
     """Return how many keys a token sees in `layer`, counted from 0; None: all up to its own position."""
     is_global = config.global_every > 0 and (layer + 1) % config.global_every == 0
     return None if is_global else config.sliding_window
+
+
+def count_window_layers(config: TransformerConfig) -> int:
+    """Count the layers with a sliding window."""
+    return sum(find_window(config, layer) is not None for layer in range(config.layers))
 
 
 def count_branches(config: TransformerConfig) -> int:

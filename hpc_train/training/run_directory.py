@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
 from hpc_train.regular_files import write_private_file
-from hpc_train.training.records.run_records import REQUEUE_MARKER
+from hpc_train.training.records.run_records import REQUEUE_MARKER, find_event_time
 
 _MAY_DIFFER = re.compile(
     r"run_dir$|(cluster|parallel|launch|container|resilience|checkpoint|plan|loggers|profile)\.|train\.(steps|epochs|micro_batch"
@@ -194,6 +195,19 @@ def make_attempt(directory: RunDirectory) -> int:
             return attempt
         except FileExistsError:
             attempt += 1
+
+
+def remove_refused_run(directory: RunDirectory, dated: bool) -> None:
+    """Remove a new run directory whose ranks refused the run before its first step; one that has begun stays.
+
+    dated: it is runs/<date>/<time>, whose parents go too if they hold no other run.
+    """
+    if directory.steps() or find_event_time(directory.events, "start", 0) is not None:
+        return
+    shutil.rmtree(directory.path, ignore_errors=True)
+    with suppress(OSError):
+        for parent in directory.path.parents[: 2 * dated]:
+            parent.rmdir()
 
 
 def check_same_config(directory: RunDirectory, config: RunConfig) -> None:

@@ -78,7 +78,7 @@ def train_step(run: TrainingRun) -> StepResult:
         "tokens_per_second": sums.tokens / seconds,
         "step_seconds": seconds,
         "data_seconds": fetched - started,
-        "mfu": compute_mfu(run.config, run.peak_flops, sums.tokens, seconds, run.world.size),
+        "mfu": compute_mfu(run.token_flops, run.peak_flops, sums.tokens, seconds, run.world.size),
         "noise_scale": run.noise.value,
         "skipped": None if updated else True,
         **_describe_experts(sums, numbers),

@@ -22,7 +22,7 @@ from hpc_train.training.numerics.noise_scale import NoiseScale
 from hpc_train.training.numerics.replica_check import ReplicaCheck
 from hpc_train.training.numerics.rollback import RollbackState
 from hpc_train.training.optimizer import make_schedule, scale_peak_rate
-from hpc_train.training.records.mfu import find_peak_flops
+from hpc_train.training.records.mfu import find_peak_flops, find_token_flops
 from hpc_train.training.records.recorder import StepRecorder
 from hpc_train.training.records.reporter import Reporter
 from hpc_train.training.run_directory import RunDirectory
@@ -83,6 +83,8 @@ class TrainingRun:
     """Learning rate of each update."""
     peak_flops: float | None = field(init=False)
     """FLOP/s of this rank's device, where they are known."""
+    token_flops: float | None = field(init=False)
+    """FLOPs of the model for one target, where they are known."""
     saver: Saver = field(init=False)
     weights_saver: Saver = field(init=False)
     """Saves weights alone (checkpoint.weights_every); separate from `saver`, so that neither waits for the other."""
@@ -128,6 +130,7 @@ class TrainingRun:
         device = self.world.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         self.peak_flops = find_peak_flops(self.config, name)
+        self.token_flops = find_token_flops(self.config.model, self.config.train.sequence_length)
 
     def change_world(self, world: World) -> None:
         """Go on with the ranks of `world`, since others are lost."""

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 import hpc_train
 from hpc_train.checkpoint import Checkpointer, CheckpointError, list_committed_steps, verify_step
+from hpc_train.checkpoint.storage.step_selection import open_step
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
@@ -179,6 +180,32 @@ def test_saved_in_one_layout_and_loaded_in_another(tmp_path: Path, layout: str, 
                 assert same(rank["end"], before[0]["end"])
             for name, tensor in rank["end"].items():
                 np.testing.assert_allclose(tensor, before[0]["end"][name], rtol=1e-10, atol=1e-10)
+
+
+class Holder(nn.Module):
+    """A module with children of its own, one of which is called as DDP calls what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.module = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
+
+
+def save_wrapped_inside(directory: Path) -> None:
+    model = Holder().double()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 2.0)
+    model.inner[0] = DistributedDataParallel(torch.compile(model.inner[0]))
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, model=model, optimizer=make_sgd(model))
+
+
+def test_names_do_not_show_ddp_inside_of_a_module(tmp_path: Path) -> None:
+    in_process(save_wrapped_inside, 2, tmp_path)
+    names = {tensor.name for tensor in open_step(tmp_path, 1).manifest.step_layout.tensors}
+    assert {name for name in names if "optim." not in name} == {name for name, _ in Holder().named_parameters()}
+    plain = Holder().double()
+    assert Checkpointer(tmp_path).load_latest(model=plain, optimizer=make_sgd(plain)) is not None
+    assert all(parameter.eq(2).all() for parameter in plain.parameters())
 
 
 def test_every_rank_writes_a_part_of_what_all_hold(tmp_path: Path) -> None:

@@ -83,6 +83,39 @@ def test_greedy_text_is_that_of_transformers(tmp_path: Path, kind: str, capsys: 
     assert capsys.readouterr().out == f"{PROMPTS[0]}{wanted[0]}\n"
 
 
+def save_encoder_decoder(folder: Path) -> transformers.T5ForConditionalGeneration:
+    """A small T5 with the bytes of text as tokens, and a tokenizer that ends a text."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(
+        vocab_size=40, **sizes, decoder_start_token_id=0, eos_token_id=1, initializer_factor=20.0
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    model.save_pretrained(folder)
+    words = {word: number for number, word in enumerate(["<pad>", "</s>", *"abcdefghijklmnopqrstuvwxyz"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def test_an_encoder_decoder_answers_as_in_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, prompts = save_encoder_decoder(tmp_path), ["a b c d", "z", "m n"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    wanted = []
+    for prompt in prompts:
+        out = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=8, do_sample=False)
+        wanted.append(tokenizer.decode(out[0], skip_special_tokens=True))
+    assert len({*wanted}) == len(wanted)
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert main(["generate", str(tmp_path), *words, "--tokens", "8", "--json"]) == 0
+    assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == wanted
+    assert main(["generate", str(tmp_path), "--prompt", prompts[0], "--tokens", "8"]) == 0
+    assert capsys.readouterr().out == f"{wanted[0]}\n"
+
+
 def test_sampling_follows_its_seed(tmp_path: Path) -> None:
     save_run(tmp_path / "run", "llama")
     loaded = load_model(str(tmp_path / "run"), None, torch.device("cpu"))

@@ -60,3 +60,4 @@ def test_a_module_that_does_not_exist_is_one_line(workshop: Workshop) -> None:
     assert ended.code == EXIT_USER_ERROR
     assert ended.err.startswith("hpc-train: model.module=nowhere: cannot be imported")
     assert len(ended.err.splitlines()) == 1
+    assert not (workshop.folder / "run").exists(), "nothing was trained"

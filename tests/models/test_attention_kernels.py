@@ -15,6 +15,7 @@ from hpc_train.models.attention.attention_kernels import attend, choose_implemen
 from hpc_train.models.attention.plain_attention import ScoreRule
 from hpc_train.models.counts import compute_flops_per_token, compute_mean_keys
 from hpc_train.models.registry import build_model
+from hpc_train.models.shape import find_window
 
 LENGTH = 200
 STARTS = torch.tensor([[0] * 50 + [50] * 90 + [140] * 60, [0] * 180 + [180] * 20])
@@ -83,7 +84,7 @@ def test_flops_count_the_keys_in_the_window() -> None:
     for layer, length in product(range(6), (4, 10, 37, 1000)):
         window = length if layer % 3 == 2 else 10
         seen = sum(min(place + 1, window) for place in range(length)) / length
-        assert compute_mean_keys(config, layer, length) == pytest.approx(seen, abs=0.5)
+        assert compute_mean_keys(find_window(config, layer), length) == pytest.approx(seen, abs=0.5)
     plain = TransformerConfig(name="x", layers=6)
     assert compute_flops_per_token(plain, 8) == compute_flops_per_token(config, 8)
     saved = 12 * config.hidden * 4 * (500 - (10 - 100 / 2000))

@@ -190,6 +190,17 @@ def test_what_is_left_out_or_drawn_is_said(folder: Path) -> None:
     assert lines == [f"model.path={folder}: the weights have cls.extra, for which this model has no place: left out"]
 
 
+@pytest.mark.parametrize("name", ["model.layers.7.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"])
+def test_weights_of_another_config_are_refused(folder: Path, name: str) -> None:
+    _rewrite(folder, lambda state: state.update({name: torch.zeros(2)}))
+    assert f"its weights have {name}, for which its config.json has no place" in refuse(folder)
+
+
+def test_constants_of_older_releases_are_no_layers(folder: Path) -> None:
+    _rewrite(folder, lambda state: state.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}))
+    make_pretrained_model(HfModelConfig(path=str(folder)), 0)
+
+
 def test_a_from_scratch_learning_rate_is_noticed(folder: Path) -> None:
     def advise(*overrides: str) -> str | None:
         return advise_learning_rate(compose(["model=hf", f"model.path={folder}", *overrides]))

@@ -54,13 +54,6 @@ def test_a_kernel_of_16_bits_is_refused_for_a_gpu_in_float32() -> None:
         check_support(config, 2)
 
 
-def test_the_planner_refuses_windows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "model.sliding_window=16", "cluster.nodes=1"]) == EXIT_USER_ERROR
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "model.sliding_window=16: the planner has no model of it yet" in error
-
-
 LINES = {
     "llama": "attention: flash in 4 layers (model.attention=auto)",
     "windows": "attention: flash, window 5 in 2 layers, flash in 2 layers (model.attention=auto)",

@@ -51,7 +51,7 @@ def allows(kind: str, layout: str) -> bool:
 
 
 CASES = [f"{kind} {layout}" for kind in CONFIGS for layout in LAYOUTS if allows(kind, layout)]
-DRAWN = ("llama fsdp-2", "qwen3 pp-2-tp-2", "gemma3 cp-2", "gpt2 zero1-2", "olmo2 recompute", "vit ddp-2")
+DRAWN = ("llama fsdp-2", "qwen3 pp-2-tp-2", "gemma3 cp-2", "gpt2 zero1-2", "olmo2 recompute", "vit ddp-2", "t5 tp-2")
 
 
 class Models:
@@ -113,6 +113,15 @@ def test_a_family_that_nobody_listed(kind: str, tmp_path: Path, models: Models) 
     _compare(run_ranks(train_and_save, 2, case, tmp_path, parallel=case.config().parallel), steps, tolerance(kind))
     with pytest.raises(UserError, match=r"parallel\.tp=2: not for .*; use parallel=fsdp"):
         check_support(Case(kind, models.folder(kind), 2, ("parallel.tp=2",)).config(), 2)
+
+
+def test_a_family_whose_code_cannot_compute_in_float64_is_refused(tmp_path: Path) -> None:
+    config = transformers.XGLMConfig(vocab_size=48, d_model=32, ffn_dim=40, num_layers=2, attention_heads=4, dropout=0)
+    config.architectures = ["XGLMForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="precision=fp64: the code of xglm in transformers cannot compute in float64"):
+        check_support(Case("xglm", tmp_path, 2).config(), 2)
+    check_support(Case("xglm", tmp_path, 2, ("precision=fp32",)).config(), 2)
 
 
 def _compare(outcomes: list[Outcome], wanted: Outcome, allowed: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ import transformers
 
 from hpc_train.config.compose import compose
 from hpc_train.config.model import HfModelConfig
+from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import UserError
-from hpc_train.models.counts import count_parameters
+from hpc_train.models.counts import compute_seen_share, count_parameters
 from hpc_train.models.hf.decoder_shape import describe_decoder
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.planner.auto import choose_parallel
+from hpc_train.planner.constants import cluster_constants
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.memory import estimate_memory
 from hpc_train.planner.plan import plan_overrides
+from hpc_train.planner.rehearsal.one_rank import rehearse_rank
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
 WIDE = {**SIZES, "intermediate_size": 80}
@@ -29,6 +35,8 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "qwen2": transformers.Qwen2Config(**FEW),
     "qwen3": transformers.Qwen3Config(**FEW, head_dim=16),
     "gemma": transformers.GemmaConfig(**FEW, head_dim=12),
+    "gemma2": transformers.Gemma2Config(**FEW, head_dim=16, sliding_window=16),
+    "gemma3": transformers.Gemma3TextConfig(**FEW, head_dim=16, sliding_window=16),
     "phi": transformers.PhiConfig(**WIDE),
     "olmo2": transformers.Olmo2Config(**FEW),
     "gpt2": transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=4, n_head=8, resid_pdrop=0, attn_pdrop=0),
@@ -59,7 +67,7 @@ def test_parameters_are_those_that_the_library_builds(tmp_path: Path, name: str)
     assert count_parameters(shape) == sum(parameter.numel() for parameter in built.parameters())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma2", "gemma3"])
 def test_what_is_planned_runs(tmp_path: Path, name: str) -> None:
     save(tmp_path, CONFIGS[name])
     words = [*JOB, "model=hf", f"model.path={tmp_path}"]
@@ -72,12 +80,53 @@ def test_what_is_planned_runs(tmp_path: Path, name: str) -> None:
 
 
 def test_a_family_without_a_model_is_one_line(tmp_path: Path) -> None:
-    save(tmp_path, transformers.Gemma2Config(**FEW))
+    save(tmp_path, transformers.StableLmConfig(**FEW))
     words = [*JOB, "model=hf", f"model.path={tmp_path}"]
-    with pytest.raises(UserError, match=r"the planner has no model of Gemma 2 of transformers for causal_lm, only of"):
+    with pytest.raises(UserError, match=r"the planner has no model of stablelm of transformers for causal_lm, only of"):
         plan_overrides(words)
     assert "ddp" in choose_parallel(compose([*words, "parallel=auto"]), 8).line
     (tmp_path / "moe").mkdir()
     save(tmp_path / "moe", transformers.Qwen3MoeConfig(**MIXED, num_experts=4, mlp_only_layers=[1]))
     with pytest.raises(UserError, match=r"mlp_only_layers=\[1\]: the planner has no model of it"):
         describe_decoder(HfModelConfig(path=str(tmp_path / "moe")))
+
+
+LARGER: dict[str, Any] = {
+    "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024,
+}  # fmt: skip
+GEMMA = {
+    "gemma2": transformers.Gemma2Config(**LARGER, sliding_window=128),
+    "gemma3": transformers.Gemma3TextConfig(**LARGER, sliding_window=128, sliding_window_pattern=2),
+}
+LAYOUTS = {
+    "zero3": ("parallel.strategy=zero3",),
+    "zero3 recomputed": ("parallel.strategy=zero3", "parallel.recompute.mode=full"),
+    "zero2 tp2": ("parallel.strategy=zero2", "parallel.tp=2"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", GEMMA)
+def test_memory_of_gemma_is_what_a_rehearsal_counts(tmp_path: Path, name: str, layout: str) -> None:
+    """Scores that eager attention stores, masks of windows, four norms a layer, and capped logits."""
+    model = save(tmp_path, GEMMA[name])
+    words = ("cluster=dgx_h100", "precision=bf16", "train.sequence_length=512", "train.micro_batch=2")
+    config = compose([*words, "train.global_batch=32", "model=hf", f"model.path={tmp_path}", *LAYOUTS[layout]])
+    degrees = resolve_degrees(config.parallel, 8)
+    counted = rehearse_rank(config, degrees, 0, 2).counted.peak
+    jobs = jobs_from_config(replace(config, model=describe_decoder(model)), 8)
+    planned = estimate_memory(jobs, cluster_constants(config.cluster))
+    parts = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+    assert counted is not None
+    assert sum(float(getattr(planned, part)[0].max()) for part in parts) == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_flops_of_windows_are_those_of_the_keys_that_are_seen(tmp_path: Path, name: str) -> None:
+    shape = describe_decoder(save(tmp_path, CONFIGS[name]))
+    ages = torch.arange(64)[:, None] - torch.arange(64)
+    causal, local = (ages >= 0), (ages >= 0) & (ages < 16)
+    layers = [local if kind == "sliding_attention" else causal for kind in CONFIGS[name].layer_types]
+    seen = sum(int(mask.sum()) for mask in layers) / (len(layers) * int(causal.sum()))
+    assert compute_seen_share(shape, 64) == pytest.approx(seen, abs=0.02)

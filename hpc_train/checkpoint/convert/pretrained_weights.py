@@ -8,7 +8,7 @@ the pages that its shard covers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,8 @@ _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 """Types of weights that are read, as safetensors names them."""
 _COUNTERS = re.compile(r"\.num_batches_tracked$")
 """Buffers of batch norms that count, in int64."""
+_OLD_CONSTANTS = re.compile(r"rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$|\.(position_ids|embed_scale)$")
+"""Buffers that older releases of the library saved, and newer ones make themselves."""
 _SHOWN = 3
 """Names in a message."""
 
@@ -124,6 +126,11 @@ class PretrainedWeights:
             )
         ignored = [re.compile(pattern) for pattern in list_ignored_tensors(model)]
         plan.unused[:] = [name for name in plan.unused if not any(pattern.search(name) for pattern in ignored)]
+        if misfits := list_misfits(model, plan.unused):
+            raise UserError(
+                f"{self._folder}: its weights have {_list(misfits)}, for which its config.json has no place; give the "
+                "files and config.json of one model, or model.weights=draw to begin from scratch"
+            )
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,20 @@ class WeightsPlan:
         if self.unused:
             lines.append(f"the weights have {_list(self.unused)}, for which this model has no place: left out")
         return lines
+
+
+def list_misfits(model: nn.Module, unused: Iterable[str]) -> list[str]:
+    """Return those of the tensors without a place that are of the model's own layers or modules.
+
+    Without them it would compute something else than the model that they are of. Others are of another head or tower.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    lists = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.ModuleList))
+    return [
+        name
+        for name in unused
+        if not _OLD_CONSTANTS.search(name) and (name.startswith(lists) or name.rpartition(".")[0] in modules)
+    ]
 
 
 def _list(items: list[str]) -> str:

@@ -86,6 +86,10 @@ def check_group(config: Any, path: str) -> None:
 
 
 def _check_value(value: Any, where: str, allowed: Range | None) -> None:
+    if isinstance(value, list):  # whose type OmegaConf checks for plain elements only
+        for index, element in enumerate(value):
+            if isinstance(element, (dict, list)):
+                raise UserError(f"{where}.{index}={element}: must be one value, such as text or a number")
     for text in _strings(value):
         # Values end up in batch scripts, file names and terminals, where a newline or an escape could do anything.
         if any(unicodedata.category(character) == "Cc" for character in text):

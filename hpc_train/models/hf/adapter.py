@@ -34,11 +34,18 @@ class HfModel(nn.Module):
     is_first: bool
     is_last: bool
 
-    def forward(self, x: Tensor | None = None, positions: Tensor | None = None, **inputs: Any) -> Any:
+    def forward(
+        self,
+        x: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_starts: Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
         """Run the model on its main input, or in a later pipeline stage on hidden states (B, T, hidden).
 
-        positions: (T,), int64, where in its sequence each token stands; None: 0 ... T - 1. inputs: further ones, or all
-        of them, by the names that transformers has for them.
+        positions: (T,), int64, where in its sequence each token stands; None: 0 ... T - 1. document_starts: (B, T),
+        int64, the place at which the document of each place begins; the library keeps apart what positions restart at.
+        inputs: further ones, or all of them, by the names that transformers has for them.
         Returns logits, or in a stage that is not the last hidden states.
         """
         if (
@@ -51,6 +58,9 @@ class HfModel(nn.Module):
             inputs["use_cache"] = False
         if positions is not None:
             inputs["position_ids"] = positions.unsqueeze(0)
+        if document_starts is not None:
+            places = torch.arange(document_starts.shape[1], device=document_starts.device)
+            inputs["position_ids"] = places - document_starts
         library = cast(Any, super())
         if self.is_last:
             return library.forward(**inputs).logits
@@ -127,9 +137,10 @@ def find_block_names(model: nn.Module) -> list[str]:
 
 
 def make_tensor_plan(model: nn.Module, family: Family) -> dict[str, str]:
-    """Translate the model's tensor plan, or take the family's own: name glob -> col, row, heads or vocab.
+    """Translate the model's tensor plan, or take the family's own: name glob -> col, row, heads, vocab, ...
 
-    An embedding with a padding row stays whole on each rank, and so does a head that is tied to it.
+    With a plan of the library, embedding and head are split by vocabulary. With one of the family's own they stay whole
+    on each rank.
     """
     plan: dict[str, str] = dict(family.projections)
     for glob, how in get_tensor_plan(model).items():
@@ -138,14 +149,10 @@ def make_tensor_plan(model: nn.Module, family: Family) -> dict[str, str]:
         if how not in _SPLITS:
             return {}
         plan[glob] = _SPLITS[how]
-    if family.task == "image_classification":  # its "embeddings" are of patches
+    if family.projections:
         return match_tensor_plan(plan, model)
-    embedding, head = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
-    stays_whole = embedding.padding_idx is not None
-    for name, module in model.named_modules():
-        splits_head = module is head and not (stays_whole and head.weight is embedding.weight)
-        if splits_head or (module is embedding and not stays_whole):
-            plan[name] = "vocab"
+    ends = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
+    plan |= {name: "vocab" for name, module in model.named_modules() if module in ends}
     return match_tensor_plan(plan, model)
 
 

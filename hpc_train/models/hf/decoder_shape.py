@@ -34,8 +34,18 @@ class Decoder:
     tied: bool = False
     """Whether embedding and head are one where the file does not say."""
     parallel_block: bool | str = False
+    head_dim: int | None = None
+    """Width of a head where the file does not say; None: hidden / heads."""
+    window: int | None = None
+    """Sliding window where the file does not say."""
+    pattern: int = 1
+    """Every so-many-th layer has no window where the file does not list them; 1: all have one."""
+    softcaps: tuple[float | None, float | None] = (None, None)
+    """Soft-caps of attention scores and of logits where the file does not say."""
+    eager: bool = False
+    """transformers computes attention by plain operations unless it is told otherwise."""
     refused: tuple[str, ...] = ()
-    """Keys that must not be set: they add parameters that nothing here counts."""
+    """Keys that must not be set: nothing here counts what they add."""
 
 
 _GPT_KEYS = {
@@ -45,13 +55,17 @@ _GPT_KEYS = {
     "intermediate_size": "n_inner",
 }
 _GPT = Decoder(True, True, True, gated=False, layernorm=True)
+_GEMMA = Decoder("attention_bias", "attention_bias", tied=True, head_dim=256)
+_GEMMA_2 = replace(_GEMMA, norms=4, window=4096, refused=("use_bidirectional_attention",))
 _QWEN2, _QWEN3 = Decoder(query_bias=True), Decoder("attention_bias", "attention_bias", query_key_norm="head")
 _DECODERS = {
     "llama": Decoder("attention_bias", "attention_bias", "mlp_bias"),
-    "mistral": Decoder(),
+    "mistral": Decoder(window=4096),
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
-    "gemma": Decoder("attention_bias", "attention_bias", tied=True),
+    "gemma": _GEMMA,
+    "gemma2": replace(_GEMMA_2, pattern=2, softcaps=(50.0, 30.0), eager=True),
+    "gemma3_text": replace(_GEMMA_2, query_key_norm="head", pattern=6),
     "phi": replace(_GPT, head_bias=True, norms=1, parallel_block=True, refused=("qk_layernorm",)),
     "olmo2": Decoder("attention_bias", "attention_bias", query_key_norm="full"),
     "gpt2": replace(_GPT, tied=True, refused=("add_cross_attention",)),
@@ -79,7 +93,7 @@ def describe_decoder(model: HfModelConfig) -> CountedTransformer:
             raise _refuse(file, key, file.body[key])
     if file.body.get("decoder_sparse_step", 1) != 1:
         raise _refuse(file, "decoder_sparse_step", file.body["decoder_sparse_step"])
-    return _Reader(file, decoder).describe(model.name)
+    return _Reader(file, decoder, model.attention).describe(model.name)
 
 
 def _refuse(file: ConfigFile, key: str, value: object) -> UserError:
@@ -92,19 +106,24 @@ class _Reader:
 
     file: ConfigFile
     decoder: Decoder
+    attention: str
+    """model.attention: what transformers computes attention with."""
 
     def describe(self, name: str) -> CountedTransformer:
         """Return the shape with its number of parameters."""
-        hidden, heads = self.get("hidden_size"), self.get("num_attention_heads")
+        hidden, heads, layers = self.get("hidden_size"), self.get("num_attention_heads"), self.get("num_hidden_layers")
         body, decoder, experts = self.file.body, self.decoder, self.read_experts()
+        cap_scores, cap_logits = self.read_softcaps()
+        window, global_every = self.read_windows(layers)
+        stores_scores = self.attention == "eager" or (self.attention == "auto" and decoder.eager)
         return CountedTransformer(
             name=name,
             vocab_size=self.get("vocab_size"),
-            layers=self.get("num_hidden_layers"),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=self.get("num_key_value_heads", heads),
-            head_dim=self.get("head_dim", hidden // heads),
+            head_dim=self.read_head_dim(hidden, heads),
             feed_forward=self.get("intermediate_size", 4 * hidden),
             activation="swiglu" if decoder.gated else "gelu",
             norm="layernorm" if decoder.layernorm else "rmsnorm",
@@ -112,7 +131,13 @@ class _Reader:
             max_positions=self.file.max_positions or 2048,
             tied_embeddings=bool(body.get("tie_word_embeddings", decoder.tied)),
             query_key_norm=decoder.query_key_norm,
-            sliding_window=self.read_window(),
+            post_norms=decoder.norms == 4,
+            sliding_window=window,
+            global_every=global_every,
+            masks_windows=self.attention in ("auto", "sdpa") and not stores_scores,
+            attention_softcap=cap_scores,
+            logit_softcap=cap_logits,
+            stores_scores=stores_scores,
             dropout=0.0 if self.file.find_dropout() is None else 0.1,
             experts=experts,
             parallel_block=self.flag(decoder.parallel_block),
@@ -138,10 +163,42 @@ class _Reader:
             return named
         return bool(self.file.body.get(named, self.file.model_type == "gpt_neox"))
 
-    def read_window(self) -> int | None:
-        """Return the window of attention, if layers use it."""
-        window = self.file.get_number("sliding_window")
-        return None if self.file.body.get("use_sliding_window") is False else window
+    def read_head_dim(self, hidden: int, heads: int) -> int:
+        """Return the width of a head."""
+        return self.get("head_dim", self.decoder.head_dim or hidden // heads)
+
+    def read_windows(self, layers: int) -> tuple[int | None, int]:
+        """Return (window, after how many layers one has none; 0: all have it).
+
+        Raises UserError for other patterns.
+        """
+        body = self.file.body
+        window = self.file.get_number("sliding_window") if "sliding_window" in body else self.decoder.window
+        has_window = self._list_windows(layers)
+        if window is None or body.get("use_sliding_window") is False or not any(has_window):
+            return None, 0
+        period = 0 if all(has_window) else has_window.index(False) + 1
+        if has_window != [not period or (layer + 1) % period > 0 for layer in range(layers)]:
+            raise _refuse(self.file, "layer_types", "windows in another order than all but every n-th layer")
+        return window, period
+
+    def _list_windows(self, layers: int) -> list[bool]:
+        """Return which layers have a window: those that the file lists, else as the family has them."""
+        kinds = self.file.body.get("layer_types")
+        if isinstance(kinds, list):
+            return [kind == "sliding_attention" for kind in kinds]
+        if self.file.body.get("use_sliding_window"):  # Qwen
+            first = self.file.get_number("max_window_layers")
+            return [layer >= (28 if first is None else first) for layer in range(layers)]
+        pattern = self.file.get_number("sliding_window_pattern") or self.decoder.pattern
+        return [pattern == 1 or (layer + 1) % pattern > 0 for layer in range(layers)]
+
+    def read_softcaps(self) -> tuple[float | None, float | None]:
+        """Return the soft-caps of attention scores and of logits."""
+        keys = ("attn_logit_softcapping", "final_logit_softcapping")
+        found = (self.file.body.get(key, default) for key, default in zip(keys, self.decoder.softcaps, strict=True))
+        scores, logits = (float(value) if isinstance(value, (int, float)) else None for value in found)
+        return scores, logits
 
     def read_experts(self) -> ExpertsConfig:
         """Return the mixture of a layer; shared experts are counted in units of the routed experts' width."""
@@ -165,7 +222,7 @@ class _Reader:
         return total + (vocab if self.decoder.head_bias else 0)
 
     def _count_attention(self, hidden: int, heads: int) -> int:
-        keys, width = self.get("num_key_value_heads", heads), self.get("head_dim", hidden // heads)
+        keys, width = self.get("num_key_value_heads", heads), self.read_head_dim(hidden, heads)
         projected = (heads + 2 * keys) * width
         found = hidden * projected + heads * width * hidden
         found += projected if self.flag(self.decoder.query_bias) else 0

@@ -38,6 +38,8 @@ class Family:
     """Globs of parameters that no forward of the task uses: they are frozen."""
     projections: tuple[tuple[str, str], ...] = ()
     """Tensor plan, as (glob, how) with our words, of a family for which transformers has none."""
+    packs: bool = True
+    """Its code keeps packed documents apart by positions that restart."""
     tested: bool = True
 
 
@@ -63,6 +65,24 @@ _BERT = _split_projections(
     ("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
     ("attention.output.dense", "output.dense"),
 )
+_OPT = (
+    *_split_projections(
+        "model.decoder.layers",
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1"),
+        ("self_attn.out_proj", "fc2"),
+    ),
+    ("model.decoder.layers.*.self_attn", "attention"),
+)
+_T5_ATTENTION = ("SelfAttention", "EncDecAttention")
+_T5 = (
+    *_split_projections(
+        "*.block",
+        (*(f"{name}.{part}" for name in _T5_ATTENTION for part in "qkv"), "DenseReluDense.wi", "DenseReluDense.wi_?"),
+        (*(f"{name}.o" for name in _T5_ATTENTION), "DenseReluDense.wo"),
+    ),
+    *((f"*.block.*.{name}", "attention") for name in _T5_ATTENTION),
+    ("*.relative_attention_bias", "head_bias"),
+)
 
 FAMILIES: tuple[Family, ...] = (
     Family("llama", "Llama", "causal_lm"),
@@ -77,7 +97,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("gpt_neox", "GPT-NeoX", "causal_lm"),
     Family("mixtral", "Mixtral", "causal_lm", tensor=_EXPERTS, pipeline=_UNTESTED),
     Family("bert", "BERT", "masked_lm", None, _NO_PLAN, _TWO_WAYS, casts=False, projections=_BERT),
-    Family("t5", "T5", "seq2seq_lm", _UNTESTED, _NO_PLAN, _TWO_WAYS),
+    Family("opt", "OPT", "causal_lm", None, _NO_PLAN, _UNTESTED, casts=False, projections=_OPT, packs=False),
+    Family("t5", "T5", "seq2seq_lm", None, _NO_PLAN, _TWO_WAYS, projections=_T5),
     Family("vit", "ViT", _IMAGES, None, _NO_PLAN, _TWO_WAYS, False, (), _VIT),
     Family("dinov2", "DINOv2", _IMAGES, None, _NO_PLAN, _TWO_WAYS, False, ("*.mask_token",), _DINO),
     Family("clip", "CLIP", _IMAGES, None, _NO_PLAN, _TWO_WAYS, False, ("*.post_layernorm.*",), _CLIP),

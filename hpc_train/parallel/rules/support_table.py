@@ -159,7 +159,7 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "model.sliding_window=64 model.global_every=2",
         "our own blocks of a sequence; FlexAttention on GPUs; a shorter ring",
         EXACT,
-        "not latent attention; not planned by the planner",
+        "not latent attention",
         "tests/parallel/test_windows.py",
     ),
     Technique(
@@ -167,7 +167,7 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "model.attention_softcap=50 model.logit_softcap=30",
         "our own operator; FlexAttention on GPUs",
         EXACT,
-        "not latent attention; not planned by the planner",
+        "not latent attention",
         "tests/parallel/test_windows.py",
     ),
     Technique(
@@ -175,7 +175,7 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "model=gemma_tiny",
         "our own layers",
         EXACT,
-        "not latent attention; not planned by the planner",
+        "not latent attention",
         "tests/parallel/test_matrix.py",
     ),
     Technique(
@@ -183,7 +183,7 @@ SUPPORT_TABLE: tuple[Technique, ...] = (
         "model.pre_norms=false model.post_norms=true model.query_key_norm=full",
         "our own layers",
         EXACT,
-        "not latent attention; not planned by the planner",
+        "not latent attention",
         "tests/parallel/test_matrix.py",
     ),
     Technique(

@@ -8,6 +8,8 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf.config_file import ConfigFile, find_task, read_config_file
 
+_NOT_IN_FLOAT64 = ("xglm",)
+"""Families whose own code makes constants that only hold float32."""
 _INSTEAD = "use parallel=fsdp, hsdp, zero1, zero2 or ddp, which take every model"
 
 
@@ -17,6 +19,11 @@ def check_transformers_rules(config: RunConfig, degrees: Degrees) -> None:
     if not isinstance(model, HfModelConfig):
         return
     file = read_config_file(model)
+    if config.precision.name == "fp64" and file.model_type in _NOT_IN_FLOAT64:
+        raise UserError(
+            f"precision=fp64: the code of {file.family.name} in transformers cannot compute in float64; use "
+            "precision=fp32 or bf16"
+        )
     _check_family(file, degrees)
     if find_task(model, file) != file.family.task and degrees.tp * degrees.pp * degrees.cp > 1:
         raise UserError(f"model.task={model.task}: only {file.family.task} of {file.family.name} is split; {_INSTEAD}")
@@ -41,11 +48,11 @@ def _check_family(file: ConfigFile, degrees: Degrees) -> None:
 
 def _check_heads(file: ConfigFile, tp: int) -> None:
     part = "vision_config" if file.family.task == "image_classification" else "text_config"
-    heads = file.get_number("num_attention_heads", "n_head", part=part)
+    heads = file.get_number("num_attention_heads", "n_head", "num_heads", part=part)
     for key, count in (
         ("num_attention_heads", heads),
         ("num_key_value_heads", file.get_number("num_key_value_heads", part=part) or heads),
-        ("intermediate_size", file.get_number("intermediate_size", part=part)),
+        ("intermediate_size", file.get_number("intermediate_size", "ffn_dim", "d_ff", part=part)),
     ):
         if count is not None and count % tp:
             raise UserError(f"parallel.tp={tp}: does not divide {key}={count} of {file.folder / 'config.json'}")

@@ -303,28 +303,19 @@ def split_positions(module: nn.Module, axis: TensorAxis, layouts: ParameterLayou
         module.register_forward_pre_hook(lambda _, args: (axis.select_own(args[0]), *args[1:]))
 
 
-def enter_heads(module: nn.Module, axis: TensorAxis) -> None:
-    """Let an activation that all heads share pass to the heads of each rank, whose gradients for it are summed."""
-    module.forward = axis.enter
-
-
-def split_head_norm(module: nn.Module, layouts: ParameterLayouts) -> None:
-    """Make a norm work on this rank's heads; every rank has its weights, for which all heads have gradients."""
-    layouts.update({(module, key): ParameterLayout(partial=True) for key, _ in module.named_parameters(recurse=False)})
-
-
 def split_embedding(name: str, layer: nn.Embedding, axis: TensorAxis, layouts: ParameterLayouts) -> None:
     """Split an embedding by vocabulary: each rank looks up its own rows, and adds zero for all others.
 
-    Raises UserError for options of nn.Embedding that need the whole table.
+    Raises UserError for options of nn.Embedding that need the whole table, and for code of its own.
     """
-    if layer.padding_idx is not None or layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
+    if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse or not is_plain_embedding(layer):
         raise UserError(
-            f"{name}: an embedding with padding_idx, max_norm, scale_grad_by_freq or sparse is not split; "
+            f"{name}: an embedding with max_norm, scale_grad_by_freq, sparse or a forward of its own is not split; "
             "use parallel.tensor.vocabulary=false"
         )
     layouts[layer, "weight"] = ParameterLayout(Shard(0))
     first, rows = find_first_row(layer.num_embeddings, axis), layer.num_embeddings
+    padding = None if layer.padding_idx is None else layer.padding_idx - first
 
     def lookup(tokens: Tensor) -> Tensor:
         check_on_device(((tokens >= 0) & (tokens < rows)).all(), "a token is not in the vocabulary")
@@ -332,10 +323,20 @@ def split_embedding(name: str, layer: nn.Embedding, axis: TensorAxis, layouts: P
         is_local = (tokens >= first) & (tokens < first + len(weight))
         # A token of another rank looks up any row of ours and is masked: nothing here depends on the data, so it
         # compiles.
-        rows_of_tokens = F.embedding((tokens - first).clamp(0, len(weight) - 1), weight)
-        return axis.leave(rows_of_tokens * is_local.unsqueeze(-1))
+        own_padding = padding if padding is not None and 0 <= padding < len(weight) else None
+        rows_of_tokens = F.embedding((tokens - first).clamp(0, len(weight) - 1), weight, own_padding)
+        embedded = axis.leave(rows_of_tokens * is_local.unsqueeze(-1))
+        scale = getattr(layer, "embed_scale", None)
+        if scale is None:
+            return embedded
+        return embedded * (scale.to(weight.dtype) if isinstance(scale, Tensor) else scale)
 
     layer.forward = lookup  # type: ignore[method-assign, assignment]
+
+
+def is_plain_embedding(layer: nn.Embedding) -> bool:
+    """Whether a layer only looks rows up, and perhaps multiplies them by its `embed_scale` (Gemma)."""
+    return type(layer).forward is nn.Embedding.forward or hasattr(layer, "embed_scale")
 
 
 def find_first_row(rows: int, axis: TensorAxis) -> int:

@@ -24,7 +24,7 @@ from hpc_train.interfaces import IGNORED_TARGET, Model, World
 from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.parallel.mesh_axes import get_axis_degree, provide_positions
-from hpc_train.parallel.tensor import layers
+from hpc_train.parallel.tensor import head_layers, layers
 from hpc_train.parallel.tensor.layers import TensorAxis
 from hpc_train.parallel.tensor.local_parameters import ParameterLayouts, distribute_parameters
 from hpc_train.parallel.tensor.tensor_plan import check_plan_coverage, read_tensor_plan
@@ -78,9 +78,13 @@ def _split_layers(
             assert isinstance(module, nn.Linear)
             layers.split_rows(name, module, axis, asynchronous, layouts)
         elif how == "enter":
-            layers.enter_heads(module, axis)
+            head_layers.enter_heads(module, axis)
         elif how == "heads":
-            layers.split_head_norm(module, layouts)
+            head_layers.split_head_norm(module, layouts)
+        elif how == "attention":
+            head_layers.count_own_heads(name, module, axis)
+        elif how == "head_bias":
+            head_layers.split_head_bias(module, axis, layouts)
         elif how == "expert":
             from hpc_train.parallel.tensor.expert_layers import split_mixture
 

@@ -16,6 +16,8 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "seq": (nn.Module,),
     "heads": (nn.Module,),
     "enter": (nn.Identity,),
+    "attention": (nn.Module,),
+    "head_bias": (nn.Embedding,),
     "expert": (nn.Module,),
 }
 

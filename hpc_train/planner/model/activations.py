@@ -14,6 +14,7 @@ from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.experts import expert_activations, expert_gradients, mix_layers
 from hpc_train.planner.model.jobs import RECOMPUTE, STACKS, Column, Jobs
 from hpc_train.planner.model.layer import recompute_shares
+from hpc_train.planner.model.scores import add_scores
 
 _MEGATRON, _FSDP, _OURS = (STACKS.index(name) for name in ("megatron", "fsdp", "hpc_train"))
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
@@ -95,7 +96,7 @@ def pending_gradient_bytes(jobs: Jobs, tokens: Column) -> Column:
     item, hidden = jobs.activation_bytes, jobs.hidden
     width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     eager = (jobs.gated > 0) & (jobs.fused_elementwise == 0) & (item < _WIDE)
-    norms = 2 * np.where(eager, _WIDE, item) * hidden / width
+    norms = 2 * np.where(eager, _WIDE, item) * hidden / width * (1 + jobs.output_norms)
     heads = (jobs.heads / jobs.tp + 2 * jobs.rank_key_heads) * jobs.head_dim
     return tokens * (norms + item * (heads + 2 * hidden + (1 + jobs.gated) * jobs.feed_forward / jobs.tp))
 
@@ -172,7 +173,7 @@ def feed_forward_activations(jobs: Jobs, tokens: Column) -> Column:
     if jobs.has_experts:
         widened = mix_layers(jobs, widened, expert_activations(jobs))
     masks = jobs.dropout * _MASK * hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    return tokens * (between + norms / 2 + item * hidden + widened + masks)
+    return tokens * ((between + norms / 2) * (1 + jobs.output_norms) + item * hidden + widened + masks)
 
 
 def _published_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
@@ -218,8 +219,11 @@ def _own_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
         products = mix_layers(jobs, products, (2 * jobs.shared_width / jobs.tp + jobs.experts) * item)
     # ulysses keeps attention's result as its kernel returns it, and again as the output layer reads it.
     exchanged = (jobs.ulysses > 0) * (jobs.cp > 1) * jobs.heads * jobs.head_dim / jobs.tp * item
-    everything = 2 * between + norms + 2 * item * hidden + heads + exchanged + widened + _dropout_bytes(jobs)
+    normed = (2 * between + norms) * (1 + jobs.output_norms)
+    everything = normed + 2 * item * hidden + heads + exchanged + widened + _dropout_bytes(jobs)
     some = between + heads + 2 * item * hidden + products
+    if jobs.has_scores:
+        everything, some = add_scores(jobs, everything, some)
     return everything, some, between
 
 

@@ -16,6 +16,7 @@ from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.config.train import OptimConfig
 from hpc_train.errors import UserError
+from hpc_train.models.counts import compute_seen_share
 from hpc_train.models.shape import (
     CountedTransformer,
     compute_expert_width,
@@ -23,6 +24,7 @@ from hpc_train.models.shape import (
     count_branches,
     count_kv_heads,
     count_vit_tokens,
+    count_window_layers,
     has_latent_attention,
 )
 from hpc_train.placement.fabric_from_config import collect_figures, count_nodes, count_ranks_per_node
@@ -163,7 +165,6 @@ def _share_in_8_bits(jobs: Jobs, block_size: int) -> Column:
 def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
     """Return the columns of a model's shape. A vision transformer counts as a transformer whose tokens are patches."""
     if isinstance(model, TransformerConfig):
-        _refuse_unplanned(model, sequence)
         return {
             "layers": model.layers,
             "hidden": model.hidden,
@@ -178,7 +179,10 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
             "learned_positions": model.max_positions if model.positions == "learned" else 0,
             "dropout": model.dropout > 0,
             "head_norms": model.query_key_norm != "none",
+            "output_norms": model.pre_norms and model.post_norms,
+            "capped_logits": model.logit_softcap is not None,
             "sequence": sequence,
+            **_attention_columns(model, sequence),
             **_expert_columns(model),
             **_latent_columns(model),
         }
@@ -221,26 +225,27 @@ def _latent_columns(model: TransformerConfig) -> dict[str, float]:
     }
 
 
-def _refuse_unplanned(model: TransformerConfig, sequence: int) -> None:
-    """Raise UserError for parts whose time and memory are not modelled."""
-    library = isinstance(model, CountedTransformer)
-    keys = {
-        "sliding_window": model.sliding_window if (model.sliding_window or sequence) < sequence else None,
-        "attention_softcap": model.attention_softcap,
-        "logit_softcap": model.logit_softcap,
+def _attention_columns(model: TransformerConfig, sequence: int) -> dict[str, float]:
+    """Return the columns of windows and of scores that are not in a fused kernel."""
+    masked = 0.0
+    if isinstance(model, CountedTransformer) and model.masks_windows and (model.sliding_window or math.inf) <= sequence:
+        masked = count_window_layers(model) / model.layers
+    return {
+        "seen_share": compute_seen_share(model, sequence),
+        "masked_share": masked,
+        "stored_scores": stores_scores(model),
+        "capped_scores": model.attention_softcap is not None,
     }
-    if model.post_norms:
-        raise UserError(
-            "model.post_norms=true: the planner has no model of it yet, so it cannot plan this; choose the degrees "
-            "yourself and count their memory with hpc-train plan rehearse"
-        )
-    for key, value in keys.items():
-        if value is not None:
-            name, instead = (key, "") if library else (f"model.{key}", f"plan with model.{key}=null, or ")
-            raise UserError(
-                f"{name}={value:g}: the planner has no model of it yet, so it cannot plan this; {instead}choose the "
-                "degrees yourself and count their memory with hpc-train plan rehearse"
-            )
+
+
+def stores_scores(model: ModelConfig) -> bool:
+    """Whether attention is computed by plain operations, whose scores are stored for backward."""
+    return isinstance(model, CountedTransformer) and model.stores_scores
+
+
+def splits_positions(model: ModelConfig) -> bool:
+    """Whether tp splits positions between layers; models of transformers have them whole on each rank."""
+    return isinstance(model, TransformerConfig) and not isinstance(model, CountedTransformer)
 
 
 def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, float]:
@@ -262,7 +267,7 @@ def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, 
         "ep": parallel.ep,
         "imbalance": config.plan.expert_imbalance,
         "virtual_stages": virtual,
-        "sequence_parallel": parallel.tensor.sequence and isinstance(config.model, TransformerConfig),
+        "sequence_parallel": parallel.tensor.sequence and splits_positions(config.model),
         "ulysses": parallel.context.method == "ulysses",
         "zero": _zero_code(config, degrees),
         "reshard": parallel.reshard_after_forward,
@@ -295,7 +300,7 @@ def _formats(config: RunConfig, degrees: Degrees) -> dict[str, float]:
         "logit_bytes": ELEMENT_BYTES[config.precision.name] + 2 * weight_bytes,
         "stack": STACKS.index("hpc_train"),
         # With dropout, plain_attention computes scores and masks itself instead of calling a fused kernel.
-        "fused_attention": getattr(config.model, "dropout", 0.0) == 0,
+        "fused_attention": getattr(config.model, "dropout", 0.0) == 0 and not stores_scores(config.model),
         "fused_elementwise": config.parallel.compile,
         "overlap_data": 1,
         "launch_blocking": 0,

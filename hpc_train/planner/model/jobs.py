@@ -182,6 +182,19 @@ class Jobs:
     """1: a token travels once to each node that has some of its experts (DeepEP), not once to each expert."""
     head_norms: Column = field(default_factory=_zero)
     """1: queries and keys have norms of their own."""
+    output_norms: Column = field(default_factory=_zero)
+    """1: the results of attention and of the feed-forward layer have norms, too (Gemma 2)."""
+    # Windows, soft-caps and masks; the defaults are those of plain causal attention.
+    seen_share: Column = field(default_factory=_one)
+    """Keys that a token sees, over those of causal attention without windows, on average over the layers."""
+    masked_share: Column = field(default_factory=_zero)
+    """Share of the layers whose kernel gets a window as a tensor of all pairs (transformers): it computes all pairs."""
+    stored_scores: Column = field(default_factory=_zero)
+    """1: attention of plain operations, which stores the scores of all heads for backward (eager of transformers)."""
+    capped_scores: Column = field(default_factory=_zero)
+    """1: scores have a soft-cap."""
+    capped_logits: Column = field(default_factory=_zero)
+    """1: logits have a soft-cap, whose backward needs them a second time."""
     # Multi-head latent attention; head_dim is then the width of a query, positions included.
     query_rank: Column = field(default_factory=_zero)
     """Width of the latent of queries; 0: queries come from the hidden states."""
@@ -228,6 +241,11 @@ class Jobs:
     def has_pipeline(self) -> bool:
         """Whether any job has a pipeline. Without one all ranks need the same memory."""
         return bool(np.any(self.pp > 1))
+
+    @cached_property
+    def has_scores(self) -> bool:
+        """Whether any job has attention with masks, or with scores that are stored."""
+        return bool(np.any(self.masked_share) or np.any(self.stored_scores))
 
     @cached_property
     def has_latent(self) -> bool:
@@ -346,7 +364,8 @@ class Jobs:
         """FLOPs of a step of the whole job, as MFU counts them: without recomputation."""
         weights = self.layers * self.layer_parameters + self.vocab * self.hidden
         attention_width = self.layers * self.heads * self.attention_dim
-        flops: Column = self.tokens * count_transformer_flops(weights, attention_width, self.sequence)
+        seen = self.sequence * self.seen_share
+        flops: Column = self.tokens * count_transformer_flops(weights, attention_width, seen)
         return flops
 
 

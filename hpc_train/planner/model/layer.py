@@ -13,6 +13,7 @@ from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.experts import expert_elementwise, expert_kernels, expert_products, mix_layers
 from hpc_train.planner.model.jobs import STACKS, Column, Jobs
 from hpc_train.planner.model.products import linear_seconds, misalignment_factor, wide_products
+from hpc_train.planner.model.scores import count_score_passes, pair_share
 
 # Elementwise work is limited by memory bandwidth. A pass reads or writes every element of a tensor once. These are the
 # passes of a layer's forward in the fused kernels of Megatron-LM (bias + GELU, bias + dropout + add, scale + mask +
@@ -26,6 +27,8 @@ _BACKWARD_PASSES = 1.5
 """Passes of backward over those of forward: it also reads the incoming gradient."""
 _LOGIT_BYTES = 40.0
 """Bytes moved per logit, forward and backward, in fp32: cast, maximum, exponentials, sum, and their gradients."""
+_CAP_PASSES = 15.0
+"""Passes of a soft-cap, forward and backward: it divides, takes tanh and multiplies, one operation after another."""
 _KERNELS_FORWARD, _KERNELS_BACKWARD = 26.0, 44.0
 """Kernel launches of a layer in PyTorch profiles of GPT layers without fused attention."""
 _FUSED_KERNELS = 0.6
@@ -100,7 +103,8 @@ def attention_score_width(jobs: Jobs) -> Column:
 
     Fused causal attention skips the half of the positions that are masked.
     """
-    return jobs.heads * jobs.attention_dim * jobs.sequence * np.where(jobs.fused_attention > 0, 1.0, 2.0)
+    pairs = np.where(jobs.fused_attention > 0, pair_share(jobs), 2.0)
+    return jobs.heads * jobs.attention_dim * jobs.sequence * pairs
 
 
 def recompute_shares(jobs: Jobs) -> tuple[Column, Column, Column]:
@@ -167,12 +171,12 @@ def _attention(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column
     # Ring attention computes blocks of one rank's positions by another's.
     positions = jobs.sequence / np.where(jobs.ulysses > 0, 1.0, jobs.cp)
     flash = flash * positions / (positions + constants.flash_half)
-    fused = 2 * tokens * jobs.sequence * width * slow / flash
+    fused = 2 * tokens * jobs.sequence * width * slow / flash * pair_share(jobs)
     # Not fused: two products over all pairs, and passes over the scores in memory.
     scores = tokens * jobs.sequence * jobs.heads / jobs.tp * jobs.activation_bytes / jobs.memory_bandwidth
     products = 4 * tokens * jobs.sequence * width * slow / (peak * constants.gemm_efficiency)
     products = products + 2 * scores * constants.gemm_traffic
-    passes = scores * constants.score_passes / constants.memory_efficiency
+    passes = scores * count_score_passes(jobs, constants) / constants.memory_efficiency
     is_fused = jobs.fused_attention > 0
     # Short sequences: fused attention is at least as fast as computing the scores one after another.
     unfused, unfused_backward = products + passes, 2 * products + _BACKWARD_PASSES * passes
@@ -183,7 +187,8 @@ def _attention(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column
 def _elementwise(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
     """Return the seconds of norms, residuals and activation functions: (forward, backward)."""
     # tp splits norms and residuals only if it splits positions (sequence parallelism).
-    unsplit = (_NORM_PASSES + _RESIDUAL_PASSES) * jobs.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    norms = _NORM_PASSES * (1 + jobs.output_norms)
+    unsplit = (norms + _RESIDUAL_PASSES) * jobs.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     wide = np.where(jobs.gated > 0, _GATED_PASSES, _WIDE_PASSES) * jobs.feed_forward
     rotary = _ROTARY_PASSES * (jobs.heads + jobs.kv_heads) * jobs.head_dim * jobs.gated
     kernels = np.where(jobs.fused_elementwise > 0, constants.compiled, 1.0)
@@ -216,7 +221,8 @@ def _head(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     if np.any(jobs.float8):
         jobs = wide_products(jobs)
     products = 3 * linear_seconds(jobs, constants, tokens, jobs.hidden, jobs.vocab / jobs.tp)
-    return products + logits * _LOGIT_BYTES / (jobs.memory_bandwidth * constants.memory_efficiency)
+    moved = _LOGIT_BYTES + _CAP_PASSES * jobs.activation_bytes * jobs.capped_logits
+    return products + logits * moved / (jobs.memory_bandwidth * constants.memory_efficiency)
 
 
 def _embedding(jobs: Jobs, constants: Constants, tokens: Column) -> Column:

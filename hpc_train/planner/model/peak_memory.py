@@ -99,8 +99,8 @@ class _MomentMemory:
         if self._between is not None:
             # In a W (input gradients exist already) weight gradients take the place of what they are computed from.
             working = np.where(self._between, 0.0, working)
-        if sizes.drops:
-            working = np.where(jobs.dropout > 0, np.maximum(working, sizes.behind_attention), working)
+        if np.any(sizes.writes_scores):
+            working = np.where(sizes.writes_scores, np.maximum(working, sizes.behind_attention), working)
         # fully_shard gathers the next block while one computes. In a stage of two blocks there is no next one to gather
         # when the first one's gradients are reduced.
         most, beside = sizes.gathered_in_block

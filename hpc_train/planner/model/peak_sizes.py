@@ -23,6 +23,7 @@ from hpc_train.planner.model.activations import (
 )
 from hpc_train.planner.model.jobs import SCHEDULES, Column, Jobs, replace_columns
 from hpc_train.planner.model.pipeline import SPLITS_BACKWARD
+from hpc_train.planner.model.scores import stored_scores_working
 from hpc_train.planner.model.stage_layers import split_stages, stack_stages
 from hpc_train.traffic.axes import BUCKET_MIB
 from hpc_train.traffic.sharding import keeps_gradients, keeps_parameters
@@ -53,6 +54,7 @@ class PeakSizes:
         self.moves = bool(np.any(self.moved))
         """Whether any job offloads activations."""
         self.drops = bool(np.any(jobs.dropout > 0))
+        self.writes_scores = (jobs.dropout > 0) | (jobs.stored_scores > 0)
         """Whether any job has dropout."""
         self._activations = layer_activations(jobs, constants, tokens)
         self.layer = self._activations.stored
@@ -300,10 +302,12 @@ class PeakSizes:
 
     @cached_property
     def behind_attention(self) -> Column:
-        """What the backward of attention with dropout needs beside stored activations."""
+        """What the backward of attention with scores in memory needs beside stored activations."""
         again = self._activations.recomputed + self._unmoved
         before = again - feed_forward_activations(self.jobs, self._tokens)
         attention = dropout_attention_working(self.jobs, self._tokens)
+        if self.jobs.has_scores:
+            attention = attention + stored_scores_working(self.jobs, self._tokens)
         behind: Column = before + (2 + self.jobs.gated) * self._widest_bytes + attention
         return behind
 
@@ -365,7 +369,9 @@ class PeakSizes:
         """What a loss keeps for its backward: probabilities; in chunks, gradients of hidden states and head."""
         jobs = self.jobs
         gradients = (self._tokens * jobs.hidden + self.table) * jobs.activation_bytes
-        saved: Column = np.where(self._chunked, gradients, self._logits * self._wide)
+        # A soft-cap also keeps its tanh, in the format of the logits.
+        stored = self._logits * (self._wide + jobs.capped_logits * jobs.activation_bytes)
+        saved: Column = np.where(self._chunked, gradients, stored)
         return saved
 
     @cached_property
@@ -393,7 +399,7 @@ class PeakSizes:
         jobs = self.jobs
         tokens = np.minimum(jobs.loss_chunk, self._tokens)
         narrow = np.where(jobs.activation_bytes < self._wide, jobs.activation_bytes, 0.0)
-        logits = tokens * jobs.vocab / jobs.tp * (2 * self._wide + narrow)
+        logits = tokens * jobs.vocab / jobs.tp * ((2 + jobs.capped_logits) * self._wide + narrow)
         chunk: Column = logits + tokens * jobs.hidden * jobs.activation_bytes
         return chunk
 

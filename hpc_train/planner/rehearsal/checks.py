@@ -218,8 +218,12 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buff
 def planned_memory(config: RunConfig, degrees: Degrees, ranks: Mapping[int, int]) -> dict[int, dict[str, float]]:
     """Return the planned bytes of each rank by part; empty for a model that cannot be planned.
 
-    ranks: pipeline rank by rank.
+    Empty also for windows and soft-caps of attention: this machine computes them in another way than a GPU, for which
+    the plan is. ranks: pipeline rank by rank.
     """
+    model = config.model
+    if isinstance(model, TransformerConfig) and (model.sliding_window or model.attention_softcap):
+        return {}
     try:
         parts = estimate_memory(jobs_from_config(config, degrees.world), cluster_constants(config.cluster))
     except UserError:

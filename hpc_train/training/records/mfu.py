@@ -5,7 +5,9 @@ There is none unless both the FLOPs of the model and the peak of the GPU are kno
 
 from __future__ import annotations
 
+from hpc_train.config.model import HfModelConfig, ModelConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
 from hpc_train.models.counts import compute_flops_per_token
 
 
@@ -22,14 +24,23 @@ def find_peak_flops(config: RunConfig, device_name: str | None) -> float | None:
     return teraflops * 1e12 if teraflops else None
 
 
-def compute_mfu(config: RunConfig, peak: float | None, tokens: int, seconds: float, ranks: int) -> float | None:
+def find_token_flops(model: ModelConfig, sequence_length: int) -> float | None:
+    """Return the model's FLOPs of forward and backward for one target; None if its shape is unknown."""
+    if not isinstance(model, HfModelConfig):
+        return compute_flops_per_token(model, sequence_length)
+    from hpc_train.models.hf.decoder_shape import describe_decoder
+
+    try:
+        return compute_flops_per_token(describe_decoder(model), sequence_length)
+    except UserError:  # of a family whose shape is not described
+        return None
+
+
+def compute_mfu(token_flops: float | None, peak: float | None, tokens: int, seconds: float, ranks: int) -> float | None:
     """Return which fraction of the peak the model's own FLOPs used in one step, recomputation not counted.
 
     peak: FLOP/s of one rank. None if the peak or the model's FLOPs are unknown.
     """
-    if peak is None:
+    if peak is None or token_flops is None:
         return None
-    flops = compute_flops_per_token(config.model, config.train.sequence_length)
-    if flops is None:
-        return None
-    return flops * tokens / (seconds * ranks * peak)
+    return token_flops * tokens / (seconds * ranks * peak)
