@@ -63,7 +63,10 @@ def test_what_need_not_divide_is_not_refused(overrides: tuple[str, ...]) -> None
 PLANS = {
     "no module": ({"layers.*.nothing": "col"}, "'layers.*.nothing' matches no module; correct or remove that line"),
     "nothing to split": ({"norm": "seq"}, "no line col, row, vocab or expert matches a module"),
-    "unknown": ({"norm": "column"}, "'norm' is 'column'; use col, row, vocab, seq, heads, enter, expert"),
+    "unknown": (
+        {"norm": "column"},
+        "'norm' is 'column'; use col, row, vocab, seq, heads, enter, attention, head_bias, expert",
+    ),
     "wrong kind": ({"norm": "col"}, "norm is RMSNorm, and only Linear can be col"),
     "twice": ({"layers.*.attention.q": "col", "layers.0.attention.*": "row"}, "layers.0.attention.q is both col and"),
 }
