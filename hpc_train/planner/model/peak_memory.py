@@ -89,7 +89,7 @@ class _MomentMemory:
 
     def in_block(self) -> PeakMemory:
         """Return the peak within the backward of a block, the first or the second one of a stage."""
-        sizes, jobs = self._sizes, self._sizes.jobs
+        sizes = self._sizes
         # Gradients of the first block are reduced while the second one is in backward. By then the activations of the
         # first are freed, unless they were offloaded and so were never on the device. Its reduced shards are new unless
         # an earlier micro-batch has allocated them.
