@@ -301,7 +301,7 @@ FAULTS = (
     ),
     Fault(
         "tied embeddings take the memory of two tables",
-        "planner/model/peak_memory.py",
+        "planner/model/stage_layers.py",
         "np.where(jobs.pp == 1, 2.0 - jobs.tied, has_first + has_last)",
         "np.where(jobs.pp == 1, 2.0, has_first + has_last)",
         ("planner/test_memory_model.py", "planner/test_counted_memory.py"),
