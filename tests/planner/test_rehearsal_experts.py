@@ -31,6 +31,14 @@ def test_a_step_with_experts_is_counted(precision: str) -> None:
     assert rank.counted.peak > rank.counted.parameters + rank.counted.optimizer
 
 
+@pytest.mark.parametrize("layout", ["parallel.ep=4", "parallel.ep=8"])
+def test_experts_are_split_over_more_ranks_than_there_are(layout: str) -> None:
+    """Eight experts over 64 ranks: what ep leaves is cut along the hidden dimension."""
+    nodes = ("cluster.nodes=8", "train.global_batch=64")
+    found = rehearse_run(run(*MODEL, *nodes, "precision=bf16", layout), 64, "0", 1)
+    assert found.ranks[0].counted.parameters == found.closed_form[0]["parameters"]
+
+
 def test_ranks_of_experts_gather_only_their_own() -> None:
     """ep=4: a quarter of a layer's experts, in 16 bits, and no whole gradients of the others."""
     whole, part = (rehearse_run(run(*MODEL, "precision=bf16", f"parallel.ep={ep}"), 8, "0", 1) for ep in (1, 4))

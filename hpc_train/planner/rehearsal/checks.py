@@ -168,13 +168,30 @@ def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict
     stages = [
         list(_stage_weights(weights, stage)) for stage in list_stage_parts(config, degrees.pp, weights.blocks)[pp_rank]
     ]
-    numbers = sum(count_rank_elements_of(weight, how) // shards for stage in stages for weight in stage)
+    ep = config.parallel.ep if weights.experts else 1
+    numbers = sum(
+        _count_expert_elements(weight, how, ep, config.model.hidden)
+        if ep > 1 and any(weight is stack for stack in weights.experts)
+        else count_rank_elements_of(weight, how) // shards
+        for stage in stages
+        for weight in stage
+    )
     tensors = sum(len(stage) for stage in stages)
     found = {"parameters": numbers * number_bytes, "gradients": numbers * number_bytes}
     optim = config.optim
     if optim.name == "adamw" and optim.state == "full" and optim.ema.decay is None:
         found["optimizer"] = optimizer_state_bytes(numbers, tensors, number_bytes)
     return found
+
+
+def _count_expert_elements(stack: Weight, how: Splitting, ep: int, hidden: int) -> int:
+    """Count a rank's elements of a stack of experts, which ep splits first.
+
+    fully_shard cuts what is left between experts where that divides, else the hidden dimension (parallel.expert).
+    """
+    local, shards = stack.shape[0] // ep, how.shards // ep
+    one = math.prod(stack.shape[1:]) // how.tp
+    return -(-local // shards) * one if local % shards == 0 or hidden % shards else local * one // shards
 
 
 def optimizer_state_bytes(numbers: int, tensors: int, number_bytes: int) -> int:

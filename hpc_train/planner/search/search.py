@@ -46,7 +46,7 @@ FRONT_SLACK = 2.0
 """The Pareto front ends at this many times the step time of the best candidate."""
 HOST_SHARE = 0.8
 """Share of a node's memory that offloaded state may use; the system, data and checkpoints need the rest."""
-ROWS_AT_ONCE = 1 << 15
+ROWS_AT_ONCE = 1 << 13
 """Candidates estimated at a time: their columns fit in a core's cache."""
 
 
@@ -90,7 +90,7 @@ def search_space(
             search.estimate_within_bounds(block)
         search.searched = 0
     # With bounds most candidates of a block are dropped before they are estimated, so blocks may be larger.
-    for block in iterate_blocks(space, ROWS_AT_ONCE if exhaustive else ROWS_AT_ONCE << 5):
+    for block in iterate_blocks(space, ROWS_AT_ONCE if exhaustive else ROWS_AT_ONCE << 7):
         search.searched += block.count
         if exhaustive:
             search.estimate_all(block)
