@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hpc_train.cli.main import make_parser
-from hpc_train.config.keys.reference import KeyReference, default_option, list_keys, options_of
+from hpc_train.config.keys.reference import KeyReference, find_default_option, list_group_options, list_keys
 from hpc_train.models.hf.families import format_family_table
 from hpc_train.parallel.rules.support_table import format_support_table
 
@@ -42,8 +42,8 @@ def configuration_page() -> str:
     ]
     for part, keys in groupby(list_keys(), key=lambda item: item.key.partition(".")[0]):
         lines += ["", f"## {part}", ""]
-        if options := options_of(part):
-            default = default_option(part)
+        if options := list_group_options(part):
+            default = find_default_option(part)
             lines += [
                 f"Choose one with `{part}=`: {', '.join(options)}{f' (default: {default})' if default else ''}.",
                 "",

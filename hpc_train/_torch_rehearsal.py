@@ -59,7 +59,7 @@ class MemorylessMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         given = list(tensors_in((*args, *kwargs.values())))
         fake = any(isinstance(tensor, FakeTensor) for tensor in given)
         if func in _ASKING and (fake or any(tensor.is_meta for tensor in given)):
-            return _value(given[0].dtype) if func is torch.ops.aten._local_scalar_dense.default else True
+            return _make_value(given[0].dtype) if func is torch.ops.aten._local_scalar_dense.default else True
         if not fake and _makes_large(given):
             (args, kwargs), fake = self._forget_values((args, kwargs)), True
             given = list(tensors_in((*args, *kwargs.values())))
@@ -132,7 +132,7 @@ def _makes_large(given: Sequence[Tensor]) -> bool:
         return False
 
 
-def _value(dtype: torch.dtype) -> bool | int | float:
+def _make_value(dtype: torch.dtype) -> bool | int | float:
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 

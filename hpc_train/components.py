@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_train.errors import UserError
-from hpc_train.user_frames import LOST_PEER, describe_error, format_frame, root_cause, user_frames
+from hpc_train.user_frames import LOST_PEER, describe_error, find_root_cause, format_frame, list_user_frames
 
 F = TypeVar("F", bound="Callable[..., Any]")
 _USER_OS_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -132,7 +132,7 @@ def import_user_module(name: str, setting: str) -> None:
     except UserError:
         raise
     except Exception as error:
-        frames = user_frames(error)
+        frames = list_user_frames(error)
         where = f"{format_frame(frames[0])}: " if frames else ""
         reason = where + " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
@@ -151,7 +151,7 @@ def explain_user_code(what: str) -> Iterator[None]:
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        cause, frames = root_cause(error), user_frames(error)
+        cause, frames = find_root_cause(error), list_user_frames(error)
         if isinstance(cause, UserError):
             raise cause from error
         machine = isinstance(cause, OSError) and not isinstance(cause, _USER_OS_ERRORS)

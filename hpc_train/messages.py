@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _HEAD = struct.Struct("<Q")
+"""A message is this (the length of its JSON), the JSON, and the raw bytes of its arrays, which the JSON points into."""
 _PLAIN = {str, int, float, bool, type(None)}
+"""Types that JSON has itself."""
 _DTYPES = frozenset(np.dtype(name).str for name in ("?", *"bhilqBHILQfd", "<f2"))
+"""Types of arrays that are accepted: numbers only, as an array of objects would be unpickled."""
 _MIN_REPEATS = 4
 """Minimum values for each distinct one, for the distinct ones to be sent with an index."""
 _MAX_UNCOLUMNED = 4

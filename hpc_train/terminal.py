@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 _COLOUR = r"\x1b\[[0-9;:]{0,64}m"
+"""ECMA-48's SGR: colours, bold, underlined; nothing else ends in m."""
 _CONTROL = (
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and line feed, DEL, C1
     r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # characters that change the direction of writing
@@ -16,7 +17,9 @@ _CONTROL = (
 )
 _FOUND = re.compile(f"({_COLOUR})|\r(\n)|{_CONTROL}")
 _EXTENDED = re.compile(r"[34]8[;:](?:5[;:]\d*|2(?:[;:]\d*){3})")
+"""Colours by number or by red, green and blue, among whose parameters an 8 means no concealment."""
 _CONCEAL = "8"
+"""SGR's parameter for text that is not to be seen."""
 
 
 def escape_controls(text: str, colours: bool = False) -> str:

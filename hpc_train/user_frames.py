@@ -24,13 +24,13 @@ _LENGTH = 300
 """Maximum characters of an exception's text in one line."""
 
 
-def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+def list_user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames in the user's files, innermost first, of the original exception.
 
     If there are none, return those in installed packages that are neither ours nor torch's: a model may come from one.
     """
-    frames = [frame for frame in _frames(error) if not frame.filename.startswith(("<", _OURS))]
-    own = [frame for frame in frames if not _resolved(frame.filename).startswith(_INSTALLED)]
+    frames = [frame for frame in _walk_frames(error) if not frame.filename.startswith(("<", _OURS))]
+    own = [frame for frame in frames if not _resolve_path(frame.filename).startswith(_INSTALLED)]
     return own or [frame for frame in frames if _is_package_of_models(frame.filename)]
 
 
@@ -38,17 +38,17 @@ def _is_package_of_models(path: str) -> bool:
     return "site-packages" in path and f"{os.sep}torch{os.sep}" not in path
 
 
-def every_frame(error: BaseException) -> list[traceback.FrameSummary]:
+def list_every_frame(error: BaseException) -> list[traceback.FrameSummary]:
     """Return all frames, innermost first."""
-    return list(_frames(error))
+    return list(_walk_frames(error))
 
 
-def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
-    for raised in _from_the_cause(error):
+def _walk_frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
+    for raised in _list_from_cause(error):
         yield from reversed(traceback.extract_tb(raised.__traceback__))
 
 
-def _from_the_cause(error: BaseException) -> list[BaseException]:
+def _list_from_cause(error: BaseException) -> list[BaseException]:
     """Return the exceptions from the root cause on: some libraries raise another one from the user's."""
     found: list[BaseException] = []
     raised: BaseException | None = error
@@ -58,13 +58,13 @@ def _from_the_cause(error: BaseException) -> list[BaseException]:
     return found
 
 
-def _resolved(path: str) -> str:
+def _resolve_path(path: str) -> str:
     return os.path.realpath(path)
 
 
-def root_cause(error: BaseException) -> BaseException:
+def find_root_cause(error: BaseException) -> BaseException:
     """Return the exception that started the chain."""
-    return _from_the_cause(error)[0]
+    return _list_from_cause(error)[0]
 
 
 def describe_error(error: BaseException) -> str:
@@ -76,16 +76,16 @@ def describe_error(error: BaseException) -> str:
 
 def format_frame(frame: traceback.FrameSummary) -> str:
     """Format as `file:line, in function`; the file is relative to the current folder if it lies inside."""
-    return f"{_shown(frame.filename)}:{frame.lineno}, in {frame.name}"
+    return f"{_shorten_path(frame.filename)}:{frame.lineno}, in {frame.name}"
 
 
 def find_definition(function: Callable[..., Any]) -> str:
     """Return `file:line` of a function's definition; empty if it has none in a file."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return "" if code is None else f"{_shown(code.co_filename)}:{code.co_firstlineno}"
+    return "" if code is None else f"{_shorten_path(code.co_filename)}:{code.co_firstlineno}"
 
 
-def _shown(path: str) -> str:
+def _shorten_path(path: str) -> str:
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:

@@ -142,9 +142,9 @@ def replies(line: str) -> list[str]:
     ],
 )
 def test_bash_gets_the_part_of_a_word_that_it_replaces(line: str, reply: list[str] | None) -> None:
-    from hpc_train.config.keys.groups import option_files
+    from hpc_train.config.keys.groups import find_option_files
 
-    assert replies(line) == (list(option_files("model")) if reply is None else reply)
+    assert replies(line) == (list(find_option_files("model")) if reply is None else reply)
 
 
 def shown_until(terminal: int, text: str) -> str:

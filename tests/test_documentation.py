@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.cli.main import join_plan_command, make_parser
 from hpc_train.config.compose import compose
-from hpc_train.config.keys.reference import describe_key, list_keys, related_keys
+from hpc_train.config.keys.reference import describe_key, list_keys, list_related_keys
 from hpc_train.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -123,7 +123,7 @@ def test_every_key_has_a_meaning_and_composes_with_its_default() -> None:
 def test_a_key_is_found_by_its_name_and_a_typo_gets_a_suggestion() -> None:
     (steps,) = describe_key("train.steps=5")
     assert (steps.type, steps.default, steps.range) == ("int | null", "null", ">= 1, <= 1,000,000,000,000")
-    assert "train.epochs" in related_keys(steps)
+    assert "train.epochs" in list_related_keys(steps)
     assert {item.variant for item in describe_key("model.layers")} == {"transformer", "vit"}
     assert len(describe_key("optim.schedule")) == 5
     for typo, meant in (("train.stesp", "train.steps"), ("lr", "optim.lr")):

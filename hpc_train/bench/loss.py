@@ -127,7 +127,7 @@ class CountMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.ledger.see(out, list(tensors_in((args, kwargs))))
+        self.ledger.record(out, list(tensors_in((args, kwargs))))
         return out
 
 

@@ -26,7 +26,7 @@ from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.placement.allocation import find_allocation
-from hpc_train.placement.collective_messages import Backend
+from hpc_train.placement.collective_phases import Backend
 from hpc_train.placement.cost import estimate_cost
 from hpc_train.placement.fabric_from_config import build_located_fabric
 from hpc_train.placement.node_locations import NodeLocations

@@ -135,6 +135,7 @@ class Checkpointer:
         """
         where = f"checkpoint step {step} in {self.directory}"
         saved = _SavedState(*run_on_rank_0(self.world, lambda: self._read_saved_state(step)))
+        # In a list of this rank: what the call itself returns would be sent to rank 0.
         prepared: list[tuple[list[TensorShard], list[StateValue], NamedOptimizers | None]] = []
         gather_and_decide(
             self.world, lambda: prepared.append(_prepare_load(model, optimizer, saved, where)), lambda _: None

@@ -80,7 +80,7 @@ class NamedOptimizers:
         """Return the hyperparameters of every group, and the names of its parameters on this rank."""
         described = []
         for number, group in enumerate(self._outer_groups):
-            values = {key: _plain_value(value) for key, value in group.items() if key not in _HOW_IT_RUNS}
+            values = {key: _make_plain(value) for key, value in group.items() if key not in _HOW_IT_RUNS}
             names = [name for name, group_number in self._group_of.items() if group_number == number]
             described.append({"values": values, "parameters": names})
         return described
@@ -161,7 +161,7 @@ def _make_tensor(key: object, name: str, value: object, parameter: nn.Parameter)
     return value
 
 
-def _plain_value(value: Any) -> Any:
+def _make_plain(value: Any) -> Any:
     """Return a hyperparameter as JSON has it."""
     if isinstance(value, Tensor):
         return value.item()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from hpc_train.cli.arguments import add_examples, add_json, add_overrides, whole_number
+from hpc_train.cli.arguments import CommandGroup, add_command, add_examples, add_json, add_overrides, whole_number
 
-_SubCommands = Any
 _PLOT = "also plot the result, as .png or .svg"
 
 
@@ -34,11 +32,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _add_benchmark(
-    kinds: _SubCommands, name: str, summary: str, run: Callable[[argparse.Namespace], int]
+    kinds: CommandGroup, name: str, summary: str, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    benchmark: argparse.ArgumentParser = kinds.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
-    )
+    benchmark = add_command(kinds, name, summary)
     benchmark.set_defaults(run=run)
     return benchmark
 
@@ -47,7 +43,7 @@ def _add_number(benchmark: argparse.ArgumentParser, option: str, default: int, t
     benchmark.add_argument(option, type=int, default=default, metavar="N", help=f"{text} (default {default})")
 
 
-def _add_step(kinds: _SubCommands) -> None:
+def _add_step(kinds: CommandGroup) -> None:
     step = _add_benchmark(kinds, "step", "compare a training step with the shortest hand-written loop", _step)
     add_overrides(step, config_dir=False)
     _add_number(step, "--rounds", 11, "rounds, in each of which every side runs once")
@@ -70,7 +66,7 @@ def _step(arguments: argparse.Namespace) -> int:
     return run_step_command(arguments.overrides, arguments.rounds, arguments.steps, arguments.json, arguments.peers)
 
 
-def _add_overlap(kinds: _SubCommands) -> None:
+def _add_overlap(kinds: CommandGroup) -> None:
     overlap = _add_benchmark(
         kinds, "overlap", "measure how much communication asynchronous tensor parallelism hides (root)", _overlap
     )
@@ -96,7 +92,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
     return run_overlap_command(options, a.json)
 
 
-def _add_sync(kinds: _SubCommands) -> None:
+def _add_sync(kinds: CommandGroup) -> None:
     sync = _add_benchmark(kinds, "sync", "compare loosely synchronised copies with ddp over a thin link (root)", _sync)
     add_overrides(sync, config_dir=False)
     _add_number(sync, "--rounds", 3, "rounds, in each of which both sides run once")
@@ -118,7 +114,7 @@ def _sync(arguments: argparse.Namespace) -> int:
     return run_sync_command(SyncOptions(a.overrides, a.rounds, a.steps, a.every, a.rate), a.json)
 
 
-def _add_bubble(kinds: _SubCommands) -> None:
+def _add_bubble(kinds: CommandGroup) -> None:
     bubble = _add_benchmark(
         kinds, "bubble", "compare the bubble of each pipeline schedule with its simulation", _bubble
     )
@@ -165,7 +161,7 @@ def _bubble(arguments: argparse.Namespace) -> int:
     return run_bubble_command(options, a.json)
 
 
-def _add_collectives(kinds: _SubCommands) -> None:
+def _add_collectives(kinds: CommandGroup) -> None:
     from hpc_train.bench.collectives.definitions import ALGORITHMS
     from hpc_train.bench.collectives.options import BACKENDS, CollectivesOptions
 
@@ -224,7 +220,7 @@ def _collectives(arguments: argparse.Namespace) -> int:
     return run_collectives_command(a.overrides, options)
 
 
-def _add_gemm(kinds: _SubCommands) -> None:
+def _add_gemm(kinds: CommandGroup) -> None:
     from hpc_train.bench.gemm import PRECISIONS, GemmOptions
 
     gemm = _add_benchmark(kinds, "gemm", "measure matrix products and a copy, for `hpc-train plan calibrate`", _gemm)
@@ -246,7 +242,23 @@ def _add_gemm(kinds: _SubCommands) -> None:
     )
 
 
-def _add_gpu(kinds: _SubCommands) -> None:
+def _gemm(arguments: argparse.Namespace) -> int:
+    from hpc_train.bench.gemm import GemmOptions, run_gemm_command
+
+    a = arguments
+    options = GemmOptions(
+        precisions=tuple(dict.fromkeys(a.precision or GemmOptions().precisions)),
+        smallest=a.min,
+        largest=a.max,
+        rounds=a.rounds,
+        json=a.json,
+        plot=a.plot,
+        out=a.out,
+    )
+    return run_gemm_command(options)
+
+
+def _add_gpu(kinds: CommandGroup) -> None:
     from hpc_train.bench.gpu.gpu import PARTS, GpuBenchOptions
 
     what = "measure one GPU: speed against a hand-written loop, parity, memory, copies, waits"
@@ -276,7 +288,7 @@ def _gpu(arguments: argparse.Namespace) -> int:
     return run_gpu_command(options)
 
 
-def _add_loss(kinds: _SubCommands) -> None:
+def _add_loss(kinds: CommandGroup) -> None:
     loss = _add_benchmark(kinds, "loss", "compare the loss in chunks of tokens with the loss of all at once", _loss)
     _add_number(loss, "--tokens", 2048, "tokens of a micro-batch")
     _add_number(loss, "--hidden", 512, "width of a hidden state")
@@ -301,7 +313,7 @@ def _loss(arguments: argparse.Namespace) -> int:
     return run_loss_command(options, a.json)
 
 
-def _add_data(kinds: _SubCommands) -> None:
+def _add_data(kinds: CommandGroup) -> None:
     data = _add_benchmark(kinds, "data", "compare `data build` with its tokenizer's library alone", _data)
     data.add_argument("source", nargs="+", metavar="SOURCE", help="files or folders, as for `data build`")
     data.add_argument("--tokenizer", required=True, metavar="PATH", help="tokenizer.json, or a folder with one")
@@ -322,7 +334,7 @@ def _data(arguments: argparse.Namespace) -> int:
     )
 
 
-def _add_loader(kinds: _SubCommands) -> None:
+def _add_loader(kinds: CommandGroup) -> None:
     what = "compare the speed of the loader of training with two ways to do it with `datasets`"
     loader = _add_benchmark(kinds, "loader", what, _loader)
     loader.add_argument("source", nargs="+", metavar="SOURCE", help="files or folders, as for `data build`")
@@ -344,23 +356,7 @@ def _loader(arguments: argparse.Namespace) -> int:
     return run_loader_command(LoaderBenchOptions(tuple(a.source), a.tokenizer, a.column, *sizes, a.json))
 
 
-def _gemm(arguments: argparse.Namespace) -> int:
-    from hpc_train.bench.gemm import GemmOptions, run_gemm_command
-
-    a = arguments
-    options = GemmOptions(
-        precisions=tuple(dict.fromkeys(a.precision or GemmOptions().precisions)),
-        smallest=a.min,
-        largest=a.max,
-        rounds=a.rounds,
-        json=a.json,
-        plot=a.plot,
-        out=a.out,
-    )
-    return run_gemm_command(options)
-
-
-def _add_placement(kinds: _SubCommands) -> None:
+def _add_placement(kinds: CommandGroup) -> None:
     placement = _add_benchmark(
         kinds, "placement", "time good, bad and random orders of the nodes of a Slurm allocation", _placement
     )
@@ -393,7 +389,7 @@ def _placement(arguments: argparse.Namespace) -> int:
     return run_placement_command(a.overrides, options)
 
 
-def _add_checkpoint(kinds: _SubCommands) -> None:
+def _add_checkpoint(kinds: CommandGroup) -> None:
     checkpoint = _add_benchmark(
         kinds, "checkpoint", "compare save and load with raw I/O, torch.save, DCP and safetensors", _checkpoint
     )
@@ -423,7 +419,7 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
     return run_checkpoint_command(options, a.json, Path(a.plot) if a.plot else None)
 
 
-def _add_submit(kinds: _SubCommands) -> None:
+def _add_submit(kinds: CommandGroup) -> None:
     submit = _add_benchmark(
         kinds, "submit", "measure how long Slurm takes to accept a large sweep (nothing runs)", _submit
     )
@@ -441,7 +437,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     return run_submission_command(a.points, a.rounds, a.peers, a.json)
 
 
-def _add_scaling(kinds: _SubCommands) -> None:
+def _add_scaling(kinds: CommandGroup) -> None:
     scaling = _add_benchmark(kinds, "scaling", "measure strong and weak scaling, and where more stops paying", _scaling)
     scaling.add_argument("sizes", metavar="SIZES", help="ranks=1,2,4 here, or nodes=1,2,4 with launch=slurm")
     add_overrides(scaling, config_dir=False)
@@ -463,7 +459,7 @@ def _scaling(arguments: argparse.Namespace) -> int:
     return run_scaling_command(a.overrides, a.sizes, a.steps, a.folder, a.json, a.plot)
 
 
-def _add_loop_checkpoint(kinds: _SubCommands) -> None:
+def _add_loop_checkpoint(kinds: CommandGroup) -> None:
     summary = "compare Checkpointer with torch.distributed.checkpoint in one FSDP2 loop"
     bench = _add_benchmark(kinds, "loop-checkpoint", summary, _loop_checkpoint)
     _add_number(bench, "--ranks", 2, "ranks, as processes on this machine")

@@ -8,9 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.cli.arguments import add_examples
+
+if TYPE_CHECKING:
+    from hpc_train.resilience.chaos import Order
 
 _EPILOG = """\
 the plan is a YAML file:
@@ -43,7 +46,7 @@ class ChaosPlan:
     minutes: float | None = None
     mttf_seconds: float | None = None
     kinds: dict[str, float] = field(default_factory=dict)
-    faults: tuple[Any, ...] = ()
+    faults: tuple[Order, ...] = ()
 
 
 def chaos_command(run: Path, plan_file: Path, seed: int) -> int:
@@ -120,7 +123,7 @@ def read_plan(path: Path, ranks: int) -> ChaosPlan:
     return ChaosPlan(minutes, mttf, weights, orders)
 
 
-def _read_order(value: Any, ranks: int, where: str) -> Any:
+def _read_order(value: Any, ranks: int, where: str) -> Order:
     from hpc_train.errors import UserError
     from hpc_train.resilience.chaos import AT_START, KINDS, LASTING_KINDS, Order
 

@@ -80,27 +80,29 @@ def complete_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> lis
     The list is empty where the shell should complete file names.
     """
     *before, current = words or [""]
-    parser, before = _innermost_parser(parser, before)
+    parser, before = _find_innermost_parser(parser, before)
     # argparse has no public list of its options.
     actions = parser._actions
     if current.startswith("-"):
-        return _candidates_with_prefix(current, (flag for action in actions for flag in action.option_strings))
+        return _select_by_prefix(current, (flag for action in actions for flag in action.option_strings))
     if before and (option := _takes_value(actions, before[-1])):
-        return _candidates_with_prefix(current, map(str, option.choices or ()))
+        return _select_by_prefix(current, map(str, option.choices or ()))
     positional = [action for action in actions if not action.option_strings]
     if any(action.dest == "overrides" for action in positional):
         return complete_override(current, before)
     if any(action.dest == "key" for action in positional):
         return complete_key(current)
-    return _candidates_with_prefix(current, (str(choice) for action in positional for choice in action.choices or ()))
+    return _select_by_prefix(current, (str(choice) for action in positional for choice in action.choices or ()))
 
 
-def _innermost_parser(parser: argparse.ArgumentParser, before: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
+def _find_innermost_parser(
+    parser: argparse.ArgumentParser, before: list[str]
+) -> tuple[argparse.ArgumentParser, list[str]]:
     """Return the parser of the innermost sub-command in `before`, and the words after it."""
     for index, word in enumerate(before):
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction) and word in action.choices:
-                return _innermost_parser(action.choices[word], before[index + 1 :])
+                return _find_innermost_parser(action.choices[word], before[index + 1 :])
     return parser, before
 
 
@@ -108,7 +110,7 @@ def _takes_value(actions: Sequence[argparse.Action], flag: str) -> argparse.Acti
     return next((action for action in actions if flag in action.option_strings and action.nargs != 0), None)
 
 
-def _candidates_with_prefix(current: str, candidates: Iterable[str]) -> list[str]:
+def _select_by_prefix(current: str, candidates: Iterable[str]) -> list[str]:
     return sorted({candidate for candidate in candidates if candidate.startswith(current)})
 
 
@@ -119,24 +121,24 @@ def complete_key(current: str) -> list[str]:
     depth = current.count(".")
     parts = [item.key.split(".") for item in list_keys()]
     names = (".".join(part[: depth + 1]) + ("." if len(part) > depth + 1 else "") for part in parts)
-    return _candidates_with_prefix(current, names)
+    return _select_by_prefix(current, names)
 
 
 def complete_override(current: str, before: Sequence[str]) -> list[str]:
     """Complete an override: its key up to the next dot, or its value. The words before it choose the model."""
-    from hpc_train.config.keys.groups import GROUPS, option_files
+    from hpc_train.config.keys.groups import GROUPS, find_option_files
 
     sign = current[: len(current) - len(current.lstrip("+~"))]
     key, equals, _ = current.removeprefix(sign).partition("=")
-    config_dir = _config_dir(before)
+    config_dir = _find_config_dir(before)
     if not equals:
-        return _candidates_with_prefix(current, (f"{sign}{name}" for name in _list_next_keys(key, before, config_dir)))
+        return _select_by_prefix(current, (f"{sign}{name}" for name in _list_next_keys(key, before, config_dir)))
     if key in GROUPS:
-        return _candidates_with_prefix(current, (f"{key}={name}" for name in option_files(key, config_dir)))
-    return _candidates_with_prefix(current, (f"{sign}{key}={value}" for value in _list_values(key, before, config_dir)))
+        return _select_by_prefix(current, (f"{key}={name}" for name in find_option_files(key, config_dir)))
+    return _select_by_prefix(current, (f"{sign}{key}={value}" for value in _list_values(key, before, config_dir)))
 
 
-def _config_dir(before: Sequence[str]) -> str | None:
+def _find_config_dir(before: Sequence[str]) -> str | None:
     given = [following for word, following in pairwise(before) if word == "--config-dir"]
     given += [word.partition("=")[2] for word in before if word.startswith("--config-dir=")]
     return given[-1] if given else None
@@ -147,25 +149,25 @@ def _list_next_keys(key: str, before: Sequence[str], config_dir: str | None) -> 
     from hpc_train.config.keys.groups import GROUPS
 
     parent, dot, _ = key.rpartition(".")
-    node = _schema_at(parent, before, config_dir) if dot else _run_config()
+    node = _find_schema_at(parent, before, config_dir) if dot else _run_config()
     if not dot:
         yield from (f"{group}=" for group in GROUPS)
     for item in fields(node) if node else ():
-        deeper = is_dataclass(_field_type(node, item)) or get_origin(_field_type(node, item)) is dict
+        deeper = is_dataclass(_find_field_type(node, item)) or get_origin(_find_field_type(node, item)) is dict
         yield f"{parent}{dot}{item.name}{'.' if deeper else '='}"
 
 
 def _list_values(key: str, before: Sequence[str], config_dir: str | None) -> tuple[str, ...]:
     """List the legal values of a choice or a boolean; empty for other types."""
     parent, _, name = key.rpartition(".")
-    node = _schema_at(parent, before, config_dir) if parent else _run_config()
+    node = _find_schema_at(parent, before, config_dir) if parent else _run_config()
     item = next((item for item in fields(node) if item.name == name), None) if node else None
     if node is None or item is None:
         return ()
     limits = item.metadata.get("range")
     if limits is not None and limits.choices:
         return tuple(limits.choices)
-    return _BOOLEANS if _field_type(node, item) is bool else ()
+    return _BOOLEANS if _find_field_type(node, item) is bool else ()
 
 
 def _run_config() -> type:
@@ -174,29 +176,29 @@ def _run_config() -> type:
     return RunConfig
 
 
-def _schema_at(path: str, before: Sequence[str], config_dir: str | None) -> Any:
+def _find_schema_at(path: str, before: Sequence[str], config_dir: str | None) -> Any:
     """Find the dataclass at a dotted path, given the options chosen before; None if there is none."""
     node: Any = _run_config()
     for depth, name in enumerate(path.split(".")):
         item = next((item for item in fields(node) if item.name == name), None)
         if item is None:
             return None
-        node = (_chosen_schema(name, before, config_dir) if depth == 0 else None) or _field_type(node, item)
+        node = (_find_chosen_schema(name, before, config_dir) if depth == 0 else None) or _find_field_type(node, item)
         if not is_dataclass(node):
             return None
     return node
 
 
-def _field_type(node: Any, item: Field[Any]) -> Any:
+def _find_field_type(node: Any, item: Field[Any]) -> Any:
     return get_type_hints(node)[item.name]
 
 
-def _chosen_schema(group: str, before: Sequence[str], config_dir: str | None) -> type | None:
+def _find_chosen_schema(group: str, before: Sequence[str], config_dir: str | None) -> type | None:
     """Return the schema of the option chosen for a group whose options differ in type (model, data); else None."""
-    from hpc_train.config.keys.groups import SCHEMAS, default_options, option_type
+    from hpc_train.config.keys.groups import SCHEMAS, find_option_type, read_default_options
 
     if group not in SCHEMAS:
         return None
     chosen = [word.partition("=")[2] for word in before if word.startswith(f"{group}=")]
-    option = chosen[-1] if chosen else default_options()[group]
-    return option_type(group, option, config_dir)
+    option = chosen[-1] if chosen else read_default_options()[group]
+    return find_option_type(group, option, config_dir)

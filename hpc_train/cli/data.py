@@ -189,7 +189,7 @@ def _describe_store(store: TokenStore) -> dict[str, Any]:
         "unigram_entropy": store.unigram_entropy,
         "xxh3_128": store.digest,
         "source": json_module.loads(store.source),
-        "sample": _sample(store),
+        "sample": _decode_sample(store),
     }
 
 
@@ -209,7 +209,7 @@ def _describe_images(store: ImageStore) -> dict[str, Any]:
     }
 
 
-def _sample(store: TokenStore) -> str | None:
+def _decode_sample(store: TokenStore) -> str | None:
     """Decode the first characters; None without the tokenizer's package."""
     from hpc_train.data.tokenizers.tokenizer import load_tokenizer
     from hpc_train.errors import UserError

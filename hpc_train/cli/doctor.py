@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 
 from hpc_train.config.compose import compose
-from hpc_train.doctor.findings import Finding, findings_exit_code, findings_json, format_findings
+from hpc_train.doctor.findings import Finding, choose_exit_code, findings_to_json, format_findings
 from hpc_train.runtime.identity import identify_process
 from hpc_train.runtime.processes import pause_gc
 
@@ -25,7 +25,7 @@ def doctor_command(overrides: Sequence[str], config_dir: str | None, as_text: bo
     if identity is None or identity.processes == 1:
         findings = check_machine(config, os.environ, socket.gethostname(), nodes=1, local=1)
         print_findings(findings, as_text)
-        return findings_exit_code(findings)
+        return choose_exit_code(findings)
     from hpc_train.doctor.job import check_job  # needs torch.distributed
 
     found, code = check_job(config, identity, os.environ)
@@ -37,5 +37,6 @@ def doctor_command(overrides: Sequence[str], config_dir: str | None, as_text: bo
 def print_findings(findings: Sequence[Finding], as_text: bool) -> None:
     """Print the findings as text or JSON."""
     print(
-        "\n".join(format_findings(findings)) if as_text else json.dumps(findings_json(findings), indent=1), flush=True
+        "\n".join(format_findings(findings)) if as_text else json.dumps(findings_to_json(findings), indent=1),
+        flush=True,
     )

@@ -27,11 +27,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from hpc_train.config.keys.reference import describe_key, related_keys
+    from hpc_train.config.keys.reference import describe_key, list_related_keys
 
     keys = describe_key(arguments.key)
     if arguments.json:
-        print(json.dumps([{**asdict(key), "related": related_keys(key)} for key in keys], indent=1))
+        print(json.dumps([{**asdict(key), "related": list_related_keys(key)} for key in keys], indent=1))
     elif len({key.key for key in keys}) == 1:  # several kinds of model or data may declare one key
         print("\n\n".join(_format_key(key) for key in keys))
     else:
@@ -40,7 +40,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _format_key(key: KeyReference) -> str:
-    from hpc_train.config.keys.reference import related_keys
+    from hpc_train.config.keys.reference import list_related_keys
 
     lines = [
         _name_with_variant(key),
@@ -51,17 +51,17 @@ def _format_key(key: KeyReference) -> str:
     if key.range:
         lines.append(f"  range:    {key.range}")
     lines.append(f"  file:     {key.file}")
-    if related := related_keys(key):
+    if related := list_related_keys(key):
         lines.append(f"  related:  {', '.join(related)}")
     return "\n".join(lines)
 
 
 def _format_part(part: str, keys: list[KeyReference]) -> str:
-    from hpc_train.config.keys.reference import default_option, options_of
+    from hpc_train.config.keys.reference import find_default_option, list_group_options
 
     lines = []
-    if options := options_of(part):
-        default = default_option(part)
+    if options := list_group_options(part):
+        default = find_default_option(part)
         lines += [f"{part}= one of {', '.join(options)}{f' (default: {default})' if default else ''}", ""]
     width = max(len(_name_with_variant(key)) for key in keys)
     lines += [f"{_name_with_variant(key):{width}}  {key.meaning}" for key in keys]

@@ -21,7 +21,9 @@ from hpc_train.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
 from hpc_train.terminal import escaping_stdout, one_line
 
 EXIT_INTERRUPTED = 130
+"""128 + SIGINT."""
 EXIT_BROKEN_PIPE = 141
+"""128 + SIGPIPE."""
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """Errors of a full, failing or read-only file system, for which one line says more than a traceback."""
 COMMANDS = {

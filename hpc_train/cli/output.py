@@ -58,7 +58,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], number
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(value) for value in row))
+        table.add_row(*(_format_cell(value) for value in row))
     make_console().print(table)
 
 
@@ -68,7 +68,7 @@ def print_fields(facts: Sequence[tuple[str, object]]) -> None:
 
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
-        make_console().print(Text(f"{name:<{width}}  "), _cell(value), sep="", soft_wrap=True)
+        make_console().print(Text(f"{name:<{width}}  "), _format_cell(value), sep="", soft_wrap=True)
 
 
 def make_console() -> Console:
@@ -100,14 +100,14 @@ def progress_bar(title: str, total: int, quiet: bool = False, of_bytes: bool = T
         yield lambda done: bar.advance(task, done)
 
 
-def _cell(value: object) -> Text:
+def _format_cell(value: object) -> Text:
     from rich.text import Text
 
     return Text(one_line(str(value)))
 
 
 PIPE_WIDTH = 160
-"""Width of the output if it is not a terminal."""
+"""Columns of what print_rich prints if stdout is not a terminal; the tables of print_table are never wrapped there."""
 
 
 def print_rich(*parts: RenderableType) -> None:

@@ -12,8 +12,8 @@ from hpc_train.launch.sweep.arrays import JobArray
 from hpc_train.launch.sweep.submit_sweep import (
     SweepSubmission,
     describe_array,
+    make_sbatch_array_options,
     render_array_script,
-    sbatch_array_options,
     submit_sweep,
 )
 
@@ -60,10 +60,10 @@ def submit_sweep_command(
 def _print_scripts(submission: SweepSubmission, as_json: bool) -> None:
     folder, arrays = submission.folder, submission.arrays
     names = [f"<job of array {index + 1}>" for index in range(len(arrays))]  # the ids are not known yet
-    options = [sbatch_array_options(arrays, array, names) for array in arrays]
+    options = [make_sbatch_array_options(arrays, array, names) for array in arrays]
     if as_json:
         rows = [
-            {**_array_row(array), "sbatch": words, "script": render_array_script(folder, array)}
+            {**_make_array_row(array), "sbatch": words, "script": render_array_script(folder, array)}
             for array, words in zip(arrays, options, strict=True)
         ]
         print_json({"run_dir": str(folder.path), "arrays": rows})
@@ -77,7 +77,7 @@ def _print_scripts(submission: SweepSubmission, as_json: bool) -> None:
 def _print_jobs(submission: SweepSubmission, as_json: bool) -> None:
     folder, arrays, jobs = submission.folder, submission.arrays, submission.jobs
     if as_json:
-        rows = [{"job_id": job, **_array_row(array)} for job, array in zip(jobs, arrays, strict=True)]
+        rows = [{"job_id": job, **_make_array_row(array)} for job, array in zip(jobs, arrays, strict=True)]
         print_json({"run_dir": str(folder.path), "points": list(submission.points), "jobs": rows})
         return
     for array, job in zip(arrays, jobs, strict=True):
@@ -87,5 +87,5 @@ def _print_jobs(submission: SweepSubmission, as_json: bool) -> None:
     print(f"{len(submission.points)} points, sweep directory {folder.path}")
 
 
-def _array_row(array: JobArray) -> dict[str, Any]:
+def _make_array_row(array: JobArray) -> dict[str, Any]:
     return {"nodes": array.request.nodes, "ranks": array.ranks, "points": array.points, "behind": array.behind}

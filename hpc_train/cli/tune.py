@@ -41,7 +41,7 @@ def tune_command(base: list[str], minutes: int, steps: int, folder: Path, as_jso
     from hpc_train.config.compose import compose
     from hpc_train.errors import EXIT_DONE, UserError
     from hpc_train.launch.freeze import check_run
-    from hpc_train.launch.local.rank_pool import local_rank_count
+    from hpc_train.launch.local.rank_pool import count_local_ranks
     from hpc_train.launch.slurm.request import node_count
     from hpc_train.report.tuning import Tuning, format_command, measure_locally, measure_on_slurm, write_trial
     from hpc_train.training.records.run_records import LineFile
@@ -50,7 +50,7 @@ def tune_command(base: list[str], minutes: int, steps: int, folder: Path, as_jso
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--folder {folder}: is not empty; give another one")
     on_slurm = config.launch.kind == "slurm"
-    ranks = node_count(config) * config.cluster.ranks_per_node if on_slurm else local_rank_count(config)
+    ranks = node_count(config) * config.cluster.ranks_per_node if on_slurm else count_local_ranks(config)
     check_run(config, ranks)
     try:
         folder.mkdir(parents=True, exist_ok=True)

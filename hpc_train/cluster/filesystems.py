@@ -1,4 +1,8 @@
-"""Find which file system a path is on, from the mount table."""
+"""Find which file system a path is on, from the mount table.
+
+For messages and warnings: the path need not exist yet, and no system call is made on it. How a checkpoint is written is
+decided by statfs(2) and more, in checkpoint/storage/file_system.py.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,19 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_SAME = {"nfs4": "nfs", "fhgfs": "beegfs", "fuse.beegfs": "beegfs", "fuse.glusterfs": "glusterfs", "fuse.ceph": "ceph"}
-_SHARED = frozenset(
+_SAME_KINDS = {
+    "nfs4": "nfs",
+    "fhgfs": "beegfs",
+    "fuse.beegfs": "beegfs",
+    "fuse.glusterfs": "glusterfs",
+    "fuse.ceph": "ceph",
+}
+"""Names of versions and drivers of one file system, and its name."""
+_SHARED_KINDS = frozenset(
     {"lustre", "gpfs", "nfs", "beegfs", "ceph", "glusterfs", "wekafs", "panfs", "pvfs2", "orangefs", "cifs", "smb3"}
     | {"afs", "dvs", "ocfs2", "gfs2", "fuse.dfuse", "fuse.juicefs", "vast"}
 )
+"""File systems that other hosts can see."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +39,7 @@ class MountedFileSystem:
     @property
     def shared(self) -> bool:
         """Whether other hosts can see the same files."""
-        return self.kind in _SHARED
+        return self.kind in _SHARED_KINDS
 
 
 def find_filesystem(path: Path, mounts: str | None = None) -> MountedFileSystem | None:
@@ -39,6 +51,7 @@ def find_filesystem(path: Path, mounts: str | None = None) -> MountedFileSystem 
         mounts = _read_own_mounts()
     place, best = path.resolve(), None
     for mounted in read_mount_table(mounts):
+        # >=: of two mounts on one point, the later one hides the earlier.
         longer = best is None or len(Path(mounted.mount).parts) >= len(Path(best.mount).parts)
         if longer and place.is_relative_to(mounted.mount):
             best = mounted
@@ -49,7 +62,7 @@ def read_mount_table(mounts: str) -> list[MountedFileSystem]:
     """Parse a mount table, in its order. Lines that are no mounts are left out."""
     rows = [line.split() for line in mounts.split("\n")]
     return [
-        MountedFileSystem(_SAME.get(row[2], row[2]), _decode_escapes(row[1]), _decode_escapes(row[0]))
+        MountedFileSystem(_SAME_KINDS.get(row[2], row[2]), decode_escapes(row[1]), decode_escapes(row[0]))
         for row in rows
         if len(row) >= 3
     ]
@@ -62,6 +75,6 @@ def _read_own_mounts() -> str:
         return ""
 
 
-def _decode_escapes(text: str) -> str:
-    r"""Decode \ooo in a mount table: the kernel writes a space as \040."""
+def decode_escapes(text: str) -> str:
+    r"""Decode \ooo in a mount table: so the kernel writes blanks, tabs, newlines and backslashes."""
     return re.sub(r"\\([0-3][0-7]{2})", lambda match: chr(int(match[1], 8)), text)

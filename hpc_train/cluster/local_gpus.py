@@ -19,6 +19,7 @@ from hpc_train.cluster.sysfs import list_entries, normalise_pci_address, read_te
 
 NVLINK_SWITCH = "switch"
 _MAX_LINKS = 36
+"""NVML_NVLINK_MAX_LINKS of today's NVML, for bindings that do not have it."""
 
 
 @dataclass(frozen=True)

@@ -251,6 +251,7 @@ def group_similar_sets(sets_to_group: Sequence[frozenset[object]]) -> list[list[
     # Equal sets are handled once: in a real fabric most leaves of a unit hold exactly the same hosts.
     members_of_set: dict[frozenset[object], list[int]] = {}
     for number, things in enumerate(sets_to_group):
+        # An empty set gets a content of its own: two switches with nothing on them have nothing in common.
         members_of_set.setdefault(things if things else frozenset({("nothing", number)}), []).append(number)
     kinds = list(members_of_set)
     sets = DisjointSets(len(kinds))

@@ -14,7 +14,14 @@ from rich.tree import Tree
 
 from hpc_train.cluster.hostlist import fold_names, shorten_names
 from hpc_train.cluster.spec import Cluster, Gpu, Link, Nic, Node
-from hpc_train.cluster.switch_tree import SwitchUnit, build_units, find_rails, find_scalable_units, list_nodes_under
+from hpc_train.cluster.switch_tree import (
+    DisjointSets,
+    SwitchUnit,
+    build_units,
+    find_rails,
+    find_scalable_units,
+    list_nodes_under,
+)
 from hpc_train.terminal import one_line
 
 MAX_CHILDREN = 40
@@ -37,10 +44,10 @@ def _summarise_cluster(cluster: Cluster) -> str:
     nodes = len(hanging | {node.name for node in cluster.nodes})
     gpus, nics = (sum(map(len, lists)) for lists in ([n.gpus for n in cluster.nodes], [n.nics for n in cluster.nodes]))
     counts = [(nodes, "node"), (gpus, "GPU"), (nics, "NIC"), (len(cluster.switches), "switch")]
-    return f"{cluster.kind}: {', '.join(_count(number, word) for number, word in counts if number) or 'nothing'}"
+    return f"{cluster.kind}: {', '.join(_format_count(number, word) for number, word in counts if number) or 'nothing'}"
 
 
-def _count(number: int, word: str) -> str:
+def _format_count(number: int, word: str) -> str:
     plural = "es" if word.endswith("ch") else "s"
     return f"{number} {word}{plural * (number != 1)}"
 
@@ -54,22 +61,21 @@ def _add_units(tree: Tree, units: Sequence[SwitchUnit]) -> None:
         _add_unit(tree, unit)
     if rest := units[MAX_CHILDREN:]:
         count = sum(1 for unit in rest for _ in list_nodes_under(unit))
-        tree.add(
-            _make_text(f"{len(rest)} more, {_count(count, 'node')}: {fold_names(_name(unit) for unit in rest)}", "dim")
-        )
+        names = fold_names(_fold_switches(unit) for unit in rest)
+        tree.add(_make_text(f"{len(rest)} more, {_format_count(count, 'node')}: {names}", "dim"))
 
 
 def _add_unit(tree: Tree, unit: SwitchUnit) -> None:
     """Add a unit. A leaf and its nodes share one line; a higher unit says how many nodes are below it."""
-    line = Text.assemble((_name(unit), "cyan"))
+    line = Text.assemble((_fold_switches(unit), "cyan"))
     if unit.nodes:
         line.append(f": {fold_names(unit.nodes)}")
     count = sum(1 for _ in list_nodes_under(unit))
-    line.append(f" ({_count(count, 'node')})", "dim")
+    line.append(f" ({_format_count(count, 'node')})", "dim")
     _add_units(tree.add(line), unit.units)
 
 
-def _name(unit: SwitchUnit) -> str:
+def _fold_switches(unit: SwitchUnit) -> str:
     return fold_names(unit.switches)
 
 
@@ -90,7 +96,7 @@ def _add_domains(tree: Tree, nodes: Sequence[Node]) -> None:
                 gpus_by_node = domains.setdefault(gpu.clique, {})
                 gpus_by_node[node.name] = gpus_by_node.get(node.name, 0) + 1
     lines = [
-        f"{name}: {fold_names(gpus_by_node)} ({_count(sum(gpus_by_node.values()), 'GPU')})"
+        f"{name}: {fold_names(gpus_by_node)} ({_format_count(sum(gpus_by_node.values()), 'GPU')})"
         for name, gpus_by_node in domains.items()
     ]
     if len(lines) == 1:
@@ -173,14 +179,13 @@ def _format_pairs(kind: str, count: int) -> str:
 
 def _find_islands(ids: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
     """Group GPUs that reach each other over their own links, directly or through others."""
-    island = {name: name for name in ids}
+    number = {name: index for index, name in enumerate(ids)}
+    islands = DisjointSets(len(ids))
     for a, b in pairs:
-        old, new = island[b], island[a]
-        # A node has at most some tens of GPUs, so no union-find is needed.
-        island = {name: new if of == old else of for name, of in island.items()}
-    groups: dict[str, list[str]] = {}
+        islands.join(number[a], number[b])
+    groups: dict[int, list[str]] = {}
     for name in ids:
-        groups.setdefault(island[name], []).append(name)
+        groups.setdefault(islands.find(number[name]), []).append(name)
     return list(groups.values())
 
 

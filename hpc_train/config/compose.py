@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.checks.secret_variables import refuse_secret_variables
 from hpc_train.config.keys import overrides as suggest
-from hpc_train.config.keys.groups import GROUPS, SCHEMAS, option_files
+from hpc_train.config.keys.groups import GROUPS, SCHEMAS, find_option_files
 from hpc_train.config.keys.overrides import suggest_names
 from hpc_train.config.plain_config import check_and_seal, explain_value, make_run_config, read_first_line
 from hpc_train.config.run import RunConfig
@@ -41,7 +41,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Run
 
 def list_options(group: str, config_dir: str | None = None) -> list[str]:
     """List the names that `group=` accepts, the shipped ones and those of config_dir."""
-    return list(option_files(group, config_dir))
+    return list(find_option_files(group, config_dir))
 
 
 def _hydra() -> initialize_config_module:

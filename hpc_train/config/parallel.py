@@ -254,7 +254,7 @@ class Degrees:
         return " x ".join(f"{axis} {size}" for axis, size in asdict(self).items())
 
 
-def requested_degrees(config: ParallelConfig) -> dict[str, int]:
+def list_requested_degrees(config: ParallelConfig) -> dict[str, int]:
     """Return the degrees as asked for, with the strategy's defaults filled in; at most one is -1.
 
     Raises UserError for a degree of 0 and for more than one -1.
@@ -283,7 +283,7 @@ def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
         raise UserError(
             "parallel=auto: is decided by `hpc-train plan`, `train` and `submit`; here give the degrees `plan` prints"
         )
-    degrees = requested_degrees(config)
+    degrees = list_requested_degrees(config)
     fixed = math.prod(value for value in degrees.values() if value != -1)
     equation = " x ".join(f"{axis} {'?' if value == -1 else value}" for axis, value in degrees.items())
     if -1 not in degrees.values():
@@ -314,6 +314,6 @@ def reduce_replicas(config: ParallelConfig, ranks: int, world: int) -> ParallelC
     return replace(config, **{**degrees, axis: world // stay})
 
 
-def smallest_world(config: ParallelConfig) -> int:
+def compute_smallest_world(config: ParallelConfig) -> int:
     """Return the fewest ranks that the degrees as asked for can run on."""
-    return math.prod(value for value in requested_degrees(config).values() if value != -1)
+    return math.prod(value for value in list_requested_degrees(config).values() if value != -1)

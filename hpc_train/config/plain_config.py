@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hpc_train.config.checks.check import check_config
 from hpc_train.config.checks.secret_variables import refuse_secret_variables
 from hpc_train.config.keys.groups import SCHEMAS
-from hpc_train.config.keys.overrides import check_overrides, explicit_settings, find_unknown_field, suggest_names
+from hpc_train.config.keys.overrides import check_overrides, find_unknown_field, list_explicit_settings, suggest_names
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import seal_config
 from hpc_train.errors import UserError
@@ -68,7 +68,7 @@ def check_and_seal(config: RunConfig, overrides: Sequence[str] = (), config_dir:
     check_config(config)
     check_overrides(config, overrides, config_dir)
     if config.parallel.auto and config.parallel.fixed is None:
-        config.parallel.fixed = explicit_settings(config, overrides)
+        config.parallel.fixed = list_explicit_settings(config, overrides)
     fill_hybrid_sharding(config)
     return seal_config(config)
 

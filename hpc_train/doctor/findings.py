@@ -41,7 +41,7 @@ def fail_check(name: str, text: str, advice: str) -> Finding:
     return Finding(name, "bad", text, advice)
 
 
-def findings_exit_code(findings: Iterable[Finding]) -> int:
+def choose_exit_code(findings: Iterable[Finding]) -> int:
     """Return 1 if something is broken, else 0."""
     return int(any(finding.status == "bad" for finding in findings))
 
@@ -72,11 +72,11 @@ def join_first(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
-def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
+def findings_to_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the findings as `doctor --json` prints them."""
     counts = {status: sum(finding.status == status for finding in findings) for status in _MARKS}
     return {
-        "ok": findings_exit_code(findings) == 0,
+        "ok": choose_exit_code(findings) == 0,
         "counts": counts,
         "findings": [asdict(finding) for finding in findings],
     }

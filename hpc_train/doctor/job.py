@@ -1,4 +1,8 @@
-"""Check a job from all of its ranks together."""
+"""Check a job from all of its ranks together.
+
+One process of each node checks its machine. All meet over gloo, which works where NCCL does not, compare what they are,
+and then use NCCL where all have a GPU: so a broken network is told from ranks that do not agree.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from hpc_train.cluster.this_machine import describe_this_node
 from hpc_train.config.parallel import AXES, Degrees, ParallelConfig, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.doctor.agreement import RankReport, RankSpeed, check_agreement, make_report
-from hpc_train.doctor.findings import Finding, fail_check, findings_exit_code
+from hpc_train.doctor.findings import Finding, choose_exit_code, fail_check
 from hpc_train.doctor.machine import check_machine
 from hpc_train.doctor.speeds import (
     check_reductions,
@@ -84,7 +88,7 @@ def _init_process_group(task: Task, backend: str) -> None:
 def _check_together(config: RunConfig, task: Task, report: RankReport) -> tuple[list[Finding] | None, int]:
     reports = gather_from_all(report)
     findings = list(check_agreement(reports, task.launcher, needs_mpi(config) is not None))
-    device = _device_of_rank(reports, task)
+    device = _choose_device(reports, task)
     if device.type == "cuda":
         leave_process_group()
         _init_process_group(task, "cpu:gloo,cuda:nccl")
@@ -98,7 +102,7 @@ def _check_together(config: RunConfig, task: Task, report: RankReport) -> tuple[
     mesh = init_device_mesh(device.type, degrees.sizes, mesh_dim_names=AXES)
     hosts = [report.host for report in reports]
     findings += check_reductions(measure_reductions(config, degrees, hosts, mesh, device))
-    code = max(gather_from_all(findings_exit_code(findings)))
+    code = max(gather_from_all(choose_exit_code(findings)))
     return (findings if task.process == 0 else None), code
 
 
@@ -117,7 +121,7 @@ def gather_from_all(value: T) -> list[T]:
     return all_gather_values(value, codec=Codec((RankReport, Finding, RankSpeed)))
 
 
-def _device_of_rank(reports: list[RankReport], task: Task) -> torch.device:
+def _choose_device(reports: list[RankReport], task: Task) -> torch.device:
     """Return this rank's GPU if all ranks have one, else the CPU."""
     if not all(report.gpus for report in reports):
         return torch.device("cpu")

@@ -1,4 +1,7 @@
-"""Checks of this machine: memory, files, the run's file system, GPUs and NICs; check_machine runs all."""
+"""Checks of this machine: memory, files, the run's file system, GPUs and NICs; check_machine runs all.
+
+A check takes the figures and returns a Finding; reading them is apart, so that tests can give it any machine.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ FULL_SHARE = 0.97
 
 def check_limits(run_dir: Path, several_nodes: bool) -> Iterator[Finding]:
     """Run the checks of memory, limits and file systems."""
-    yield check_shared_memory(_free_gib("/dev/shm"))
+    yield check_shared_memory(_measure_free_gib("/dev/shm"))
     yield check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma=_has_rdma())
     yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield check_run_folder(run_dir, find_filesystem(run_dir), several_nodes)
@@ -117,7 +120,7 @@ def check_free_space(folder: Path) -> Finding:
     return pass_check("room", text)
 
 
-def _free_gib(folder: str) -> float | None:
+def _measure_free_gib(folder: str) -> float | None:
     try:
         return shutil.disk_usage(folder).free / GIB
     except OSError:

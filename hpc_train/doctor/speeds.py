@@ -38,13 +38,13 @@ def measure_speed(device: torch.device) -> RankSpeed:
     dist.barrier()
     size, dtype = _MATRIX[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    product = _median_seconds(lambda: torch.mm(a, b), device)
+    product = _measure_median_seconds(lambda: torch.mm(a, b), device)
     source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return RankSpeed(product, _median_seconds(lambda: target.copy_(source), device), device.type)
+    return RankSpeed(product, _measure_median_seconds(lambda: target.copy_(source), device), device.type)
 
 
-def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
+def _measure_median_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return seconds of one call, the median of a few after a warm-up."""
     work()
     return median(time_calls(work, 1, device) for _ in range(_REPEATS))
@@ -72,7 +72,7 @@ def measure_reductions(
 def _measure_reduction(group: dist.ProcessGroup | None, buffer: torch.Tensor) -> tuple[float, str]:
     """Return (seconds of this rank, why it failed)."""
     try:
-        return _median_seconds(lambda: dist.all_reduce(buffer, group=group), buffer.device), ""
+        return _measure_median_seconds(lambda: dist.all_reduce(buffer, group=group), buffer.device), ""
     except RuntimeError as error:
         return 0.0, f"rank {dist.get_rank()}: {' '.join(str(error).split())[:200]}"
 

@@ -26,7 +26,7 @@ from hpc_train.launch.slurm.slurm_cli import Backoff, RunClient, run_client
 from hpc_train.launch.state.attempts import AttemptStart, cancel_marker_path
 from hpc_train.launch.state.job_state import decide_state
 from hpc_train.launch.state.run_facts import RunFacts, gather_facts
-from hpc_train.launch.state.run_lookup import RunPoint, find_points, points_of_sweep
+from hpc_train.launch.state.run_lookup import RunPoint, find_points, list_points_of_sweep
 from hpc_train.launch.state.state_names import RunStatus, State, from_slurm_state
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.regular_files import read_json
@@ -51,7 +51,7 @@ class CancelCandidate:
 
     def jobs(self, running: bool) -> list[str]:
         """Return its jobs that run, or its jobs that wait."""
-        return jobs_in_state(self.facts, running)
+        return select_jobs_in_state(self.facts, running)
 
 
 def find_runs(target: str) -> list[CancelCandidate]:
@@ -117,7 +117,7 @@ def _cancel_jobs(
         if run.facts.slurm_error is not None:
             raise UserError(f"{run.status.point}: {run.facts.slurm_error}; try again")
     # A packed job has points that were not named: only the step of a named one may be ended.
-    shared = _runs_with_shared_jobs(runs, ask)
+    shared = _list_runs_with_shared_jobs(runs, ask)
     # Before any signal: the batch script looks for the marker as soon as its ranks end.
     _mark_cancelled(runs, shared, now)
     alone = [run for run in runs if run not in shared]
@@ -147,7 +147,7 @@ def _describe_cancelled(waiting: Sequence[str], running: Sequence[str], now: boo
     return [*waited, *(f"job {job}: {'cancelled' if now else 'asked to save and end'}" for job in running)]
 
 
-def _runs_with_shared_jobs(runs: Sequence[CancelCandidate], ask: RunClient) -> list[CancelCandidate]:
+def _list_runs_with_shared_jobs(runs: Sequence[CancelCandidate], ask: RunClient) -> list[CancelCandidate]:
     """Return the points whose job also has other points that are to go on."""
     packed = [run for run in runs if run.facts.point.packed]
     if not packed:
@@ -158,7 +158,7 @@ def _runs_with_shared_jobs(runs: Sequence[CancelCandidate], ask: RunClient) -> l
     others = [
         point
         for sweep in sweeps.values()
-        for point in points_of_sweep(sweep)
+        for point in list_points_of_sweep(sweep)
         if point.run not in directories and point.placed and point.placed.job in jobs
     ]
     going_on = {job for facts in gather_facts(others, ask) if not decide_state(facts).state.ended for job in facts.jobs}
@@ -177,6 +177,7 @@ def _mark_cancelled(runs: Sequence[CancelCandidate], shared: Sequence[CancelCand
             waiting.setdefault(point.sweep.ledger, {})[point.name] = run.facts.jobs[-1]
             if run not in shared:
                 continue
+            # Its job goes on for other points, so that the marker is what keeps this one from being started.
             (point.run / "logs").mkdir(mode=0o700, parents=True)
             point.run.chmod(0o700)
         for job in run.facts.jobs:
@@ -215,8 +216,10 @@ ANSWER_SECONDS = {True: 6.0, False: 3.0}
 _GRACE_SECONDS = {True: 45.0, False: 5.0}
 """Seconds from then until the batch script (Slurm sends TERM, then KILL after KillWait) or controller must end."""
 _MAX_JOBS_PER_CALL = 200
+"""Jobs of one call of scancel: it signals them one by one, and run_client gives it 30 s."""
 _ALREADY_ENDED = ("already completing", "already completed", "Invalid job id", "not running")
-_EXIT_INTERRUPTED = 130
+"""Parts of scancel's messages about a job or step that there is nothing left to cancel of."""
+_EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def wait_and_kill(points: Sequence[RunPoint], shared: frozenset[Path], ask: RunClient, output: CommandOutput) -> int:
@@ -259,7 +262,7 @@ def read_cancel_seconds(point: RunPoint) -> int:
         return _DEFAULT_SECONDS
 
 
-def jobs_in_state(facts: RunFacts, running: bool) -> list[str]:
+def select_jobs_in_state(facts: RunFacts, running: bool) -> list[str]:
     """Return a run's running jobs, or its waiting ones."""
     states = {record.job_id: from_slurm_state(record.state) for record in facts.records}
     return [job for job in facts.jobs if job in states and (states[job] is State.RUNNING) == running]
@@ -267,7 +270,7 @@ def jobs_in_state(facts: RunFacts, running: bool) -> list[str]:
 
 def find_job_steps(facts: RunFacts, ask: RunClient) -> list[str]:
     """Return the job step of a point that runs beside others; it has the point's name."""
-    jobs = jobs_in_state(facts, running=True)
+    jobs = select_jobs_in_state(facts, running=True)
     if not jobs:
         return []
     answer = ask(["squeue", "--steps", "--noheader", f"--jobs={','.join(jobs)}", "--format=%i|%j"])
@@ -308,7 +311,7 @@ def address_ranks(
     """Return a function that sends a signal to the ranks. shared: other points run in the same job."""
     if not facts.jobs:
         return partial(_signal_ranks, begun)
-    ids = find_job_steps(facts, ask) if shared else jobs_in_state(facts, running=True)
+    ids = find_job_steps(facts, ask) if shared else select_jobs_in_state(facts, running=True)
     return partial(_signal_jobs, ids, ask)
 
 
@@ -323,7 +326,7 @@ def _signal_ranks(begun: AttemptStart, number: signal.Signals) -> None:
     For other launchers only the recorded process is known, and it need not answer.
     """
     if begun.launcher == "local":
-        processes = _child_processes(begun.process)
+        processes = _list_child_processes(begun.process)
     else:
         # SIGUSR1, which asks ranks for their stacks, would end a launcher that does not handle it.
         processes = [begun.process] if number == signal.SIGKILL else []
@@ -332,10 +335,11 @@ def _signal_ranks(begun: AttemptStart, number: signal.Signals) -> None:
             os.kill(process, number)
 
 
-def _child_processes(parent: int) -> list[int]:
+def _list_child_processes(parent: int) -> list[int]:
     children = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError, ValueError):
+            # proc_pid_stat(5): "pid (name) state ppid ..."; the name may hold blanks and parentheses.
             if int(entry.read_text().rpartition(")")[2].split()[1]) == parent:
                 children.append(int(entry.parent.name))
     return children

@@ -23,6 +23,7 @@ EXIT_CODES = "exits.json"
 """File that the local pool writes in an attempt's log directory: [[task, exit code], ...] in the order in which tasks
 ended."""
 SRUN_ERRORS = "srun.err"
+"""File in an attempt's log directory: what the ranks' srun has written to standard error."""
 ENDED_TASKS = "ended-tasks.json"
 """File that the supervisor writes in an attempt's log directory: [[task, node], ...] of the tasks that had already
 ended when it ended the others."""
@@ -40,6 +41,7 @@ _DEADLY_WORDS = (
     "Out Of Memory",
     _ABORTED,
 )
+"""How srun's words for a task that a signal ended begin. "Terminated" is missing: it is how others end a rank."""
 _DEADLY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """A task that was ended by one of these signals, or that left by os._exit, is the cause of its peers' failures."""
 _EXITED = re.compile(r"Exited with exit code (?P<code>\d+)")
@@ -56,14 +58,14 @@ class FirstError:
     traceback: str = ""
     """The traceback of the task; "" where it left none, or the user's input is wrong."""
     summary: tuple[str, ...] = ()
-    """See training.run_records.RankFailure."""
+    """See training.records.run_records.RankFailure."""
     srun_note: str = ""
     """srun's messages about the step that the task was in."""
 
     @property
     def line(self) -> str:
         """Return the error as one line; of a traceback the exception."""
-        text = ": ".join([self.text.splitlines()[0].rstrip(":"), *_exception_line(self.traceback)])
+        text = ": ".join([self.text.splitlines()[0].rstrip(":"), *_find_exception_line(self.traceback)])
         return f"{text} ({self.srun_note})" if self.srun_note else text
 
     def brief(self, log: Path) -> str:
@@ -75,7 +77,7 @@ class FirstError:
         return "\n".join([*lines, f"  the whole traceback: {log}"])
 
 
-def _exception_line(traceback: str) -> list[str]:
+def _find_exception_line(traceback: str) -> list[str]:
     """Return the line below the last frame; what libraries write after it may be anything."""
     lines = [line for line in traceback.splitlines() if line.strip()]
     # Tracebacks end with the frame that raised; the exception is the first line after it that is not indented.
@@ -90,7 +92,7 @@ def find_first_error(logs: Path) -> FirstError | None:
     if hang is not None:
         return FirstError(hang.task or 0, hang.text, hang.host)
     failure = read_first_failure(logs)
-    if failure is not None and is_timeout(failure.message) and (silent := ranks_without_report(logs)):
+    if failure is not None and is_timeout(failure.message) and (silent := list_ranks_without_report(logs)):
         return FirstError(silent[0], describe_timeout(logs, silent))
     # A rank that was killed by a signal wrote no report. Its peers did, but they only report a lost connection.
     dead = _find_in_exit_codes(logs, failure)
@@ -141,12 +143,12 @@ def _is_deadly(logs: Path, task: int, code: int, failure: RankFailure | None) ->
     SIGABRT needs a closer look, because libraries also abort a rank whose peer is gone.
     """
     if -code == signal.SIGABRT:
-        return (failure is None or failure.lost_peer) and not _gave_up_waiting(logs, task)
+        return (failure is None or failure.lost_peer) and not _has_given_up_waiting(logs, task)
     # SIGTERM is missing on purpose: it is how others end a rank.
     return code > 0 or -code in _DEADLY_SIGNALS
 
 
-def _gave_up_waiting(logs: Path, task: int) -> bool:
+def _has_given_up_waiting(logs: Path, task: int) -> bool:
     """Return whether the end of a task's log says that it waited for another one, as NCCL's watchdog prints."""
     return is_timeout(read_tail_text(logs / f"task-{task}.log"))
 
@@ -160,7 +162,7 @@ def _find_in_srun_errors(logs: Path) -> FirstError | None:
         if not silent or how is None:
             continue
         error = FirstError(silent[0], f"task {','.join(map(str, silent))} on {line['host']} {how}", line["host"])
-        if line["how"].startswith(_ABORTED) and _gave_up_waiting(logs, silent[0]):
+        if line["how"].startswith(_ABORTED) and _has_given_up_waiting(logs, silent[0]):
             # NCCL's watchdog aborts ranks that waited in vain: only a last resort, if nobody died of anything else.
             aborted = aborted or error
         else:
@@ -244,7 +246,7 @@ def is_timeout(message: str) -> bool:
     return _STOPPED_WAITING.search(message) is not None
 
 
-def ranks_without_report(logs: Path) -> list[int]:
+def list_ranks_without_report(logs: Path) -> list[int]:
     """Return the tasks of an attempt that reported no error; [] if its rank map cannot be read."""
     tasks = sorted(int(entry["process"]) for entry in read_rank_entries(logs) if "process" in entry)
     return [task for task in tasks if not (logs / f"task-{task}.failure.json").exists()]

@@ -129,8 +129,6 @@ def find_token_store(config: RunConfig, build: bool = True) -> Path | None:
     None where the batch script has set-up lines: they may be what brings the text to the node, so the ranks build it.
     build: False only returns where the store will be.
     """
-    from hpc_train.config.model import TokenDataConfig
-
     if not isinstance(config.data, TokenDataConfig) or config.launch.setup:
         return None
     from hpc_train.data.corpus.build import ensure_store, locate_store
@@ -150,12 +148,13 @@ def describe_finished_run(config: RunConfig, folder: RunDirectory) -> str | None
     from hpc_train.checkpoint import list_committed_steps, verify_step
 
     newest = list_committed_steps(folder.checkpoints)[-1]  # after a rollback this is not the highest
-    if newest < total or verify_step(folder.checkpoints, newest) or not _last_step_is_sound(folder, newest):
+    # verify_step returns the problems that it finds.
+    if newest < total or verify_step(folder.checkpoints, newest) or not _is_last_step_sound(folder, newest):
         return None
     return f"already done: {folder.path} has its {total} steps; more of them with train.steps, or use a new run_dir"
 
 
-def _last_step_is_sound(folder: RunDirectory, step: int) -> bool:
+def _is_last_step_sound(folder: RunDirectory, step: int) -> bool:
     """Whether the last step is sound, and its evaluation was not skipped by a stop or has been made up for."""
     from hpc_train.checkpoint.format.manifest import read_manifest
     from hpc_train.checkpoint.storage.step_directory import explain_bad_step, locate_step
@@ -171,6 +170,7 @@ def _last_step_is_sound(folder: RunDirectory, step: int) -> bool:
 
 
 _BYTE_VOCAB = 256
+"""Tokens of the byte tokenizer: a byte has so many values."""
 _STDLIB = "stdlib"
 
 

@@ -41,6 +41,7 @@ from hpc_train.training.records.run_records import MetricsFile, append_event
 from hpc_train.training.run_directory import RunDirectory, check_owner
 
 _FIRST_STEPS = 2
+"""Steps that count as Phase.FIRST_STEP, whose deadline is longer: kernels are built and memory is reserved in them."""
 _CONSENSUS = Consensus()
 PHASES = {"load": Phase.LOAD, "evaluate": Phase.EVALUATE, "save": Phase.SAVE}
 

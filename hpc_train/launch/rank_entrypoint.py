@@ -14,6 +14,7 @@ _stop_request = processes.install_stop_handlers() if __name__ == "__main__" else
 import errno  # noqa: E402
 import io  # noqa: E402
 import os  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any, NoReturn  # noqa: E402
@@ -35,6 +36,7 @@ def import_training() -> None:
 
 
 ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
+"""Environment variable: number of the attempt that this rank belongs to."""
 
 
 def main(run_dir: str) -> int:
@@ -49,7 +51,8 @@ def main(run_dir: str) -> int:
     _redirect_output(logs / f"task-{identity.process}.log", lines)
     answer_stack_requests()
     if identity.launcher == "submitit":
-        _stop_with_parent()
+        # If the controller of the local pool is killed it cannot signal the ranks: they then save and stop.
+        processes.signal_at_parent_end(signal.SIGTERM)
     try:
         return _run_rank(Path(run_dir), identity.process, lines)
     except BaseException as error:
@@ -126,6 +129,7 @@ def _redirect_output(path: Path, lines: RankLog) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
+    # The descriptors themselves: libraries in C, child processes and faulthandler do not write through sys.stdout.
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -153,14 +157,6 @@ def _open_lossy(descriptor: int, lines: StreamLines) -> io.TextIOWrapper:
     # Like Python's own streams under `-u`, which keep nothing back.
     file = io.BufferedWriter(_LossyFile(descriptor, lines), buffer_size=1)
     return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", write_through=True)
-
-
-def _stop_with_parent() -> None:
-    """Save and stop if the controller is killed and cannot signal the ranks (prctl(2), PR_SET_PDEATHSIG)."""
-    import ctypes
-    import signal
-
-    ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
 
 
 def exit_now(code: int) -> NoReturn:

@@ -31,7 +31,8 @@ _WAITS = re.compile(
 _WAITING_CODE = re.compile(
     r"/torch/|/hpc_train/runtime/store/|/python3[^/]*/(?:threading|queue|selectors|socket)\.py$|/python3[^/]*/concurrent/"
 )
-_TAIL_BYTES = 1 << 16
+_ANSWER_BYTES = 1 << 16
+"""How much of what a log has since the request is searched for the answer."""
 _POLL_SECONDS = 0.1
 _MAX_PLACES = 3
 """Groups of ranks shown in one line; each group lists only its first few ranks by number."""
@@ -61,9 +62,9 @@ class StackRequest:
 
     def __init__(self, logs: Path, send: Callable[[], None]) -> None:
         """send: signals every rank. logs: the attempt's log directory."""
-        self._logs, self._tasks = logs, _expected_tasks(logs)
+        self._logs, self._tasks = logs, _list_expected_tasks(logs)
         # Answers are appended to the logs: whatever lies before these sizes is old.
-        self._sizes = {task: _file_size(_log_path(logs, task)) for task in self._tasks}
+        self._sizes = {task: _measure_file(_find_log(logs, task)) for task in self._tasks}
         self.sent = time.monotonic()
         send()
 
@@ -77,7 +78,7 @@ class StackRequest:
             for task in self._tasks:
                 # An answer is complete once its innermost frame can be read; others are read again.
                 if places.get(task) is None:
-                    places[task] = _innermost_frame(_log_path(self._logs, task), self._sizes[task])
+                    places[task] = _find_innermost_frame(_find_log(self._logs, task), self._sizes[task])
             if time.monotonic() > deadline or all(place or task in unable for task, place in places.items()):
                 break
             time.sleep(_POLL_SECONDS)
@@ -144,7 +145,7 @@ def _join_names(names: list[str]) -> str:
     return ", ".join(names[:_MAX_RANKS]) + more
 
 
-def _expected_tasks(logs: Path) -> list[int]:
+def _list_expected_tasks(logs: Path) -> list[int]:
     """Return the tasks the run was frozen for or, if that cannot be read, those that have a log."""
     try:
         return list(range(int(read_json(logs.parents[1] / "job.json")["ranks"])))
@@ -162,30 +163,31 @@ def _rank_names(logs: Path) -> dict[int, str]:
     return named
 
 
-def _log_path(logs: Path, task: int) -> Path:
+def _find_log(logs: Path, task: int) -> Path:
     return logs / f"task-{task}.log"
 
 
-def _file_size(path: Path) -> int:
+def _measure_file(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:
         return 0
 
 
-def _innermost_frame(path: Path, since: int) -> _Frame | None:
+def _find_innermost_frame(path: Path, since: int) -> _Frame | None:
     """Return where a rank is, from the stacks written after byte `since`; None if they are not there (yet).
 
     That is the innermost function of its main thread or, if that waits, of a thread that does not, such as one that
     saves.
     """
     try:
+        # Without blocking: whoever looks into a stuck run must not get stuck at a pipe with a log's name.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
     try:
         # The stacks come at once after the request, so the first part of what is new is enough.
-        text = os.pread(descriptor, _TAIL_BYTES, since)
+        text = os.pread(descriptor, _ANSWER_BYTES, since)
     except OSError:
         return None
     finally:

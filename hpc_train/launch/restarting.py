@@ -235,7 +235,7 @@ def record_strikes(run: Path, attempt: int, fault: Fault, allocation: Allocation
     lost = [host for host in allocation.lost if not _is_known_loss(run, host, attempt, before)]
     strikes = [Strike(host, HARDWARE, _NO_ANSWER, attempt) for host in lost]
     if fault.cause in (Cause.HANG, Cause.KILLED, Cause.SLOW_NODE, Cause.DISAGREE) and fault.host:
-        name = _full_name(fault.host, allocation.nodes)
+        name = _find_full_name(fault.host, allocation.nodes)
         weight = SOFTWARE if fault.cause in (Cause.HANG, Cause.KILLED) else HARDWARE
         if name is not None and name not in allocation.lost:
             strikes.append(Strike(name, weight, fault.text, attempt))
@@ -257,7 +257,7 @@ def _is_known_loss(run: Path, host: str, attempt: int, strikes: Sequence[Strike]
     return not any(_list_lost_in(run / "logs" / str(number), [host]) for number in range(last + 1, attempt + 1))
 
 
-def _full_name(host: str, nodes: Iterable[str]) -> str | None:
+def _find_full_name(host: str, nodes: Iterable[str]) -> str | None:
     """Return the node that a host name means: Slurm's names may be shorter than those that the hosts give."""
     short = host.partition(".")[0]
     return next((node for node in nodes if node == host or node.partition(".")[0] == short), None)
@@ -350,7 +350,7 @@ def read_allocation(
     """
     nodes = tuple(sorted(expand_hostlist(env["SLURM_JOB_NODELIST"]), key=lambda host: host in doubtful))
     last = int(env.get("SLURM_RESTART_COUNT", "0")) + 1 >= config.launch.max_attempts
-    names = (_full_name(host, nodes) for host in lost.split())
+    names = (_find_full_name(host, nodes) for host in lost.split())
     can_requeue = not last or config.launch.chain > 1
     left = read_time_left(env["SLURM_JOB_ID"])
     enough_time = left is None or left > config.launch.signal_seconds + SLURM_EARLY_SECONDS

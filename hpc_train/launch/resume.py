@@ -88,11 +88,11 @@ def resume_runs(
         # Locked before states are read, so that two resume commands cannot both find a point missing.
         for place in dict.fromkeys(point.sweep.path if point.sweep else point.run for point in points):
             stack.enter_context(lock_submissions(place))
-        return _resume(find_candidates(points, mode), mode, _Resumer(stop, output, on_submission))
+        return _resume(find_candidates(points, mode), mode, _ResumeContext(stop, output, on_submission))
 
 
 @dataclass(frozen=True)
-class _Resumer:
+class _ResumeContext:
     """Options and callbacks with which one `resume` command handles all its runs."""
 
     stop: StopRequest
@@ -100,19 +100,19 @@ class _Resumer:
     on_submission: Callable[[Resubmission], None]
 
 
-def _resume(candidates: Sequence[ResumeCandidate], mode: str, how: _Resumer) -> int:
+def _resume(candidates: Sequence[ResumeCandidate], mode: str, context: _ResumeContext) -> int:
     chosen = [candidate for candidate in candidates if candidate.again]
     if not chosen:
         states = Counter(candidate.status.state for candidate in candidates)
         counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
-        how.on_submission(Resubmission((), (), (f"nothing to resume: {counts}",)))
+        context.on_submission(Resubmission((), (), (f"nothing to resume: {counts}",)))
         return EXIT_DONE
     code = EXIT_DONE
     for folder, ids in _group_by_sweep(chosen).items():
-        code = code or _resume_sweep(folder, ids, mode, how)
+        code = code or _resume_sweep(folder, ids, mode, context)
     for candidate in chosen:
         if candidate.point.sweep is None:
-            code = code or _resume_run(candidate, mode, how)
+            code = code or _resume_run(candidate, mode, context)
     return code
 
 
@@ -145,7 +145,7 @@ def _group_by_sweep(chosen: Sequence[ResumeCandidate]) -> dict[SweepDirectory, l
     return groups
 
 
-def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, how: _Resumer) -> int:
+def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, context: _ResumeContext) -> int:
     points = read_chosen_points(folder, ids)
     if mode == FORCE:
         for point in points:
@@ -153,7 +153,7 @@ def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, how: _R
     if points[0].spec.config["launch"]["kind"] == "local":
         _set_points_aside(folder, points, mode)
         sweep_directory.append_event(folder.ledger, "resume", mode=mode, points=list(ids))
-        return run_points(folder, points, how.stop, how.output)
+        return run_points(folder, points, context.stop, context.output)
     arrays = make_arrays(
         points,
         folder,
@@ -170,7 +170,7 @@ def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, how: _R
     if mode == FORCE or len(jobs) > 1:
         submit_sweep.release_jobs(jobs, run_client)
     lines = (f"job {job}: {describe_array(array)}" for array, job in zip(arrays, jobs, strict=True))
-    how.on_submission(Resubmission(tuple(ids), tuple(jobs), tuple(lines)))
+    context.on_submission(Resubmission(tuple(ids), tuple(jobs), tuple(lines)))
     return EXIT_DONE
 
 
@@ -180,16 +180,16 @@ def _set_points_aside(folder: SweepDirectory, points: Sequence[FrozenPoint], mod
             set_results_aside(folder.run(point.id))
 
 
-def _resume_run(candidate: ResumeCandidate, mode: str, how: _Resumer) -> int:
+def _resume_run(candidate: ResumeCandidate, mode: str, context: _ResumeContext) -> int:
     spec = read_spec(candidate.point.run / "job.json")
     if mode == FORCE:
         check_can_restart(spec)
     if spec.config["launch"]["kind"] == "local":
-        return _resume_local(candidate, spec, mode, how)
+        return _resume_local(candidate, spec, mode, context)
     folder, config = spec.folder(), spec.run_config()
     request = make_request(config, folder, load_snapshot(spec))
     check_partition(config, request, run_client)
-    request = ask_for_compact_nodes(config, request, how.output.report, run_client)
+    request = ask_for_compact_nodes(config, request, context.output.report, run_client)
     with delay_signals():
         jobs = submit_job(folder, request.with_hold() if mode == FORCE else request)
         if mode == FORCE:
@@ -197,19 +197,19 @@ def _resume_run(candidate: ResumeCandidate, mode: str, how: _Resumer) -> int:
         record_submission(folder, request, jobs)
         if mode == FORCE:
             submit_sweep.release_jobs(jobs, run_client)
-    how.on_submission(Resubmission((candidate.status.point,), tuple(jobs), (f"job {', '.join(jobs)}",)))
+    context.on_submission(Resubmission((candidate.status.point,), tuple(jobs), (f"job {', '.join(jobs)}",)))
     return EXIT_DONE
 
 
-def _resume_local(candidate: ResumeCandidate, spec: JobSpec, mode: str, how: _Resumer) -> int:
+def _resume_local(candidate: ResumeCandidate, spec: JobSpec, mode: str, context: _ResumeContext) -> int:
     newest = candidate.facts.newest
     launcher = newest.begun.launcher if newest and newest.begun else "local"
     if launcher != "local":
         raise UserError(f"{candidate.point.run}: was started by {launcher}; start it in the same way to continue")
     if mode == FORCE:
         set_results_aside(candidate.point.run)
-    how.output.report(f"{candidate.point.run} goes on here")
-    return run_local_ranks(spec.run_config(), spec.folder(), spec.ranks, how.stop, how.output)
+    context.output.report(f"{candidate.point.run} goes on here")
+    return run_local_ranks(spec.run_config(), spec.folder(), spec.ranks, context.stop, context.output)
 
 
 EARLIER_RESULTS = "before"

@@ -18,6 +18,7 @@ from hpc_train.launch.slurm.slurm_cli import RunClient
 from hpc_train.launch.state.run_facts import RunFacts
 
 _PAUSE_SECONDS = 0.3
+"""Between two samples, so that a rank that works is found in another place."""
 NO_ANSWER = "(no answer)"
 
 

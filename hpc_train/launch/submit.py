@@ -61,7 +61,6 @@ def submit_run(
     *,
     after: Sequence[str],
     dry_run: bool = False,
-    ask: RunClient = run_client,
 ) -> Submission:
     """Freeze one run and hand it to sbatch; returns at once. If sbatch refuses, nothing is left behind.
 
@@ -77,19 +76,19 @@ def submit_run(
     ranks = node_count(config) * config.cluster.ranks_per_node
     folder = locate_run_directory(config)
     code = snapshot_code(config, folder.path, report)
-    request = make_request(config, folder, code).after(jobs_to_wait_for(after, ask))
+    request = make_request(config, folder, code).after(list_jobs_to_wait_for(after, run_client))
     if dry_run:
         check_run(config, ranks)
         check_cluster_files(config)
-        request = ask_for_compact_nodes(config, request, report, ask)
+        request = ask_for_compact_nodes(config, request, report, run_client)
         return Submission(folder.path, ranks, script=render_script(folder, request))
-    check_partition(config, request, ask)
+    check_partition(config, request, run_client)
     # From here on Ctrl-C waits: between sbatch and the record of the job's number a job would be lost.
-    with delay_signals(), submission_transaction(folder.path):
-        refuse_unfinished_job(folder.path, ask)
+    with delay_signals(), transact_submission(folder.path):
+        refuse_unfinished_job(folder.path, run_client)
         with code.stored_for(folder.path) if code else nullcontext():
             freeze_run(config, ranks, report, folder, why, code)
-            request = ask_for_compact_nodes(config, request, report, ask)
+            request = ask_for_compact_nodes(config, request, report, run_client)
             jobs = submit_job(folder, request)
             record_submission(folder, request, jobs)
     if code:
@@ -110,7 +109,7 @@ _FROZEN_FILES = frozenset({"job.json", "config.yaml", "plan.json", "schedule.csv
 
 
 @contextmanager
-def submission_transaction(path: Path) -> Iterator[None]:
+def transact_submission(path: Path) -> Iterator[None]:
     """Make a run or sweep directory, or take an existing one, and lock it for one submission.
 
     An exception inside takes back all that is new: the directory and the parents that were made for it, or the entries
@@ -173,6 +172,7 @@ def lock_submissions(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
+            # While it is still held: after the close another command could hold the very file that is removed here.
             lock.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
@@ -206,7 +206,7 @@ def refuse_unfinished_job(run: Path, ask: RunClient) -> None:
     )
 
 
-def jobs_to_wait_for(runs: Sequence[str], ask: RunClient) -> list[str]:
+def list_jobs_to_wait_for(runs: Sequence[str], ask: RunClient) -> list[str]:
     """Return the job ids of these runs (run directories, sweep directories, job ids), except those that are done.
 
     Raises UserError for a run that has ended badly: what waits for it would never start.
@@ -258,7 +258,7 @@ def _merge_elements(jobs: Sequence[str], points: Sequence[RunPoint]) -> list[str
     superseded = {
         array
         for sweep in sweeps.values()
-        for array in sweep_directory.superseded_arrays(sweep_directory.read_ledger(sweep.ledger))
+        for array in sweep_directory.list_superseded_arrays(sweep_directory.read_ledger(sweep.ledger))
     }
     if not sweeps:
         return list(jobs)

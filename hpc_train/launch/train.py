@@ -59,12 +59,12 @@ def freeze_local_run(config: RunConfig, report: Report) -> tuple[RunDirectory, i
 
     Raises UserError for what is wrong with the run, or if another one is going on in the directory.
     """
-    from hpc_train.launch.local.rank_pool import check_wrap, local_rank_count
+    from hpc_train.launch.local.rank_pool import check_wrap, count_local_ranks
 
     check_wrap(config.launch.wrap)
     if mpi := needs_mpi(config):
         raise UserError(f"{mpi}: MPI must start the ranks; use mpirun -n RANKS hpc-train train ..., or srun --mpi=pmix")
-    ranks = local_rank_count(config)
+    ranks = count_local_ranks(config)
     folder = locate_run_directory(config)
     check_owner(folder.path)
     _refuse_second_run(folder)
@@ -83,9 +83,9 @@ def run_local_ranks(
     from hpc_train.launch.local.rank_pool import (
         EXIT_KILLED,
         WarningPrinter,
+        count_threads_per_rank,
         follow_ranks,
         start_ranks,
-        threads_per_rank,
     )
     from hpc_train.launch.restarting import decide_on_this_machine
     from hpc_train.launch.state.attempts import write_result_marker
@@ -102,7 +102,7 @@ def run_local_ranks(
     while True:
         attempt = make_attempt(folder)
         first = attempt if first is None else first
-        job = start_ranks(folder, attempt, ranks, threads_per_rank(config, ranks), wrap=config.launch.wrap)
+        job = start_ranks(folder, attempt, ranks, count_threads_per_rank(config, ranks), wrap=config.launch.wrap)
         code = follow_ranks(job, folder, attempt, config.train.log_every, stop, output, printer)
         write_result_marker(folder.logs(attempt), code)  # where the controller was killed it could not
         if code in (EXIT_DONE, EXIT_REQUEUE):

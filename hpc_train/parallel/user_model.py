@@ -22,7 +22,14 @@ from hpc_train._torch import is_memoryless, tree_leaves
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET
 from hpc_train.models.deferred import iterate_plain_tensors
-from hpc_train.user_frames import LOST_PEER, describe_error, find_definition, format_frame, root_cause, user_frames
+from hpc_train.user_frames import (
+    LOST_PEER,
+    describe_error,
+    find_definition,
+    find_root_cause,
+    format_frame,
+    list_user_frames,
+)
 
 if TYPE_CHECKING:
     from hpc_train.interfaces import ModelInputs
@@ -112,7 +119,7 @@ def explain_first_call(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        cause, frames = root_cause(error), user_frames(error)
+        cause, frames = find_root_cause(error), list_user_frames(error)
         if isinstance(cause, UserError):
             raise cause from error
         if not frames or isinstance(cause, _MACHINE) or LOST_PEER.search(str(cause)) or _is_device_error(cause):

@@ -8,7 +8,8 @@ time, and the flows of a step one after the other:
 
 The maximum is over the links of every level: for each group, the messages that leave it, or that enter it, whichever
 are more (links are full duplex), over its uplink; and inside a node, the messages that a rank sends or receives there
-over `inside_bandwidth`. collective_messages.py says which messages a collective has, and what a hop takes.
+over `inside_bandwidth`. collective_phases.py says which messages a collective has, collective_messages.py what a hop
+takes.
 
 The traffic of other jobs is unknown, so every cost is computed twice: without any (`seconds`), and with other jobs
 using their nodes' fair share of each uplink (`beside`). The truth lies between. Traffic out of an NVLink domain that
@@ -31,17 +32,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.placement.collective_messages import (
-    Backend,
-    CollectivePhase,
     ListedMessages,
     MeasuredPhase,
     MessagePattern,
     build_pattern,
     count_loads,
-    list_phases,
     measure_orders,
     split_by_rail,
 )
+from hpc_train.placement.collective_phases import Backend, CollectivePhase, list_phases
 from hpc_train.placement.fabric import Fabric
 from hpc_train.placement.mesh_groups import GroupRows, check_world, format_axes, list_groups, list_rows
 from hpc_train.placement.placement_result import CommunicationCost
@@ -65,11 +64,11 @@ class CostTerm:
         """Bytes per step on each edge."""
         return self.flow.calls * self.phase.fraction * self.flow.bytes
 
-    def seconds(self, measured: MeasuredPhase) -> NDArray[np.float64]:
+    def compute_seconds(self, measured: MeasuredPhase) -> NDArray[np.float64]:
         """Return [orders]: seconds per step."""
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.seconds
 
-    def seconds_beside(self, measured: MeasuredPhase) -> NDArray[np.float64]:
+    def compute_seconds_beside(self, measured: MeasuredPhase) -> NDArray[np.float64]:
         """Return [orders]: seconds per step next to busy neighbours."""
         return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.beside
 
@@ -118,7 +117,7 @@ class CostModel:
         measured = self._measure(np.asarray(order, np.int64)[None])
         per_axis = dict.fromkeys(self.labels, 0.0)
         for term in self.terms:
-            per_axis[format_axes(term.flow.axes)] += float(term.seconds(measured[term.pattern])[0])
+            per_axis[format_axes(term.flow.axes)] += float(term.compute_seconds(measured[term.pattern])[0])
         return CommunicationCost(sum(per_axis.values()), per_axis)
 
     def compute_link_bytes(self, order: Sequence[int]) -> dict[str, NDArray[np.float64]]:
@@ -147,8 +146,8 @@ class CostModel:
         measured = self._measure(orders)
         seconds, beside, crossed = (np.zeros(len(orders)) for _ in range(3))
         for term in self.terms:
-            seconds += term.seconds(measured[term.pattern])
-            beside += term.seconds_beside(measured[term.pattern])
+            seconds += term.compute_seconds(measured[term.pattern])
+            beside += term.compute_seconds_beside(measured[term.pattern])
             crossed += term.moved * measured[term.pattern].crossings
         return StepSums(seconds, beside, crossed)
 

@@ -63,7 +63,7 @@ def bound_routing(cluster: ClusterConfig, model: CostModel, order: Sequence[int]
     for term in model.terms:
         pattern = model.patterns[term.pattern]
         measured = model.measure_pattern(pattern, orders)
-        fixed, seconds = float(term.seconds(measured)[0]), float(measured.seconds[0])
+        fixed, seconds = float(term.compute_seconds(measured)[0]), float(measured.seconds[0])
         by_detour, direct = _count_seconds(_count_pair_loads(pattern, level, orders[0]), level, groups)
         ideal += fixed
         valiant += fixed + term.moved * (max(seconds, by_detour) - seconds)

@@ -58,8 +58,9 @@ def _explain_gains(fabric: Fabric, cases: Sequence[CostCase], worth: float, unkn
     if not unknown or tapers == [None]:
         if any(_is_gain(case, worth) for case in cases):
             return f"communication of a step {_format_both(cases, worth)}"
-        nothing = "in the slowest link" if find_tapered_levels(fabric) else ": no level of the fabric is oversubscribed"
-        return f"no gain expected {nothing}".replace(" :", ":")
+        if find_tapered_levels(fabric):
+            return "no gain expected in the slowest link"
+        return "no gain expected: no level of the fabric is oversubscribed"
     parts = []
     for taper in sorted((taper for taper in tapers if taper is not None), reverse=True):
         of_taper = [case for case in cases if case.taper == taper]
@@ -142,7 +143,7 @@ def advise_allocation(
     order, narrow = np.array(placement.nodes)[None], set(find_tapered_levels(fabric))
     lines = []
     for groups_of_level in find_crossable_groups(fabric, groups):
-        straddle = int(groups_of_level.straddle(fabric, order)[0])
+        straddle = int(groups_of_level.count_straddling_by_order(fabric, order)[0])
         if straddle and groups_of_level.level in narrow and _are_neighbours(groups_of_level):
             lines.append(_format_advice(fabric, groups_of_level, straddle, slurm))
     return tuple(lines)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.cluster.calibration import Calibration, read_calibration
-from hpc_train.cluster.switch_tree import UnitUplink
 from hpc_train.config.cluster import ClusterConfig
-from hpc_train.config.parallel import smallest_world
 from hpc_train.config.run import RunConfig
-from hpc_train.errors import UserError
 from hpc_train.placement.fabric import Fabric, FabricLevel, NamedLevel, build_levels
 from hpc_train.placement.node_locations import NodeLocations
 
@@ -67,20 +63,20 @@ class FabricFigures:
     rail_optimised: bool = False
     """Whether each NIC of a node is on a leaf switch of its own."""
 
-    def measured_uplink(self, level: str) -> float | None:
+    def get_measured_uplink(self, level: str) -> float | None:
         """Return the measured bytes/s out of one group of the level, if any."""
         constants = self.measured.get_level(level) if self.measured is not None else None
         return constants.bandwidth if constants is not None else None
 
-    def taper(self, level: str) -> float | None:
+    def get_taper(self, level: str) -> float | None:
         """Return the taper: what the nodes below a switch of the level can send over what leaves it; None: unknown."""
         return self.oversubscription if level == "leaf" else self.group_oversubscription
 
-    def nodes_below(self, level: str) -> int:
+    def count_nodes_below(self, level: str) -> int:
         """Return the number of cluster nodes below a switch of the level; 0: unknown."""
         return {"leaf": self.nodes_per_leaf, "group": self.nodes_per_group}.get(level, 0)
 
-    def latency(self, level: str, above: int, domains: bool) -> float:
+    def get_latency(self, level: str, above: int, domains: bool) -> float:
         """Return the seconds of a message that leaves a group of the level.
 
         above: levels of switches that it has passed.
@@ -144,8 +140,6 @@ def list_assumptions(cluster: ClusterConfig, node_gbit_s: float = 0.0) -> tuple[
 Floats = NDArray[np.float64]
 _CONTRADICTS = 0.1
 """Relative difference that counts as a contradiction; a few broken cables or an additional host do not."""
-LOCAL_RANKS = 2
-"""Ranks of a machine without a description: as many as `launch=local` starts without GPUs."""
 
 
 def build_fabric(
@@ -209,8 +203,8 @@ def find_unknown_tapers(config: RunConfig, locations: NodeLocations) -> tuple[st
         level.name
         for level in levels
         if len(set(level.group[placed].tolist())) > 1
-        and figures.taper(level.name) is None
-        and figures.measured_uplink(level.name) is None
+        and figures.get_taper(level.name) is None
+        and figures.get_measured_uplink(level.name) is None
         and not all(
             any(_list_cables(locations, switch) for switch in level.switches[group])
             for group in set(level.group[placed].tolist())
@@ -223,12 +217,12 @@ def list_capacity_notes(config: RunConfig, locations: NodeLocations) -> tuple[st
     figures = collect_figures(config.cluster, locations.nics, locations.node_gbit_s)
     notes = []
     for level in build_levels(locations.nodes, locations.paths, locations.domains):
-        if not level.switches or len(level.labels) < 2 or figures.measured_uplink(level.name) is not None:
+        if not level.switches or len(level.labels) < 2 or figures.get_measured_uplink(level.name) is not None:
             continue
         sizes = np.bincount(level.group, minlength=len(level.labels)).astype(np.float64)
         below = np.maximum(sizes, _count_nodes_below(level, sizes, figures, locations))
         cabled = np.array([_sum_cables(locations, switches, figures) for switches in level.switches])
-        stated = figures.taper(level.name)
+        stated = figures.get_taper(level.name)
         if (cabled > 0).all():
             cabled_taper = float(np.median(below * figures.nic_uplink / cabled))
             if stated is not None and abs(cabled_taper / stated - 1) > _CONTRADICTS:
@@ -242,58 +236,6 @@ def list_capacity_notes(config: RunConfig, locations: NodeLocations) -> tuple[st
                 "the uplink that the taper gives, the others as much less as their LinkSpeed says"
             )
     return tuple(notes)
-
-
-def locate_described_cluster(config: RunConfig, nodes: Sequence[str]) -> NodeLocations:
-    """Locate nodes of the described cluster, named as `name_described_nodes` names them."""
-    fabric = config.cluster.fabric
-    paths, domains = find_described_places(config, nodes)
-    size = {"group": fabric.nodes_per_group, "leaf": fabric.nodes_per_leaf}
-    uplinks = {
-        path[:end]: UnitUplink(size[path[end - 1].rstrip("0123456789")])
-        for path in set(paths.values())
-        for end in range(1, len(path) + 1)
-    }
-    return NodeLocations(tuple(nodes), paths, domains, f"conf/cluster/{config.cluster.name}.yaml", uplinks)
-
-
-def name_described_nodes(count: int) -> tuple[str, ...]:
-    """Name the first nodes of a described cluster: node0001, node0002, ..."""
-    width = max(4, len(str(count)))
-    return tuple(f"node{number:0{width}d}" for number in range(1, count + 1))
-
-
-def find_described_places(config: RunConfig, nodes: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return (paths, domains) of described nodes; leaves and groups are filled in the order of the nodes' numbers.
-
-    Raises UserError for a node of another name, and for two names of one node.
-    """
-    cluster, fabric = config.cluster, config.cluster.fabric
-    group = ("group", fabric.nodes_per_group)
-    leaf = ("leaf", fabric.nodes_per_leaf) if fabric.nodes_per_leaf else group
-    sizes = [(name, size) for name, size in (group, leaf) if size]
-    numbers = {node: _parse_node_number(node, cluster.total_nodes) for node in nodes}
-    if len(set(numbers.values())) < len(numbers):
-        raise UserError(f"nodes {', '.join(_find_shared_names(numbers))}: different names of the same node")
-    paths = {node: tuple(f"{name}{at // size + 1}" for name, size in sizes) for node, at in numbers.items()}
-    within = cluster.node.nvlink_domain_gpus // max(cluster.node.gpus, 1)
-    return paths, {node: f"domain{at // within + 1}" for node, at in numbers.items()} if within > 1 else {}
-
-
-def count_nodes(config: RunConfig) -> int:
-    """Count the nodes of the run: cluster.nodes, else as many as launch.ranks or the degrees need."""
-    if config.cluster.nodes:
-        return config.cluster.nodes
-    return math.ceil((config.launch.ranks or smallest_world(config.parallel)) / count_ranks_per_node(config))
-
-
-def count_ranks_per_node(config: RunConfig) -> int:
-    """Count the ranks of a node: the cluster's; on a machine that is not described, all ranks of a local run."""
-    cluster = config.cluster
-    described = cluster.node.gpus or cluster.node.ranks or cluster.nodes or config.launch.kind != "local"
-    if described:
-        return min(cluster.ranks_per_node, config.launch.ranks or cluster.ranks_per_node)
-    return config.launch.ranks or max(smallest_world(config.parallel), LOCAL_RANKS)
 
 
 def _count_rails(level: NamedLevel, figures: FabricFigures, ranks_per_node: int, spans: bool) -> int:
@@ -312,8 +254,8 @@ def _make_level(
     level: NamedLevel, figures: FabricFigures, number: int, spans: bool, locations: NodeLocations, unknown_taper: float
 ) -> FabricLevel:
     sizes = np.bincount(level.group, minlength=len(level.labels)).astype(np.float64)
-    latency = figures.latency(level.name, number, spans)
-    measured = figures.measured_uplink(level.name)
+    latency = figures.get_latency(level.name, number, spans)
+    measured = figures.get_measured_uplink(level.name)
     if measured is not None:
         return FabricLevel(level.name, level.group, np.full(len(sizes), measured), latency)
     if not level.switches:
@@ -321,7 +263,7 @@ def _make_level(
         return FabricLevel(level.name, level.group, sizes * each, latency)
     below = np.maximum(sizes, _count_nodes_below(level, sizes, figures, locations))
     cabled = np.array([_sum_cables(locations, switches, figures) for switches in level.switches])
-    taper = figures.taper(level.name) or unknown_taper
+    taper = figures.get_taper(level.name) or unknown_taper
     # Uplink of a switch = what its nodes' NICs can send / taper; slower switches of a level by their LinkSpeed.
     computed = below * (figures.nic_uplink / taper) * _compute_relative_speeds(level, locations)
     uplink = np.where(cabled > 0, cabled, computed)
@@ -340,7 +282,7 @@ def _count_nodes_below(level: NamedLevel, sizes: Floats, figures: FabricFigures,
         [locations.uplinks[switch].nodes for switch in switches if switch in locations.uplinks]
         for switches in level.switches
     ]
-    middle = statistics.median([sum(nodes) for nodes in counts if nodes] or [figures.nodes_below(level.name)])
+    middle = statistics.median([sum(nodes) for nodes in counts if nodes] or [figures.count_nodes_below(level.name)])
     return np.array([sum(nodes) if nodes else middle or sizes.max() for nodes in counts], np.float64)
 
 
@@ -364,22 +306,3 @@ def _compute_relative_speeds(level: NamedLevel, locations: NodeLocations) -> Flo
     ]
     speeds = np.array([statistics.fmean(switch) if switch else math.nan for switch in group_speeds])
     return np.nan_to_num(speeds / np.nanmax(speeds), nan=1.0) if any(group_speeds) else np.ones(len(group_speeds))
-
-
-def _parse_node_number(node: str, total: int) -> int:
-    """Return the index of a described node, from 0."""
-    digits = node.removeprefix("node")
-    if not (digits.isascii() and digits.isdecimal() and digits != node and len(digits) <= 9 and int(digits) > 0):
-        raise UserError(
-            f"node {node}: nothing says where it is; give cluster.topology=FILE, or nodes of the described cluster, "
-            f"such as node[0001-0008]"
-        )
-    if total and int(digits) > total:
-        raise UserError(f"node {node}: the described cluster has {total} nodes")
-    return int(digits) - 1
-
-
-def _find_shared_names(numbers: Mapping[str, int]) -> list[str]:
-    """Return the names of the first node that has several."""
-    counts = Counter(numbers.values())
-    return [node for node, number in numbers.items() if number == next(count for count in counts if counts[count] > 1)]

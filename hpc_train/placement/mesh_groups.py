@@ -125,7 +125,7 @@ class CrossableGroups:
         """Return the number of groups."""
         return int(self.copies.sum())
 
-    def straddle(self, fabric: Fabric, orders: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_straddling_by_order(self, fabric: Fabric, orders: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return [orders]: how many groups lie in several groups of the level. orders: [orders, positions]."""
         group = fabric.levels[self.level].group[orders]
         # Not the first against the last: an order may leave a group and come back to it.
@@ -151,7 +151,7 @@ def count_straddling(
     """Count straddling groups for Placement.straddling."""
     table: dict[str, dict[str, dict[str, int]]] = {}
     for crossable in find_crossable_groups(fabric, groups):
-        before, after = crossable.straddle(fabric, np.stack([identity, placed])).tolist()
+        before, after = crossable.count_straddling_by_order(fabric, np.stack([identity, placed])).tolist()
         counts = {"groups": crossable.count, "identity": before, "placed": after}
         table.setdefault(crossable.axis, {})[fabric.levels[crossable.level].name] = counts
     return table

@@ -217,6 +217,7 @@ _NODES_MEASURED = 1 << 17
 _IN_VAIN = 6
 """Number of rounds without a better order after which the search stops."""
 _BETTER = 1 - 1e-9
+"""Factor by which an order must be cheaper: sums in another order are rounded differently."""
 _NEIGHBOURS = 1e-4
 """Weight of the cost next to busy neighbours; so small that it only breaks ties."""
 

@@ -1,4 +1,7 @@
-"""Placement: the result of a search, and its JSON."""
+"""Placement: the result of a search, and its JSON.
+
+The keys are what scripts read of `topology place --json`, and what a run keeps in rankmap.json: they stay.
+"""
 
 from __future__ import annotations
 

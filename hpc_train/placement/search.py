@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.run import RunConfig
-from hpc_train.placement.collective_messages import Backend
+from hpc_train.placement.collective_phases import Backend
 from hpc_train.placement.cost import CostModel, build_cost_model
 from hpc_train.placement.explanation import explain_placement
 from hpc_train.placement.fabric import Fabric, find_tapered_levels, is_uniform
@@ -200,7 +200,10 @@ def _select_least(values: NDArray[Any], index: NDArray[np.int64]) -> NDArray[np.
 def _count_all_straddling(problem: CostModel, orders: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return [orders]: groups that straddle a level's group that could hold them, at any level above the node."""
     counted = find_crossable_groups(problem.fabric, problem.groups)
-    return sum((groups.straddle(problem.fabric, orders) for groups in counted), np.zeros(len(orders), np.int64))
+    return sum(
+        (groups.count_straddling_by_order(problem.fabric, orders) for groups in counted),
+        np.zeros(len(orders), np.int64),
+    )
 
 
 def _select_least_moved(fabric: Fabric, orders: NDArray[np.int64]) -> NodeOrder:

@@ -13,7 +13,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.models.counts import count_parameters
 from hpc_train.planner.evidence import handicap, unmeasured_techniques
 from hpc_train.planner.model import batch_laws
-from hpc_train.planner.model.jobs import Column, Jobs, job_columns
+from hpc_train.planner.model.jobs import Column, Jobs, job_columns, take_single
 from hpc_train.planner.model.memory import FITS, Memory
 from hpc_train.planner.model.step_time import Estimate, StepTime
 from hpc_train.planner.reliability.failure_rate import Percentiles
@@ -21,7 +21,7 @@ from hpc_train.planner.reliability.projection import (
     AssumedFailureRate,
     ProjectedJob,
     Projection,
-    planned_steps,
+    count_planned_steps,
     project_run,
 )
 from hpc_train.planner.search.top_candidates import layout_complexity
@@ -104,7 +104,7 @@ class Candidate:
     def critical_batch(self) -> float:
         """Return the tokens of a step beyond which a larger batch costs more than it gains."""
         plan = self.config.plan
-        steps = planned_steps(self.config, self.tokens)
+        steps = count_planned_steps(self.config, self.tokens)
         trained = plan.tokens or (steps * self.tokens if steps else self.tokens)
         return plan.critical_batch_tokens or batch_laws.critical_batch(trained)
 
@@ -131,62 +131,49 @@ def make_candidate(
     config: the run with `settings` applied. jobs, estimated: one row each. unmeasured: techniques that too few measured
     runs had.
     """
-    memory = {name: _per_stage(getattr(estimated.memory, name)) for name in MEMORY_PARTS}
-    ranks = round(_single_value(jobs.world))
-    nodes = max(1, -(-ranks // round(_single_value(jobs.gpus_per_node))))
-    step = _step_percentiles(estimated.time) if figures.speed else None
-    columns = job_columns(jobs)
+    memory = {name: _split_by_stage(getattr(estimated.memory, name)) for name in MEMORY_PARTS}
+    job, columns = make_projected_job(config, jobs, estimated.time), job_columns(jobs)
     return Candidate(
         config=config,
         settings=settings,
-        ranks=ranks,
-        nodes=nodes,
-        fits=FITS[round(_single_value(estimated.memory.fits))] if figures.memory else "unknown",
+        ranks=job.ranks,
+        nodes=job.nodes,
+        fits=FITS[round(take_single(estimated.memory.fits))] if figures.memory else "unknown",
         memory=memory,
-        capacity=_single_value(estimated.memory.capacity) if figures.memory else None,
-        step=step,
-        parts={name: _single_value(getattr(estimated.time, name)) for name in TIME_PARTS} if figures.speed else None,
-        mfu=_single_value(estimated.mfu) if figures.speed else None,
-        hfu=_single_value(estimated.hfu) if figures.speed else None,
-        tokens_per_second=_single_value(estimated.tokens_per_second) if figures.speed else None,
-        projection=_project(config, jobs, ranks, nodes, _without_saves(estimated.time), rate)
-        if figures.speed
-        else None,
-        complexity=_complexity(config, jobs),
+        capacity=take_single(estimated.memory.capacity) if figures.memory else None,
+        step=_make_step_percentiles(estimated.time) if figures.speed else None,
+        parts={name: take_single(getattr(estimated.time, name)) for name in TIME_PARTS} if figures.speed else None,
+        mfu=take_single(estimated.mfu) if figures.speed else None,
+        hfu=take_single(estimated.hfu) if figures.speed else None,
+        tokens_per_second=take_single(estimated.tokens_per_second) if figures.speed else None,
+        projection=project_run(config, job, rate) if figures.speed else None,
+        complexity=_compute_complexity(config, jobs),
         unmeasured=unmeasured_techniques(columns, unmeasured),
-        handicap=_single_value(handicap(columns, unmeasured, estimated.time.spread)),
+        handicap=take_single(handicap(columns, unmeasured, estimated.time.spread)),
     )
 
 
-def _complexity(config: RunConfig, jobs: Jobs) -> float:
+def _compute_complexity(config: RunConfig, jobs: Jobs) -> float:
     own = {name: np.atleast_1d(column) for name, column in job_columns(jobs).items()}
     every = np.atleast_1d(np.float64(config.parallel.recompute.every))
-    return _single_value(layout_complexity({**own, "recompute_every": every}))
+    return take_single(layout_complexity({**own, "recompute_every": every}))
 
 
-def _project(
-    config: RunConfig, jobs: Jobs, ranks: int, nodes: int, step: Percentiles, rate: AssumedFailureRate | None
-) -> Projection:
-    parameters = count_parameters(config.model) or _single_value(jobs.parameters)
-    return project_run(config, ProjectedJob(ranks, nodes, step, _single_value(jobs.tokens), parameters), rate)
+def make_projected_job(config: RunConfig, jobs: Jobs, time: StepTime) -> ProjectedJob:
+    """Describe one job to the projection: its size, and its step without saves, whose cost the projection adds."""
+    ranks = round(take_single(jobs.world))
+    nodes = max(1, -(-ranks // round(take_single(jobs.gpus_per_node))))
+    share = 1 - take_single(time.checkpoint) / take_single(time.step)
+    step = _make_step_percentiles(time).through(lambda seconds: seconds * share)
+    return ProjectedJob(
+        ranks, nodes, step, take_single(jobs.tokens), count_parameters(config.model) or take_single(jobs.parameters)
+    )
 
 
-def _without_saves(time: StepTime) -> Percentiles:
-    """Return the step time without saving, which the projection adds itself."""
-    share = 1 - _single_value(time.checkpoint) / _single_value(time.step)
-    return _step_percentiles(time).through(lambda seconds: seconds * share)
+def _make_step_percentiles(time: StepTime) -> Percentiles:
+    return Percentiles(*(take_single(time.quantile(p)) for p in (0.1, 0.5, 0.9)))
 
 
-def _step_percentiles(time: StepTime) -> Percentiles:
-    return Percentiles(*(_single_value(time.quantile(p)) for p in (0.1, 0.5, 0.9)))
-
-
-def _single_value(column: Column | float) -> float:
-    values = np.asarray(column, np.float64)
-    assert values.size == 1
-    return float(values.reshape(-1)[0])
-
-
-def _per_stage(part: Column) -> tuple[float, float, float]:
+def _split_by_stage(part: Column) -> tuple[float, float, float]:
     first, middle, last = np.asarray(part, np.float64).reshape(len(STAGES), -1)[:, 0].tolist()
     return first, middle, last

@@ -1,4 +1,7 @@
-"""Describe a candidate in a few words, as tables, pictures and log lines do."""
+"""Describe a candidate in a few words, as tables, pictures and log lines do.
+
+Whatever a search can choose and is not the default has a word here; else two candidates would look alike.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ TIME, MEMORY, EXPERTS, PYTORCH = "time", "memory", "experts", "pytorch"
 times of dense models under PyTorch's own FSDP and tensor parallelism."""
 
 
-def _fitted(start: float, low: float, high: float, to: str = TIME) -> Any:
+def _declare_fitted(start: float, low: float, high: float, to: str = TIME) -> Any:
     """Declare a constant that may be fitted. start: value before the fit. low, high: bounds that physics allows."""
     return field(default=start, metadata={"bounds": (low, high), "to": to})
 
@@ -40,88 +40,88 @@ class Constants:
     """Constants of the model of time and memory. The defaults are the values from which a fit starts."""
 
     # Computation.
-    gemm_efficiency: float = _fitted(0.85, 0.6, 1.0)
+    gemm_efficiency: float = _declare_fitted(0.85, 0.6, 1.0)
     """Speed of large matrix products in training over the fastest measured product (Jobs.gemm_ceiling)."""
-    gemm_traffic: float = _fitted(0.7, 0.0, 1.5)
+    gemm_traffic: float = _declare_fitted(0.7, 0.0, 1.5)
     """Share of a product's memory traffic that is not hidden behind its arithmetic."""
-    flash_efficiency: float = _fitted(0.7, 0.4, 1.0)
+    flash_efficiency: float = _declare_fitted(0.7, 0.4, 1.0)
     """Speed of fused attention in training over the best that its authors measured (Jobs.attention_ceiling)."""
-    flash_half: float = _fitted(500.0, 0.0, 4000.0)
+    flash_half: float = _declare_fitted(500.0, 0.0, 4000.0)
     """Positions of a sequence at which fused attention runs at half of that speed: short ones do not fill the device
     (Dao 2023, figure 4)."""
-    misaligned: float = _fitted(12.0, 4.0, 20.0)
+    misaligned: float = _declare_fitted(12.0, 4.0, 20.0)
     """Slowdown of attention's products if head_dim is not a multiple of 8, so that they cannot use tensor cores. At
     most the ratio of tensor-core to vector peak, 16 on A100."""
-    low_precision: float = _fitted(0.85, 0.5, 1.0)
+    low_precision: float = _declare_fitted(0.85, 0.5, 1.0)
     """Additional factor on the share of the peak that 8-bit products reach, with scaling and casts."""
     rowwise: float = 0.72
     """Speed of 8-bit products with a scale per row, relative to those with one per tensor. From the times of Llama-3 8B
     on 8 H100 with both (github.com/pytorch/torchtitan, commit 7a04053); not fitted."""
-    four_bits: float = _fitted(0.75, 0.4, 1.0)
+    four_bits: float = _declare_fitted(0.75, 0.4, 1.0)
     """Factor of 4-bit products in place of low_precision; they scale every block of elements separately."""
-    grouped_efficiency: float = _fitted(0.7, 0.3, 1.0, EXPERTS)
+    grouped_efficiency: float = _declare_fitted(0.7, 0.3, 1.0, EXPERTS)
     """Speed of the grouped products of experts over that of one large product."""
-    expert_passes: float = _fitted(10.0, 2.0, 60.0, EXPERTS)
+    expert_passes: float = _declare_fitted(10.0, 2.0, 60.0, EXPERTS)
     """Passes over the rows that experts take, forward: sort, gather, add up (see model.experts)."""
-    exchange: float = _fitted(1.0, 0.1, 4.0, EXPERTS)
+    exchange: float = _declare_fitted(1.0, 0.1, 4.0, EXPERTS)
     """Time of the all-to-all of tokens over that of moving its bytes at the speed of other collectives."""
-    alignment: float = _fitted(1.05, 1.0, 1.5)
+    alignment: float = _declare_fitted(1.05, 1.0, 1.5)
     """Slowdown of a product whose width is not a multiple of 64 elements, so that rows are not whole 128-byte lines
     (NVIDIA, Matrix Multiplication Background User's Guide, table 1)."""
-    score_passes: float = _fitted(4.5, 3.0, 9.0)
+    score_passes: float = _declare_fitted(4.5, 3.0, 9.0)
     """Passes over the scores of attention that is not fused, forward. Softmax and dropout each read and write them, and
     there is a one-byte mask (4.5 in total); the rest is what the kernels do beyond that."""
-    memory_efficiency: float = _fitted(0.8, 0.5, 0.95)
+    memory_efficiency: float = _declare_fitted(0.8, 0.5, 0.95)
     """Share of memory bandwidth that elementwise kernels reach."""
-    eager: float = _fitted(1.5, 1.0, 3.0)
+    eager: float = _declare_fitted(1.5, 1.0, 3.0)
     """Time of elementwise work in plain PyTorch over that of hand-fused kernels."""
-    compiled: float = _fitted(0.7, 0.4, 1.0)
+    compiled: float = _declare_fitted(0.7, 0.4, 1.0)
     """Time of elementwise work with torch.compile over that of hand-fused kernels."""
     launch: float = 1.2e-5
     """Host seconds to launch one kernel, with Python and PyTorch's dispatch. Assumed, not fitted."""
-    launch_deepspeed: float = _fitted(3e-5, 5e-6, 6e-5)
+    launch_deepspeed: float = _declare_fitted(3e-5, 5e-6, 6e-5)
     """The same for Megatron-DeepSpeed, whose activation checkpointing saves and restores random states in every
     layer."""
-    optimizer: float = _fitted(1.5, 1.0, 4.0)
+    optimizer: float = _declare_fitted(1.5, 1.0, 4.0)
     """Time of the optimizer's update over that of moving its state through memory once."""
     # Communication.
-    link_efficiency: float = _fitted(0.7, 0.4, 0.95)
+    link_efficiency: float = _declare_fitted(0.7, 0.4, 0.95)
     """Share of NVLink's bandwidth that large collectives reach."""
-    nic_efficiency: float = _fitted(0.75, 0.4, 0.95)
+    nic_efficiency: float = _declare_fitted(0.75, 0.4, 0.95)
     """Share of the network's bandwidth that large collectives reach."""
-    link_latency: float = _fitted(3.4e-6, 1e-6, 5e-6)
+    link_latency: float = _declare_fitted(3.4e-6, 1e-6, 5e-6)
     """Seconds of one hop inside an NVLink domain; NCCL's own tuning assumes 3.4e-6 (src/graph/tuning.cc)."""
-    blocking: float = _fitted(5e-5, 0.0, 3e-4)
+    blocking: float = _declare_fitted(5e-5, 0.0, 3e-4)
     """Additional seconds of a hop if hosts wait for every kernel (Jobs.launch_blocking)."""
-    nic_latency: float = _fitted(1.4e-5, 5e-6, 4e-5)
+    nic_latency: float = _declare_fitted(1.4e-5, 5e-6, 4e-5)
     """Seconds of one hop over the network; NCCL's own tuning assumes 1.4e-5."""
-    overlap_data: float = _fitted(0.8, 0.0, 1.0)
+    overlap_data: float = _declare_fitted(0.8, 0.0, 1.0)
     """Share of overlapping computation that hides data-parallel communication."""
-    overlap_tensor: float = _fitted(0.5, 0.0, 1.0)
+    overlap_tensor: float = _declare_fitted(0.5, 0.0, 1.0)
     """Share of tp's communication that asynchronous tensor parallelism hides."""
-    pipeline_exposed: float = _fitted(1.0, 0.0, 2.0)
+    pipeline_exposed: float = _declare_fitted(1.0, 0.0, 2.0)
     """Share of the messages between stages that ranks wait for."""
     # PyTorch's own FSDP and tensor parallelism, over what all stacks have in common.
-    tensor_pytorch: float = _fitted(1.0, 1.0, 3.0, PYTORCH)
+    tensor_pytorch: float = _declare_fitted(1.0, 1.0, 3.0, PYTORCH)
     """Exposed time of tp's collectives over that of Megatron's."""
-    products_pytorch: float = _fitted(1.0, 0.7, 1.1, PYTORCH)
+    products_pytorch: float = _declare_fitted(1.0, 0.7, 1.1, PYTORCH)
     """Speed of matrix products over that of Megatron's."""
-    cast_passes: float = _fitted(2.0, 0.0, 8.0, PYTORCH)
+    cast_passes: float = _declare_fitted(2.0, 0.0, 8.0, PYTORCH)
     """Passes over the 16-bit operands of a product in 8 bits by torchao, to find scales and to cast. tp does not split
     the positions of a column-parallel layer's input, so that casts weigh more with tp."""
-    launch_dtensor: float = _fitted(1e-4, 1.2e-5, 6e-4, PYTORCH)
+    launch_dtensor: float = _declare_fitted(1e-4, 1.2e-5, 6e-4, PYTORCH)
     """Host seconds to launch one kernel of a DTensor without torch.compile: its dispatch finds the layout of each
     result."""
     # Scale.
-    jitter: float = _fitted(0.01, 0.0, 0.05)
+    jitter: float = _declare_fitted(0.01, 0.0, 0.05)
     """Share of a step that each doubling of nodes adds, since the slowest rank decides (MegaScale: Jiang et al. 2024,
     arXiv:2402.15627)."""
     # Memory.
-    activations: float = _fitted(1.0, 0.85, 1.2, MEMORY)
+    activations: float = _declare_fitted(1.0, 0.85, 1.2, MEMORY)
     """Measured activations over counted ones."""
-    fragmentation: float = _fitted(0.06, 0.0, 0.15, MEMORY)
+    fragmentation: float = _declare_fitted(0.06, 0.0, 0.15, MEMORY)
     """Memory that the allocator holds without using it, as a share of what is allocated."""
-    context: float = _fitted(2e9, 1e9, 4e9, MEMORY)
+    context: float = _declare_fitted(2e9, 1e9, 4e9, MEMORY)
     """Bytes of driver, libraries and communicators."""
     scale: float = 1.0
     """Factor on every step time: differences of a cluster's clocks and software that no other constant covers. 1 after

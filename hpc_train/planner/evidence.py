@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from hpc_train.planner.model.jobs import OFFLOAD, SCHEDULES, Column
 
 NEEDED_RUNS = 2
+"""One alone may have been measured wrongly."""
 _P90 = NormalDist().inv_cdf(0.9)
 Flags = NDArray[np.bool_]
 

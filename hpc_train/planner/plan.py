@@ -1,17 +1,15 @@
 """Plan a run: the candidates for a request, best first.
 
-A plan is made in this order: request.py says what is open; search/ finds the best meshes without estimating most of
-them; each of these becomes a run again (settings.py) and is estimated with the real switches (model/) and with
-failures, saves and prices (reliability/); ranking.py sorts them; advice/ lints the best; output/ prints it all.
+A plan is made in this order: request.py says what is open; find_candidates.py lets search/ find the best meshes, makes
+runs of them again (settings.py), and estimates these with the real switches (model/) and with failures, saves and
+prices (reliability/); ranking.py sorts them; advice/ lints the best; output/ prints it all.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from hpc_train.config.compose import compose
 from hpc_train.config.model import CustomModelConfig, HfModelConfig, TransformerConfig
@@ -20,49 +18,44 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf.decoder_shape import describe_decoder, list_unsplit
 from hpc_train.parallel.rules.check import check_support
-from hpc_train.placement.fabric_from_config import count_ranks_per_node
+from hpc_train.placement.described_cluster import count_ranks_per_node
 from hpc_train.planner.advice.facts import Advice, estimate_for_advice
 from hpc_train.planner.advice.lints import run_lints
-from hpc_train.planner.candidate import Candidate, KnownFigures, make_candidate
+from hpc_train.planner.candidate import Candidate, KnownFigures
 from hpc_train.planner.candidate_text import describe_layout
-from hpc_train.planner.constants import Constants, cluster_constants, residual_factor, without_residuals
-from hpc_train.planner.evidence import NEEDED_RUNS, list_unmeasured
-from hpc_train.planner.model.fabric import estimate_placed, first_nodes
+from hpc_train.planner.constants import Constants, cluster_constants, without_residuals
+from hpc_train.planner.evidence import NEEDED_RUNS
+from hpc_train.planner.find_candidates import (
+    EstimateBasis,
+    FoundCandidates,
+    estimate_rated,
+    find_candidates,
+    make_search_base,
+)
+from hpc_train.planner.model.fabric import first_nodes
 from hpc_train.planner.model.from_config import jobs_from_config, list_assumptions
-from hpc_train.planner.model.step_time import estimate_jobs
 from hpc_train.planner.ranking import (
     explain_no_candidate,
     find_pareto_front,
     find_quickest,
     is_equally_quick,
-    is_within_deadline,
     is_within_limits,
-    quickest_seconds_per_token,
     rank_candidates,
 )
-from hpc_train.planner.reliability.projection import AssumedFailureRate, choose_failure_rate
+from hpc_train.planner.reliability.projection import choose_failure_rate
 from hpc_train.planner.request import PlanRequest, make_request
 from hpc_train.planner.search.baseline_layouts import (
     BaselineLayout,
     baseline_kinds,
     explain_why_not_best,
-    fallback_settings,
     find_best_variant,
     restrict_space,
 )
-from hpc_train.planner.search.search import SearchBase, search_space
 from hpc_train.planner.search.space import FixedColumns, SearchSpace, degree_limits
-from hpc_train.planner.search.top_candidates import RatedCandidates
-from hpc_train.planner.settings import Settings, apply_settings, settings_from_columns, single_rank_config
-from hpc_train.traffic.stages import ELEMENT_BYTES
-from hpc_train.units import GIB
+from hpc_train.planner.settings import make_single_rank_config
 
 MIN_KEPT_MESHES = 12
 """Minimum number of meshes that a search keeps, so that a short list is the beginning of a longer one."""
-_WORTH_MORE_NODES = 0.95
-"""Twice the nodes must reduce the time to less than this share; else more nodes will not meet a deadline either."""
-MAX_FRONT_POINTS = 12
-"""Number of points of the Pareto front that are estimated for each world and batch, evenly spaced."""
 
 
 @dataclass(frozen=True)
@@ -155,20 +148,15 @@ def make_plan(
     began = time.perf_counter()
     config = request.config
     objective = objective or config.plan.objective
-    if isinstance(config.model, CustomModelConfig):
-        jobs_from_config(config, 1)  # says why not
     if isinstance(config.model, HfModelConfig):
         return _plan_decoder(config.model, request, top, objective, constants, baselines)
-    if config.parallel.compile and isinstance(config.model, TransformerConfig) and config.model.experts.count:
-        check_support(single_rank_config(config, config.train.global_batch), 1)  # says that experts do not compile
-    if not request.complete:
-        _check_layout_is_given(config.parallel)
-    basis = _EstimateBasis(
+    _refuse_unplanned(request)
+    basis = EstimateBasis(
         constants or cluster_constants(config.cluster),
         known_figures(config),
         choose_failure_rate(config.plan, config.cluster.ranks_per_node),
     )
-    found = _find_candidates(request, basis, max(top, MIN_KEPT_MESHES))
+    found = find_candidates(request, basis, max(top, MIN_KEPT_MESHES))
     if not found.searched:
         raise UserError(_explain_no_layout(request))
     allowed = (
@@ -195,6 +183,17 @@ def make_plan(
     if baselines and not request.complete:
         plan = replace(plan, baselines=_compare_baselines(plan, basis, found))
     return replace(plan, seconds=time.perf_counter() - began)
+
+
+def _refuse_unplanned(request: PlanRequest) -> None:
+    """Raise UserError for a run that cannot be planned; checks elsewhere say why not."""
+    config = request.config
+    if isinstance(config.model, CustomModelConfig):
+        jobs_from_config(config, 1)
+    if config.parallel.compile and isinstance(config.model, TransformerConfig) and config.model.experts.count:
+        check_support(make_single_rank_config(config, config.train.global_batch), 1)  # experts do not compile
+    if not request.complete:
+        _check_layout_is_given(config.parallel)
 
 
 def _plan_decoder(
@@ -279,186 +278,12 @@ def _note_unmeasured(ranked: Sequence[Candidate], objective: str) -> list[str]:
     ]
 
 
-def _advise(best: Candidate, basis: _EstimateBasis) -> list[Advice]:
+def _advise(best: Candidate, basis: EstimateBasis) -> list[Advice]:
     estimate = estimate_for_advice(best.config, best.ranks, basis.constants, basis.failure_rate)
     return run_lints(best.config, estimate, best.ranks)
 
 
-@dataclass(frozen=True)
-class _EstimateBasis:
-    """Inputs that the estimates of all candidates of a plan share."""
-
-    constants: Constants
-    figures: KnownFigures
-    failure_rate: AssumedFailureRate
-
-    @property
-    def searchable(self) -> bool:
-        """Whether candidates can be compared at all: by time, and by whether they fit."""
-        return self.figures.speed and self.figures.memory
-
-
-@dataclass(frozen=True)
-class _FoundCandidates:
-    """Candidates of one world, or of several."""
-
-    candidates: list[Candidate] = field(default_factory=list)
-    front: list[Candidate] = field(default_factory=list)
-    """Points of the Pareto fronts of all searches."""
-    searched: int = 0
-    estimated: int = 0
-    constants: dict[tuple[int, int], Constants] = field(default_factory=dict)
-    """Constants that the candidates of (ranks, global batch) were estimated with."""
-
-    def __add__(self, other: _FoundCandidates) -> _FoundCandidates:
-        return _FoundCandidates(
-            self.candidates + other.candidates,
-            self.front + other.front,
-            self.searched + other.searched,
-            self.estimated + other.estimated,
-            {**self.constants, **other.constants},
-        )
-
-
-def _find_candidates(request: PlanRequest, basis: _EstimateBasis, keep: int) -> _FoundCandidates:
-    """Estimate the given run, or search the worlds that the request allows. keep: meshes that a search returns."""
-    if request.complete:
-        return _count([_estimate_run(request.config, {}, ranks, basis) for ranks in request.ranks])
-    if not basis.searchable:
-        return _count(list(_estimate_fallbacks(request, basis)))
-    if request.ranks:
-        worlds = [_search_world(request, basis, ranks, request.fixed, keep) for ranks in request.ranks]
-        return sum(worlds, _FoundCandidates())
-    # Offloading to the host is slow: it is tried only if nothing fits without it.
-    found = _search_fewest_nodes(request, basis, request.fixed.unless("offload", 0.0), keep)
-    if found.candidates:
-        return found
-    return found + _search_fewest_nodes(request, basis, request.fixed, keep)
-
-
-def _count(candidates: list[Candidate]) -> _FoundCandidates:
-    return _FoundCandidates(candidates, searched=len(candidates), estimated=len(candidates))
-
-
-def _estimate_run(config: RunConfig, settings: Settings, ranks: int, basis: _EstimateBasis) -> Candidate:
-    """Estimate a run as it is. Raises UserError if it cannot run."""
-    check_support(config, ranks)
-    return _estimate(config, settings, ranks, basis.constants, basis)
-
-
-def _estimate(
-    config: RunConfig, settings: Settings, ranks: int, constants: Constants, basis: _EstimateBasis
-) -> Candidate:
-    jobs = jobs_from_config(config, ranks)
-    estimate = estimate_placed(config, ranks, estimate_jobs(jobs, constants))
-    unmeasured = list_unmeasured(basis.constants.evidence)
-    return make_candidate(config, settings, jobs, estimate, basis.figures, basis.failure_rate, unmeasured)
-
-
-def _estimate_fallbacks(request: PlanRequest, basis: _EstimateBasis) -> Iterator[Candidate]:
-    """Estimate the fallback layouts, which need no search: without a known speed there is no time to compare."""
-    for ranks in request.ranks or (next(request.growing),):
-        for settings in fallback_settings(request.config, ranks):
-            yield _estimate_run(apply_settings(request.config, settings), settings, ranks, basis)
-
-
-def _search_fewest_nodes(
-    request: PlanRequest, basis: _EstimateBasis, fixed: FixedColumns, keep: int
-) -> _FoundCandidates:
-    """Search worlds of more and more nodes, until the model surely fits and the deadline is met.
-
-    The candidates are those of the last world that had any; the front is that of all worlds.
-    """
-    found = _FoundCandidates()
-    for ranks in request.growing:
-        world = _search_world(request, basis, ranks, fixed, keep)
-        sure = [candidate for candidate in world.candidates if candidate.fits == "yes"]
-        slower = (
-            sure
-            and found.candidates
-            and quickest_seconds_per_token(sure) > _WORTH_MORE_NODES * quickest_seconds_per_token(found.candidates)
-        )
-        found = replace(found + world, candidates=world.candidates or found.candidates)
-        if any(is_within_deadline(candidate) for candidate in sure) or slower:
-            break
-    return found
-
-
-def _search_world(
-    request: PlanRequest, basis: _EstimateBasis, ranks: int, fixed: FixedColumns, keep: int
-) -> _FoundCandidates:
-    """Search all layouts of `ranks` ranks, for each global batch of the request."""
-    found = _FoundCandidates()
-    for batch in request.batches:
-        space = SearchSpace(degree_limits(request.config, batch), ranks, fixed)
-        result = search_space(_search_base(request.config, batch), space, without_residuals(basis.constants), keep)
-        rated = result.best if result.best.count else result.doubtful
-        constants = _apply_residuals(request, rated, ranks, batch, basis.constants)
-        front = _thin_front(result.front)
-        found += _FoundCandidates(
-            list(_estimate_rated(request, rated, ranks, batch, constants, basis)),
-            list(_estimate_rated(request, front, ranks, batch, constants, basis)),
-            result.searched,
-            result.estimated,
-            {(ranks, batch): constants},
-        )
-    return found
-
-
-def _search_base(config: RunConfig, batch: int) -> SearchBase:
-    """Return the properties that all candidates of a search share."""
-    job = jobs_from_config(single_rank_config(config, batch), 1)
-    return SearchBase(job, ELEMENT_BYTES[config.precision.reduce], config.cluster.node.memory_gib * GIB)
-
-
-def _apply_residuals(
-    request: PlanRequest, rated: RatedCandidates, ranks: int, batch: int, constants: Constants
-) -> Constants:
-    """Scale the constants by what measured runs say of the best candidate of a search.
-
-    All candidates of the search get its factor, so that it changes times and never their order.
-    """
-    plain = without_residuals(constants)
-    if not (constants.residuals and rated.count):
-        return plain
-    config, _ = _make_run(request, rated, 0, ranks, batch)
-    factor = float(residual_factor(jobs_from_config(config, ranks), constants.residuals))
-    return replace(plain, scale=constants.scale * factor)
-
-
-def _estimate_rated(
-    request: PlanRequest,
-    rated: RatedCandidates,
-    ranks: int,
-    batch: int,
-    constants: Constants,
-    basis: _EstimateBasis,
-) -> Iterator[Candidate]:
-    for row in range(rated.count):
-        config, settings = _make_run(request, rated, row, ranks, batch)
-        yield _estimate(config, settings, ranks, constants, basis)
-
-
-def _make_run(
-    request: PlanRequest, rated: RatedCandidates, row: int, ranks: int, batch: int
-) -> tuple[RunConfig, Settings]:
-    """Turn a row of a search back into a run, and return it with the settings that make it."""
-    config = request.config
-    settings = settings_from_columns({name: float(column[row]) for name, column in rated.columns.items()})
-    settings |= {"train.global_batch": batch} if batch != config.train.global_batch else {}
-    if request.chooses_nodes:
-        settings |= {"cluster.nodes": ranks // count_ranks_per_node(config)}
-    return apply_settings(config, settings), settings
-
-
-def _thin_front(rated: RatedCandidates) -> RatedCandidates:
-    """Return at most MAX_FRONT_POINTS of a front's points, its ends among them."""
-    if rated.count <= MAX_FRONT_POINTS:
-        return rated
-    return rated.take(np.unique(np.linspace(0, rated.count - 1, MAX_FRONT_POINTS).round().astype(np.int64)))
-
-
-def _compare_baselines(plan: Plan, basis: _EstimateBasis, found: _FoundCandidates) -> list[BaselineLayout]:
+def _compare_baselines(plan: Plan, basis: EstimateBasis, found: FoundCandidates) -> list[BaselineLayout]:
     """Compare each baseline with the best candidate, in its world and with its batch.
 
     If nothing fits, the largest requested world is used.
@@ -469,14 +294,15 @@ def _compare_baselines(plan: Plan, basis: _EstimateBasis, found: _FoundCandidate
     ranks, batch = (best.ranks, best.global_batch) if best else (request.ranks[-1], request.batches[0])
     space = SearchSpace(degree_limits(request.config, batch), ranks, request.fixed)
     constants = found.constants.get((ranks, batch), basis.constants)
+    base, plain = make_search_base(request.config, batch), without_residuals(basis.constants)
     rows = []
     for kind in baseline_kinds(space, count_ranks_per_node(request.config)):
         restricted = None if kind.impossible else restrict_space(space, kind)
         if restricted is None:
             rows.append(BaselineLayout(kind.name, None, kind.impossible or "not possible with the given settings"))
             continue
-        rated = find_best_variant(_search_base(request.config, batch), restricted, without_residuals(basis.constants))
-        candidate = next(_estimate_rated(request, rated, ranks, batch, constants, basis), None)
+        rated = find_best_variant(base, restricted, plain)
+        candidate = next(estimate_rated(request, rated, ranks, batch, constants, basis), None)
         if candidate is None:
             rows.append(BaselineLayout(kind.name, None, "no variant divides the model and the batch"))
         else:

@@ -46,13 +46,13 @@ def is_equally_quick(quickest: Candidate, candidate: Candidate, objective: str) 
     """Whether a candidate is within EQUAL_TIME_TOLERANCE of the quickest one with the same ranks and batch."""
     if candidate is quickest:
         return True
-    if candidate.step is None or _job_key(candidate) != _job_key(quickest):
+    if candidate.step is None or _make_job_key(candidate) != _make_job_key(quickest):
         return False
     limit = quickest.compared_value(objective) * (1 + EQUAL_TIME_TOLERANCE)
     return candidate.compared_value(objective) <= limit
 
 
-def _job_key(candidate: Candidate) -> tuple[int, int, int]:
+def _make_job_key(candidate: Candidate) -> tuple[int, int, int]:
     return candidate.ranks, candidate.global_batch, _FIT_ORDER[candidate.fits]
 
 
@@ -66,7 +66,7 @@ def is_within_deadline(candidate: Candidate) -> bool:
     return candidate.projection is None or not candidate.projection.late
 
 
-def quickest_seconds_per_token(candidates: Sequence[Candidate]) -> float:
+def find_least_seconds_per_token(candidates: Sequence[Candidate]) -> float:
     """Return the smallest seconds per token of any candidate; infinite if no speed is known."""
     return min(
         (candidate.step.p50 / candidate.tokens for candidate in candidates if candidate.step), default=float("inf")
@@ -79,7 +79,7 @@ def find_pareto_front(candidates: Iterable[Candidate], best: Candidate) -> list[
     The best comes first; candidates as quick as the best that need more memory are left out.
     """
     allowed = [candidate for candidate in candidates if candidate.step is not None and is_within_limits(candidate)]
-    points = np.array([_front_point(candidate) for candidate in allowed])
+    points = np.array([_make_front_point(candidate) for candidate in allowed])
     if not len(points) or best.step is None:
         return []
     # [i, j]: point j is at least as good as i in every figure, and better in one.
@@ -95,7 +95,7 @@ def find_pareto_front(candidates: Iterable[Candidate], best: Candidate) -> list[
     return [best, *sorted(others, key=lambda candidate: candidate.total, reverse=True)]
 
 
-def _front_point(candidate: Candidate) -> tuple[float, float, float]:
+def _make_front_point(candidate: Candidate) -> tuple[float, float, float]:
     assert candidate.step is not None
     seconds = candidate.step.p50 / candidate.tokens
     return seconds, candidate.total, seconds * candidate.ranks
@@ -105,14 +105,14 @@ def explain_no_candidate(plan: PlanConfig, candidates: Sequence[Candidate]) -> s
     """Say in one line which limits leave no candidate, and what the cheapest and the quickest take."""
     limits = {"plan.budget": plan.budget, "plan.deadline_days": plan.deadline_days}
     given = " and ".join(f"{name}={value:g}" for name, value in limits.items() if value is not None)
-    cheapest, quickest = min(candidates, key=_least_money), min(candidates, key=_days)
-    facts = [f"the fastest takes {_days(quickest):.3g} days ({quickest.ranks:,} ranks)"]
-    if _least_money(cheapest) < float("inf"):
-        facts = [f"the cheapest costs {_least_money(cheapest):,.4g} ({cheapest.ranks:,} ranks)", *facts]
+    cheapest, quickest = min(candidates, key=_find_least_money), min(candidates, key=_get_days)
+    facts = [f"the fastest takes {_get_days(quickest):.3g} days ({quickest.ranks:,} ranks)"]
+    if _find_least_money(cheapest) < float("inf"):
+        facts = [f"the cheapest costs {_find_least_money(cheapest):,.4g} ({cheapest.ranks:,} ranks)", *facts]
     return f"{given}: no candidate that fits meets it: {', '.join(facts)}"
 
 
-def _least_money(candidate: Candidate) -> float:
+def _find_least_money(candidate: Candidate) -> float:
     """Return the cost on demand or on spot, whichever is less; infinite if neither has a price."""
     if candidate.projection is None:
         return float("inf")
@@ -120,6 +120,6 @@ def _least_money(candidate: Candidate) -> float:
     return min((market.money.p50 for market in markets if market and market.money), default=float("inf"))
 
 
-def _days(candidate: Candidate) -> float:
+def _get_days(candidate: Candidate) -> float:
     projection = candidate.projection
     return projection.demand.days.p50 if projection and projection.demand.days else float("inf")

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hpc_train.config.keys.overrides import MICRO_BATCH, chosen_parallel_option, explicit_settings, get_value
-from hpc_train.config.parallel import AXES, smallest_world
+from hpc_train.config.keys.overrides import MICRO_BATCH, find_chosen_parallel_option, get_value, list_explicit_settings
+from hpc_train.config.parallel import AXES, compute_smallest_world
 from hpc_train.config.run import RunConfig, is_loose
 from hpc_train.errors import UserError
-from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
+from hpc_train.placement.described_cluster import count_nodes, count_ranks_per_node
 from hpc_train.planner.search.space import FixedColumns
-from hpc_train.planner.settings import fixed_columns
+from hpc_train.planner.settings import list_fixed_columns
 from hpc_train.traffic.stages import splits_backward
 
 LARGEST_NODES, LARGEST_BATCH = 1 << 16, 1 << 24
@@ -44,7 +44,7 @@ class PlanRequest:
         """Yield world sizes: of the fewest nodes that the given degrees fill, then twice as many, up to the cluster."""
         per_node = count_ranks_per_node(self.config)
         largest = self.config.cluster.total_nodes or MAX_NODES_TRIED
-        count = math.ceil(smallest_world(self.config.parallel) / per_node)
+        count = math.ceil(compute_smallest_world(self.config.parallel) / per_node)
         while count <= largest:
             yield count * per_node
             count *= 2
@@ -59,11 +59,13 @@ def make_request(config: RunConfig, overrides: Sequence[str]) -> PlanRequest:
     check_not_loose(config)
     _check_recomputation(config)
     _check_goals(config)
-    keys = config.parallel.fixed if config.parallel.fixed is not None else explicit_settings(config, overrides)
-    option = chosen_parallel_option(overrides)
-    complete = not config.parallel.auto and (option is not None or _all_given(config, keys))
-    ranks = _ranks(config, keys, complete)
-    return PlanRequest(config, fixed_columns(config, () if complete else keys), complete, ranks, _batches(config))
+    keys = config.parallel.fixed if config.parallel.fixed is not None else list_explicit_settings(config, overrides)
+    option = find_chosen_parallel_option(overrides)
+    complete = not config.parallel.auto and (option is not None or _are_all_given(config, keys))
+    ranks = _choose_worlds(config, keys, complete)
+    return PlanRequest(
+        config, list_fixed_columns(config, () if complete else keys), complete, ranks, _list_batches(config)
+    )
 
 
 def make_job_request(config: RunConfig, ranks: int | None) -> PlanRequest:
@@ -71,11 +73,13 @@ def make_job_request(config: RunConfig, ranks: int | None) -> PlanRequest:
     check_not_loose(config)
     _check_recomputation(config)
     _check_goals(config)
-    worlds = (ranks,) if ranks is not None else _ranks(config, config.parallel.fixed or [], complete=False)
-    return PlanRequest(config, fixed_columns(config, config.parallel.fixed or ()), False, worlds, _batches(config))
+    worlds = (ranks,) if ranks is not None else _choose_worlds(config, config.parallel.fixed or [], complete=False)
+    return PlanRequest(
+        config, list_fixed_columns(config, config.parallel.fixed or ()), False, worlds, _list_batches(config)
+    )
 
 
-def _all_given(config: RunConfig, keys: Sequence[str]) -> bool:
+def _are_all_given(config: RunConfig, keys: Sequence[str]) -> bool:
     """Whether the given degrees fill the world, and the micro-batch is given too."""
     degrees = [int(get_value(config, f"parallel.{axis}")) for axis in AXES if f"parallel.{axis}" in keys]
     if MICRO_BATCH not in keys or not degrees:
@@ -83,11 +87,11 @@ def _all_given(config: RunConfig, keys: Sequence[str]) -> bool:
     return math.prod(degrees) == count_nodes(config) * count_ranks_per_node(config)
 
 
-def _ranks(config: RunConfig, keys: Sequence[str], complete: bool) -> tuple[int, ...]:
+def _choose_worlds(config: RunConfig, keys: Sequence[str], complete: bool) -> tuple[int, ...]:
     """Return the world sizes that plan.nodes, cluster.nodes or all degrees ask for; none: the planner chooses."""
     per_node = count_ranks_per_node(config)
     if config.plan.nodes and not complete:
-        return tuple(count * per_node for count in _node_counts(config))
+        return tuple(count * per_node for count in _list_node_counts(config))
     described = config.cluster.node.gpus or config.cluster.node.ranks
     undecided = described and config.cluster.nodes is None and config.launch.ranks is None
     if undecided and not complete and not all(f"parallel.{axis}" in keys for axis in AXES):
@@ -95,7 +99,7 @@ def _ranks(config: RunConfig, keys: Sequence[str], complete: bool) -> tuple[int,
     return tuple(count * per_node for count in _check_node_counts(config, [count_nodes(config)], "cluster.nodes"))
 
 
-def _node_counts(config: RunConfig) -> list[int]:
+def _list_node_counts(config: RunConfig) -> list[int]:
     return sorted(set(_check_node_counts(config, config.plan.nodes, "plan.nodes")))
 
 
@@ -110,7 +114,7 @@ def _check_node_counts(config: RunConfig, counts: Sequence[int], key: str) -> Se
     return counts
 
 
-def _batches(config: RunConfig) -> tuple[int, ...]:
+def _list_batches(config: RunConfig) -> tuple[int, ...]:
     found = tuple(sorted(set(config.plan.global_batches)))
     key = "plan.global_batches" if found else "train.global_batch"
     for batch in found or (config.train.global_batch,):

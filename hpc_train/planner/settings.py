@@ -47,7 +47,7 @@ _CODES = {
 _OFFLOAD = ("parallel.offload.optimizer", "parallel.offload.parameters")
 
 
-def fixed_columns(config: RunConfig, keys: Iterable[str]) -> FixedColumns:
+def list_fixed_columns(config: RunConfig, keys: Iterable[str]) -> FixedColumns:
     """Return the columns of a search space that these keys of the run fix.
 
     Raises UserError for a schedule from a file, which says the degrees itself.
@@ -73,7 +73,7 @@ def _agrees(config: RunConfig, keys: set[str], code: int) -> bool:
     return all(states[key] == (get_value(config, key) != "none") for key in keys & set(_OFFLOAD))
 
 
-def settings_from_columns(row: Mapping[str, float]) -> Settings:
+def make_settings(row: Mapping[str, float]) -> Settings:
     """Turn a candidate's columns into settings, without those that would have no effect, which a run refuses."""
     zero, tp, pp = int(row["zero"]), int(row["tp"]), int(row["pp"])
     degrees = {f"parallel.{name}": int(row[name]) for name in AXES}
@@ -86,7 +86,7 @@ def settings_from_columns(row: Mapping[str, float]) -> Settings:
         found |= {"parallel.tensor.sequence": bool(row["sequence_parallel"])}
         found |= {"parallel.tensor.asynchronous": True} if row["overlap_tensor"] else {}
     if pp > 1:
-        found |= _pipeline(SCHEDULES[int(row["schedule"])], int(row["virtual_stages"]))
+        found |= _make_pipeline_settings(SCHEDULES[int(row["schedule"])], int(row["virtual_stages"]))
     if mode := int(row["recompute"]):
         found |= {"parallel.recompute.mode": RECOMPUTE[mode]}
         found |= {"parallel.recompute.every": int(row["recompute_every"])} if row["recompute_every"] > 1 else {}
@@ -99,7 +99,7 @@ def settings_from_columns(row: Mapping[str, float]) -> Settings:
     return found
 
 
-def _pipeline(schedule: str, virtual: int) -> Settings:
+def _make_pipeline_settings(schedule: str, virtual: int) -> Settings:
     found: Settings = {"parallel.pipeline.schedule": schedule}
     if virtual != REQUIREMENTS[schedule].virtual_stages:
         found["parallel.pipeline.virtual_stages"] = virtual
@@ -115,16 +115,16 @@ def apply_settings(config: RunConfig, settings: Settings) -> RunConfig:
     """Return the run with these settings applied, read-only and with nothing left for the planner to choose."""
     found = config
     for key, value in {**settings, "parallel.auto": False, "parallel.fixed": None}.items():
-        found = _changed(found, key.split("."), value)
+        found = _change_setting(found, key.split("."), value)
     return seal_config(found)
 
 
-def _changed(config: Any, path: Sequence[str], value: Any) -> Any:
+def _change_setting(config: Any, path: Sequence[str], value: Any) -> Any:
     name, *rest = path
-    return replace(config, **{name: _changed(getattr(config, name), rest, value) if rest else value})
+    return replace(config, **{name: _change_setting(getattr(config, name), rest, value) if rest else value})
 
 
-def single_rank_config(config: RunConfig, global_batch: int) -> RunConfig:
+def make_single_rank_config(config: RunConfig, global_batch: int) -> RunConfig:
     """Return the run on one rank, whose degrees a search fills in."""
     parallel = replace(config.parallel, auto=False, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, strategy="ddp")
     return seal_config(replace(config, parallel=parallel, train=replace(config.train, global_batch=global_batch)))

@@ -24,7 +24,9 @@ WIDTH, HALF = 920, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 18, 30
 _MOST_POINTS = 360
 _CHARACTER = 6.2
-"""Width of a character of the labels."""
+"""Width of a character of the labels, in pixels: an average, as only the browser knows its font."""
+_LEAST_GAP = 11.0
+"""Pixels between two labels one above the other."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def format_tick(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _text(kind: str, x: float, y: float, text: str, anchor: str = "start") -> str:
+def _write_text(kind: str, x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
@@ -103,28 +105,30 @@ class _Axes:
         self.width, self.height, self.log = width, height, log
         self._x, self._y = _widen(*x), _widen(*y) if not log else (math.log10(y[0]), math.log10(max(y[1], y[0] * 1.01)))
 
-    def px(self, x: float) -> float:
+    def place_x(self, x: float) -> float:
         low, high = self._x
         return _LEFT + (x - low) / (high - low) * (self.width - _LEFT - _RIGHT)
 
-    def py(self, y: float) -> float:
+    def place_y(self, y: float) -> float:
         low, high = self._y
         value = math.log10(y) if self.log else y
         return self.height - _BOTTOM - (value - low) / (high - low) * (self.height - _TOP - _BOTTOM)
 
-    def frame(self, x_label: str, y_label: str) -> list[str]:
+    def draw_frame(self, x_label: str, y_label: str) -> list[str]:
         parts = []
-        for tick in self._y_ticks():
-            y = self.py(tick)
+        for tick in self._choose_y_ticks():
+            y = self.place_y(tick)
             parts.append(f'<line class="grid" x1="{_LEFT}" x2="{self.width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(_text("tick", _LEFT - 6, y + 3.5, format_tick(tick), "end"))
+            parts.append(_write_text("tick", _LEFT - 6, y + 3.5, format_tick(tick), "end"))
         for tick in choose_ticks(*self._x, most=self.width // 90):
-            parts.append(_text("tick", self.px(tick), self.height - _BOTTOM + 14, format_tick(tick), "middle"))
-        parts.append(_text("label", self.width - _RIGHT, self.height - 3, x_label, "end"))
-        parts.append(_text("label", _LEFT, _TOP - 8, y_label))
+            parts.append(
+                _write_text("tick", self.place_x(tick), self.height - _BOTTOM + 14, format_tick(tick), "middle")
+            )
+        parts.append(_write_text("label", self.width - _RIGHT, self.height - 3, x_label, "end"))
+        parts.append(_write_text("label", _LEFT, _TOP - 8, y_label))
         return parts
 
-    def _y_ticks(self) -> list[float]:
+    def _choose_y_ticks(self) -> list[float]:
         if not self.log:
             return choose_ticks(*self._y)
         low, high = self._y
@@ -154,27 +158,27 @@ def draw_lines(
     xs = [x for _, points in drawn for x, _ in points]
     ys = [y for _, points in drawn for _, y in points]
     axes = _Axes((min(xs), max(xs)), (min(ys), max(ys)), width, height, spans_decades(ys))
-    body = axes.frame("step", unit)
+    body = axes.draw_frame("step", unit)
     for mark in marks:
         if min(xs) <= mark.x <= max(xs):
-            x = axes.px(mark.x)
+            x = axes.place_x(mark.x)
             body.append(
                 f'<line class="mark {escape(mark.kind)}" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height - _BOTTOM}">'
                 f"<title>{escape(mark.text)}</title></line>"
             )
     for index, (line, points) in enumerate(drawn):
-        path = "M" + "L".join(f"{axes.px(x):.1f} {axes.py(y):.1f}" for x, y in points)
+        path = "M" + "L".join(f"{axes.place_x(x):.1f} {axes.place_y(y):.1f}" for x, y in points)
         # A path of one point draws nothing: a short line makes its round cap visible as a dot.
         alone = len(points) == 1
         path += "h.1" if alone else ""
         kind = f"line c{index % 6}{' dot' if alone else ''}"
         body.append(f'<path class="{kind}" d="{path}"><title>{escape(line.name)}</title></path>')
     if len(drawn) > 1:
-        body += _legend([line.name for line, _ in drawn])
-    return _svg(title, width, height, body)
+        body += _draw_legend([line.name for line, _ in drawn])
+    return _wrap_svg(title, width, height, body)
 
 
-def _legend(names: Sequence[str]) -> list[str]:
+def _draw_legend(names: Sequence[str]) -> list[str]:
     parts, x = [], _LEFT + 70.0
     for index, name in enumerate(names[:6]):
         parts.append(f'<line class="line c{index}" x1="{x:.0f}" x2="{x + 14:.0f}" y1="{_TOP - 11}" y2="{_TOP - 11}"/>')
@@ -197,7 +201,7 @@ def draw_bands(title: str, parts: Sequence[tuple[str, str, float]]) -> str:
                 f"<title>{escape(text)}: {amount / total:.1%}</title></rect>"
             )
         x += width
-    return _svg(title, WIDTH, height, body)
+    return _wrap_svg(title, WIDTH, height, body)
 
 
 def draw_stacks(
@@ -214,7 +218,7 @@ def draw_stacks(
     if longest <= 0:
         return ""
     for index, (name, parts) in enumerate(bars):
-        body.append(_text("name", 0, index * row + 19, name[:20]))
+        body.append(_write_text("name", 0, index * row + 19, name[:20]))
         x = float(left)
         for kind, text, amount in parts:
             width = amount / longest * (WIDTH - left)
@@ -223,7 +227,7 @@ def draw_stacks(
                 f'height="{row - 8}"><title>{escape(text)}: {describe(amount)}</title></rect>'
             )
             x += width
-    return _svg(title, WIDTH, len(bars) * row, body)
+    return _wrap_svg(title, WIDTH, len(bars) * row, body)
 
 
 _LOW_FACTOR = 0.8
@@ -240,7 +244,7 @@ def draw_bars(title: str, values: Sequence[tuple[str, float]]) -> str:
         body.append(f'<rect class="track" x="105" y="{y}" width="{HALF - 160}" height="14" rx="2"/>')
         body.append(f'<rect class="bar {kind}" x="105" y="{y}" width="{width:.1f}" height="14" rx="2"/>')
         body.append(f'<text class="value {kind}" x="{HALF - 44}" y="{y + 12}">{value:.3f}</text>')
-    return _svg(title, HALF, len(values) * row + 6, body)
+    return _wrap_svg(title, HALF, len(values) * row + 6, body)
 
 
 def draw_heat_map(title: str, values: Array, rows: Sequence[str], steps: Sequence[float]) -> str:
@@ -260,11 +264,11 @@ def draw_heat_map(title: str, values: Array, rows: Sequence[str], steps: Sequenc
     ]
     every = max(1, math.ceil(len(rows) / max(1, len(rows) * cell // 12)))
     for index in range(0, len(rows), every):
-        body.append(_text("tick", 114, max(index * cell + cell / 2 + 3.5, 8), rows[index][:18], "end"))
+        body.append(_write_text("tick", 114, max(index * cell + cell / 2 + 3.5, 8), rows[index][:18], "end"))
     for tick in choose_ticks(steps[0], steps[-1], 8) if len(steps) > 1 else []:
         x = 120 + (tick - steps[0]) / (steps[-1] - steps[0]) * width
-        body.append(_text("tick", x, height - 10, format_tick(tick), "middle"))
-    return _svg(title, WIDTH, height, body)
+        body.append(_write_text("tick", x, height - 10, format_tick(tick), "middle"))
+    return _wrap_svg(title, WIDTH, height, body)
 
 
 def colour_ratios(values: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -281,15 +285,21 @@ def colour_ratios(values: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.uint
 
 
 def encode_png(pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> bytes:
-    """Encode an image (height, width, 3) as PNG."""
+    """Encode an image (height, width, 3) as PNG, for which the standard library is enough: numpy has no image files."""
     height, width, _ = pixels.shape
+    # Each row begins with the number of its filter; 0: none.
     rows = b"".join(b"\0" + pixels[row].tobytes() for row in range(height))
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
+    def make_chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits for each of red, green and blue (type 2)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + make_chunk(b"IHDR", head)
+        + make_chunk(b"IDAT", zlib.compress(rows, 9))
+        + make_chunk(b"IEND", b"")
+    )
 
 
 def draw_gantt(title: str, spans: Sequence[Span], rows: int, seconds: float) -> str:
@@ -305,7 +315,7 @@ def draw_gantt(title: str, spans: Sequence[Span], rows: int, seconds: float) -> 
             f'<rect class="span {escape(span.kind)}" x="{x:.1f}" y="{span.row * row + 2}" width="{width:.1f}" '
             f'height="{row - 4}"><title>{escape(span.text)}</title></rect>'
         )
-    return _svg(title, WIDTH, rows * row + 4, body)
+    return _wrap_svg(title, WIDTH, rows * row + 4, body)
 
 
 def draw_points(title: str, points: Sequence[tuple[float, float, str, bool]], x_label: str, y_label: str) -> str:
@@ -314,12 +324,14 @@ def draw_points(title: str, points: Sequence[tuple[float, float, str, bool]], x_
         return ""
     xs, ys, height = [point[0] for point in points], [point[1] for point in points], 240
     axes = _Axes((min(xs), max(xs)), (min(ys), max(ys)), WIDTH, height, spans_decades(ys))
-    body = axes.frame(x_label, y_label)
+    body = axes.draw_frame(x_label, y_label)
     for x, y, text, best in points:
         kind = "best" if best else ""
-        body.append(f'<circle class="{kind}" cx="{axes.px(x):.1f}" cy="{axes.py(y):.1f}" r="{6 if best else 4}">')
+        body.append(
+            f'<circle class="{kind}" cx="{axes.place_x(x):.1f}" cy="{axes.place_y(y):.1f}" r="{6 if best else 4}">'
+        )
         body.append(f"<title>{escape(text)}</title></circle>")
-    return _svg(title, WIDTH, height, body)
+    return _wrap_svg(title, WIDTH, height, body)
 
 
 def draw_parallel(title: str, axes: Sequence[tuple[str, Sequence[object]]], best: int | None) -> str:
@@ -337,25 +349,25 @@ def draw_parallel(title: str, axes: Sequence[tuple[str, Sequence[object]]], best
         ticks, y_of = _place_values(values, top, height - bottom)
         places.append((x, y_of))
         body.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}"/>')
-        body.append(_text("label", x, 12, name.rpartition(".")[2][:22], "middle"))
-        body += [_text("tick", x + 5, y + 3.5, text) for y, text in _thin_ticks(ticks)]
+        body.append(_write_text("label", x, 12, name.rpartition(".")[2][:22], "middle"))
+        body += [_write_text("tick", x + 5, y + 3.5, text) for y, text in _thin_ticks(ticks)]
     order = [point for point in range(len(axes[0][1])) if point != best] + ([best] if best is not None else [])
     for point in order:
         path = "M" + "L".join(f"{x:.1f} {y_of[point]:.1f}" for x, y_of in places)
         body.insert(
             0 if point != best else len(body), f'<path class="way{" best" if point == best else ""}" d="{path}"/>'
         )
-    return _svg(title, WIDTH, height, body)
+    return _wrap_svg(title, WIDTH, height, body)
 
 
-def _thin_ticks(ticks: Sequence[tuple[float, str]], least: float = 11.0) -> list[tuple[float, str]]:
+def _thin_ticks(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     """Leave out ticks whose labels would lie on another one's; the outermost stay."""
     if len(ticks) < 3:
         return list(ticks)
     first, *between, last = sorted(ticks)
     shown = [first]
     for tick in between:
-        if min(tick[0] - shown[-1][0], last[0] - tick[0]) >= least:
+        if min(tick[0] - shown[-1][0], last[0] - tick[0]) >= _LEAST_GAP:
             shown.append(tick)
     return [*shown, last]
 
@@ -380,7 +392,7 @@ def _place_values(values: Sequence[object], top: float, bottom: float) -> tuple[
     return [(y, word[:14]) for word, y in at.items()], [at[str(value)] for value in values]
 
 
-def _svg(title: str, width: int, height: float, body: Sequence[str]) -> str:
+def _wrap_svg(title: str, width: int, height: float, body: Sequence[str]) -> str:
     return (
         f'<svg viewBox="0 0 {width} {height:g}" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
         f"{''.join(body)}</svg>"

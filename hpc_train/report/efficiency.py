@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpc_train.report.step_table import Array, StepTable
 from hpc_train.schedules.order import Order
@@ -70,7 +70,7 @@ class StepLosses:
             for name, (before, after) in zip(LOSSES, pairwise(left), strict=True)
         }
 
-    def share(self, name: str) -> float:
+    def compute_share(self, name: str) -> float:
         """Return a loss as a share of T."""
         return self.losses[name] / self.total if self.total > 0 else 0.0
 
@@ -101,7 +101,7 @@ def split_step(table: StepTable, pipeline: Pipeline | None = None) -> StepLosses
     """Split the mean step; None if the parts of steps were not measured, as on a GPU."""
     work = measure_work(table)
     # Steps that some rank lacks, at the end of a file or after a kill, would count one side of a wait only.
-    complete = np.isfinite(work).all(axis=0)
+    complete = np.asarray(np.isfinite(work).all(axis=0))
     if not complete.any():
         return None
     work = work[:, complete]
@@ -137,7 +137,7 @@ def split_step(table: StepTable, pipeline: Pipeline | None = None) -> StepLosses
     return StepLosses(total, useful, losses, by_rank, data, bubble_share)
 
 
-def _find_transfer(table: StepTable, complete: Any, pipeline: Pipeline | None) -> Array:
+def _find_transfer(table: StepTable, complete: NDArray[np.bool_], pipeline: Pipeline | None) -> Array:
     """Return the seconds per step in which collectives blocked all ranks alike, by bin.
 
     Stages run different collectives, so that with a pipeline only ranks of one stage are compared, and what the

@@ -1,4 +1,7 @@
-"""Write the report of a run: report.html, one file that needs no network and no script, and report.json."""
+"""Write the report of a run: report.html, one file that needs no network and no script, and report.json.
+
+What is on the page is in page.html and style.css beside this file; a chart is added in run_charts.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from hpc_train.regular_files import write_private_file
 from hpc_train.report.efficiency import measure_blocked
 from hpc_train.report.run_charts import Chart, draw_charts, plan_memory
 from hpc_train.report.run_summary import RunSummary
-from hpc_train.report.step_table import describe_memory, mean_of_rows, round_finite
+from hpc_train.report.step_table import compute_row_means, describe_memory, round_finite
 from hpc_train.report.usage import compute_cost, describe_usage, list_ledger
 from hpc_train.report.verdict import CLASSES
 from hpc_train.units import format_seconds
@@ -102,7 +105,7 @@ def list_phases(summary: RunSummary) -> list[dict[str, Any]]:
         "save": table["save"],
         "evaluate": table["evaluate"],
     }
-    means = {name: mean_of_rows(values) for name, values in columns.items()}
+    means = {name: compute_row_means(values) for name, values in columns.items()}
     nodes = summary.facts.node_of_rank
     return [
         {

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from hpc_train.regular_files import read_json
 from hpc_train.report.charts import Span
 from hpc_train.report.efficiency import Pipeline, time_stages
+from hpc_train.report.findings import Facts
 from hpc_train.report.step_table import Array
-from hpc_train.report.verdict import Facts
 from hpc_train.schedules.simulate import simulate_order
+
+
+class _TimelineEvent(NamedTuple):
+    """One computation of a recorded timeline."""
+
+    begin: float
+    """Seconds."""
+    length: float
+    """Seconds."""
+    kind: str
+    name: str
+    step: int
 
 
 def simulate_spans(work: Array, pipeline: Pipeline) -> tuple[list[Span], float]:
@@ -34,37 +47,34 @@ def read_timeline(run: Path, facts: Facts) -> tuple[list[Span], float, float]:
     pipeline = facts.pipeline
     if pipeline is None:
         return [], 0.0, 0.0
-    by_row: dict[int, list[tuple[float, float, str, str, int]]] = {}
-    for row, rank in enumerate(_first_pipeline(pipeline)):
-        try:
-            events = read_json(run / "timeline" / f"rank-{rank}.json")["traceEvents"]
-            by_row[row] = [
-                (
-                    event["ts"] / 1e6,
-                    event["dur"] / 1e6,
-                    str(event["cat"]),
-                    str(event["name"]),
-                    int(event["args"]["step"]),
-                )
-                for event in events
-            ]
-        except (OSError, ValueError, KeyError, TypeError):
-            return [], 0.0, 0.0
-    steps = set.intersection(*({event[4] for event in events} for events in by_row.values()))
+    try:
+        by_row = [_read_events(run / "timeline" / f"rank-{rank}.json") for rank in _list_first_ranks(pipeline)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [], 0.0, 0.0
+    steps = set.intersection(*({event.step for event in events} for events in by_row))
     if not steps:
         return [], 0.0, 0.0
-    last = {row: [event for event in events if event[4] == max(steps)] for row, events in by_row.items()}
-    begin = min(event[0] for events in last.values() for event in events)
-    end = max(event[0] + event[1] for events in last.values() for event in events)
+    last = [[event for event in events if event.step == max(steps)] for events in by_row]
+    begin = min(event.begin for events in last for event in events)
+    end = max(event.begin + event.length for events in last for event in events)
     spans = [
-        Span(row, at - begin, at - begin + length, kind[:1], name)
-        for row, events in last.items()
-        for at, length, kind, name, _ in events
+        Span(row, event.begin - begin, event.begin - begin + event.length, event.kind[:1], event.name)
+        for row, events in enumerate(last)
+        for event in events
     ]
-    idle = 1 - float(np.mean([sum(event[1] for event in events) for events in last.values()])) / (end - begin)
+    idle = 1 - float(np.mean([sum(event.length for event in events) for events in last])) / (end - begin)
     return spans, end - begin, idle
 
 
-def _first_pipeline(pipeline: Pipeline) -> list[int]:
+def _read_events(path: Path) -> list[_TimelineEvent]:
+    return [
+        _TimelineEvent(
+            event["ts"] / 1e6, event["dur"] / 1e6, str(event["cat"]), str(event["name"]), int(event["args"]["step"])
+        )
+        for event in read_json(path)["traceEvents"]
+    ]
+
+
+def _list_first_ranks(pipeline: Pipeline) -> list[int]:
     """Return the first rank of each stage."""
     return [pipeline.stage_of_rank.index(stage) for stage in sorted(set(pipeline.stage_of_rank))]

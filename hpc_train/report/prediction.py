@@ -13,7 +13,7 @@ import numpy as np
 
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.report.verdict import Setting
+from hpc_train.report.advice import Setting
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 """Parts of a rank's device memory, in the planner's words."""
@@ -47,7 +47,7 @@ def apply_overrides(overrides: str, config: RunConfig, ranks: int) -> RunConfig 
             node = node[part]
         if last not in node:
             return None
-        node[last] = _parse(text)
+        node[last] = _parse_value(text)
     try:
         changed = config_from_dict(values)
         check_run(changed, ranks)
@@ -56,7 +56,7 @@ def apply_overrides(overrides: str, config: RunConfig, ranks: int) -> RunConfig 
     return changed
 
 
-def _parse(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     if text in ("true", "false"):
         return text == "true"
     try:

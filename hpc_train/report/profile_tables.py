@@ -142,7 +142,7 @@ def add_up(events: Sequence[dict[str, Any]]) -> Profile:
     operators: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     modules: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for host in hosts:
-        name, of_kernels = host.event["name"], device.get(_external_id(host.event), 0.0)
+        name, of_kernels = host.event["name"], device.get(_get_external_id(host.event), 0.0)
         if name.startswith(PHASE_PREFIX):
             phases[name.removeprefix(PHASE_PREFIX)] += host.event["dur"] * scale
         elif host.event["cat"] == "cpu_op":
@@ -170,7 +170,7 @@ def _nest_threads(events: Sequence[dict[str, Any]]) -> Iterator[_HostEvent]:
         chosen.sort(key=lambda event: (event["ts"], -event["dur"]))
         open_events: list[_HostEvent] = []
         for event in chosen:
-            while open_events and _end(open_events[-1].event) <= event["ts"]:
+            while open_events and _get_end(open_events[-1].event) <= event["ts"]:
                 open_events.pop()
             outer = open_events[-1] if open_events else None
             name = event["name"]
@@ -186,7 +186,7 @@ def _nest_threads(events: Sequence[dict[str, Any]]) -> Iterator[_HostEvent]:
             open_events.append(found)
 
 
-def _end(event: dict[str, Any]) -> float:
+def _get_end(event: dict[str, Any]) -> float:
     return float(event["ts"] + event["dur"])
 
 
@@ -204,7 +204,7 @@ def _find_modules_of_backward(hosts: Sequence[_HostEvent]) -> None:
         if event.get("tid") != thread or event["ts"] >= around[0]:
             thread, around = event.get("tid"), (0.0, None)
         if event["name"].startswith(_BACKWARD):
-            around = _end(event), modules.get(event.get("args", {}).get("Sequence number"))
+            around = _get_end(event), modules.get(event.get("args", {}).get("Sequence number"))
         if host.backward and host.module is None:
             host.module = around[1]
 
@@ -214,9 +214,9 @@ def _add_device_times(events: Sequence[dict[str, Any]]) -> dict[Any, float]:
     found: dict[Any, float] = defaultdict(float)
     for event in events:
         if event.get("cat") in _DEVICE:
-            found[_external_id(event)] += event["dur"]
+            found[_get_external_id(event)] += event["dur"]
     return dict(found)
 
 
-def _external_id(event: dict[str, Any]) -> Any:
+def _get_external_id(event: dict[str, Any]) -> Any:
     return event.get("args", {}).get("External id")

@@ -13,7 +13,7 @@ from hpc_train.report.charts import Mark, Series
 from hpc_train.report.efficiency import measure_work
 from hpc_train.report.prediction import predict_memory
 from hpc_train.report.run_summary import RunSummary
-from hpc_train.report.step_table import Array, StepTable, describe_memory, mean_of_rows
+from hpc_train.report.step_table import Array, StepTable, compute_row_means, describe_memory
 from hpc_train.resilience.ledger import CLASSES as LEDGER_CLASSES
 from hpc_train.units import MIB
 
@@ -110,7 +110,7 @@ def _draw_heat_map(summary: RunSummary, table: StepTable) -> list[Chart]:
         names = [nodes.get(table.ranks[row]) or f"ranks {table.ranks[row] // 8 * 8}+" for row in order]
         ratio, labels, what = _reduce_rows(ratio, names), list(dict.fromkeys(names)), "node"
     columns = np.array_split(np.arange(ratio.shape[1]), min(ratio.shape[1], _MOST_COLUMNS))
-    ratio = np.stack([mean_of_rows(ratio[:, column]) for column in columns], axis=1)
+    ratio = np.stack([compute_row_means(ratio[:, column]) for column in columns], axis=1)
     svg = charts.draw_heat_map(
         f"work of each {what}", ratio, labels, [float(table.steps[column[-1]]) for column in columns]
     )

@@ -25,9 +25,10 @@ from hpc_train.launch.state.state_names import RunStatus
 from hpc_train.models.counts import count_parameters
 from hpc_train.regular_files import read_json
 from hpc_train.report.efficiency import Pipeline, StepLosses
+from hpc_train.report.findings import Facts
 from hpc_train.report.prediction import rate_advice
 from hpc_train.report.step_table import StepTable, read_newest_steps, read_step_table
-from hpc_train.report.verdict import Facts, Verdict, find_silent_ranks, format_ranks, judge_run
+from hpc_train.report.verdict import Verdict, find_silent_ranks, format_ranks, judge_run
 from hpc_train.resilience.ledger import Ledger
 from hpc_train.schedules.generate import generate_order
 from hpc_train.traffic.sharding import uses_fully_shard

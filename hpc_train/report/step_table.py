@@ -53,11 +53,6 @@ class StepTable:
         """Number of bins."""
         return len(self.steps)
 
-    def last(self, bins: int) -> StepTable:
-        """Return the table of the newest bins."""
-        fields = {name: values[:, -bins:] for name, values in self.fields.items()}
-        return StepTable(self.ranks, self.steps[-bins:], fields, self.waits[:, -bins:])
-
 
 def list_record_files(run: Path) -> list[tuple[int, list[Path]]]:
     """Return the record files of each attempt, in order."""
@@ -92,7 +87,7 @@ def _read_attempts(attempts: Sequence[tuple[int, list[Path]]], newest: int | Non
     for (_, files), extent in zip(attempts, extents, strict=True):
         if extent is not None:
             grid.add_attempt(files, extent[0], newest)
-    return grid.table()
+    return grid.make_table()
 
 
 def _find_extent(files: Sequence[Path], newest: int | None) -> tuple[int, int, int] | None:
@@ -167,7 +162,7 @@ class _Grid:
         self._states[rank, at] = structured_to_unstructured(records[list(_STATES)], dtype=np.float64)[ends]
         self._waits[rank, at] += np.add.reduceat(records["waits"], starts, axis=0)
 
-    def table(self) -> StepTable | None:
+    def make_table(self) -> StepTable | None:
         """Return the table, without bins and ranks that have nothing."""
         counts = self._sums[..., _SUMS.index("steps")]
         bins, ranks = np.flatnonzero(counts.any(axis=0)), np.flatnonzero(counts.any(axis=1))
@@ -184,7 +179,7 @@ class _Grid:
         return StepTable(tuple(map(int, ranks)), last, {**fields, "steps": steps}, waits.astype(np.float64))
 
 
-def mean_of_rows(values: Array) -> Array:
+def compute_row_means(values: Array) -> Array:
     """Return the mean of each row without NaN; NaN for a row of nothing else, without numpy's warning."""
     found = np.isfinite(values)
     return np.where(found.any(axis=1), np.nansum(values, axis=1) / np.maximum(found.sum(axis=1), 1), np.nan)

@@ -45,7 +45,7 @@ class SweepResults:
         """Return the swept keys."""
         return list(dict.fromkeys(key for row in self.rows for key in row.swept))
 
-    def value(self, row: PointResult) -> float | None:
+    def get_value(self, row: PointResult) -> float | None:
         """Return the metric at the last step that has it."""
         found = row.final.get(self.metric)
         return float(found) if isinstance(found, (int, float)) else None
@@ -53,7 +53,7 @@ class SweepResults:
     @property
     def winner(self) -> PointResult | None:
         """Return the point with the best final value."""
-        valued = [(value, row) for row in self.rows if (value := self.value(row)) is not None]
+        valued = [(value, row) for row in self.rows if (value := self.get_value(row)) is not None]
         if not valued:
             return None
         choose = max if is_higher_better(self.metric) else min
@@ -62,7 +62,7 @@ class SweepResults:
 
 def gather_results(points: Sequence[RunPoint], metric: str | None = None, best: bool = False) -> SweepResults:
     """Gather the results of the points. best: read all steps. Raises UserError for a metric that no point has."""
-    swept = _swept_values(points)
+    swept = _read_swept_values(points)
     finals = [read_final_values(point.run / "metrics.jsonl") for point in points]
     metric = metric or next(
         (name for name in _DEFAULT_METRICS if any(name in final for final in finals)), _DEFAULT_METRICS[-1]
@@ -86,7 +86,7 @@ def gather_results(points: Sequence[RunPoint], metric: str | None = None, best: 
     )
 
 
-def _swept_values(points: Sequence[RunPoint]) -> dict[str, dict[str, Value]]:
+def _read_swept_values(points: Sequence[RunPoint]) -> dict[str, dict[str, Value]]:
     """Point -> swept key -> value, as it was given."""
     sweeps: dict[Path, SweepDirectory] = {point.sweep.path: point.sweep for point in points if point.sweep}
     return {
@@ -111,7 +111,7 @@ def _parse_value(text: str) -> Value:
     return {"true": True, "false": False, "null": None}.get(text, text.strip("'\""))
 
 
-def varied_keys(rows: Sequence[PointResult], keys: Sequence[str]) -> list[str]:
+def select_varied_keys(rows: Sequence[PointResult], keys: Sequence[str]) -> list[str]:
     """Return the swept keys with more than one value, numeric keys first, then by number of values."""
 
     def rank(key: str) -> tuple[bool, int]:

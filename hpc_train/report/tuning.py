@@ -33,6 +33,7 @@ from hpc_train.training.records.run_records import LineFile, read_metrics
 LEAST_GAIN = 0.02
 """A change is kept only if it also shortens a step by this share."""
 _WARM_UP_STEPS = 3
+"""First steps of a trial that are not timed."""
 _UNTIMED = (
     "train.epochs=null",
     "train.eval_every=0",
@@ -109,12 +110,12 @@ class Tuning:
         best = self._try({}, None)
         if best.failure:
             raise UserError(f"the settings as given do not run: {best.failure}")
-        while (change := self._next_change(best)) is not None:
+        while (change := self._choose_next_change(best)) is not None:
             trial = self._try({**best.settings, **dict(change)}, best)
             best = trial if trial.kept else best
         return best
 
-    def _next_change(self, best: Trial) -> Change | None:
+    def _choose_next_change(self, best: Trial) -> Change | None:
         """Return the first change that has not been tried from here and fits into the budget."""
         longest = max(trial.minutes for trial in self.trials) * self.ranks
         if self.spent + longest > self.minutes:
@@ -206,8 +207,8 @@ def _list_micro_batches(config: RunConfig, ranks: int) -> Iterator[Change]:
 def _list_layouts(config: RunConfig, ranks: int) -> Iterator[Change]:
     """List layouts of these ranks, those first that communicate least where they fit."""
     found = []
-    for pp in _divisors(ranks):
-        for tp in _divisors(ranks // pp):
+    for pp in _list_divisors(ranks):
+        for tp in _list_divisors(ranks // pp):
             data = ranks // pp // tp
             for strategy in ("ddp", "zero1", "zero2", "zero3"):
                 if strategy != "ddp" or pp == tp == 1:
@@ -237,7 +238,7 @@ def _list_options(config: RunConfig) -> Iterator[Change]:
         yield (("parallel.recompute.mode", "none"),)
 
 
-def _divisors(number: int) -> list[int]:
+def _list_divisors(number: int) -> list[int]:
     return [value for value in range(1, number + 1) if number % value == 0]
 
 
@@ -249,18 +250,22 @@ def _can_run(overrides: Sequence[str], ranks: int) -> bool:
     return True
 
 
+def _prepare_trial(
+    base: Sequence[str], folder: Path, steps: int, settings: Mapping[str, str]
+) -> tuple[Path, list[str]]:
+    """Return (the run directory of the next trial, the overrides to run it with)."""
+    run = folder / f"trial-{sum(1 for _ in folder.glob('trial-*')):03d}"
+    words = [*base, *(f"{key}={value}" for key, value in settings.items()), *_UNTIMED]
+    return run, [*words, f"train.steps={steps}", f"run_dir={run}"]
+
+
 def measure_locally(base: Sequence[str], folder: Path, steps: int) -> Callable[[Mapping[str, str]], Trial]:
     """Return what runs a trial on this machine, in a process of its own, and measures it."""
 
     def measure(settings: Mapping[str, str]) -> Trial:
-        run = folder / f"trial-{sum(1 for _ in folder.glob('trial-*')):03d}"
-        words = [*base, *(f"{key}={value}" for key, value in settings.items()), *_UNTIMED]
+        run, words = _prepare_trial(base, folder, steps, settings)
         began = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "hpc_train", "train", *words, f"train.steps={steps}", f"run_dir={run}"],
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run([sys.executable, "-m", "hpc_train", "train", *words], capture_output=True, text=True)
         minutes = (time.monotonic() - began) / 60
         if done.returncode:
             line = (done.stderr.strip() or "no message").splitlines()[-1]
@@ -276,9 +281,8 @@ def measure_on_slurm(base: Sequence[str], folder: Path, steps: int) -> Callable[
     def measure(settings: Mapping[str, str]) -> Trial:
         from hpc_train.api import submit
 
-        run = folder / f"trial-{sum(1 for _ in folder.glob('trial-*')):03d}"
-        words = [*base, *(f"{key}={value}" for key, value in settings.items()), *_UNTIMED]
-        submitted = submit(compose([*words, f"train.steps={steps}", f"run_dir={run}"]))
+        run, words = _prepare_trial(base, folder, steps, settings)
+        submitted = submit(compose(words))
         status = submitted.wait()
         began = next((float(event["time"]) for event in submitted.events() if event["event"] == "start"), time.time())
         minutes = max(0.0, time.time() - began) / 60
@@ -296,7 +300,9 @@ def time_steps(run: Path) -> tuple[float, float]:
         return math.inf, 0.0
     middle = float(np.median(steps))
     deviation = float(np.median(np.abs(np.asarray(steps) - middle)))
-    # Of normally distributed steps; a few slow ones, as another user of the machine makes them, do not count.
+    # From the median absolute deviation, so that a few slow steps, as another user of the machine makes them, do not
+    # count. For normally distributed steps the standard deviation is 1.4826 times that, and the standard error of their
+    # median 1.2533 (the root of pi / 2) times that of their mean.
     return middle, 1.2533 * 1.4826 * deviation / math.sqrt(len(steps))
 
 

@@ -59,8 +59,8 @@ def compute_cost(summary: RunSummary) -> dict[str, float | None]:
         bill = compute_bill(ranks_per_node, seconds, replace(prices, watts_per_gpu=watts))
         cost |= {"money": bill.money, "kwh": bill.kwh, "co2_kg": bill.co2_kg}
     cost["tokens"] = tokens
-    cost["gpu_hours_per_billion_tokens"] = _per_billion(hours, tokens)
-    cost["money_per_billion_tokens"] = _per_billion(cost["money"], tokens)
+    cost["gpu_hours_per_billion_tokens"] = _divide_by_tokens(hours, tokens)
+    cost["money_per_billion_tokens"] = _divide_by_tokens(cost["money"], tokens)
     return {name: None if value is None else round(value, 6) for name, value in cost.items()}
 
 
@@ -69,7 +69,7 @@ def _count_ranks_per_node(summary: RunSummary) -> int:
     return max(Counter(summary.facts.node_of_rank.values()).values(), default=0)
 
 
-def _per_billion(amount: float | None, tokens: float) -> float | None:
+def _divide_by_tokens(amount: float | None, tokens: float) -> float | None:
     return None if amount is None or not tokens else amount / tokens * 1e9
 
 
@@ -87,7 +87,7 @@ def describe_usage(summary: RunSummary, cost: dict[str, float | None]) -> list[d
     """
     rows = [*_describe_processors(summary), *_describe_memory(summary), *_describe_time(summary)]
     text = describe_cost(cost, summary.facts.accelerator)
-    return [*rows, _row("cost", text)] if text else rows
+    return [*rows, _make_row("cost", text)] if text else rows
 
 
 def describe_cost(cost: dict[str, float | None], accelerator: bool) -> str:
@@ -97,10 +97,10 @@ def describe_cost(cost: dict[str, float | None], accelerator: bool) -> str:
         return ""
     unit = "GPU-hours" if accelerator else "rank-hours"
     parts = [
-        _with_rate(f"{hours:,.3g}" if hours < 1000 else f"{hours:,.0f}", unit, cost["gpu_hours_per_billion_tokens"])
+        _append_rate(f"{hours:,.3g}" if hours < 1000 else f"{hours:,.0f}", unit, cost["gpu_hours_per_billion_tokens"])
     ]
     if money is not None:
-        parts.append(_with_rate(f"{money:,.2f}", "by plan.price_per_gpu_hour", cost["money_per_billion_tokens"]))
+        parts.append(_append_rate(f"{money:,.2f}", "by plan.price_per_gpu_hour", cost["money_per_billion_tokens"]))
     if (kwh := cost.get("kwh")) is not None:
         parts.append(f"{kwh:,.3g} kWh")
     if (co2 := cost.get("co2_kg")) is not None:
@@ -108,11 +108,11 @@ def describe_cost(cost: dict[str, float | None], accelerator: bool) -> str:
     return ", ".join(parts)
 
 
-def _with_rate(amount: str, unit: str, per_billion: float | None) -> str:
+def _append_rate(amount: str, unit: str, per_billion: float | None) -> str:
     return f"{amount} {unit}" + ("" if per_billion is None else f" ({per_billion:,.4g} for 10⁹ tokens)")
 
 
-def _row(what: str, used: str, advice: str = "") -> dict[str, str]:
+def _make_row(what: str, used: str, advice: str = "") -> dict[str, str]:
     return {"what": what, "used": used, "advice": advice}
 
 
@@ -122,9 +122,9 @@ def _describe_processors(summary: RunSummary) -> list[dict[str, str]]:
         return []
     busy = table["cpu"] / table["total"]
     if np.isfinite(busy).any():
-        rows.append(_row("processors", f"{np.nanmean(busy):.1f} busy a rank, on average"))
+        rows.append(_make_row("processors", f"{np.nanmean(busy):.1f} busy a rank, on average"))
     if np.isfinite(table["gpu_busy"]).any():
-        rows.append(_row("GPUs", f"busy for {np.nanmean(table['gpu_busy']):.0f} % of the time"))
+        rows.append(_make_row("GPUs", f"busy for {np.nanmean(table['gpu_busy']):.0f} % of the time"))
     return rows
 
 
@@ -137,7 +137,7 @@ def _describe_memory(summary: RunSummary) -> list[dict[str, str]]:
     asked = getattr(config.launch, "memory_gib", None) if config is not None else None
     used = f"{peak:.1f} GiB per rank at most, {per_node:.1f} GiB per node" + (f" of {asked:g} GiB" if asked else "")
     return [
-        _row(
+        _make_row(
             "memory",
             used,
             f"launch.memory_gib={math.ceil(per_node * 1.25)}" if asked and per_node < 0.5 * asked else "",
@@ -152,7 +152,7 @@ def _describe_time(summary: RunSummary) -> list[dict[str, str]]:
     nodes = max(len(set(summary.facts.node_of_rank.values())), 1)
     used = (summary.ledger.total - summary.ledger.seconds["queue"]) / 60 / nodes
     return [
-        _row(
+        _make_row(
             "time",
             f"{used:.0f} of {limit} minutes",
             f"launch.time_minutes={math.ceil(used * 1.5)}" if used < 0.5 * limit else "",

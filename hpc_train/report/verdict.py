@@ -1,52 +1,26 @@
-"""Name the bottleneck of a run, and what to change: a pure function of what was recorded.
+"""Name the bottleneck of a run: a pure function of what was recorded.
 
 A class is named if it costs at least 15 % of the step; of several, the one that costs most. Below that a run is bound
 by computation if its ranks compute for at least 80 % of the time, else balanced. Without enough data no class is named.
+findings.py measures what each loss costs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
-from hpc_train.report.efficiency import (
-    Pipeline,
-    StepLosses,
-    find_stage_work,
-    measure_blocked,
-    measure_own_time,
-    measure_work,
-    split_step,
-)
-from hpc_train.report.step_table import Array, StepTable
+from hpc_train.report.advice import Setting, advise
+from hpc_train.report.efficiency import StepLosses, split_step
+from hpc_train.report.findings import LEAST_BINS, Facts, Finding, list_findings
+from hpc_train.report.step_table import StepTable
 from hpc_train.units import format_seconds
 
-NAMED_FROM = 0.15
-"""Share of a step from which a loss is named."""
 CRITICAL_FROM = 0.30
+"""Share of a step from which a loss is critical, and not just a warning."""
 COMPUTE_FROM = 0.80
-_TOO_SMALL = 0.3
-"""Share of what a rank computes from which starting operations means that they, and collectives too, are too small."""
-_SMALL_KIB, _QUICK_SECONDS = 1024.0, 0.002
-"""Collectives that carry no more, and take no longer, are bound by their start: a faster link would change little."""
-_LATE_SECONDS, _SLOW_LINK_KIB = 0.010, 12_200.0
-"""Collectives of up to 10 ms are bound by their start, too, if a link of 100 Mbit/s (KiB per second) would carry their
-data in half of that time."""
-_NETWORK_OVER_STRAGGLER = 1.5
-"""Times that the network must cost more than a straggler to be named before it: a rank without a processor is also late
-inside collectives, while a thin link lets no rank compute longer than the others."""
-_LEAST_BINS = 5
-_SLOW_IN = 0.7
-"""A straggler is slower than the others in this share of the steps."""
-_UNEVEN_STAGE = 1.3
-"""A stage is slow, and not just large, if it takes this many times longer than its FLOPs suggest, compared with the
-others."""
-_GROWTH_MIB, _GROWTH_SHARE, _LEAST_RISE = 64.0, 0.10, 0.4
-"""Memory grows if a rank gained both over the recorded time, at no time much slower than usual."""
+"""Share of a step that ranks compute, from which a run without a loss is bound by computation."""
 
 CLASSES = {
     "compute": "the ranks compute most of the time",
@@ -61,51 +35,6 @@ CLASSES = {
     "not enough data": "too little was recorded",
 }
 """Class of a verdict, and what it means."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A change to try."""
-
-    override: str
-    """Overrides as given on the command line; empty if it is none."""
-    why: str
-    planned_gain: float | None = None
-    """Tokens a second with it, over those without, less 1, as the planner expects; None where it cannot say."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts about a run that a verdict needs besides the recorded steps."""
-
-    pipeline: Pipeline | None = None
-    node_of_rank: Mapping[int, str] = field(default_factory=dict)
-    steps_left: int = 0
-    strategy: str = "ddp"
-    degrees: Mapping[str, int] = field(default_factory=dict)
-    global_batch: int = 1
-    micro_batch: int = 1
-    micro_batches: int = 1
-    """Micro-batches that one rank computes in a step."""
-    compile: bool = False
-    checkpoint_every: int = 0
-    background_saves: bool = True
-    accelerator: bool = False
-    collective_kib: float | None = None
-    """Average KiB of one collective of fully_shard; None if the run has other collectives."""
-    waits_measured: bool = True
-    """False with parameter servers, whose waits are not measured and would count as computation."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A loss with its class."""
-
-    name: str
-    share: float
-    ranks: tuple[int, ...] = ()
-    nodes: tuple[str, ...] = ()
-    evidence: str = ""
 
 
 @dataclass(frozen=True)
@@ -156,8 +85,8 @@ def judge_run(table: StepTable | None, facts: Facts) -> tuple[Verdict, StepLosse
     if table is None:
         return _abstain("no steps were recorded (train.record_steps)"), None
     losses = split_step(table, facts.pipeline) if facts.waits_measured else None
-    if table.bins < _LEAST_BINS:
-        return _abstain(f"{table.bins} steps after the warm-up; {_LEAST_BINS} are needed"), losses
+    if table.bins < LEAST_BINS:
+        return _abstain(f"{table.bins} steps after the warm-up; {LEAST_BINS} are needed"), losses
     findings = list_findings(table, losses, facts)
     if not findings and losses is None:
         why = "the parts of steps were not measured, which takes ranks on processors" if facts.accelerator else ""
@@ -201,310 +130,3 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def _abstain(why: str) -> Verdict:
     return Verdict("not enough data", None, "ok", evidence=(why,))
-
-
-def list_findings(table: StepTable, losses: StepLosses | None, facts: Facts) -> list[Finding]:
-    """List the losses that are large enough to be named, the largest first; for the network see
-    _NETWORK_OVER_STRAGGLER."""
-    found = [_find_input(table, facts), _find_checkpoint(table), _find_memory(table, facts)]
-    if losses is not None:
-        stragglers = _find_straggler(table, losses, facts)
-        found += [
-            *stragglers,
-            *_find_network_and_launch(table, losses, facts),
-            _find_bubble(losses, facts, straggler=any(straggler.share >= NAMED_FROM for straggler in stragglers)),
-        ]
-    named = [finding for finding in found if finding is not None and finding.share >= NAMED_FROM]
-    straggler = any(finding.name == "straggler" for finding in named)
-
-    def weigh(finding: Finding) -> float:
-        return finding.share / (_NETWORK_OVER_STRAGGLER if straggler and finding.name == "network" else 1.0)
-
-    return sorted(named, key=weigh, reverse=True)
-
-
-def _mean_total(table: StepTable) -> float:
-    return float(np.nanmean(table["total"] - np.nan_to_num(table["evaluate"])))
-
-
-def _find_input(table: StepTable, facts: Facts) -> Finding | None:
-    waits, total = np.nanmean(table["data"], axis=1), _mean_total(table)
-    worst = float(waits.max())
-    slow = [rank for rank, wait in zip(table.ranks, waits, strict=True) if wait >= 0.5 * worst]
-    ranks = tuple(slow) if len(slow) <= len(waits) / 2 else ()
-    where = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"{len(ranks)} ranks wait" if ranks else "ranks wait"
-    evidence = f"{where} {format_seconds(worst)} of a step of {format_seconds(total)} for the next batch"
-    return Finding("input", worst / total, ranks, _nodes(ranks, facts), evidence)
-
-
-def _find_checkpoint(table: StepTable) -> Finding | None:
-    save, total = float(np.nanmean(table["save"])), _mean_total(table)
-    stalled = int((np.nanmax(table["save"], axis=0) > 0.01 * total).sum())
-    evidence = f"saves stalled {stalled} of {table.bins} recorded steps, {format_seconds(save)} per step on average"
-    return Finding("checkpoint", save / total, evidence=evidence)
-
-
-def _find_memory(table: StepTable, facts: Facts) -> Finding | None:
-    """Find a rank whose memory grows steadily. Its share is the part of its memory that it gained."""
-    growth = [_measure_growth(values) for values in table["resident"]]
-    gained, slope = max(growth, default=(0.0, 0.0))
-    if gained <= 0:
-        return None
-    worst = growth.index((gained, slope))
-    last = float(table["resident"][worst][-1])
-    share = gained / last
-    if share < _GROWTH_SHARE:
-        return None
-    ranks = (
-        (table.ranks[worst],)
-        if sum(growth_of_rank > 0.5 * gained for growth_of_rank, _ in growth) <= len(growth) / 2
-        else ()
-    )
-    ahead = f", {last + slope * facts.steps_left:,.0f} MiB at the last step" if facts.steps_left else ""
-    evidence = (
-        f"rank {table.ranks[worst]} gained {gained:,.0f} MiB in {table.bins} recorded steps, to {last:,.0f} MiB{ahead}"
-    )
-    return Finding("memory", share, ranks, _nodes(ranks, facts), evidence)
-
-
-def _measure_growth(resident: Array) -> tuple[float, float]:
-    """Return what was gained (MiB) over the second half of the time, doubled, and the slope a bin; 0 if not steadily.
-
-    The first half fills caches and allocators in any run. Steadily means that nearly every rise over a third of the
-    second half is near the median one: allocators give and take some MiB from one step to the next, and memory that
-    grows once leaves other parts of the time without a rise.
-    """
-    values = resident[np.isfinite(resident)]
-    half = values[len(values) // 2 :]
-    if len(half) < _LEAST_BINS:
-        return 0.0, 0.0
-    third = -(-len(half) // 3)
-    rises = (half[third:] - half[:-third]) / third
-    slope = float(np.median(rises))
-    gained = slope * (len(half) - 1)
-    if gained < _GROWTH_MIB or np.quantile(rises, 0.1) < _LEAST_RISE * slope:
-        return 0.0, 0.0
-    return 2 * gained, slope
-
-
-def _find_straggler(table: StepTable, losses: StepLosses, facts: Facts) -> list[Finding]:
-    """Find ranks that take longer than the others in most steps; of a pipeline, than their stage lets expect."""
-    if len(table.ranks) < 2:
-        return []
-    work = _relate_to_stage(measure_own_time(table), losses, facts)
-    # The lower median: where half of the ranks are slow, it is the time of one that is not.
-    usual = np.nanquantile(work, 0.5, axis=0, method="lower")
-    excess = np.nanmean(work - usual, axis=1)
-    worst = float(excess.max())
-    slow = [index for index, seconds in enumerate(excess) if seconds >= 0.5 * worst]
-    if worst <= 0 or len(slow) > len(table.ranks) / 2:
-        return []
-    often = min(float((work[index] > usual + 0.3 * worst).mean()) for index in slow)
-    if often < _SLOW_IN:
-        return []
-    ranks = tuple(table.ranks[index] for index in slow)
-    evidence = _describe_straggler(table, slow, worst, often, losses.total)
-    return [Finding("straggler", worst / losses.total, ranks, _nodes(ranks, facts), evidence)]
-
-
-def _describe_straggler(table: StepTable, slow: list[int], seconds: float, often: float, step: float) -> str:
-    """Say by how much the slow ranks are slower, where in a step, and how the waits of all ranks agree with that."""
-
-    def compare(values: Array) -> tuple[float, float]:
-        return float(np.nanmean(values[slow])), float(np.nanmean(np.delete(values, slow, axis=0)))
-
-    theirs, others = compare(measure_own_time(table) - measure_work(table))
-    between = theirs - others > 0.5 * seconds
-    where = " outside of forward, backward, gradient norm and update" if between else ""
-    verb = "spend" if between else "compute"
-    who = f"rank {table.ranks[slow[0]]} {verb}s" if len(slow) == 1 else f"{len(slow)} ranks {verb}"
-    theirs, others = compare(measure_blocked(table))
-    return (
-        f"{who} {format_seconds(seconds)} longer than the others{where} in a step of {format_seconds(step)}, in "
-        f"{often:.0%} of the steps; others are blocked for {format_seconds(others)}, "
-        f"{'this one' if len(slow) == 1 else 'these'} for {format_seconds(theirs)}"
-    )
-
-
-def _relate_to_stage(work: Array, losses: StepLosses, facts: Facts) -> Array:
-    """Return the work of each rank relative to the expectation for its stage, in seconds of a stage of mean size.
-
-    Unequal stages are no stragglers: with replicas a rank is compared with its stage, without them with its FLOPs.
-    """
-    pipeline = facts.pipeline
-    if pipeline is None:
-        return work
-    stages = np.asarray(pipeline.stage_of_rank)
-    related = work.copy()
-    mean = float(np.nanmean(work))
-    alone = len(stages) == len(set(pipeline.stage_of_rank))
-    costs = np.asarray(pipeline.costs) / np.mean(pipeline.costs)
-    for stage in set(pipeline.stage_of_rank):
-        members = stages == stage
-        if alone:
-            related[members] = work[members] / costs[stage]
-        else:
-            related[members] = work[members] - np.nanmedian(work[members]) + mean
-    if alone:
-        middle = (
-            np.nanmedian(np.nanmean(related, axis=1)) if len(stages) > 2 else np.nanmin(np.nanmean(related, axis=1))
-        )
-        # FLOPs do not say exactly how long a stage takes.
-        slow = np.nanmean(related, axis=1) >= _UNEVEN_STAGE * middle
-        related = np.where(slow[:, None], related, middle)
-    return np.asarray(related)
-
-
-def _find_network_and_launch(table: StepTable, losses: StepLosses, facts: Facts) -> list[Finding]:
-    """Find transfers, and operations that are too small: then collectives are too, and count as the same loss."""
-    transfer, total = losses.losses["transfer"], losses.total
-    launch = float(np.nanmean(table["launch"])) if np.isfinite(table["launch"]).any() else 0.0
-    least = float(losses.work.min())  # of a rank that nothing slows
-    if launch >= _TOO_SMALL * least:
-        launch = min(launch, least)
-        evidence = (
-            f"starting the operations of a step takes about {format_seconds(launch)} of the {format_seconds(least)} "
-            f"that a rank computes, and small collectives {format_seconds(transfer)} more"
-        )
-        return [Finding("launch", (launch + transfer) / total, evidence=evidence)]
-    if small := _explain_small_collectives(table, transfer, launch, facts):
-        return [Finding("launch", (launch + transfer) / total, evidence=small)]
-    evidence = (
-        f"collectives block every rank for {format_seconds(transfer)} of a step of {format_seconds(total)}, also the "
-        "one that arrives last"
-    )
-    return [Finding("network", transfer / total, evidence=evidence)]
-
-
-def _explain_small_collectives(table: StepTable, transfer: float, launch: float, facts: Facts) -> str:
-    """Say so if collectives are so small and quick that starting them is what takes their time; else an empty text."""
-    count = float(np.nanmean(table["collectives"]))
-    if facts.collective_kib is None or facts.collective_kib > _SMALL_KIB or count < 1:
-        return ""
-    seconds = transfer / count
-    late = seconds <= _LATE_SECONDS and facts.collective_kib / _SLOW_LINK_KIB <= seconds / 2
-    if seconds > _QUICK_SECONDS and not late:
-        return ""
-    return (
-        f"{count:,.0f} collectives per step carry {facts.collective_kib:,.0f} KiB each and take "
-        f"{format_seconds(seconds)} each, {format_seconds(transfer)} together: they are too small for any link; "
-        f"starting operations takes about {format_seconds(launch)}"
-    )
-
-
-def _find_bubble(losses: StepLosses, facts: Facts, straggler: bool) -> Finding | None:
-    """Find idle stages: by the schedule, and because stages are unequal, unless a straggler makes them so."""
-    if facts.pipeline is None or losses.bubble_share is None:
-        return None
-    stages = find_stage_work(losses.work, facts.pipeline)
-    uneven = 0.0 if straggler else max(stages) - sum(stages) / len(stages)
-    evidence = (
-        f"the schedule leaves ranks idle for {losses.bubble_share:.0%} of the pipeline with {facts.micro_batches} "
-        f"micro-batches on {len(stages)} ranks, simulated with the measured stages"
-    )
-    return Finding("bubble", losses.share("bubble") + uneven / losses.total, evidence=evidence)
-
-
-def _nodes(ranks: Sequence[int], facts: Facts) -> tuple[str, ...]:
-    """Return the nodes of these ranks, those with most of them first."""
-    counts = Counter(facts.node_of_rank[rank] for rank in ranks if rank in facts.node_of_rank)
-    return tuple(name for name, _ in counts.most_common())
-
-
-def advise(finding: Finding, facts: Facts) -> tuple[Setting, ...]:
-    """Return what to try next, our own settings first."""
-    return tuple(_ADVICE[finding.name](finding, facts)) if finding.name in _ADVICE else ()
-
-
-def _double_batch(facts: Facts) -> str:
-    return f"train.global_batch={2 * facts.global_batch}"
-
-
-def _advise_network(finding: Finding, facts: Facts) -> list[Setting]:
-    advice = []
-    if facts.micro_batches == 1:
-        advice.append(Setting(_double_batch(facts), "more work between two reductions"))
-    if facts.strategy == "zero3":
-        advice.append(Setting("parallel.strategy=zero2", "gathers parameters once per step, if memory allows it"))
-        advice.append(Setting("parallel.prefetch=2", "gathers further ahead of the computation"))
-    if facts.strategy == "ddp":
-        advice.append(Setting("parallel.compression.method=bf16", "halves what is sent"))
-    if facts.degrees.get("tp", 1) > 1:
-        advice.append(Setting("parallel.tensor.asynchronous=true", "overlaps the exchange of activations"))
-    advice.append(Setting("", "hpc-train bench collectives: compares the links with what they should carry"))
-    return advice
-
-
-def _advise_straggler(finding: Finding, facts: Facts) -> list[Setting]:
-    ranks = ",".join(map(str, finding.ranks[:4]))
-    look = Setting("", f"hpc-train profile RUN --ranks {ranks}: shows which operators it spends its time in")
-    if not finding.nodes or not set(facts.node_of_rank.values()) - set(finding.nodes):
-        return [look]  # there is no other node to go to
-    return [
-        Setting(f"launch.exclude={','.join(finding.nodes)}", "leaves out the node of the slow rank"),
-        Setting("resilience.preflight=full", "measures nodes before training and leaves slow ones out"),
-        look,
-    ]
-
-
-def _advise_launch(finding: Finding, facts: Facts) -> list[Setting]:
-    advice = []
-    if facts.collective_kib is not None and facts.collective_kib <= _SMALL_KIB:
-        advice.append(
-            Setting("parallel.strategy=ddp", "one reduction a step: the model is small enough for each rank to keep it")
-        )
-    if facts.micro_batches > 1:
-        advice.append(Setting(f"train.micro_batch={facts.micro_batch * 2}", "half as many operations per step"))
-    else:
-        advice.append(Setting(f"{_double_batch(facts)} train.micro_batch={facts.micro_batch * 2}", "larger operations"))
-    if not facts.compile:
-        advice.append(Setting("parallel.compile=true", "fuses operations"))
-    return advice
-
-
-def _advise_bubble(finding: Finding, facts: Facts) -> list[Setting]:
-    advice = []
-    if facts.micro_batch > 1:
-        advice.append(
-            Setting(f"train.micro_batch={max(1, facts.micro_batch // 2)}", "more micro-batches fill the pipeline")
-        )
-    advice.append(Setting("parallel.pipeline.schedule=zbv", "fills idle time with weight gradients"))
-    advice.append(Setting("parallel.pipeline.resplit=true", "splits the stages by measured times"))
-    return advice
-
-
-def _advise_checkpoint(finding: Finding, facts: Facts) -> list[Setting]:
-    advice = []
-    if not facts.background_saves:
-        advice.append(Setting("checkpoint.background=true", "writes while training goes on"))
-    if facts.checkpoint_every:
-        advice.append(Setting(f"checkpoint.every={facts.checkpoint_every * 4}", "saves less often"))
-    advice.append(Setting("", "hpc-train bench checkpoint: says what the file system can take"))
-    return advice
-
-
-def _advise_input(finding: Finding, facts: Facts) -> list[Setting]:
-    return [
-        Setting("", "hpc-train data build: tokens are then mapped from a file, and no sample is computed in a step"),
-        Setting("", "put the data on a local disk of the nodes, or on a faster file system"),
-    ]
-
-
-def _advise_memory(finding: Finding, facts: Facts) -> list[Setting]:
-    return [Setting("", "look for tensors that outlive their step: a list of losses without .item(), a growing cache")]
-
-
-def _advise_compute(finding: Finding, facts: Facts) -> list[Setting]:
-    return [] if facts.compile else [Setting("parallel.compile=true", "fuses operations")]
-
-
-_ADVICE = {
-    "network": _advise_network,
-    "straggler": _advise_straggler,
-    "launch": _advise_launch,
-    "bubble": _advise_bubble,
-    "checkpoint": _advise_checkpoint,
-    "input": _advise_input,
-    "memory": _advise_memory,
-    "compute": _advise_compute,
-}

@@ -27,6 +27,7 @@ _LAYOUT = struct.Struct("<IIqqqq")
 """Version, phase, process id, step, counter, monotonic nanoseconds."""
 _VERSION = 1
 _BYTES = 64
+"""Size of a rank's file: that of _LAYOUT, rounded up to a cache line."""
 _MEMORY = Path("/dev/shm")
 
 

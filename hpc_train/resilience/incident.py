@@ -72,6 +72,7 @@ def write_incident(logs: Path, incident: Incident, machines: Mapping[str, Any] |
 
 
 def _write(path: Path, value: Any) -> None:
+    # O_EXCL: what is there stays, so that of several faults the first one counts, and no link is followed.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         json.dump(value, file, indent=1)

@@ -358,6 +358,7 @@ def find_outliers(seconds: Sequence[float], min_excess: float) -> list[int]:
 
     min_excess: a share of the median. MAD is the median absolute deviation. Of two values none is an outlier.
     """
+    # 0.6745 is the MAD of a standard normal variable: the score counts standard deviations (Iglewicz and Hoaglin 1993).
     # Of two nodes that differ nobody can say which one is the odd one.
     if len(seconds) < 3:
         return []

@@ -73,6 +73,17 @@ def unblock_stop_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
+_SET_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
+
+
+def signal_at_parent_end(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent ends, however that ends."""
+    import ctypes  # only where it is needed: it loads libffi
+
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(number), 0, 0, 0)
+
+
 @contextmanager
 def pause_gc(freeze: bool = False) -> Iterator[None]:
     """Pause garbage collection while many objects are made; reference counts still free most of them.

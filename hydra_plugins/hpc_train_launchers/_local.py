@@ -1,4 +1,4 @@
-"""Points as processes of this machine."""
+"""Backend of hydra/launcher=hpc_local: points as processes of this machine, by submitit's local executor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LocalBackend:
 
     def start(self, points: Points, config: DictConfig) -> list[StartedJob]:
         """Queue every point; the first ones start at once."""
-        settings, parallel = self._settings, _parallel_points(self._settings)
+        settings, parallel = self._settings, _choose_parallel_points(self._settings)
         python = shlex.join(settings.python) if settings.python else None
         executor = LocalCallExecutor(
             points.folder, settings.max_timeouts, python=python, at_once=parallel, max_attempts=settings.max_attempts
@@ -82,7 +82,7 @@ class LocalBackend:
             process.kill()
 
 
-def _parallel_points(settings: HpcLocalConf) -> int:
+def _choose_parallel_points(settings: HpcLocalConf) -> int:
     """Return how many points run at a time. Raises UserError for what this machine does not have."""
     for name in ("ranks", "parallel_points", "gpus_per_point", "threads", "max_attempts", "time_minutes"):
         if (value := getattr(settings, name)) is not None and value < 1:

@@ -40,9 +40,10 @@ _OTHER_NAMES = {
     "cluster.nodes": "nodes",
     "cluster.node.ranks": "ranks_per_node",
     "cluster.node.gpus": "gpus_per_node",
-    "launch": "",
 }
+"""Keys that messages about an hpc_train configuration name, and what the launcher calls the same."""
 _NAMED_VARIABLE = re.compile(rb"oc\.env:\s*([A-Za-z_]\w*)")
+"""Searched for in pickled configurations, in which text stays readable."""
 log = logging.getLogger(__name__)
 
 
@@ -82,8 +83,8 @@ class SlurmBackend:
 
     def start(self, points: Points, config: DictConfig) -> list[StartedJob]:
         """Submit all arrays, and return the job of each point; where one is refused, the caller cancels the others."""
-        arrays = self._arrays(points)
-        environment = self._environment(points, config)
+        arrays = self._group_into_arrays(points)
+        environment = self._choose_environment(points, config)
         started: dict[int, StartedJob] = {}
         limits, followed = share_parallel_points(arrays, self._settings.parallel_points)
         for array, limit, waits in zip(arrays, limits, followed, strict=True):
@@ -107,27 +108,27 @@ class SlurmBackend:
         if self._bases:
             run_client(["scancel", *self._bases])
 
-    def _arrays(self, points: Points) -> list[PointArray]:
+    def _group_into_arrays(self, points: Points) -> list[PointArray]:
         """Group the points by their resources, and cut the groups where the site allows no larger array."""
         by_settings: dict[str, PointResources] = {}
         groups: dict[str, tuple[PointResources, list[int]]] = {}
         for index in range(len(points.pickled)):
-            config = points.config(index)
-            text = resource_settings(config)
-            resources = by_settings.get(text) or point_resources(self._settings, config, points.folder)
+            config = points.read_config(index)
+            text = select_resource_settings(config)
+            resources = by_settings.get(text) or choose_resources(self._settings, config, points.folder)
             by_settings[text] = resources
             key = json.dumps([resources.nodes, resources.ranks_per_node, resources.options], sort_keys=True)
             groups.setdefault(key, (resources, []))[1].append(index)
         max_elements = max(1, max_array_size(run_client))
         for resources, members in groups.values():
-            check_resources(self._settings, resources, points.config(members[0]), run_client)
+            check_resources(self._settings, resources, points.read_config(members[0]), run_client)
         return [
             PointArray(resources, tuple(members[index] for index in part))
             for resources, members in groups.values()
             for part in split_evenly(len(members), max_elements)
         ]
 
-    def _environment(self, points: Points, config: DictConfig) -> dict[str, str]:
+    def _choose_environment(self, points: Points, config: DictConfig) -> dict[str, str]:
         """Return the variables of the jobs: what launch.export allows, what Hydra was told to copy, and what the
         configuration reads itself.
         """
@@ -171,7 +172,7 @@ def share_parallel_points(arrays: Sequence[PointArray], limit: int | None) -> tu
     return [share[index % lanes] for index in range(len(sizes))], waits
 
 
-def point_resources(settings: HpcSlurmConf, point: DictConfig, folder: Path) -> PointResources:
+def choose_resources(settings: HpcSlurmConf, point: DictConfig, folder: Path) -> PointResources:
     """Return what this point asks of Slurm. Raises UserError in the launcher's own words for what makes no sense.
 
     Where the settings say nothing, a configuration of hpc_train says it itself: its nodes follow from its parallel
@@ -179,7 +180,7 @@ def point_resources(settings: HpcSlurmConf, point: DictConfig, folder: Path) -> 
     """
     own = _read_own_settings(point)
     try:
-        config = _run_config(settings, own)
+        config = _make_run_config(settings, own)
         nodes, per_node = node_count(config), config.cluster.ranks_per_node
         if own is not None:
             resolve_degrees(config.parallel, nodes * per_node)
@@ -189,7 +190,7 @@ def point_resources(settings: HpcSlurmConf, point: DictConfig, folder: Path) -> 
     return PointResources(nodes, per_node, _make_call_options(options, settings))
 
 
-def resource_settings(point: DictConfig) -> str:
+def select_resource_settings(point: DictConfig) -> str:
     """Return all that a point says of its resources, as text: points with the same text need the same."""
     if not {"cluster", "parallel"} <= point.keys():
         return ""
@@ -201,7 +202,7 @@ def check_resources(settings: HpcSlurmConf, resources: PointResources, point: Di
     own = _read_own_settings(point)
     try:
         request = JobRequest(resources.nodes, resources.ranks_per_node, "", resources.options)
-        check_partition(_run_config(settings, own), request, ask)
+        check_partition(_make_run_config(settings, own), request, ask)
     except UserError as error:
         raise UserError(use_launcher_names(str(error), own is not None)) from None
 
@@ -211,7 +212,7 @@ def use_launcher_names(text: str, own: bool) -> str:
     text = re.sub(r"\blaunch\.", "hydra.launcher.", text)
     if not own:
         for theirs, name in _OTHER_NAMES.items():
-            text = re.sub(rf"\b{re.escape(theirs)}\b(?=[= ])", f"hydra.launcher.{name}", text) if name else text
+            text = re.sub(rf"\b{re.escape(theirs)}\b(?=[= ])", f"hydra.launcher.{name}", text)
     return text
 
 
@@ -220,17 +221,17 @@ def _read_own_settings(point: DictConfig) -> tuple[ClusterConfig, ParallelConfig
     if not {"cluster", "parallel"} <= point.keys():
         return None
     try:
-        return _typed(ClusterConfig, point.cluster), _typed(ParallelConfig, point.parallel)
+        return _make_typed(ClusterConfig, point.cluster), _make_typed(ParallelConfig, point.parallel)
     except (OmegaConfBaseException, ValueError):
         return None
 
 
-def _typed(kind: type[Any], node: Any) -> Any:
+def _make_typed(kind: type[Any], node: Any) -> Any:
     plain = OmegaConf.create(OmegaConf.to_container(node, resolve=True))
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), plain))
 
 
-def _run_config(settings: HpcSlurmConf, own: tuple[ClusterConfig, ParallelConfig] | None) -> RunConfig:
+def _make_run_config(settings: HpcSlurmConf, own: tuple[ClusterConfig, ParallelConfig] | None) -> RunConfig:
     cluster, parallel = own or (ClusterConfig(name="the cluster"), ParallelConfig(dp_replicate=1))
     given = {"gpus": settings.gpus_per_node, "ranks": settings.ranks_per_node}
     node = replace(cluster.node, **_drop_none(given))

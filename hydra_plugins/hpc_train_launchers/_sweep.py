@@ -57,7 +57,7 @@ class Points:
     """Path of the file that write_points_file wrote."""
     folder: Path
 
-    def config(self, index: int) -> DictConfig:
+    def read_config(self, index: int) -> DictConfig:
         """Return the configuration of one point."""
         config: DictConfig = pickle.loads(self.pickled[index])
         return config
@@ -170,7 +170,7 @@ def is_failure(returned: Any) -> bool:
 def _make_return(end: JobEnd, points: Points, index: int) -> JobReturn:
     if isinstance(end.value, JobReturn):
         return end.value
-    config = points.config(index)
+    config = points.read_config(index)
     returned = JobReturn(overrides=list(config.hydra.overrides.task), task_name=config.hydra.job.name)
     returned.hydra_cfg, returned.cfg = _split_config(config)
     returned.working_dir = str(Path.cwd())
@@ -195,7 +195,7 @@ def _log_warnings(returns: Sequence[JobReturn], first: int) -> None:
     """Log what the points' ranks warned of: each text once, with the points that it is of."""
     points: dict[str, list[str]] = {}
     for index, returned in enumerate(returns):
-        for text in read_point_warnings(_output_directory(returned)):
+        for text in read_point_warnings(_find_output_directory(returned)):
             points.setdefault(text, []).append(f"#{first + index}")
     for text, numbers in points.items():
         log.warning(f"\t{_join_points(numbers)}: {text}")
@@ -206,7 +206,7 @@ def _join_points(numbers: list[str]) -> str:
     return ", ".join(numbers[:_MOST_NAMED]) + more
 
 
-def _output_directory(returned: JobReturn) -> Path:
+def _find_output_directory(returned: JobReturn) -> Path:
     """Return the output directory of a point, which is not in the configuration of one that left no result."""
     assert returned.hydra_cfg is not None
     hydra = returned.hydra_cfg.hydra

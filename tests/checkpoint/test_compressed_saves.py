@@ -36,7 +36,7 @@ from test_layouts_random import LARGE, pieces_of, read, state_of
 
 from hpc_train.checkpoint import Saver, find_newest_verified, load_step, prune_steps, verify_step
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.format.block_digests import (
+from hpc_train.checkpoint.format.compressed_chunks import (
     CHUNK_BYTES,
     choose_chunk_shape,
     deflate_chunk,

@@ -21,7 +21,7 @@ from checkpoint_helpers import State, alone, whole
 from incremental_helpers import SMALL
 
 from hpc_train.checkpoint import Saver
-from hpc_train.checkpoint.format import block_digests, manifest, manifest_encoding
+from hpc_train.checkpoint.format import compressed_chunks, manifest, manifest_encoding
 from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES, BLOCK_DIGEST_ALGORITHM
 from hpc_train.checkpoint.provenance import Origin, SaveTimes, identify_code
 from hpc_train.checkpoint.save.incremental import IncrementalWriter
@@ -180,9 +180,9 @@ def test_its_numbers_are_those_of_the_code() -> None:
         f"at most {manifest_encoding.MAX_DIMENSIONS} dimensions",
         f"2^{manifest_encoding._FREE.bit_length() - 1} numbers plus one for each byte",
         f"at most {manifest._MAX_INFLATION} bytes for each byte",
-        f"`whole` is at most {block_digests.CHUNK_BYTES}",
-        f"chunks of at most {block_digests.CHUNK_BYTES} bytes",
-        f"A dataset of {block_digests.MINIMUM_CHUNKED_BYTES} bytes and more",
-        *(f"`{name}`" for name in block_digests.PART_DTYPE.names or ()),
+        f"`whole` is at most {compressed_chunks.CHUNK_BYTES}",
+        f"chunks of at most {compressed_chunks.CHUNK_BYTES} bytes",
+        f"A dataset of {compressed_chunks.MINIMUM_CHUNKED_BYTES} bytes and more",
+        *(f"`{name}`" for name in compressed_chunks.PART_DTYPE.names or ()),
     }
     assert {it for it in numbers if it not in text} == set()

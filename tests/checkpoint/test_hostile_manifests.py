@@ -19,7 +19,7 @@ from checkpoint_commands import Terminal
 from checkpoint_helpers import alone, blank, holds, same_pieces, save_alone, sharded, whole
 
 from hpc_train.checkpoint import CheckpointError, load_step, resume_from_checkpoint, save_step, verify_step
-from hpc_train.checkpoint.format.block_digests import PART_DTYPE, check_parts
+from hpc_train.checkpoint.format.compressed_chunks import PART_DTYPE, check_parts
 from hpc_train.checkpoint.format.hdf5_parser import ParsedDataset
 from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.checkpoint.format.shard_consistency import ExpectedDataset, _check_place

@@ -14,19 +14,14 @@ from checkpoint_helpers import alone, random_bits, same_bits
 from torch import Tensor
 
 from hpc_train.checkpoint import CheckpointError, load_step
-from hpc_train.checkpoint.format.block_digests import (
-    BLOCK_BYTES,
-    choose_chunk_shape,
-    count_blocks,
-    digest_blocks,
-    iterate_chunks,
-)
+from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES, count_blocks, digest_blocks
+from hpc_train.checkpoint.format.compressed_chunks import choose_chunk_shape, iterate_chunks
 from hpc_train.checkpoint.format.hdf5_index import find_index_problem
 from hpc_train.checkpoint.format.hdf5_layout import DatasetRow, ShardImage, make_image
 from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
 from hpc_train.checkpoint.format.rectangle import split_slabs
 from hpc_train.checkpoint.format.shard_layout import gather_layouts, make_file_layout
-from hpc_train.checkpoint.save.incremental import merge_runs, split_runs
+from hpc_train.checkpoint.save.row_runs import merge_runs, split_runs
 from hpc_train.checkpoint.save.save_step import commit_step
 from hpc_train.checkpoint.save.shard_file import write_digest_table
 from hpc_train.checkpoint.save.shared_file import make_section, make_shared_head

@@ -17,12 +17,12 @@ from hpc_train.checkpoint.storage.lustre import (
     MIB,
     StripeComponent,
     choose_shard_layout,
+    count_stripe_round_bytes,
     describe_stripes,
     format_setstripe_arguments,
     list_step_layouts,
     pack_lov,
     set_lov_attribute,
-    stripe_round_bytes,
 )
 from hpc_train.config.compose import compose
 from hpc_train.config.train import LustreConfig
@@ -102,9 +102,9 @@ def test_words() -> None:
 
 
 def test_bytes_of_a_round() -> None:
-    assert stripe_round_bytes((StripeComponent(count=4, size=16 * MIB),), 96) == 64 * MIB
-    assert stripe_round_bytes((StripeComponent(count=ALL_OSTS, size=MIB),), 96) == 96 * MIB
-    assert stripe_round_bytes((StripeComponent(count=ALL_OSTS, size=MIB),), None) == MIB
+    assert count_stripe_round_bytes((StripeComponent(count=4, size=16 * MIB),), 96) == 64 * MIB
+    assert count_stripe_round_bytes((StripeComponent(count=ALL_OSTS, size=MIB),), 96) == 96 * MIB
+    assert count_stripe_round_bytes((StripeComponent(count=ALL_OSTS, size=MIB),), None) == MIB
 
 
 # The attribute, against bytes written out by hand.

@@ -14,7 +14,7 @@ from hpc_train.checkpoint.save.save_step import prepare_directory
 from hpc_train.checkpoint.save.writer_group import WriterGroup, assign_turns, group_ranks_by_file
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory
 from hpc_train.checkpoint.storage.step_directory import list_shard_folders, shard_file_name
-from hpc_train.cli.checkpoint.inspect import writers_of
+from hpc_train.cli.checkpoint.inspect import count_writers
 
 RANKS = 10_000
 NODES = [rank // 8 for rank in range(RANKS)]
@@ -44,7 +44,7 @@ def test_ten_thousand_ranks_never_meet_in_one_folder(tmp_path: Path, ranks_per_f
     assert [rank for ranks in files for rank in ranks] == list(range(RANKS))
     made = [shard_file_name(number, ranks) for number, ranks in enumerate(files)]
     assert len(set(made)) == len(files) == {1: 10_000, 3: 3750, 8: 1250, 0: 1250}[ranks_per_file]
-    assert [writers_of(name) for name in made] == [len(ranks) for ranks in files]
+    assert [count_writers(name) for name in made] == [len(ranks) for ranks in files]
     entries = Counter(str(Path(name).parent) for file in made for name in (file, file + DIGESTS_SUFFIX))
     assert max(entries.values()) <= 128
     assert sorted(entries) == list_shard_folders(len(files))

@@ -8,13 +8,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from hpc_train.config.compose import compose
-from hpc_train.config.keys.groups import GROUPS, SCHEMAS, default_options, option_files, option_type
+from hpc_train.config.keys.groups import GROUPS, SCHEMAS, find_option_files, find_option_type, read_default_options
 from hpc_train.config.plain_config import config_from_dict, config_to_dict, config_to_yaml
 from hpc_train.config.run import RunConfig
 from hpc_train.models.counts import count_parameters
 from hpc_train.models.shape import check_shape
 
-FILES = [(group, option) for group in GROUPS for option in option_files(group)]
+FILES = [(group, option) for group in GROUPS for option in find_option_files(group)]
 NEEDS = {
     ("model", "custom"): ["model.name=mine"],
     ("model", "hf"): ["model.path=models/mine"],
@@ -40,7 +40,7 @@ def test_the_option_composes_and_survives_yaml(group: str, option: str) -> None:
     assert type(again.data) is type(config.data)
 
 
-@pytest.mark.parametrize("option", option_files("model"))
+@pytest.mark.parametrize("option", find_option_files("model"))
 def test_a_model_file_says_its_own_name_and_a_shape_that_fits_together(option: str) -> None:
     model = chosen("model", option).model
     if option in OF_THE_USER:
@@ -70,14 +70,14 @@ def test_a_model_has_the_size_that_it_is_known_by(option: str, billions: float) 
 
 
 def test_every_group_but_experiment_has_a_default_among_its_files() -> None:
-    defaults = default_options()
+    defaults = read_default_options()
     assert set(defaults) == set(GROUPS) - {"experiment"}
-    assert all(option in option_files(group) for group, option in defaults.items())
+    assert all(option in find_option_files(group) for group, option in defaults.items())
 
 
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group, option in FILES if group in SCHEMAS])
 def test_the_type_of_an_option_is_known_without_composing(group: str, option: str) -> None:
-    assert option_type(group, option) is type(getattr(chosen(group, option), group))
+    assert find_option_type(group, option) is type(getattr(chosen(group, option), group))
 
 
 def test_model_custom_asks_for_a_name_and_takes_arguments() -> None:

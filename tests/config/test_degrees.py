@@ -13,9 +13,9 @@ from hpc_train.config.parallel import (
     STRATEGIES,
     Degrees,
     ParallelConfig,
-    requested_degrees,
+    compute_smallest_world,
+    list_requested_degrees,
     resolve_degrees,
-    smallest_world,
 )
 from hpc_train.errors import UserError
 
@@ -39,7 +39,7 @@ def test_degrees_that_are_all_given_are_taken_as_they_are(strategy: str, degrees
 def test_minus_one_becomes_what_is_left_of_the_world(strategy: str, degrees: tuple[int, ...], left: int) -> None:
     asked = tuple(-1 if axis == left else size for axis, size in enumerate(degrees))
     assert resolve_degrees(config(strategy, asked), math.prod(degrees)).sizes == degrees
-    assert smallest_world(config(strategy, asked)) == math.prod(degrees) // degrees[left]
+    assert compute_smallest_world(config(strategy, asked)) == math.prod(degrees) // degrees[left]
 
 
 @given(strategies, five_degrees, st.integers(1, 500))
@@ -71,7 +71,7 @@ def test_a_world_that_the_fixed_degrees_do_not_divide_prints_the_equation(
 @given(strategies, st.sets(st.sampled_from(AXES), min_size=2))
 def test_two_open_degrees_are_an_error_that_names_them(strategy: str, open_axes: set[str]) -> None:
     with pytest.raises(UserError, match="only one degree can be -1, what the others leave of the world") as caught:
-        requested_degrees(ParallelConfig(strategy=strategy, **dict.fromkeys(open_axes, -1)))  # type: ignore[arg-type]
+        list_requested_degrees(ParallelConfig(strategy=strategy, **dict.fromkeys(open_axes, -1)))  # type: ignore[arg-type]
     assert all(f"parallel.{axis}=-1" in str(caught.value) for axis in open_axes)
 
 
@@ -94,4 +94,4 @@ def test_an_open_degree_of_the_user_displaces_the_default_one() -> None:
 @pytest.mark.parametrize("axis", AXES)
 def test_a_degree_of_zero_is_an_error(axis: str) -> None:
     with pytest.raises(UserError, match=f"parallel.{axis}=0: a degree is at least 1"):
-        requested_degrees(ParallelConfig(**{axis: 0}))  # type: ignore[arg-type]
+        list_requested_degrees(ParallelConfig(**{axis: 0}))  # type: ignore[arg-type]

@@ -11,9 +11,10 @@ from hpc_train.config.cluster import parse_gpu_pairs
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
 from hpc_train.placement.cost import estimate_cost
-from hpc_train.placement.fabric_from_config import build_fabric, name_described_nodes
+from hpc_train.placement.described_cluster import name_described_nodes
+from hpc_train.placement.fabric_from_config import build_fabric
 from hpc_train.planner.constants import default_constants
-from hpc_train.planner.model.from_config import machine_columns
+from hpc_train.planner.model.from_config import make_machine_columns
 from hpc_train.planner.model.jobs import Jobs
 from hpc_train.planner.model.network import make_rank_group, send_seconds
 from hpc_train.traffic.axes import Flow
@@ -62,7 +63,7 @@ def test_a_group_on_a_mesh_has_the_links_between_its_own_ranks(ranks: int, links
 
 def test_the_planner_knows_the_mesh() -> None:
     constants = default_constants()
-    machine = machine_columns(compose(["cluster=mi300x"]).cluster, "bf16", 8)
+    machine = make_machine_columns(compose(["cluster=mi300x"]).cluster, "bf16", 8)
     columns = {name: np.array(1.0) for name in Jobs.__annotations__}
     columns |= {name: np.array(float(value)) for name, value in machine.items()}
     jobs = Jobs(**columns)

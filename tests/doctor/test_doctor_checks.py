@@ -18,9 +18,9 @@ from hpc_train.doctor import machine, software
 from hpc_train.doctor.findings import (
     Finding,
     Status,
+    choose_exit_code,
     fail_check,
-    findings_exit_code,
-    findings_json,
+    findings_to_json,
     format_findings,
     merge_findings,
     pass_check,
@@ -43,8 +43,8 @@ def _is(found: Finding, status: Status, *words: str) -> None:
 
 
 def test_only_what_is_broken_makes_the_command_fail() -> None:
-    assert findings_exit_code([]) == findings_exit_code([pass_check("a", "x"), warn_check("b", "y", "z")]) == 0
-    assert findings_exit_code([pass_check("a", "x"), fail_check("b", "y", "z")]) == 1
+    assert choose_exit_code([]) == choose_exit_code([pass_check("a", "x"), warn_check("b", "y", "z")]) == 0
+    assert choose_exit_code([pass_check("a", "x"), fail_check("b", "y", "z")]) == 1
 
 
 def test_findings_as_text_and_json() -> None:
@@ -54,7 +54,7 @@ def test_findings_as_text_and_json() -> None:
     assert text[1].startswith("BAD ")
     assert text[2].strip() == "drain it"
     assert text[3] == "1 broken, 0 to look at, 1 in order"
-    told = findings_json(found)
+    told = findings_to_json(found)
     assert told["ok"] is False
     assert told["counts"] == {"ok": 1, "warn": 0, "bad": 1}
     assert told["findings"][1]["advice"] == "drain it"

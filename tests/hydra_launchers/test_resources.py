@@ -16,7 +16,7 @@ from hpc_train.config.launch import LaunchConfig
 from hpc_train.config.plain_config import config_to_dict
 from hpc_train.errors import UserError
 from hydra_plugins.hpc_train_launchers._config import HpcLocalConf, HpcSlurmConf
-from hydra_plugins.hpc_train_launchers._slurm import PointArray, PointResources, point_resources, share_parallel_points
+from hydra_plugins.hpc_train_launchers._slurm import PointArray, PointResources, choose_resources, share_parallel_points
 
 NOT_FOR_ANY_APPLICATION = {
     *(
@@ -43,7 +43,7 @@ def ours(*overrides: str) -> DictConfig:
 
 
 def shape(settings: HpcSlurmConf, point: DictConfig | None = None) -> PointResources:
-    return point_resources(settings, OmegaConf.create({"x": 1}) if point is None else point, Path("/scratch/sweep"))
+    return choose_resources(settings, OmegaConf.create({"x": 1}) if point is None else point, Path("/scratch/sweep"))
 
 
 def test_settings_are_those_of_conf_launch() -> None:

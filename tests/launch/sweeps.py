@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpc_train.launch.slurm.request import node_count
-from hpc_train.launch.submit import submission_transaction
+from hpc_train.launch.submit import transact_submission
 from hpc_train.launch.sweep.compose_sweep import Composer
 from hpc_train.launch.sweep.points import FrozenSweep, PointFreezer, freeze_points, read_grid
 from hpc_train.launch.sweep.submit_sweep import write_sweep_directory
@@ -31,6 +31,6 @@ def freeze(path: Path, *words: str) -> tuple[SweepDirectory, FrozenSweep]:
 def make(path: Path, *words: str) -> tuple[SweepDirectory, list[str]]:
     """Write the same sweep to the disk and return the ids of its points."""
     folder, frozen = freeze(path, *words)
-    with submission_transaction(folder.path):
+    with transact_submission(folder.path):
         write_sweep_directory(folder, frozen.points)
     return folder, [point.id for point in frozen.points]

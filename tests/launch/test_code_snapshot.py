@@ -281,7 +281,7 @@ def test_an_installed_wheel_is_not_copied(tmp_path: Path) -> None:
     write(tmp_path, "hpc_train/__init__.py", (code_sources.PACKAGE_FOLDER / "__init__.py").read_text())
     for name in ("launch", "config", "models", "errors.py", "compat.py", "parallel", "training", "api.py"):
         (tmp_path / "hpc_train" / name).symlink_to(code_sources.PACKAGE_FOLDER / name)
-    program = "from hpc_train.launch.snapshot import code_sources as sources; print(sources.own_checkout())"
+    program = "from hpc_train.launch.snapshot import code_sources as sources; print(sources.find_own_checkout())"
     for expected, made in ((str(tmp_path / "hpc_train"), None), ("None", "hpc_train-0.1.0.dist-info/RECORD")):
         if made:
             write(tmp_path, made)

@@ -13,7 +13,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.slurm.sbatch import render_script
 from hpc_train.launch.slurm.slurm_cli import Answer
-from hpc_train.launch.submit import default_to_slurm, jobs_to_wait_for
+from hpc_train.launch.submit import default_to_slurm, list_jobs_to_wait_for
 from hpc_train.training.run_directory import RunDirectory
 
 
@@ -44,7 +44,7 @@ def submitted(path: Path, *jobs: str) -> str:
 def test_runs_that_wait_or_run_are_waited_for_and_done_ones_are_not(tmp_path: Path) -> None:
     slurm = Slurm(job1="RUNNING", job2="COMPLETED", job3="PENDING", job4="PENDING")
     runs = [submitted(tmp_path / name, job) for name, job in (("a", "1"), ("b", "2"), ("c", "3"))]
-    assert jobs_to_wait_for([*runs, "4", "2"], slurm) == ["1", "3", "4"]
+    assert list_jobs_to_wait_for([*runs, "4", "2"], slurm) == ["1", "3", "4"]
 
 
 def test_whom_nobody_can_wait_for(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_whom_nobody_can_wait_for(tmp_path: Path) -> None:
         ("nowhere", "no such run directory"),
     ):
         with pytest.raises(UserError, match=message):
-            jobs_to_wait_for([run], slurm)
+            list_jobs_to_wait_for([run], slurm)
 
 
 def script(jobs: Sequence[str], *overrides: str) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.rank_stacks import RankStack, _innermost_frame, find_odd_task
+from hpc_train.launch.rank_stacks import RankStack, _find_innermost_frame, find_odd_task
 
 WAITS, OWN = "wait (torch/distributed/distributed_c10d.py:10)", "forward (my_models.py:5)"
 
@@ -38,7 +38,7 @@ def test_a_line_that_waits_for_another_rank(tmp_path: Path, line: str, waits: bo
     program, log = tmp_path / "engine.py", tmp_path / "task-0.log"
     program.write_text(f"\n\n    {line}\n")
     log.write_text(f'Current thread 0x1 (most recent call first):\n  File "{program}", line 3 in evaluate\n')
-    frame = _innermost_frame(log, 0)
+    frame = _find_innermost_frame(log, 0)
     assert frame is not None
     assert frame.waits == waits
     assert frame.place == f"evaluate ({'/'.join(program.parts[-3:])}:3)"
@@ -52,12 +52,12 @@ def test_a_thread_that_does_not_wait_is_where_the_rank_is(tmp_path: Path) -> Non
     saving = f'Thread 0x3 (most recent call first):\n  File "{own}", line 1 in write_shard\n'
     main = 'Current thread 0x1 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 9 in join\n'
     log.write_text("a line of the log\n" + idle + saving)
-    assert _innermost_frame(log, 0) is None, "not all of it is written yet"
+    assert _find_innermost_frame(log, 0) is None, "not all of it is written yet"
     log.write_text("a line of the log\n" + idle + saving + main)
-    frame = _innermost_frame(log, 0)
+    frame = _find_innermost_frame(log, 0)
     assert frame is not None
     assert frame.function == "write_shard"
     log.write_text(idle + main)
-    frame = _innermost_frame(log, 0)
+    frame = _find_innermost_frame(log, 0)
     assert frame is not None
     assert (frame.function, frame.waits) == ("join", True)

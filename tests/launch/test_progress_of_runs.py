@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpc_train.cli.run.status import status_table
+from hpc_train.cli.run.status import make_status_table
 from hpc_train.launch.state.attempts import Attempt, AttemptStart
 from hpc_train.launch.state.progress import add_progress
 from hpc_train.launch.state.run_facts import RunFacts, read_files
@@ -48,7 +48,7 @@ def test_step_loss_and_the_age_of_the_last_step(tmp_path: Path) -> None:
     assert (status.step, status.steps, status.loss, status.reason) == (127, 300, 2.5, "")
     assert status.seconds_since_step == pytest.approx(30, abs=10)
     out = io.StringIO()
-    Console(file=out, width=200).print(status_table([status]))
+    Console(file=out, width=200).print(make_status_table([status]))
     assert "127/300" in out.getvalue()
     assert "2.5000" in out.getvalue()
     assert add_progress(replace(RUNNING, state=State.DONE), facts).seconds_since_step is None
@@ -139,7 +139,7 @@ def test_damaged_metrics(tmp_path: Path, damage: Callable[[Path], object], step:
     status = add_progress(RUNNING, facts)
     assert (status.step, status.loss) == (step, 1.5 if step in (4, 9) else None)
     json.dumps(status.row(), allow_nan=False)
-    Console(file=io.StringIO()).print(status_table([status]))
+    Console(file=io.StringIO()).print(make_status_table([status]))
 
 
 def test_events_and_markers_that_are_no_files_are_none(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from other_user import SOMEBODY, as_somebody, need_root
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.submit import submission_transaction
+from hpc_train.launch.submit import transact_submission
 from hpc_train.training.run_directory import check_owner, locate_run_directory, prepare_run_directory
 
 QUICK = ("model=llama_tiny", "launch.ranks=2", "train.steps=1", "train.sequence_length=16", "train.tensorboard=true")
@@ -77,7 +77,7 @@ def test_root_leaves_the_directory_of_another_user_alone(tmp_path: Path, link: b
 
             train_here([*QUICK, f"run_dir={path}"], None, StopRequest(), TERMINAL)
         elif command == "submit":
-            with submission_transaction(path):
+            with transact_submission(path):
                 raise AssertionError("began")
         else:
             prepare_run_directory(locate_run_directory(config), config)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sweeps import freeze, make
 
-from hpc_train.launch.local.node_sharing import gpu_share_environment, visible_gpus
+from hpc_train.launch.local.node_sharing import list_visible_gpus, make_gpu_share_environment
 from hpc_train.launch.slurm.slurm_cli import DEFAULT_ARRAY_SIZE, Answer, max_array_size, split_evenly
 from hpc_train.launch.sweep import submit_sweep
 from hpc_train.launch.sweep.arrays import JobArray, make_arrays, share_throttle
@@ -248,13 +248,13 @@ def test_a_point_that_is_cancelled_before_its_job_begins_does_not_run_with_its_n
 
 
 def test_points_here_have_gpus_of_their_own_as_far_as_there_are_any() -> None:
-    assert [gpu_share_environment(slot, 2, "0123", {}) for slot in range(3)] == [
+    assert [make_gpu_share_environment(slot, 2, "0123", {}) for slot in range(3)] == [
         {"CUDA_VISIBLE_DEVICES": gpus} for gpus in ("0,1", "2,3", "0,1")
     ]
     env = {"ROCR_VISIBLE_DEVICES": "2,3"}
-    assert gpu_share_environment(1, 1, visible_gpus(env), env) == {"ROCR_VISIBLE_DEVICES": "3"}
-    assert gpu_share_environment(0, 1, (), {}) == {}
-    assert gpu_share_environment(0, 4, "01", {}) == {}
+    assert make_gpu_share_environment(1, 1, list_visible_gpus(env), env) == {"ROCR_VISIBLE_DEVICES": "3"}
+    assert make_gpu_share_environment(0, 1, (), {}) == {}
+    assert make_gpu_share_environment(0, 4, "01", {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -264,4 +264,4 @@ def test_points_here_have_gpus_of_their_own_as_far_as_there_are_any() -> None:
 def test_the_gpus_that_a_variable_names_are_those_before_the_first_entry_that_names_none(
     chosen: str, gpus: list[str]
 ) -> None:
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": chosen}) == gpus
+    assert list_visible_gpus({"CUDA_VISIBLE_DEVICES": chosen}) == gpus

@@ -16,7 +16,7 @@ from hpc_train.launch.slurm.slurm_cli import Answer
 from hpc_train.launch.state.job_state import decide_state
 from hpc_train.launch.state.run_facts import gather_facts
 from hpc_train.launch.state.run_lookup import find_points
-from hpc_train.launch.submit import jobs_to_wait_for
+from hpc_train.launch.submit import list_jobs_to_wait_for
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.launch.sweep.sweep_directory import SweepDirectory
 
@@ -114,14 +114,14 @@ def test_what_comes_after_a_sweep_waits_for_arrays_and_where_one_of_them_failed_
     folder, ids = make(tmp_path / "s", "train.seed=range(3)")
     submitted(folder, "12", *([name] for name in ids))
     lines = [f"12_{index}|2{index}|RUNNING|n1|None" for index in range(3)]
-    assert jobs_to_wait_for([str(folder.path)], Slurm(*lines)) == ["12"]
+    assert list_jobs_to_wait_for([str(folder.path)], Slurm(*lines)) == ["12"]
     attempt(folder, ids[0], 0, "12_0", exit_code=0)
     attempt(folder, ids[1], 0, "12_1", exit_code=1)
     lines[1] = "12_1|21|FAILED|n1|NonZeroExitCode"
     with pytest.raises(UserError, match=f"{ids[1]} is FAILED .*; submit it again first"):
-        jobs_to_wait_for([str(folder.path)], Slurm(*lines))
+        list_jobs_to_wait_for([str(folder.path)], Slurm(*lines))
     submitted(folder, "13", [ids[1]])
-    found = jobs_to_wait_for([str(folder.path)], Slurm(*lines, "13_0|31|PENDING||Priority"))
+    found = list_jobs_to_wait_for([str(folder.path)], Slurm(*lines, "13_0|31|PENDING||Priority"))
     assert found == ["13", "12_2"]
 
 

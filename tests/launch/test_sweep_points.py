@@ -16,7 +16,7 @@ from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.sweep.compose_sweep import Composer
 from hpc_train.launch.sweep.point_entrypoint import make_run_directories
-from hpc_train.launch.sweep.points import config_digest, make_point_id, read_grid
+from hpc_train.launch.sweep.points import digest_config, make_point_id, read_grid
 from hpc_train.launch.sweep.sweep_directory import read_points
 
 SLURM = ("cluster=slurm", "launch=slurm")
@@ -121,11 +121,11 @@ def test_an_id_is_that_of_the_run_and_not_of_the_place() -> None:
     def container(*words: str) -> dict[str, object]:
         return config_to_dict(compose([*SLURM, *words]))
 
-    plain = config_digest(container())
+    plain = digest_config(container())
     same = ("run_dir=/x", "data.cache=/y", "launch.parallel_points=3", "launch.points_per_job=2")
-    assert [config_digest(container(word)) for word in same] == [plain] * len(same)
+    assert [digest_config(container(word)) for word in same] == [plain] * len(same)
     others = ("train.steps=7", "cluster.nodes=2", "parallel.tp=2", "launch.time_minutes=9", "checkpoint.every=3")
-    found = {config_digest(container(word)) for word in (*others, "data.path=/a/x.h5", "data.path=/b/x.h5")}
+    found = {digest_config(container(word)) for word in (*others, "data.path=/a/x.h5", "data.path=/b/x.h5")}
     assert len({plain, *found}) == 8
     swept = ["optim.lr=1e-3", "model=llama_tiny", "launch.setup=['a b; $(c)']"]
     assert make_point_id(swept, "0123456789abcdef") == "lr-1e-3_model-llama-tiny_setup-a-b-c-0123456789ab"

@@ -11,7 +11,7 @@ import pytest
 from hpc_train.cli.run.results import plot_run, plot_sweep
 from hpc_train.errors import UserError
 from hpc_train.launch.state.progress import find_best_value, read_final_values
-from hpc_train.report.sweep_results import PointResult, SweepResults, spans_decades, varied_keys
+from hpc_train.report.sweep_results import PointResult, SweepResults, select_varied_keys, spans_decades
 
 
 def lines(path: Path, count: int, every: int = 50) -> None:
@@ -80,8 +80,8 @@ def test_of_two_axes_the_second_are_lines_and_more_are_ranked(tmp_path: Path) ->
     written = texts(drawn(three, tmp_path))
     assert "x=1, b=0, c=1" in written
     assert "x=9, b=9, c=9" not in written, "it has no value"
-    assert varied_keys(three.rows, three.keys) == ["a.x", "b", "c"]
-    assert varied_keys(results(({"a": 1, "b": 2}, 1), ({"a": 1, "b": 3}, 1)).rows, ["a", "b"]) == ["b"]
+    assert select_varied_keys(three.rows, three.keys) == ["a.x", "b", "c"]
+    assert select_varied_keys(results(({"a": 1, "b": 2}, 1), ({"a": 1, "b": 3}, 1)).rows, ["a", "b"]) == ["b"]
 
 
 def test_decades() -> None:

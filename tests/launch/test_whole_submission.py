@@ -17,12 +17,12 @@ from hpc_train.errors import UserError
 from hpc_train.launch.slurm.sbatch import explain_refusal
 from hpc_train.launch.snapshot import code_snapshot, snapshot_files
 from hpc_train.launch.snapshot.snapshot_files import SnapshotEntry, hash_entries
-from hpc_train.launch.submit import lock_submissions, submission_transaction
+from hpc_train.launch.submit import lock_submissions, transact_submission
 
 OTHER = """
 import sys
 from pathlib import Path
-from hpc_train.launch.submit import submission_transaction as submission
+from hpc_train.launch.submit import transact_submission as submission
 with submission(Path(sys.argv[1])):
     print("alone", flush=True)
     sys.stdin.read()
@@ -31,7 +31,7 @@ with submission(Path(sys.argv[1])):
 
 def refused(run: Path, files: dict[str, str]) -> None:
     """A submission that fails when it has written these files."""
-    with pytest.raises(ZeroDivisionError), submission_transaction(run):
+    with pytest.raises(ZeroDivisionError), transact_submission(run):
         write(run, files)
 
 
@@ -62,7 +62,7 @@ def test_a_run_that_was_there_keeps_what_it_had(tmp_path: Path) -> None:
         "job.json": "as it was",
         "metrics.jsonl": "results",
     }
-    with submission_transaction(run):
+    with transact_submission(run):
         (run / "job.json").write_text("as it is asked for now")
     assert (run / "job.json").read_text() == "as it is asked for now"
 
@@ -71,12 +71,12 @@ def test_what_the_system_refuses_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(UserError, match=r"run_dir=.*/file/run: .*; choose a dir"),
-        submission_transaction(tmp_path / "file/run"),
+        transact_submission(tmp_path / "file/run"),
     ):
         pass
     with (
         pytest.raises(UserError, match=r"run_dir=.*/run: No space left on device; c"),
-        submission_transaction(tmp_path / "run"),
+        transact_submission(tmp_path / "run"),
     ):
         Path("/dev/full").write_text("no disk is large enough")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -91,7 +91,7 @@ def test_of_two_at_the_same_time_the_second_is_refused_and_harms_nothing(tmp_pat
         assert other.stdout.readline() == "alone\n"
         with (
             pytest.raises(UserError, match="run: another command submits from it right now"),
-            submission_transaction(run),
+            transact_submission(run),
         ):
             pass
         with pytest.raises(UserError, match="another command"), lock_submissions(run):
@@ -100,7 +100,7 @@ def test_of_two_at_the_same_time_the_second_is_refused_and_harms_nothing(tmp_pat
         other.stdin.close()
         assert other.wait() == 0
     assert list(run.iterdir()) == []
-    with submission_transaction(run), pytest.raises(UserError, match="another command"), lock_submissions(run):
+    with transact_submission(run), pytest.raises(UserError, match="another command"), lock_submissions(run):
         pass
 
 

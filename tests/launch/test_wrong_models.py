@@ -16,7 +16,7 @@ from hpc_train.interfaces import MicroBatch, StepBatch, World
 from hpc_train.testing import run_ranks
 from hpc_train.training.factory import make_engine, make_model
 from hpc_train.training.records.run_records import summarise_exception
-from hpc_train.user_frames import user_frames
+from hpc_train.user_frames import list_user_frames
 
 WRONG = ("model=custom", "model.module=wrong_models", "model.name=wrong")
 HERE = r"\S*wrong_models\.py:\d+"
@@ -85,7 +85,7 @@ def test_the_users_own_lines_come_first_and_no_others() -> None:
     outer = RuntimeError("a library's own words")
     outer.__cause__ = error
     for one in (error, outer):
-        frames = user_frames(one)
+        frames = list_user_frames(one)
         assert frames[0].filename.endswith("wrong_models.py")
         first, *lines = summarise_exception(one)
         assert first == "ValueError: no luck"

@@ -116,7 +116,7 @@ FAULTS = (
     ),
     Fault(
         "parts of a compressed file may overlap",
-        "checkpoint/format/block_digests.py",
+        "checkpoint/format/compressed_chunks.py",
         'wrong[1:] |= ends[:-1] > parts["begin"][1:]',
         'wrong[1:] |= ends[:-1] < parts["begin"][1:] - (1 << 62)',
         ("checkpoint/test_hostile_manifests.py",),

@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees
 
 from hpc_train.config.compose import compose
-from hpc_train.config.parallel import smallest_world
+from hpc_train.config.parallel import compute_smallest_world
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
@@ -164,7 +164,9 @@ def _rows() -> list[Any]:
     """The techniques of our own models that run here: those of GPUs and of ranks that MPI starts change no block."""
     rows = [row for row in SUPPORT_TABLE if "MPI" not in row.needs and "GPUs;" not in row.needs and row.option != SYNC]
     rows = [row for row in rows if not row.option.startswith("model=hf ")]
-    large = {row.option for row in rows if smallest_world(Case(2, tuple(row.option.split())).config().parallel) > 2}
+    large = {
+        row.option for row in rows if compute_smallest_world(Case(2, tuple(row.option.split())).config().parallel) > 2
+    }
     drawn = {row.option for row in rows if row.option not in large}
     drawn = set(sorted(drawn)[::6])
     return [pytest.param(row, id=row.option, marks=() if row.option in drawn else pytest.mark.long) for row in rows]
@@ -192,7 +194,7 @@ def test_every_technique_of_the_table_compiles_to_one_graph_a_block(row: Techniq
     has_experts = "model=" in row.option
     case = Case(2, tuple(row.option.split()), "experts" if has_experts else "llama")
     config = case.config()
-    ranks = max(2, smallest_world(config.parallel))
+    ranks = max(2, compute_smallest_world(config.parallel))
     if "no compilation" in row.needs or has_experts:
         with pytest.raises(UserError, match=r"parallel\.compile=true"):
             check_support(Case(ranks, (*case.overrides, COMPILE), case.kind).config(), ranks)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpc_train.config.compose import compose
-from hpc_train.config.keys.groups import option_files
-from hpc_train.config.parallel import smallest_world
+from hpc_train.config.keys.groups import find_option_files
+from hpc_train.config.parallel import compute_smallest_world
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import MicroBatch, StepBatch, World
 from hpc_train.launch.freeze import decide_auto_layout
@@ -25,7 +25,7 @@ TINY = (
     "train.global_batch=4",
     "train.micro_batch=1",
 )
-PRESETS = [name for name in option_files("parallel") if name != "server"]
+PRESETS = [name for name in find_option_files("parallel") if name != "server"]
 """MPI starts the ranks of servers: tests/parallel/test_server.py."""
 
 
@@ -34,7 +34,7 @@ def _config(preset: str) -> RunConfig:
 
 
 def _ranks(preset: str) -> int:
-    return max(2, smallest_world(_config(preset).parallel))
+    return max(2, compute_smallest_world(_config(preset).parallel))
 
 
 def _losses(world: World, presets: list[str]) -> dict[str, list[float]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.compose import compose
-from hpc_train.config.keys.groups import option_files
-from hpc_train.config.parallel import smallest_world
+from hpc_train.config.keys.groups import find_option_files
+from hpc_train.config.parallel import compute_smallest_world
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.parallel.rules.support_table import EXACT, INEXACT, SUPPORT_TABLE, Technique, format_support_table
 
@@ -29,7 +29,7 @@ def test_a_line_says_what_works_and_where_it_is_proved(row: Technique, tmp_path:
         (tmp_path / "model.safetensors").touch()  # read by ranks only
         words.append(f"model.path={tmp_path}")
     config = compose(words)
-    check_support(config, max(2, smallest_world(config.parallel)))
+    check_support(config, max(2, compute_smallest_world(config.parallel)))
     assert row.numbers == EXACT or row.numbers.startswith(INEXACT)
     assert "def test_" in (ROOT / row.proof).read_text()
     for cell in (row.name, row.backend, row.numbers, row.needs):
@@ -43,4 +43,4 @@ def test_every_line_is_another_and_every_choice_of_conf_parallel_is_in_it() -> N
         word.removeprefix("parallel=") for row in SUPPORT_TABLE for word in row.option.split() if "parallel=" in word
     }
     others = {"zero3", "auto"}  # another name of fsdp, and whichever of these the planner takes
-    assert set(option_files("parallel")) - others == chosen
+    assert set(find_option_files("parallel")) - others == chosen

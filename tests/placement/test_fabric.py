@@ -14,17 +14,19 @@ from hpc_train.cluster.calibration import Calibration, LevelConstants, write_cal
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.placement.described_cluster import (
+    count_nodes,
+    count_ranks_per_node,
+    locate_described_cluster,
+    name_described_nodes,
+)
 from hpc_train.placement.fabric import Fabric, FabricLevel, build_levels
 from hpc_train.placement.fabric_from_config import (
     DEFAULT_INSIDE,
     DEFAULT_UPLINK,
     build_fabric,
     build_located_fabric,
-    count_nodes,
-    count_ranks_per_node,
     list_assumptions,
-    locate_described_cluster,
-    name_described_nodes,
 )
 
 FIGURES = (

@@ -31,7 +31,7 @@ def all_orders(count):
 
 
 def straddle(fabric, problem, orders):
-    parts = [it.straddle(fabric, orders) for it in find_crossable_groups(fabric, problem.groups)]
+    parts = [it.count_straddling_by_order(fabric, orders) for it in find_crossable_groups(fabric, problem.groups)]
     return sum(parts, np.zeros(len(orders), np.int64))
 
 

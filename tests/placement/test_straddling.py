@@ -45,7 +45,7 @@ def test_no_order_has_fewer_straddling_groups_than_the_least(problem, random):
     count = len(fabric.nodes)
     orders = np.array([random.sample(range(count), count) for _ in range(30)])
     for it in find_crossable_groups(fabric, build_cost_model(fabric, sizes, flows, count).groups):
-        assert it.straddle(fabric, orders).min() >= count_least_straddling(fabric, it)
+        assert it.count_straddling_by_order(fabric, orders).min() >= count_least_straddling(fabric, it)
 
 
 def test_leaves_too_small_for_whole_groups_are_said_so():

@@ -15,7 +15,7 @@ from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, SCHEDULES
 from hpc_train.planner.plan import Plan, make_plan
 from hpc_train.planner.request import make_request
 from hpc_train.planner.search.space import LAYOUT_COLUMNS, TECHNIQUE_COLUMNS, SearchSpace, iterate_blocks
-from hpc_train.planner.settings import apply_settings, settings_from_columns
+from hpc_train.planner.settings import apply_settings, make_settings
 from hpc_train.schedules.generate import REQUIREMENTS
 
 NAMES = (*LAYOUT_COLUMNS, *TECHNIQUE_COLUMNS)
@@ -46,7 +46,7 @@ def rows_of(space: SearchSpace, candidates: int = 1 << 16) -> Iterator[Row]:
 
 
 def as_run(config: RunConfig, row: Row) -> RunConfig:
-    return apply_settings(config, settings_from_columns(dict(zip(NAMES, row, strict=True))))
+    return apply_settings(config, make_settings(dict(zip(NAMES, row, strict=True))))
 
 
 def refusal(config: RunConfig, row: Row, ranks: int) -> str | None:

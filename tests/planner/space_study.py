@@ -22,7 +22,7 @@ from hpc_train.planner.model.memory import estimate_memory_totals
 from hpc_train.planner.model.step_time import estimate_step_time
 from hpc_train.planner.search.search import ROWS_AT_ONCE, SearchBase, search_space
 from hpc_train.planner.search.space import SearchSpace, degree_limits, list_divisors
-from hpc_train.planner.settings import single_rank_config
+from hpc_train.planner.settings import make_single_rank_config
 
 NAMES = (
     *("tp", "pp", "dp_replicate", "dp_shard", "virtual_stages", "micro_batch", "recompute", "zero"),
@@ -97,7 +97,7 @@ def estimated(base: Jobs, whole: Iterator[Column]) -> tuple[int, float, float]:
 
 def main() -> None:
     config = gpt3()
-    base = jobs_from_config(single_rank_config(config, config.train.global_batch), 1)
+    base = jobs_from_config(make_single_rank_config(config, config.train.global_batch), 1)
     count, best, spent = estimated(base, calculon())
     print(
         f"calculon's space: {count:,} configurations in {spent:.1f} s, {count / spent:,.0f}/s; "

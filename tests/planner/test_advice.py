@@ -14,7 +14,7 @@ from planner_runs import run
 from hpc_train.errors import UserError
 from hpc_train.models.shape import check_shape
 from hpc_train.parallel.rules.check import check_support
-from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
+from hpc_train.placement.described_cluster import count_nodes, count_ranks_per_node
 from hpc_train.planner.advice.facts import (
     Advice,
     RunEstimate,
@@ -23,7 +23,7 @@ from hpc_train.planner.advice.facts import (
     estimate_for_advice,
     format_advice,
 )
-from hpc_train.planner.advice.layout import stage_imbalance
+from hpc_train.planner.advice.layout import compute_stage_imbalance
 from hpc_train.planner.advice.lints import LINTS, run_lints
 from hpc_train.planner.advice.model_shape import choose_vocab_padding
 from hpc_train.planner.constants import default_constants
@@ -364,7 +364,7 @@ def test_layers_are_weighed_as_they_will_be_split(stages: int, more: int, before
     times[0] += before
     times[-1] += after
     expected = max(times) * stages / sum(times) - 1
-    assert stage_imbalance(layers, stages, (before, after)) == pytest.approx(expected, abs=1e-6)
+    assert compute_stage_imbalance(layers, stages, (before, after)) == pytest.approx(expected, abs=1e-6)
 
 
 def _jobs() -> Iterator[tuple[str, ...]]:

@@ -14,7 +14,7 @@ from hpc_train.planner.model.memory import estimate_host_memory, estimate_memory
 from hpc_train.planner.model.step_time import estimate_step_time
 from hpc_train.planner.search.search import SearchBase, candidates_to_jobs
 from hpc_train.planner.search.space import TECHNIQUE_COLUMNS, SearchSpace, degree_limits, iterate_blocks
-from hpc_train.planner.settings import single_rank_config
+from hpc_train.planner.settings import make_single_rank_config
 
 TOGETHER, ALONE = 400, 5
 SPACES = {
@@ -34,7 +34,7 @@ SPACES = {
 def draw_jobs(space: str, per_block: int) -> list[Jobs]:
     """Draw candidates of every block of a space, [n] each."""
     config = run(*SPACES[space], "precision=bf16", "train.global_batch=64")
-    base = SearchBase(jobs_from_config(single_rank_config(config, 64), 1), 4.0)
+    base = SearchBase(jobs_from_config(make_single_rank_config(config, 64), 1), 4.0)
     chance, found = np.random.default_rng(5), []
     for block in iterate_blocks(SearchSpace(degree_limits(config), 16), 1 << 20):
         row = chance.integers(0, len(block.rows["pp"]), per_block)

@@ -18,7 +18,7 @@ from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.jobs import job_columns
 from hpc_train.planner.search.search import SearchBase, search_space
 from hpc_train.planner.search.space import FixedColumns, SearchSpace, degree_limits
-from hpc_train.planner.settings import single_rank_config
+from hpc_train.planner.settings import make_single_rank_config
 
 SAMPLE = Path(__file__).with_name("published_sample.csv")
 ULYSSES = ("cluster=dgx_h100", "model=llama_1b", "parallel.cp=2", "parallel.context.method=ulysses", "cluster.nodes=1")
@@ -62,7 +62,7 @@ def test_a_search_prefers_what_was_measured() -> None:
     config = run(
         *ULYSSES[:2], "precision=bf16", "train.sequence_length=8192", "train.global_batch=4", "train.micro_batch=1"
     )
-    base = SearchBase(jobs_from_config(single_rank_config(config, 4), 1))
+    base = SearchBase(jobs_from_config(make_single_rank_config(config, 4), 1))
     fixed = FixedColumns({"cp": (2.0,), "tp": (1.0,), "pp": (1.0,), "zero": (3.0,), "recompute": (0.0,)})
     space = SearchSpace(degree_limits(config), 8, fixed)
 

@@ -20,16 +20,16 @@ from hpc_train.planner.calibration.fit import (
     fit_constants,
     fit_leaving_out,
     group_by_cluster,
-    memory_as_reported,
-    training_runs,
+    select_reported_memory,
+    select_training_runs,
 )
 from hpc_train.planner.calibration.run_table import MeasuredRun, RunTable, jobs_from_runs, read_runs
 from hpc_train.planner.calibration.validate import (
     PredictedRun,
-    error_statistics,
     measure_band,
     measure_regret,
     predict_runs,
+    summarize_errors,
     validate_predictions,
 )
 from hpc_train.planner.constants import EXPERTS, MEMORY, PYTORCH, TIME, Constants, constant_bounds, default_constants
@@ -50,7 +50,7 @@ def sample() -> RunTable:
 def measured_by(constants: Constants, runs: list[MeasuredRun]) -> list[MeasuredRun]:
     """The same runs as a machine with these constants would have measured them."""
     jobs = jobs_from_runs(runs)
-    held = memory_as_reported(runs, estimate_memory(jobs, constants))
+    held = select_reported_memory(runs, estimate_memory(jobs, constants))
     steps = estimate_step_time(jobs, constants).step
     return [replace(run, seconds=float(t), memory=float(b)) for run, t, b in zip(runs, steps, held, strict=True)]
 
@@ -96,7 +96,7 @@ def test_a_run_with_a_fault_moves_little(sample: RunTable) -> None:
 
 def test_the_split_is_a_function_of_the_groups_name(sample: RunTable) -> None:
     assert assign_fold("sc21/GPT-39.1B/A100-80GB", 5) == 3
-    kept = training_runs(sample.runs)
+    kept = select_training_runs(sample.runs)
     assert 0 < len(kept) < len(sample.runs)
     assert all(assign_fold(run.group, FOLDS) for run in kept)
     assert {run.group for run in kept}.isdisjoint({run.group for run in sample.runs if run not in kept})
@@ -104,7 +104,7 @@ def test_the_split_is_a_function_of_the_groups_name(sample: RunTable) -> None:
 
 def test_a_table_that_says_so_is_split_by_itself(sample: RunTable) -> None:
     runs = [replace(run, held_out=run.family == "zb") for run in sample.runs]
-    assert {run.id for run in training_runs(runs)} == {run.id for run in runs if run.family != "zb"}
+    assert {run.id for run in select_training_runs(runs)} == {run.id for run in runs if run.family != "zb"}
     spoilt = [replace(run, seconds=run.seconds * 10) if run.held_out else run for run in runs]
     clean, dirty = (fit_leaving_out(it, lambda run: run.family) for it in (runs, spoilt))
     assert [part.constants for part in clean] == [part.constants for part in dirty]
@@ -135,7 +135,7 @@ def test_calibration_learns_a_cluster_from_three_runs(sample: RunTable) -> None:
     assert len(some) == 3
     others = [run for run in runs if run not in some]
     before, after = (
-        error_statistics(row.ratio for row in predict_runs(others, it))
+        summarize_errors(row.ratio for row in predict_runs(others, it))
         for it in (default_constants(), calibrate_constants(some, default_constants()))
     )
     assert after.mape < before.mape / 2
@@ -164,10 +164,10 @@ def test_regret_of_picks(sample: RunTable) -> None:
 
 
 def test_errors_of_ratios() -> None:
-    found = error_statistics([1.1, 0.8, float("nan"), 1.0])
+    found = summarize_errors([1.1, 0.8, float("nan"), 1.0])
     assert (found.n, found.mape, found.median) == (3, pytest.approx(0.1), pytest.approx(0.1))
     assert found.bias == pytest.approx(-0.1 / 3)
-    assert error_statistics([]).n == 0
+    assert summarize_errors([]).n == 0
 
 
 def test_the_shipped_constants_on_the_sample(sample: RunTable) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from planner_runs import run
 
-from hpc_train.planner.reliability.failure_rate import DAY, Percentiles, prior_failure_rate
+from hpc_train.planner.reliability.failure_rate import DAY, Percentiles, make_prior_failure_rate
 from hpc_train.planner.reliability.goodput import (
     Interruption,
     Save,
@@ -43,7 +43,7 @@ def test_days_are_steps_over_the_effective_share_and_the_first_start() -> None:
 
 def test_the_effective_share_is_that_of_goodput_at_each_rate_of_the_band() -> None:
     it = told("checkpoint.every=200", "plan.checkpoint_seconds=60", "plan.checkpoint_stall_seconds=4")
-    band = prior_failure_rate().percentiles
+    band = make_prior_failure_rate().percentiles
     for rate, share in ((band.p10, it.demand.effective.p90), (band.p90, it.demand.effective.p10)):
         failing = Interruption(rate * 128 / DAY, 300.0)
         assert share == pytest.approx(float(effective_share(1000.0, Save(4.0, 60.0), 300.0, [failing])))
@@ -123,7 +123,7 @@ def test_the_sites_own_figure_and_its_logs_replace_the_published_ones(tmp_path: 
     assert given.rate.mean * 1000 == pytest.approx(9)
     assert "arXiv" not in given.source
     published = choose_failure_rate(run().plan, 8)
-    assert published.rate == prior_failure_rate()
+    assert published.rate == make_prior_failure_rate()
     assert "RSC-1 6.5" in published.source
 
 

@@ -8,13 +8,13 @@ import pytest
 from published_columns import fill_columns
 
 from hpc_train.planner.calibration.fit import HeldOutFit, assign_fold, fit_leaving_out
-from hpc_train.planner.calibration.fit_report import errors_by_kind, predict_calibrated
+from hpc_train.planner.calibration.fit_report import measure_errors_by_kind, predict_calibrated
 from hpc_train.planner.calibration.run_table import RunTable, read_runs
 from hpc_train.planner.calibration.validate import (
     ErrorStatistics,
-    error_statistics,
     measure_band,
     predict_runs,
+    summarize_errors,
     validate_predictions,
 )
 from hpc_train.planner.constants import default_constants
@@ -42,8 +42,8 @@ def clusters(published: RunTable) -> tuple[HeldOutFit, ...]:
 def of(parts: tuple[HeldOutFit, ...], calibrated: bool = False) -> dict[str, ErrorStatistics]:
     """By family and kind, predicted by constants that were fitted without them."""
     if calibrated:
-        return errors_by_kind(predict_calibrated(parts))
-    return errors_by_kind([row for part in parts for row in predict_runs(part.runs, part.constants)])
+        return measure_errors_by_kind(predict_calibrated(parts))
+    return measure_errors_by_kind([row for part in parts for row in predict_runs(part.runs, part.constants)])
 
 
 def test_step_time_by_cross_validation_over_groups(published: RunTable) -> None:
@@ -83,8 +83,8 @@ def test_held_out_runs_of_pytorch() -> None:
     """Tensor parallelism and FSDP of sources that nothing was fitted to."""
     table = read_runs(Path(__file__).with_name("published_pytorch.csv"))
     rows = [row for row in predict_runs(table.runs, default_constants()) if row.run.held_out]
-    tensor = error_statistics(row.ratio for row in rows if row.run.columns["tp"] > 1)
+    tensor = summarize_errors(row.ratio for row in rows if row.run.columns["tp"] > 1)
     assert (tensor.n, len(rows)) == (30, 42)
     assert tensor.mape < 0.105
-    assert error_statistics(row.ratio for row in rows).mape < 0.11
+    assert summarize_errors(row.ratio for row in rows).mape < 0.11
     assert 0.7 < measure_band(rows).inside < 0.95

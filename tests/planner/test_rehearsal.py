@@ -89,7 +89,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.ledger.see(out, list(tensors_in((*args, *(kwargs or {}).values()))))
+        self.ledger.record(out, list(tensors_in((*args, *(kwargs or {}).values()))))
         return out
 
 
@@ -105,11 +105,11 @@ def real_step(world: World, config: RunConfig) -> CountedMemory:
     with torch.device("meta"):
         model = build_model(config.model)
     engine = build(model, lambda split: make_optimizer(split, config.optim), config, world)
-    ledger, batch = MemoryLedger(), one_rank._batch(config, degrees, 2)
+    ledger, batch = MemoryLedger(), one_rank._make_batch(config, degrees, 2)
     with watching(ledger):
-        parameters = ledger.label(one_rank._parameters(engine), "parameters")
+        parameters = ledger.label(one_rank._list_parameters(engine), "parameters")
         state = [piece.local for piece in engine.shards() if piece.name.startswith("optim.")]
-        counted, unknown = one_rank._step(
+        counted, unknown = one_rank._train_step(
             engine, batch, ledger, CountedMemory(parameters, ledger.label(state, "optimizer"))
         )
     assert unknown is None

@@ -63,7 +63,7 @@ def test_a_part_that_is_on_no_rank_or_on_two_is_found(sharded: Rehearsal) -> Non
         ((0, rows // 2), (rows // 2 - 1, rows // 2 + 1)): "is on two ranks",
         ((0, rows // 2), (rows // 2, 1)): "are on any rank",
     }.items():
-        wrong = replace(lie, intervals=(intervals, *lie.intervals[1:])).problem()
+        wrong = replace(lie, intervals=(intervals, *lie.intervals[1:])).find_problem()
         assert wrong is not None
         assert said in wrong
 

@@ -13,7 +13,7 @@ from hpc_train.planner.reliability.failure_rate import (
     FailureHistory,
     FailureRate,
     Percentiles,
-    prior_failure_rate,
+    make_prior_failure_rate,
 )
 
 
@@ -25,7 +25,7 @@ def test_the_published_rates_are_those_of_their_papers() -> None:
 
 
 def test_the_prior_has_the_mean_and_the_spread_of_the_published_sites() -> None:
-    rate = prior_failure_rate()
+    rate = make_prior_failure_rate()
     rates = [it.per_1000_node_days / 1000 for it in PUBLISHED_RATES]
     assert rate.mean == pytest.approx(np.mean(rates))
     assert rate.shape / rate.node_days**2 == pytest.approx(np.var(rates, ddof=1))
@@ -35,27 +35,27 @@ def test_the_prior_has_the_mean_and_the_spread_of_the_published_sites() -> None:
 
 def test_the_prior_gives_the_published_times_to_interruption() -> None:
     """Llama 3: one unexpected interruption in 3.1 hours; RSC-1: 1.8 hours projected for 16,384 GPUs."""
-    hours = prior_failure_rate().interruption_seconds(2048)
+    hours = make_prior_failure_rate().interruption_seconds(2048)
     assert hours.p10 / 3600 < 1.8 < 3.1 < hours.p90 / 3600
 
 
 @given(st.integers(0, 1000), st.floats(1, 1e6))
 def test_own_counts_move_the_mean_towards_them(failures: int, node_days: float) -> None:
-    before, own = prior_failure_rate(), failures / node_days
+    before, own = make_prior_failure_rate(), failures / node_days
     after = before.after(FailureHistory(failures, node_days))
     low, high = sorted((before.mean, own))
     assert low * (1 - 1e-9) <= after.mean <= high * (1 + 1e-9)
 
 
 def test_many_own_counts_leave_nothing_of_the_prior() -> None:
-    rate = prior_failure_rate().after(FailureHistory(20_000, 1e6))
+    rate = make_prior_failure_rate().after(FailureHistory(20_000, 1e6))
     assert rate.mean == pytest.approx(0.02, rel=0.01)
     assert rate.percentiles.p90 / rate.percentiles.p10 < 1.05
 
 
 def test_histories_add_up() -> None:
-    once = prior_failure_rate().after(FailureHistory(3, 400) + FailureHistory(5, 600))
-    assert once == prior_failure_rate().after(FailureHistory(3, 400)).after(FailureHistory(5, 600))
+    once = make_prior_failure_rate().after(FailureHistory(3, 400) + FailureHistory(5, 600))
+    assert once == make_prior_failure_rate().after(FailureHistory(3, 400)).after(FailureHistory(5, 600))
 
 
 def test_the_band_holds_80_percent_of_the_draws() -> None:
@@ -65,24 +65,24 @@ def test_the_band_holds_80_percent_of_the_draws() -> None:
 
 
 def test_failures_of_a_run_are_as_uncertain_as_rate_and_chance_together() -> None:
-    rate, random = prior_failure_rate(), np.random.default_rng(1)
+    rate, random = make_prior_failure_rate(), np.random.default_rng(1)
     draws = random.poisson(random.gamma(rate.shape, 1 / rate.node_days, 100_000) * 128 * 30)
     told = rate.failures(128, 30)
     assert [told.p10, told.p50, told.p90] == pytest.approx(np.percentile(draws, [10, 50, 90]), abs=1)
 
 
 def test_a_rate_of_the_user_keeps_the_spread_in_proportion() -> None:
-    told = prior_failure_rate().scaled_to(0.010)
+    told = make_prior_failure_rate().scaled_to(0.010)
     assert told.mean == pytest.approx(0.010)
     assert told.percentiles.p90 / told.percentiles.p10 == pytest.approx(
-        prior_failure_rate().percentiles.p90 / prior_failure_rate().percentiles.p10
+        make_prior_failure_rate().percentiles.p90 / make_prior_failure_rate().percentiles.p10
     )
 
 
 def test_a_job_of_twice_the_nodes_is_interrupted_twice_as_often() -> None:
-    one, two = prior_failure_rate().interruption_seconds(64), prior_failure_rate().interruption_seconds(128)
+    one, two = make_prior_failure_rate().interruption_seconds(64), make_prior_failure_rate().interruption_seconds(128)
     assert (one.p10, one.p50, one.p90) == pytest.approx((2 * two.p10, 2 * two.p50, 2 * two.p90))
-    assert one.p50 == pytest.approx(DAY / (prior_failure_rate().percentiles.p50 * 64))
+    assert one.p50 == pytest.approx(DAY / (make_prior_failure_rate().percentiles.p50 * 64))
 
 
 bands = st.tuples(st.floats(0.1, 10), st.floats(1, 3), st.floats(1, 3)).map(

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_train.errors import UserError
 from hpc_train.planner.calibration.run_table import MeasuredRun, RefusedRun, jobs_from_runs, parse_run, read_runs
-from hpc_train.planner.calibration.unstated import predicted_spread
+from hpc_train.planner.calibration.unstated import predict_spread
 from hpc_train.planner.constants import default_constants
 from hpc_train.planner.model.accelerators import find_accelerator
 from hpc_train.planner.model.jobs import RECOMPUTE, SCHEDULES, STACKS
@@ -95,11 +95,11 @@ def test_megatron_is_that_of_its_year(cells: dict[str, dict[str, str]]) -> None:
 
 def test_what_is_not_stated_widens_the_band(cells: dict[str, dict[str, str]]) -> None:
     rows = [run(cells, "sc21-t1-39.1B", **{name: ""} if name else {}) for name in ("", "recompute", "vocab")]
-    spread = predicted_spread(rows, default_constants())
+    spread = predict_spread(rows, default_constants())
     assert spread[0] == pytest.approx(default_constants().spread)
     assert spread[1] > spread[2] > spread[0]
     pipeline = run(cells, "sc21-t1-39.1B", vpp="", schedule="")
-    assert predicted_spread([pipeline], default_constants())[0] > spread[0]
+    assert predict_spread([pipeline], default_constants())[0] > spread[0]
 
 
 @pytest.mark.parametrize(

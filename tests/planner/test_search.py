@@ -21,7 +21,7 @@ from hpc_train.planner.search.top_candidates import (
     layout_complexity,
     pareto_front,
 )
-from hpc_train.planner.settings import single_rank_config
+from hpc_train.planner.settings import make_single_rank_config
 from hpc_train.traffic.stages import ELEMENT_BYTES
 
 SMALL = ("cluster=dgx_a100", "model=gpt3_1_3b", "precision=bf16", "train.sequence_length=2048", "train.global_batch=8")
@@ -39,7 +39,7 @@ def find(
     host: float = 0.0,
 ) -> SearchResult:
     shape, reduce = degree_limits(config), ELEMENT_BYTES[config.precision.reduce]
-    base = jobs_from_config(single_rank_config(config, shape.global_batch), 1)
+    base = jobs_from_config(make_single_rank_config(config, shape.global_batch), 1)
     whole = SearchSpace(shape, world, fixed or FixedColumns())
     return search_space(SearchBase(base, reduce, host), whole, constants.default_constants(), keep, exhaustive)
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from synthetic import EVEN, make_table, waits, write_run
 
+from hpc_train.report.findings import Facts
 from hpc_train.report.step_table import read_step_table
-from hpc_train.report.verdict import Facts, Verdict, judge_run
+from hpc_train.report.verdict import Verdict, judge_run
 
 NODES = {rank: f"node{rank // 2 + 1}" for rank in range(4)}
 

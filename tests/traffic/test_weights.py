@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.config.compose import compose
-from hpc_train.config.keys.groups import option_files
+from hpc_train.config.keys.groups import find_option_files
 from hpc_train.config.model import TransformerConfig
 from hpc_train.models.counts import count_parameters
 from hpc_train.traffic.axes import count_fsdp_groups, list_ddp_buckets
 from hpc_train.traffic.weights import Splitting, count_rank_elements, list_partial_gradient_sizes, list_weights
 from hpc_train.units import MIB
 
-SHIPPED = [name for name in option_files("model") if name not in ("custom", "hf")]
+SHIPPED = [name for name in find_option_files("model") if name not in ("custom", "hf")]
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -42,17 +42,17 @@ def run_collectives_command(overrides: Sequence[str], options: CollectivesOption
 
 def _start_ranks(config: RunConfig, command: list[str]) -> int:
     from hpc_train.bench.local_ranks import run_local_ranks
-    from hpc_train.launch.local.rank_pool import local_rank_count, threads_per_rank
+    from hpc_train.launch.local.rank_pool import count_local_ranks, count_threads_per_rank
 
     if config.launch.kind != "local":
         raise UserError(
             f"launch={config.launch.kind}: bench runs where it is started; use srun hpc-train bench collectives"
         )
-    ranks = local_rank_count(config)
+    ranks = count_local_ranks(config)
     resolve_degrees(config.parallel, ranks)
     if ranks < 2:
         raise UserError(f"launch.ranks={ranks}: one rank cannot communicate; set 2 or more")
-    return run_local_ranks(command, ranks, threads_per_rank(config, ranks))
+    return run_local_ranks(command, ranks, count_threads_per_rank(config, ranks))
 
 
 def _measure_as_rank(config: RunConfig, options: CollectivesOptions, identity: ProcessIdentity) -> int:

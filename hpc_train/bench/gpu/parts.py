@@ -33,7 +33,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import Engine, World
 from hpc_train.models.counts import compute_flops_per_token
 from hpc_train.parallel.optimizer_step import get_local
-from hpc_train.planner.rehearsal.checks import planned_memory
+from hpc_train.planner.rehearsal.checks import plan_memory_by_rank
 from hpc_train.runtime.init import init
 from hpc_train.runtime.start import leave_process_group
 from hpc_train.timing import interleave_rounds, time_calls
@@ -193,7 +193,7 @@ def _differentiate(world: World, overrides: tuple[str, ...]) -> tuple[float, lis
 def measure_memory(world: World, quick: bool) -> Rows:
     """Compare the peak of two steps of llama_1b with the plan's; on a CPU torch's operators are counted."""
     config = make_config("llama_1b", quick)
-    planned = sum(planned_memory(config, resolve_degrees(config.parallel, 1), {0: 0})[0].values())
+    planned = sum(plan_memory_by_rank(config, resolve_degrees(config.parallel, 1), {0: 0})[0].values())
     peak = _measure_peak(config, world)
     yield Row("peak", peak / 2**20, "MiB", "of torch's allocator" if world.device.type == "cuda" else "counted")
     yield Row("planned", planned / 2**20, "MiB")

@@ -50,13 +50,13 @@ def run_step_command(overrides: Sequence[str], rounds: int, steps: int, as_json:
 def _start_ranks(config: RunConfig, command: list[str]) -> int:
     from hpc_train.bench.local_ranks import run_local_ranks
     from hpc_train.launch.freeze import check_run
-    from hpc_train.launch.local.rank_pool import local_rank_count, threads_per_rank
+    from hpc_train.launch.local.rank_pool import count_local_ranks, count_threads_per_rank
 
     if config.launch.kind != "local":
         raise UserError(f"launch={config.launch.kind}: bench runs where it is started; use srun hpc-train bench step")
-    ranks = local_rank_count(config)
+    ranks = count_local_ranks(config)
     check_run(config, ranks)
-    return run_local_ranks(command, ranks, threads_per_rank(config, ranks))
+    return run_local_ranks(command, ranks, count_threads_per_rank(config, ranks))
 
 
 def _measure_step(

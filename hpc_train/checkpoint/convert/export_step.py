@@ -99,7 +99,7 @@ def _open_base(step: OpenStep, options: ExportOptions) -> HfModelConfig | None:
     """Return the model that has the weights of a step with adapters only; None for any other step."""
     if not needs_base(step.manifest):
         return None
-    model = _config_of_step(options, step, builds_model=True).model
+    model = _read_config_of_step(options, step, builds_model=True).model
     assert isinstance(model, HfModelConfig)
     return model
 
@@ -117,10 +117,10 @@ def _write_files(
     with SavedStepTensors(step.path, step.manifest, step.where) as saved:
         opened = _open_source(saved, step, base, options)
         if options.format == "adapter":
-            return _write_adapter(folder, opened, tensors, _config_of_step(options, step), dtype, on_bytes)
+            return _write_adapter(folder, opened, tensors, _read_config_of_step(options, step), dtype, on_bytes)
         source = opened
         if options.merged:
-            source = MergedTensors(opened, _config_of_step(options, step).adapter)
+            source = MergedTensors(opened, _read_config_of_step(options, step).adapter)
         if options.format == "dcp":
             return dcp.write_dcp(folder, source, tensors, dtype, on_bytes)
         if options.format == "safetensors":
@@ -128,7 +128,7 @@ def _write_files(
             return safetensors_files.write_safetensors(
                 folder, source, groups, lambda state: safetensors_files.cast_state(state, dtype), on_bytes
             )
-        config = _config_of_step(options, step, builds_model=True)
+        config = _read_config_of_step(options, step, builds_model=True)
         files = _write_hugging_face(folder, source, tensors, config.model, dtype, on_bytes)
         return files if "tokenizer.json" in files else [*files, *_write_tokenizer(folder, config.data)]
 
@@ -151,7 +151,7 @@ def _open_source(
     needs_weights = options.merged or options.format == "adapter"
     if not needs_weights or not list_missing_weights(opened.tensors):
         return opened
-    return add_tied_weights(opened, _config_of_step(options, step, builds_model=True).model)
+    return add_tied_weights(opened, _read_config_of_step(options, step, builds_model=True).model)
 
 
 def _select_tensors(step: OpenStep, base: HfModelConfig | None, options: ExportOptions) -> list[SavedTensor]:
@@ -239,7 +239,7 @@ def _group_by_block(tensors: list[SavedTensor]) -> list[list[SavedTensor]]:
     return list(groups.values())
 
 
-def _config_of_step(options: ExportOptions, step: OpenStep, builds_model: bool = False) -> RunConfig:
+def _read_config_of_step(options: ExportOptions, step: OpenStep, builds_model: bool = False) -> RunConfig:
     file = options.config or CheckpointTarget(step.directory).run / "config.yaml"
     if not options.config and not file.is_file():
         raise UserError(f"{file}: is not there, and it says which model this is; give it with --config FILE")

@@ -99,7 +99,7 @@ def import_weights(source: Path, run: Path, options: ImportOptions, progress: Pr
     metadata = StepMetadata(mark_weights_only({"imported": {"format": options.format, "from": source.name}}))
     with progress("import", total) as on_bytes:
         path = write_step(directory, 0, weights.source, cut_rows(tensors, options.ranks, 0), metadata, on_bytes)
-    overrides = [f"run_dir={run}", *(_model_overrides(weights.model) if weights.model is not None else [])]
+    overrides = [f"run_dir={run}", *(_make_model_overrides(weights.model) if weights.model is not None else [])]
     return ImportedStep(path, len(tensors), total, weights.left_out, overrides)
 
 
@@ -121,7 +121,7 @@ def _read_weights(path: Path, options: ImportOptions) -> _Weights:
     if options.format == "dcp":
         stored = parse_dcp_metadata(path)
         names = _match_names(list(stored), options.prefix)
-        dtypes = {name: _parameter_dtype(stored[other].dtype, options) for name, other in names.items()}
+        dtypes = {name: _find_parameter_dtype(stored[other].dtype, options) for name, other in names.items()}
         return _Weights(dcp.DcpTensors(path, stored, names, dtypes), None, len(stored) - len(names))
     state = torch_files.read_torch_file(path) if options.format == "torch" else safetensors_files.read_safetensors(path)
     names = _match_names(list(state), options.prefix)
@@ -162,10 +162,12 @@ def _match_names(names: list[str], prefix: str) -> dict[str, str]:
 
 
 def _wrap_state(state: dict[str, torch.Tensor], options: ImportOptions) -> StateDictTensors:
-    return StateDictTensors(state, {name: _parameter_dtype(tensor.dtype, options) for name, tensor in state.items()})
+    return StateDictTensors(
+        state, {name: _find_parameter_dtype(tensor.dtype, options) for name, tensor in state.items()}
+    )
 
 
-def _parameter_dtype(own: torch.dtype, options: ImportOptions) -> torch.dtype:
+def _find_parameter_dtype(own: torch.dtype, options: ImportOptions) -> torch.dtype:
     """Return the dtype in which a run stores this parameter: at least float32."""
     if not own.is_floating_point:
         return own
@@ -174,7 +176,7 @@ def _parameter_dtype(own: torch.dtype, options: ImportOptions) -> torch.dtype:
     return torch.float32 if own.itemsize < torch.float32.itemsize else own
 
 
-def _model_overrides(model: ModelConfig) -> list[str]:
+def _make_model_overrides(model: ModelConfig) -> list[str]:
     """Return the overrides that turn a shipped model into the imported one."""
     base = _BASES[find_model_family(model)]
     shipped: Any = compose([f"model={base}"]).model

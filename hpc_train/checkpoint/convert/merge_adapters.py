@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hpc_train.checkpoint.convert.rewrite import OnBytes
 from hpc_train.checkpoint.convert.tensor_sources import TensorSource, make_blank_shard, read_whole_tensors
+from hpc_train.checkpoint.format.rectangle import make_slices
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.config.adapter import AdapterConfig
@@ -86,8 +87,7 @@ class MergedTensors:
         self.source.fill([shard for shard in shards if shard.name not in adapted])
         for shard in shards:
             if shard.name in adapted:
-                spans = zip(shard.offset, shard.local.shape, strict=True)
-                where = tuple(slice(begin, begin + size) for begin, size in spans)
+                where = make_slices(shard.offset, shard.local.shape)
                 shard.local.copy_(self._merge(adapted[shard.name])[where])
 
     def _merge(self, parts: Sequence[SavedTensor]) -> Tensor:

@@ -127,7 +127,7 @@ def check_tensors_fit_model(tensors: Iterable[SavedTensor], config: ModelConfig,
     """
     if isinstance(config, CustomModelConfig):
         return
-    given, expected = {tensor.name: tensor.shape for tensor in tensors}, _model_shapes(config)
+    given, expected = {tensor.name: tensor.shape for tensor in tensors}, _list_model_shapes(config)
     unknown, missing = (
         [name for name in given if name not in expected],
         [name for name in expected if name not in given],
@@ -143,7 +143,7 @@ def check_tensors_fit_model(tensors: Iterable[SavedTensor], config: ModelConfig,
             )
 
 
-def _model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _list_model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     try:
         with torch.device("meta"):
             model = build_model(config)

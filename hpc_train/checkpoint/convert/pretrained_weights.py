@@ -37,7 +37,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorHeader:
     """A tensor as the header of its file describes it."""
 
     file: Path
@@ -204,8 +204,8 @@ def check_weights(config: HfModelConfig, model: nn.Module) -> None:
         weights.plan(model)
 
 
-def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    stored: dict[str, StoredTensor] = {}
+def _read_headers(folder: Path) -> dict[str, TensorHeader]:
+    stored: dict[str, TensorHeader] = {}
     for path in list_weight_files(folder):
         with ExitStack() as stack:
             file = _open(path, stack)
@@ -213,7 +213,7 @@ def _read_headers(folder: Path) -> dict[str, StoredTensor]:
                 part = file.get_slice(name)
                 if name in stored:
                     raise UserError(f"{path}: has the tensor {name}, which {stored[name].file.name} has too")
-                stored[name] = StoredTensor(path, tuple(part.get_shape()), str(part.get_dtype()))
+                stored[name] = TensorHeader(path, tuple(part.get_shape()), str(part.get_dtype()))
     return stored
 
 
@@ -228,7 +228,7 @@ def _open(path: Path, stack: ExitStack) -> Any:
         raise UserError(f"{path}: cannot be read as safetensors ({' '.join(str(error).split())})") from error
 
 
-def _check_dtypes(stored: dict[str, StoredTensor], config: HfModelConfig, folder: Path) -> None:
+def _check_dtypes(stored: dict[str, TensorHeader], config: HfModelConfig, folder: Path) -> None:
     first: dict[str, str] = {}
     for name, tensor in stored.items():
         if tensor.dtype != "I64" or not _COUNTERS.search(name):

@@ -20,6 +20,7 @@ from hpc_train.checkpoint.convert.formats.torch_files import open_foreign_file
 from hpc_train.checkpoint.convert.pretrained_weights import PretrainedWeights, WeightsPlan
 from hpc_train.checkpoint.convert.tensor_sources import TensorSource
 from hpc_train.checkpoint.format.manifest import Manifest
+from hpc_train.checkpoint.format.rectangle import make_slices
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.storage.step_directory import BASE_DIGEST
 from hpc_train.config.model import HfModelConfig
@@ -30,6 +31,7 @@ from hpc_train.models.adapters.nf4 import expand, import_bitsandbytes, quantize
 from hpc_train.models.hf.build import build_hf_model
 
 _HEAD_BYTES, _PIECE_BYTES, _PIECES = 1 << 20, 1 << 16, 64
+"""What is digested of each file (see digest_base)."""
 
 
 def digest_base(config: HfModelConfig) -> str:
@@ -80,8 +82,7 @@ class StepOnBase:
         self.source.fill([shard for shard in shards if shard.name not in self._plan.parameters])
         for shard in shards:
             if shard.name in self._plan.parameters:
-                spans = zip(shard.offset, shard.local.shape, strict=True)
-                where = tuple(slice(begin, begin + size) for begin, size in spans)
+                where = make_slices(shard.offset, shard.local.shape)
                 shard.local.copy_(self._read(shard.name, shard.dtype)[where])
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:

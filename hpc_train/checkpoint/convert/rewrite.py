@@ -26,8 +26,8 @@ from hpc_train.checkpoint.format.block_digests import (
     BLOCK_BYTES,
     count_blocks,
     digest_blocks,
-    digest_table_path,
     encode_digest_table,
+    find_digest_table,
 )
 from hpc_train.checkpoint.format.hdf5_layout import (
     ALIGNMENT,
@@ -37,7 +37,7 @@ from hpc_train.checkpoint.format.hdf5_layout import (
     parse_dtype,
 )
 from hpc_train.checkpoint.format.manifest import Manifest, ShardFile
-from hpc_train.checkpoint.format.rectangle import Rectangle, split_slabs
+from hpc_train.checkpoint.format.rectangle import Rectangle, make_slices, split_slabs
 from hpc_train.checkpoint.format.shard_layout import FileLayout, SavedTensor, gather_layouts, make_file_layout
 from hpc_train.checkpoint.provenance import Origin
 from hpc_train.checkpoint.save.save_step import commit_step, prepare_directory
@@ -45,8 +45,8 @@ from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirector
 from hpc_train.checkpoint.storage.file_system import checksum_bytes, write_at_offset, write_durable_file
 from hpc_train.checkpoint.storage.lock import Lock, take_lock
 from hpc_train.checkpoint.storage.step_directory import (
+    choose_sequence_number,
     find_steps,
-    next_sequence_number,
     parse_step,
     shard_file_name,
     step_path,
@@ -139,7 +139,7 @@ class BlockWriter:
         self.abandon()
         digests = [self._digests[block] for block in range(len(self._digests))]
         table = encode_digest_table(self._image.size, digests, seal)
-        write_durable_file(digest_table_path(self._path), table)
+        write_durable_file(find_digest_table(self._path), table)
         return ShardFile(self._name, self._image.size, checksum_bytes(table))
 
     def abandon(self) -> None:
@@ -272,7 +272,7 @@ def _make_manifest(
     assert step is not None, path
     return Manifest(
         step,
-        next_sequence_number(path.parent),
+        choose_sequence_number(path.parent),
         ranks,
         gather_layouts([layout for _, layout in written]),
         tuple(file for file, _ in written),
@@ -334,7 +334,7 @@ def _batch_shards(tensors: Sequence[SavedTensor], goals: dict[str, list[_Destina
     size = 0
     for tensor in tensors:
         for slab in split_slabs(
-            _bounding_rectangle([goal.rectangle for goal in goals[tensor.name]]), READ_BYTES // tensor.itemsize
+            _find_bounding_rectangle([goal.rectangle for goal in goals[tensor.name]]), READ_BYTES // tensor.itemsize
         ):
             bytes_of = slab.volume * tensor.itemsize
             if batch and size + bytes_of > READ_BYTES:
@@ -346,7 +346,7 @@ def _batch_shards(tensors: Sequence[SavedTensor], goals: dict[str, list[_Destina
         yield batch
 
 
-def _bounding_rectangle(rectangles: Sequence[Rectangle]) -> Rectangle:
+def _find_bounding_rectangle(rectangles: Sequence[Rectangle]) -> Rectangle:
     """Return the smallest rectangle that contains all rectangles."""
     begin = [min(offsets) for offsets in zip(*(r.offset for r in rectangles), strict=True)]
     ends = ([at + size for at, size in zip(r.offset, r.shape, strict=True)] for r in rectangles)
@@ -361,8 +361,7 @@ def _distribute(shard: TensorShard, goals: list[_Destination]) -> None:
         common = slab.overlap(goal.rectangle)
         if common is None:
             continue
-        starts = zip(common.start_in(slab), common.shape, strict=True)
-        part = shard.local[tuple(slice(at, at + size) for at, size in starts)].contiguous()
+        part = shard.local[make_slices(common.start_in(slab), common.shape)].contiguous()
         at = 0
         # Row-major place of the first element: a slab covers all of the inner dimensions, so its elements are
         # contiguous.

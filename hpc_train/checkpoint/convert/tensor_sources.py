@@ -14,7 +14,7 @@ from hpc_train.checkpoint.format.hdf5_layout import (
     parse_dtype,
 )
 from hpc_train.checkpoint.format.manifest import Manifest
-from hpc_train.checkpoint.format.rectangle import Rectangle
+from hpc_train.checkpoint.format.rectangle import Rectangle, make_slices
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.checkpoint.load.load_step import check_reads, plan_reads, report_damage
 from hpc_train.checkpoint.load.read_schedule import LoadDestinations
@@ -23,6 +23,7 @@ from hpc_train.checkpoint.load.verified_reader import ShardReader
 from hpc_train.interfaces import TensorShard
 
 _OPEN_FILES = 1000
+"""Shard files that are open at a time: a process may usually have 1,024."""
 
 
 class TensorSource(Protocol):
@@ -91,9 +92,7 @@ class StateDictTensors:
     def fill(self, shards: Sequence[TensorShard]) -> None:
         """Copy the tensors into the shards, converted if the dtype differs."""
         for shard in shards:
-            spans = zip(shard.offset, shard.local.shape, strict=True)
-            where = tuple(slice(begin, begin + size) for begin, size in spans)
-            shard.local.copy_(self.state[shard.name][where])
+            shard.local.copy_(self.state[shard.name][make_slices(shard.offset, shard.local.shape)])
 
 
 def make_blank_shard(tensor: SavedTensor, rectangle: Rectangle) -> TensorShard:

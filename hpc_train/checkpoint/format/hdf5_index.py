@@ -46,7 +46,7 @@ def build_index(manifest: Manifest, on_tensors: OnTensors = lambda done: None) -
     def fill(path: Path) -> None:
         with open_hdf5(path, "w", interval=1) as file:
             file.attrs[_ABOUT] = _TEXT
-            for name, table in _tables(manifest).items():
+            for name, table in _read_tables(manifest).items():
                 chunks = (min(len(table), 4096),) if len(table) else None
                 storage = {"chunks": chunks, "fletcher32": True, "compression": 1} if chunks else {}
                 file.create_dataset(name, data=table, track_times=False, **storage)
@@ -94,7 +94,7 @@ def find_index_problem(path: Path, manifest: Manifest) -> Problem | None:
     )
 
 
-def _tables(manifest: Manifest) -> dict[str, NDArray[Any]]:
+def _read_tables(manifest: Manifest) -> dict[str, NDArray[Any]]:
     """Return the datasets of the index: tensors, and files."""
     tensors = manifest.step_layout.tensors
     dimensions = max([1, *(len(tensor.shape) for tensor in tensors)])
@@ -107,15 +107,15 @@ def _tables(manifest: Manifest) -> dict[str, NDArray[Any]]:
         )
         for tensor in tensors
     ]
-    of_tensor = [("name", _text(row[0] for row in rows)), ("dtype", _text(row[1] for row in rows))]
+    of_tensor = [("name", _read_text(row[0] for row in rows)), ("dtype", _read_text(row[1] for row in rows))]
     kind = np.dtype([*of_tensor, ("dimensions", "<i4"), ("shape", "<i8", (dimensions,))])
     files = [file.name.encode() for file in manifest.files]
     return {
         _TENSORS: np.array(rows, dtype=kind),
-        _FILES: np.array(files, dtype=_text(files)),
+        _FILES: np.array(files, dtype=_read_text(files)),
     }
 
 
-def _text(values: Any) -> str:
+def _read_text(values: Any) -> str:
     """Return the numpy type of a column of texts."""
     return f"S{max([1, *map(len, values)])}"

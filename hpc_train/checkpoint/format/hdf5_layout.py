@@ -83,15 +83,15 @@ def make_hdf5_type(dtype: torch.dtype) -> Any:
     """
     name = dtype_name(dtype)
     if name == "bfloat16":
-        return _float_type(h5t.IEEE_F32LE, sign=15, exponent=(7, 8), mantissa=(0, 7), size=2, bias=127)
+        return _make_float_type(h5t.IEEE_F32LE, sign=15, exponent=(7, 8), mantissa=(0, 7), size=2, bias=127)
     if name == "float8_e5m2":
-        return _float_type(h5t.IEEE_F16LE, sign=7, exponent=(2, 5), mantissa=(0, 2), size=1, bias=15)
+        return _make_float_type(h5t.IEEE_F16LE, sign=7, exponent=(2, 5), mantissa=(0, 2), size=1, bias=15)
     if name not in _NUMPY:
         raise CheckpointError(f"tensors of {dtype} cannot be stored in HDF5")
     return h5t.py_create(np.dtype(_NUMPY[name]), logical=True)
 
 
-def _float_type(
+def _make_float_type(
     base: Any, *, sign: int, exponent: tuple[int, int], mantissa: tuple[int, int], size: int, bias: int
 ) -> Any:
     """Make a floating-point type from its bit fields (first bit, number of bits).
@@ -110,6 +110,7 @@ T = TypeVar("T")
 ALIGNMENT = 4096
 """Bytes to which datasets of at least that size are aligned: direct I/O needs it of memory, offsets and lengths."""
 _META_BLOCK = 64 << 10
+"""Bytes that HDF5 takes at a time for its structure: it then lies in few places, not between all tensors."""
 _RESERVED = re.compile(r"[%/@\x00-\x1f\x7f]|^\.$|^\.\.$")
 """Characters with a meaning in an HDF5 path, in our dataset names or on a terminal."""
 
@@ -235,7 +236,7 @@ class DatasetWriter:
     def __init__(self, file: Any, late: bool = False) -> None:
         """late: allocate the data of a dataset when it is first written, not when it is created."""
         self._file = file.id
-        self._creation, self._link = _creation_properties(late)
+        self._creation, self._link = _make_creation_properties(late)
         self._text, self._integer = h5t.py_create(h5py.string_dtype(), logical=True), h5t.NATIVE_INT64
         self._dtypes: dict[torch.dtype, tuple[Any, Any]] = {}
         self._spaces: dict[tuple[int, ...], Any] = {}
@@ -255,27 +256,27 @@ class DatasetWriter:
         return self._create(name, row, creation)
 
     def _create(self, name: str, row: DatasetRow, creation: Any) -> Any:
-        kind, text = self._dtype(row.dtype)
-        dataset = h5d.create(self._file, name.encode(), kind, self._space(row.local_shape), creation, self._link)
-        h5a.create(dataset, b"torch_dtype", self._text, self._space(())).write(text)
+        kind, text = self._make_dtype(row.dtype)
+        dataset = h5d.create(self._file, name.encode(), kind, self._make_space(row.local_shape), creation, self._link)
+        h5a.create(dataset, b"torch_dtype", self._text, self._make_space(())).write(text)
         for attribute, values in ((b"global_shape", row.shape), (b"offset", row.offset)):
             numbers = np.asarray(values, dtype=np.int64)
-            h5a.create(dataset, attribute, self._integer, self._space(numbers.shape)).write(numbers)
+            h5a.create(dataset, attribute, self._integer, self._make_space(numbers.shape)).write(numbers)
         return dataset
 
-    def _dtype(self, dtype: torch.dtype) -> tuple[Any, Any]:
+    def _make_dtype(self, dtype: torch.dtype) -> tuple[Any, Any]:
         """Return (HDF5 type, name as an HDF5 string) of a dtype."""
         if dtype not in self._dtypes:
             self._dtypes[dtype] = make_hdf5_type(dtype), np.array(dtype_name(dtype), dtype=h5py.string_dtype())
         return self._dtypes[dtype]
 
-    def _space(self, shape: tuple[int, ...]) -> Any:
+    def _make_space(self, shape: tuple[int, ...]) -> Any:
         if shape not in self._spaces:
             self._spaces[shape] = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
         return self._spaces[shape]
 
 
-def _creation_properties(late: bool) -> tuple[Any, Any]:
+def _make_creation_properties(late: bool) -> tuple[Any, Any]:
     """Return the creation properties of a dataset and of its link."""
     creation, link = h5p.create(h5p.DATASET_CREATE), h5p.create(h5p.LINK_CREATE)
     creation.set_layout(h5d.CONTIGUOUS)

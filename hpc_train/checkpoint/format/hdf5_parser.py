@@ -21,11 +21,15 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _USUAL = b"OHDR\x02\x01"
 """First bytes of the usual object header: more than 255 bytes, without times; its size follows in two bytes."""
 _UNDEFINED = (1 << 64) - 1
+"""HDF5's address of what is not there."""
 _BLOCKS = 32
 """Blocks of the file to keep in memory."""
 _DATASPACE, _LINK_INFO, _DATATYPE, _LINK, _LAYOUT, _ATTRIBUTE, _CONTINUATION = 0x01, 0x02, 0x03, 0x06, 0x08, 0x0C, 0x10
+"""Types of the messages in an object's header (HDF5 File Format Specification 3.0, IV.A.2)."""
 _CONTIGUOUS, _CHUNKED = 1, 2
+"""Classes of a layout message."""
 _SINGLE_CHUNK, _FIXED_ARRAY = 1, 3
+"""Types of the index by which a chunked layout finds its chunks."""
 _MOST_MESSAGES = 256
 """Maximum number of messages of an object's header."""
 
@@ -70,10 +74,12 @@ def parse_datasets(read: Callable[[int, int], bytes], size: int) -> dict[str, Pa
     and whatever `read` raises.
     """
     file = _File(read, size)
-    root = _root(file)
+    root = _read_root(file)
     found: dict[str, ParsedDataset] = {}
     headers = _HeaderCache(file)
-    for name, address in sorted(_links(file, root), key=itemgetter(1)):  # in the order of the file, which is read once
+    for name, address in sorted(
+        _read_links(file, root), key=itemgetter(1)
+    ):  # in the order of the file, which is read once
         if name in found:
             raise CheckpointError(f"its HDF5 structure has two datasets called {name[:100]!r}")
         found[name] = headers.dataset(name, address)
@@ -112,7 +118,7 @@ class _HeaderCache:
 
     def _learn(self, name: str, address: int, size: int) -> ParsedDataset:
         """Parse a header and remember it. size: of a header that may be like others."""
-        found, of_layout, of_text = _dataset(self._file, name, address)
+        found, of_layout, of_text = _read_dataset(self._file, name, address)
         spots = of_layout + 2 - address, of_text - address
         if found.chunk is None and size and 8 <= spots[0] < spots[1] <= size - 20:
             self._spots[size] = spots
@@ -213,7 +219,7 @@ class _Cursor:
         return tuple(int.from_bytes(data[start : start + size], "little") for start in range(0, len(data), size))
 
 
-def _root(file: _File) -> int:
+def _read_root(file: _File) -> int:
     """Return the address of the root group's header."""
     cursor = file.cursor(0, min(48, file.size), _SIGNATURE) if file.size >= 48 else _Cursor(b"")
     version, offsets, lengths = cursor.numbers(3, 1)
@@ -226,7 +232,7 @@ def _root(file: _File) -> int:
     return root
 
 
-def _messages(file: _File, address: int) -> Iterator[tuple[int, _Cursor]]:
+def _read_messages(file: _File, address: int) -> Iterator[tuple[int, _Cursor]]:
     """Yield (type, content) of every message of an object's header."""
     cursor = file.cursor(address, min(64, file.size - min(address, file.size)), b"OHDR")
     version, flags = cursor.numbers(2, 1)
@@ -256,40 +262,40 @@ def _messages(file: _File, address: int) -> Iterator[tuple[int, _Cursor]]:
                 yield kind, content
 
 
-def _dataset(file: _File, name: str, address: int) -> tuple[ParsedDataset, int, int]:
+def _read_dataset(file: _File, name: str, address: int) -> tuple[ParsedDataset, int, int]:
     """Return (the dataset, byte of the file of its layout message, byte of the value of torch_dtype)."""
     shape: tuple[int, ...] | None = None
     itemsize, layout = 0, None
     attributes: dict[str, _Cursor] = {}
-    for kind, content in _messages(file, address):
+    for kind, content in _read_messages(file, address):
         if kind == _DATASPACE:
-            shape = _dataspace(content)
+            shape = _read_dataspace(content)
         elif kind == _DATATYPE:
             content.number(4)
             itemsize = content.number(4)
         elif kind == _LAYOUT:
             layout = content
         elif kind == _ATTRIBUTE:
-            attribute, value = _attribute(content)
+            attribute, value = _read_attribute(content)
             attributes[attribute] = value
     if shape is None or layout is None or not {"torch_dtype", "offset", "global_shape"} <= attributes.keys():
         raise CheckpointError(f"its HDF5 structure does not describe {name[:100]!r} as ours do")
     offset, global_shape = (attributes[name].numbers(len(shape), 8) for name in ("offset", "global_shape"))
     of_layout, of_text = layout.position, attributes["torch_dtype"].position
     length, heap, index = (attributes["torch_dtype"].number(size) for size in (4, 8, 4))
-    place, chunk, chunks = _layout(file, layout, shape, itemsize)
+    place, chunk, chunks = _read_layout(file, layout, shape, itemsize)
     dtype = file.text(heap, index, length)
     return ParsedDataset(name, dtype, itemsize, shape, offset, global_shape, place, chunk, chunks), of_layout, of_text
 
 
-def _dataspace(content: _Cursor) -> tuple[int, ...]:
+def _read_dataspace(content: _Cursor) -> tuple[int, ...]:
     version, dimensions, _, kind = content.numbers(4, 1)
     if version != 2 or kind > 1 or dimensions > 32:
         raise CheckpointError("its HDF5 structure has a dataspace of another kind")
     return content.numbers(dimensions, 8)
 
 
-def _attribute(content: _Cursor) -> tuple[str, _Cursor]:
+def _read_attribute(content: _Cursor) -> tuple[str, _Cursor]:
     """Return (name, value) of an attribute message."""
     version, _ = content.numbers(2, 1)
     of_name, of_type, of_space = content.numbers(3, 2)
@@ -301,7 +307,7 @@ def _attribute(content: _Cursor) -> tuple[str, _Cursor]:
     return name, content
 
 
-def _layout(
+def _read_layout(
     file: _File, content: _Cursor, shape: tuple[int, ...], itemsize: int
 ) -> tuple[int | None, tuple[int, ...] | None, tuple[ParsedChunk, ...]]:
     """Return (place, chunk shape, chunks) of a layout message."""
@@ -324,11 +330,11 @@ def _layout(
         return None, tuple(chunk), (ParsedChunk(content.number(8), stored, mask),)
     if index == _FIXED_ARRAY:
         content.number(1)
-        return None, tuple(chunk), _fixed_array(file, content.number(8), count)
+        return None, tuple(chunk), _read_fixed_array(file, content.number(8), count)
     raise CheckpointError("its HDF5 structure has an index of chunks of another kind")
 
 
-def _fixed_array(file: _File, address: int, count: int) -> tuple[ParsedChunk, ...]:
+def _read_fixed_array(file: _File, address: int, count: int) -> tuple[ParsedChunk, ...]:
     header = file.cursor(address, 28, b"FAHD")
     version, client, width, bits = header.numbers(4, 1)
     number, block = header.numbers(2, 8)
@@ -353,20 +359,20 @@ def _chunks(cursor: _Cursor, count: int, width: int) -> tuple[ParsedChunk, ...]:
     return tuple(ParsedChunk(cursor.number(8), cursor.number(width - 12), cursor.number(4)) for _ in range(count))
 
 
-def _links(file: _File, root: int) -> Iterator[tuple[str, int]]:
+def _read_links(file: _File, root: int) -> Iterator[tuple[str, int]]:
     """Yield (name, address of the header) of everything in the root group."""
-    for kind, content in _messages(file, root):
+    for kind, content in _read_messages(file, root):
         if kind == _LINK:
-            yield _link(content)
+            yield _read_link(content)
         elif kind == _LINK_INFO:
             _, flags = content.numbers(2, 1)
             content.bytes(8 * (flags & 1))
             heap, tree = content.numbers(2, 8)
             if heap != _UNDEFINED:
-                yield from _dense_links(file, heap, tree)
+                yield from _read_dense_links(file, heap, tree)
 
 
-def _link(content: _Cursor) -> tuple[str, int]:
+def _read_link(content: _Cursor) -> tuple[str, int]:
     version, flags = content.numbers(2, 1)
     kind = content.number(1) if flags & 0x08 else 0
     content.bytes(8 * bool(flags & 0x04) + bool(flags & 0x10))
@@ -376,13 +382,13 @@ def _link(content: _Cursor) -> tuple[str, int]:
     return name.decode("utf-8", "surrogateescape"), content.number(8)
 
 
-def _dense_links(file: _File, heap: int, tree: int) -> Iterator[tuple[str, int]]:
+def _read_dense_links(file: _File, heap: int, tree: int) -> Iterator[tuple[str, int]]:
     of_heap = _Heap(file, heap)
-    for content in sorted(of_heap.spot(record[4:]) for record in _records(file, tree)):
-        yield _link(_Cursor(file.take(*content)))
+    for content in sorted(of_heap.spot(record[4:]) for record in _read_records(file, tree)):
+        yield _read_link(_Cursor(file.take(*content)))
 
 
-def _records(file: _File, address: int) -> Iterator[bytes]:
+def _read_records(file: _File, address: int) -> Iterator[bytes]:
     """Yield the records of a version-2 B-tree of names, in no particular order."""
     header = file.cursor(address, 34, b"BTHD")
     version, kind = header.numbers(2, 1)
@@ -392,10 +398,10 @@ def _records(file: _File, address: int) -> Iterator[bytes]:
     if version or kind != 5 or record != 11 or not 64 <= node <= BLOCK_BYTES or depth > 8:
         raise CheckpointError("its HDF5 structure has a tree of another kind")
     leaf = (node - 10) // record
-    counts, most = _width(leaf), [leaf]
+    counts, most = _choose_width(leaf), [leaf]
     pointers = [0]  # bytes of a pointer to a node, for each depth
     for _ in range(depth):
-        pointers.append(8 + counts + (_width(most[-1]) if len(most) > 1 else 0))
+        pointers.append(8 + counts + (_choose_width(most[-1]) if len(most) > 1 else 0))
         here = (node - 10 - pointers[-1]) // (record + pointers[-1])
         most.append((here + 1) * most[-1] + here)
     waiting = [(root, number, depth)] if number else []
@@ -410,7 +416,7 @@ def _records(file: _File, address: int) -> Iterator[bytes]:
             cursor.bytes(pointers[depth] - 8 - counts)
 
 
-def _width(most: int) -> int:
+def _choose_width(most: int) -> int:
     """Return how many bytes store a count of at most `most`."""
     return (most.bit_length() - 1) // 8 + 1
 

@@ -179,7 +179,7 @@ def _parse_body(data: bytes, directory: Path | None) -> Manifest:
     if (body.get("block"), body.get("algorithm")) != (BLOCK_BYTES, BLOCK_DIGEST_ALGORITHM):
         raise CheckpointError("its blocks of digests are of another kind")
     files = _parse_files(body["files"], body.get("written_at"), body.get("inflated"))
-    budget = DecodeBudget(len(data), lambda: _bytes_on_disk(files, directory))
+    budget = DecodeBudget(len(data), lambda: _count_bytes_on_disk(files, directory))
     step_layout = decode_layout(body, len(files), budget)
     check_layout_bounds(step_layout, files)
     if directory is not None:
@@ -317,7 +317,7 @@ def _parse_files(rows: Any, *optional: Any) -> tuple[ShardFile, ...]:
 
 def _parse_file(row: Any, written_at: Any, inflated: Any) -> ShardFile:
     name, size, digests = row
-    name = _checked_file_name(name)
+    name = _check_file_name(name)
     if type(digests) is not str or not _CHECKSUM.fullmatch(digests):
         raise ValueError("a table of digests without a checksum")
     since = None if written_at is None else _parse_number(written_at)
@@ -360,7 +360,7 @@ def _parse_score(value: Any) -> float | None:
     return float(value)
 
 
-def _checked_file_name(name: Any) -> str:
+def _check_file_name(name: Any) -> str:
     """Return the name of a shard file, a path below the directory of the step. Raises ValueError for any other."""
     parts = name.split("/") if type(name) is str else [""]
     plain = all(part not in ("", ".", "..") and len(os.fsencode(part)) <= _PART for part in parts)
@@ -383,7 +383,7 @@ def _check_sizes(step_layout: StepLayout, files: Sequence[ShardFile], directory:
                     raise CheckpointError(f"{file.name} has {size} bytes, {file.bytes} were committed")
 
 
-def _bytes_on_disk(files: Sequence[ShardFile], directory: Path | None) -> int:
+def _count_bytes_on_disk(files: Sequence[ShardFile], directory: Path | None) -> int:
     """Return the total bytes of the shard files that exist and have the right size."""
     if directory is None:
         return 0

@@ -257,15 +257,17 @@ def _parse_cut(body: Any, members: int, budget: DecodeBudget) -> RowCut:
     return RowCut(parse_sizes(shape), offsets)
 
 
-_PAIRS, _DIMENSIONS = 4096, 32
+_PAIRS = 4096
+"""Pairs of a kind and a cut that are checked at a time, to bound the memory."""
 _DATASET = 64
 """Minimum bytes of a dataset in a file, without its data."""
 _ITEM = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2} | {
     f"{kind}{bits}": bits // 8 for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)
 }
+"""Bytes of an element by dtype."""
 
 
-def minimum_itemsize(dtype: str) -> int:
+def choose_minimum_itemsize(dtype: str) -> int:
     """Return bytes per element; 1, the minimum, for a dtype that this release does not know."""
     return _ITEM.get(dtype, 1)
 
@@ -287,13 +289,13 @@ def check_layout_bounds(step_layout: StepLayout, files: Sequence[ShardFile]) -> 
     images = np.array([file.image for file in files], dtype=np.int64)
     elements, about = np.zeros((2, len(step_layout.names)), dtype=np.int64), np.zeros(len(step_layout.names))
     volumes = np.array(
-        [_checked_volume(kind.shape, minimum_itemsize(kind.dtype)) for kind in step_layout.kinds], dtype=np.int64
+        [_check_volume(kind.shape, choose_minimum_itemsize(kind.dtype)) for kind in step_layout.kinds], dtype=np.int64
     )
-    items = np.array([minimum_itemsize(kind.dtype) for kind in step_layout.kinds], dtype=np.int64)
+    items = np.array([choose_minimum_itemsize(kind.dtype) for kind in step_layout.kinds], dtype=np.int64)
     for layout in step_layout.layouts:
         _check_rectangles(step_layout, layout)
         _check_within(layout)
-        volume = np.array([_checked_volume(cut.shape, 1) for cut in layout.cuts], dtype=np.int64)[layout.cut]
+        volume = np.array([_check_volume(cut.shape, 1) for cut in layout.cuts], dtype=np.int64)[layout.cut]
         np.add.at(elements[0], layout.tensors, volume * len(layout.files))
         about += np.bincount(layout.tensors, volume.astype(np.float64), len(about)) * len(layout.files)
         if len(layout.files):
@@ -319,7 +321,7 @@ def find_duplicate_name(names: Sequence[str]) -> str | None:
     return None if len(set(names)) == len(names) else Counter(names).most_common(1)[0][0]
 
 
-def _checked_volume(shape: tuple[int, ...], item: int) -> int:
+def _check_volume(shape: tuple[int, ...], item: int) -> int:
     """Return the number of elements. Raises CheckpointError for more than memory can have."""
     volume = prod(shape)
     if volume * item > LARGEST_INTEGER:
@@ -329,8 +331,8 @@ def _checked_volume(shape: tuple[int, ...], item: int) -> int:
 
 def _check_rectangles(step_layout: StepLayout, layout: SharedLayout) -> None:
     """Raise CheckpointError unless each rectangle is within its tensor, in every file."""
-    global_shapes, dimensions = _padded([kind.shape for kind in step_layout.kinds])
-    shape, of_cut = _padded([cut.shape for cut in layout.cuts])
+    global_shapes, dimensions = _pad([kind.shape for kind in step_layout.kinds])
+    shape, of_cut = _pad([cut.shape for cut in layout.cuts])
     least, greatest = np.zeros_like(shape), np.zeros_like(shape)
     for index, cut in enumerate(layout.cuts):
         if cut.offsets.size:
@@ -347,9 +349,9 @@ def _check_rectangles(step_layout: StepLayout, layout: SharedLayout) -> None:
             raise CheckpointError(f"a piece of shape {piece} reaches outside of a tensor of shape {tensor}")
 
 
-def _padded(shapes: Sequence[tuple[int, ...]]) -> tuple[Integers, Integers]:
+def _pad(shapes: Sequence[tuple[int, ...]]) -> tuple[Integers, Integers]:
     """Return the shapes as [shapes, 32], padded with zeros, and the number of dimensions of each."""
-    found = np.zeros((len(shapes), _DIMENSIONS), dtype=np.int64)
+    found = np.zeros((len(shapes), MAX_DIMENSIONS), dtype=np.int64)
     for index, shape in enumerate(shapes):
         found[index, : len(shape)] = shape
     return found, np.array([len(shape) for shape in shapes], dtype=np.int64)

@@ -48,6 +48,11 @@ class Rectangle:
         return tuple(begin + size for begin, size in zip(self.offset, self.shape, strict=True))
 
 
+def make_slices(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return the slices that cut a rectangle out of an array."""
+    return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
+
+
 def split_slabs(rectangle: Rectangle, max_elements: int) -> Iterator[Rectangle]:
     """Split a rectangle into parts of at most `max_elements`, in row-major order; each is contiguous in memory."""
     dim = next((d for d, size in enumerate(rectangle.shape) if size > 1), None)

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.format.block_digests import DigestTable, PartTable, iterate_chunk_spans
+from hpc_train.checkpoint.format.block_digests import DigestTable
+from hpc_train.checkpoint.format.compressed_chunks import PartTable, iterate_chunk_spans
 from hpc_train.checkpoint.format.hdf5_layout import dataset_name, name_datasets
 from hpc_train.checkpoint.format.hdf5_parser import ParsedDataset, parse_datasets
 from hpc_train.checkpoint.format.manifest import ShardFile
-from hpc_train.checkpoint.format.manifest_encoding import list_kind_cut_pairs, minimum_itemsize
+from hpc_train.checkpoint.format.manifest_encoding import choose_minimum_itemsize, list_kind_cut_pairs
 from hpc_train.checkpoint.format.shard_layout import (
     Integers,
     SharedLayout,
@@ -26,6 +27,7 @@ from hpc_train.checkpoint.format.shard_layout import (
 ReadBytes = Callable[[int, int], bytes]
 """Reads bytes [begin, end) of a file."""
 _UNMASKED, _MASKED = 0, 0b11
+"""Filter masks of HDF5 chunks: both filters (shuffle, deflate) were applied, or both left out."""
 
 
 class ExpectedDataset(NamedTuple):
@@ -59,7 +61,7 @@ def check_shard_file(
         raise CheckpointError("the manifest does not describe what was written (seal)")
     if thorough or not sealed:
         datasets = parse_datasets(read, file.bytes)
-        _compare(_expected(step_layout, layout, member), datasets, table.parts, layout.within is None)
+        _compare(_list_expected(step_layout, layout, member), datasets, table.parts, layout.within is None)
 
 
 def compute_layout_seal(step_layout: StepLayout, layout: SharedLayout, member: int) -> bytes:
@@ -74,17 +76,17 @@ def compute_layout_seal(step_layout: StepLayout, layout: SharedLayout, member: i
     numbers = np.array([kind * len(layout.cuts) + cut for kind, cut in pairs], dtype=np.int64)
     both = step_layout.kind[layout.tensors] * len(layout.cuts) + layout.cut
     column = np.repeat(codes, len(both)) if len(codes) == 1 else codes[np.searchsorted(numbers, both)]
-    return compute_seal(_names(step_layout, layout.tensors), column, layout.places)
+    return compute_seal(_list_names(step_layout, layout.tensors), column, layout.places)
 
 
-def _names(step_layout: StepLayout, tensors: Integers) -> Sequence[str]:
+def _list_names(step_layout: StepLayout, tensors: Integers) -> Sequence[str]:
     names = step_layout.names
     if len(tensors) == len(names) and bool((tensors == np.arange(len(names))).all()):
         return names
     return list(map(names.__getitem__, tensors.tolist()))
 
 
-def _expected(step_layout: StepLayout, layout: SharedLayout, member: int) -> dict[str, list[ExpectedDataset]]:
+def _list_expected(step_layout: StepLayout, layout: SharedLayout, member: int) -> dict[str, list[ExpectedDataset]]:
     """Return the expected properties of each dataset, by name; several entries if its parts are rows of their own."""
     tensors = [step_layout.tensors[index] for index in layout.tensors.tolist()]
     rows = zip(tensors, layout.shapes, layout.offsets, layout.places.tolist(), strict=True)
@@ -103,7 +105,7 @@ def _expected(step_layout: StepLayout, layout: SharedLayout, member: int) -> dic
         if not _is_contiguous(shape, dataset_shape):
             raise CheckpointError(f"tensor {tensor.name!r}: a piece of it is not in one row of bytes of its dataset")
         offset = tuple(at - by for at, by in zip(offsets[member].tolist(), start, strict=True))
-        begin = place - first * minimum_itemsize(tensor.dtype) if prod(shape) else None
+        begin = place - first * choose_minimum_itemsize(tensor.dtype) if prod(shape) else None
         row = ExpectedDataset(tensor.name, tensor.dtype, tensor.shape, offset, dataset_shape, begin)
         found.setdefault(dataset_name(tensor.name, within.number), []).append(row)
     return found
@@ -139,7 +141,7 @@ def _compare(
                 dataset.shape,
             ):
                 raise CheckpointError(f"tensor {row.tensor!r}: its dataset is of another type, shape or offset")
-            if minimum_itemsize(row.dtype) != dataset.itemsize and minimum_itemsize(row.dtype) != 1:
+            if choose_minimum_itemsize(row.dtype) != dataset.itemsize and choose_minimum_itemsize(row.dtype) != 1:
                 raise CheckpointError(f"tensor {row.tensor!r}: its dataset has elements of another size")
             if row.place is not None:
                 _check_place(row, dataset, parts)

@@ -262,7 +262,7 @@ def gather_layouts(file_layouts: Sequence[FileLayout]) -> StepLayout:
     members: dict[Any, list[int]] = {}
     for index, file in enumerate(file_layouts):
         # Offsets are not in the key: they are what the members of a layout differ in.
-        numbered = tuple(tensors.setdefault(_tensor_of_row(row), len(tensors)) for row in file.rows)
+        numbered = tuple(tensors.setdefault(_find_tensor_of_row(row), len(tensors)) for row in file.rows)
         key = (numbered, tuple(row.local_shape for row in file.rows), file.places, file.within)
         members.setdefault(key, []).append(index)
     layouts = tuple(_share_layout(key, files, file_layouts) for key, files in members.items())
@@ -289,7 +289,7 @@ def _share_layout(key: Any, files: list[int], file_layouts: Sequence[FileLayout]
     return SharedLayout(members, tensors, begins, cuts, cut, within)
 
 
-def _tensor_of_row(row: DatasetRow) -> SavedTensor:
+def _find_tensor_of_row(row: DatasetRow) -> SavedTensor:
     return SavedTensor(row.name, dtype_name(row.dtype), row.shape)
 
 
@@ -302,6 +302,7 @@ _NAME: Any = attrgetter("name")
 _SHARD_FORM: Any = attrgetter("shape", "dtype", "offset", "local.shape")
 """Gets the fields of a ShardForm from a TensorShard; equal tuples hash alike, so no ShardForm is made for each."""
 _NONE, _UNKNOWN = -1, -2
+"""In place of a number: the file has no such tensor or form, and no file has had this form."""
 
 
 class ShardForm(NamedTuple):

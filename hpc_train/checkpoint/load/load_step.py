@@ -75,7 +75,7 @@ def _load_shards(directory: Path, step: int, wanted: Sequence[TensorShard], worl
     path, manifest = run_on_rank_0(world, lambda: _open_step(directory, step))
     where = f"checkpoint step {step} in {directory}"
     is_first = world is None or world.rank == 0
-    plan: list[Strips] = []
+    plan: list[Strips] = []  # filled by make_plan; what that returned would be sent to rank 0
     targets = LoadDestinations(wanted)
     with ShardReader(path, manifest) as source:
 

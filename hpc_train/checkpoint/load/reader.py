@@ -243,7 +243,7 @@ class TensorReader:
         try:
             work()
         except DamagedBlockError as damage:
-            raise DamagedBlockError(damage.name, damage.at, self._tensor_in(read, damage.lost)) from None
+            raise DamagedBlockError(damage.name, damage.at, self._find_tensor_in(read, damage.lost)) from None
 
     def _read_scattered(self, read: BlockRead, runs: deque[CopyRun]) -> None:
         """Read straight into the tensors, then verify while the bytes are in the processor's cache."""
@@ -297,7 +297,7 @@ class TensorReader:
             elif count > 1 and low <= begin < high:
                 self._targets[shard].put(at, step, view_runs(data, begin - low, count, stride, run))
 
-    def _tensor_in(self, read: BlockRead, lost: Sequence[tuple[int, int]]) -> str | None:
+    def _find_tensor_in(self, read: BlockRead, lost: Sequence[tuple[int, int]]) -> str | None:
         """Return the name of the first tensor with bytes in the damaged spans."""
         for begin, end in lost:
             hit = (read.strips["begin"] < end) & (strip_ends(read.strips) > begin)

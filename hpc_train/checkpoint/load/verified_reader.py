@@ -22,17 +22,19 @@ from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.block_digests import (
     BLOCK_BYTES,
     DigestTable,
-    PartTable,
     decode_digest_table,
     digest_blocks,
     digest_scattered_blocks,
-    digest_table_path,
+    find_digest_table,
     find_first_mismatch,
-    inflate_chunk,
     max_table_bytes,
-    parts_cover,
-    parts_within,
-    stored_parts_within,
+)
+from hpc_train.checkpoint.format.compressed_chunks import (
+    PartTable,
+    do_parts_cover,
+    inflate_chunk,
+    list_parts_within,
+    list_stored_parts_within,
 )
 from hpc_train.checkpoint.format.hdf5_layout import ALIGNMENT
 from hpc_train.checkpoint.format.manifest import Manifest, ShardFile
@@ -103,15 +105,15 @@ class ShardReader:
 
     def _inflate(self, shard: _OpenShard, begin: int, memory: memoryview) -> None:
         assert shard.parts is not None
-        for part in _split_parts(parts_within(shard.parts, begin, begin + len(memory))) if memory else []:
+        for part in _split_parts(list_parts_within(shard.parts, begin, begin + len(memory))) if memory else []:
             low = int(part["at"].min()) // BLOCK_BYTES * BLOCK_BYTES
             high = min(-(-int((part["at"] + part["stored"]).max()) // BLOCK_BYTES) * BLOCK_BYTES, shard.size)
             # Digests are of stored bytes, so whole blocks are read and verified before anything is decompressed.
-            data = self._pages("stored", high - low)
+            data = self._reserve_pages("stored", high - low)
             try:
                 self._read(shard, low, high - low, data, lambda first, last: None)
             except DamagedBlockError as damage:
-                hit = stored_parts_within(part, damage.at, damage.at + BLOCK_BYTES)
+                hit = list_stored_parts_within(part, damage.at, damage.at + BLOCK_BYTES)
                 lost = list(zip(hit["begin"].tolist(), (hit["begin"] + hit["size"]).tolist(), strict=True))
                 raise DamagedBlockError(damage.name, damage.at, lost=lost) from None
             with self._thread_slots:
@@ -186,7 +188,7 @@ class ShardReader:
         for file in np.intersect1d(strips["file"], compressed).tolist():
             parts = self._open_file(file).parts
             of_file = strips["file"] == file
-            if parts is None or not parts_cover(parts, begin[of_file], end[of_file]).all():
+            if parts is None or not do_parts_cover(parts, begin[of_file], end[of_file]).all():
                 raise CheckpointError(f"{self._files[file].name}: its table of parts does not cover a whole tensor")
 
     def check_sizes(self) -> None:
@@ -207,9 +209,9 @@ class ShardReader:
 
     def scratch(self, size: int) -> memoryview:
         """Return whole pages of scratch memory for this thread; the next call reuses them."""
-        return self._pages("scratch", size)
+        return self._reserve_pages("scratch", size)
 
-    def _pages(self, name: str, size: int) -> memoryview:
+    def _reserve_pages(self, name: str, size: int) -> memoryview:
         pages: mmap.mmap | None = getattr(self._local, name, None)
         if pages is None or len(pages) < size:
             pages = allocate_pages(size)
@@ -305,9 +307,9 @@ def _copy_part(shard: _OpenShard, part: _Part, data: memoryview, low: int, memor
 
 def read_digest_table(directory: Path, file: ShardFile) -> DigestTable:
     """Read the table of digests of a shard file. Raises CheckpointError if it is not the committed one."""
-    name, most = digest_table_path(Path(file.name)).as_posix(), max_table_bytes(file.bytes, file.inflated is not None)
+    name, most = find_digest_table(Path(file.name)).as_posix(), max_table_bytes(file.bytes, file.inflated is not None)
     try:
-        data = read_regular(digest_table_path(directory / file.name), most)
+        data = read_regular(find_digest_table(directory / file.name), most)
     except OSError as error:
         raise CheckpointError(f"{name}: it cannot be read: {error.strerror}") from error
     if checksum_bytes(data) != file.digests:

@@ -14,12 +14,11 @@ from hpc_train.checkpoint.errors import CheckpointError, Problem
 from hpc_train.checkpoint.format.block_digests import (
     BLOCK_BYTES,
     BlockDigests,
-    PartTable,
     digest_blocks,
-    digest_table_path,
+    find_digest_table,
     find_first_mismatch,
-    stored_parts_within,
 )
+from hpc_train.checkpoint.format.compressed_chunks import PartTable, list_stored_parts_within
 from hpc_train.checkpoint.format.hdf5_index import find_index_problem
 from hpc_train.checkpoint.format.manifest import (
     MANIFEST_FILE,
@@ -194,7 +193,7 @@ def _list_spans(path: Path, file: ShardFile) -> list[_BlockSpan] | Problem:
     except FileNotFoundError:
         return Problem(file.name, "it is missing")
     except CheckpointError as error:
-        return Problem(digest_table_path(Path(file.name)).as_posix(), str(error).partition(": ")[2])
+        return Problem(find_digest_table(Path(file.name)).as_posix(), str(error).partition(": ")[2])
     except OSError as error:
         return Problem(file.name, f"it cannot be read: {error.strerror}")
     starts = range(0, len(table.digests), _SPAN)
@@ -204,7 +203,7 @@ def _list_spans(path: Path, file: ShardFile) -> list[_BlockSpan] | Problem:
 def _check_span(path: Path, manifest: Manifest, span: _BlockSpan) -> Problem | None:
     name = span.file.name
     try:
-        wrong = _first_wrong_block(path / name, span.first, span.table)
+        wrong = _find_first_wrong_block(path / name, span.first, span.table)
     except OSError as error:
         return Problem(name, f"it cannot be read: {error.strerror}")
     except CheckpointError as error:
@@ -212,10 +211,10 @@ def _check_span(path: Path, manifest: Manifest, span: _BlockSpan) -> Problem | N
     if wrong is None:
         return None
     what = "its content is not what was committed"
-    return Problem(name, what, tensor=_tensor_at(manifest, span, wrong * BLOCK_BYTES), offset=wrong * BLOCK_BYTES)
+    return Problem(name, what, tensor=_find_tensor_at(manifest, span, wrong * BLOCK_BYTES), offset=wrong * BLOCK_BYTES)
 
 
-def _first_wrong_block(path: Path, first: int, table: BlockDigests) -> int | None:
+def _find_first_wrong_block(path: Path, first: int, table: BlockDigests) -> int | None:
     """Return the index of the first damaged block; None if there is none. first: index of the table's first block."""
     # mmap gives page-aligned memory, which is reused for all chunks.
     buffer = memoryview(mmap.mmap(-1, _CHUNK))
@@ -239,11 +238,11 @@ def _fill(file: int, buffer: memoryview, begin: int) -> int:
     return at
 
 
-def _tensor_at(manifest: Manifest, span: _BlockSpan, begin: int) -> str | None:
+def _find_tensor_at(manifest: Manifest, span: _BlockSpan, begin: int) -> str | None:
     """Return a tensor with bytes in the block at `begin`; None if it holds only HDF5 structure."""
     index, end = manifest.files.index(span.file), begin + BLOCK_BYTES
     if span.parts is not None:
-        hit = stored_parts_within(span.parts, begin, end)
+        hit = list_stored_parts_within(span.parts, begin, end)
         if not len(hit):
             return None
         # The block is of the compressed file; the layout knows places in the uncompressed image.

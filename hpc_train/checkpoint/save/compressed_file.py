@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpc_train.checkpoint.format.block_digests import (
+from hpc_train.checkpoint.format.compressed_chunks import (
     PART_DTYPE,
     DatasetChunk,
     PartTable,
@@ -114,7 +114,7 @@ def write_compressed_file(
     # HDF5 writes its structure into a file in memory. Only where it put each chunk is needed; the chunks themselves go
     # straight from their own memory to the disk.
     with make_anonymous_file(partial(_lay_out, datasets, level)) as (places, content):
-        extents = [MemoryExtent(place, part.data) for place, part in zip(places, _parts(datasets), strict=True)]
+        extents = [MemoryExtent(place, part.data) for place, part in zip(places, _list_parts(datasets), strict=True)]
         size = os.fstat(content.fileno()).st_size
         image = ShardImage(
             size, (), tuple(find_gaps(content, sorted((extent.begin, extent.end) for extent in extents), size))
@@ -161,7 +161,7 @@ def _lay_out(datasets: Sequence[_Dataset], level: int, path: Path) -> list[int]:
     HDF5 places a chunk only when it is written, so zeros are written, and their memory is freed again.
     """
     # One buffer of zeros serves all chunks: only where HDF5 puts them matters.
-    zeros = memoryview(bytes(max((len(part.data) for part in _parts(datasets)), default=0)))
+    zeros = memoryview(bytes(max((len(part.data) for part in _list_parts(datasets)), default=0)))
     names = name_datasets(dataset.row.name for dataset in datasets)
     places: list[int] = []
     with open_descriptor(path, os.O_RDWR) as content, open_hdf5(path, "w", interval=1) as file:
@@ -200,7 +200,7 @@ def _punch_hole(file: int, begin: int, size: int) -> None:
     fallocate(file, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(begin), ctypes.c_int64(size))
 
 
-def _parts(datasets: Sequence[_Dataset]) -> list[_Part]:
+def _list_parts(datasets: Sequence[_Dataset]) -> list[_Part]:
     return [part for dataset in datasets for part in dataset.parts]
 
 

@@ -18,97 +18,25 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 
 import torch
-import xxhash
 
 from hpc_train.checkpoint.errors import CheckpointError, format_error
-from hpc_train.checkpoint.format.block_digests import digest_table_path
+from hpc_train.checkpoint.format.block_digests import find_digest_table
 from hpc_train.checkpoint.format.hdf5_layout import DatasetRow, ShardImage, count_earlier_occurrences, make_image
 from hpc_train.checkpoint.format.manifest import ShardFile
-from hpc_train.checkpoint.format.rectangle import Rectangle, join_rectangles, split_slabs
+from hpc_train.checkpoint.format.rectangle import Rectangle
 from hpc_train.checkpoint.format.shard_layout import EnclosingDataset, FileLayout, make_file_layout
 from hpc_train.checkpoint.load.verified_reader import read_digest_table
 from hpc_train.checkpoint.save.file_writer import GatherBuffers, GatherSource, WriteStream, list_extents, write_stream
+from hpc_train.checkpoint.save.row_runs import RUN_BYTES, RowRun, digest_runs, merge_runs, split_runs
 from hpc_train.checkpoint.save.shard_file import StagedShard, write_compressed_shard, write_digest_table, write_shard
 from hpc_train.checkpoint.save.staging import are_spans_finite, find_float_spans
 from hpc_train.checkpoint.storage.file_system import WritePolicy
-
-RUN_BYTES = 1 << 20
-"""Approximate bytes of a run; a smaller one is not worth a link."""
-MAX_RUNS = 1024
-"""Approximate maximum of runs of a shard, beyond one for each tensor: each may become a row of the manifest."""
-_THREADS = 2
-"""Threads that hash runs."""
-_BATCH = 64
-"""Runs that a thread hashes per task, so that handing out tasks costs little compared with hashing."""
-
-
-@dataclass(frozen=True)
-class RowRun:
-    """Adjacent rows of a rectangle, contiguous in the shard's image."""
-
-    row: int
-    """Index among the rows of the file layout."""
-    rectangle: Rectangle
-    """Rectangle of the logical tensor."""
-    begin: int
-    """Byte of the shard's image where it begins."""
-    size: int
-    """Bytes."""
-
-
-def split_runs(layout: FileLayout, length: int = RUN_BYTES) -> list[RowRun]:
-    """Split a shard into runs of about `length` bytes, in file order. An empty tensor is one run without bytes."""
-    total = sum(row.bytes for row in layout.rows)
-    most = max(length, total // MAX_RUNS)
-    found = []
-    for index, (row, place) in enumerate(zip(layout.rows, layout.places, strict=True)):
-        at, item = place, row.dtype.itemsize
-        for slab in split_slabs(Rectangle(row.offset, row.local_shape), max(1, most // item)):
-            found.append(RowRun(index, slab, at, slab.volume * item))
-            at += found[-1].size
-    return found
-
-
-def digest_runs(memory: memoryview, runs: Sequence[RowRun]) -> list[bytes]:
-    """Return the xxh3-128 of every run. xxhash releases the interpreter lock meanwhile."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        batches = (runs[first : first + _BATCH] for first in range(0, len(runs), _BATCH))
-        return [digest for digests in pool.map(partial(_digest_batch, memory), batches) for digest in digests]
-
-
-def _digest_batch(memory: memoryview, runs: Sequence[RowRun]) -> list[bytes]:
-    return [xxhash.xxh3_128_digest(memory[run.begin : run.begin + run.size]) for run in runs]
-
-
-def merge_runs(runs: Sequence[RowRun]) -> list[tuple[RowRun, list[RowRun]]]:
-    """Merge adjacent runs that form one rectangle; returns [(merged run, its runs)].
-
-    runs: in the order of their bytes.
-    """
-    found: list[tuple[RowRun, list[RowRun]]] = []
-    for run in runs:
-        merged, parts = run, [run]
-        # Merging two runs may complete a rectangle that merges with the one before, so go on until nothing fits.
-        while found and (both := _merge_two(found[-1][0], merged)) is not None:
-            merged, parts = both, found.pop()[1] + parts
-        found.append((merged, parts))
-    return found
-
-
-def _merge_two(first: RowRun, second: RowRun) -> RowRun | None:
-    if first.row != second.row or first.begin + first.size != second.begin:
-        return None
-    joined = join_rectangles(first.rectangle, second.rectangle)
-    return None if joined is None else replace(first, rectangle=joined, size=first.size + second.size)
-
 
 LINK_UNSUPPORTED = (errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 """Errors of link(2) if the file system has no hard links. EMLINK is not one: it means that one file has too many."""
@@ -151,14 +79,14 @@ def link_file(source: Path, target: Path, older: EarlierFile, base: int, step: i
     old, new = source / older.name_in(base), target / older.name_in(step)
     try:
         os.link(old, new)
-        os.link(digest_table_path(old), digest_table_path(new))
+        os.link(find_digest_table(old), find_digest_table(new))
         # Somebody may have replaced the file in the meantime: check that the link leads to what this process wrote.
         found = new.stat()
         if (found.st_ino, found.st_size) != (older.inode, older.file.bytes):
             raise CheckpointError(f"{old} is not the file that was written there")
         read_digest_table(target, older.as_in(step))
     except (OSError, CheckpointError):
-        for name in (new, digest_table_path(new)):
+        for name in (new, find_digest_table(new)):
             with suppress(OSError):
                 name.unlink()
         raise
@@ -307,18 +235,18 @@ def write_delta(
     if delta.is_whole:
         file, layout = write_shard(directory, name, shard, policy)
         older = record_written_file(directory, file, delta.step, sum(row.bytes for row in layout.rows))
-        return StoredStep(((file, layout),), runs | _runs_in_whole_file(delta, older))
+        return StoredStep(((file, layout),), runs | _place_runs_in_whole_file(delta, older))
     # The second group, unchanged runs that are written again, may be missing.
-    for group, file_name in zip(delta.written_groups(), (name, unchanged_file_name(name)), strict=False):
+    for group, file_name in zip(delta.written_groups(), (name, name_unchanged_file(name)), strict=False):
         file, layout = _write_runs(delta, group, directory / file_name, shard, policy, cache)
         file = replace(file, name=file_name)
         older = record_written_file(directory, file, delta.step, sum(row.bytes for row in layout.rows))
         files.append((file, layout))
-        runs |= _runs_in_parts(delta, group, older, layout)
+        runs |= _place_runs_in_parts(delta, group, older, layout)
     return StoredStep(tuple(files), runs)
 
 
-def unchanged_file_name(name: str) -> str:
+def name_unchanged_file(name: str) -> str:
     """Return the name of the file of unchanged runs that are written again."""
     path = PurePosixPath(name)
     return path.with_name(f"{path.stem}.unchanging{path.suffix}").as_posix()
@@ -342,7 +270,7 @@ def _write_runs(
     return write_digest_table(path.parent, path.name, image.size, digests, layout), layout
 
 
-def _runs_in_whole_file(delta: StepDelta, older: EarlierFile) -> dict[RunKey, StoredRun]:
+def _place_runs_in_whole_file(delta: StepDelta, older: EarlierFile) -> dict[RunKey, StoredRun]:
     """Return where each run is in a file that is the staged image itself."""
     rows = delta.layout.rows
     numbers = count_earlier_occurrences(row.name for row in rows)
@@ -353,7 +281,7 @@ def _runs_in_whole_file(delta: StepDelta, older: EarlierFile) -> dict[RunKey, St
     }
 
 
-def _runs_in_parts(
+def _place_runs_in_parts(
     delta: StepDelta, group: Sequence[int], older: EarlierFile, layout: FileLayout
 ) -> dict[RunKey, StoredRun]:
     """Return where each run of a group is in its file."""

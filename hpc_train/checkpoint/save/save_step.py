@@ -39,8 +39,8 @@ from hpc_train.checkpoint.storage.lock import Lock
 from hpc_train.checkpoint.storage.retention import discard_step, make_token, sweep_leftovers
 from hpc_train.checkpoint.storage.step_directory import (
     SHARDS_FOLDER,
+    choose_sequence_number,
     list_shard_folders,
-    next_sequence_number,
     shard_file_name,
     step_path,
     uncommitted_path,
@@ -346,7 +346,7 @@ def _make_manifest(
     loss = staged.validation_loss
     return Manifest(
         staged.step,
-        next_sequence_number(directory),
+        choose_sequence_number(directory),
         len(ranks),
         cache.build_step_layout([layout for _, layout in files]),
         tuple(file for file, _ in files),
@@ -389,7 +389,7 @@ def commit_step(
     # lexists: also for a dangling link
     replaced = uncommitted_path(path, "old", make_token()) if os.path.lexists(path) else None
     # An existing step is renamed first and removed only after the commit: rename cannot replace a directory with files.
-    inode = _inode(temporary)
+    inode = _read_inode(temporary)
     try:
         if replaced:
             path.rename(replaced)
@@ -403,7 +403,7 @@ def commit_step(
     return manifest.size
 
 
-def _inode(path: Path) -> tuple[int, int]:
+def _read_inode(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_dev, status.st_ino
 
@@ -415,7 +415,7 @@ def _undo_renames(temporary: Path, path: Path, replaced: Path | None, inode: tup
     owner of the lock, and stays.
     """
     with suppress(OSError):
-        if path.exists() and not temporary.exists() and _inode(path) == inode:
+        if path.exists() and not temporary.exists() and _read_inode(path) == inode:
             path.rename(temporary)
         if replaced and replaced.exists():
             replaced.rename(path)

@@ -14,11 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hpc_train.checkpoint.format.block_digests import (
-    PartTable,
-    digest_table_path,
-    encode_digest_table,
-)
+from hpc_train.checkpoint.format.block_digests import encode_digest_table, find_digest_table
+from hpc_train.checkpoint.format.compressed_chunks import PartTable
 from hpc_train.checkpoint.format.hdf5_layout import (
     DatasetRow,
     ShardImage,
@@ -218,5 +215,5 @@ def write_digest_table(
     layout: of the file. parts, inflated: of a compressed file (see PART_DTYPE and ShardFile). Raises OSError.
     """
     table = encode_digest_table(size, digests, seal_table(layout.seal, parts), parts)
-    write_durable_file(digest_table_path(directory / name), table)
+    write_durable_file(find_digest_table(directory / name), table)
     return ShardFile(name, size, checksum_bytes(table), inflated=inflated)

@@ -66,7 +66,7 @@ class StagingBuffer:
         """Free the memory. No view of it may be in use."""
         if self._memory is not None:
             if torch.cuda.is_available():
-                torch.cuda.cudart().cudaHostUnregister(_address(self._memory))  # type: ignore[no-untyped-call]
+                torch.cuda.cudart().cudaHostUnregister(_get_address(self._memory))  # type: ignore[no-untyped-call]
             self._memory.close()
             self._memory = None
 
@@ -74,11 +74,11 @@ class StagingBuffer:
 def _allocate_pinned(size: int) -> mmap.mmap:
     memory = allocate_pages(size)
     if torch.cuda.is_available():  # page-lock it; if that fails, copies still work, but slower
-        torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)  # type: ignore[no-untyped-call]
+        torch.cuda.cudart().cudaHostRegister(_get_address(memory), len(memory), 0)  # type: ignore[no-untyped-call]
     return memory
 
 
-def _address(memory: mmap.mmap) -> int:
+def _get_address(memory: mmap.mmap) -> int:
     return np.frombuffer(memory, dtype=np.uint8).ctypes.data
 
 
@@ -163,8 +163,6 @@ def is_finite_or_mask(values: Tensor, mask: bool) -> bool:
 
 def view_elements(memory: memoryview, dtype: torch.dtype, begin: int, count: int) -> Tensor:
     """View `count` elements of an image from byte `begin` on, in a dtype that can be compared."""
-    import torch
-
     values = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
     if dtype.is_complex:
         return torch.view_as_real(values)

@@ -1,0 +1,1 @@
+"""Where checkpoints lie: steps and their names, the lock, file systems, striping, and what is removed when."""

@@ -25,10 +25,10 @@ from hpc_train.checkpoint.storage.lustre import (
     StripeLayout,
     choose_shard_layout,
     count_osts,
+    count_stripe_round_bytes,
     list_step_layouts,
     set_lov_attribute,
     set_stripe_layout,
-    stripe_round_bytes,
 )
 from hpc_train.config.train import LustreConfig
 
@@ -138,7 +138,7 @@ class CheckpointDirectory:
         stripe = system.kind == "lustre" and self.striper.wishes.stripe == "auto"
         layout = self.striper.choose_layout(step, system, needs) if stripe else None
         if self._policy is None:
-            wide = stripe_round_bytes(layout, self.striper.osts) if layout else None
+            wide = count_stripe_round_bytes(layout, self.striper.osts) if layout else None
             self._policy = choose_write_policy(system, step, self.io, wide)
         if layout:
             self.striper.stripe_step(step)

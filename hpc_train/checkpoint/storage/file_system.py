@@ -10,7 +10,6 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,12 +19,12 @@ from pathlib import Path
 import xxhash
 
 from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.cluster.filesystems import decode_escapes
 from hpc_train.units import format_bytes
 
 CHECKSUM_ALGORITHM = "xxh3_128"
 _AT_ONCE = 2
-
-
+"""Calls that run_concurrently makes at a time."""
 PAGE_BYTES = 4096
 """Bytes to which direct I/O aligns memory, offsets and lengths."""
 
@@ -117,6 +116,7 @@ def checksum_bytes(*parts: bytes) -> str:
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 LUSTRE_MAGIC = 0x0BD00BD0
+"""LL_SUPER_MAGIC of lustre_user.h, which statfs(2) gives as f_type."""
 _KINDS = {
     LUSTRE_MAGIC: "lustre",
     0x47504653: "gpfs",
@@ -140,7 +140,6 @@ _KINDS = {
 """Magic numbers from statfs(2), linux/magic.h and the headers of file systems outside the kernel."""
 _STATFS_BYTES = 256
 """More than struct statfs has on any machine."""
-_OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True)
@@ -229,13 +228,8 @@ def _parse_mount(line: str) -> Mount | None:
     first, last = fields.split(), rest.split()
     if not separator or len(first) < 6 or len(last) < 2:
         return None
-    options = ",".join([first[5], *last[2:3]])
-    return Mount(Path(_unescape(first[4])), last[0], _unescape(last[1]), tuple(dict.fromkeys(options.split(","))))
-
-
-def _unescape(text: str) -> str:
-    """Replace the octal codes by which the table writes blanks, tabs, newlines and backslashes."""
-    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
+    options = tuple(dict.fromkeys(",".join([first[5], *last[2:3]]).split(",")))  # of the mount, of the file system
+    return Mount(Path(decode_escapes(first[4])), last[0], decode_escapes(last[1]), options)
 
 
 def _name_kind(number: int, mounted_as: str) -> str:
@@ -284,7 +278,7 @@ def choose_write_policy(
     direct, reserve = probe_directory(directory)
     # In memory there is nothing to bypass, and a copy is all that a write is.
     wanted = io == "direct" if io != "auto" else direct and not system.shared_memory
-    return WritePolicy(system.kind, wanted, _whole_rounds(round_bytes) if round_bytes else WRITE_BYTES, reserve)
+    return WritePolicy(system.kind, wanted, _round_up_to_stripes(round_bytes) if round_bytes else WRITE_BYTES, reserve)
 
 
 def probe_directory(directory: Path) -> tuple[bool, bool]:
@@ -294,13 +288,13 @@ def probe_directory(directory: Path) -> tuple[bool, bool]:
     """
     path = directory / ".probe"
     try:
-        return _writes_directly(path), _reserves(path)
+        return _can_write_directly(path), _can_reserve(path)
     finally:
         with suppress(FileNotFoundError):
             path.unlink()
 
 
-def _writes_directly(path: Path) -> bool:
+def _can_write_directly(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -321,7 +315,7 @@ def _raise_unless_unsupported(error: OSError) -> bool:
     return False
 
 
-def _reserves(path: Path) -> bool:
+def _can_reserve(path: Path) -> bool:
     """Return whether fallocate(2) works. Not posix_fallocate(3), which would write to every block instead."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -336,7 +330,7 @@ def _reserves(path: Path) -> bool:
         os.close(descriptor)
 
 
-def _whole_rounds(round_bytes: int) -> int:
+def _round_up_to_stripes(round_bytes: int) -> int:
     """Return the bytes of a write that covers whole rounds of stripes; WRITE_BYTES if that is too much memory."""
     rounded = -(-WRITE_BYTES // round_bytes) * round_bytes
     return rounded if rounded <= _MOST else WRITE_BYTES

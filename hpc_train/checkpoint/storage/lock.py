@@ -37,11 +37,16 @@ HEARTBEAT_SECONDS = 10.0
 """Seconds between heartbeats; an owner that misses six is dead."""
 _BEATS_TO_WATCH = 6
 _SECONDS_FOR_LAST_HEARTBEAT = 2.0
+"""Time that a release gives a heartbeat that is being written."""
 _TRIES = 20
+"""How often the lock may go to another process, or be released, while this one tries to create it."""
 _MOST_BYTES = 1 << 16
+"""Maximum size of a lock file: whatever else has its name is not read whole."""
 _log = logging.getLogger(__name__)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+"""Errors of link(2) if the file system has no hard links, or no more of them."""
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+"""Errors that say that the user may not write there, or that something else has the name."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ def refuse_if_locked(directory: Path, env: Mapping[str, str] = os.environ) -> No
     with suppress(OSError):
         found = _read_lock(directory / LOCK_FILE)
         if found and _is_dead(found, describe_this_process(env)) is False:
-            raise _refusal(directory / LOCK_FILE, found)
+            raise _explain_refusal(directory / LOCK_FILE, found)
 
 
 def describe_this_process(env: Mapping[str, str]) -> LockOwner:
@@ -201,13 +206,13 @@ def _take_or_refuse(path: Path, owner: LockOwner, beat: float) -> None:
         if dead is None:
             dead = _is_silent(path, found, beat)
         if not dead:
-            raise _refusal(path, found)
+            raise _explain_refusal(path, found)
         _log.warning("checkpoint: the lock %s was left by %s, which is gone: taken over", path, found.owner)
         _remove(path, found, owner)
     raise UserError(f"{path}: several jobs want it at once; let one of them write there")
 
 
-def _refusal(path: Path, found: _Found) -> UserError:
+def _explain_refusal(path: Path, found: _Found) -> UserError:
     return UserError(
         f"checkpoint.dir={path.parent}: {found.owner or 'another job'} is writing checkpoints there; wait for its end,"
         " cancel it, or use another run_dir"
@@ -259,6 +264,7 @@ def _write(path: Path, text: bytes) -> None:
 
 
 def _is_linked(private: Path) -> bool:
+    # Two names, `private` and the lock: the link was made.
     with suppress(OSError):
         return private.stat().st_nlink == 2
     return False
@@ -267,7 +273,7 @@ def _is_linked(private: Path) -> bool:
 def _remove(path: Path, found: _Found, owner: LockOwner) -> None:
     """Remove the lock that was `found`; a lock that has replaced it stays, or is put back."""
     aside = path.with_name(f".{LOCK_FILE}-{owner.token}-old")
-    with _one_remover(path.parent), suppress(FileNotFoundError):
+    with _become_only_remover(path.parent), suppress(FileNotFoundError):
         now = _read_lock(path)
         if now is None or not now.is_by(found):
             return
@@ -280,7 +286,7 @@ def _remove(path: Path, found: _Found, owner: LockOwner) -> None:
 
 
 @contextmanager
-def _one_remover(directory: Path) -> Iterator[None]:
+def _become_only_remover(directory: Path) -> Iterator[None]:
     """Let one process at a time remove a lock, if the file system has flock.
 
     Without flock a race may remove a live lock; its owner finds out at `check`.
@@ -348,4 +354,5 @@ def _format_owner(owner: LockOwner) -> bytes:
 
 
 def _format_beats(count: int) -> bytes:
+    # Always as long, because a heartbeat is written over the one before it.
     return b"%020d\n" % count

@@ -86,15 +86,15 @@ def list_step_layouts(wishes: LustreConfig) -> list[StripeLayout]:
 def format_setstripe_arguments(layout: StripeLayout) -> list[str]:
     """Return the arguments of `lfs setstripe` without the path."""
     if len(layout) == 1 and layout[0].end is None:
-        return _component_arguments(layout[0])
+        return _make_component_arguments(layout[0])
     return [
         word
         for component in layout
-        for word in ("-E", _format_size_argument(component.end), *_component_arguments(component))
+        for word in ("-E", _format_size_argument(component.end), *_make_component_arguments(component))
     ]
 
 
-def stripe_round_bytes(layout: StripeLayout, osts: int | None) -> int:
+def count_stripe_round_bytes(layout: StripeLayout, osts: int | None) -> int:
     """Return the bytes of one round over all OSTs of a file, in its last component."""
     last = layout[-1]
     count = (osts or 1) if last.count == ALL_OSTS else max(last.count, 1)
@@ -114,7 +114,7 @@ def describe_stripes(layout: Sequence[StripeComponent]) -> str:
     return ", ".join(parts)
 
 
-def _component_arguments(component: StripeComponent) -> list[str]:
+def _make_component_arguments(component: StripeComponent) -> list[str]:
     if component.on_mdt:
         return ["-L", "mdt"]
     size = ["-S", _format_size_argument(component.size)] if component.size is not None else []
@@ -197,20 +197,20 @@ def parse_getstripe(text: str, path: str = "") -> FileStriping:
 
     path: the argument of the command, which most releases print first.
     """
-    found = _components(text.removeprefix(f"{path}\n").splitlines())
+    found = _list_components(text.removeprefix(f"{path}\n").splitlines())
     if not found or not all("count" in component.texts for component in found):
         raise ValueError("it printed no layout")
     return FileStriping(tuple(_parse_placed(component) for component in found))
 
 
-def _components(lines: list[str]) -> list[_Found]:
+def _list_components(lines: list[str]) -> list[_Found]:
     found = [_Found()]
     for line in lines:
         row, ost = _ROW.fullmatch(line), _OST.search(line)
         if row or ost:
             found[-1].osts.append(int((row or ost)[1]))  # type: ignore[index]
             continue
-        for name, value in _pairs(line):
+        for name, value in _list_pairs(line):
             # Each component of a progressive layout begins with its id.
             if name == "lcme_id" and (found[-1].texts or found[-1].osts):
                 found.append(_Found())
@@ -219,7 +219,7 @@ def _components(lines: list[str]) -> list[_Found]:
     return [component for component in found if component.texts]
 
 
-def _pairs(line: str) -> Iterator[tuple[str, str]]:
+def _list_pairs(line: str) -> Iterator[tuple[str, str]]:
     """Yield the names and values in a line; most have one pair, the line of a directory has all."""
     for match in _PAIR.finditer(line):
         yield match[1], match[2]
@@ -300,11 +300,11 @@ def run_lfs(arguments: list[str], seconds: float = LFS_TIMEOUT) -> LfsAnswer:
             )
         except OSError as error:
             raise LfsError(f"lfs cannot be run: {error.strerror}") from error
-        code = _code(process, arguments[0], seconds)
-        output, errors = (_text(file) for file in (out, err))
-    line = _one_line(errors)
+        code = _get_code(process, arguments[0], seconds)
+        output, errors = (_get_text(file) for file in (out, err))
+    line = _join_lines(errors)
     if code:
-        raise LfsError(f"lfs {arguments[0]}: exit {code}: {line or _one_line(output) or 'no reason given'}", code)
+        raise LfsError(f"lfs {arguments[0]}: exit {code}: {line or _join_lines(output) or 'no reason given'}", code)
     return LfsAnswer(output, line)
 
 
@@ -348,7 +348,7 @@ def _count_osts_in_kernel(name: str) -> int | None:
     return None
 
 
-def _code(process: subprocess.Popen[bytes], what: str, seconds: float) -> int:
+def _get_code(process: subprocess.Popen[bytes], what: str, seconds: float) -> int:
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -360,12 +360,12 @@ def _code(process: subprocess.Popen[bytes], what: str, seconds: float) -> int:
         raise LfsError(f"lfs {what}: no answer in {seconds:g} s") from None
 
 
-def _text(file: IO[bytes]) -> str:
+def _get_text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read(1 << 24).decode(errors="replace")
 
 
-def _one_line(text: str) -> str:
+def _join_lines(text: str) -> str:
     """Return the text as one short, printable line, without the prefix of `lfs`."""
     plain = "".join(c if c.isprintable() else " " for c in text)
     line = " ".join(plain.split()).removeprefix("lfs setstripe: ").removeprefix("error: ")
@@ -373,12 +373,17 @@ def _one_line(text: str) -> str:
 
 
 LOV_ATTRIBUTE = "lustre.lov"
+"""Extended attribute by which a directory is given its striping where there is no `lfs`."""
 _V1, _V3 = 0x0BD10BD0, 0x0BD30BD0
+"""LOV_USER_MAGIC_V1 and _V3 of lustre_user.h: without a pool, and with one."""
 _HEADER = struct.Struct("<II16sIHH")
 _POOL = struct.Struct("<16s")
 _RAID0 = 1
+"""Pattern of plain striping."""
 _ANY = 0xFFFF
+"""As a stripe count all OSTs, as an offset any first OST."""
 _LONGEST_POOL = 15
+"""Bytes of a pool's name; the sixteenth of its field is a zero."""
 
 
 def set_lov_attribute(path: Path, layout: StripeLayout, name: str = LOV_ATTRIBUTE) -> None:

@@ -103,7 +103,7 @@ def _inspect_step(path: Path, step: int) -> _WholeStep | str | None:
     """
     try:
         manifest = read_manifest(path, step)
-        if any(_size(path / file.name) != file.bytes for file in manifest.files):
+        if any(_measure_size(path / file.name) != file.bytes for file in manifest.files):
             return "size"
         return _WholeStep(manifest, explain_bad_step(path, manifest) is not None)
     except UnreadableError:
@@ -114,7 +114,7 @@ def _inspect_step(path: Path, step: int) -> _WholeStep | str | None:
         return None
 
 
-def _size(path: Path) -> int:
+def _measure_size(path: Path) -> int:
     """Return the size of a regular file; -1 for anything else. Raises OSError."""
     found = path.lstat()
     return found.st_size if S_ISREG(found.st_mode) else -1
@@ -180,10 +180,10 @@ def is_dead_leftover(path: Path, sole: bool = False) -> bool:
 
 def make_token() -> str:
     """Return a unique token that names its owner: `<host>.<process id>.<random>.<machine>`; see `_is_abandoned`."""
-    return f"{_host_name()}.{os.getpid()}.{secrets.token_hex(4)}.{_hash_machine()}"
+    return f"{_read_host_name()}.{os.getpid()}.{secrets.token_hex(4)}.{_hash_machine()}"
 
 
-def _host_name() -> str:
+def _read_host_name() -> str:
     return re.sub(r"[^A-Za-z0-9-]", "_", socket.gethostname())
 
 
@@ -199,14 +199,15 @@ def _is_abandoned(path: Path, token: str) -> bool:
     """
     host, _, rest = token.partition(".")
     process, _, rest = rest.partition(".")
-    here = host == _host_name() and rest.partition(".")[2] == _hash_machine()
+    # A process id says something only within one boot and one process-id namespace.
+    here = host == _read_host_name() and rest.partition(".")[2] == _hash_machine()
     # A directory of this process is abandoned too: it runs one save at a time, and does not sweep during one.
     if here and process.isdecimal() and (int(process) == os.getpid() or not is_process_id_used(int(process))):
         return True
-    return time.time() - _last_change(path) > _LEASE_SECONDS
+    return time.time() - _find_last_change(path) > _LEASE_SECONDS
 
 
-def _last_change(path: Path) -> float:
+def _find_last_change(path: Path) -> float:
     try:
         return max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
     except OSError:

@@ -99,25 +99,24 @@ def list_committed_steps(directory: Path) -> list[int]:
     a search for the newest sound step meets it, and reports it.
     """
     steps = find_steps(directory)
-    return sorted(steps, key=lambda step: _age_key(steps[step], step))
+    return sorted(steps, key=lambda step: _make_age_key(steps[step], step))
 
 
-def next_sequence_number(directory: Path) -> int:
+def choose_sequence_number(directory: Path) -> int:
     """Return a sequence number for the next commit, above all others, even of manifests that are unreadable now."""
     numbers, hidden = [0], 0
     for step, path in find_steps(directory).items():
         try:
-            numbers.append(_sequence(path, step, _identity(path / MANIFEST_FILE)))
+            numbers.append(_read_sequence(path, step, _read_identity(path / MANIFEST_FILE)))
         except UnreadableError:
             hidden += 1
         except CheckpointError:
             continue
-    return min(
-        max(numbers) + 1 + hidden * _MOST_REMEMBERED, LARGEST_INTEGER
-    )  # with equal numbers, the higher step is newer
+    # Bounded by what a manifest may hold; with equal numbers, the higher step counts as newer.
+    return min(max(numbers) + 1 + hidden * _MOST_REMEMBERED, LARGEST_INTEGER)
 
 
-def _identity(path: Path) -> tuple[int, ...]:
+def _read_identity(path: Path) -> tuple[int, ...]:
     """Return a key that changes if the file is replaced or written to; empty if it does not exist."""
     try:
         found = path.lstat()
@@ -127,7 +126,7 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _sequence(path: Path, step: int, identity: tuple[int, ...]) -> int:
+def _read_sequence(path: Path, step: int, identity: tuple[int, ...]) -> int:
     """Read the sequence number of a step; cached, because reading a large manifest takes longer than a small save."""
     return read_sequence(path, step)
 
@@ -140,7 +139,7 @@ def try_read_manifest(path: Path, step: int) -> Manifest | None:
         return None
 
 
-def _age_key(path: Path, step: int) -> tuple[float, int]:
+def _make_age_key(path: Path, step: int) -> tuple[float, int]:
     manifest = try_read_manifest(path, step)
     return (float("inf") if manifest is None else manifest.sequence, step)
 

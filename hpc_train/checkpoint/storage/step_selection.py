@@ -102,10 +102,10 @@ def find_leftovers(directory: Path) -> list[Leftover]:
 def open_one_step(text: str) -> OpenStep:
     """Open the step that a path names, or the newest one in it. Raises UserError, or CheckpointError if damaged."""
     place = find_target(text)
-    return open_step(place.directory, newest_step(place) if place.step is None else place.step)
+    return open_step(place.directory, find_newest_step(place) if place.step is None else place.step)
 
 
-def newest_step(place: CheckpointTarget) -> int:
+def find_newest_step(place: CheckpointTarget) -> int:
     """Return the step that was committed last. Raises UserError if there is none."""
     steps = list_committed_steps(place.directory)
     if not steps:

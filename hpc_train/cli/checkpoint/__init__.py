@@ -1,0 +1,1 @@
+"""hpc-train checkpoint: list, inspect, verify, convert and remove checkpoints."""

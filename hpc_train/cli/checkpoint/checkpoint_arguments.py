@@ -12,13 +12,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from hpc_train.cli.arguments import CommandGroup, add_command, add_examples, add_json
+from hpc_train.cli.arguments import CommandGroup, add_command, add_examples, add_json, whole_number
 
 EXPORTS = ("hf", "safetensors", "dcp")
 IMPORTS = ("hf", "safetensors", "dcp", "torch")
 _WHERE = "run directory, directory of checkpoints, or one step-<n>"
 _NEWEST = f"{_WHERE}; of several steps the newest"
 CommandFunction = Callable[[argparse.Namespace], int]
+_natural, _positive = whole_number(0), whole_number(1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -258,17 +259,3 @@ def _add_mark(commands: CommandGroup) -> None:
         "hpc-train checkpoint mark runs/first --step 900 --bad 'loss diverged'",
         "hpc-train checkpoint mark runs/first/checkpoints/step-900 --good",
     )
-
-
-def _positive(text: str) -> int:
-    return _number(text, 1)
-
-
-def _natural(text: str) -> int:
-    return _number(text, 0)
-
-
-def _number(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least {least}")
-    return int(text)

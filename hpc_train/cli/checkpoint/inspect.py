@@ -79,7 +79,7 @@ def ls_command(where: str, with_verify: bool, json: bool) -> int:
         print_json([entry.to_json() for entry in listed])
         return 0
     columns = ("step", "state", "size", "holds", "path")
-    rows = [(step.step, step.state, _size(step), _holds(step), step.path) for step in listed]
+    rows = [(step.step, step.state, _format_size(step), _describe_content(step), step.path) for step in listed]
     print_table(columns, rows, numbers=("step", "size"))
     return 0
 
@@ -88,17 +88,17 @@ def list_entries(place: CheckpointTarget, with_verify: bool) -> list[ListedStep]
     """List the steps of the directory, or the one step that was named."""
     steps = list_committed_steps(place.directory) if place.step is None else [place.step]
     paths = find_steps(place.directory)
-    listed = [_committed(place.directory, paths[step], step, with_verify) for step in steps]
+    listed = [_list_committed(place.directory, paths[step], step, with_verify) for step in steps]
     if place.step is not None:
         return listed
     weights = place.directory / WEIGHTS_FOLDER
-    listed += [_committed(weights, path, step, with_verify) for step, path in sorted(find_steps(weights).items())]
+    listed += [_list_committed(weights, path, step, with_verify) for step, path in sorted(find_steps(weights).items())]
     return listed + [
-        _leftover(leftover) for folder in (place.directory, weights) for leftover in find_leftovers(folder)
+        _list_leftover(leftover) for folder in (place.directory, weights) for leftover in find_leftovers(folder)
     ]
 
 
-def bytes_of(path: Path) -> int:
+def sum_file_sizes(path: Path) -> int:
     """Sum the sizes of all files in a directory; files that disappear meanwhile are skipped."""
     total = 0
     for entry in path.rglob("*"):
@@ -110,13 +110,13 @@ def bytes_of(path: Path) -> int:
     return total
 
 
-def _committed(directory: Path, path: Path, step: int, with_verify: bool) -> ListedStep:
+def _list_committed(directory: Path, path: Path, step: int, with_verify: bool) -> ListedStep:
     manifest = try_read_manifest(path, step)
-    verified = _verifies(directory, step) if with_verify else None
+    verified = _is_sound(directory, step) if with_verify else None
     states = {None: "committed", True: "sound", False: "damaged"}
     state = states[verified] if manifest is not None else "damaged"
     holds = holds_weights_only(manifest.extra) if manifest is not None else None
-    count = manifest.size if manifest is not None else bytes_of(path)
+    count = manifest.size if manifest is not None else sum_file_sizes(path)
     shared = manifest.shared if manifest is not None else 0
     times, origin = (manifest.times, manifest.origin) if manifest is not None else (None, None)
     when = (times.at if times is not None else None, origin.attempt if origin is not None else None)
@@ -125,7 +125,7 @@ def _committed(directory: Path, path: Path, step: int, with_verify: bool) -> Lis
     )
 
 
-def _verifies(directory: Path, step: int) -> bool:
+def _is_sound(directory: Path, step: int) -> bool:
     from hpc_train.checkpoint.load.verify import (
         verify_step,  # imports torch; listing without it takes a tenth of the time
     )
@@ -133,15 +133,17 @@ def _verifies(directory: Path, step: int) -> bool:
     return not verify_step(directory, step)
 
 
-def _leftover(leftover: Leftover) -> ListedStep:
-    return ListedStep(leftover.step, False, None, bytes_of(leftover.path), str(leftover.path), _KINDS[leftover.kind])
+def _list_leftover(leftover: Leftover) -> ListedStep:
+    return ListedStep(
+        leftover.step, False, None, sum_file_sizes(leftover.path), str(leftover.path), _KINDS[leftover.kind]
+    )
 
 
-def _size(entry: ListedStep) -> str:
+def _format_size(entry: ListedStep) -> str:
     return format_bytes(entry.bytes) + (f" ({format_bytes(entry.shared)} shared)" if entry.shared else "")
 
 
-def _holds(entry: ListedStep) -> str:
+def _describe_content(entry: ListedStep) -> str:
     holds = {None: "", True: "weights", False: "everything"}[entry.weights_only]
     return f"{holds} ({entry.bad})" if entry.bad else holds
 
@@ -150,7 +152,7 @@ PROVENANCE_PARTS = ("copy", "prepare", "write", "agree", "commit")
 """Parts of a save, one after the other (see provenance.SaveTimes)."""
 
 
-def provenance_fields(manifest: Manifest) -> dict[str, Any]:
+def list_provenance_fields(manifest: Manifest) -> dict[str, Any]:
     """Return `origin` and `times` of its manifest; None in a step that no training has written."""
     origin, times = manifest.origin, manifest.times
     return {
@@ -184,20 +186,23 @@ def format_time(time: object) -> str:
         return ""
 
 
-def storage_fields(step: Path, files: Sequence[str]) -> dict[str, Any]:
-    """kind, mount, free and, on Lustre, the stripes of the directory and of the first file, in words; else None."""
+def list_storage_fields(step: Path, files: Sequence[str]) -> dict[str, Any]:
+    """Describe where a step lies: file system, mount, free space and, on Lustre, how directory and files are striped.
+
+    files: names of its shard files, of which the first is looked at. Elsewhere than on Lustre the stripes are None.
+    """
     system = detect_file_system(step)
     lustre = system.kind == "lustre"
     return {
         "file_system": system.kind,
         "mount": f"{system.source} on {system.mount}",
         "free": format_bytes(system.free_bytes),
-        "stripes_of_directory": _stripes(step / "shards") if lustre else None,
-        "stripes_of_first_file": _stripes(step / files[0]) if lustre and files else None,
+        "stripes_of_directory": _describe_striping(step / "shards") if lustre else None,
+        "stripes_of_first_file": _describe_striping(step / files[0]) if lustre and files else None,
     }
 
 
-def _stripes(path: Path) -> str:
+def _describe_striping(path: Path) -> str:
     """Describe the stripes; an error becomes part of the text, so that the command does not fail."""
     try:
         striped = get_stripe_layout(path)
@@ -225,10 +230,10 @@ def inspect_command(where: str, options: InspectOptions, json: bool) -> int:
     step = open_one_step(where)
     if options.index:
         _write_index(step, json)
-    facts = facts_of(step)
+    facts = describe_step(step)
     facts["timeline"] = read_timeline(find_target(where).run, step.manifest.step)
     if options.tensors:
-        facts["tensors"] = tensors_of(step)
+        facts["tensors"] = describe_tensors(step)
     if json:
         print_json(facts)
         return 0
@@ -236,7 +241,7 @@ def inspect_command(where: str, options: InspectOptions, json: bool) -> int:
     return 0
 
 
-def facts_of(step: OpenStep) -> dict[str, Any]:
+def describe_step(step: OpenStep) -> dict[str, Any]:
     """Return the facts of `inspect --json`, without the tensors and the timeline."""
     manifest = step.manifest
     return {
@@ -246,7 +251,7 @@ def facts_of(step: OpenStep) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "weights_only": holds_weights_only(manifest.extra),
         "bad": explain_bad_step(step.path, manifest),
-        **provenance_fields(manifest),
+        **list_provenance_fields(manifest),
         "bytes": manifest.size,
         "shared": manifest.shared,
         "inflated": manifest.inflated,
@@ -255,28 +260,28 @@ def facts_of(step: OpenStep) -> dict[str, Any]:
         "layouts": len(manifest.step_layout.layouts),
         "mappings": count_mappings(manifest),
         "index": (step.path / INDEX_FILE).exists(),
-        "storage": storage_fields(step.path, [file.name for file in manifest.files]),
-        "files": [_file(file) for file in manifest.files],
+        "storage": list_storage_fields(step.path, [file.name for file in manifest.files]),
+        "files": [_list_file_fields(file) for file in manifest.files],
         "extra": manifest.extra,
     }
 
 
-def tensors_of(step: OpenStep) -> list[dict[str, Any]]:
+def describe_tensors(step: OpenStep) -> list[dict[str, Any]]:
     """Describe every logical tensor, in the order of the first file."""
     parts = step.manifest.step_layout.parts()
-    return [_tensor(tensor, parts[tensor.name]) for tensor in step.manifest.step_layout.tensors]
+    return [_list_tensor_fields(tensor, parts[tensor.name]) for tensor in step.manifest.step_layout.tensors]
 
 
 def read_timeline(run: Path, step: int) -> list[dict[str, Any]]:
     """Return the attempts and saves in events.jsonl up to the last save of this step."""
-    events = [event for event in _events(run / "events.jsonl") if event.get("event") in _TIMELINE_EVENTS]
+    events = [event for event in _read_events(run / "events.jsonl") if event.get("event") in _TIMELINE_EVENTS]
     of_step = [
         index for index, event in enumerate(events) if (event["event"], event.get("step")) == ("checkpoint", step)
     ]
     return events[: of_step[-1] + 1] if of_step else events
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
+def _read_events(path: Path) -> Iterator[dict[str, Any]]:
     try:
         lines = read_text(path, errors="replace").splitlines()
     except OSError:
@@ -290,7 +295,7 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _tensor(tensor: SavedTensor, parts: list[SavedPart]) -> dict[str, Any]:
+def _list_tensor_fields(tensor: SavedTensor, parts: list[SavedPart]) -> dict[str, Any]:
     cuts = [len({part.rectangle.offset[dim] for part in parts}) for dim in range(len(tensor.shape))] if parts else []
     return {
         "name": tensor.name,
@@ -304,8 +309,8 @@ def _tensor(tensor: SavedTensor, parts: list[SavedPart]) -> dict[str, Any]:
 
 
 def _write_index(step: OpenStep, quiet: bool) -> None:
-    with progress_bar("tensors", len(step.manifest.step_layout.tensors), quiet, of_bytes=False) as tell:
-        write_index(step.path, step.manifest, tell)
+    with progress_bar("tensors", len(step.manifest.step_layout.tensors), quiet, of_bytes=False) as on_tensors:
+        write_index(step.path, step.manifest, on_tensors)
 
 
 def _print_step(facts: dict[str, Any]) -> None:
@@ -316,9 +321,12 @@ def _print_step(facts: dict[str, Any]) -> None:
             ("step", f"{facts['step']}{' (weights only)' if facts['weights_only'] else ''}"),
             *([("bad", facts["bad"])] if facts["bad"] else []),
             *describe_provenance(facts),
-            ("size", f"{format_bytes(facts['bytes'])} in {_files(facts)}, saved by {facts['world_size']} ranks"),
-            *_shared(facts),
-            *_compressed(facts),
+            (
+                "size",
+                f"{format_bytes(facts['bytes'])} in {_describe_files(facts)}, saved by {facts['world_size']} ranks",
+            ),
+            *_list_shared_fields(facts),
+            *_list_compressed_fields(facts),
             (
                 "tensors",
                 f"{facts['tensor_count']:,} of {format_bytes(facts['elements_bytes'])}, {facts['layouts']} layouts",
@@ -330,40 +338,42 @@ def _print_step(facts: dict[str, Any]) -> None:
     )
     if facts["timeline"]:
         print()
-        print_table(("time", "attempt", "event", "step", *_SECONDS), [_event(event) for event in facts["timeline"]])
+        print_table(
+            ("time", "attempt", "event", "step", *_SECONDS), [_format_event_cells(event) for event in facts["timeline"]]
+        )
     if "tensors" in facts:
         print()
         rows = [
             (
                 tensor["name"],
                 tensor["dtype"],
-                _by(tensor["shape"]),
+                _join_sizes(tensor["shape"]),
                 format_bytes(tensor["bytes"]),
                 tensor["files"],
-                _by(tensor["cuts"]),
+                _join_sizes(tensor["cuts"]),
             )
             for tensor in facts["tensors"]
         ]
         print_table(("tensor", "dtype", "shape", "size", "files", "cut"), rows, numbers=("size", "files"))
 
 
-def _file(file: ShardFile) -> dict[str, Any]:
+def _list_file_fields(file: ShardFile) -> dict[str, Any]:
     return {
         "file": file.name,
         "bytes": file.bytes,
         "inflated": file.inflated,
-        "ranks": writers_of(file.name),
+        "ranks": count_writers(file.name),
         "written_at": file.written_at,
     }
 
 
-def writers_of(name: str) -> int:
+def count_writers(name: str) -> int:
     """Return how many ranks wrote the file of that name, or were to write it (some may have had nothing)."""
     found = re.fullmatch(r"(\d+)-(\d+)\..*", PurePosixPath(name).name)
     return int(found[2]) - int(found[1]) + 1 if found else 1
 
 
-def _files(facts: dict[str, Any]) -> str:
+def _describe_files(facts: dict[str, Any]) -> str:
     """Describe the files: `8 files`, or `2 files of 4 ranks each`, or `3 files of 1 to 4 ranks`."""
     ranks, files = sorted({file["ranks"] for file in facts["files"]}), f"{len(facts['files'])} files"
     if not ranks or ranks[-1] == 1:
@@ -371,23 +381,23 @@ def _files(facts: dict[str, Any]) -> str:
     return f"{files} of {ranks[-1]} ranks each" if len(ranks) == 1 else f"{files} of {ranks[0]} to {ranks[-1]} ranks"
 
 
-def _shared(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def _list_shared_fields(facts: dict[str, Any]) -> list[tuple[str, str]]:
     steps = sorted({file["written_at"] for file in facts["files"] if file["written_at"] is not None})
     named = ", ".join(map(str, steps))
     return [("shared", f"{format_bytes(facts['shared'])} of it, written with step {named}")] if steps else []
 
 
-def _compressed(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def _list_compressed_fields(facts: dict[str, Any]) -> list[tuple[str, str]]:
     inflated, stored = facts["inflated"], facts["bytes"]
     return (
         [("compressed", f"from {format_bytes(inflated)}, which saves {1 - stored / inflated:.1%}")] if inflated else []
     )
 
 
-def _event(event: dict[str, Any]) -> tuple[object, ...]:
+def _format_event_cells(event: dict[str, Any]) -> tuple[object, ...]:
     seconds = [f"{event[key]:.2f}" if isinstance(event.get(key), float) else "" for key in _SECONDS]
     return format_time(event.get("time")), event.get("attempt", ""), event["event"], event.get("step", ""), *seconds
 
 
-def _by(numbers: list[int]) -> str:
+def _join_sizes(numbers: list[int]) -> str:
     return " x ".join(map(str, numbers)) or "scalar"

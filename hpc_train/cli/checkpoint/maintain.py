@@ -65,14 +65,14 @@ NO_REASON = "no reason given"
 
 def mark_command(where: str, step: int | None, bad: str | None, json: bool) -> int:
     """Mark a step bad for the reason `bad`, or remove its mark (None); print its state; returns 0."""
-    place = _meant(where, step)
+    place = _find_marked_step(where, step)
     assert place.step is not None
     path = locate_step(place.directory, place.step)
     if bad is None:
         unmark_bad(place.directory, place.step)
     else:
         mark_bad(place.directory, place.step, " ".join(bad.split()) or NO_REASON)
-    why = _poison(path, place.step)
+    why = _explain_mark(path, place.step)
     if json:
         print_json({"step": place.step, "path": str(path), "bad": why})
     elif why is None:
@@ -82,7 +82,7 @@ def mark_command(where: str, step: int | None, bad: str | None, json: bool) -> i
     return 0
 
 
-def _meant(where: str, step: int | None) -> CheckpointTarget:
+def _find_marked_step(where: str, step: int | None) -> CheckpointTarget:
     """Find the step, which must be named, so that the newest is not marked by mistake."""
     if where.isdecimal() and step is None and not Path(where).exists():
         where, step = ".", int(where)
@@ -97,7 +97,7 @@ def _meant(where: str, step: int | None) -> CheckpointTarget:
     return place
 
 
-def _poison(path: Path, step: int) -> str | None:
+def _explain_mark(path: Path, step: int) -> str | None:
     """Return why the step is bad, or None; a damaged step can be marked too."""
     try:
         return explain_bad_step(path, read_manifest(path, step))

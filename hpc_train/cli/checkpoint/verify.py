@@ -13,7 +13,7 @@ from hpc_train.checkpoint.errors import CheckpointError, Problem
 from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
 from hpc_train.checkpoint.load.verify import verify_in_one_process
 from hpc_train.checkpoint.storage.step_directory import find_steps, list_committed_steps, locate_step
-from hpc_train.checkpoint.storage.step_selection import find_target, newest_step
+from hpc_train.checkpoint.storage.step_selection import find_newest_step, find_target
 from hpc_train.cli.output import print_json, progress_bar
 from hpc_train.errors import UserError
 from hpc_train.terminal import one_line
@@ -51,19 +51,19 @@ def verify_command(where: str, step: int | None, every: bool, jobs: int | None, 
     if step is not None:
         locate_step(place.directory, step)
     step = place.step if step is None else step
-    chosen = list_committed_steps(place.directory) if every else [newest_step(place) if step is None else step]
-    verdicts = [
+    chosen = list_committed_steps(place.directory) if every else [find_newest_step(place) if step is None else step]
+    results = [
         _verify_step(place.directory, step, jobs or min(os.cpu_count() or 1, _MAX_THREADS), json) for step in chosen
     ]
     if json:
-        answers = [verdict.to_json() for verdict in verdicts]
+        answers = [result.to_json() for result in results]
         print_json(answers if every else answers[0])
-    return int(any(verdict.problems for verdict in verdicts))
+    return int(any(result.problems for result in results))
 
 
-def verify_step(path: Path, step: int, jobs: int, tell: Callable[[int], object]) -> VerifyResult:
+def verify_one_step(path: Path, step: int, jobs: int, on_bytes: Callable[[int], object]) -> VerifyResult:
     """Verify one step: manifest, index, all bytes, and that the files cover each tensor exactly once."""
-    manifest, problems = verify_in_one_process(path, step, jobs, tell)
+    manifest, problems = verify_in_one_process(path, step, jobs, on_bytes)
     if manifest is None:
         return VerifyResult(step, 0, 0, problems)
     return VerifyResult(step, len(manifest.step_layout.names), manifest.size, problems)
@@ -71,14 +71,14 @@ def verify_step(path: Path, step: int, jobs: int, tell: Callable[[int], object])
 
 def _verify_step(directory: Path, step: int, jobs: int, quiet: bool) -> VerifyResult:
     path = find_steps(directory)[step]
-    with progress_bar(f"step {step}", _manifest_bytes(path, step), quiet) as tell:
-        verdict = verify_step(path, step, jobs, tell)
+    with progress_bar(f"step {step}", _read_manifest_bytes(path, step), quiet) as on_bytes:
+        result = verify_one_step(path, step, jobs, on_bytes)
     if not quiet:
-        _print_result(path, verdict)
-    return verdict
+        _print_result(path, result)
+    return result
 
 
-def _manifest_bytes(path: Path, step: int) -> int:
+def _read_manifest_bytes(path: Path, step: int) -> int:
     try:
         manifest: Manifest = read_manifest(path, step)
     except CheckpointError:
@@ -86,8 +86,8 @@ def _manifest_bytes(path: Path, step: int) -> int:
     return manifest.size
 
 
-def _print_result(path: Path, verdict: VerifyResult) -> None:
-    if not verdict.problems:
-        print(f"{one_line(str(path))}: sound: {verdict.tensors:,} tensors, {format_bytes(verdict.bytes)}")
-    for problem in verdict.problems:
+def _print_result(path: Path, result: VerifyResult) -> None:
+    if not result.problems:
+        print(f"{one_line(str(path))}: sound: {result.tensors:,} tensors, {format_bytes(result.bytes)}")
+    for problem in result.problems:
         print(one_line(f"{path}: damaged: {problem}"), file=sys.stderr)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpc_train.errors import UserError
 from hpc_train.planner import constants as stored
-from hpc_train.planner.calibration.fit import FOLDS, training_runs
+from hpc_train.planner.calibration.fit import FOLDS, select_training_runs
 from hpc_train.planner.calibration.fit_report import (
     CALIBRATION_CHOICES,
     CALIBRATION_RUNS,
@@ -24,11 +24,11 @@ from hpc_train.planner.constants import constant_values
 def fit_command(options: FitOptions) -> int:
     """Fit to the training split, report, and write the constants where asked."""
     runs = [run for path in options.runs for run in read_runs(Path(path)).runs]
-    if not training_runs(runs):
+    if not select_training_runs(runs):
         raise UserError("plan fit: no run that can be modelled; `hpc-train plan validate` says why each is refused")
     found = fit_report(runs, options)
     if options.output:
-        stored.write_constants(Path(options.output), found.constants, **_provenance(options, found))
+        stored.write_constants(Path(options.output), found.constants, **_list_provenance(options, found))
     if options.json:
         print(json.dumps(asdict(found), indent=1))
     else:
@@ -36,7 +36,7 @@ def fit_command(options: FitOptions) -> int:
     return 0
 
 
-def _provenance(options: FitOptions, found: FitReport) -> dict[str, object]:
+def _list_provenance(options: FitOptions, found: FitReport) -> dict[str, object]:
     return {
         "data": [Path(path).name for path in options.runs],
         "trained_on": "fitted to the runs that a table's column held_out leaves in; without such a column to the "

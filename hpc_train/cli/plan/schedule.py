@@ -11,7 +11,7 @@ from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.models.shape import check_shape
-from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
+from hpc_train.placement.described_cluster import count_nodes, count_ranks_per_node
 from hpc_train.schedules.generate import generate_order
 from hpc_train.schedules.order import format_rows
 from hpc_train.schedules.search import FoundSchedule, PartTimes, count_live_blocks, search_schedule
@@ -92,17 +92,17 @@ def compare_schedules(parts: PartTimes, ranks: int, micro_batches: int) -> list[
             continue
         sizes = tuple(len(stage) for stage in split_blocks(costs, order.stages))
         simulation = simulate_order(order, parts.of_stages(sizes))
-        rows.append(_row(name, simulation.makespan, simulation.mean_bubble, max(count_live_blocks(order, sizes))))
+        rows.append(_make_row(name, simulation.makespan, simulation.mean_bubble, max(count_live_blocks(order, sizes))))
     return rows
 
 
 def describe_found(found: FoundSchedule) -> Row:
     """Return the row of the schedule that was found."""
     simulation = found.simulation
-    return _row("found", simulation.makespan, simulation.mean_bubble, max(found.live_blocks))
+    return _make_row("found", simulation.makespan, simulation.mean_bubble, max(found.live_blocks))
 
 
-def _row(name: str, step: float, bubble: float, live: int) -> Row:
+def _make_row(name: str, step: float, bubble: float, live: int) -> Row:
     return {"name": name, "step": step, "bubble": bubble, "live_blocks": live}
 
 

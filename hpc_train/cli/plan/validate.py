@@ -35,7 +35,7 @@ def validate_command(options: ValidateOptions) -> int:
     constants = stored.read_constants(Path(options.constants)) if options.constants else stored.default_constants()
     found = validate_predictions(read_runs(Path(options.runs)), constants, options.calibrate)
     if options.json:
-        print(json.dumps(validation_json(found, options.rows), indent=1))
+        print(json.dumps(validation_to_json(found, options.rows), indent=1))
     else:
         _print_validation(found, options.rows)
     if options.plot:
@@ -45,26 +45,26 @@ def validate_command(options: ValidateOptions) -> int:
     return 0
 
 
-def validation_json(found: Validation, rows: bool) -> dict[str, object]:
+def validation_to_json(found: Validation, rows: bool) -> dict[str, object]:
     """Return the JSON of `plan validate --json`; errors are fractions of 1."""
     answer: dict[str, object] = {
-        "overall": _rounded(asdict(found.overall)),
-        "families": {name: _rounded(asdict(errors)) for name, errors in found.families.items()},
-        "memory": _rounded(asdict(found.memory)),
-        "regret": _rounded(asdict(found.regret)),
-        "band": {**_rounded(asdict(found.band)), "families": _rounded(found.band.families)},
+        "overall": _round_values(asdict(found.overall)),
+        "families": {name: _round_values(asdict(errors)) for name, errors in found.families.items()},
+        "memory": _round_values(asdict(found.memory)),
+        "regret": _round_values(asdict(found.regret)),
+        "band": {**_round_values(asdict(found.band)), "families": _round_values(found.band.families)},
         "refused": [asdict(run) for run in found.refused],
     }
     if rows:
-        answer["rows"] = [_row_json(row) for row in found.rows]
+        answer["rows"] = [_row_to_json(row) for row in found.rows]
     return answer
 
 
-def _rounded(values: dict[str, float]) -> dict[str, float]:
+def _round_values(values: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()}
 
 
-def _row_json(row: PredictedRun) -> dict[str, object]:
+def _row_to_json(row: PredictedRun) -> dict[str, object]:
     measured = row.run.seconds if np.isfinite(row.run.seconds) else None
     memory_gib = row.run.memory / 2**30 if np.isfinite(row.run.memory) else None
     return {
@@ -82,7 +82,7 @@ def _print_validation(found: Validation, rows: bool) -> None:
     console = Console(highlight=False)
     table = Table("family", "runs", "MAPE", "median", "bias", box=None)
     for name, errors in [*found.families.items(), ("overall", found.overall)]:
-        table.add_row(name, *_error_cells(errors))
+        table.add_row(name, *_format_error_cells(errors))
     console.print("Step time, predicted over measured:")
     console.print(table)
     memory, regret = found.memory, found.regret
@@ -103,7 +103,7 @@ def _print_validation(found: Validation, rows: bool) -> None:
         _print_rows(console, found)
 
 
-def _error_cells(errors: ErrorStatistics) -> tuple[str, ...]:
+def _format_error_cells(errors: ErrorStatistics) -> tuple[str, ...]:
     return str(errors.n), f"{errors.mape:.1%}", f"{errors.median:.1%}", f"{errors.bias:+.1%}"
 
 

@@ -25,30 +25,35 @@ def attach_command(run: str, words: Sequence[str], rank: int | None, node: str |
     """
     point = require_single(find_points(run, run_client), run)
     facts = gather_facts([point], run_client)[0]
-    record = _running_job(facts, run)
-    where = _node(node, record) if node else node_of_rank(point.run / "logs" / str(_attempt(facts)), rank, record)
+    record = _find_running_job(facts, run)
+    where = (
+        _check_node(node, record)
+        if node
+        else find_node_of_rank(point.run / "logs" / str(_find_newest_attempt(facts)), rank, record)
+    )
     shell = [os.environ.get("SHELL") or "/bin/bash", "-l"]
     command = make_srun_command(record, where, list(words) or shell, sys.stdin.isatty() or dry_run)
     if dry_run:
         print(shlex.join(command))
         return 0
-    _exec_command(command)
+    _make_exec_command(command)
 
 
 def make_srun_command(record: JobRecord, node: str, words: Sequence[str], terminal: bool) -> list[str]:
-    """Build the srun command. --overlap, because the ranks hold all resources of the job."""
+    """Build the srun command. terminal: give it a pseudo-terminal, as a shell needs."""
+    # --overlap: the step of the ranks holds all CPUs and GPUs of the job, and another one would wait for its end.
     options = [f"--jobid={record.raw_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
     return ["srun", *options, *(["--pty"] if terminal else []), *words]
 
 
-def _exec_command(command: Sequence[str]) -> NoReturn:
+def _make_exec_command(command: Sequence[str]) -> NoReturn:
     try:
         os.execvpe(command[0], list(command), client_environment())
     except FileNotFoundError:
         raise UserError("srun is not on the PATH: attach from a node of the cluster") from None
 
 
-def _running_job(facts: RunFacts, run: str) -> JobRecord:
+def _find_running_job(facts: RunFacts, run: str) -> JobRecord:
     status = decide_state(facts)
     if status.state is not State.RUNNING:
         why = f" ({status.reason})" if status.reason else ""
@@ -61,17 +66,17 @@ def _running_job(facts: RunFacts, run: str) -> JobRecord:
     return record
 
 
-def _attempt(facts: RunFacts) -> int:
+def _find_newest_attempt(facts: RunFacts) -> int:
     return facts.newest.number if facts.newest else 0
 
 
-def _node(name: str, record: JobRecord) -> str:
+def _check_node(name: str, record: JobRecord) -> str:
     if name in record.nodes:
         return name
     raise UserError(f"--node {name}: job {record.job_id} has {', '.join(record.nodes)}")
 
 
-def node_of_rank(folder: Path, rank: int | None, record: JobRecord) -> str:
+def find_node_of_rank(folder: Path, rank: int | None, record: JobRecord) -> str:
     """Return the node of a rank; None: of rank 0, or the first node of the job before ranks have joined."""
     found = {entry["rank"]: entry for entry in read_rank_entries(folder)}
     if rank is not None and rank not in found:

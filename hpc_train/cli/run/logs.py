@@ -15,7 +15,13 @@ from hpc_train.cli.run.status import read_statuses
 from hpc_train.errors import UserError
 from hpc_train.launch.failures import FirstError, find_first_error
 from hpc_train.launch.slurm.slurm_cli import Backoff, run_client
-from hpc_train.launch.state.attempts import RESULT_MARKER, rank_of_task, read_attempts, read_tail_text, task_of_rank
+from hpc_train.launch.state.attempts import (
+    RESULT_MARKER,
+    find_task_of_rank,
+    rank_of_task,
+    read_attempts,
+    read_tail_text,
+)
 from hpc_train.launch.state.run_lookup import RunPoint, find_points, require_single
 from hpc_train.launch.state.state_names import State
 from hpc_train.regular_files import open_to_read
@@ -53,7 +59,7 @@ def logs_command(run: str, choice: LogSelection, follow: bool, error_only: bool)
     if follow:
         return _follow_run(point, choice, lambda: read_statuses([point])[0].state)
     attempt = choose_attempt(point.run, choice)
-    with _open(_rank_log(point, attempt, choice)) as file:
+    with _open_log(_find_rank_log(point, attempt, choice)) as file:
         _print_end(file, choice.tail)
     return 0
 
@@ -70,13 +76,13 @@ def _print_failed_points(points: Sequence[RunPoint]) -> int:
     return 0
 
 
-def _attempts(run: Path) -> list[int]:
+def _list_attempts(run: Path) -> list[int]:
     return [attempt.number for attempt in read_attempts(run)]
 
 
 def choose_attempt(run: Path, choice: LogSelection) -> int:
     """Return the chosen attempt, or the newest. Raises UserError if there is none."""
-    attempts = _attempts(run)
+    attempts = _list_attempts(run)
     if not attempts:
         raise UserError(f"{run}: no attempt has begun; see `hpc-train status {run}`, or wait for it with -f")
     if choice.attempt is None:
@@ -86,32 +92,32 @@ def choose_attempt(run: Path, choice: LogSelection) -> int:
     return choice.attempt
 
 
-def _rank_log(point: RunPoint, attempt: int, choice: LogSelection) -> Path:
+def _find_rank_log(point: RunPoint, attempt: int, choice: LogSelection) -> Path:
     """Return the log of the chosen rank, or that of the batch script if no rank has printed anything.
 
     Raises UserError if the attempt has no such rank.
     """
     folder = point.run / "logs" / str(attempt)
-    path = folder / f"task-{task_of_rank(folder, choice.rank)}.log"
+    path = folder / f"task-{find_task_of_rank(folder, choice.rank)}.log"
     if path.exists():
         return path
     tasks = sorted(int(log.stem.removeprefix("task-")) for log in folder.glob("task-*.log"))
     if tasks:
         raise UserError(f"--rank {choice.rank}: attempt {attempt} has ranks 0 to {tasks[-1]}")
-    for other in (_batch_log(point, attempt), folder / "srun.log"):
+    for other in (_find_batch_log(point, attempt), folder / "srun.log"):
         if other is not None and other.exists():
             return other
     raise UserError(f"{folder}: no rank has printed anything (yet)")
 
 
-def _batch_log(point: RunPoint, attempt: int) -> Path | None:
+def _find_batch_log(point: RunPoint, attempt: int) -> Path | None:
     begun = next(
         (attempt_record.begun for attempt_record in read_attempts(point.run) if attempt_record.number == attempt), None
     )
     return point.job_logs / f"job-{begun.job_id}.log" if begun and begun.job_id else None
 
 
-def _open(path: Path) -> BinaryIO:
+def _open_log(path: Path) -> BinaryIO:
     """Open a log. Raises UserError for a pipe, a device, or what cannot be read."""
     try:
         return open_to_read(path)
@@ -158,31 +164,31 @@ def _print_rest(file: BinaryIO) -> None:
 def _print_first_error(point: RunPoint, choice: LogSelection) -> int:
     """Print the first error of the chosen attempt, or else of the newest one that failed."""
     run = point.run
-    attempts = [choose_attempt(run, choice)] if choice.attempt is not None else list(reversed(_attempts(run)))
+    attempts = [choose_attempt(run, choice)] if choice.attempt is not None else list(reversed(_list_attempts(run)))
     for attempt in attempts:
         folder = run / "logs" / str(attempt)
         error = find_first_error(folder)
-        if error is not None and (choice.attempt is not None or not _attempt_is_done(run, attempt)):
+        if error is not None and (choice.attempt is not None or not _is_attempt_done(run, attempt)):
             sys.stdout.write(_format_first_error(error, folder, attempt, choice.tail))
             sys.stdout.flush()
             return 0
     looked = f"attempt {choice.attempt}" if choice.attempt is not None else f"{len(attempts)} attempts"
-    print(f"no rank failed in {looked} of {run}{_batch_script_reason(point, attempts)}")
+    print(f"no rank failed in {looked} of {run}{_find_batch_script_reason(point, attempts)}")
     return 0
 
 
-def _batch_script_reason(point: RunPoint, attempts: Sequence[int]) -> str:
+def _find_batch_script_reason(point: RunPoint, attempts: Sequence[int]) -> str:
     """Return why the newest of these attempts ended, according to the batch script, and where its log is."""
     ended = [attempt for attempt in read_attempts(point.run) if attempt.number in attempts and attempt.result]
     result = ended[-1].result if ended else None
     if result is None or not result.why:
         return ""
-    log = _batch_log(point, ended[-1].number)
+    log = _find_batch_log(point, ended[-1].number)
     where = f"; its log: {log}" if log is not None and log.exists() else ""
     return f"; attempt ended with exit code {result.exit_code}: {result.why}{where}"
 
 
-def _attempt_is_done(run: Path, attempt: int) -> bool:
+def _is_attempt_done(run: Path, attempt: int) -> bool:
     return any(
         record.number == attempt and record.result is not None and record.result.done for record in read_attempts(run)
     )
@@ -205,13 +211,13 @@ def _follow_run(point: RunPoint, choice: LogSelection, state: Callable[[], State
     """Print the log as it grows, across requeues, until the run has ended."""
     run, ended = point.run, _RunEnded(state)
     shown = 0
-    for attempt in _new_attempts(run, choice, ended):
+    for attempt in _list_new_attempts(run, choice, ended):
         path = _wait_for_log(point, attempt, choice, ended)
         if path is not None:
             if shown:
                 print(f"==> attempt {attempt}: {path} <==", flush=True)
             shown += 1
-            _follow_file(path, choice.tail, partial(_attempt_has_ended, run, attempt, ended))
+            _follow_file(path, choice.tail, partial(_has_attempt_ended, run, attempt, ended))
     return 0
 
 
@@ -235,7 +241,7 @@ class _RunEnded:
         return self._last is not None and self._last.ended
 
 
-def _new_attempts(run: Path, choice: LogSelection, ended: Callable[[], bool]) -> Iterator[int]:
+def _list_new_attempts(run: Path, choice: LogSelection, ended: Callable[[], bool]) -> Iterator[int]:
     """Yield the chosen attempt, or the newest and all later ones."""
     if choice.attempt is not None:
         yield choose_attempt(run, choice)
@@ -243,7 +249,7 @@ def _new_attempts(run: Path, choice: LogSelection, ended: Callable[[], bool]) ->
     seen = -1
     while True:
         has_ended = ended()  # before looking, so that what began meanwhile is not missed
-        new = [number for number in _attempts(run) if number > seen]
+        new = [number for number in _list_attempts(run) if number > seen]
         if new:
             seen = new[0] if seen >= 0 else new[-1]
             yield seen
@@ -256,26 +262,26 @@ def _new_attempts(run: Path, choice: LogSelection, ended: Callable[[], bool]) ->
 def _wait_for_log(point: RunPoint, attempt: int, choice: LogSelection, ended: Callable[[], bool]) -> Path | None:
     """Wait for the log of an attempt; None if the attempt ends without one."""
     run, folder = point.run, point.run / "logs" / str(attempt)
-    while not _attempt_has_ended(run, attempt, ended):
-        path = folder / f"task-{task_of_rank(folder, choice.rank)}.log"
+    while not _has_attempt_ended(run, attempt, ended):
+        path = folder / f"task-{find_task_of_rank(folder, choice.rank)}.log"
         if path.exists():
             return path
         time.sleep(_POLL_SECONDS)
     try:
-        return _rank_log(point, attempt, choice)
+        return _find_rank_log(point, attempt, choice)
     except UserError as error:
         print(f"hpc-train: {one_line(str(error))}", file=sys.stderr)
         return None
 
 
-def _attempt_has_ended(run: Path, attempt: int, ended: Callable[[], bool]) -> bool:
+def _has_attempt_ended(run: Path, attempt: int, ended: Callable[[], bool]) -> bool:
     """Whether an attempt has left its result, or a later one has begun, or the run has ended without."""
     logs = run / "logs"
     return (logs / str(attempt) / RESULT_MARKER).exists() or (logs / str(attempt + 1)).is_dir() or ended()
 
 
 def _follow_file(path: Path, tail: int | None, over: Callable[[], bool]) -> None:
-    with _open(path) as file:
+    with _open_log(path) as file:
         _print_end(file, tail)
         while True:
             last = over()  # before reading, so that its last words are read

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from hpc_train.training.records.profile_files import TraceFile
 
 _NEW_STEPS = "6:10"
+"""Steps of a new run that are traced: after those that warm up."""
 _STEPS_TIMED = 20
+"""Newest steps, of which the quickest says how far ahead a trace of a running run has to be asked for."""
 _STEPS_OF_RUNNING = 5
 _MOST_RANKS = 64
+"""Ranks that can be traced at once; each writes a file of its own."""
 _POLL_SECONDS = 0.5
 _WITHOUT = {"checkpoint.every": "0", "train.eval_every": "0"}
 """Settings of a new run that are not given: it is made for its trace alone."""

@@ -14,8 +14,8 @@ from hpc_train.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from hpc_train.launch.state.run_lookup import RunPoint
+    from hpc_train.report.advice import Setting
     from hpc_train.report.run_summary import RunSummary
-    from hpc_train.report.verdict import Setting
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -130,9 +130,9 @@ def report_sweep(path: Path, points: Sequence[RunPoint], out: Path | None, as_js
     """Report all points of a sweep; returns the exit code. Raises UserError for a folder that cannot be written."""
     from hpc_train.cli.output import print_line
     from hpc_train.launch.state.run_ledger import account_run_directory
-    from hpc_train.report.comparison import list_sweep_rows, write_sweep
     from hpc_train.report.run_summary import judge_newest_steps
-    from hpc_train.report.sweep_results import gather_results, varied_keys
+    from hpc_train.report.sweep_page import list_sweep_rows, write_sweep
+    from hpc_train.report.sweep_results import gather_results, select_varied_keys
 
     results = gather_results(points)
     ledgers = [account_run_directory(point.run) for point in points]
@@ -142,7 +142,9 @@ def report_sweep(path: Path, points: Sequence[RunPoint], out: Path | None, as_js
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))
     if out is not None or not as_json:
-        page = write_sweep(path.absolute(), rows, varied_keys(results.rows, results.keys), results.metric, out or path)
+        page = write_sweep(
+            path.absolute(), rows, select_varied_keys(results.rows, results.keys), results.metric, out or path
+        )
         if not as_json:
             best = rows[0] if rows and rows[0].best else None
             print_line(

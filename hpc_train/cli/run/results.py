@@ -24,8 +24,8 @@ from hpc_train.report.sweep_results import (
     Value,
     gather_results,
     is_number,
+    select_varied_keys,
     spans_decades,
-    varied_keys,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _SHOWN_COLUMNS = ("step", "loss", "validation_loss", "tokens_per_second")
 _PIPE_WIDTH = 4096
+"""Columns of a table that goes into a pipe or a file: no line is wrapped."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,20 @@ def results_command(target: str, wanted: ResultsOptions) -> int:
         else:
             plot_sweep(results, Path(wanted.plot))
     if wanted.json:
-        print(json.dumps([_result_json(results, row, wanted.best) for row in results.rows]))
+        print(json.dumps([_result_to_json(results, row, wanted.best) for row in results.rows]))
     elif wanted.csv is not None:
         _write_csv(results, wanted)
     elif wanted.plot is None or sys.stdout.isatty():
         from rich.console import Console
 
         # Off a terminal, a row must stay on one line for grep and awk.
-        Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(_results_table(results, wanted.best))
+        Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(_make_results_table(results, wanted.best))
     return EXIT_DONE
 
 
-def _result_json(results: SweepResults, row: PointResult, best: bool) -> dict[str, Any]:
+def _result_to_json(results: SweepResults, row: PointResult, best: bool) -> dict[str, Any]:
     extra = {"best": row.best} if best else {}
-    own = {"metric": results.metric, "value": results.value(row)}
+    own = {"metric": results.metric, "value": results.get_value(row)}
     return {"point": row.point, "state": row.state, "overrides": row.swept, **own, **extra, "final": row.final}
 
 
@@ -99,7 +100,7 @@ def _print_csv(results: SweepResults, best: bool, file: TextIO) -> None:
         writer.writerow([row.point, row.state, *values, *([row.best] if best else [])])
 
 
-def _results_table(results: SweepResults, best: bool) -> Table:
+def _make_results_table(results: SweepResults, best: bool) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -139,19 +140,19 @@ _UNITS = {
 
 def plot_sweep(results: SweepResults, path: Path) -> None:
     """Plot the metric over the swept values. Raises UserError without matplotlib or values, or if writing fails."""
-    rows = [row for row in results.rows if results.value(row) is not None]
+    rows = [row for row in results.rows if results.get_value(row) is not None]
     if not rows:
         raise UserError(f"--plot {path}: no point has a value of {results.metric} yet")
-    keys = varied_keys(rows, results.keys)
+    keys = select_varied_keys(rows, results.keys)
     lines = len({row.swept[keys[1]] for row in rows}) if len(keys) == 2 else 1
     as_bars = not keys or len(keys) > 2 or lines > _MOST_LINES
-    figure = _figure(path, (7.0, max(2.5, 1.0 + 0.28 * min(len(rows), _MOST_BARS))) if as_bars else (6.4, 4.4))
+    figure = _make_figure(path, (7.0, max(2.5, 1.0 + 0.28 * min(len(rows), _MOST_BARS))) if as_bars else (6.4, 4.4))
     axes = figure.subplots()
     if as_bars:
         _plot_bars(axes, results, rows, keys)
     else:
         _plot_lines(axes, results, rows, keys)
-    _save(figure, axes, path)
+    _save_figure(figure, axes, path)
 
 
 def plot_run(steps: Sequence[dict[str, Any]], metric: str | None, name: str, path: Path) -> None:
@@ -159,7 +160,7 @@ def plot_run(steps: Sequence[dict[str, Any]], metric: str | None, name: str, pat
 
     steps: lines of metrics.jsonl. Raises UserError like `draw`.
     """
-    figure = _figure(path, (6.4, 4.4))
+    figure = _make_figure(path, (6.4, 4.4))
     axes, drawn = figure.subplots(), 0
     for wanted in (metric,) if metric is not None else _CURVES:
         found = [
@@ -180,14 +181,14 @@ def plot_run(steps: Sequence[dict[str, Any]], metric: str | None, name: str, pat
     if spans_decades(values):
         axes.set_yscale("log")
     axes.legend(fontsize=8)
-    _save(figure, axes, path)
+    _save_figure(figure, axes, path)
 
 
 def _describe_metric(metric: str) -> str:
     return f"{metric.replace('_', ' ')} ({_UNITS[metric]})" if metric in _UNITS else metric.replace("_", " ")
 
 
-def _figure(path: Path, size: tuple[float, float]) -> Any:
+def _make_figure(path: Path, size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -195,7 +196,7 @@ def _figure(path: Path, size: tuple[float, float]) -> Any:
     return Figure(figsize=size, layout="constrained")
 
 
-def _save(figure: Any, axes: Any, path: Path) -> None:
+def _save_figure(figure: Any, axes: Any, path: Path) -> None:
     axes.grid(True, alpha=0.3)
     try:
         figure.savefig(path, dpi=150)
@@ -206,12 +207,12 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
 def _plot_lines(axes: Any, results: SweepResults, rows: Sequence[PointResult], keys: Sequence[str]) -> None:
     """Plot over the first key, with a line for each value of the second."""
     across, *second = keys
-    places = _tick_positions(rows, across)
+    places = _choose_tick_positions(rows, across)
     groups: dict[Value, list[PointResult]] = {}
     for row in rows:
         groups.setdefault(row.swept[second[0]] if second else None, []).append(row)
-    for value, members in sorted(groups.items(), key=lambda pair: _order(pair[0])):
-        points = sorted((places[row.swept[across]], results.value(row)) for row in members)
+    for value, members in sorted(groups.items(), key=lambda pair: _make_sort_key(pair[0])):
+        points = sorted((places[row.swept[across]], results.get_value(row)) for row in members)
         label = f"{second[0]}={value}" if second else None
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
     numbers = [value for value in places.values() if isinstance(value, (int, float))]
@@ -222,43 +223,43 @@ def _plot_lines(axes: Any, results: SweepResults, rows: Sequence[PointResult], k
             axes.xaxis.get_major_locator().set_params(integer=True)  # there is no layer between two
     else:
         axes.set_xticks(list(places.values()), [str(value) for value in places])
-    _scale(axes, results, rows)
+    _scale_metric_axis(axes, results, rows)
     axes.set_xlabel(across)
     axes.set_ylabel(_describe_metric(results.metric))
     if second:
         axes.legend(fontsize=8)
 
 
-def _tick_positions(rows: Sequence[PointResult], key: str) -> dict[Value, float]:
+def _choose_tick_positions(rows: Sequence[PointResult], key: str) -> dict[Value, float]:
     """Place each value on the axis: numbers at their value, words side by side."""
-    values = sorted({row.swept[key] for row in rows}, key=_order)
+    values = sorted({row.swept[key] for row in rows}, key=_make_sort_key)
     if all(map(is_number, values)):
         return {value: float(value) for value in values}  # type: ignore[arg-type]
     return {value: float(index) for index, value in enumerate(values)}
 
 
-def _order(value: Value) -> tuple[bool, float, str]:
+def _make_sort_key(value: Value) -> tuple[bool, float, str]:
     if is_number(value):
         return (False, float(value), "")  # type: ignore[arg-type]
     return (True, 0.0, str(value))
 
 
-def _scale(axes: Any, results: SweepResults, rows: Sequence[PointResult]) -> None:
-    if spans_decades([results.value(row) or 0.0 for row in rows]):
+def _scale_metric_axis(axes: Any, results: SweepResults, rows: Sequence[PointResult]) -> None:
+    if spans_decades([results.get_value(row) or 0.0 for row in rows]):
         axes.set_yscale("log")
 
 
 def _plot_bars(axes: Any, results: SweepResults, rows: Sequence[PointResult], keys: Sequence[str]) -> None:
     """Plot one bar per point, best on top."""
-    ranked = sorted(rows, key=lambda row: results.value(row) or 0.0, reverse=is_higher_better(results.metric))
+    ranked = sorted(rows, key=lambda row: results.get_value(row) or 0.0, reverse=is_higher_better(results.metric))
     shown = ranked[:_MOST_BARS]
     names = [", ".join(f"{key.split('.')[-1]}={row.swept.get(key)}" for key in keys) or row.point for row in shown]
-    axes.barh(range(len(shown)), [results.value(row) for row in shown])
+    axes.barh(range(len(shown)), [results.get_value(row) for row in shown])
     axes.set_yticks(range(len(shown)), names, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel(
         _describe_metric(results.metric)
         + (f" (the best {_MOST_BARS} of {len(ranked)})" if len(ranked) > len(shown) else "")
     )
-    if spans_decades([results.value(row) or 0.0 for row in shown]):
+    if spans_decades([results.get_value(row) or 0.0 for row in shown]):
         axes.set_xscale("log")

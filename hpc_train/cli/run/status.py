@@ -61,7 +61,7 @@ def status_command(run: str, as_json: bool, watch: bool, goodput: bool) -> int:
 
         # Off a terminal, a row must stay on one line for grep and awk.
         console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-        console.print(status_table(read_statuses(points), console.width))
+        console.print(make_status_table(read_statuses(points), console.width))
         if len(points) == 1 and (line := describe_speed(points[0])):
             print(escape_controls(line))
     return 0
@@ -108,7 +108,7 @@ def _watch_status(points: Sequence[RunPoint]) -> None:
 
     def shown() -> Group:
         rows = [add_progress(row, read_files(point)) for point, row in zip(points, before, strict=True)]
-        return status_table(rows, console.width)
+        return make_status_table(rows, console.width)
 
     def ask_slurm() -> list[RunStatus]:
         return [decide_state(facts) for facts in gather_facts(points, run_client)]
@@ -127,7 +127,7 @@ def _watch_status(points: Sequence[RunPoint]) -> None:
             live.update(shown(), refresh=True)
 
 
-def status_table(rows: Sequence[RunStatus], width: int = _PIPE_WIDTH) -> Group:
+def make_status_table(rows: Sequence[RunStatus], width: int = _PIPE_WIDTH) -> Group:
     """Build a table with one line per point and, for several points, the number in each state.
 
     Columns that are empty in every row are left out. On screens under 120 columns, reasons are lines below.
@@ -136,7 +136,7 @@ def status_table(rows: Sequence[RunStatus], width: int = _PIPE_WIDTH) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    cells = [_status_cells(row) for row in rows]
+    cells = [_format_status_cells(row) for row in rows]
     beside = width >= _REASON_COLUMN_WIDTH
     names = [name for name in _COLUMNS if name not in _OPTIONAL or any(row[name] != "-" for row in cells)]
     shown = Table(box=None, pad_edge=False, header_style="bold")
@@ -149,15 +149,15 @@ def status_table(rows: Sequence[RunStatus], width: int = _PIPE_WIDTH) -> Group:
         line = [Text(escape_controls(texts[name]), style=styles.get(name, "")) for name in names]
         shown.add_row(*line, *([Text(escape_controls(row.reason))] if beside else []))
     reasons = [Text(escape_controls(f"{row.point}: {row.reason}")) for row in rows if row.reason and not beside]
-    warnings = [Text(escape_controls(line)) for line in _warning_lines(rows)]
+    warnings = [Text(escape_controls(line)) for line in _format_warnings(rows)]
     counts = Counter(row.state for row in rows)
     summary = [Text(", ".join(f"{count} {state}" for state, count in counts.most_common()))] if len(rows) > 1 else []
-    survived = [(row.point, _fault_line(row)) for row in rows]
+    survived = [(row.point, _format_fault(row)) for row in rows]
     faults = [Text(escape_controls(f"{point}: {text}")) for point, text in survived if text]
     return Group(shown, *reasons, *faults, *warnings, *summary)
 
 
-def _fault_line(row: RunStatus) -> str:
+def _format_fault(row: RunStatus) -> str:
     """Return what the run has survived, in one line; "" if that is nothing."""
     parts = []
     if row.faults:
@@ -168,7 +168,7 @@ def _fault_line(row: RunStatus) -> str:
     return "; ".join(parts)
 
 
-def _warning_lines(rows: Sequence[RunStatus]) -> list[str]:
+def _format_warnings(rows: Sequence[RunStatus]) -> list[str]:
     """Return the warnings of a single run; for several points, how many each has."""
     if len(rows) == 1:
         found = rows[0].warnings
@@ -177,7 +177,7 @@ def _warning_lines(rows: Sequence[RunStatus]) -> list[str]:
     return [f"{row.point}: {len(row.warnings)} warnings, the first: {row.warnings[0]}" for row in rows if row.warnings]
 
 
-def _status_cells(row: RunStatus) -> dict[str, str]:
+def _format_status_cells(row: RunStatus) -> dict[str, str]:
     return {
         "point": row.point,
         "job": row.job_id or "-",

@@ -21,6 +21,7 @@ _LEAST_SECONDS = 2
 _MAP_ROWS, _MAP_COLUMNS = 16, 60
 _BUSY_SHARE = 0.1
 """Share of the time that reading may take: a run of many nodes, whose files take long to read, is read less often."""
+# Work of a rank over the median: colours up to these.
 _SHADES = ((0.9, "blue"), (1.1, "white"), (1.25, "yellow"), (float("inf"), "red"))
 
 
@@ -164,14 +165,14 @@ def draw_map(table: StepTable) -> list[Text]:
     for group in groups:
         first, last = table.ranks[group[0]], table.ranks[group[-1]]
         line = Text(f"{f'rank {first}' if first == last else f'ranks {first}-{last}':<14}")
-        for value in _largest(ratio[group]):
+        for value in _find_largest(ratio[group]):
             shade = next(colour for limit, colour in _SHADES if value <= limit) if np.isfinite(value) else "dim"
             line.append("■" if np.isfinite(value) else "·", style=shade)
         lines.append(line)
     return lines
 
 
-def _largest(rows: Array) -> Sequence[float]:
+def _find_largest(rows: Array) -> Sequence[float]:
     """Return the largest value of each column; NaN for a column without any."""
     import numpy as np
 

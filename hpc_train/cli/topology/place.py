@@ -16,12 +16,13 @@ from hpc_train.parallel.rules.check import check_support
 from hpc_train.parallel.rules.pipeline import check_blocks
 from hpc_train.placement.allocation import find_allocation, shuffle_nodes
 from hpc_train.placement.cost import build_cost_model
+from hpc_train.placement.described_cluster import count_ranks_per_node
 from hpc_train.placement.diagram.canvas import check_picture_path
 from hpc_train.placement.diagram.picture import PlacementPanels, choose_axes
 from hpc_train.placement.dragonfly import RoutingBounds, bound_routing
 from hpc_train.placement.explanation import advise_allocation, name_taper_settings
 from hpc_train.placement.fabric import build_levels
-from hpc_train.placement.fabric_from_config import count_ranks_per_node, list_assumptions
+from hpc_train.placement.fabric_from_config import list_assumptions
 from hpc_train.placement.node.gpu_links import build_described_links
 from hpc_train.placement.node.gpu_order import GpuOrder, order_gpus
 from hpc_train.placement.node_locations import NodeLocations
@@ -58,7 +59,7 @@ def place_command(
     if options.picture is not None:
         _draw_placement(job, where, found, options.axis, Path(options.picture))
     gpus = _order_described_gpus(config, job)
-    notes = _placement_notes(config, job, where)
+    notes = _list_placement_notes(config, job, where)
     if gpus is not None and not gpus.is_identity:
         notes.append(f"local ranks take GPUs {', '.join(map(str, gpus.gpus))}: {gpus.reason}")
     routing = _bound_placed_routing(config, job, found)
@@ -67,7 +68,7 @@ def place_command(
     fabric = job.tapered or job.fabric
     wanted = advise_allocation(fabric, job.sizes, job.flows, found)
     if options.json:
-        print(json_module.dumps(_placement_json(job, where, found, notes, wanted, gpus, routing)))
+        print(json_module.dumps(_placement_to_json(job, where, found, notes, wanted, gpus, routing)))
     else:
         print_rich(*PlacementView(where, fabric, job.sizes, job.flows, found, notes, wanted).render())
     return 0
@@ -94,7 +95,7 @@ def _draw_placement(job: PlacementJob, where: NodeLocations, found: Placement, a
     prepared = build_cost_model(fabric, job.sizes, job.flows, len(fabric.nodes), job.backend)
     axes = choose_axes(axis, job.sizes, job.flows, found)
     levels = build_levels(where.nodes, where.paths, where.domains)
-    draw_panels(PlacementPanels(prepared, job.sizes, levels, axes).panels(found), "+".join(axes), path)
+    draw_panels(PlacementPanels(prepared, job.sizes, levels, axes).make_panels(found), "+".join(axes), path)
 
 
 def _order_described_gpus(config: RunConfig, job: PlacementJob) -> GpuOrder | None:
@@ -113,7 +114,7 @@ def _bound_placed_routing(config: RunConfig, job: PlacementJob, found: Placement
     return bound_routing(config.cluster, model, found.nodes)
 
 
-def _placement_notes(config: RunConfig, job: PlacementJob, where: NodeLocations) -> list[str]:
+def _list_placement_notes(config: RunConfig, job: PlacementJob, where: NodeLocations) -> list[str]:
     notes = [*list_assumptions(config.cluster, where.node_gbit_s), *job.notes]
     if where.problem is not None:
         notes.append(f"{where.problem}; the launcher's order stays")
@@ -126,7 +127,7 @@ def _placement_notes(config: RunConfig, job: PlacementJob, where: NodeLocations)
     return notes
 
 
-def _placement_json(
+def _placement_to_json(
     job: PlacementJob,
     where: NodeLocations,
     found: Placement,

@@ -17,7 +17,8 @@ from hpc_train.cluster.spec import Cluster, Switch, cluster_to_json
 from hpc_train.cluster.tree_view import build_tree_view
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.placement.allocation import build_described_cluster, list_job_nodes
+from hpc_train.placement.allocation import list_job_nodes
+from hpc_train.placement.described_cluster import build_described_cluster
 
 
 def show_topology_command(
@@ -63,31 +64,31 @@ def _find_cluster(overrides: Sequence[str], config_dir: str | None, env: Mapping
         return read_topology_file(Path(config.cluster.topology))
     if config.cluster.node.gpus or config.cluster.nodes:
         return build_described_cluster(config)
-    return _cluster_of_job(env) if "SLURM_JOB_ID" in env else _cluster_of_machine()
+    return _read_job(env) if "SLURM_JOB_ID" in env else _read_machine()
 
 
-def _cluster_of_machine() -> Cluster:
+def _read_machine() -> Cluster:
     from hpc_train.cluster.this_machine import describe_this_node
 
     return describe_this_node()
 
 
-def _cluster_of_job(env: Mapping[str, str]) -> Cluster:
+def _read_job(env: Mapping[str, str]) -> Cluster:
     """Describe the job's nodes and the switches above them, and the devices of this node."""
     from hpc_train.cluster.readers.slurm.slurm_topology import query_topology
 
-    here, slurm, nodes = _cluster_of_machine(), query_topology(), set(list_job_nodes(env))
+    here, slurm, nodes = _read_machine(), query_topology(), set(list_job_nodes(env))
     [node] = here.nodes
     name = env.get("SLURMD_NODENAME", node.name)
     return Cluster(
         kind="slurm_job",
         nodes=(replace(node, name=name),),
         links=tuple(replace(link, node=name) for link in here.links),
-        switches=_switches_above(slurm.switches, nodes) if slurm is not None else (),
+        switches=_list_switches_above(slurm.switches, nodes) if slurm is not None else (),
     )
 
 
-def _switches_above(switches: Sequence[Switch], nodes: set[str]) -> tuple[Switch, ...]:
+def _list_switches_above(switches: Sequence[Switch], nodes: set[str]) -> tuple[Switch, ...]:
     """Return the switches above these nodes, restricted to these nodes."""
     switches_above: dict[str, Switch] = {}
     for switch in sorted(switches, key=lambda switch: switch.level):

@@ -1,4 +1,7 @@
-"""List the topology formats, and read a file; its format is recognised by its content."""
+"""List the topology formats, and read a file; its format is recognised by its content.
+
+The package's docstring says how to add one.
+"""
 
 from __future__ import annotations
 

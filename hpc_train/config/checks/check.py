@@ -1,4 +1,7 @@
-"""Check what types cannot express: ranges, and fields that must agree with one another."""
+"""Check what types cannot express: ranges, and fields that must agree with one another.
+
+What depends on the number of ranks, or on two techniques together, is checked in parallel/rules instead.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from hpc_train.config.checks.secret_variables import is_secret_name
 from hpc_train.config.cluster import check_cluster
 from hpc_train.config.keys.overrides import did_you_mean
 from hpc_train.config.optim import OPTIMIZERS
-from hpc_train.config.parallel import requested_degrees
+from hpc_train.config.parallel import list_requested_degrees
 from hpc_train.config.profile import check_ranks, parse_steps
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
@@ -57,7 +60,7 @@ def check_config(config: RunConfig) -> RunConfig:
     _check_sharing(config)
     _check_loggers(config)
     _check_profile(config)
-    requested_degrees(config.parallel)
+    list_requested_degrees(config.parallel)
     _check_fixed(config)
     return config
 
@@ -90,7 +93,7 @@ def _check_value(value: Any, where: str, allowed: Range | None) -> None:
         for index, element in enumerate(value):
             if isinstance(element, (dict, list)):
                 raise UserError(f"{where}.{index}={element}: must be one value, such as text or a number")
-    for text in _strings(value):
+    for text in _list_strings(value):
         # Values end up in batch scripts, file names and terminals, where a newline or an escape could do anything.
         if any(unicodedata.category(character) == "Cc" for character in text):
             raise UserError(
@@ -132,12 +135,12 @@ def _check_number(value: Any, where: str) -> None:
         raise UserError(f"{where}={value}: is too large for this setting; check its digits")
 
 
-def _strings(value: Any) -> list[str]:
+def _list_strings(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        return [text for pair in value.items() for item in pair for text in _strings(item)]
-    return [text for item in value for text in _strings(item)] if isinstance(value, (list, tuple)) else []
+        return [text for pair in value.items() for item in pair for text in _list_strings(item)]
+    return [text for item in value for text in _list_strings(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _check_length(config: RunConfig) -> None:
@@ -242,7 +245,7 @@ def _check_loggers(config: RunConfig) -> None:
     loggers = config.loggers
     if len(set(loggers.use)) != len(loggers.use):
         raise UserError(f"loggers.use={loggers.use}: names a logger twice; leave one out")
-    for name in _dict_keys(loggers.args):
+    for name in _list_dict_keys(loggers.args):
         if is_secret_name(name):
             raise UserError(
                 f"loggers.args: {name} looks like a secret, and a configuration is written to files; read it from the "
@@ -257,11 +260,11 @@ def _check_loggers(config: RunConfig) -> None:
         )
 
 
-def _dict_keys(value: Any) -> list[str]:
+def _list_dict_keys(value: Any) -> list[str]:
     """Return the keys of a dict and of all dicts in it."""
     if isinstance(value, dict):
-        return [name for key, item in value.items() for name in (str(key), *_dict_keys(item))]
-    return [name for item in value for name in _dict_keys(item)] if isinstance(value, (list, tuple)) else []
+        return [name for key, item in value.items() for name in (str(key), *_list_dict_keys(item))]
+    return [name for item in value for name in _list_dict_keys(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _check_compression(config: RunConfig) -> None:

@@ -55,8 +55,8 @@ SCHEMAS: dict[str, dict[str, type[ModelConfig | DataConfig]]] = {
 """Types for the files of a group to build on, by the name that their defaults lists use."""
 
 
-def option_files(group: str, config_dir: str | None = None) -> dict[str, Traversable]:
-    """Name -> file of everything that `group=` accepts: the shipped ones, and those of config_dir."""
+def find_option_files(group: str, config_dir: str | None = None) -> dict[str, Traversable]:
+    """Return the files of the options that `group=` accepts, by name: the shipped ones, and those of config_dir."""
     folders: list[Traversable] = [files("hpc_train.conf").joinpath(group)]
     if config_dir is not None:
         folders.append(Path(config_dir, group))
@@ -64,20 +64,20 @@ def option_files(group: str, config_dir: str | None = None) -> dict[str, Travers
     return {file.name.removesuffix(".yaml"): file for file in sorted(found, key=lambda file: file.name)}
 
 
-def option_type(group: str, option: str, config_dir: str | None = None) -> type | None:
+def find_option_type(group: str, option: str, config_dir: str | None = None) -> type | None:
     """Return the type that an option of `model` or `data` builds on; None if its file names none."""
-    file = option_files(group, config_dir).get(option)
-    named = [name for name in _defaults(file) if isinstance(name, str)] if file else []
+    file = find_option_files(group, config_dir).get(option)
+    named = [name for name in _read_defaults(file) if isinstance(name, str)] if file else []
     return next((SCHEMAS[group][name] for name in named if name in SCHEMAS.get(group, {})), None)
 
 
-def default_options() -> dict[str, str]:
-    """Group -> the option it has when nothing is chosen."""
-    pairs = (item for item in _defaults(files("hpc_train.conf").joinpath("config.yaml")) if isinstance(item, dict))
+def read_default_options() -> dict[str, str]:
+    """Return the option that each group has when nothing is chosen."""
+    pairs = (item for item in _read_defaults(files("hpc_train.conf").joinpath("config.yaml")) if isinstance(item, dict))
     return {group: option for pair in pairs for group, option in pair.items() if group in GROUPS}
 
 
-def _defaults(file: Traversable) -> list[Any]:
+def _read_defaults(file: Traversable) -> list[Any]:
     import yaml  # type: ignore[import-untyped]
 
     try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, ListConfig
 
-from hpc_train.config.keys.groups import GROUPS, default_options, option_files
+from hpc_train.config.keys.groups import GROUPS, find_option_files, read_default_options
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import SEALED_ATTRIBUTE
@@ -137,18 +137,18 @@ def find_wrong_key(values: Iterable[Override], config: DictConfig) -> str | None
 
 def _suggest_key(component: str, node: DictConfig, root: DictConfig) -> str:
     """Suggest a key of this name elsewhere (lr is optim.lr), else one like it here."""
-    elsewhere = [key for key in _keys(root) if key.split(".")[-1] == component]
+    elsewhere = [key for key in _walk_keys(root) if key.split(".")[-1] == component]
     if elsewhere and len(elsewhere) <= _SHOWN:
         return did_you_mean(elsewhere)
     return suggest_names(component, map(str, node))
 
 
-def _keys(node: DictConfig, path: str = "") -> Iterator[str]:
+def _walk_keys(node: DictConfig, path: str = "") -> Iterator[str]:
     for name in map(str, node):
         yield f"{path}{name}"
         child = node._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            yield from _keys(child, f"{path}{name}.")
+            yield from _walk_keys(child, f"{path}{name}.")
 
 
 def find_unknown_field(config: Any, path: str = "") -> str | None:
@@ -165,19 +165,19 @@ def find_unknown_field(config: Any, path: str = "") -> str | None:
 MICRO_BATCH = "train.micro_batch"
 
 
-def explicit_settings(config: RunConfig, overrides: Sequence[str]) -> list[str]:
+def list_explicit_settings(config: RunConfig, overrides: Sequence[str]) -> list[str]:
     """List the keys below `parallel`, and train.micro_batch, that an override names or a file has changed; sorted.
 
     A degree of -1 counts as not given, so the planner chooses it.
     """
     named = {text.lstrip("+").partition("=")[0] for text in overrides}
     keys = {key for key in named if key.startswith("parallel.") or key == MICRO_BATCH}
-    keys |= set(_changed(config.parallel, ParallelConfig(), "parallel."))
+    keys |= set(_list_changed(config.parallel, ParallelConfig(), "parallel."))
     keys -= {"parallel.auto", "parallel.fixed"}
     return sorted(key for key in keys if get_value(config, key) not in (-1, None))
 
 
-def chosen_parallel_option(overrides: Sequence[str]) -> str | None:
+def find_chosen_parallel_option(overrides: Sequence[str]) -> str | None:
     """Return the last option of the group `parallel` that the overrides choose."""
     options = [value for key, _, value in (text.partition("=") for text in overrides) if key == "parallel"]
     return options[-1] if options else None
@@ -191,11 +191,11 @@ def get_value(config: RunConfig, key: str) -> Any:
     return node
 
 
-def _changed(config: Any, default: Any, path: str) -> Iterator[str]:
+def _list_changed(config: Any, default: Any, path: str) -> Iterator[str]:
     for item in fields(config):
         value, plain = getattr(config, item.name), getattr(default, item.name)
         if is_dataclass(value):
-            yield from _changed(value, plain, f"{path}{item.name}.")
+            yield from _list_changed(value, plain, f"{path}{item.name}.")
         elif value != plain:
             yield f"{path}{item.name}"
 
@@ -245,11 +245,11 @@ def _check_label(config: RunConfig, overrides: Sequence[str], text: str, key: st
         return
     if (group, field) == ("model", "name") and _changes_model(overrides):
         return
-    option = _option(group, overrides)
-    value, named = get_value(config, key), _declared_value(config, group, option, field, config_dir)
+    option = _find_chosen_option(group, overrides)
+    value, named = get_value(config, key), _get_declared_value(config, group, option, field, config_dir)
     if named is None or value == named:
         return
-    options = option_files(group, config_dir)
+    options = find_option_files(group, config_dir)
     meant = f"write {group}={value}" if value in options else suggest_names(str(value), options)
     raise UserError(
         f"{text}: only labels what {group}={option} is, and chooses nothing; {meant}; {_OF_YOUR_OWN[group]}"
@@ -262,17 +262,17 @@ def _changes_model(overrides: Sequence[str]) -> bool:
     return any(key.startswith("model.") for key in keys - {"model.name", "model.kind"})
 
 
-def _option(group: str, overrides: Sequence[str]) -> str:
+def _find_chosen_option(group: str, overrides: Sequence[str]) -> str:
     chosen = [text.partition("=")[2] for text in overrides if text.partition("=")[0] == group]
-    return chosen[-1] if chosen else default_options()[group]
+    return chosen[-1] if chosen else read_default_options()[group]
 
 
-def _declared_value(config: RunConfig, group: str, option: str, field: str, config_dir: str | None) -> str | None:
+def _get_declared_value(config: RunConfig, group: str, option: str, field: str, config_dir: str | None) -> str | None:
     """Return an option's declared type or file; None if it declares none."""
     if field == "kind":
         kind = type(getattr(config, group)).__dataclass_fields__.get(field)
         return None if kind is None else str(kind.default)
-    file = option_files(group, config_dir).get(option)
+    file = find_option_files(group, config_dir).get(option)
     if file is None:
         return None
     import yaml  # type: ignore[import-untyped]

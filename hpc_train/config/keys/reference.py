@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from hpc_train.config.keys.groups import GROUPS, SCHEMAS, default_options, option_files
+from hpc_train.config.keys.groups import GROUPS, SCHEMAS, find_option_files, read_default_options
 from hpc_train.config.keys.overrides import suggest_names
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
@@ -74,7 +74,7 @@ def _suggest_keys(key: str, keys: list[KeyReference]) -> str:
     return f"`hpc-train explain PART` lists those of {', '.join(parts)}"
 
 
-def related_keys(item: KeyReference) -> list[str]:
+def list_related_keys(item: KeyReference) -> list[str]:
     """List the keys that the meaning of `item` names, and keys whose meaning names `item`."""
     words = set(re.findall(r"[a-z_]+(?:\.[a-z_]+)+", item.meaning)) | set(re.findall(r"`([a-z_.]+)`", item.meaning))
     parent = item.key.rpartition(".")[0]
@@ -86,23 +86,23 @@ def related_keys(item: KeyReference) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def options_of(key: str) -> list[str]:
+def list_group_options(key: str) -> list[str]:
     """List the names that `key=` accepts where it is a group of conf/, such as `model`; empty where it is none."""
-    return list(option_files(key)) if key in GROUPS else []
+    return list(find_option_files(key)) if key in GROUPS else []
 
 
-def default_option(group: str) -> str | None:
+def find_default_option(group: str) -> str | None:
     """Return the option of a group that a run has when nothing is chosen."""
-    return default_options().get(group)
+    return read_default_options().get(group)
 
 
 @cache
 def _list_keys() -> tuple[KeyReference, ...]:
-    return tuple(_keys_of(RunConfig, ""))
+    return tuple(_walk_fields(RunConfig, ""))
 
 
-def _keys_of(cls: type, path: str, variant: str = "", only_own: bool = False) -> Iterator[KeyReference]:
-    meanings, types = _meanings(cls), get_type_hints(cls)
+def _walk_fields(cls: type, path: str, variant: str = "", only_own: bool = False) -> Iterator[KeyReference]:
+    meanings, types = _read_meanings(cls), get_type_hints(cls)
     for item in fields(cls):
         key, kind = f"{path}{item.name}", types[item.name]
         if only_own and item.name not in meanings.keys() & inspect.get_annotations(cls).keys():
@@ -111,16 +111,16 @@ def _keys_of(cls: type, path: str, variant: str = "", only_own: bool = False) ->
             (option for option in (kind, *get_args(kind)) if isinstance(option, type) and is_dataclass(option)), None
         )
         if part is not None and not _is_container(kind):
-            yield from _keys_of(part, f"{key}.", variant)
+            yield from _walk_fields(part, f"{key}.", variant)
             for name, special in SCHEMAS.get(key, {}).items():
-                yield from _keys_of(special, f"{key}.", name.removesuffix("_schema"), only_own=True)
+                yield from _walk_fields(special, f"{key}.", name.removesuffix("_schema"), only_own=True)
             continue
         legal: Range | None = item.metadata.get("range")
         yield KeyReference(
             key=key,
-            type=_type_name(kind),
-            default=_default_text(item),
-            range=_range_text(legal),
+            type=_format_type(kind),
+            default=_format_default(item),
+            range=_format_range(legal),
             meaning=meanings.get(item.name, ""),
             file=cls.__module__.replace(".", "/") + ".py",
             variant=variant,
@@ -134,7 +134,7 @@ def _is_container(kind: Any) -> bool:
 
 
 @cache
-def _meanings(cls: type) -> dict[str, str]:
+def _read_meanings(cls: type) -> dict[str, str]:
     """Return the string below each field, by field, including those of the classes that `cls` extends."""
     found: dict[str, str] = {}
     for base in reversed([base_class for base_class in cls.__mro__ if is_dataclass(base_class)]):
@@ -148,12 +148,12 @@ def _meanings(cls: type) -> dict[str, str]:
     return found
 
 
-def _type_name(kind: Any) -> str:
+def _format_type(kind: Any) -> str:
     text = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
     return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Za-z])", "", text).replace("NoneType", "null").replace("None", "null")
 
 
-def _default_text(item: Any) -> str:
+def _format_default(item: Any) -> str:
     value = item.default if item.default is not MISSING else None
     if item.default is MISSING and item.default_factory is not MISSING:
         value = item.default_factory()
@@ -166,7 +166,7 @@ def _default_text(item: Any) -> str:
     return str(value)
 
 
-def _range_text(legal: Range | None) -> str:
+def _format_range(legal: Range | None) -> str:
     if legal is None:
         return ""
     if legal.choices is not None:

@@ -1,0 +1,1 @@
+"""Functions as jobs, by way of submitit: the Hydra launchers and TrainingFunction run on them."""

@@ -1,7 +1,8 @@
 """The calls of a job that runs a Python function, and the pickles of calls and results.
 
-Everything that a function may have beyond being callable is optional: `checkpoint`, `fails`, `keeps`. Only their
-owner reads and writes the pickles, and they are there whole or not at all.
+The files are submitit's: a call in <job>_submitted.pkl, a result in <job>_<rank>_result.pkl. What a function may have
+beyond being callable is optional: `checkpoint`, `fails`, `keeps`. A pickle is a program, so only its owner reads and
+writes it, and it appears whole by one rename.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def array_element() -> int:
     return int(os.environ.get(ELEMENT_VARIABLE, "0"))
 
 
-def submitted_pickle(paths: JobPaths) -> Path:
+def find_submitted_pickle(paths: JobPaths) -> Path:
     """Return the pickle of this job: its own, which a checkpoint leaves too, else the one that elements share."""
     own, shared = paths.submitted_pickle, os.environ.get(SHARED_CALL_VARIABLE, "")
     return Path(shared) if shared and not own.exists() else own
@@ -51,7 +52,7 @@ def keeps_result(function: Any, rank: int, result: Any) -> bool:
     return bool(keeps(rank, result)) if keeps else True
 
 
-def next_call(delayed: DelayedSubmission) -> DelayedSubmission | None:
+def choose_next_call(delayed: DelayedSubmission) -> DelayedSubmission | None:
     """Return what to call after a requeue, by the function's own `checkpoint`; None if it wants no further call."""
     following: DelayedSubmission | None = delayed._checkpoint_function()
     return following
@@ -76,14 +77,14 @@ def make_private_folder(path: Path) -> Path:
     return path
 
 
-def pickle_value(what: Any) -> bytes:
+def pickle_value(value: Any) -> bytes:
     """Pickle a value, with functions and classes of `__main__` by value."""
-    return bytes(cloudpickle.dumps(what, pickle.HIGHEST_PROTOCOL))
+    return bytes(cloudpickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
 
-def save_pickle(what: Any, path: Path) -> None:
-    """Replace `path` by the pickle of `what`."""
-    write_private(pickle_value(what), path)
+def save_pickle(value: Any, path: Path) -> None:
+    """Replace `path` by the pickle of a value."""
+    write_private(pickle_value(value), path)
 
 
 def write_private(data: bytes, path: Path) -> None:
@@ -113,7 +114,10 @@ def check_private_file(path: Path, status: os.stat_result) -> None:
 
 
 def wait_for_file(path: Callable[[], Path]) -> Path:
-    """Return `path()` as soon as it exists: sbatch may be faster than the last rename at submission."""
+    """Return `path()` as soon as it exists, asked anew each time: the job may start before its call is written.
+
+    The call is named by the job id, which is only known once sbatch has returned.
+    """
     deadline = time.monotonic() + _WAIT_SECONDS
     while not (file := path()).exists():
         if time.monotonic() > deadline:
@@ -122,6 +126,6 @@ def wait_for_file(path: Callable[[], Path]) -> Path:
     return file
 
 
-def worker_command(python: str, folder: Path) -> str:
+def make_worker_command(python: str, folder: Path) -> str:
     """Return the shell words that start a rank. python: the words that start Python, quoted."""
     return f"{python} -u -m hpc_train.launch.callables.worker {shlex.quote(str(folder))}"

@@ -25,12 +25,12 @@ from hpc_train.launch.callables.calls import (
     ELEMENT_VARIABLE,
     SHARED_CALL_VARIABLE,
     make_private_folder,
+    make_worker_command,
     pickle_value,
-    worker_command,
     write_private,
 )
 from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, requeue_marker_name
-from hpc_train.launch.local.node_sharing import gpu_share_environment, visible_gpus
+from hpc_train.launch.local.node_sharing import list_visible_gpus, make_gpu_share_environment
 from hpc_train.launch.local.process_pool import ProcessPool
 from hpc_train.runtime.processes import block_stop_signals
 
@@ -43,7 +43,7 @@ def count_fitting_jobs(ranks: int, gpus: int | None, visible: Sequence[str] = ()
     """
     if gpus is None:
         return max(1, len(os.sched_getaffinity(0)) // ranks)
-    visible = visible or visible_gpus()
+    visible = visible or list_visible_gpus()
     if gpus > len(visible):
         raise UserError(f"a job asks for {gpus} GPUs, and {len(visible)} are visible here; ask for fewer, or for none")
     return len(visible) // gpus
@@ -65,7 +65,7 @@ class LocalCallExecutor(LocalExecutor):
         super().__init__(folder, max_num_timeout, max_pickle_size_gb, python)
         self._at_once, self._max_attempts = at_once, max_attempts
         self._pool = ProcessPool(at_once or 1, _start_unless_cancelled)
-        self._throttling = 0.0
+        self._throttling = 0.0  # submitit sleeps so long between two jobs, by default 0.2 s
 
     @classmethod
     def name(cls) -> str:
@@ -74,7 +74,7 @@ class LocalCallExecutor(LocalExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return worker_command(self.python, self.folder)
+        return make_worker_command(self.python, self.folder)
 
     @property
     def ranks(self) -> int:
@@ -157,7 +157,7 @@ class LocalCallExecutor(LocalExecutor):
 
 
 def _new_job_id() -> str:
-    """Return a number that no job of this folder has had."""
+    """Return a number that no job of this folder has had: the microseconds since the epoch."""
     return str(time.time_ns() // 1000)
 
 
@@ -214,7 +214,7 @@ class JobProgram:
         """Return the environment variable with the GPUs of the job in this slot."""
         if self.gpus_per_job is None:
             return {}
-        return gpu_share_environment(slot, self.gpus_per_job, self.gpus or visible_gpus(), os.environ)
+        return make_gpu_share_environment(slot, self.gpus_per_job, self.gpus or list_visible_gpus(), os.environ)
 
 
 def _start_unless_cancelled(job: JobProcesses, slot: int) -> JobProcesses | None:
@@ -286,6 +286,7 @@ class JobProcesses:
             if self._failed is None:
                 self._failed = next((code for code in codes if code), None)
                 if self._failed is not None:
+                    # The others would wait in a collective for the rank that is gone.
                     self._kill_at = min(self._kill_at, time.monotonic() + _GRACE_SECONDS)
             if None in codes:
                 self._watch_clock()

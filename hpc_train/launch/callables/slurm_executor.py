@@ -23,8 +23,8 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob, _mak
 from hpc_train.errors import UserError
 from hpc_train.launch.callables.calls import (
     make_private_folder,
+    make_worker_command,
     pickle_value,
-    worker_command,
     write_private,
 )
 from hpc_train.launch.slurm.batch_script import END_TOGETHER, checked_lines, shell_functions
@@ -39,6 +39,7 @@ from hpc_train.launch.slurm.slurm_cli import (
 )
 
 _PATH_TAGS = ("%j", "%t", "%A", "%a")
+"""Parts of a folder's name for which submitit puts the job, the rank, the array and the element."""
 FORGOTTEN_STATE = "NOT_FOUND"
 """The state of a job that Slurm has forgotten; submitit takes every word it does not know for an end."""
 
@@ -102,7 +103,7 @@ class SlurmCallExecutor(SlurmExecutor):
         super().__init__(folder, max_num_timeout, max_pickle_size_gb, python)
         self._environment = dict(client_environment() if environment is None else environment)
         self._max_attempts = max_attempts
-        self._throttling = 0.0
+        self._throttling = 0.0  # submitit sleeps so long between two jobs, by default 0.2 s
         self._submitted = _Submitted()
         if any(tag in str(self.folder) for tag in _PATH_TAGS):
             raise UserError(f"{self.folder}: all jobs share this folder; leave out {', '.join(_PATH_TAGS)}")
@@ -114,7 +115,7 @@ class SlurmCallExecutor(SlurmExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return worker_command(self.python, self.folder)
+        return make_worker_command(self.python, self.folder)
 
     def submit_elements(self, call: Callable[[], Any], count: int) -> list[str]:
         """Submit an array whose `count` elements share one pickle of `call`, and return their job ids.
@@ -192,9 +193,9 @@ class SlurmCallExecutor(SlurmExecutor):
         return job
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        """Write the batch script.
+        """Return the text of the batch script. uid: not used here; submitit's own method has it.
 
-        Raises UserError for a control character: the rest of the value would run as shell.
+        Raises UserError for a control character: after a newline the rest of the value would run as shell.
         """
         given = {"setup": None, "teardown": None, "srun_args": None, **self.parameters}
         _refuse_control_characters(given)

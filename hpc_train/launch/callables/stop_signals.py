@@ -21,6 +21,8 @@ from hpc_train.runtime.processes import STOP_SIGNALS, StopRequest
 
 SIGNAL_SECONDS_VARIABLE = "HPC_TRAIN_SIGNAL_SECONDS"
 """Environment variable: seconds before the time limit at which the job is told to stop."""
+_START_SECONDS = 2.0
+"""Seconds that the local pool counts before this rank does: it starts the clock before Python has started."""
 
 
 def requeue_marker_name(job_id: str) -> str:
@@ -46,8 +48,9 @@ class StopSignalHandler:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle_signal)
-        if early.signal_name in (name := {number.name: number for number in STOP_SIGNALS}):
-            self._handle_signal(name[early.signal_name or ""], None)
+        numbers = {number.name: number for number in STOP_SIGNALS}
+        if early.signal_name in numbers:
+            self._handle_signal(numbers[early.signal_name], None)
 
     def ignore_signals(self) -> None:
         """Ignore stop signals from now on: the call is over."""
@@ -71,7 +74,7 @@ class StopSignalHandler:
             raise UncompletedJobError("Job not requeued because: timed-out too many times.")
         following: DelayedSubmission | None = self._delayed
         if calls.can_resume(self._delayed.function):
-            following = calls.next_call(self._delayed)
+            following = calls.choose_next_call(self._delayed)
         elif timed_out:
             raise UncompletedJobError("Job not requeued because: timed-out and not checkpointable.")
         if following is None:
@@ -84,10 +87,11 @@ class StopSignalHandler:
         raise SystemExit(EXIT_REQUEUE)
 
     def _is_out_of_time(self) -> bool:
+        """Whether the signal came because of the time limit. The same one comes at a preemption, at any time."""
         notice = float(os.environ.get(SIGNAL_SECONDS_VARIABLE, "90"))
         if self._env.cluster != "slurm":
             limit = float(os.environ.get("SUBMITIT_LOCAL_TIMEOUT_S") or "0")
-            return limit > 0 and time.monotonic() - self._start >= limit - notice - 2
+            return limit > 0 and time.monotonic() - self._start >= limit - notice - _START_SECONDS
         seconds_left = read_time_left(self._env.job_id)
         if seconds_left is None:
             seconds_left = 60.0 * self._delayed._timeout_min - (time.monotonic() - self._start)

@@ -49,7 +49,7 @@ def train(config: DictConfig) -> float:
             signal.signal(number, handler)
     if code != EXIT_DONE:
         raise SystemExit(code)
-    return _last_loss(Path(container["run_dir"]))
+    return _read_last_loss(Path(container["run_dir"]))
 
 
 def _resolve(config: DictConfig) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def read_point_warnings(output_dir: Path) -> list[str]:
     return [str(warning) for warning in read_warnings(logs / str(max(attempts)))] if attempts else []
 
 
-def _last_loss(run: Path) -> float:
+def _read_last_loss(run: Path) -> float:
     from hpc_train.launch.state.progress import read_final_values
 
     values = read_final_values(run / "metrics.jsonl")

@@ -19,7 +19,7 @@ from hpc_train.launch.state.state_names import State, from_slurm_state
 
 _RESULT_SUFFIX = "_result.pkl"
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
-"""Seconds between two listings of the folder."""
+"""Seconds between two listings of the folder: few while results come, more and more while none does."""
 _MAX_LOG_BYTES = 1 << 20
 _LOG_LINES = 10
 """Part of the log that is shown of a job which left nothing else."""
@@ -144,7 +144,7 @@ def wait_for_jobs(
             else:
                 noticed.pop(job.job_id, None)  # requeued
             files_are_here = time.monotonic() - noticed.get(job.job_id, math.inf) >= source.grace
-            end = _job_end(job, results.get(job.job_id, {}), reported_ends.get(job.job_id), files_are_here, fails)
+            end = _make_job_end(job, results.get(job.job_id, {}), reported_ends.get(job.job_id), files_are_here, fails)
             if end is not None:
                 ends[job.job_id] = end if end.how is None else _explain_with_log(job, folder, end.how)
                 del unended[job.job_id]
@@ -165,7 +165,7 @@ def _list_results(folder: Path) -> dict[str, dict[int, Path]]:
     return results
 
 
-def _job_end(
+def _make_job_end(
     job: StartedJob,
     results: Mapping[int, Path],
     reported_end: str | None,
@@ -178,7 +178,8 @@ def _job_end(
     """
     if reported_end is None and (job.ranks > 1 or 0 not in results):
         return None
-    for rank in sorted(results, reverse=True):  # ranks other than the first leave only failures
+    # The highest rank first: ranks other than the first usually leave a file only if they failed.
+    for rank in sorted(results, reverse=True):
         end = _read_result(results[rank])
         if job.ranks == 1 or not reported_end or end.error or fails(end.value):
             return end

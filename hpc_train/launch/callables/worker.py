@@ -18,7 +18,6 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
 
 from hpc_train.errors import EXIT_FAILED, EXIT_REQUEUE, UserError  # noqa: E402
 
@@ -36,9 +35,9 @@ def main(folder: str) -> int:
     env = submitit.JobEnvironment()
     paths, rank = env.paths, env.global_rank
     if env.cluster == "local":
-        _end_with_parent()
+        processes.signal_at_parent_end(signal.SIGTERM)
     try:
-        delayed = load_pickle(wait_for_file(lambda: calls.submitted_pickle(paths)))
+        delayed = load_pickle(wait_for_file(lambda: calls.find_submitted_pickle(paths)))
         stopper = StopSignalHandler(env, delayed)
         stopper.install(_early_stop)
         result = delayed.result()
@@ -71,19 +70,6 @@ def _save_failure(result: Path) -> int:
     return EXIT_FAILED
 
 
-def _end_with_parent() -> None:
-    """Let the kernel end this rank when the local pool ends (prctl(2), PR_SET_PDEATHSIG)."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
-
-
-def exit_now(code: int) -> Any:
-    """Exit with the exit handlers that the function's own libraries have installed."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    exit_now(main(sys.argv[1]))
+    # Unlike rank_entrypoint, with the exit handlers that the function's own libraries have installed.
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Runs on this machine: start the ranks, share out its processors, and end them together."""

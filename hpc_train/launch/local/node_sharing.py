@@ -40,13 +40,13 @@ def bind_to_share() -> frozenset[int]:
     return cpus
 
 
-def visible_gpus(env: Mapping[str, str] = os.environ) -> list[str]:
+def list_visible_gpus(env: Mapping[str, str] = os.environ) -> list[str]:
     """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES names them.
 
     Where the user or a scheduler has set such a variable it counts, up to the first entry that names no GPU, as for the
     driver. Without one these are all GPUs that torch sees.
     """
-    if (chosen := env.get(_gpu_variable(env))) is not None:
+    if (chosen := env.get(_choose_gpu_variable(env))) is not None:
         return list(takewhile(_GPU_NAME.fullmatch, chosen.split(",")))
     return [str(index) for index in range(_count_gpus_of_torch())]
 
@@ -60,7 +60,7 @@ def _count_gpus_of_torch() -> int:
     return torch.cuda.device_count()
 
 
-def gpu_share_environment(slot: int, count: int, gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+def make_gpu_share_environment(slot: int, count: int, gpus: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that shows the job in this slot its own `count` of the GPUs.
 
     Where more jobs run than there are GPUs for, some share theirs; {} where one alone has too few of them.
@@ -68,8 +68,8 @@ def gpu_share_environment(slot: int, count: int, gpus: Sequence[str], env: Mappi
     if not gpus or count > len(gpus):
         return {}
     first = slot % (len(gpus) // count) * count
-    return {_gpu_variable(env): ",".join(gpus[first : first + count])}
+    return {_choose_gpu_variable(env): ",".join(gpus[first : first + count])}
 
 
-def _gpu_variable(env: Mapping[str, str]) -> str:
+def _choose_gpu_variable(env: Mapping[str, str]) -> str:
     return next((name for name in _GPU_VARIABLES if name in env), _GPU_VARIABLES[0])

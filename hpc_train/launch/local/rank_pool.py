@@ -24,7 +24,7 @@ from submitit.local.local import LocalExecutor, LocalJob
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.command_output import CommandOutput
-from hpc_train.launch.local.node_sharing import SHARE_VARIABLE, visible_gpus
+from hpc_train.launch.local.node_sharing import SHARE_VARIABLE, list_visible_gpus
 from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
 from hpc_train.launch.rank_entrypoint import main as run_task
 from hpc_train.launch.state.attempts import open_if_regular, write_attempt_marker
@@ -78,6 +78,7 @@ class RankPoolExecutor(LocalExecutor):
         return {
             **{name: value for name, value in os.environ.items() if name != SHARE_VARIABLE},
             **self._env,
+            # What submitit's Controller and LocalJobEnvironment read. Time limit 0: the controller ends no rank by it.
             "SUBMITIT_LOCAL_NTASKS": str(self._ranks),
             "SUBMITIT_LOCAL_COMMAND": command,
             "SUBMITIT_LOCAL_TIMEOUT_S": "0",
@@ -118,14 +119,14 @@ def start_ranks(
         return cast("LocalJob[int]", executor.submit(run_task, str(folder.path)))
 
 
-def local_rank_count(config: RunConfig) -> int:
+def count_local_ranks(config: RunConfig) -> int:
     """Return launch.ranks, else the number of GPUs here, else 2."""
     if config.launch.ranks is not None:
         return config.launch.ranks
-    return len(visible_gpus()) or 2
+    return len(list_visible_gpus()) or 2
 
 
-def threads_per_rank(config: RunConfig, ranks: int) -> int:
+def count_threads_per_rank(config: RunConfig, ranks: int) -> int:
     """Return launch.threads, else this process's CPUs shared out evenly."""
     return config.launch.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.config.launch import LaunchConfig
-from hpc_train.config.parallel import smallest_world
+from hpc_train.config.parallel import compute_smallest_world
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.slurm import batch_script
@@ -89,7 +89,7 @@ def node_count(config: RunConfig) -> int:
     Raises UserError if the site has fewer.
     """
     cluster = config.cluster
-    nodes = cluster.nodes or math.ceil(smallest_world(config.parallel) / cluster.ranks_per_node)
+    nodes = cluster.nodes or math.ceil(compute_smallest_world(config.parallel) / cluster.ranks_per_node)
     if cluster.total_nodes and nodes > cluster.total_nodes:
         raise UserError(f"cluster.nodes={nodes}: {cluster.name} has {cluster.total_nodes}")
     if cluster.total_nodes and nodes + config.launch.spares > cluster.total_nodes:
@@ -175,7 +175,8 @@ def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_n
         "exclusive": True if site.exclusive else None,
         "gpus_per_node": node.gpus if node.gpus and site.gpu_request == "gpus_per_node" else None,
         "gres": f"gpu:{node.gpus}" if node.gpus and site.gpu_request == "gres" else None,
-        "signal_delay_s": launch.signal_seconds,
+        "signal_delay_s": launch.signal_seconds,  # submitit makes it --signal=USR2@<seconds>
+        # singleton: one at a time of this user's jobs of this name.
         "dependency": "singleton" if launch.chain > 1 else None,
     }
     again = "requeue" if launch.max_attempts > 1 else "no-requeue"
@@ -184,6 +185,7 @@ def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_n
         extra["no-kill"] = True  # a node that dies must not end the job
     if launch.reservation:
         extra["reservation"] = launch.reservation
+    # use_srun: the script has its own srun line. wckey: else submitit sets one, its own name.
     fixed = {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": extra}
     return {key: value for key, value in options.items() if value is not None} | fixed
 

@@ -14,7 +14,7 @@ import time
 from hpc_train.launch.slurm.slurm_cli import client_environment, run_client
 
 SLURM_EARLY_SECONDS = 65.0
-"""Seconds by which Slurm's signal may come before its time (sbatch(1), --signal)."""
+"""Seconds by which Slurm's signal may come before its time: up to 60 (sbatch(1), --signal), and some to be handled."""
 OUT_OF_TIME = "out-of-time"
 """File in an attempt's log directory: its ranks were ended as they would not have trained before the time limit."""
 _REQUEUE_SECONDS = 40.0

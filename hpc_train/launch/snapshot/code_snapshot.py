@@ -100,15 +100,15 @@ def snapshot_code(config: RunConfig, run: Path, report: Report, *others: RunConf
     if config.launch.snapshot == "off":
         report("launch.snapshot=off: what you edit from now on changes the job that waits")
         return None
-    modules = code_sources.user_modules((config, *others))
+    modules = code_sources.list_user_modules((config, *others))
     trees, python_path, folders = (
-        _own_tree(),
-        ["0"] if code_sources.own_checkout() else [],
+        _list_own_tree(),
+        ["0"] if code_sources.find_own_checkout() else [],
         [code_sources.PACKAGE_FOLDER.parent],
     )
     if modules or config.launch.snapshot_include:
-        folders += code_sources.import_folders(modules)
-        user_trees = _user_trees(folders[1:], config.launch, report)
+        folders += code_sources.list_import_folders(modules)
+        user_trees = _list_user_trees(folders[1:], config.launch, report)
         python_path += _make_python_path(folders[1:], user_trees, len(trees))
         trees += user_trees
         _check_modules(modules, user_trees)
@@ -119,13 +119,13 @@ def snapshot_code(config: RunConfig, run: Path, report: Report, *others: RunConf
     ]
     entries.append(SnapshotEntry(PATHS_FILE, json.dumps(python_path).encode()))
     name = files.hash_entries(entries)
-    path = _snapshot_path(config.launch, run) / name
+    path = _choose_snapshot_path(config.launch, run) / name
     python = tuple(os.path.normpath(path / part) for part in python_path)
     rows = tuple(tree.row() for tree in trees)
     return Snapshot(name, path, python, rows, frozenset(folders) if trees else frozenset(), tuple(entries))
 
 
-def _snapshot_path(launch: LaunchConfig, run: Path) -> Path:
+def _choose_snapshot_path(launch: LaunchConfig, run: Path) -> Path:
     """Return the folder of all snapshots. Several users may have runs in one folder: each has a store of their own."""
     chosen = launch.snapshot_dir
     place = Path(chosen).expanduser().absolute() if chosen else run.parent / f".hpc_train-code-{os.getuid()}"
@@ -134,25 +134,25 @@ def _snapshot_path(launch: LaunchConfig, run: Path) -> Path:
     return place
 
 
-def _own_tree() -> list[SourceTree]:
+def _list_own_tree() -> list[SourceTree]:
     """Read this package, with conf/ where its wheel has it; [] if it is installed: then its version is enough."""
-    package = code_sources.own_checkout()
+    package = code_sources.find_own_checkout()
     if package is None:
         return []
-    conf = code_sources.shipped_conf()
-    paths = [*_paths_below(package, "hpc_train"), *_paths_below(conf, "hpc_train/conf")]
+    conf = code_sources.find_shipped_conf()
+    paths = [*_list_paths_below(package, "hpc_train"), *_list_paths_below(conf, "hpc_train/conf")]
     entries = {entry.path: entry for entry in paths if entry.kind != "link"}
     repository = code_sources.find_repository(package)
     commit = (repository.commit, repository.dirty) if repository else (None, None)
     return [SourceTree(package, tuple(entries.values()), *commit)]
 
 
-def _paths_below(folder: Path, name: str) -> list[SnapshotEntry]:
+def _list_paths_below(folder: Path, name: str) -> list[SnapshotEntry]:
     read = (files.read_entry(folder, path) for path in files.walk_tree(folder, files.CODE_SUFFIXES))
     return [replace(entry, path=os.path.normpath(f"{name}/{entry.path}")) for entry in read if entry]
 
 
-def _user_trees(folders: Sequence[Path], launch: LaunchConfig, report: Report) -> list[SourceTree]:
+def _list_user_trees(folders: Sequence[Path], launch: LaunchConfig, report: Report) -> list[SourceTree]:
     """Read the repositories of these folders, and the folders that are in none."""
     repositories = {folder: code_sources.find_repository(folder) for folder in folders}
     roots = dict.fromkeys(repository.root if repository else folder for folder, repository in repositories.items())
@@ -170,12 +170,12 @@ def _user_trees(folders: Sequence[Path], launch: LaunchConfig, report: Report) -
 def _make_tree(
     root: Path, repository: code_sources.Repository | None, launch: LaunchConfig, report: Report
 ) -> SourceTree:
-    paths = _paths_of_git(root) if repository else list(files.walk_tree(root, files.SCRIPT_SUFFIXES))
-    paths = [path for path in paths if not files.matches_pattern(path, launch.snapshot_exclude)] + _included_paths(
-        root, launch
-    )
+    paths = _list_paths_of_git(root) if repository else list(files.walk_tree(root, files.SCRIPT_SUFFIXES))
+    paths = [
+        path for path in paths if not files.matches_pattern(path, launch.snapshot_exclude)
+    ] + _select_included_paths(root, launch)
     _check_number(root, paths)
-    _check_bytes({str(root / path): files.total_size(root, path) for path in paths}, launch.snapshot_max_mib)
+    _check_bytes({str(root / path): files.sum_sizes(root, path) for path in paths}, launch.snapshot_max_mib)
     entries_by_path = {path: files.read_entry(root, path) for path in paths}
     if left_out := [path for path in paths if entries_by_path[path] is None and (root / path).is_symlink()]:
         more = f" and {len(left_out) - 3} more links" if len(left_out) > 3 else ""
@@ -186,7 +186,7 @@ def _make_tree(
     )
 
 
-def _paths_of_git(root: Path) -> list[str]:
+def _list_paths_of_git(root: Path) -> list[str]:
     """List all tracked files, whatever they are; of the other files, those that look like code."""
     # Untracked files may be what the user has just written, or a data set: the name decides.
     elsewhere = files.make_exclusion_check(root)
@@ -197,7 +197,7 @@ def _paths_of_git(root: Path) -> list[str]:
     ]
 
 
-def _included_paths(root: Path, launch: LaunchConfig) -> list[str]:
+def _select_included_paths(root: Path, launch: LaunchConfig) -> list[str]:
     """List the files of launch.snapshot_include that lie in this tree."""
     paths: list[str] = []
     for name in launch.snapshot_include:

@@ -23,17 +23,17 @@ _INSTALLED_FOLDERS = frozenset({"site-packages", "dist-packages"})
 PACKAGE_FOLDER = Path(hpc_train.__file__).resolve().parent
 
 
-def own_checkout() -> Path | None:
+def find_own_checkout() -> Path | None:
     """Return the folder of the package hpc_train in a checkout or an editable install; None: installed from a wheel."""
     return None if any(PACKAGE_FOLDER.parent.glob("hpc_train-*.dist-info")) else PACKAGE_FOLDER
 
 
-def shipped_conf() -> Path:
+def find_shipped_conf() -> Path:
     """Return the folder conf/: an editable install has it beside the package."""
     return Path(str(files("hpc_train.conf"))).resolve()
 
 
-def user_modules(configs: Sequence[RunConfig]) -> list[str]:
+def list_user_modules(configs: Sequence[RunConfig]) -> list[str]:
     """Return the users' Python modules that these runs name, by import or by entry point."""
     names: dict[str, None] = {}
     for config in configs:
@@ -64,21 +64,21 @@ def locate_module(module: str) -> Path | None:
         spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
     except (ImportError, ValueError, AttributeError):
         return None
-    return _module_path(spec) if spec else None
+    return _find_module(spec) if spec else None
 
 
-def _module_path(spec: ModuleSpec) -> Path | None:
+def _find_module(spec: ModuleSpec) -> Path | None:
     if spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations))).absolute()
     return Path(spec.origin).resolve() if spec.has_location and spec.origin else None
 
 
-def import_folders(modules: Sequence[str]) -> list[Path]:
+def list_import_folders(modules: Sequence[str]) -> list[Path]:
     """Return the folders that users' modules are imported from, in search order; not what is installed."""
     cwd = Path.cwd()
     folders = [Path(entry).resolve() for entry in sys.path if entry and _holds_user_modules(Path(entry))]
     folders = [folder for folder in folders if folder != PACKAGE_FOLDER.parent]  # it is frozen by itself
-    for name in [*_editable_packages(), *modules]:
+    for name in [*_list_editable_packages(), *modules]:
         place = locate_module(name)
         if place is not None and not is_installed(place):
             folders.append(place.parent)
@@ -89,11 +89,11 @@ def is_installed(path: Path) -> bool:
     """Whether a path is the interpreter's, or in one of its folders of installed packages."""
     if _INSTALLED_FOLDERS & set(path.parts):
         return True
-    return any(path.is_relative_to(folder) for folder in _python_prefixes())
+    return any(path.is_relative_to(folder) for folder in _list_python_prefixes())
 
 
 @cache
-def _python_prefixes() -> set[str]:
+def _list_python_prefixes() -> set[str]:
     return {sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")} - {"/"}
 
 
@@ -104,15 +104,15 @@ def _holds_user_modules(folder: Path) -> bool:
     return not is_installed(folder.absolute()) and folder.stat().st_uid == os.getuid()
 
 
-def _editable_packages() -> Iterator[str]:
+def _list_editable_packages() -> Iterator[str]:
     """List the names that can be imported of distributions that pip installed as editable."""
     for distribution in distributions():
         text = distribution.read_text("direct_url.json") or ""
         if '"editable": true' in text and distribution.name != "hpc_train":
-            yield from _top_level_names(distribution)
+            yield from _list_top_level_names(distribution)
 
 
-def _top_level_names(distribution: Distribution) -> list[str]:
+def _list_top_level_names(distribution: Distribution) -> list[str]:
     return (distribution.read_text("top_level.txt") or distribution.name.replace("-", "_")).split()
 
 

@@ -78,6 +78,7 @@ def hash_entries(entries: Iterable[SnapshotEntry]) -> str:
     total = hashlib.sha256()
     for entry in sorted(entries, key=lambda entry: entry.path):
         path = os.fsencode(entry.path)
+        # With the lengths, so that no other division into paths and contents gives the same bytes.
         total.update(f"{entry.kind} {len(path)} {len(entry.content)} ".encode())
         total.update(path)
         total.update(entry.content)
@@ -96,6 +97,7 @@ def read_entry(root: Path, path: str) -> SnapshotEntry | None:
             return _read_link(root, path)
         if not stat.S_ISREG(status.st_mode):
             return None
+        # Since the lstat the file may have become a link, which must not be followed, or a pipe, which would block.
         descriptor = os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
             return SnapshotEntry(path, file.read(), "program" if status.st_mode & 0o100 else "file")
@@ -117,7 +119,7 @@ def _read_link(root: Path, path: str) -> SnapshotEntry | None:
     return SnapshotEntry(path, os.fsencode(os.path.relpath(target, parent)), "link")
 
 
-def total_size(root: Path, path: str) -> int:
+def sum_sizes(root: Path, path: str) -> int:
     """Return the bytes of a file; 0 for anything else."""
     try:
         status = os.lstat(f"{root}/{path}")
@@ -236,6 +238,7 @@ def _write_entries(top: Path, entries: Sequence[SnapshotEntry]) -> None:
         else:
             _write_file(f"{top}/{entry.path}", entry)
     _make_cache_folders(top, entries)
+    # Read-only: an editor that follows a traceback into the snapshot cannot change what other jobs run.
     for folder in reversed([Path(), *folders]):
         (top / folder).chmod(0o500)
 

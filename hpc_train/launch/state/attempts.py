@@ -142,7 +142,7 @@ def read_rank_entries(folder: Path) -> list[dict[str, Any]]:
     return [entry for entry in entries if isinstance(entry, dict)]
 
 
-def task_of_rank(folder: Path, rank: int) -> int:
+def find_task_of_rank(folder: Path, rank: int) -> int:
     """Return the task number of a rank; without a rank map, they are equal."""
     return next((int(entry["process"]) for entry in read_rank_entries(folder) if entry["rank"] == rank), rank)
 

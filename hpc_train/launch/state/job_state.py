@@ -43,36 +43,36 @@ def _decide_without_note(facts: RunFacts) -> RunStatus:
         job = newest.begun.job_id if newest.begun else status.job_id
         return replace(status, job_id=job, state=State.DONE, exit_code=0)
     if facts.point.packed and newest and newest.result and not newest.result.goes_on:
-        return _status_of_result(facts, status, newest.result)  # whatever its neighbours make of their job
-    if not facts.jobs or (_started_by_hand(newest) and (newest.result is not None or facts.alive is False)):
-        return _status_without_slurm(facts, status)
-    return _status_with_slurm(facts, status)
+        return _decide_by_result(facts, status, newest.result)  # whatever its neighbours make of their job
+    if not facts.jobs or (_is_started_by_hand(newest) and (newest.result is not None or facts.alive is False)):
+        return _decide_without_slurm(facts, status)
+    return _decide_with_slurm(facts, status)
 
 
-def _started_by_hand(newest: Attempt | None) -> TypeGuard[Attempt]:
+def _is_started_by_hand(newest: Attempt | None) -> TypeGuard[Attempt]:
     """Whether srun or mpirun inside of a job started the ranks; the job's state then says little about them."""
     return newest is not None and newest.begun is not None and newest.begun.launcher != "slurm"
 
 
-def _status_with_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
-    record = _relevant_record(facts)
+def _decide_with_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
+    record = _find_relevant_record(facts)
     if record is None:
-        return _status_without_record(facts, status)
+        return _decide_without_record(facts, status)
     status = replace(status, job_id=record.job_id, nodes=record.nodes or status.nodes)
     state, result = from_slurm_state(record.state), facts.newest.result if facts.newest else None
     began = any(attempt.begun is not None and attempt.begun.job_id == record.job_id for attempt in facts.attempts)
     if state is State.UNKNOWN:
         return replace(status, reason=f"Slurm calls it {record.state}")
     if state.waiting:
-        again = state is State.REQUEUED or began or _earlier_job_started(facts)
+        again = state is State.REQUEUED or began or _has_earlier_job_started(facts)
         where = () if record.state == "PENDING" else status.nodes
         return replace(status, state=State.REQUEUED if again else State.PENDING, reason=record.reason, nodes=where)
     if state is State.RUNNING:
         if result is not None and began and (_ends_itself(record, result) or facts.point.packed):
-            return _status_requeued(status, result) if result.goes_on else _status_of_result(facts, status, result)
+            return _mark_requeued(status, result) if result.goes_on else _decide_by_result(facts, status, result)
         word = "" if record.state == "RUNNING" else record.state.lower()
         return replace(status, state=state, reason="asked to stop and save" if facts.cancelled and not word else word)
-    return _status_of_ended_job(facts, status, record, result if began else None)
+    return _decide_ended_job(facts, status, record, result if began else None)
 
 
 def _ends_itself(record: JobRecord, result: AttemptResult) -> bool:
@@ -80,7 +80,7 @@ def _ends_itself(record: JobRecord, result: AttemptResult) -> bool:
     return record.state == "COMPLETING" and (bool(result.then) or result.slurm != "COMPLETING None")
 
 
-def _relevant_record(facts: RunFacts) -> JobRecord | None:
+def _find_relevant_record(facts: RunFacts) -> JobRecord | None:
     """Return the record of the job that runs, else of the next one of the chain, else of the newest attempt's."""
     for state in (State.RUNNING, State.REQUEUED, State.PENDING):
         for record in facts.records:
@@ -93,20 +93,18 @@ def _relevant_record(facts: RunFacts) -> JobRecord | None:
     )
 
 
-def _earlier_job_started(facts: RunFacts) -> bool:
+def _has_earlier_job_started(facts: RunFacts) -> bool:
     """Whether an earlier job of the chain has begun."""
     return len(facts.jobs) > 1 and any(
         attempt.begun and attempt.begun.job_id in facts.jobs for attempt in facts.attempts
     )
 
 
-def _status_requeued(status: RunStatus, result: AttemptResult) -> RunStatus:
+def _mark_requeued(status: RunStatus, result: AttemptResult) -> RunStatus:
     return replace(status, state=State.REQUEUED, reason=result.why)
 
 
-def _status_of_ended_job(
-    facts: RunFacts, status: RunStatus, record: JobRecord, result: AttemptResult | None
-) -> RunStatus:
+def _decide_ended_job(facts: RunFacts, status: RunStatus, record: JobRecord, result: AttemptResult | None) -> RunStatus:
     """Return the status of a job that Slurm says has ended; the run may know better why."""
     state = from_slurm_state(record.state)
     code = result.exit_code if result else record.exit_code or None  # Slurm's 0 says only that no code is known
@@ -115,13 +113,13 @@ def _status_of_ended_job(
         # Our batch scripts end with the code of their ranks: a good end without a marker is a marker that was lost.
         return replace(status, exit_code=0)
     if state is State.FAILED and result is not None:
-        return _status_of_result(facts, status, result)
+        return _decide_by_result(facts, status, result)
     if state is State.FAILED and code == _OUT_OF_MEMORY_CODE:
         return replace(status, state=State.OUT_OF_MEMORY, reason=facts.failure or describe_exit(code))
-    return replace(status, reason=_reason_of_end(facts, result, record))
+    return replace(status, reason=_explain_end(facts, result, record))
 
 
-def _reason_of_end(facts: RunFacts, result: AttemptResult | None, record: JobRecord) -> str:
+def _explain_end(facts: RunFacts, result: AttemptResult | None, record: JobRecord) -> str:
     reported = facts.failure or (result.why if result else "")
     state = from_slurm_state(record.state)
     if state is not State.FAILED:
@@ -135,11 +133,11 @@ def _reason_of_end(facts: RunFacts, result: AttemptResult | None, record: JobRec
     return f"{describe_exit(code, record.nodes)}; it left no result" if code else record.reason
 
 
-def _status_without_record(facts: RunFacts, status: RunStatus) -> RunStatus:
+def _decide_without_record(facts: RunFacts, status: RunStatus) -> RunStatus:
     """Return the status of a job that Slurm does not know, or about which it does not answer."""
     result = facts.newest.result if facts.newest else None
     if result is not None and not result.goes_on:
-        return _status_of_result(facts, status, result)
+        return _decide_by_result(facts, status, result)
     if facts.slurm_error is not None:
         return replace(status, reason=facts.slurm_error)
     if facts.cancelled:
@@ -156,25 +154,25 @@ def _status_without_record(facts: RunFacts, status: RunStatus) -> RunStatus:
     return replace(status, state=State.FAILED, reason=f"{_FORGOTTEN_REASON}, and it left no result: it was killed")
 
 
-def _status_of_result(facts: RunFacts, status: RunStatus, result: AttemptResult) -> RunStatus:
+def _decide_by_result(facts: RunFacts, status: RunStatus, result: AttemptResult) -> RunStatus:
     """Return the status of an attempt that recorded its own end."""
     status = replace(status, exit_code=result.exit_code)
     if result.then == "cancel":
         return replace(status, state=State.CANCELLED, reason=result.why)
-    why = facts.failure or _reason_of_result(result)
+    why = facts.failure or _explain_result(result)
     if facts.ending is not None:  # the batch script could not reach Slurm
         reason = "TimeLimit" if facts.ending is State.TIMEOUT else facts.ending.lower()
         return replace(status, state=facts.ending, reason=f"{reason}: {why}")
     word, _, reason = result.slurm.partition(" ")
     if word == "COMPLETING" or from_slurm_state(word).ended:
-        state = _state_while_completing(word, reason)
+        state = _choose_state_while_completing(word, reason)
         return replace(status, state=state, reason=f"{reason}: {why}" if reason == "TimeLimit" else why)
     if "out of memory" in why.lower():
         return replace(status, state=State.OUT_OF_MEMORY, reason=why)
     return replace(status, state=State.FAILED, reason=why)
 
 
-def _reason_of_result(result: AttemptResult) -> str:
+def _explain_result(result: AttemptResult) -> str:
     if result.then == "chain":
         return f"the chain of jobs came to its end before the run did ({result.why})"
     if result.then == "requeue":
@@ -182,20 +180,20 @@ def _reason_of_result(result: AttemptResult) -> str:
     return result.why or describe_exit(result.exit_code)
 
 
-def _state_while_completing(word: str, reason: str) -> State:
+def _choose_state_while_completing(word: str, reason: str) -> State:
     """Return why Slurm ended a job whose script still ran. A job that only fails is RUNNING until its script ends."""
     if word != "COMPLETING":
         return from_slurm_state(word)
     return {"TimeLimit": State.TIMEOUT, "OutOfMemory": State.OUT_OF_MEMORY}.get(reason, State.CANCELLED)
 
 
-def _status_without_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
+def _decide_without_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
     """Return the status of a run without Slurm, or started by hand inside of a job."""
     newest = facts.newest
     if newest is None:
-        return _status_not_started(facts, status)
+        return _decide_not_started(facts, status)
     if newest.result is not None:
-        return _status_of_local_end(facts, status, newest.result)
+        return _decide_local_end(facts, status, newest.result)
     if newest.begun is None:
         return replace(status, reason="it left no word of who runs it")
     if facts.alive:
@@ -212,7 +210,7 @@ def _status_without_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
     return replace(status, reason=f"runs or ran on {host}; ask there")
 
 
-def _status_not_started(facts: RunFacts, status: RunStatus) -> RunStatus:
+def _decide_not_started(facts: RunFacts, status: RunStatus) -> RunStatus:
     """Return the status of a point of a sweep on this machine that has not started."""
     if facts.point.placed is None or facts.alive is None:
         return replace(status, reason="it never started")
@@ -221,7 +219,7 @@ def _status_not_started(facts: RunFacts, status: RunStatus) -> RunStatus:
     return replace(status, state=State.CANCELLED, reason="the sweep was stopped before its turn came")
 
 
-def _status_of_local_end(facts: RunFacts, status: RunStatus, result: AttemptResult) -> RunStatus:
+def _decide_local_end(facts: RunFacts, status: RunStatus, result: AttemptResult) -> RunStatus:
     status = replace(status, exit_code=result.exit_code)
     if result.exit_code == EXIT_REQUEUE:
         why = "stopped on purpose and saved; the same command continues it"

@@ -124,7 +124,7 @@ class AttemptLogs:
 def find_attempt_logs(folder: Path) -> AttemptLogs:
     """Find the logs of all ranks in the log directory of an attempt, and the offsets of their clocks."""
     names = {entry.name for entry in os.scandir(folder)}
-    tasks = {_task_number(name) for name in names} - {None}
+    tasks = {_parse_task_number(name) for name in names} - {None}
     numbers = {entry.get("process"): entry.get("rank") for entry in read_rank_entries(folder)}
     ranks = {task: rank for task, rank in numbers.items() if type(task) is int and type(rank) is int}
     found = []
@@ -137,11 +137,11 @@ def find_attempt_logs(folder: Path) -> AttemptLogs:
     return AttemptLogs(
         tuple(found),
         tuple(sorted(set(ranks.values()) - ranks_with_log)),
-        _valid_time(begun.time if begun else None) or 0.0,
+        _is_valid_time(begun.time if begun else None) or 0.0,
     )
 
 
-def _task_number(name: str) -> int | None:
+def _parse_task_number(name: str) -> int | None:
     number = name.removeprefix("task-").removesuffix(".log" if name.endswith(".log") else ".jsonl")
     return (
         int(number) if f"task-{number}" in (name[:-4], name[:-6]) and number.isascii() and number.isdecimal() else None
@@ -152,7 +152,7 @@ def _read_clock_offset(records: Path) -> float | None:
     """Return the clock offset that a rank has written near the begin of its JSON Lines."""
     for line in next(_read_blocks(records, MAX_LINE_BYTES), []):
         if b'"clock_offset"' in line:
-            offset = _finite(parse_json_object(line).get("clock_offset"))
+            offset = _parse_finite(parse_json_object(line).get("clock_offset"))
             if offset is not None:
                 return offset
     return None
@@ -241,22 +241,22 @@ def _read_records(rank: RankLogs, block: int) -> Iterator[_Record]:
     for lines in _read_blocks(rank.records, block) if rank.records is not None else ():
         for line in lines:
             fields = parse_json_object(line)
-            at, message = _finite(fields.get("time")), fields.get("message")
-            at = _valid_time(at + offset) if at is not None else None
+            at, message = _parse_finite(fields.get("time")), fields.get("message")
+            at = _is_valid_time(at + offset) if at is not None else None
             if at is None or not isinstance(message, str):
                 continue
             level, step = fields.get("level"), fields.get("step")
             yield _Record(at, level if level in LEVELS else "info", step if type(step) is int else None, message)
 
 
-def _finite(value: Any) -> float | None:
+def _parse_finite(value: Any) -> float | None:
     """Return a number of seconds; None for what is not a number, or larger than any time."""
     return float(value) if type(value) in (int, float) and abs(value) < _YEAR_10000 else None
 
 
-def _valid_time(value: Any) -> float | None:
+def _is_valid_time(value: Any) -> float | None:
     """Return a time in seconds since the epoch; None for what is no time that a clock can show."""
-    seconds = _finite(value)
+    seconds = _parse_finite(value)
     return seconds if seconds is not None and seconds >= 0 else None
 
 
@@ -303,7 +303,7 @@ def fold_lines(lines: Iterable[RankLine], window: float) -> Iterator[FoldedLine]
     A rank's second equal line is another line, and is folded with the second ones of other ranks.
     """
     waiting: deque[FoldedLine] = deque()
-    equal_lines: dict[tuple[str, str, int | None], _Alike] = {}
+    equal_lines: dict[tuple[str, str, int | None], _OpenGroups] = {}
 
     def release(ready: Callable[[FoldedLine], bool]) -> Iterator[FoldedLine]:
         while waiting and ready(waiting[0]):
@@ -321,7 +321,7 @@ def fold_lines(lines: Iterable[RankLine], window: float) -> Iterator[FoldedLine]
         key = _fold_key(line)
         same = equal_lines.get(key)
         if same is None:
-            same = equal_lines[key] = _Alike()
+            same = equal_lines[key] = _OpenGroups()
         folded = same.join(line)
         if folded is not None:
             waiting.append(folded)
@@ -332,7 +332,7 @@ def _fold_key(line: RankLine) -> tuple[str, str, int | None]:
     return line.message, line.level, line.step
 
 
-class _Alike:
+class _OpenGroups:
     """The open groups of one text, oldest first."""
 
     def __init__(self) -> None:

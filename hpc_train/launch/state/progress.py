@@ -20,10 +20,10 @@ from hpc_train.regular_files import parse_json_object, read_json
 from hpc_train.training.records.warning_files import read_warnings
 from hpc_train.units import format_age
 
-_QUIET_SECONDS = 60.0
+_QUIET_SECONDS, _QUIET_STEPS = 60.0, 10.0
+"""A run is called quiet after both: so many seconds without a step, and so many times its step time."""
 _QUIET_START_SECONDS = 300.0
-_QUIET_STEPS = 10.0
-"""A run is called quiet after _QUIET_SECONDS without a step, and at least this many times its step time."""
+"""The same before its first step, which imports, connects, loads and compiles."""
 
 
 def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
@@ -38,7 +38,7 @@ def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
         return status
     unwatched = explain_unwatched(facts)
     status = replace(status, reason=": ".join(filter(None, (status.reason, unwatched))))
-    age = _seconds_since_step(path, facts)
+    age = _measure_seconds_since_step(path, facts)
     if age is None:
         return status
     quiet = _is_quiet(age, _float_or_none(last.get("step_seconds")))
@@ -70,7 +70,7 @@ def _list_warnings(facts: RunFacts) -> tuple[str, ...]:
     return tuple(str(warning) for warning in read_warnings(facts.point.run / "logs" / str(facts.newest.number)))
 
 
-def _seconds_since_step(path: Path, facts: RunFacts) -> float | None:
+def _measure_seconds_since_step(path: Path, facts: RunFacts) -> float | None:
     """Return seconds since the last recorded step, or since the attempt began; the file server's clock may differ."""
     newest = facts.newest
     times = [newest.begun.time] if newest and newest.begun else []

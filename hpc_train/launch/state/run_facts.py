@@ -87,7 +87,7 @@ def read_files(point: RunPoint) -> RunFacts:
     """Read the facts that the run itself has left."""
     attempts = read_attempts(point.run)
     events = sorted([*point.events, *read_events(point.run)], key=lambda event: float(event["time"]))
-    facts = RunFacts(point, attempts, _latest_jobs(attempts, events))
+    facts = RunFacts(point, attempts, _find_latest_jobs(attempts, events))
     if (newest := facts.newest) is None:
         pool = point.placed
         alive = is_process_alive(pool.process, pool.started, pool.machine) if pool and not pool.job else None
@@ -95,19 +95,19 @@ def read_files(point: RunPoint) -> RunFacts:
     begun = newest.begun
     return replace(
         facts,
-        steps=_total_steps(events),
-        ending=_ending_in_log(facts),
+        steps=_read_total_steps(events),
+        ending=_find_ending_in_log(facts),
         faults=_list_faults(events),
         skipped_steps=sum(event["event"] == "skipped" for event in events),
-        failure="" if newest.result and newest.result.exit_code == 0 else _failure_text(point.run, newest, events),
+        failure="" if newest.result and newest.result.exit_code == 0 else _read_failure(point.run, newest, events),
         cancelled=_was_cancelled(facts.jobs, newest, events),
         cancel_note=_cancel_note(newest, events),
         alive=is_process_alive(begun.process, begun.started, begun.machine) if begun else None,
-        seconds_since_write=_seconds_since_write(point.run),
+        seconds_since_write=_measure_seconds_since_write(point.run),
     )
 
 
-def _failure_text(run: Path, newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
+def _read_failure(run: Path, newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
     """Return the failure that the batch script has recorded, else the first one that the ranks have left."""
     for event in events:
         if event["event"] == "failure" and event["attempt"] == newest.number:
@@ -116,7 +116,7 @@ def _failure_text(run: Path, newest: Attempt, events: Iterable[dict[str, Any]]) 
     return error.line if error else ""
 
 
-def _seconds_since_write(run: Path) -> float | None:
+def _measure_seconds_since_write(run: Path) -> float | None:
     """Return the seconds since a step was recorded or a heart beat, by the file server's clock, which may differ."""
     # Modification times are what another machine can see of a run without asking its processes.
     times = [path.stat().st_mtime for path in (run / "metrics.jsonl", run / "checkpoints/lock") if path.exists()]
@@ -137,7 +137,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _latest_jobs(attempts: Sequence[Attempt], events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
+def _find_latest_jobs(attempts: Sequence[Attempt], events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
     """Return the jobs of the last submission, or of what has begun to run here since."""
     submits = [event for event in events if event["event"] == "submit"]
     last = submits[-1] if submits else None
@@ -164,13 +164,13 @@ def _list_faults(events: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(str(event.get("signature", event.get("cause"))) for event in acted)
 
 
-def _total_steps(events: Sequence[dict[str, Any]]) -> int | None:
+def _read_total_steps(events: Sequence[dict[str, Any]]) -> int | None:
     # The last one counts: a resumed run may have been given more steps.
     totals = [event.get("steps") for event in events if event["event"] in ("start", "resume")]
     return totals[-1] if totals and type(totals[-1]) is int else None
 
 
-def _ending_in_log(facts: RunFacts) -> State | None:
+def _find_ending_in_log(facts: RunFacts) -> State | None:
     """Read the job's end from its log.
 
     If Slurm has no accounting, or it does not answer, this is the only trace of a time limit.

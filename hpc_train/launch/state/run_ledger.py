@@ -30,7 +30,7 @@ def account_run_directory(run: Path) -> Ledger:
         following = attempts[index + 1] if index + 1 < len(attempts) else None
         periods.append(_make_period(attempt, following, events, lines, periods))
     submitted = [float(event["time"]) for event in events if event["event"] == "submit"]
-    return account_run(periods, min([*submitted, periods[0].began]), _newest_step(events, attempts[-1], lines))
+    return account_run(periods, min([*submitted, periods[0].began]), _find_newest_step(events, attempts[-1], lines))
 
 
 def _make_period(
@@ -77,7 +77,7 @@ def _count_nodes(hosts: str) -> int:
         return 1
 
 
-def _newest_step(events: Sequence[Mapping[str, Any]], newest: Attempt, lines: Sequence[LedgerLine]) -> int:
+def _find_newest_step(events: Sequence[Mapping[str, Any]], newest: Attempt, lines: Sequence[LedgerLine]) -> int:
     """Return the last step that counts: of a run that is done or going on all, else the newest that was saved."""
     if newest.result is None or newest.result.done:
         return max((line.step for line in lines if line.attempt == newest.number), default=0)

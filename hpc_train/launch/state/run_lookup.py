@@ -12,7 +12,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.slurm import slurm_cli
 from hpc_train.launch.slurm.slurm_cli import UNKNOWN_JOB, RunClient
 from hpc_train.launch.sweep import sweep_directory
-from hpc_train.launch.sweep.sweep_directory import SweepDirectory, find_sweep, point_ids
+from hpc_train.launch.sweep.sweep_directory import SweepDirectory, find_sweep, list_point_ids
 
 _JOB_ID = re.compile(r"\d{1,12}(_\d{1,7})?")
 
@@ -65,21 +65,21 @@ def find_points(name: str, ask: RunClient) -> list[RunPoint]:
     """Return the points that `name` stands for, in order. Raises UserError, one line, if it is no run, sweep or job."""
     path = Path(name).expanduser().absolute()
     if sweep := find_sweep(path):
-        return points_of_sweep(sweep) if path == sweep.path else [_point_of_sweep(sweep, path)]
+        return list_points_of_sweep(sweep) if path == sweep.path else [_find_point_of_sweep(sweep, path)]
     if path.is_dir():
-        return _points_in_directory(path)
+        return _find_points_in_directory(path)
     if is_job_id(name):
-        return _points_of_job(name, ask)
+        return _find_points_of_job(name, ask)
     raise UserError(f"{name}: no such run directory; give a run directory, a sweep directory, or a job id")
 
 
-def points_of_sweep(sweep: SweepDirectory) -> list[RunPoint]:
+def list_points_of_sweep(sweep: SweepDirectory) -> list[RunPoint]:
     """Return all points of a sweep, including those that have not begun."""
     events = sweep_directory.read_ledger(sweep.ledger)
-    placed, cancels = sweep_directory.latest_placements(events), sweep_directory.find_cancellations(events)
+    placed, cancels = sweep_directory.find_latest_placements(events), sweep_directory.find_cancellations(events)
     return [
         RunPoint(name, sweep.run(name), sweep, placed.get(name), tuple(cancels.get(name, ())))
-        for name in point_ids(sweep)
+        for name in list_point_ids(sweep)
     ]
 
 
@@ -90,14 +90,14 @@ def require_single(points: Sequence[RunPoint], name: str) -> RunPoint:
     raise UserError(f"{name}: a sweep of {len(points)} points; give one of them, such as {points[0].run}")
 
 
-def _point_of_sweep(sweep: SweepDirectory, path: Path) -> RunPoint:
-    for point in points_of_sweep(sweep):
+def _find_point_of_sweep(sweep: SweepDirectory, path: Path) -> RunPoint:
+    for point in list_points_of_sweep(sweep):
         if point.run == path:
             return point
     raise UserError(f"{path}: the sweep has no such point; `hpc-train status {sweep.path}` lists them")
 
 
-def _points_in_directory(path: Path) -> list[RunPoint]:
+def _find_points_in_directory(path: Path) -> list[RunPoint]:
     if (path / "points").is_dir():
         runs = sorted(entry for entry in (path / "points").iterdir() if is_run_directory(entry))
         if runs:
@@ -108,7 +108,7 @@ def _points_in_directory(path: Path) -> list[RunPoint]:
     raise UserError(f"{path}: neither a run directory (no job.json) nor a sweep directory (no points/)")
 
 
-def _points_of_job(job_id: str, ask: RunClient) -> list[RunPoint]:
+def _find_points_of_job(job_id: str, ask: RunClient) -> list[RunPoint]:
     """Find a job's run by asking Slurm where its log and its script are: in folders of its run or sweep directory."""
     answer = ask(slurm_cli.scontrol_command(job_id))
     if answer.code != 0:
@@ -117,7 +117,7 @@ def _points_of_job(job_id: str, ask: RunClient) -> list[RunPoint]:
     shown = [slurm_cli.parse_scontrol_fields(line) for line in answer.out.splitlines() if line.startswith("JobId=")]
     files = [Path(values.get(key, "")) for values in shown for key in ("Command", "StdOut")]
     places = dict.fromkeys(place for file in files for place in file.parents[1:2])
-    if points := _points_of_array(job_id, filter(None, map(find_sweep, places))):
+    if points := _find_points_of_array(job_id, filter(None, map(find_sweep, places))):
         return points
     runs = [place for place in places if is_run_directory(place)]
     if not runs:
@@ -126,11 +126,11 @@ def _points_of_job(job_id: str, ask: RunClient) -> list[RunPoint]:
     return [RunPoint(run.name, run) for run in runs]
 
 
-def _points_of_array(job_id: str, sweeps: Iterable[SweepDirectory]) -> list[RunPoint]:
+def _find_points_of_array(job_id: str, sweeps: Iterable[SweepDirectory]) -> list[RunPoint]:
     """Return the points whose last job is the array `12`, or its element `12_3`."""
 
     def belongs(point: RunPoint) -> bool:
         job = point.placed.job if point.placed and point.placed.job else ""
         return job == job_id or job.startswith(f"{job_id}_")
 
-    return [point for sweep in sweeps for point in points_of_sweep(sweep) if belongs(point)]
+    return [point for sweep in sweeps for point in list_points_of_sweep(sweep) if belongs(point)]

@@ -81,7 +81,9 @@ def make_arrays(
         for part in _split_shape(len(shape.points), launch.points_per_job, max_elements)
     ]
     elements = [_group_points(points, launch.points_per_job) for _, points in parts]
-    limits = share_throttle(_max_running_jobs(launch.parallel_points, launch.points_per_job), list(map(len, elements)))
+    limits = share_throttle(
+        _count_running_jobs(launch.parallel_points, launch.points_per_job), list(map(len, elements))
+    )
     return [
         _make_array(shape, groups, folder, limit)
         for (shape, _), groups, limit in zip(parts, elements, limits, strict=True)
@@ -107,7 +109,7 @@ def share_throttle(limit: int | None, sizes: Sequence[int]) -> list[tuple[int | 
     return [(share, None) for share in shares]
 
 
-def _max_running_jobs(parallel: int | None, per_job: int) -> int | None:
+def _count_running_jobs(parallel: int | None, per_job: int) -> int | None:
     if parallel is None:
         return None
     if parallel < per_job:
@@ -139,7 +141,7 @@ def _group_by_shape(
     for point in points:
         key = json.dumps([point.spec.config.get(name) for name in _RESOURCE_SECTIONS], sort_keys=True)
         if key not in shapes:
-            shapes[key] = _shape_of_point(point, config_of(point), folder, code)
+            shapes[key] = _find_shape_of_point(point, config_of(point), folder, code)
         groups.setdefault(repr(_request_key(shapes[key].base)), []).append(replace(shapes[key], points=(point.id,)))
     return [replace(same[0], points=tuple(shape.points[0] for shape in same)) for same in groups.values()]
 
@@ -148,19 +150,19 @@ def _request_key(request: JobRequest) -> object:
     return (request.nodes, request.ranks_per_node, request.command, sorted(request.parameters.items()), request.export)
 
 
-def _shape_of_point(
+def _find_shape_of_point(
     point: FrozenPoint, config: RunConfig, folder: SweepDirectory, code: Snapshot | None
 ) -> _ResourceShape:
     try:
-        job = _shared_job_config(config) if config.launch.points_per_job > 1 else config
-        alone = _config_of_part(config, job) if job is not config else config
+        job = _find_shared_job_config(config) if config.launch.points_per_job > 1 else config
+        alone = _make_config_of_part(config, job) if job is not config else config
         base = make_request(job, RunDirectory(folder.path, folder.path / "checkpoints"), code)
     except UserError as error:
         raise UserError(f"point {' '.join(point.overrides) or point.id}: {error}") from None
     return _ResourceShape(alone, job, base, ())
 
 
-def _shared_job_config(config: RunConfig) -> RunConfig:
+def _find_shared_job_config(config: RunConfig) -> RunConfig:
     """Return the config of the job that launch.points_per_job points share: one's nodes, all ranks."""
     count, cluster, node = config.launch.points_per_job, config.cluster, config.cluster.node
     ranks = cluster.ranks_per_node
@@ -181,7 +183,7 @@ def _shared_job_config(config: RunConfig) -> RunConfig:
     )
 
 
-def _config_of_part(config: RunConfig, job: RunConfig) -> RunConfig:
+def _make_config_of_part(config: RunConfig, job: RunConfig) -> RunConfig:
     """Return one point's part of the job: its ranks, their CPUs, and a GPU for each.
 
     node.cpus is 1: what the node turns out to have is shared out in the job.
@@ -205,9 +207,9 @@ def _make_array(
     running, behind = limit
     per_job = shape.config.launch.points_per_job
     if per_job > 1:
-        request = packed_array_request(shape.base, shape.config, folder.path, elements, per_job)
+        request = make_packed_array_request(shape.base, shape.config, folder.path, elements, per_job)
     else:
-        request = array_request(shape.base, shape.config, folder.path, elements)
+        request = make_array_request(shape.base, shape.config, folder.path, elements)
     extra = request.parameters["additional_parameters"]
     pattern = f"0-{len(elements) - 1}" + (f"%{running}" if running else "")
     output = str(folder.logs).replace("%", "%%") + "/job-%A_%a.log"
@@ -221,11 +223,11 @@ ArrayElements = Sequence[Sequence[str]]
 """The points of each element of an array."""
 
 
-def array_request(base: JobRequest, config: RunConfig, sweep: Path, elements: ArrayElements) -> JobRequest:
+def make_array_request(base: JobRequest, config: RunConfig, sweep: Path, elements: ArrayElements) -> JobRequest:
     """Return the request for an array with one point an element. base: of one of its points, as if it were alone."""
     container = _make_container(base, config, sweep)
     setup = [
-        *_setting_lines(base, config, sweep, elements),
+        *_list_setting_lines(base, config, sweep, elements),
         batch_script.shell_functions(),
         'point="${points[$SLURM_ARRAY_TASK_ID]}"',
         'enter_point "$point"',
@@ -238,7 +240,7 @@ def array_request(base: JobRequest, config: RunConfig, sweep: Path, elements: Ar
     return replace(base, parameters={**base.parameters, "setup": setup})
 
 
-def packed_array_request(
+def make_packed_array_request(
     base: JobRequest, config: RunConfig, sweep: Path, elements: ArrayElements, size: int
 ) -> JobRequest:
     """Return the request for an array with up to `size` points an element, each a job step beside the others.
@@ -247,12 +249,12 @@ def packed_array_request(
     """
     container = _make_container(base, config, sweep)
     setup = [
-        *_setting_lines(base, config, sweep, elements),
+        *_list_setting_lines(base, config, sweep, elements),
         f"hpc_points_per_job={size} hpc_ranks_per_node={size * config.cluster.ranks_per_node}",
         # The watcher ends all steps of a job: one point that hangs must not end the others.
         "hpc_watch=() hpc_restart=()",
         batch_script.shell_functions(),
-        *batch_script.define_start(batch_script.srun_line(config, container, _share_options(base, config, size))),
+        *batch_script.define_start(batch_script.srun_line(config, container, _make_share_options(base, config, size))),
         # shell words: the ids of an element, which have neither spaces nor patterns
         "begin_points ${points[$SLURM_ARRAY_TASK_ID]}",
         *batch_script.setup_lines(config),
@@ -263,7 +265,7 @@ def packed_array_request(
     return replace(base, command="run_points", parameters=parameters)
 
 
-def _setting_lines(base: JobRequest, config: RunConfig, sweep: Path, elements: ArrayElements) -> list[str]:
+def _list_setting_lines(base: JobRequest, config: RunConfig, sweep: Path, elements: ArrayElements) -> list[str]:
     """Return the assignments that batch.sh reads. The ids of points are letters, digits, dots and dashes."""
     begin = batch_script.python_command(config, False, "-m", "hpc_train.launch.sweep.point_entrypoint")
     return [
@@ -280,9 +282,10 @@ def _make_container(base: JobRequest, config: RunConfig, sweep: Path) -> Contain
     return make_container(config, RunDirectory(sweep, sweep / "checkpoints"), base.code.path if base.code else None)
 
 
-def _share_options(base: JobRequest, config: RunConfig, size: int) -> list[str]:
+def _make_share_options(base: JobRequest, config: RunConfig, size: int) -> list[str]:
     """Return srun's options for one of `size` points: all nodes of the job, its own ranks, CPUs and GPUs."""
     ranks, node = config.cluster.ranks_per_node, config.cluster.node
+    # --exact: else each step gets all CPUs of its nodes, and the next one waits until it has ended.
     options = ["--exact", f"--nodes={base.nodes}", f"--ntasks={base.nodes * ranks}", f"--ntasks-per-node={ranks}"]
     if not batch_script.cpus_per_rank(config):
         options.append('--cpus-per-task="$cpus"')

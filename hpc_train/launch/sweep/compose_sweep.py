@@ -36,20 +36,23 @@ class _Base:
     _parts: dict[str, Any] = field(default_factory=dict)
     """Parts of the runs composed so far. Runs share the parts without a swept value, since these are read-only."""
 
-    def run(self, quick: Sequence[str], words: Overrides, config_dir: str | None) -> RunConfig:
-        """Raises OmegaConfBaseException, or UserError."""
-        for text in quick:
-            OmegaConf.update(
-                self.config, _parse_single_run(text).key_or_group, _parse_single_run(text).value(), merge=True
-            )
+    def compose_run(self, quick: Sequence[Override], words: Overrides, config_dir: str | None) -> RunConfig:
+        """Write the swept values into the composed groups, and make the run of them.
+
+        quick: the overrides with swept values. words: all overrides, for messages. Raises OmegaConfBaseException, or
+        UserError.
+        """
+        for item in quick:
+            OmegaConf.update(self.config, item.key_or_group, item.value(), merge=True)
         if not self._apart:
             return make_typed(self.config, words, config_dir)
         with refuse_secret_variables():
-            self._make_parts(quick)
+            self._make_parts({item.key_or_group.partition(".")[0] for item in quick})
         return check_and_seal(RunConfig(**self._parts), words, config_dir)
 
-    def _make_parts(self, quick: Sequence[str]) -> None:
-        changed = {_FILLED, *(_parse_single_run(text).key_or_group.partition(".")[0] for text in quick)}
+    def _make_parts(self, swept: set[str]) -> None:
+        """Make the parts of a run: those with a swept value anew."""
+        changed = {_FILLED, *swept}
         for name in map(str, self.config):
             if name in changed or name not in self._parts:
                 node = self.config._get_node(name)
@@ -76,27 +79,29 @@ class Composer:
     def compose(self, words: Overrides) -> RunConfig:
         """Compose the run of these overrides. Raises UserError as `compose` does."""
         keys = {text.partition("=")[0].lstrip("+~") for text in words}
-        quick = [text for text in words if self._is_quick(text, keys)]
-        base = self._base(tuple(text for text in words if text not in quick)) if quick else None
+        quick = {text: item for text in words if (item := self._parse_quick(text, keys)) is not None}
+        base = self._find_base(tuple(text for text in words if text not in quick)) if quick else None
         if base is not None:
             with suppress(OmegaConfBaseException):
-                return base.run(quick, words, self.config_dir)
+                return base.compose_run(list(quick.values()), words, self.config_dir)
         return compose(words, self.config_dir)  # which says in one line what is wrong
 
-    def _is_quick(self, text: str, keys: set[str]) -> bool:
-        """Whether it sets a swept value, to one that replaces what is there, and no other override touches the key.
+    def _parse_quick(self, text: str, keys: set[str]) -> Override | None:
+        """Parse an override that can be written into a composed run; None for one that takes Hydra.
 
-        Hydra writes values into what the groups give, one after the other; so is it with this one, only later.
+        It sets a swept value, to one that replaces what is there, and no other override touches the key. Hydra writes
+        values into what the groups give, one after the other; so is it with this one, only later.
         """
         item = _parse_single_run(text)
         if item is None or item.is_delete() or item.is_add() or item.is_force_add() or item.package is not None:
-            return False
+            return None
         key = item.key_or_group
         if key not in self.swept or key in GROUPS or isinstance(item.value(), dict) or _ELSEWHERE.search(text):
-            return False
-        return not any(other != key and (other.startswith(f"{key}.") or key.startswith(f"{other}.")) for other in keys)
+            return None
+        touched = any(other != key and (other.startswith(f"{key}.") or key.startswith(f"{other}.")) for other in keys)
+        return None if touched else item
 
-    def _base(self, rest: Overrides) -> _Base | None:
+    def _find_base(self, rest: Overrides) -> _Base | None:
         """Compose the run without the swept values; None where that cannot be done."""
         if rest not in self._bases:
             self._bases[rest] = None
@@ -106,8 +111,7 @@ class Composer:
 
 
 @cache
-def _parse_single_run(text: str) -> Any:
-    """Parse the overrides of a single run; None for anything else."""
+def _parse_single_run(text: str) -> Override | None:
+    """Parse an override of a single run; None for anything else."""
     found, wrong = overrides.parse_overrides([text])
-    item: Override | None = None if wrong else found[0]
-    return item
+    return None if wrong else found[0]

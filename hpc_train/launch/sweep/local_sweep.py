@@ -16,17 +16,22 @@ from hpc_train.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UserError
 from hpc_train.launch.command_output import CommandOutput
 from hpc_train.launch.failures import explain_failure
 from hpc_train.launch.freeze import describe_finished_run
-from hpc_train.launch.local.node_sharing import SHARE_VARIABLE, format_share, gpu_share_environment, visible_gpus
+from hpc_train.launch.local.node_sharing import (
+    SHARE_VARIABLE,
+    format_share,
+    list_visible_gpus,
+    make_gpu_share_environment,
+)
 from hpc_train.launch.local.process_pool import ProcessPool
-from hpc_train.launch.local.rank_pool import EXIT_KILLED, local_rank_count, start_ranks
+from hpc_train.launch.local.rank_pool import EXIT_KILLED, count_local_ranks, start_ranks
 from hpc_train.launch.restarting import decide_on_this_machine
 from hpc_train.launch.state.attempts import write_result_marker
-from hpc_train.launch.submit import submission_transaction
+from hpc_train.launch.submit import transact_submission
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.launch.sweep.compose_sweep import Composer
 from hpc_train.launch.sweep.point_entrypoint import make_run_directory
 from hpc_train.launch.sweep.points import PointFreezer, freeze_points, read_grid, report_plans
-from hpc_train.launch.sweep.submit_sweep import compose_first, new_sweep_directory, write_sweep_directory
+from hpc_train.launch.sweep.submit_sweep import choose_sweep_directory, compose_first, write_sweep_directory
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.resilience.restart import Action
@@ -48,22 +53,22 @@ def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequ
         raise UserError(f"launch={first.launch.kind}: `hpc-train train` runs here; use `hpc-train submit -m` for Slurm")
     if first.launch.points_per_job > 1:
         raise UserError("launch.points_per_job: is for jobs of Slurm; here it is launch.parallel_points")
-    folder = new_sweep_directory(first)
-    freezer = PointFreezer(folder, local_rank_count, _ranks_of_point)
+    folder = choose_sweep_directory(first)
+    freezer = PointFreezer(folder, count_local_ranks, _count_ranks_of_point)
     frozen = freeze_points(grid, composer, freezer)
     report_plans(freezer, frozen, output.report)
     command = {"overrides": list(overrides), "swept": list(grid.keys)}
-    with submission_transaction(folder.path):
+    with transact_submission(folder.path):
         write_sweep_directory(folder, frozen.points)
         sweep_directory.append_event(folder.ledger, "sweep", points=len(frozen.points), version=__version__, **command)
     output.print_result(f"{len(frozen.points)} points, sweep directory {folder.path}")
     return run_points(folder, frozen.points, stop, output)
 
 
-def _ranks_of_point(config: RunConfig) -> int:
+def _count_ranks_of_point(config: RunConfig) -> int:
     if mpi := needs_mpi(config):
         raise UserError(f"{mpi}: MPI must start the ranks; run such points one by one with mpirun")
-    return local_rank_count(config)
+    return count_local_ranks(config)
 
 
 _POLL_SECONDS = 0.05
@@ -80,7 +85,7 @@ class MachineShare:
 
     def threads_per_rank(self, point: FrozenPoint) -> int:
         """Return the CPU threads of one rank."""
-        return _launch_setting(point, "threads") or max(1, self.cores // self.slots // point.spec.ranks)
+        return _format_launch_setting(point, "threads") or max(1, self.cores // self.slots // point.spec.ranks)
 
     def environment(self, slot: int, point: FrozenPoint) -> dict[str, str]:
         """Return the variables that tell the ranks their part of this machine; {} where one point has all of it."""
@@ -88,20 +93,22 @@ class MachineShare:
             return {}
         return {
             SHARE_VARIABLE: format_share(slot, self.slots),
-            **gpu_share_environment(slot, point.spec.ranks, self.gpus, os.environ),
+            **make_gpu_share_environment(slot, point.spec.ranks, self.gpus, os.environ),
         }
 
 
 def plan_slots(points: Sequence[FrozenPoint]) -> MachineShare:
     """Share this machine out: launch.parallel_points slots, or as many as its cores or GPUs are enough for."""
-    cores, gpus = len(os.sched_getaffinity(0)), visible_gpus()
+    cores, gpus = len(os.sched_getaffinity(0)), list_visible_gpus()
     ranks = max(point.spec.ranks for point in points)
-    threads = max(_launch_setting(point, "threads") or 1 for point in points)
+    threads = max(_format_launch_setting(point, "threads") or 1 for point in points)
     fitting = len(gpus) // ranks if gpus else cores // (ranks * threads)
-    return MachineShare(min(_launch_setting(points[0], "parallel_points") or max(1, fitting), len(points)), cores, gpus)
+    return MachineShare(
+        min(_format_launch_setting(points[0], "parallel_points") or max(1, fitting), len(points)), cores, gpus
+    )
 
 
-def _launch_setting(point: FrozenPoint, name: str) -> int | None:
+def _format_launch_setting(point: FrozenPoint, name: str) -> int | None:
     value: int | None = point.spec.config["launch"][name]
     return value
 

@@ -214,13 +214,13 @@ class PointFreezer:
         container = config_to_dict(config)
         if store is not None and container["data"]["path"] is None:
             container["data"]["path"] = store.name  # one that is built is named by what is in it
-        own = config_digest(container)
-        name = make_point_id(combination.swept, own)
+        digest = digest_config(container)
+        name = make_point_id(combination.swept, digest)
         spec = make_spec(config, self._locate_run(config, name), ranks, asdict(degrees), store)
         schedule = read_schedule_file(config)
         files = {"plan.json": why, "schedule.csv": schedule}
         written = {file: text for file, text in files.items() if text is not None}
-        return FrozenPoint(name, combination.swept, spec, written), config, own
+        return FrozenPoint(name, combination.swept, spec, written), config, digest
 
     def _decide_layout(self, config: RunConfig) -> tuple[RunConfig, str | None]:
         if not config.parallel.auto:
@@ -260,13 +260,13 @@ def freeze_points(grid: Grid, composer: Composer, freezer: PointFreezer) -> Froz
     sweep, ids = FrozenSweep(), dict[str, str]()
     for combination in grid:
         try:
-            point, config, own = freezer.freeze(combination, composer.compose(combination.words))
+            point, config, digest = freezer.freeze(combination, composer.compose(combination.words))
         except UserError as error:
             raise name_point(combination, error) from None
-        if own in ids:
-            sweep.duplicates.append((combination.name, ids[own]))
+        if digest in ids:
+            sweep.duplicates.append((combination.name, ids[digest]))
             continue
-        ids[own] = point.id
+        ids[digest] = point.id
         sweep.points.append(point)
         sweep.configs[point.id] = config
     _check_checkpoint_directories(sweep)
@@ -319,16 +319,16 @@ _MAX_WORDS_LENGTH = 40
 _DIGEST_DIGITS = 12
 
 
-def make_point_id(swept: Sequence[str], own: str) -> str:
+def make_point_id(swept: Sequence[str], digest: str) -> str:
     """Return an id such as `lr-0.1_seed-2-3f9a0c1d2b4e`. It depends on the overrides and the frozen config alone.
 
-    own: the config's digest.
+    digest: digest_config of the config.
     """
     words = "_".join(filter(None, map(_shorten_override, swept)))[:_MAX_WORDS_LENGTH].rstrip("-_.") or "point"
-    return f"{words}-{own[:_DIGEST_DIGITS]}"
+    return f"{words}-{digest[:_DIGEST_DIGITS]}"
 
 
-def config_digest(container: dict[str, Any]) -> str:
+def digest_config(container: dict[str, Any]) -> str:
     """Hash the frozen config: two points have the same digest if, and only if, they are the same run."""
     left_out = _NOT_HASHED | _SWEEP_SETTINGS
     own = {key: value for key, value in _flatten(container, "") if key not in left_out}

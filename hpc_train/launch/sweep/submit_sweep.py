@@ -22,7 +22,7 @@ from hpc_train.launch.slurm.request import check_partition, node_count
 from hpc_train.launch.slurm.sbatch import BatchExecutor, require_sbatch, submission_environment
 from hpc_train.launch.slurm.slurm_cli import RunClient, delay_signals, max_array_size, run_client
 from hpc_train.launch.snapshot.code_snapshot import Snapshot, remove_unused_snapshots, snapshot_code
-from hpc_train.launch.submit import jobs_to_wait_for, submission_transaction
+from hpc_train.launch.submit import list_jobs_to_wait_for, transact_submission
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.launch.sweep.arrays import JobArray, make_arrays
 from hpc_train.launch.sweep.compose_sweep import Composer
@@ -68,13 +68,15 @@ def submit_sweep(
     composer = Composer(frozenset(grid.keys), config_dir)
     first = compose_first(grid, composer)
     _check_launch(first)
-    folder = new_sweep_directory(first)
-    freezer = PointFreezer(folder, _known_ranks, lambda config: node_count(config) * config.cluster.ranks_per_node)
+    folder = choose_sweep_directory(first)
+    freezer = PointFreezer(
+        folder, _count_known_ranks, lambda config: node_count(config) * config.cluster.ranks_per_node
+    )
     freezer.build_stores = not dry_run
     frozen = freeze_points(grid, composer, freezer)
     code = snapshot_code(first, folder.path, report, *frozen.configs.values())
     points = set_code(frozen.points, code)
-    waits = jobs_to_wait_for(after, run_client)
+    waits = list_jobs_to_wait_for(after, run_client)
     arrays = [
         array.after(waits)
         for array in make_arrays(points, folder, code, require_array_size(run_client), frozen.config_of)
@@ -101,7 +103,7 @@ def compose_first(grid: Grid, composer: Composer) -> RunConfig:
         raise name_point(combination, error) from None
 
 
-def new_sweep_directory(config: RunConfig) -> SweepDirectory:
+def choose_sweep_directory(config: RunConfig) -> SweepDirectory:
     """Choose the directory of a new sweep, without making it. Raises UserError if there is something in it."""
     now = datetime.now()
     path = Path(config.run_dir or f"runs/{now:%Y-%m-%d}/{now:%H-%M-%S-%f}"[:-3]).expanduser().absolute()
@@ -116,7 +118,7 @@ def new_sweep_directory(config: RunConfig) -> SweepDirectory:
 
 
 def write_sweep_directory(folder: SweepDirectory, points: Sequence[FrozenPoint]) -> None:
-    """Write the sweep directory, and of its points only the list; inside of submission_transaction."""
+    """Write the sweep directory, and of its points only the list; inside of transact_submission."""
     folder.path.chmod(0o700)
     for place in (folder.logs, folder.runs, folder.scripts):
         place.mkdir(mode=0o700)
@@ -135,7 +137,7 @@ def _check_launch(config: RunConfig) -> None:
         )
 
 
-def _known_ranks(config: RunConfig) -> int | None:
+def _count_known_ranks(config: RunConfig) -> int | None:
     nodes = config.cluster.nodes
     return nodes * config.cluster.ranks_per_node if nodes else None
 
@@ -148,7 +150,7 @@ def _submit_arrays(
     command: dict[str, list[str]],
 ) -> list[str]:
     source = {"snapshot": code.hash, "sources": code.sources} if code else {}
-    with delay_signals(), submission_transaction(folder.path), code.stored_for(folder.path) if code else nullcontext():
+    with delay_signals(), transact_submission(folder.path), code.stored_for(folder.path) if code else nullcontext():
         write_sweep_directory(folder, points)
         jobs = send_arrays(folder, arrays, run_client)
         sweep_directory.append_event(
@@ -198,7 +200,7 @@ def send_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], ask: RunClie
     earlier = set(folder.scripts.glob("*"))
     try:
         for array in arrays:
-            options = sbatch_array_options(arrays, array, jobs, hold)
+            options = make_sbatch_array_options(arrays, array, jobs, hold)
             jobs.append(BatchExecutor(_as_run_folder(folder), array.request).send(*options))
     # Arrays of a sweep are accepted one by one: if one is refused, those before it must not run.
     except BaseException:  # Ctrl-C, too
@@ -210,7 +212,7 @@ def send_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], ask: RunClie
     return jobs
 
 
-def sbatch_array_options(
+def make_sbatch_array_options(
     arrays: Sequence[JobArray], array: JobArray, jobs: Sequence[str], hold: bool = False
 ) -> list[str]:
     """Return sbatch's options that override those of the script. jobs: ids of the arrays so far."""

@@ -80,7 +80,7 @@ def find_sweep(path: Path) -> SweepDirectory | None:
 
 
 def write_points(path: Path, points: Iterable[FrozenPoint]) -> None:
-    """Write points.jsonl, for its owner alone; returns when it is on the disk."""
+    """Write points.jsonl, for its owner alone; returns when it is on the disk: next, jobs are sent that read it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.writelines(point.line() for point in points)
@@ -95,18 +95,18 @@ def read_points(folder: SweepDirectory) -> list[FrozenPoint]:
 
 def read_chosen_points(folder: SweepDirectory, ids: Sequence[str]) -> list[FrozenPoint]:
     """Read only these points, in the order of `ids`; quicker than read_points. Raises UserError if one is missing."""
-    points = {point.id: point for point in _matching_lines(folder, ids)}
+    points = {point.id: point for point in _select_matching_lines(folder, ids)}
     if missing := [name for name in ids if name not in points]:
         raise UserError(f"{folder.points}: has no point {missing[0]}")
     return [points[name] for name in ids]
 
 
-def point_ids(folder: SweepDirectory) -> list[str]:
+def list_point_ids(folder: SweepDirectory) -> list[str]:
     """Return the ids of all points in their order."""
     return [str(_parse_record(line, folder)["id"]) for line in read_own_file(folder.points).splitlines()]
 
 
-def _matching_lines(folder: SweepDirectory, ids: Sequence[str]) -> Iterator[FrozenPoint]:
+def _select_matching_lines(folder: SweepDirectory, ids: Sequence[str]) -> Iterator[FrozenPoint]:
     # Points are long lines of JSON, and an element of a large sweep needs one of them: the id comes first, so text
     # comparison finds the line without parsing the others.
     starts = tuple(f'{{"id": {json.dumps(name)},' for name in ids)
@@ -121,18 +121,18 @@ def _parse_point(line: str, folder: SweepDirectory) -> FrozenPoint:
         spec = parse_spec(json.dumps(values["spec"]), folder.points)
         return FrozenPoint(values["id"], tuple(values["overrides"]), spec, dict(values["files"]))
     except (KeyError, TypeError, ValueError):
-        raise _damaged_error(folder) from None
+        raise _make_damaged_error(folder) from None
 
 
 def _parse_record(line: str, folder: SweepDirectory) -> dict[str, Any]:
     values = parse_json_object(line)
     # parse_json_object returns {} for a line that is no object, such as one that was cut short.
     if "id" not in values:
-        raise _damaged_error(folder)
+        raise _make_damaged_error(folder)
     return values
 
 
-def _damaged_error(folder: SweepDirectory) -> UserError:
+def _make_damaged_error(folder: SweepDirectory) -> UserError:
     return UserError(f"{folder.points}: is damaged; submit the sweep again")
 
 
@@ -169,7 +169,7 @@ class PointPlacement:
     """With `process` and `started`, identifies the process that runs the sweep; see state.attempts.AttemptStart."""
 
 
-def latest_placements(events: list[LedgerEvent]) -> dict[str, PointPlacement]:
+def find_latest_placements(events: list[LedgerEvent]) -> dict[str, PointPlacement]:
     """Return the job to which each point was last sent."""
     placements: dict[str, PointPlacement] = {}
     for event in events:
@@ -183,9 +183,9 @@ def latest_placements(events: list[LedgerEvent]) -> dict[str, PointPlacement]:
     return placements
 
 
-def superseded_arrays(events: list[LedgerEvent]) -> set[str]:
+def list_superseded_arrays(events: list[LedgerEvent]) -> set[str]:
     """Return the arrays of which a point has been sent elsewhere since."""
-    placed = latest_placements(events)
+    placed = find_latest_placements(events)
     return {
         event["job_id"]
         for event in events

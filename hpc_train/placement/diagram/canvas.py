@@ -22,12 +22,13 @@ IDLE_COLOUR = "#c9d1d9"
 """Colour of a link whose load is unknown or zero."""
 PLAIN_COLOUR = "#9fb4c7"
 """Colour of a GPU that is in no group."""
-_FEW = (
+_DISTINCT = (
     "#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#eeca3b", "#b279a2", "#9d755d",
     "#2f4b7c", "#ff9da6", "#8cd17d", "#79706e",
 )  # fmt: skip
-_LIGHT, _HEAVY = (254, 217, 118), (177, 0, 38)
-_MIDDLE = (252, 78, 42)
+"""Colours that are easily told apart, for that many groups."""
+_LIGHT, _MIDDLE, _HEAVY = (254, 217, 118), (252, 78, 42), (177, 0, 38)
+"""Red, green and blue of a link with little load, with half of the heaviest, and with the heaviest."""
 
 
 def choose_group_colour(number: int, groups: int) -> str:
@@ -35,9 +36,10 @@ def choose_group_colour(number: int, groups: int) -> str:
 
     A few groups have distinct colours; of many, neighbours are alike, so that order looks smooth.
     """
-    if groups <= len(_FEW):
-        return _FEW[number % len(_FEW)]
+    if groups <= len(_DISTINCT):
+        return _DISTINCT[number % len(_DISTINCT)]
     at = number / groups
+    # Not the whole circle of hues, whose end is its beginning; and every other group is lighter, to show the border.
     red, green, blue = colorsys.hls_to_rgb(at * 0.92, 0.44 + 0.14 * (number % 2), 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
@@ -45,7 +47,8 @@ def choose_group_colour(number: int, groups: int) -> str:
 def choose_ink(colour: str) -> str:
     """Return black or white, whichever is more legible on the colour."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#1f2328" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "white"
+    luma = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601: what the eye makes of the three
+    return "#1f2328" if luma > 150 else "white"
 
 
 def choose_load_colour(load: float | None, heaviest: float) -> str:
@@ -81,25 +84,25 @@ class Canvas:
     texts: list[tuple[float, float, str, dict[str, Any]]] = field(default_factory=list)
     images: list[tuple[float, float, float, float, NDArray[np.uint8]]] = field(default_factory=list)
 
-    def box(self, x: float, y: float, width: float, height: float, **style: Any) -> None:
+    def draw_box(self, x: float, y: float, width: float, height: float, **style: Any) -> None:
         """Draw a rectangle. style: of matplotlib's Rectangle; gid becomes its id in an SVG."""
         self.rectangles.append((x, y, width, height, {"linewidth": 0.5, "edgecolor": "white", **style}))
 
-    def line(self, start: tuple[float, float], end: tuple[float, float], **style: Any) -> None:
+    def draw_line(self, start: tuple[float, float], end: tuple[float, float], **style: Any) -> None:
         """Draw a line. style: of matplotlib's Line2D."""
         self.lines.append((start, end, {"solid_capstyle": "butt", "zorder": 1, **style}))
 
-    def text(self, x: float, y: float, text: str, size: float, room: float | None = None, **style: Any) -> None:
+    def write_text(self, x: float, y: float, text: str, size: float, room: float | None = None, **style: Any) -> None:
         """Write a text centred on y. room: points that it may take, beyond which its middle is cut."""
         shown = one_line(text)
         if room is not None:
             shown = shorten_text(shown, size, room, style.get("fontweight") == "bold")
         self.texts.append((x, y, shown, {"fontsize": size, "va": "center", "color": INK_COLOUR, "zorder": 4, **style}))
 
-    def image(self, x: float, y: float, width: float, height: float, pixels: NDArray[np.uint8], gid: str) -> None:
+    def draw_image(self, x: float, y: float, width: float, height: float, pixels: NDArray[np.uint8], gid: str) -> None:
         """Draw pixels [rows, columns, 3] in place of thousands of rectangles."""
         self.images.append((x, y, width, height, pixels))
-        self.box(x, y, width, height, facecolor="none", linewidth=0, gid=gid)  # images have no id in an SVG
+        self.draw_box(x, y, width, height, facecolor="none", linewidth=0, gid=gid)  # images have no id in an SVG
 
     def save(self, path: Path) -> None:
         """Write the picture. Raises UserError for another suffix, a missing folder, and without matplotlib."""
@@ -107,6 +110,7 @@ class Canvas:
         import matplotlib
         from matplotlib.figure import Figure
 
+        # The same picture is the same file: no random ids in an SVG, and no date.
         with matplotlib.rc_context({"svg.hashsalt": "hpc_train", "font.family": _FONT}):
             figure = Figure(figsize=(self.width / 72, self.height / 72), facecolor="white")
             self._fill(figure.add_axes((0, 0, 1, 1)))
@@ -152,7 +156,7 @@ def check_picture_path(path: Path) -> None:
 def measure_text(text: str, size: float, bold: bool = False) -> float:
     """Return the width of a text, points."""
     from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
+    from matplotlib.textpath import text_to_path  # measures outlines of letters, which takes no canvas
 
     font = FontProperties(family=_FONT, size=size, weight="bold" if bold else "normal")
     return float(text_to_path.get_text_width_height_descent(text, font, False)[0])

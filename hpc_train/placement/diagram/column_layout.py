@@ -68,7 +68,7 @@ def _has_rank_numbers(panel: Panel) -> bool:
 def _draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> None:
     """Draw the panel with its top left corner at (x, y)."""
     drawn, sizes = select_drawn_levels(panel), _choose_sizes(panel)
-    canvas.text(x, y + 8, panel.title, 10, fontweight="bold")
+    canvas.write_text(x, y + 8, panel.title, 10, fontweight="bold")
     centres = _draw_columns(canvas, panel, drawn, sizes, (x, y + _measure_top(drawn)), heaviest)
     for number in range(1, len(drawn)):
         centres = _draw_row(
@@ -86,7 +86,7 @@ def _measure_top(drawn: list[DrawnLevel]) -> float:
 
 def _choose_sizes(panel: Panel) -> ColumnSizes:
     drawn = select_drawn_levels(panel)
-    counts = [len(nodes) for nodes in panel.members(drawn[0].level)] if drawn else [len(panel.names)]
+    counts = [len(nodes) for nodes in panel.list_members(drawn[0].level)] if drawn else [len(panel.names)]
     few = len(counts) <= 3
     cell, a_row = (12.0, 8) if few else (10.0, 4)
     a_row = min(panel.gpus, a_row)
@@ -106,7 +106,7 @@ def _draw_columns(
     heaviest: float,
 ) -> dict[int, tuple[float, float]]:
     """Draw the lowest level; maps each of its groups to the middle of its box's upper edge."""
-    members = panel.members(drawn[0].level) if drawn else [panel.order]
+    members = panel.list_members(drawn[0].level) if drawn else [panel.order]
     # In the order of the placement, so that neighbouring ranks are drawn next to each other.
     by_place = sorted(range(len(members)), key=lambda group: panel.order.index(members[group][0]))
     centres = {}
@@ -126,7 +126,7 @@ def _draw_head(
 ) -> None:
     level = drawn.level
     label = level.labels[group]
-    busy = drawn.load_of(group)
+    busy = drawn.get_load(group)
     if level.name == "domain" and measure_text(f"NVLink {label}", _NAME, bold=True) < place[2] - _BUSY * (
         busy is not None
     ):
@@ -140,13 +140,15 @@ def _draw_box(
     """Draw a switch: its name on the left, how long its uplink is busy on the right."""
     x, y, width = place
     colour = choose_load_colour(load, heaviest)
-    canvas.box(x, y, width, _HEAD, facecolor="#f3f6f9", edgecolor=colour, linewidth=1.2, gid=gid)
+    canvas.draw_box(x, y, width, _HEAD, facecolor="#f3f6f9", edgecolor=colour, linewidth=1.2, gid=gid)
     busy = "" if load is None else format_seconds(load)
     room = width - 10 - (measure_text(busy, _SMALL) + 6 if busy else 0)
     if busy and room < measure_text(label, _NAME, bold=True) and room < _LEAST_NAME:
         busy, room = "", width - 10
-    canvas.text(x + 5, y + _HEAD / 2, label, _NAME, room, fontweight="bold")
-    canvas.text(x + width - 5, y + _HEAD / 2, busy, _SMALL, ha="right", color=FAINT_COLOUR if not load else INK_COLOUR)
+    canvas.write_text(x + 5, y + _HEAD / 2, label, _NAME, room, fontweight="bold")
+    canvas.write_text(
+        x + width - 5, y + _HEAD / 2, busy, _SMALL, ha="right", color=FAINT_COLOUR if not load else INK_COLOUR
+    )
 
 
 def _draw_nodes(
@@ -154,7 +156,7 @@ def _draw_nodes(
 ) -> None:
     x, top = corner[0] + 5, corner[1] + 8
     last = top + (len(nodes) - 1) * sizes.node + (sizes.node - 4) / 2
-    canvas.line((x, corner[1]), (x, last), color=LINE_COLOUR, linewidth=1.5)
+    canvas.draw_line((x, corner[1]), (x, last), color=LINE_COLOUR, linewidth=1.5)
     for number, node in enumerate(nodes):
         _draw_node(canvas, panel, node, (x, top + number * sizes.node), sizes, heaviest)
 
@@ -165,17 +167,17 @@ def _draw_node(
     """Draw a node: its link to the bus, its name, its GPUs and its ranks."""
     x, y = corner
     middle = y + (sizes.node - 4) / 2
-    load = panel.load_of(panel.levels[0], node)
+    load = panel.get_load(panel.levels[0], node)
     style = {"color": choose_load_colour(load, heaviest), "linewidth": choose_load_width(load, heaviest)}
-    canvas.line((x, middle), (x + _BUS - 7, middle), gid=f"{panel.key}-link-node-{node}", **style)
-    canvas.text(x + _BUS - 5, middle, panel.names[node], _NAME, sizes.name)
+    canvas.draw_line((x, middle), (x + _BUS - 7, middle), gid=f"{panel.key}-link-node-{node}", **style)
+    canvas.write_text(x + _BUS - 5, middle, panel.names[node], _NAME, sizes.name)
     left = x + _BUS - 5 + sizes.name
     for gpu in range(panel.gpus):
         row, column = divmod(gpu, sizes.cells_a_row)
         _draw_gpu(canvas, panel, (node, gpu), (left + column * sizes.cell, y + row * sizes.cell), sizes.cell)
     if sizes.ranks:
         right = left + sizes.cells_a_row * sizes.cell + 6
-        canvas.text(right, middle, _list_ranks(panel, node), _SMALL, color=FAINT_COLOUR)
+        canvas.write_text(right, middle, _list_ranks(panel, node), _SMALL, color=FAINT_COLOUR)
 
 
 def _draw_gpu(canvas: Canvas, panel: Panel, slot: tuple[int, int], corner: tuple[float, float], cell: float) -> None:
@@ -185,11 +187,11 @@ def _draw_gpu(canvas: Canvas, panel: Panel, slot: tuple[int, int], corner: tuple
         else choose_group_colour(int(panel.colour[slot]), int(panel.colour.max()) + 1)
     )
     gid = f"{panel.key}-gpu-{slot[0]}-{slot[1]}"
-    canvas.box(corner[0], corner[1], cell - 1, cell - 1, facecolor=colour, linewidth=0, gid=gid)
+    canvas.draw_box(corner[0], corner[1], cell - 1, cell - 1, facecolor=colour, linewidth=0, gid=gid)
     if panel.place is not None and _has_rank_numbers(panel):
         size = 6.0 if cell > 10 else 5.0
         middle = corner[0] + (cell - 1) / 2, corner[1] + (cell - 1) / 2
-        canvas.text(*middle, str(panel.place[slot]), size, ha="center", color=choose_ink(colour))
+        canvas.write_text(*middle, str(panel.place[slot]), size, ha="center", color=choose_ink(colour))
 
 
 def _list_ranks(panel: Panel, node: int) -> str:
@@ -246,12 +248,12 @@ def _draw_link(
     end: tuple[float, float],
     heaviest: float,
 ) -> None:
-    load = drawn.load_of(group)
+    load = drawn.get_load(group)
     style: dict[str, Any] = {
         "color": choose_load_colour(load, heaviest),
         "linewidth": choose_load_width(load, heaviest),
     }
-    canvas.line(start, end, gid=f"{panel.key}-link-{drawn.level.name}-{group}", **style)
+    canvas.draw_line(start, end, gid=f"{panel.key}-link-{drawn.level.name}-{group}", **style)
 
 
 COLUMN_LAYOUT = Layout(_measure, _draw, _has_rank_numbers)

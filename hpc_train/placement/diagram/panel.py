@@ -67,12 +67,12 @@ class Panel:
         """Seconds per step of the busiest link."""
         return max((float(load.max()) for load in self.load.values() if load.size), default=0.0)
 
-    def load_of(self, level: NamedLevel, group: int) -> float | None:
+    def get_load(self, level: NamedLevel, group: int) -> float | None:
         """Return the seconds that a group's link is busy; None if unknown, as in a picture without a run."""
         load = self.load.get(level.name)
         return None if load is None else float(load[group])
 
-    def members(self, level: NamedLevel) -> list[list[int]]:
+    def list_members(self, level: NamedLevel) -> list[list[int]]:
         """Return [groups]: the nodes of each group, in drawing order."""
         members: list[list[int]] = [[] for _ in level.labels]
         for node in self.order:
@@ -106,7 +106,7 @@ class DrawnLevel:
     load: NDArray[np.float64] | None
     """[groups]"""
 
-    def load_of(self, group: int) -> float | None:
+    def get_load(self, group: int) -> float | None:
         return None if self.load is None else float(self.load[group])
 
 
@@ -141,4 +141,6 @@ def _join_names(inner: NamedLevel, outer: NamedLevel) -> NamedLevel:
 
 
 def _choose_heavier(one: NDArray[np.float64] | None, other: NDArray[np.float64] | None) -> NDArray[np.float64] | None:
-    return np.maximum(one, other) if one is not None and other is not None else one if other is None else other
+    if one is None or other is None:
+        return one if other is None else other
+    return np.maximum(one, other)

@@ -35,7 +35,7 @@ class PlacementPanels:
     axes: tuple[str, ...]
     """Axes whose groups colour the GPUs."""
 
-    def panels(self, placement: Placement) -> list[Panel]:
+    def make_panels(self, placement: Placement) -> list[Panel]:
         """Return both panels; one if the placement changes nothing."""
         identity = tuple(range(len(self.model.fabric.nodes)))
         before = self._make_panel("before", "launcher's order", identity, placement.identity.total)
@@ -167,7 +167,7 @@ def _write_caption(axes: str | None, numbers: bool) -> list[str]:
 
 def _draw_caption(canvas: Canvas, caption: Sequence[str], y: float, heaviest: float) -> None:
     for number, line in enumerate(caption):
-        canvas.text(_MARGIN, y + number * _LINE_HEIGHT + 4, line, _CAPTION, color=FAINT_COLOUR)
+        canvas.write_text(_MARGIN, y + number * _LINE_HEIGHT + 4, line, _CAPTION, color=FAINT_COLOUR)
     if heaviest:
         _draw_scale(canvas, y + len(caption) * _LINE_HEIGHT + 4, heaviest)
 
@@ -177,8 +177,8 @@ def _draw_scale(canvas: Canvas, y: float, heaviest: float) -> None:
     steps, step = 40, 3.0
     label = "link busy in one step: 0"
     left = _MARGIN + measure_text(label, _CAPTION) + 6
-    canvas.text(_MARGIN, y, label, _CAPTION, color=FAINT_COLOUR)
+    canvas.write_text(_MARGIN, y, label, _CAPTION, color=FAINT_COLOUR)
     for number in range(steps):
         colour = choose_load_colour((number + 1) / steps, 1.0)
-        canvas.box(left + number * step, y - 4, step, 8, facecolor=colour, linewidth=0)
-    canvas.text(left + steps * step + 6, y, format_seconds(heaviest), _CAPTION, color=FAINT_COLOUR)
+        canvas.draw_box(left + number * step, y - 4, step, 8, facecolor=colour, linewidth=0)
+    canvas.write_text(left + steps * step + 6, y, format_seconds(heaviest), _CAPTION, color=FAINT_COLOUR)

@@ -61,7 +61,7 @@ def _measure(panel: Panel) -> tuple[float, float]:
 
 def _draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> None:
     """Draw the panel with its top left corner at (x, y)."""
-    canvas.text(x, y + 8, panel.title, 10, fontweight="bold")
+    canvas.write_text(x, y + 8, panel.title, 10, fontweight="bold")
     blocks = _make_blocks(panel)
     name, top = _measure_names(blocks), y + _TITLE
     for number, block in enumerate(blocks):
@@ -111,7 +111,7 @@ def _draw_block(
 ) -> None:
     """Draw the rows of one level. name: width of the labels' column; cells: whether nodes are drawn or counted."""
     level = block.drawn.level
-    members = panel.members(level)
+    members = panel.list_members(level)
     most_nodes = max(len(members[group]) for group in block.groups)
     strip = corner[0] + name + _GAP
     bars = strip + _measure_strip(panel) + _GAP
@@ -120,12 +120,12 @@ def _draw_block(
         top = corner[1] + _HEAD + number * block.row
         height = block.row - 1
         gid = f"{panel.key}-{level.name}-{group}"
-        canvas.box(corner[0], top, name, height, facecolor="white", linewidth=0, gid=gid)
-        canvas.text(corner[0], top + height / 2, level.labels[group], _SIZE, name - 2)
+        canvas.draw_box(corner[0], top, name, height, facecolor="white", linewidth=0, gid=gid)
+        canvas.write_text(corner[0], top + height / 2, level.labels[group], _SIZE, name - 2)
         if cells:
             _draw_cells(canvas, panel, members[group], (strip, top), (_measure_strip(panel) / most_nodes, height))
         else:
-            canvas.text(strip, top + height / 2, f"{len(members[group])} nodes", _SIZE, color=FAINT_COLOUR)
+            canvas.write_text(strip, top + height / 2, f"{len(members[group])} nodes", _SIZE, color=FAINT_COLOUR)
         _draw_bar(canvas, panel, block.drawn, group, (bars, top + height / 2), heaviest)
 
 
@@ -134,9 +134,9 @@ def _draw_header(
 ) -> None:
     name = block.drawn.level.name
     rest = f", the first {len(block.groups)} of {len(block.drawn.level.labels)}" if block.left_out else ""
-    canvas.text(corner[0], corner[1] + 5, f"{pluralise_level(name)}, up to {most_nodes} nodes each{rest}", _SIZE)
+    canvas.write_text(corner[0], corner[1] + 5, f"{pluralise_level(name)}, up to {most_nodes} nodes each{rest}", _SIZE)
     if panel.load:
-        canvas.text(bars, corner[1] + 5, "uplink busy a step", _SIZE)
+        canvas.write_text(bars, corner[1] + 5, "uplink busy a step", _SIZE)
 
 
 def _draw_cells(
@@ -147,7 +147,7 @@ def _draw_cells(
     if width < _THIN or panel.nodes > _MOST_CELLS:
         colours = np.full((len(nodes), 1), -1) if panel.colour is None else panel.colour[nodes]
         gid = f"{panel.key}-nodes-{nodes[0]}"
-        canvas.image(*corner, width * len(nodes), size[1], _make_pixels(colours, panel), gid)
+        canvas.draw_image(*corner, width * len(nodes), size[1], _make_pixels(colours, panel), gid)
         return
     for number, node in enumerate(nodes):
         _draw_node(canvas, panel, node, (corner[0] + number * width, corner[1]), (width - 0.6, size[1]))
@@ -166,29 +166,29 @@ def _draw_node(canvas: Canvas, panel: Panel, node: int, corner: tuple[float, flo
     """Draw the colours of a node's GPUs one above the other."""
     gid = f"{panel.key}-node-{node}"
     if panel.colour is None:
-        canvas.box(*corner, *size, facecolor=PLAIN_COLOUR, linewidth=0, gid=gid)
+        canvas.draw_box(*corner, *size, facecolor=PLAIN_COLOUR, linewidth=0, gid=gid)
         return
     groups = int(panel.colour.max()) + 1
     groups_on_node = list(dict.fromkeys(panel.colour[node].tolist()))
     height = size[1] / len(groups_on_node)
     for number, group in enumerate(groups_on_node):
         style = {"facecolor": choose_group_colour(group, groups), "gid": f"{gid}-{number}" if number else gid}
-        canvas.box(corner[0], corner[1] + number * height, size[0], height, linewidth=0, **style)
+        canvas.draw_box(corner[0], corner[1] + number * height, size[0], height, linewidth=0, **style)
 
 
 def _draw_bar(
     canvas: Canvas, panel: Panel, drawn: DrawnLevel, group: int, left: tuple[float, float], heaviest: float
 ) -> None:
     """Draw how long a link is busy. left: the middle of the bar's left edge."""
-    load = drawn.load_of(group)
+    load = drawn.get_load(group)
     if load is None:
         return
     x, y = left
-    canvas.box(x, y - 4, _BAR, 8, facecolor="#f3f6f9", edgecolor=LINE_COLOUR, linewidth=0.4)
+    canvas.draw_box(x, y - 4, _BAR, 8, facecolor="#f3f6f9", edgecolor=LINE_COLOUR, linewidth=0.4)
     length = _BAR * (load / heaviest if heaviest else 0.0)
     gid = f"{panel.key}-link-{drawn.level.name}-{group}"
-    canvas.box(x, y - 4, length, 8, facecolor=choose_load_colour(load, heaviest), linewidth=0, gid=gid)
-    canvas.text(x + _BAR + 4, y, format_seconds(load), _SIZE - 0.5, color=INK_COLOUR if load else FAINT_COLOUR)
+    canvas.draw_box(x, y - 4, length, 8, facecolor=choose_load_colour(load, heaviest), linewidth=0, gid=gid)
+    canvas.write_text(x + _BAR + 4, y, format_seconds(load), _SIZE - 0.5, color=INK_COLOUR if load else FAINT_COLOUR)
 
 
 ROW_LAYOUT = Layout(_measure, _draw, has_rank_numbers=lambda panel: False)

@@ -48,13 +48,13 @@ class NodeProcessors:
     siblings: Mapping[int, frozenset[int]]
     """Hardware threads of each processor's core, the processor itself included."""
 
-    def numa_of(self, cpus: Iterable[int]) -> int | None:
+    def find_numa_node(self, cpus: Iterable[int]) -> int | None:
         """Return the NUMA node that holds all these processors; None if none does, or the machine has only one."""
         numbers = frozenset(cpus)
         nodes = [node for node, members in self.numa.items() if numbers <= members]
         return nodes[0] if nodes and len(self.numa) > 1 else None
 
-    def cores(self, cpus: frozenset[int]) -> list[tuple[int, ...]]:
+    def list_cores(self, cpus: frozenset[int]) -> list[tuple[int, ...]]:
         """List the physical cores among these processors, whole or in part, grouped by NUMA node."""
         place = {cpu: node for node, members in self.numa.items() for cpu in members}
         groups = {tuple(sorted(self.siblings.get(cpu, frozenset({cpu})) & cpus)) for cpu in cpus}
@@ -118,7 +118,7 @@ def assign_cpus(seats: Sequence[RankSeat], processors: NodeProcessors) -> list[C
 
 
 def _leave_unbound(seat: RankSeat, processors: NodeProcessors, why: str) -> CpuBinding:
-    return CpuBinding((), len(processors.cores(seat.allowed)), None, f"not bound: {why}")
+    return CpuBinding((), len(processors.list_cores(seat.allowed)), None, f"not bound: {why}")
 
 
 def _name_binding(binding: CpuBinding, seat: RankSeat) -> CpuBinding:
@@ -134,7 +134,7 @@ def _split_evenly(cpus: frozenset[int], ranks: int, processors: NodeProcessors) 
     shares = _make_shares(cpus, ranks, processors)
     flat = [tuple(sorted(cpu for core in share for cpu in core)) for share in shares]
     return [
-        CpuBinding(cpus_of_rank, len(share), processors.numa_of(cpus_of_rank), "")
+        CpuBinding(cpus_of_rank, len(share), processors.find_numa_node(cpus_of_rank), "")
         for cpus_of_rank, share in zip(flat, shares, strict=True)
     ]
 
@@ -145,7 +145,7 @@ def split_cpus(cpus: frozenset[int], parts: int, processors: NodeProcessors) -> 
 
 
 def _make_shares(cpus: frozenset[int], parts: int, processors: NodeProcessors) -> list[list[tuple[int, ...]]]:
-    cores = processors.cores(cpus)
+    cores = processors.list_cores(cpus)
     if len(cores) < parts:
         cores = [(cpu,) for core in cores for cpu in core]
     return [cores[index * len(cores) // parts : (index + 1) * len(cores) // parts] for index in range(parts)]

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.placement.collective_messages import Backend, CollectivePhase, EdgeKind, list_edges, list_phases
+from hpc_train.placement.collective_phases import Backend, CollectivePhase, EdgeKind, list_edges, list_phases
 from hpc_train.placement.mesh_groups import list_groups
 from hpc_train.placement.node.gpu_links import GpuLinks
 from hpc_train.traffic.axes import Flow

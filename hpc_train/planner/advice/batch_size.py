@@ -1,4 +1,7 @@
-"""Lints of the global batch and the learning rate."""
+"""Lints of the global batch and the learning rate.
+
+A lint is a function from RunFacts to one Advice or None; lints.LINTS lists them all, in the order of printing.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def check_critical_batch(facts: RunFacts) -> Advice | None:
 def check_scaling_warmup(facts: RunFacts) -> Advice | None:
     """Report a learning rate that is scaled up for the batch but has almost no warm-up."""
     optim, train = facts.config.optim, facts.config.train
-    steps = _planned_steps(facts)
+    steps = _count_planned_steps(facts)
     if optim.lr_scaling == "none" or optim.base_batch is None or train.global_batch <= optim.base_batch:
         return None
     warm, least = optim.schedule.warmup_steps, max(1, round(_LEAST_WARMUP * (steps or 0)))
@@ -88,7 +91,7 @@ def check_learning_rate(facts: RunFacts) -> Advice | None:
     model = facts.transformer
     if job is None or tokens is None or tokens < _LAW_TOKENS or model is None:
         return None
-    parameters = job.parameters - _embedding_parameters(model)
+    parameters = job.parameters - _count_embedding_parameters(model)
     if parameters < _LAW_PARAMETERS or tokens < parameters:
         return None
     law = step_law_rate(parameters, tokens)
@@ -100,12 +103,12 @@ def check_learning_rate(facts: RunFacts) -> Advice | None:
     return Advice("optim.lr", why, fix, "hint")
 
 
-def _embedding_parameters(model: TransformerConfig) -> float:
+def _count_embedding_parameters(model: TransformerConfig) -> float:
     """Count the parameters of embedding and head, which the Step Law leaves out."""
     return model.vocab_size * model.hidden * (1 if model.tied_embeddings else 2)
 
 
-def _planned_steps(facts: RunFacts) -> float | None:
+def _count_planned_steps(facts: RunFacts) -> float | None:
     if facts.config.plan.tokens is not None and facts.tokens_per_step:
         return facts.config.plan.tokens / facts.tokens_per_step
     return facts.config.train.steps

@@ -7,19 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-import numpy as np
-
 from hpc_train.config.model import TransformerConfig
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.models.counts import count_parameters
-from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
+from hpc_train.placement.described_cluster import count_nodes, count_ranks_per_node
+from hpc_train.planner.candidate import make_projected_job
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.from_config import jobs_from_config, list_assumptions
-from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, Column, Jobs, replace_columns
+from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, Jobs, replace_columns, take_single
 from hpc_train.planner.model.memory import estimate_memory
-from hpc_train.planner.model.step_time import StepTime, estimate_jobs
-from hpc_train.planner.reliability.failure_rate import Percentiles
+from hpc_train.planner.model.step_time import estimate_jobs
 from hpc_train.planner.reliability.projection import AssumedFailureRate, ProjectedJob, Projection, project_run
 from hpc_train.traffic.stages import count_micro_batches, place_stages
 
@@ -149,31 +146,19 @@ def estimate_for_advice(
     if not any("memory_gib" in line for line in missing):
         figures = replace(
             figures,
-            memory_without_recompute=_memory_without(jobs, constants, "recompute", RECOMPUTE.index("none")),
-            memory_without_offload=_memory_without(jobs, constants, "offload", OFFLOAD.index("none")),
-            memory_margin=_single(estimate_memory(jobs, constants).margin),
+            memory_without_recompute=_estimate_memory_without(jobs, constants, "recompute", RECOMPUTE.index("none")),
+            memory_without_offload=_estimate_memory_without(jobs, constants, "offload", OFFLOAD.index("none")),
+            memory_margin=take_single(estimate_memory(jobs, constants).margin),
         )
     if missing:
         return figures
     estimate = estimate_jobs(jobs, constants)
-    nodes = max(1, -(-world // round(_single(jobs.gpus_per_node))))
-    parameters = count_parameters(config.model) or _single(jobs.parameters)
-    job = ProjectedJob(world, nodes, _step_without_saves(estimate.time), _single(jobs.tokens), parameters)
-    return replace(figures, job=job, bubble=_single(estimate.time.bubble / estimate.time.step))
+    job = make_projected_job(config, jobs, estimate.time)
+    return replace(figures, job=job, bubble=take_single(estimate.time.bubble / estimate.time.step))
 
 
-def _memory_without(jobs: Jobs, constants: Constants, name: str, off: int) -> float | None:
+def _estimate_memory_without(jobs: Jobs, constants: Constants, name: str, off: int) -> float | None:
     """Return the bytes on the rank that needs most with a technique switched off; None if it is off already."""
-    if _single(getattr(jobs, name)) == off:
+    if take_single(getattr(jobs, name)) == off:
         return None
-    return _single(estimate_memory(replace_columns(jobs, **{name: off}), constants).total)
-
-
-def _step_without_saves(time: StepTime) -> Percentiles:
-    """Return the step time without checkpoints: the projection adds their cost itself."""
-    share = _single(1 - time.checkpoint / time.step)
-    return Percentiles(*(_single(time.quantile(p)) * share for p in (0.1, 0.5, 0.9)))
-
-
-def _single(value: Column | float) -> float:
-    return float(np.asarray(value, np.float64).reshape(-1)[0])
+    return take_single(estimate_memory(replace_columns(jobs, **{name: off}), constants).total)

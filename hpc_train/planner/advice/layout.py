@@ -1,4 +1,7 @@
-"""Lints of the parallel layout: degrees, stages, micro-batches, recomputation, offload."""
+"""Lints of the parallel layout: degrees, stages, micro-batches, recomputation, offload.
+
+A lint is a function from RunFacts to one Advice or None; lints.LINTS lists them all, in the order of printing.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 
 from hpc_train.config.model import VisionTransformerConfig
 from hpc_train.models.shape import count_kv_heads
-from hpc_train.placement.fabric_from_config import count_ranks_per_node
+from hpc_train.placement.described_cluster import count_ranks_per_node
 from hpc_train.planner.advice.facts import Advice, RunFacts
 from hpc_train.planner.model.batch_laws import min_batch_for_bubble
 from hpc_train.traffic.stages import compute_block_costs, list_stage_parts, read_block_costs
@@ -104,14 +107,14 @@ def _suggest_even_stages(facts: RunFacts, layers: int, ends: tuple[float, float]
     """Suggest nearby numbers of layers, or fewer stages, that balance well enough."""
     pp, virtual = facts.degrees.pp, facts.virtual_stages
     stages = pp * virtual
-    near = [n for n in range(stages, layers + stages + 1) if stage_imbalance(n, stages, ends) <= _UNEVEN]
+    near = [n for n in range(stages, layers + stages + 1) if compute_stage_imbalance(n, stages, ends) <= _UNEVEN]
     below, above = [n for n in near if n < layers][-1:], [n for n in near if n > layers][:1]
     ways = [f"model.layers={' or '.join(map(str, below + above))}"] if below or above else []
-    fewer = [n for n in range(2, pp) if stage_imbalance(layers, n * virtual, ends) <= _UNEVEN]
+    fewer = [n for n in range(2, pp) if compute_stage_imbalance(layers, n * virtual, ends) <= _UNEVEN]
     return ", or ".join([*ways, f"parallel.pp={fewer[-1]}" if fewer else "parallel.pp=1"])
 
 
-def stage_imbalance(layers: int, stages: int, ends: tuple[float, float]) -> float:
+def compute_stage_imbalance(layers: int, stages: int, ends: tuple[float, float]) -> float:
     """Return how much longer than the mean the slowest stage takes, with the best split of the layers (a fraction).
 
     ends: work before the first layer and after the last one, in units of a layer.
@@ -145,7 +148,7 @@ def check_interleaving_rounds(facts: RunFacts) -> Advice | None:
 def check_bubble(facts: RunFacts) -> Advice | None:
     """Report a pipeline that idles too much of a step."""
     pp = facts.degrees.pp
-    share = facts.figures.bubble if facts.figures.bubble is not None else _closed_form_bubble(facts)
+    share = facts.figures.bubble if facts.figures.bubble is not None else _compute_bubble_of_equal_stages(facts)
     if pp == 1 or share is None or share <= _BUBBLE:
         return None
     count, virtual = facts.micro_batches, facts.virtual_stages
@@ -163,7 +166,7 @@ def check_bubble(facts: RunFacts) -> Advice | None:
     return Advice("parallel.pipeline", why, ", or ".join(ways), "warning")
 
 
-def _closed_form_bubble(facts: RunFacts) -> float | None:
+def _compute_bubble_of_equal_stages(facts: RunFacts) -> float | None:
     """Return the idle share of a step for equal stages (formulas: schedules/simulate.py); None: no closed form."""
     pp, count, virtual = facts.degrees.pp, facts.micro_batches, facts.virtual_stages
     name = facts.config.parallel.pipeline.schedule
@@ -199,7 +202,7 @@ def check_launch_bound(facts: RunFacts) -> Advice | None:
 def check_needless_recompute(facts: RunFacts) -> Advice | None:
     """Report recomputation in a run that would fit without."""
     mode, without = facts.config.parallel.recompute.mode, facts.figures.memory_without_recompute
-    if mode == "none" or without is None or not _fits(facts, without):
+    if mode == "none" or without is None or not _fits_device(facts, without):
         return None
     why = f"recomputation ({mode}) costs up to a third of the FLOPs, and without it {_describe_memory(facts, without)}"
     return Advice("parallel.recompute.mode", why, "parallel.recompute.mode=none", "warning")
@@ -209,7 +212,7 @@ def check_needless_offload(facts: RunFacts) -> Advice | None:
     """Report offload in a run that would fit without."""
     offload, without = facts.config.parallel.offload, facts.figures.memory_without_offload
     on = [name for name in ("optimizer", "parameters") if getattr(offload, name) != "none"]
-    if not on or without is None or not _fits(facts, without):
+    if not on or without is None or not _fits_device(facts, without):
         return None
     moved = " and ".join(on)
     why = f"offload of {moved} moves them over PCIe in every step, and without it {_describe_memory(facts, without)}"
@@ -217,7 +220,7 @@ def check_needless_offload(facts: RunFacts) -> Advice | None:
     return Advice("parallel.offload", why, keys, "warning")
 
 
-def _fits(facts: RunFacts, size: float) -> bool:
+def _fits_device(facts: RunFacts, size: float) -> bool:
     return 0 < size * (1 + facts.figures.memory_margin) <= facts.config.cluster.gpu.memory_gib * GIB
 
 

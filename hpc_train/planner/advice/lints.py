@@ -95,7 +95,7 @@ def keep_runnable_advice(advice: Advice, config: RunConfig, world: int) -> Advic
         if not found:
             texts.append(alternative)
             continue
-        tried = [_complete_settings(config, settings, world) for settings in _variants(found)]
+        tried = [_complete_settings(config, settings, world) for settings in _list_variants(found)]
         accepted = [settings for settings in tried if settings]
         if accepted:
             overrides += [tuple(settings_to_overrides(settings)) for settings in accepted]
@@ -104,7 +104,7 @@ def keep_runnable_advice(advice: Advice, config: RunConfig, world: int) -> Advic
     return replace(advice, fix=_OR.join(texts) or NO_RUNNABLE_SETTING, overrides=tuple(overrides))
 
 
-def _variants(found: list[re.Match[str]]) -> Iterator[dict[str, Any]]:
+def _list_variants(found: list[re.Match[str]]) -> Iterator[dict[str, Any]]:
     """Yield the variants: each value of a single setting, or several settings together."""
     if len(found) > 1:
         yield {match[1]: yaml.safe_load(match[2]) for match in found}
@@ -137,14 +137,14 @@ def _complete_settings(config: RunConfig, settings: dict[str, Any], world: int) 
     """Add the data-parallel degree that the settings require; None: the run has them already, or would fail."""
     if all(get_value(config, key) == value for key, value in settings.items()):
         return None
-    for data_parallel in ({}, *_data_parallel_choices(config, settings, world)):
+    for data_parallel in ({}, *_list_data_parallel_choices(config, settings, world)):
         completed = {**settings, **data_parallel}
         if _can_run(config, completed, world):
             return completed
     return None
 
 
-def _data_parallel_choices(config: RunConfig, settings: Mapping[str, Any], world: int) -> Iterator[dict[str, Any]]:
+def _list_data_parallel_choices(config: RunConfig, settings: Mapping[str, Any], world: int) -> Iterator[dict[str, Any]]:
     """Yield the data-parallel degrees with which the changed degrees multiply to the world."""
     if not settings.keys() & set(_MODEL_DEGREES):
         return

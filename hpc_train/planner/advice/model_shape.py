@@ -1,4 +1,7 @@
-"""Lints of a model's shape: widths that run slowly on GPUs, and a vocabulary that tp does not divide."""
+"""Lints of a model's shape: widths that run slowly on GPUs, and a vocabulary that tp does not divide.
+
+A lint is a function from RunFacts to one Advice or None; lints.LINTS lists them all, in the order of printing.
+"""
 
 from __future__ import annotations
 

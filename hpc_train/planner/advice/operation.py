@@ -1,11 +1,14 @@
-"""Lints of operating a run: checkpoints, failures, spare nodes, deadline and budget."""
+"""Lints of operating a run: checkpoints, failures, spare nodes, deadline and budget.
+
+A lint is a function from RunFacts to one Advice or None; lints.LINTS lists them all, in the order of printing.
+"""
 
 from __future__ import annotations
 
 from hpc_train.planner.advice.facts import Advice, RunFacts
 from hpc_train.planner.reliability.failure_rate import DAY
 from hpc_train.planner.reliability.goodput import spare_wait_seconds
-from hpc_train.planner.reliability.projection import HOUR, planned_steps
+from hpc_train.planner.reliability.projection import HOUR, count_planned_steps
 from hpc_train.units import format_amount
 
 _INTERVAL_FACTOR = 2.0
@@ -15,12 +18,13 @@ _LEAST_LOSS = 0.005
 _LARGE_NODES = 128
 """1,024 GPUs: RSC-1's jobs of that size were interrupted every 7.9 hours (arXiv:2410.21680)."""
 _MOST_SPARES = 64
+"""No more spare nodes are recommended."""
 
 
 def check_never_saves(facts: RunFacts) -> Advice | None:
     """Report a run that never saves although a node may fail during it."""
     outlook, job = facts.outlook, facts.figures.job
-    steps = None if job is None else planned_steps(facts.config, job.tokens_per_step)
+    steps = None if job is None else count_planned_steps(facts.config, job.tokens_per_step)
     if facts.config.checkpoint.every or outlook is None or job is None or steps is None:
         return None
     days = steps * job.step_seconds.p50 / DAY
@@ -84,17 +88,19 @@ def _recommend_spares(facts: RunFacts, failing: float, repair: float) -> Advice 
     """Recommend more spare nodes if waiting for repairs costs much. failing: failures a second; repair: seconds."""
     have = facts.config.plan.spare_nodes
 
-    def waiting(spares: int) -> float:
+    def compute_waiting_share(spares: int) -> float:
         """Return the share of the time that the job waits for a node."""
         wait = float(spare_wait_seconds(failing, repair, spares))
         return failing * wait / (1 + failing * wait)
 
-    if waiting(have) < _LEAST_LOSS:
+    if compute_waiting_share(have) < _LEAST_LOSS:
         return None
-    enough = next((n for n in range(have + 1, _MOST_SPARES) if waiting(n) < _LEAST_LOSS / 5), _MOST_SPARES)
-    why = f"with {have} spare nodes the job waits {waiting(have):.1%} of the time for one to be repaired"
+    enough = next(
+        (n for n in range(have + 1, _MOST_SPARES) if compute_waiting_share(n) < _LEAST_LOSS / 5), _MOST_SPARES
+    )
+    why = f"with {have} spare nodes the job waits {compute_waiting_share(have):.1%} of the time for one to be repaired"
     share = enough / (facts.nodes + enough)
-    fix = f"plan.spare_nodes={enough} ({share:.1%} of the nodes): it then waits {waiting(enough):.2%}"
+    fix = f"plan.spare_nodes={enough} ({share:.1%} of the nodes): it then waits {compute_waiting_share(enough):.2%}"
     return Advice("plan.spare_nodes", why, fix, "warning")
 
 

@@ -11,9 +11,9 @@ from hpc_train.cluster.calibration import Calibration, DeviceMeasurement, read_c
 from hpc_train.errors import UserError
 from hpc_train.planner import constants as stored
 from hpc_train.planner.calibration.fit import calibrate_constants, count_run_evidence
-from hpc_train.planner.calibration.run_directories import cluster_names, read_run_directory
+from hpc_train.planner.calibration.run_directories import read_cluster_names, read_run_directory
 from hpc_train.planner.calibration.run_table import MeasuredRun
-from hpc_train.planner.calibration.validate import ErrorStatistics, error_statistics, predict_runs
+from hpc_train.planner.calibration.validate import ErrorStatistics, predict_runs, summarize_errors
 from hpc_train.planner.constants import Constants
 
 
@@ -79,7 +79,7 @@ def calibrate_cluster(sources: CalibrationSources, out: Path) -> tuple[Calibrati
 
 def _merge_benchmarks(sources: CalibrationSources) -> Calibration:
     """Merge device and network measurements. Raises UserError if runs and network are of different clusters."""
-    names = cluster_names([*sources.runs, *sources.check_runs])
+    names = read_cluster_names([*sources.runs, *sources.check_runs])
     if len(names) > 1:
         raise UserError(f"plan calibrate: runs of {', '.join(sorted(names))}; give those of one cluster")
     network = read_calibration(sources.collectives) if sources.collectives else None
@@ -99,4 +99,4 @@ def _compare_step_times(
 
 
 def _measure_errors(runs: Sequence[MeasuredRun], constants: Constants) -> ErrorStatistics:
-    return error_statistics(row.ratio for row in predict_runs(runs, constants))
+    return summarize_errors(row.ratio for row in predict_runs(runs, constants))

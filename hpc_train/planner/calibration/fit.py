@@ -31,12 +31,12 @@ from hpc_train.planner.constants import (
     replace_values,
 )
 from hpc_train.planner.evidence import count_evidence
-from hpc_train.planner.model.jobs import STACKS, Jobs, job_columns
+from hpc_train.planner.model.jobs import FSDP, Jobs, job_columns
 from hpc_train.planner.model.memory import Memory, estimate_memory
 from hpc_train.planner.model.step_time import estimate_step_time
 
 
-def memory_as_reported(runs: Sequence[MeasuredRun], memory: Memory) -> NDArray[np.float64]:
+def select_reported_memory(runs: Sequence[MeasuredRun], memory: Memory) -> NDArray[np.float64]:
     """Return the predicted bytes as each run measured its memory, [runs].
 
     memory: of the runs' jobs, one row per run.
@@ -51,7 +51,6 @@ def memory_as_reported(runs: Sequence[MeasuredRun], memory: Memory) -> NDArray[n
 
 Floats = NDArray[np.float64]
 
-_FSDP = STACKS.index("fsdp")
 _PRIOR = 0.03
 """Weight that pulls a constant to its start value, per share of its range, so that it stays there without data."""
 _TOLERATED = 0.15
@@ -65,7 +64,7 @@ def assign_fold(group: str, folds: int) -> int:
     return zlib.crc32(group.encode()) % folds
 
 
-def training_runs(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
+def select_training_runs(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
     """Return the runs that the shipped constants are fitted to.
 
     A table with a column `held_out` says so itself, by source; of others, a fifth of the groups is held out.
@@ -82,7 +81,7 @@ def fit_constants(runs: Sequence[MeasuredRun]) -> Constants:
         [run for run in timed if (run.columns["experts"] > 0) == with_experts] for with_experts in (False, True)
     )
     # First what all have in common, from dense models; then what only PyTorch's stacks and mixtures of experts have.
-    pytorch = [run for run in dense if run.columns["stack"] == _FSDP]
+    pytorch = [run for run in dense if run.columns["stack"] == FSDP]
     if common := [run for run in dense if run not in pytorch or run.columns["tp"] == 1]:
         constants = _fit_time(common, constants)
     if pytorch:
@@ -96,7 +95,7 @@ def _fit_time(runs: Sequence[MeasuredRun], start: Constants, to: str = TIME) -> 
     names = list(constant_bounds(to))
     jobs, measured = jobs_from_runs(runs), measured_seconds(runs)
     return _solve(
-        names, start, lambda constants: np.log(estimate_step_time(jobs, constants).step / measured), run_weights(runs)
+        names, start, lambda constants: np.log(estimate_step_time(jobs, constants).step / measured), weight_runs(runs)
     )
 
 
@@ -104,15 +103,16 @@ def _fit_memory(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
     jobs, measured = jobs_from_runs(runs), np.array([run.memory for run in runs])
 
     def errors(constants: Constants) -> Floats:
-        found: Floats = np.log(memory_as_reported(runs, estimate_memory(jobs, constants)) / measured)
+        found: Floats = np.log(select_reported_memory(runs, estimate_memory(jobs, constants)) / measured)
         return found
 
-    return _solve(list(constant_bounds(MEMORY)), start, errors, run_weights(runs))
+    return _solve(list(constant_bounds(MEMORY)), start, errors, weight_runs(runs))
 
 
-def run_weights(runs: Sequence[MeasuredRun]) -> Floats:
+def weight_runs(runs: Sequence[MeasuredRun]) -> Floats:
     """Weight runs so that a family of n runs counts as n^(1/4): a long table must not dominate the fit."""
     counts = Counter(run.family for run in runs)
+    # Weighted errors are squared: n runs of this weight count as n x n^-0.75 together.
     return np.array([counts[run.family] ** -0.375 for run in runs])
 
 
@@ -128,9 +128,12 @@ def _solve(names: Sequence[str], start: Constants, errors: Callable[[Constants],
         constants = replace_values(start, dict(zip(names, low + share * (high - low), strict=True)))
         return np.concatenate([_soft_l1_root(errors(constants)) * weights, pull * (share - first)])
 
+    # In shares of the constants' ranges, so that seconds and factors weigh alike; begun a little inside the bounds, at
+    # which trf shortens its steps.
     first = (begin - low) / (high - low)
     found = least_squares(residuals, np.clip(first, 1e-3, 1 - 1e-3), bounds=(0, 1), method="trf", xtol=1e-5, ftol=1e-6)
     values = low + found.x * (high - low)
+    # Four digits: further ones would differ between machines, and say nothing.
     return replace_values(start, {name: float(f"{value:.4g}") for name, value in zip(names, values, strict=True)})
 
 
@@ -188,7 +191,7 @@ def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Co
         return constants
     jobs, measured = jobs_from_runs(timed), measured_seconds(timed)
     kinds = [EXPERTS] if jobs.has_experts else []
-    kinds += [PYTORCH] if np.any(jobs.stack == _FSDP) else []
+    kinds += [PYTORCH] if np.any(jobs.stack == FSDP) else []
     limits = constant_bounds(TIME, *kinds)
     root, count = _matrix_root(RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs)), len(limits)
 

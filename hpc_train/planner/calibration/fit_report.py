@@ -23,26 +23,25 @@ from hpc_train.planner.calibration.fit import (
     fit_constants,
     fit_leaving_out,
     group_by_cluster,
-    training_runs,
+    select_training_runs,
 )
 from hpc_train.planner.calibration.run_table import MeasuredRun
 from hpc_train.planner.calibration.validate import (
     ErrorStatistics,
     PredictedRun,
-    error_statistics,
-    errors_by_family,
+    measure_errors_by_family,
     predict_runs,
+    summarize_errors,
 )
 from hpc_train.planner.constants import Constants, replace_values
-from hpc_train.planner.model.jobs import STACKS
+from hpc_train.planner.model.jobs import FSDP
 
 A100_GPT = ("sc21", "korth", "megascale", "zb", "vtrain", "bloom", "mtnlg")
 """Families of dense GPTs on several nodes of A100."""
 
 
 CALIBRATION_RUNS = 3
-
-
+"""Runs of a cluster that it is calibrated with."""
 CALIBRATION_CHOICES = 10
 """Number of choices of calibration runs over which errors are averaged, each from another half of a cluster's runs."""
 
@@ -78,7 +77,7 @@ class FitReport:
 
 def fit_report(runs: Sequence[MeasuredRun], options: FitOptions) -> FitReport:
     """Fit the constants and validate them in every way that the options ask for."""
-    trained = training_runs(runs)
+    trained = select_training_runs(runs)
     constants = replace(fit_constants(trained), evidence=count_run_evidence(trained))
     folds = (
         _predict_parts(fit_leaving_out(runs, lambda run: assign_fold(run.group, options.folds)))
@@ -88,18 +87,20 @@ def fit_report(runs: Sequence[MeasuredRun], options: FitOptions) -> FitReport:
     constants = replace_values(constants, _fit_spreads(folds))
     clusters = fit_leaving_out(runs, lambda run: run.cluster) if options.leave_out else ()
     seen = {run.id for run in trained}
-    ratios = _ratios(runs, constants)
+    ratios = _predict_ratios(runs, constants)
     return FitReport(
         constants,
-        error_statistics(ratio for run, ratio in zip(runs, ratios, strict=True) if run.id in seen),
-        error_statistics(ratio for run, ratio in zip(runs, ratios, strict=True) if run.id not in seen),
-        errors_by_kind(folds),
-        errors_by_kind(_predict_parts(clusters)),
-        _mean_errors([errors_by_kind(predict_calibrated(clusters, number)) for number in range(CALIBRATION_CHOICES)]),
+        summarize_errors(ratio for run, ratio in zip(runs, ratios, strict=True) if run.id in seen),
+        summarize_errors(ratio for run, ratio in zip(runs, ratios, strict=True) if run.id not in seen),
+        measure_errors_by_kind(folds),
+        measure_errors_by_kind(_predict_parts(clusters)),
+        _average_errors(
+            [measure_errors_by_kind(predict_calibrated(clusters, number)) for number in range(CALIBRATION_CHOICES)]
+        ),
     )
 
 
-def _ratios(runs: Sequence[MeasuredRun], constants: Constants) -> list[float]:
+def _predict_ratios(runs: Sequence[MeasuredRun], constants: Constants) -> list[float]:
     return [row.ratio for row in predict_runs(runs, constants)]
 
 
@@ -114,12 +115,12 @@ def _fit_spreads(folds: Sequence[PredictedRun]) -> dict[str, float]:
         columns = row.run.columns
         other = columns["experts"] > 0 or columns["peak_flops"] > columns["peak_flops_attention"]
         if not (other or {"recompute", "vpp"} & set(row.run.assumed)):
-            pytorch = columns["stack"] == STACKS.index("fsdp") and columns["tp"] > 1
+            pytorch = columns["stack"] == FSDP and columns["tp"] > 1
             found["spread_pytorch" if pytorch else "spread"].append(row)
-    return {name: error_spread(rows) for name, rows in found.items() if rows}
+    return {name: measure_error_spread(rows) for name, rows in found.items() if rows}
 
 
-def error_spread(rows: Sequence[PredictedRun]) -> float:
+def measure_error_spread(rows: Sequence[PredictedRun]) -> float:
     """Return the standard deviation of log(measured / predicted), robust against outliers.
 
     The bound within which four fifths of the errors lie, divided by that of a standard normal variable.
@@ -140,20 +141,20 @@ def predict_calibrated(clusters: Sequence[HeldOutFit], number: int = 0) -> list[
     found = []
     for part in clusters:
         for members in group_by_cluster(part.runs):
-            some = choose_calibration_runs(members, CALIBRATION_RUNS, half_of_runs(members, number))
+            some = choose_calibration_runs(members, CALIBRATION_RUNS, select_half_of_runs(members, number))
             others = [run for run in members if run not in some]
             found += predict_runs(others, calibrate_constants(some, part.constants))
     return found
 
 
-def half_of_runs(runs: Sequence[MeasuredRun], number: int) -> list[MeasuredRun]:
+def select_half_of_runs(runs: Sequence[MeasuredRun], number: int) -> list[MeasuredRun]:
     """Return half of a cluster's timed runs, by a hash of name and `number`, but at least as many as are chosen."""
     timed = [run for run in runs if np.isfinite(run.seconds)]
     timed.sort(key=lambda run: hashlib.sha256(f"{number}/{run.id}".encode()).digest())
     return timed[: max(CALIBRATION_RUNS, math.ceil(len(timed) / 2))]
 
 
-def _mean_errors(tables: Sequence[dict[str, ErrorStatistics]]) -> dict[str, ErrorStatistics]:
+def _average_errors(tables: Sequence[dict[str, ErrorStatistics]]) -> dict[str, ErrorStatistics]:
     """Average the errors of the same groups over several tables."""
     found = {}
     for name in tables[0]:
@@ -165,11 +166,11 @@ def _mean_errors(tables: Sequence[dict[str, ErrorStatistics]]) -> dict[str, Erro
     return found
 
 
-def errors_by_kind(rows: Sequence[PredictedRun]) -> dict[str, ErrorStatistics]:
+def measure_errors_by_kind(rows: Sequence[PredictedRun]) -> dict[str, ErrorStatistics]:
     """Return errors by kind of run: dense GPT on A100 without sharded parameters, with sharded ones, and by device."""
     if not rows:
         return {}
-    found = {**errors_by_family(rows), "overall": error_statistics(row.ratio for row in rows)}
+    found = {**measure_errors_by_family(rows), "overall": summarize_errors(row.ratio for row in rows)}
     kinds: dict[str, Callable[[MeasuredRun], bool]] = {
         "A100 GPT": lambda run: run.family in A100_GPT and run.columns["zero"] < 3,
         "FSDP": lambda run: run.columns["zero"] == 3,
@@ -177,6 +178,6 @@ def errors_by_kind(rows: Sequence[PredictedRun]) -> dict[str, ErrorStatistics]:
         "GB200": lambda run: run.cluster.endswith("/GB200"),
     }
     for name, has in kinds.items():
-        some = error_statistics(row.ratio for row in rows if has(row.run))
+        some = summarize_errors(row.ratio for row in rows if has(row.run))
         found |= {name: some} if some.n else {}
     return found

@@ -13,7 +13,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.config.run_file import load_run_file
 from hpc_train.config.schema import seal_config
 from hpc_train.errors import UserError
-from hpc_train.placement.fabric_from_config import count_nodes, count_ranks_per_node
+from hpc_train.placement.described_cluster import count_nodes, count_ranks_per_node
 from hpc_train.planner.calibration.run_table import MeasuredRun
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.jobs import job_columns
@@ -31,10 +31,10 @@ def read_run_directory(folder: Path, calibration: Path | None) -> MeasuredRun:
 
     Raises UserError for a directory that is no run, and for a run of too few steps.
     """
-    config = _config(folder)
+    config = _read_config(folder)
     cluster = replace(config.cluster, calibration=str(calibration) if calibration else None)
     config = seal_config(replace(config, cluster=cluster))
-    ranks = _ranks(folder, config)
+    ranks = _count_ranks(folder, config)
     columns = {name: float(value) for name, value in job_columns(jobs_from_config(config, ranks)).items()}
     return MeasuredRun(
         id=str(folder),
@@ -44,7 +44,7 @@ def read_run_directory(folder: Path, calibration: Path | None) -> MeasuredRun:
         software="hpc_train",
         group=f"{cluster.name}/{config.model.name}",
         contest=f"{cluster.name}/{config.model.name}/{ranks}",
-        seconds=_median_step_seconds(folder),
+        seconds=_measure_median_step(folder),
         memory=math.nan,
         first_stage=False,
         memory_of="allocated",
@@ -54,12 +54,12 @@ def read_run_directory(folder: Path, calibration: Path | None) -> MeasuredRun:
     )
 
 
-def cluster_names(folders: Sequence[Path]) -> set[str]:
+def read_cluster_names(folders: Sequence[Path]) -> set[str]:
     """Return the names of the clusters that the runs ran on."""
-    return {_config(folder).cluster.name for folder in folders}
+    return {_read_config(folder).cluster.name for folder in folders}
 
 
-def _config(folder: Path) -> RunConfig:
+def _read_config(folder: Path) -> RunConfig:
     path = folder / "config.yaml"
     try:
         return config_from_dict(load_run_file(path))
@@ -71,7 +71,7 @@ def _config(folder: Path) -> RunConfig:
         raise UserError(f"{path}: not the configuration of a run ({type(error).__name__})") from None
 
 
-def _ranks(folder: Path, config: RunConfig) -> int:
+def _count_ranks(folder: Path, config: RunConfig) -> int:
     """Return the ranks as rank 0 wrote them when the run started, else those of the configuration."""
     try:
         return len(read_json(folder / "rankmap.json")["ranks"])
@@ -79,7 +79,7 @@ def _ranks(folder: Path, config: RunConfig) -> int:
         return count_nodes(config) * count_ranks_per_node(config)
 
 
-def _median_step_seconds(folder: Path) -> float:
+def _measure_median_step(folder: Path) -> float:
     """Return the median step time without the first steps."""
     lines = read_metrics(folder / "metrics.jsonl")
     steps = [float(line["step_seconds"]) for line in lines[_WARM_UP:] if line.get("step_seconds")]

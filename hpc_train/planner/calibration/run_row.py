@@ -31,34 +31,34 @@ class CsvRow:
     def __init__(self, cells: Mapping[str, str | None]) -> None:
         self._cells = cells
 
-    def text(self, name: str) -> str:
+    def get_text(self, name: str) -> str:
         """Return a cell without spaces around it; empty if there is none."""
         return (self._cells.get(name) or "").strip()
 
-    def word(self, name: str) -> str:
+    def get_word(self, name: str) -> str:
         """Return a cell that holds a name, in lower case."""
-        return self.text(name).lower()
+        return self.get_text(name).lower()
 
-    def number(self, name: str, default: float = math.nan) -> float:
+    def get_number(self, name: str, default: float = math.nan) -> float:
         """Return a cell as a number. default: value of an empty cell."""
-        text = self.text(name)
+        text = self.get_text(name)
         try:
             return float(text) if text else default
         except ValueError:
             return math.nan
 
-    def stated(self, name: str) -> bool:
+    def is_stated(self, name: str) -> bool:
         """Return whether a cell has a value."""
-        return bool(self.text(name))
+        return bool(self.get_text(name))
 
-    def flag(self, name: str, otherwise: bool = False) -> bool:
+    def get_flag(self, name: str, otherwise: bool = False) -> bool:
         """Return a flag. otherwise: value of an empty cell."""
-        return self.number(name) == 1 if self.stated(name) else otherwise
+        return self.get_number(name) == 1 if self.is_stated(name) else otherwise
 
     @property
     def year(self) -> int:
         """Return the year of the run; 9999 if none is stated."""
-        year = self.number("year")
+        year = self.get_number("year")
         return int(year) if math.isfinite(year) else 9999
 
 
@@ -71,9 +71,9 @@ def explain_impossible(row: CsvRow) -> str | None:
         (_FLAGS, _is_not_a_flag),
     ):
         for name in names:
-            if row.stated(name) and (why := fault(row.number(name))):
-                return f"{name} is {row.text(name)!r}, {why}"
-    return _contradiction(row)
+            if row.is_stated(name) and (why := fault(row.get_number(name))):
+                return f"{name} is {row.get_text(name)!r}, {why}"
+    return _find_contradiction(row)
 
 
 def _is_not_a_count(value: float) -> str | None:
@@ -92,20 +92,25 @@ def _is_not_a_flag(value: float) -> str | None:
     return None if value in (0, 1) else "which is neither 0 nor 1"
 
 
-def _contradiction(row: CsvRow) -> str | None:
+def _find_contradiction(row: CsvRow) -> str | None:
     """Find two numbers that contradict each other. Empty cells are NaN, which compares as false."""
-    heads, stages = row.number("heads"), row.number("pp") * row.number("vpp", 1)
-    sequences_at_once = row.number("dp") * row.number("micro_batch")
+    heads, stages = row.get_number("heads"), row.get_number("pp") * row.get_number("vpp", 1)
+    sequences_at_once = row.get_number("dp") * row.get_number("micro_batch")
     pairs = (
-        (row.number("kv_heads"), heads, "kv_heads", "heads"),
-        (row.number("tp"), heads, "tp", "heads"),
-        (row.number("cp"), row.number("seq"), "cp", "seq"),
+        (row.get_number("kv_heads"), heads, "kv_heads", "heads"),
+        (row.get_number("tp"), heads, "tp", "heads"),
+        (row.get_number("cp"), row.get_number("seq"), "cp", "seq"),
         # Some stacks count the embedding and the head as a layer each.
-        (stages, row.number("layers") + 2, "pp x vpp", "layers + 2"),
-        (row.number("dp_replicate"), row.number("dp"), "dp_replicate", "dp"),
-        (row.number("top_k"), row.number("experts"), "top_k", "experts"),
-        (row.number("ep"), row.number("dp") * row.number("tp") * row.number("cp", 1), "ep", "dp x cp x tp"),
-        (sequences_at_once, row.number("global_batch"), "dp x micro_batch", "global_batch"),
+        (stages, row.get_number("layers") + 2, "pp x vpp", "layers + 2"),
+        (row.get_number("dp_replicate"), row.get_number("dp"), "dp_replicate", "dp"),
+        (row.get_number("top_k"), row.get_number("experts"), "top_k", "experts"),
+        (
+            row.get_number("ep"),
+            row.get_number("dp") * row.get_number("tp") * row.get_number("cp", 1),
+            "ep",
+            "dp x cp x tp",
+        ),
+        (sequences_at_once, row.get_number("global_batch"), "dp x micro_batch", "global_batch"),
     )
     over = next(((a, b, one, other) for a, b, one, other in pairs if a > b), None)
     return over and f"{over[2]} = {over[0]:g} is more than {over[3]} = {over[1]:g}"

@@ -25,8 +25,8 @@ from hpc_train.planner.calibration.software import (
     ATTENTION_KINDS,
     SOFTWARE,
     SoftwareTraits,
+    find_row_software,
     knows_software,
-    row_software,
 )
 from hpc_train.planner.model.accelerators import Accelerator, attention_peak, find_accelerator
 from hpc_train.planner.model.jobs import FLOAT8_RECIPES, PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column
@@ -165,47 +165,50 @@ def rename_vtrain_columns(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:
     """Parse one line of the table."""
     row = CsvRow(cells)
-    accelerator = find_accelerator(row.text("gpu_type"))
+    accelerator = find_accelerator(row.get_text("gpu_type"))
     why = _explain_refusal(row, accelerator)
     if why or accelerator is None:
-        return RefusedRun(row.text("id"), why or "unknown device")
-    software = row_software(row)
+        return RefusedRun(row.get_text("id"), why or "unknown device")
+    software = find_row_software(row)
     columns = {
-        **_shape_columns(row, software),
-        **_layout_columns(row, software),
-        **_format_columns(row, software),
-        **_machine_columns(row, accelerator, software),
+        **_make_shape_columns(row, software),
+        **_make_layout_columns(row, software),
+        **_make_format_columns(row, software),
+        **_make_machine_columns(row, accelerator, software),
     }
-    family = re.sub(r"\d+(\.\d+)+$", "", row.text("id").split("-")[0]) or "other"
-    model, kind = row.text("model") or f"{row.text('layers')}x{row.text('hidden')}", row.text("gpu_type")
-    batch = f"{row.text('gpus')} GPUs, {row.text('global_batch')} x {row.text('seq')}"
+    family = re.sub(r"\d+(\.\d+)+$", "", row.get_text("id").split("-")[0]) or "other"
+    model, kind = (
+        row.get_text("model") or f"{row.get_text('layers')}x{row.get_text('hidden')}",
+        row.get_text("gpu_type"),
+    )
+    batch = f"{row.get_text('gpus')} GPUs, {row.get_text('global_batch')} x {row.get_text('seq')}"
     return MeasuredRun(
-        id=row.text("id"),
+        id=row.get_text("id"),
         family=family,
         model=model,
         cluster=f"{family}/{kind}",
         software=software.name,
         group=f"{family}/{model}/{kind}",
-        contest=f"{family}/{model}/{kind}/{batch}/{row.text('precision')}",
-        seconds=row.number("iter_time_s"),
-        memory=row.number("mem_gib") * GIB,
-        first_stage=row.word("memory_stage") == "first",
-        memory_of=_memory_convention(row, software),
+        contest=f"{family}/{model}/{kind}/{batch}/{row.get_text('precision')}",
+        seconds=row.get_number("iter_time_s"),
+        memory=row.get_number("mem_gib") * GIB,
+        first_stage=row.get_word("memory_stage") == "first",
+        memory_of=_get_memory_convention(row, software),
         out_of_memory=_ran_out_of_memory(row),
         columns=columns,
         assumed=_list_assumed(row, software),
-        held_out=row.flag("held_out") if "held_out" in cells else None,
+        held_out=row.get_flag("held_out") if "held_out" in cells else None,
     )
 
 
 def _ran_out_of_memory(row: CsvRow) -> bool:
-    return row.flag("out_of_memory") and not row.stated("iter_time_s")
+    return row.get_flag("out_of_memory") and not row.is_stated("iter_time_s")
 
 
-def _memory_convention(row: CsvRow, software: SoftwareTraits) -> str:
+def _get_memory_convention(row: CsvRow, software: SoftwareTraits) -> str:
     """Return how memory was measured; where that is not stated, as users of the software do."""
     usual = {"deepspeed": "device", "fsdp": "reserved"}
-    return row.word("memory_of") or usual.get(software.stack, "allocated")
+    return row.get_word("memory_of") or usual.get(software.stack, "allocated")
 
 
 _STATED = ("layers", "hidden", "heads", "seq", "gpus", "dp", "tp", "pp", "global_batch", "micro_batch")
@@ -214,73 +217,73 @@ _STATED = ("layers", "hidden", "heads", "seq", "gpus", "dp", "tp", "pp", "global
 def _explain_refusal(row: CsvRow, accelerator: Accelerator | None) -> str | None:
     """Return why a row cannot be modelled; None if it can."""
     if accelerator is None:
-        return f"{row.text('gpu_type') or 'no device'} is not a GPU of known speed"
-    has_experts = row.number("experts", 0) > 1 or row.number("ep", 1) > 1
+        return f"{row.get_text('gpu_type') or 'no device'} is not a GPU of known speed"
+    has_experts = row.get_number("experts", 0) > 1 or row.get_number("ep", 1) > 1
     needed = (*_STATED, *(("experts", "top_k", "expert_hidden") if has_experts else ()))
-    unknown = [name for name in needed if not row.stated(name)]
+    unknown = [name for name in needed if not row.is_stated(name)]
     if unknown:
         return f"not stated: {', '.join(unknown)}"
     if why := explain_impossible(row) or _find_unknown_word(row):
         return why
-    degrees = [row.number(name, 1) for name in ("dp", "tp", "pp", "cp")]
-    if math.prod(degrees) != row.number("gpus"):
-        return f"dp x tp x pp x cp = {math.prod(degrees):g}, but there are {row.number('gpus'):g} GPUs"
-    if not (row.stated("iter_time_s") or row.stated("mem_gib") or _ran_out_of_memory(row)):
+    degrees = [row.get_number(name, 1) for name in ("dp", "tp", "pp", "cp")]
+    if math.prod(degrees) != row.get_number("gpus"):
+        return f"dp x tp x pp x cp = {math.prod(degrees):g}, but there are {row.get_number('gpus'):g} GPUs"
+    if not (row.is_stated("iter_time_s") or row.is_stated("mem_gib") or _ran_out_of_memory(row)):
         return "neither time nor memory is stated"
     return None
 
 
 def _find_unknown_word(row: CsvRow) -> str | None:
     valid = {
-        "sharding": row.word("sharding") in _ZERO,
-        "recompute": row.word("recompute") in ("", *RECOMPUTE),
-        "precision": not _WIDE.match(row.text("precision")),
-        "attention": row.word("attention") in ("", *ATTENTION_KINDS),
-        "memory_of": row.word("memory_of") in ("", "device", "reserved", "allocated"),
-        "memory_stage": row.word("memory_stage") in ("", "first"),
-        "schedule": _schedule(row) in SCHEDULES,
-        "dispatcher": row.word("dispatcher") in ("", "alltoall", "allgather", *_ONCE_A_NODE),
-        "fp8_recipe": row.word("fp8_recipe") in ("", *FLOAT8_RECIPES),
+        "sharding": row.get_word("sharding") in _ZERO,
+        "recompute": row.get_word("recompute") in ("", *RECOMPUTE),
+        "precision": not _WIDE.match(row.get_text("precision")),
+        "attention": row.get_word("attention") in ("", *ATTENTION_KINDS),
+        "memory_of": row.get_word("memory_of") in ("", "device", "reserved", "allocated"),
+        "memory_stage": row.get_word("memory_stage") in ("", "first"),
+        "schedule": _name_schedule(row) in SCHEDULES,
+        "dispatcher": row.get_word("dispatcher") in ("", "alltoall", "allgather", *_ONCE_A_NODE),
+        "fp8_recipe": row.get_word("fp8_recipe") in ("", *FLOAT8_RECIPES),
     }
-    if not knows_software(row.word("software")):
-        return f"unknown software {row.text('software')!r}; known: megatron-lm, {', '.join(SOFTWARE)}"
-    return next((f"unknown {name} {row.text(name)!r}" for name, is_valid in valid.items() if not is_valid), None)
+    if not knows_software(row.get_word("software")):
+        return f"unknown software {row.get_text('software')!r}; known: megatron-lm, {', '.join(SOFTWARE)}"
+    return next((f"unknown {name} {row.get_text(name)!r}" for name, is_valid in valid.items() if not is_valid), None)
 
 
 def _list_assumed(row: CsvRow, software: SoftwareTraits) -> tuple[str, ...]:
     """List the columns that a row does not state and that matter for it."""
     names = ["software", "vocab", "recompute", "ffn_hidden"]
-    names += ["vpp"] if row.number("pp") > 1 and not row.stated("schedule") else []
-    names += ["inter_link_gbps_per_gpu"] if row.number("gpus") > row.number("gpus_per_node", 8) else []
+    names += ["vpp"] if row.get_number("pp") > 1 and not row.is_stated("schedule") else []
+    names += ["inter_link_gbps_per_gpu"] if row.get_number("gpus") > row.get_number("gpus_per_node", 8) else []
     names += ["compile"] if software.stack == "fsdp" else []
-    return tuple(name for name in names if not row.text(name))
+    return tuple(name for name in names if not row.get_text(name))
 
 
-def _shape_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
-    hidden, heads, gated = row.number("hidden"), row.number("heads"), row.number("gated_mlp", 0)
+def _make_shape_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
+    hidden, heads, gated = row.get_number("hidden"), row.get_number("heads"), row.get_number("gated_mlp", 0)
     return {
-        "layers": row.number("layers"),
+        "layers": row.get_number("layers"),
         "hidden": hidden,
-        "feed_forward": row.number("ffn_hidden", 4 * hidden),
+        "feed_forward": row.get_number("ffn_hidden", 4 * hidden),
         "heads": heads,
-        "kv_heads": row.number("kv_heads", heads),
-        "head_dim": row.number("head_dim", hidden / heads),
-        "vocab": row.number("vocab", _DEFAULT_VOCAB),
+        "kv_heads": row.get_number("kv_heads", heads),
+        "head_dim": row.get_number("head_dim", hidden / heads),
+        "vocab": row.get_number("vocab", _DEFAULT_VOCAB),
         "gated": gated,
         "parallel_block": software.parallel_block,
         "learned_positions": 0,
         "dropout": 0,
         "tied": 1 - gated,  # GPTs tie the embedding to the head, Llamas do not.
-        "sequence": row.number("seq"),
-        "experts": row.number("experts", 0) if row.number("experts", 0) > 1 else 0,
-        "top_k": row.number("top_k", 0),
-        "expert_width": row.number("expert_hidden", 0),
-        "shared_width": row.number("shared_hidden", 0),
-        "dense_layers": row.number("dense_layers", 0),
-        "query_rank": row.number("query_rank", 0),
-        "key_rank": row.number("key_rank", 0),
-        "rotary_width": row.number("rotary_width", 0),
-        "value_dim": row.number("value_dim", 0),
+        "sequence": row.get_number("seq"),
+        "experts": row.get_number("experts", 0) if row.get_number("experts", 0) > 1 else 0,
+        "top_k": row.get_number("top_k", 0),
+        "expert_width": row.get_number("expert_hidden", 0),
+        "shared_width": row.get_number("shared_hidden", 0),
+        "dense_layers": row.get_number("dense_layers", 0),
+        "query_rank": row.get_number("query_rank", 0),
+        "key_rank": row.get_number("key_rank", 0),
+        "rotary_width": row.get_number("rotary_width", 0),
+        "value_dim": row.get_number("value_dim", 0),
     }
 
 
@@ -288,36 +291,36 @@ _SCHEDULE_NAMES = {"zb_1p": "interleaved_zero_bubble", "zb_v": "zbv", "dualpipe"
 """Names of schedules in papers, and ours."""
 
 
-def _schedule(row: CsvRow) -> str:
-    stated = row.word("schedule").replace("-", "_")
-    usual = "interleaved_1f1b" if row.number("vpp", 1) > 1 else "1f1b"
+def _name_schedule(row: CsvRow) -> str:
+    stated = row.get_word("schedule").replace("-", "_")
+    usual = "interleaved_1f1b" if row.get_number("vpp", 1) > 1 else "1f1b"
     return _SCHEDULE_NAMES.get(stated, stated) or usual
 
 
-def _layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
-    zero, dp, cp = _ZERO[row.word("sharding")], row.number("dp"), row.number("cp", 1)
+def _make_layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
+    zero, dp, cp = _ZERO[row.get_word("sharding")], row.get_number("dp"), row.get_number("cp", 1)
     sharded = zero > 0
-    copies = row.number("dp_replicate", 1 if sharded else dp)
+    copies = row.get_number("dp_replicate", 1 if sharded else dp)
     return {
-        "global_batch": row.number("global_batch"),
-        "micro_batch": row.number("micro_batch"),
+        "global_batch": row.get_number("global_batch"),
+        "micro_batch": row.get_number("micro_batch"),
         "dp_replicate": copies,
         "dp_shard": dp / copies,
-        "ep": row.number("ep", 1),
-        "imbalance": row.number("expert_imbalance", 1),
-        "sends_once": row.word("dispatcher") in _ONCE_A_NODE,
+        "ep": row.get_number("ep", 1),
+        "imbalance": row.get_number("expert_imbalance", 1),
+        "sends_once": row.get_word("dispatcher") in _ONCE_A_NODE,
         "loss_chunk": 0,
         "cp": cp,
-        "tp": row.number("tp"),
-        "pp": row.number("pp"),
-        "virtual_stages": row.number("vpp", 1),
-        "sequence_parallel": row.number("sp", 0),
+        "tp": row.get_number("tp"),
+        "pp": row.get_number("pp"),
+        "virtual_stages": row.get_number("vpp", 1),
+        "sequence_parallel": row.get_number("sp", 0),
         "ulysses": 0,
         "zero": zero,
-        "reshard": row.flag("reshard", True),
-        "reduce_once": row.flag("reduce_once"),
-        "schedule": SCHEDULES.index(_schedule(row)),
-        "recompute": RECOMPUTE.index(row.word("recompute") or "none"),
+        "reshard": row.get_flag("reshard", True),
+        "reduce_once": row.get_flag("reduce_once"),
+        "schedule": SCHEDULES.index(_name_schedule(row)),
+        "recompute": RECOMPUTE.index(row.get_word("recompute") or "none"),
         "recompute_share": 1,
         "offload": 0,
         "offload_activations": 0,
@@ -326,11 +329,11 @@ def _layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "fused_elementwise": software.fused_elementwise,
         "overlap_data": software.overlap_data,
         "overlap_tensor": software.overlap_tensor,
-        "launch_blocking": row.flag("launch_blocking"),
+        "launch_blocking": row.get_flag("launch_blocking"),
     }
 
 
-def _format_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
+def _make_format_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
     """Return the bytes per element. Megatron and DeepSpeed keep 16-bit weights and an fp32 copy, FSDP fp32 weights."""
     fp32 = software.stack == "fsdp"
     gradient_bytes = software.gradient_bytes
@@ -341,22 +344,22 @@ def _format_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, float]:
         "reduce_bytes": 2 if fp32 else gradient_bytes,
         "optimizer_bytes": 8 if fp32 else 12,
         "logit_bytes": software.logit_bytes,
-        "float8": FLOAT8_RECIPES.index(row.word("fp8_recipe") or "none"),
+        "float8": FLOAT8_RECIPES.index(row.get_word("fp8_recipe") or "none"),
         "checkpoint_every": math.inf,
         "checkpoint_bandwidth": PCIE,
     }
 
 
-def _bits(precision: str) -> int:
+def _count_bits(precision: str) -> int:
     return 8 if "fp8" in precision else 4 if "fp4" in precision else 16
 
 
-def _machine_columns(row: CsvRow, accelerator: Accelerator, software: SoftwareTraits) -> dict[str, float]:
-    kind, bits = row.text("gpu_type"), _bits(row.word("precision"))
+def _make_machine_columns(row: CsvRow, accelerator: Accelerator, software: SoftwareTraits) -> dict[str, float]:
+    kind, bits = row.get_text("gpu_type"), _count_bits(row.get_word("precision"))
     stated = re.search(r"-(\d+)GB$", kind)
     nic = next((rate for name, rate in _NIC_GBIT.items() if name in kind), 400)
     # A run may use fewer GPUs than one node has.
-    per_node = min(row.number("gpus_per_node", 8), row.number("gpus"))
+    per_node = min(row.get_number("gpus_per_node", 8), row.get_number("gpus"))
     rack = 72 if kind.startswith("GB") else per_node
     # A device without products of this width computes in 16 bits.
     half = accelerator.flops.get(bits, accelerator.flops[16])
@@ -370,9 +373,9 @@ def _machine_columns(row: CsvRow, accelerator: Accelerator, software: SoftwareTr
         "multiprocessors": accelerator.multiprocessors,
         "memory_bytes": (float(stated[1]) if stated else accelerator.memory_gb) * GIB,
         "memory_bandwidth": accelerator.bandwidth,
-        "link_bandwidth": (row.number("intra_link_gbs", 600) or _NO_NVLINK) / 2 * 1e9,
+        "link_bandwidth": (row.get_number("intra_link_gbs", 600) or _NO_NVLINK) / 2 * 1e9,
         "pair_bandwidth": math.inf,
-        "nic_bandwidth": (row.number("inter_link_gbps_per_gpu", nic) or nic) / 8 * 1e9,
+        "nic_bandwidth": (row.get_number("inter_link_gbps_per_gpu", nic) or nic) / 8 * 1e9,
         "host_bandwidth": 0,
         "leaf_gpus": math.inf,
         "leaf_oversubscription": 1,

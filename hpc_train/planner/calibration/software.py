@@ -1,4 +1,7 @@
-"""Describe how the software of published runs works, by its name in the column `software`."""
+"""Describe how the software of published runs works, by its name in the column `software`.
+
+To add one, give it an entry of SOFTWARE; nothing of it is fitted, so say where each trait is documented.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,17 @@ class SoftwareTraits:
 
 
 _OLD_MEGATRON = SoftwareTraits("megatron", "megatron")
-_MEGATRON = SoftwareTraits("megatron", "megatron", True, True, True, True, True, gradient_bytes=4)
-_FSDP = SoftwareTraits("fsdp", "fsdp", True, False, True, False, False, gradient_bytes=4)
+_MEGATRON = SoftwareTraits(
+    "megatron",
+    "megatron",
+    fused_attention=True,
+    fused_elementwise=True,
+    overlap_data=True,
+    overlap_tensor=True,
+    new_attention=True,
+    gradient_bytes=4,
+)
+_FSDP = SoftwareTraits("fsdp", "fsdp", fused_attention=True, overlap_data=True, gradient_bytes=4)
 _DEEPSPEED = SoftwareTraits("deepspeed", "deepspeed")
 _BY_YEAR = ("", "megatron", "megatron-lm")
 """Names that stand for the usual software of their year: Megatron-LM, which from 2023 is built on Megatron-Core."""
@@ -57,24 +69,24 @@ _ATTENTION = {
 ATTENTION_KINDS = tuple(_ATTENTION)
 
 
-def row_software(row: CsvRow) -> SoftwareTraits:
+def find_row_software(row: CsvRow) -> SoftwareTraits:
     """Return the software of a row, with what its other columns say of it."""
-    found = _named_software(row.word("software"), row.year)
+    found = _find_named_software(row.get_word("software"), row.year)
     found = replace(
         found,
-        fused_elementwise=row.flag("compile", found.fused_elementwise),
-        overlap_tensor=row.flag("async_tp", found.overlap_tensor),
-        gradient_bytes=int(row.number("gradient_bytes", found.gradient_bytes)),
+        fused_elementwise=row.get_flag("compile", found.fused_elementwise),
+        overlap_tensor=row.get_flag("async_tp", found.overlap_tensor),
+        gradient_bytes=int(row.get_number("gradient_bytes", found.gradient_bytes)),
     )
-    if row.stated("version"):
-        found = replace(found, name=f"{found.name} {row.text('version')}")
-    if kind := _ATTENTION.get(row.word("attention")):
+    if row.is_stated("version"):
+        found = replace(found, name=f"{found.name} {row.get_text('version')}")
+    if kind := _ATTENTION.get(row.get_word("attention")):
         fused, new, triton = kind
         found = replace(found, fused_attention=fused, new_attention=new, triton_attention=triton)
     return found
 
 
-def _named_software(name: str, year: int) -> SoftwareTraits:
+def _find_named_software(name: str, year: int) -> SoftwareTraits:
     if name in _BY_YEAR:
         return _MEGATRON if year >= _NEW_MEGATRON_YEAR else _OLD_MEGATRON
     return SOFTWARE[name]

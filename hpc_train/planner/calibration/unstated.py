@@ -24,14 +24,14 @@ _WIDTHS = (2.7, 3.5, 4.0)
 """Widths of a feed-forward layer over that of the model."""
 
 
-def predicted_spread(runs: Sequence[MeasuredRun], constants: Constants) -> Floats:
+def predict_spread(runs: Sequence[MeasuredRun], constants: Constants) -> Floats:
     """Return the standard deviation of log(measured / predicted) of each run, [runs]."""
     jobs = jobs_from_runs(runs)
     spread = np.broadcast_to(estimate_step_time(jobs, constants).spread, len(runs))
     variance = spread**2
     for name in sorted({name for run in runs for name in run.assumed}):
         rows = [row for row, run in enumerate(runs) if name in run.assumed]
-        usual = _with_usual_values(jobs_from_runs([runs[row] for row in rows]), name)
+        usual = _vary_column(jobs_from_runs([runs[row] for row in rows]), name)
         if usual:
             steps = [np.broadcast_to(estimate_step_time(some, constants).step, len(rows)) for some in usual]
             variance[rows] += np.var(np.log(steps), axis=0)
@@ -39,12 +39,12 @@ def predicted_spread(runs: Sequence[MeasuredRun], constants: Constants) -> Float
     return found
 
 
-def _with_usual_values(jobs: Jobs, name: str) -> list[Jobs]:
+def _vary_column(jobs: Jobs, name: str) -> list[Jobs]:
     """Return the jobs once with each usual value of a column of the table; empty if none changes an estimate."""
     if name == "recompute":
         return [replace_columns(jobs, recompute=code) for code in range(len(RECOMPUTE))]
     if name == "vpp":
-        return [_with_virtual_stages(jobs, stages) for stages in _VIRTUAL_STAGES]
+        return [_set_virtual_stages(jobs, stages) for stages in _VIRTUAL_STAGES]
     if name == "vocab":
         return [replace_columns(jobs, vocab=size) for size in _VOCABULARIES]
     if name == "ffn_hidden":
@@ -58,7 +58,7 @@ def _with_usual_values(jobs: Jobs, name: str) -> list[Jobs]:
     return []
 
 
-def _with_virtual_stages(jobs: Jobs, stages: float) -> Jobs:
+def _set_virtual_stages(jobs: Jobs, stages: float) -> Jobs:
     """Return the jobs with `stages` virtual stages per rank, at most one per layer."""
     few = np.clip(np.floor(jobs.layers / jobs.pp), 1, stages)
     schedule = np.where(few > 1, SCHEDULES.index("interleaved_1f1b"), SCHEDULES.index("1f1b"))

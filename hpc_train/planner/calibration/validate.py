@@ -16,10 +16,10 @@ from hpc_train.planner.calibration.fit import (
     calibrate_constants,
     choose_calibration_runs,
     group_by_cluster,
-    memory_as_reported,
+    select_reported_memory,
 )
 from hpc_train.planner.calibration.run_table import MeasuredRun, RefusedRun, RunTable, jobs_from_runs
-from hpc_train.planner.calibration.unstated import predicted_spread
+from hpc_train.planner.calibration.unstated import predict_spread
 from hpc_train.planner.constants import Constants, without_residuals
 from hpc_train.planner.model.jobs import RECOMPUTE, Jobs, replace_columns
 from hpc_train.planner.model.memory import FITS, NO, YES, estimate_memory
@@ -145,9 +145,9 @@ def summarise_rows(
 ) -> Validation:
     """Summarise the errors. timed: the rows whose time counts."""
     return Validation(
-        overall=error_statistics(row.ratio for row in timed),
-        families=errors_by_family(timed),
-        memory=_memory(rows),
+        overall=summarize_errors(row.ratio for row in timed),
+        families=measure_errors_by_family(timed),
+        memory=_summarize_memory(rows),
         regret=measure_regret(timed),
         band=measure_band(timed),
         refused=tuple(refused),
@@ -160,32 +160,35 @@ def predict_runs(runs: Sequence[MeasuredRun], constants: Constants) -> list[Pred
     if not runs:
         return []
     jobs = jobs_from_runs(runs)
-    seconds, memory = estimate_step_time(jobs, constants).step, estimate_memory(_least(jobs, runs), constants)
+    seconds, memory = (
+        estimate_step_time(jobs, constants).step,
+        estimate_memory(_assume_least_memory(jobs, runs), constants),
+    )
     ranked = estimate_step_time(jobs, without_residuals(constants)).step
-    spread = predicted_spread(runs, constants)
-    columns = zip(runs, seconds, memory_as_reported(runs, memory), memory.fits, ranked, spread, strict=True)
+    spread = predict_spread(runs, constants)
+    columns = zip(runs, seconds, select_reported_memory(runs, memory), memory.fits, ranked, spread, strict=True)
     return [
         PredictedRun(run, float(one), float(two), FITS[int(code)], float(key), float(wide))
         for run, one, two, code, key, wide in columns
     ]
 
 
-def _least(jobs: Jobs, runs: Sequence[MeasuredRun]) -> Jobs:
+def _assume_least_memory(jobs: Jobs, runs: Sequence[MeasuredRun]) -> Jobs:
     """Assume full recomputation where a run does not state any: it needs the least memory."""
     unknown = np.array(["recompute" in run.assumed for run in runs])
     return replace_columns(jobs, recompute=np.where(unknown, RECOMPUTE.index("full"), jobs.recompute))
 
 
-def errors_by_family(rows: Iterable[PredictedRun]) -> dict[str, ErrorStatistics]:
+def measure_errors_by_family(rows: Iterable[PredictedRun]) -> dict[str, ErrorStatistics]:
     """Return the errors of each family, sorted by name; runs without a stated time are left out."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         if np.isfinite(row.ratio):
             found[row.run.family].append(row.ratio)
-    return {name: error_statistics(found[name]) for name in sorted(found)}
+    return {name: summarize_errors(found[name]) for name in sorted(found)}
 
 
-def error_statistics(ratios: Iterable[float]) -> ErrorStatistics:
+def summarize_errors(ratios: Iterable[float]) -> ErrorStatistics:
     """Summarise errors; NaN are left out."""
     off = np.array([ratio - 1 for ratio in ratios if np.isfinite(ratio)])
     if not len(off):
@@ -193,9 +196,9 @@ def error_statistics(ratios: Iterable[float]) -> ErrorStatistics:
     return ErrorStatistics(len(off), float(np.abs(off).mean()), float(np.median(np.abs(off))), float(off.mean()))
 
 
-def _memory(rows: Sequence[PredictedRun]) -> MemoryErrors:
-    errors = error_statistics(row.memory_ratio for row in rows)
-    ran = [row for row in rows if not row.run.out_of_memory and _on_device(row.run)]
+def _summarize_memory(rows: Sequence[PredictedRun]) -> MemoryErrors:
+    errors = summarize_errors(row.memory_ratio for row in rows)
+    ran = [row for row in rows if not row.run.out_of_memory and _was_on_device(row.run)]
     out = [row for row in rows if row.run.out_of_memory]
     return MemoryErrors(
         n=errors.n,
@@ -207,7 +210,7 @@ def _memory(rows: Sequence[PredictedRun]) -> MemoryErrors:
     )
 
 
-def _on_device(run: MeasuredRun) -> bool:
+def _was_on_device(run: MeasuredRun) -> bool:
     """Return whether the run was really measured: one computed on paper may need more memory than the device has."""
     return np.isfinite(run.seconds) or (np.isfinite(run.memory) and run.memory < run.columns["memory_bytes"])
 
@@ -232,28 +235,35 @@ def measure_regret(rows: Iterable[PredictedRun]) -> Regret:
     for row in rows:
         if np.isfinite(row.ratio):
             contests[row.run.contest][tuple(row.run.columns.values())].append(row)
-    found = [_regret(list(runs.values())) for runs in contests.values() if len(runs) >= _LEAST_CONTEST]
+    found = [_compute_regret(list(runs.values())) for runs in contests.values() if len(runs) >= _LEAST_CONTEST]
     return Regret(len(found), float(np.mean(found)) if found else 0.0, max(found, default=0.0))
 
 
-def _regret(configurations: Sequence[Sequence[PredictedRun]]) -> float:
+def _compute_regret(configurations: Sequence[Sequence[PredictedRun]]) -> float:
     measured = [float(np.mean([row.run.seconds for row in rows])) for rows in configurations]
-    return measured[_pick([rows[0] for rows in configurations])] / min(measured) - 1
+    return measured[_pick_as_planner([rows[0] for rows in configurations])] / min(measured) - 1
 
 
-def _pick(configurations: Sequence[PredictedRun]) -> int:
+def _pick_as_planner(configurations: Sequence[PredictedRun]) -> int:
     """Choose as `hpc-train plan` does: the simplest of the candidates equal to the fastest."""
-    limit = min(map(_ranked, configurations)) * (1 + EQUAL_TIME_TOLERANCE)
-    near_best = [place for place, row in enumerate(configurations) if _ranked(row) <= limit]
-    return min(near_best, key=lambda place: (_points(configurations[place].run), _ranked(configurations[place]), place))
+    limit = min(map(_get_ranked_seconds, configurations)) * (1 + EQUAL_TIME_TOLERANCE)
+    near_best = [place for place, row in enumerate(configurations) if _get_ranked_seconds(row) <= limit]
+    return min(
+        near_best,
+        key=lambda place: (
+            _compute_complexity(configurations[place].run),
+            _get_ranked_seconds(configurations[place]),
+            place,
+        ),
+    )
 
 
-def _points(run: MeasuredRun) -> float:
+def _compute_complexity(run: MeasuredRun) -> float:
     own = {name: np.atleast_1d(np.float64(value)) for name, value in run.columns.items()}
     return float(layout_complexity({**own, "recompute_every": np.ones(1)})[0])
 
 
-def _ranked(row: PredictedRun) -> float:
+def _get_ranked_seconds(row: PredictedRun) -> float:
     return row.ranked or row.seconds
 
 

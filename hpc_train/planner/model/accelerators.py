@@ -55,7 +55,9 @@ _ACCELERATORS = {
 def find_accelerator(name: str) -> Accelerator | None:
     """Find the accelerator of a product name such as "NVIDIA A100-SXM4-40GB" or "H100-80GB"; None if not listed."""
     plain = name.upper().replace(" ", "-")
-    variant = next((key for key, size in (("A100-40GB", "40GB"), ("H100-96GB", "96GB")) if _is(plain, key, size)), None)
+    variant = next(
+        (key for key, size in (("A100-40GB", "40GB"), ("H100-96GB", "96GB")) if _has_size(plain, key, size)), None
+    )
     if variant:
         return _ACCELERATORS[variant]
     # Longest name first, because names contain one another: "GB200" contains "B200".
@@ -63,7 +65,7 @@ def find_accelerator(name: str) -> Accelerator | None:
     return next((_ACCELERATORS[key] for key in by_length if key in plain), None)
 
 
-def _is(name: str, key: str, size: str) -> bool:
+def _has_size(name: str, key: str, size: str) -> bool:
     return key.split("-")[0] in name and size in name
 
 

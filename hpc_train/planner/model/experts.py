@@ -10,11 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import RECOMPUTE, Column, Jobs
+from hpc_train.planner.model.jobs import FULL, Column, Jobs
 from hpc_train.planner.model.network import all_to_all_seconds, make_rank_group
 from hpc_train.planner.model.products import grouped_seconds, linear_seconds
 
-_FULL = RECOMPUTE.index("full")
 _GATED_PASSES = 3.0
 """Passes of SwiGLU over its width: it reads both branches and writes one (see layer.py)."""
 _KERNELS = 30.0
@@ -85,7 +84,7 @@ def exchange_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
         different = nodes * (1 - (1 - 1 / nodes) ** jobs.top_k)
         exchange = exchange * np.where((jobs.sends_once > 0) & (nodes > 1), different / np.maximum(jobs.top_k, 1), 1.0)
     once = constants.exchange * jobs.sparse_share * exchange
-    again = np.where(jobs.recompute == _FULL, jobs.recompute_share, 0.0)
+    again = np.where(jobs.recompute == FULL, jobs.recompute_share, 0.0)
     return once, (1 + again) * once
 
 

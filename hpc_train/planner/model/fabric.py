@@ -18,15 +18,11 @@ from pathlib import Path
 from hpc_train.cluster.switch_tree import UnitUplink
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.placement.collective_messages import Backend
+from hpc_train.placement.collective_phases import Backend
 from hpc_train.placement.cost import estimate_cost
+from hpc_train.placement.described_cluster import count_ranks_per_node
 from hpc_train.placement.fabric import Fabric
-from hpc_train.placement.fabric_from_config import (
-    FabricFigures,
-    build_located_fabric,
-    collect_figures,
-    count_ranks_per_node,
-)
+from hpc_train.placement.fabric_from_config import FabricFigures, build_located_fabric, collect_figures
 from hpc_train.placement.node_locations import JobHost, NodeLocations, locate_hosts
 from hpc_train.placement.search import search_placement
 from hpc_train.planner.model.step_time import Estimate
@@ -53,12 +49,15 @@ def switch_sizes(cluster: ClusterConfig, figures: FabricFigures) -> tuple[Switch
     if cluster.topology:
         paths = switch_paths(cluster).values()
         # A path goes from the top switch to the leaf, so path[-1] is the leaf and path[-2] its group.
-        leaf, group = _median_nodes(path[-1:] for path in paths), _median_nodes(path[:-1][-1:] for path in paths)
-    leaves = Switches(leaf, _oversubscription(figures, "leaf", leaf, fabric.oversubscription))
-    return leaves, Switches(group, _oversubscription(figures, "group", group, fabric.group_oversubscription))
+        leaf, group = (
+            _compute_median_nodes(path[-1:] for path in paths),
+            _compute_median_nodes(path[:-1][-1:] for path in paths),
+        )
+    leaves = Switches(leaf, _compute_oversubscription(figures, "leaf", leaf, fabric.oversubscription))
+    return leaves, Switches(group, _compute_oversubscription(figures, "group", group, fabric.group_oversubscription))
 
 
-def _oversubscription(figures: FabricFigures, level: str, nodes: float, stated: float | None) -> float:
+def _compute_oversubscription(figures: FabricFigures, level: str, nodes: float, stated: float | None) -> float:
     """Return the oversubscription of a level from measured bandwidths, else the stated one; 1 if neither is known."""
     node, above = (figures.measured.get_level(name) if figures.measured else None for name in ("node", level))
     if above is None or not math.isfinite(nodes):
@@ -76,11 +75,11 @@ def switch_paths(cluster: ClusterConfig) -> Mapping[str, Sequence[str]]:
         return {}
     path = Path(cluster.topology).expanduser()
     written = path.stat().st_mtime_ns if path.exists() else 0
-    return _paths(path, written, cluster.node.nics, cluster.node.nic_gbit_s)
+    return _read_paths(path, written, cluster.node.nics, cluster.node.nic_gbit_s)
 
 
 @cache
-def _paths(path: Path, _: int, nics: int, nic_gbit_s: float) -> Mapping[str, Sequence[str]]:
+def _read_paths(path: Path, _: int, nics: int, nic_gbit_s: float) -> Mapping[str, Sequence[str]]:
     """Return the switch paths of a file's compute nodes.
 
     The second argument is the file's modification time: it is part of the cache's key, so a changed file is read again.
@@ -93,7 +92,7 @@ def _paths(path: Path, _: int, nics: int, nic_gbit_s: float) -> Mapping[str, Seq
     return {node: found for node, found in find_paths(topology, compute).items() if node in compute}
 
 
-def _median_nodes(switches: Iterable[Hashable]) -> float:
+def _compute_median_nodes(switches: Iterable[Hashable]) -> float:
     """Return the median number of nodes per switch; infinite if one switch has all nodes, or none is known."""
     counts = Counter(name for name in switches if name)
     return float(statistics.median_low(list(counts.values()))) if len(counts) > 1 else math.inf
@@ -113,7 +112,7 @@ def estimate_placed(config: RunConfig, ranks: int, found: Estimate) -> Estimate:
     nodes = first_nodes(config, ranks)
     if not nodes:
         return found
-    factors = _time_factors(config, ranks, nodes)
+    factors = _compute_time_factors(config, ranks, nodes)
     spent = replace(found.time, **{name: getattr(found.time, name) * factor for name, factor in factors.items()})
     faster = found.time.step / spent.step
     rates = {name: getattr(found, name) * faster for name in ("mfu", "hfu", "tokens_per_second")}
@@ -127,27 +126,27 @@ def first_nodes(config: RunConfig, ranks: int) -> tuple[str, ...]:
     return tuple(paths)[:count] if len(paths) >= count else ()
 
 
-def _time_factors(config: RunConfig, ranks: int, nodes: Sequence[str]) -> dict[str, float]:
+def _compute_time_factors(config: RunConfig, ranks: int, nodes: Sequence[str]) -> dict[str, float]:
     """Return by how much the real switches slow down each part of the step, compared with switches that are alike."""
     sizes, moved = list_axis_sizes(config, ranks), compute_flows(config, ranks)
     backend: Backend = "nccl" if config.cluster.node.gpus else "gloo"
     where = locate_hosts(config.cluster, [JobHost(name) for name in nodes], in_slurm=False)
-    real, uniform = _fabric(config, where), _fabric(config, _uniform_switches(config, nodes))
+    real, uniform = _build_fabric(config, where), _build_fabric(config, _make_uniform_switches(config, nodes))
     if not moved:
         return {}
-    before = _seconds_by_part(estimate_cost(uniform, sizes, moved, backend=backend).per_axis)
-    after = _seconds_by_part(search_placement(real, sizes, moved, backend).placed.per_axis)
+    before = _add_up_by_part(estimate_cost(uniform, sizes, moved, backend=backend).per_axis)
+    after = _add_up_by_part(search_placement(real, sizes, moved, backend).placed.per_axis)
     return {name: after[name] / seconds for name, seconds in before.items() if seconds}
 
 
-def _fabric(config: RunConfig, where: NodeLocations) -> Fabric:
+def _build_fabric(config: RunConfig, where: NodeLocations) -> Fabric:
     """Build the fabric of some nodes; NVLink domains are filled in the order of the nodes, as in the closed forms."""
     within = config.cluster.node.nvlink_domain_gpus // max(config.cluster.node.gpus, 1)
     domains = {node: f"domain{index // within}" for index, node in enumerate(where.nodes)} if within > 1 else {}
     return build_located_fabric(config, replace(where, domains=domains), count_ranks_per_node(config))
 
 
-def _uniform_switches(config: RunConfig, nodes: Sequence[str]) -> NodeLocations:
+def _make_uniform_switches(config: RunConfig, nodes: Sequence[str]) -> NodeLocations:
     """Return locations on an idealised fabric, whose switches all have the sizes that the closed forms assume."""
     leaf, group = switch_sizes(config.cluster, collect_figures(config.cluster))
     levels = (("group", group), ("leaf", leaf))
@@ -159,7 +158,7 @@ def _uniform_switches(config: RunConfig, nodes: Sequence[str]) -> NodeLocations:
     return NodeLocations(tuple(nodes), paths, uplinks=uplinks)
 
 
-def _seconds_by_part(per_axis: Mapping[str, float]) -> dict[str, float]:
+def _add_up_by_part(per_axis: Mapping[str, float]) -> dict[str, float]:
     found: dict[str, float] = {}
     for axes, seconds in per_axis.items():
         part = _PARTS.get(axes, "data")

@@ -1,4 +1,7 @@
-"""Convert a RunConfig to a job of the planner's model."""
+"""Convert a RunConfig to a job of the planner's model.
+
+The other way to jobs is calibration/run_table.py, for published runs: a new column of Jobs is filled in both.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,17 @@ from hpc_train.models.shape import (
     count_window_layers,
     has_latent_attention,
 )
-from hpc_train.placement.fabric_from_config import collect_figures, count_nodes, count_ranks_per_node
+from hpc_train.placement.described_cluster import count_nodes, count_ranks_per_node
+from hpc_train.placement.fabric_from_config import collect_figures
 from hpc_train.planner.model.accelerators import attention_peak, find_accelerator
 from hpc_train.planner.model.fabric import switch_sizes
 from hpc_train.planner.model.jobs import (
     FLOAT8_RECIPES,
+    HPC_TRAIN,
     OFFLOAD,
     PCIE,
     RECOMPUTE,
     SCHEDULES,
-    STACKS,
     Column,
     Jobs,
     as_column,
@@ -61,21 +65,21 @@ def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
     """
     world = world or count_nodes(config) * count_ranks_per_node(config)
     degrees = resolve_degrees(config.parallel, world)
-    shape = model_columns(config.model, config.train.sequence_length)
+    shape = make_model_columns(config.model, config.train.sequence_length)
     columns = {
         **shape,
-        **_technique(config, degrees, shape["layers"]),
-        **machine_columns(config.cluster, config.precision.name, count_ranks_per_node(config)),
-        **_float8_columns(config),
+        **_make_technique_columns(config, degrees, shape["layers"]),
+        **make_machine_columns(config.cluster, config.precision.name, count_ranks_per_node(config)),
+        **_make_float8_columns(config),
         "adapter_weights": _count_adapter_weights(config),
-        **_formats(config, degrees),
+        **_make_format_columns(config, degrees),
         "checkpoint_every": config.checkpoint.every or math.inf,
     }
     jobs = Jobs(**{name: as_column(value) for name, value in columns.items()})
     return replace(jobs, optimizer_bytes=jobs.weight_bytes * _count_optimizer_states(config.optim, jobs))
 
 
-def _float8_columns(config: RunConfig) -> dict[str, float]:
+def _make_float8_columns(config: RunConfig) -> dict[str, float]:
     """Return the columns of products in 8 bits. Raises UserError if the device is known and has none."""
     recipe, gpu = config.precision.float8, config.cluster.gpu
     if recipe == "none":
@@ -134,7 +138,7 @@ def _count_optimizer_states(optim: OptimConfig, jobs: Jobs) -> Column:
     if optim.state == "bf16":
         states = as_column(1.0)
     if optim.state == "8bit":
-        share = _share_in_8_bits(jobs, optim.block_size)
+        share = _compute_share_in_8_bits(jobs, optim.block_size)
         states = 2 * (1 - share + share * (1 + 4 / optim.block_size) / jobs.weight_bytes)
     if optim.name == "muon":  # a momentum of matrices in layers, AdamW's two moments of the rest
         states = 2 - in_layers
@@ -145,7 +149,7 @@ def _count_optimizer_states(optim: OptimConfig, jobs: Jobs) -> Column:
     return states + (optim.ema.decay is not None)
 
 
-def _share_in_8_bits(jobs: Jobs, block_size: int) -> Column:
+def _compute_share_in_8_bits(jobs: Jobs, block_size: int) -> Column:
     """Return the share of the parameters in matrices whose rows are multiples of a block (optim.state=8bit)."""
     attended = jobs.heads * np.where(jobs.key_rank > 0, jobs.value_dim, jobs.head_dim)
     dense, sparse = jobs.layers * (1 - jobs.sparse_share), jobs.layers * jobs.sparse_share
@@ -162,7 +166,7 @@ def _share_in_8_bits(jobs: Jobs, block_size: int) -> Column:
     return (quantized + np.where(jobs.hidden % block_size == 0, others, 0.0)) / jobs.parameters
 
 
-def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
+def make_model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
     """Return the columns of a model's shape. A vision transformer counts as a transformer whose tokens are patches."""
     if isinstance(model, TransformerConfig):
         return {
@@ -182,9 +186,9 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
             "output_norms": model.pre_norms and model.post_norms,
             "capped_logits": model.logit_softcap is not None,
             "sequence": sequence,
-            **_attention_columns(model, sequence),
-            **_expert_columns(model),
-            **_latent_columns(model),
+            **_make_attention_columns(model, sequence),
+            **_make_expert_columns(model),
+            **_make_latent_columns(model),
         }
     if isinstance(model, VisionTransformerConfig):
         width = model.hidden // model.heads
@@ -199,7 +203,7 @@ def model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
     )
 
 
-def _expert_columns(model: TransformerConfig) -> dict[str, float]:
+def _make_expert_columns(model: TransformerConfig) -> dict[str, float]:
     experts = model.experts
     if not experts.count:
         return {}
@@ -213,7 +217,7 @@ def _expert_columns(model: TransformerConfig) -> dict[str, float]:
     }
 
 
-def _latent_columns(model: TransformerConfig) -> dict[str, float]:
+def _make_latent_columns(model: TransformerConfig) -> dict[str, float]:
     latent = model.latent
     if not has_latent_attention(model):
         return {}
@@ -225,7 +229,7 @@ def _latent_columns(model: TransformerConfig) -> dict[str, float]:
     }
 
 
-def _attention_columns(model: TransformerConfig, sequence: int) -> dict[str, float]:
+def _make_attention_columns(model: TransformerConfig, sequence: int) -> dict[str, float]:
     """Return the columns of windows and of scores that are not in a fused kernel."""
     masked = 0.0
     if isinstance(model, CountedTransformer) and model.masks_windows and (model.sliding_window or math.inf) <= sequence:
@@ -248,7 +252,7 @@ def splits_positions(model: ModelConfig) -> bool:
     return isinstance(model, TransformerConfig) and not isinstance(model, CountedTransformer)
 
 
-def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, float]:
+def _make_technique_columns(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, float]:
     parallel, train = config.parallel, config.train
     pipeline, recompute = parallel.pipeline, parallel.recompute
     needs = REQUIREMENTS.get(pipeline.schedule)
@@ -269,7 +273,7 @@ def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, 
         "virtual_stages": virtual,
         "sequence_parallel": parallel.tensor.sequence and splits_positions(config.model),
         "ulysses": parallel.context.method == "ulysses",
-        "zero": _zero_code(config, degrees),
+        "zero": _get_zero_code(config, degrees),
         "reshard": parallel.reshard_after_forward,
         "schedule": SCHEDULES.index(pipeline.schedule if needs else "1f1b"),
         "recompute": RECOMPUTE.index(recompute.mode),
@@ -280,14 +284,14 @@ def _technique(config: RunConfig, degrees: Degrees, layers: float) -> dict[str, 
     }
 
 
-def _zero_code(config: RunConfig, degrees: Degrees) -> int:
+def _get_zero_code(config: RunConfig, degrees: Degrees) -> int:
     """Return the ZeRO stage. ddp with tp or pp runs as fully_shard and then shards over cp, as zero1 does."""
     if config.parallel.strategy == "ddp":
         return int(uses_fully_shard(config, degrees))
     return int(config.parallel.strategy.removeprefix("zero"))
 
 
-def _formats(config: RunConfig, degrees: Degrees) -> dict[str, float]:
+def _make_format_columns(config: RunConfig, degrees: Degrees) -> dict[str, float]:
     """Return the bytes per element: hpc_train keeps parameters, gradients and moments in fp32 (fp64: in fp64)."""
     weight_bytes = 8 if config.precision.name == "fp64" else 4
     is_unsharded = not uses_fully_shard(config, degrees)
@@ -298,7 +302,7 @@ def _formats(config: RunConfig, degrees: Degrees) -> dict[str, float]:
         "reduce_bytes": weight_bytes if is_unsharded else ELEMENT_BYTES[config.precision.reduce],
         "optimizer_bytes": 2 * weight_bytes,
         "logit_bytes": ELEMENT_BYTES[config.precision.name] + 2 * weight_bytes,
-        "stack": STACKS.index("hpc_train"),
+        "stack": HPC_TRAIN,
         # With dropout, plain_attention computes scores and masks itself instead of calling a fused kernel.
         "fused_attention": getattr(config.model, "dropout", 0.0) == 0 and not stores_scores(config.model),
         "fused_elementwise": config.parallel.compile,
@@ -318,7 +322,7 @@ class _Speeds:
     """Share of `flops` that the fastest matrix product reaches."""
 
 
-def _speeds(cluster: ClusterConfig, precision: str, measured: Measured | None) -> _Speeds:
+def _find_speeds(cluster: ClusterConfig, precision: str, measured: Measured | None) -> _Speeds:
     """Return the device's figures: from the configuration, else the table of accelerators, else a measurement.
 
     The ceiling comes from this cluster's own measurement if there is one.
@@ -333,12 +337,12 @@ def _speeds(cluster: ClusterConfig, precision: str, measured: Measured | None) -
     return _Speeds(flops, memory, bandwidth, reached / flops or (listed_gpu.ceiling if listed_gpu else 0.8))
 
 
-def machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[str, float]:
+def make_machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> dict[str, float]:
     """Return the columns of a machine. ranks: per node. Raises UserError for a calibration that cannot be read."""
     node, figures = cluster.node, collect_figures(cluster)
     leaf, group = switch_sizes(cluster, figures)
     listed_gpu = find_accelerator(cluster.gpu.name or "")
-    speeds = _speeds(cluster, precision, figures.measured.device if figures.measured else None)
+    speeds = _find_speeds(cluster, precision, figures.measured.device if figures.measured else None)
     measured = figures.measured.get_level("node") if figures.measured else None
     uplink = measured.bandwidth if measured else figures.nic_uplink
     return {

@@ -23,6 +23,7 @@ SCHEDULES = (*BUILT, "zb_2p")
 published runs, hpc_train has all others."""
 RECOMPUTE = ("none", "selective", "full")
 """Modes of recomputation, coded by their index. selective differs between stacks: see layer.recompute_shares."""
+SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 OFFLOAD = ("none", "optimizer", "parameters")
 """What lives in host memory between uses, coded by its index. optimizer: its state, and the update runs on the CPU.
 parameters: also the parameters and their gradients."""
@@ -32,6 +33,8 @@ FLOAT8_RECIPES = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 """How products in 8 bits are scaled (precision.float8), coded by its index; none also where a source does not say."""
 STACKS = ("megatron", "deepspeed", "fsdp", "hpc_train")
 """Training software (stack) that runs the job, coded by its index: formulas and some constants differ by stack."""
+MEGATRON, DEEPSPEED, FSDP, HPC_TRAIN = range(len(STACKS))
+"""Codes of the stacks. Those built on PyTorch's own sharding come last: `stack >= FSDP`."""
 
 
 def _zero() -> Column:
@@ -309,7 +312,7 @@ class Jobs:
         hpc_train splits keys and values if tp divides them; it splits neither routers nor what makes latents.
         """
         keys = 2 * self.hidden * self.head_dim * self.kv_heads
-        copies_keys = (self.stack == STACKS.index("hpc_train")) & (self.kv_heads % self.tp != 0)
+        copies_keys = (self.stack == HPC_TRAIN) & (self.kv_heads % self.tp != 0)
         found = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
         if not self.has_experts and not self.has_latent:
             return (found - keys) / self.tp + keys / np.where(copies_keys, 1.0, self.tp)
@@ -323,7 +326,7 @@ class Jobs:
     @property
     def expert_tp(self) -> Column:
         """Ranks that split the width of each expert: those of tp in hpc_train; Megatron has whole experts."""
-        return np.where(self.stack == STACKS.index("hpc_train"), self.tp, 1.0)
+        return np.where(self.stack == HPC_TRAIN, self.tp, 1.0)
 
     @property
     def rank_expert_parameters(self) -> Column:
@@ -352,7 +355,7 @@ class Jobs:
     def rank_key_heads(self) -> Column:
         """Return the heads of keys and values that a rank of tp computes."""
         share = self.kv_heads / self.tp
-        return np.where(self.stack == STACKS.index("hpc_train"), np.ceil(share), share)
+        return np.where(self.stack == HPC_TRAIN, np.ceil(share), share)
 
     @property
     def tokens(self) -> Column:
@@ -372,6 +375,13 @@ class Jobs:
 def as_column(value: object) -> Column:
     """Convert a number or a list of numbers to a column."""
     return np.asarray(value, np.float64)
+
+
+def take_single(column: Column | float) -> float:
+    """Return the value of a column of one job."""
+    values = np.asarray(column, np.float64)
+    assert values.size == 1
+    return float(values.reshape(-1)[0])
 
 
 def replace_columns(jobs: Jobs, **columns: object) -> Jobs:

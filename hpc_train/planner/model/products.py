@@ -6,14 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import FLOAT8_RECIPES, STACKS, Column, Jobs, replace_columns
+from hpc_train.planner.model.jobs import FLOAT8_RECIPES, FSDP, HPC_TRAIN, Column, Jobs, replace_columns
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Tile sizes that cuBLAS chooses from: rows and columns of the result that one multiprocessor computes at a time, and
 the time per element relative to the largest tiles. Small tiles are slower because they reuse their operands less."""
 _GROUP_TILE = 128
 """Rows of a tile of a grouped product."""
-_FSDP, _OURS = STACKS.index("fsdp"), STACKS.index("hpc_train")
 _ROWWISE, _ROWWISE_WEIGHTS = FLOAT8_RECIPES.index("rowwise"), FLOAT8_RECIPES.index("rowwise_with_gw_hp")
 _ALIGNED = 8
 """Dimensions must be a multiple of this for tensor cores at 16 bits."""
@@ -30,7 +29,7 @@ def linear_seconds(jobs: Jobs, constants: Constants, rows: Column, inputs: Colum
     """
     flops = 2 * rows * inputs * outputs
     rate = jobs.peak_flops * jobs.gemm_ceiling * constants.gemm_efficiency * _low_precision_share(jobs, constants)
-    rate = rate * np.where(jobs.stack == _FSDP, constants.products_pytorch, 1.0)
+    rate = rate * np.where(jobs.stack == FSDP, constants.products_pytorch, 1.0)
     rate = rate / np.where(_whole_lines(inputs) & _whole_lines(outputs), 1.0, constants.alignment)
     # Part of the memory traffic is not hidden behind arithmetic (constants.gemm_traffic); it matters for thin matrices.
     operands = rows * inputs + inputs * outputs
@@ -77,7 +76,7 @@ def _recipe_share(jobs: Jobs, constants: Constants, gain: Column) -> Column:
 
 def wide_products(jobs: Jobs) -> Jobs:
     """Return the jobs with all products in 16 bits: the head, the router and our experts stay so (parallel.float8)."""
-    own = (jobs.stack == _OURS) | (jobs.float8 > 0)
+    own = (jobs.stack == HPC_TRAIN) | (jobs.float8 > 0)
     return replace_columns(jobs, peak_flops=np.where(own, jobs.peak_flops_attention, jobs.peak_flops))
 
 
@@ -115,7 +114,7 @@ def grouped_seconds(
     # A group's rows are rounded up to whole tiles; those of the last one are half full on average.
     padded = groups * (each + _GROUP_TILE / 2)
     flops = 2 * padded * inputs * outputs
-    peak = np.where(jobs.stack == _OURS, jobs.peak_flops_attention, jobs.peak_flops)
+    peak = np.where(jobs.stack == HPC_TRAIN, jobs.peak_flops_attention, jobs.peak_flops)
     rate = peak * jobs.gemm_ceiling * constants.gemm_efficiency * constants.grouped_efficiency
     rate = rate * np.where(peak > jobs.peak_flops_attention, _low_precision_share(jobs, constants), 1.0)
     moved = (rows * (inputs + outputs) + groups * inputs * outputs) * jobs.activation_bytes

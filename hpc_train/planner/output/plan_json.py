@@ -19,31 +19,31 @@ _PLANNERS = ("parallel.auto", "parallel.fixed")
 """Keys that only ask the planner to choose."""
 
 
-def command_words(overrides: Sequence[str], config_dir: str | None, candidate: Candidate) -> list[str]:
+def make_command_words(overrides: Sequence[str], config_dir: str | None, candidate: Candidate) -> list[str]:
     """Return the command's words, unquoted: the whole run, so composing it gives the candidate's configuration.
 
     overrides: those given to `hpc-train plan`. The candidate's settings replace those given for the same key; keys that
     ask the planner to choose are left out.
     """
     own = settings_to_overrides(candidate.settings)
-    keys = {_key_of(word) for word in own} | set(_PLANNERS)
-    given = [word for word in overrides if _key_of(word) not in keys and word != "parallel=auto"]
+    keys = {_get_key(word) for word in own} | set(_PLANNERS)
+    given = [word for word in overrides if _get_key(word) not in keys and word != "parallel=auto"]
     folder = ["--config-dir", config_dir] if config_dir else []
-    return ["hpc-train", _program(overrides, candidate), *folder, *given, *own]
+    return ["hpc-train", _choose_program(overrides, candidate), *folder, *given, *own]
 
 
-def command_line(overrides: Sequence[str], config_dir: str | None, candidate: Candidate) -> str:
+def make_command_line(overrides: Sequence[str], config_dir: str | None, candidate: Candidate) -> str:
     """Return one shell line."""
-    return shlex.join(command_words(overrides, config_dir, candidate))
+    return shlex.join(make_command_words(overrides, config_dir, candidate))
 
 
-def _program(overrides: Sequence[str], candidate: Candidate) -> str:
+def _choose_program(overrides: Sequence[str], candidate: Candidate) -> str:
     """Return submit for a cluster, which selects launch=slurm by itself; train for this machine."""
-    local = candidate.config.cluster.name == "local" or "launch" in {_key_of(word) for word in overrides}
+    local = candidate.config.cluster.name == "local" or "launch" in {_get_key(word) for word in overrides}
     return "train" if local and candidate.config.launch.kind == "local" else "submit"
 
 
-def _key_of(word: str) -> str:
+def _get_key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
@@ -62,7 +62,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "searched": plan.searched,
         "estimated": plan.estimated,
         "seconds": plan.seconds,
-        "command": command_line(plan.overrides, plan.config_dir, plan.best) if plan.best else None,
+        "command": make_command_line(plan.overrides, plan.config_dir, plan.best) if plan.best else None,
         "familiar": [
             {"name": row.name, "why": row.why, "candidate": candidate_to_json(row.candidate) if row.candidate else None}
             for row in plan.baselines

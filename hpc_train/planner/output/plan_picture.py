@@ -46,11 +46,11 @@ def simulate_timeline(candidate: Candidate) -> PipelineTimeline | None:
     seconds = sum(candidate.parts[name] for name in _WORK_PARTS) / count
     if is_schedule_file(pipeline):
         order = read_schedule_file(pipeline)
-        return PipelineTimeline(simulate_order(order, _times(order.stages, degrees.pp, seconds)), count, count)
+        return PipelineTimeline(simulate_order(order, _divide_times(order.stages, degrees.pp, seconds)), count, count)
     needs = REQUIREMENTS[pipeline.schedule]
     drawn = _choose_drawn(needs, degrees.pp, count)
     order = generate_order(pipeline.schedule, degrees.pp, drawn, pipeline.virtual_stages or needs.virtual_stages)
-    return PipelineTimeline(simulate_order(order, _times(order.stages, degrees.pp, seconds)), drawn, count)
+    return PipelineTimeline(simulate_order(order, _divide_times(order.stages, degrees.pp, seconds)), drawn, count)
 
 
 def _choose_drawn(needs: Requirements, pp: int, count: int) -> int:
@@ -59,7 +59,7 @@ def _choose_drawn(needs: Requirements, pp: int, count: int) -> int:
     return count if count <= most else most
 
 
-def _times(stages: int, pp: int, seconds: float) -> ActionTimes:
+def _divide_times(stages: int, pp: int, seconds: float) -> ActionTimes:
     each = seconds / 3 * pp / stages
     return ActionTimes.even(stages, each, each, each)
 
@@ -78,10 +78,10 @@ def draw_plan(plan: Plan, path: Path) -> None:
         raise UserError(f"--plot {path}: needs matplotlib; pip install 'hpc_train[plot]'") from None
     best, pipeline = plan.best, simulate_timeline(plan.best)
     panels = 1 + (best.step is not None) + (pipeline is not None)
-    heights = [3.2] * (panels - (pipeline is not None)) + [_height(pipeline)] * (pipeline is not None)
+    heights = [3.2] * (panels - (pipeline is not None)) + [_choose_height(pipeline)] * (pipeline is not None)
     figure = Figure(figsize=(9.0, sum(heights)), layout="constrained")
     axes = list(figure.subplots(panels, 1, squeeze=False, height_ratios=heights)[:, 0])
-    figure.suptitle(_title(best), fontsize=10)
+    figure.suptitle(_write_title(best), fontsize=10)
     _draw_memory(axes[0], best)
     if best.step is not None:
         _draw_step(axes[1], best)
@@ -93,11 +93,11 @@ def draw_plan(plan: Plan, path: Path) -> None:
         raise UserError(f"--plot {path}: {error}") from error
 
 
-def _height(pipeline: PipelineTimeline | None) -> float:
+def _choose_height(pipeline: PipelineTimeline | None) -> float:
     return 0.0 if pipeline is None else min(7.0, 1.4 + 0.3 * len(pipeline.simulation.spans))
 
 
-def _title(best: Candidate) -> str:
+def _write_title(best: Candidate) -> str:
     where = f"{best.config.model.name} on {best.config.cluster.name}, {best.ranks} ranks, batch {best.global_batch}"
     return f"{where}\n{describe_candidate(best)}"
 

@@ -19,7 +19,7 @@ from hpc_train.planner.candidate_text import (
     describe_techniques,
     format_range,
 )
-from hpc_train.planner.output.plan_json import command_words
+from hpc_train.planner.output.plan_json import make_command_words
 from hpc_train.planner.plan import Plan
 from hpc_train.planner.reliability.projection import Market, Projection
 from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE
@@ -46,34 +46,40 @@ class Section:
 
 def format_plan(plan: Plan, show_all: bool) -> Iterator[Text]:
     """Yield the lines to print. show_all: without a limit on their number."""
-    for section in _sections(plan, show_all):
+    for section in _choose_sections(plan, show_all):
         for number, line in enumerate(section.lines):
             yield Text(line, style=section.first if section.first and not number else section.style, overflow="fold")
 
 
-def _sections(plan: Plan, show_all: bool) -> list[Section]:
+def _choose_sections(plan: Plan, show_all: bool) -> list[Section]:
     best = plan.best
     if best is None:
-        baselines = [Section(["", _title_line("").rstrip()]), _baseline_section(plan)] if plan.baselines else []
-        return [*_explain_no_candidate(plan), *baselines, *_remark_sections(plan, None if show_all else MAX_LINES - 20)]
+        baselines = (
+            [Section(["", _format_title_line("").rstrip()]), _make_baseline_section(plan)] if plan.baselines else []
+        )
+        return [
+            *_explain_no_candidate(plan),
+            *baselines,
+            *_make_remark_sections(plan, None if show_all else MAX_LINES - 20),
+        ]
     top = [
-        _heading_section(best),
-        Section(["", *_command_lines(plan, best)], style="cyan"),
-        _budget_section(best, show_all),
+        _make_heading_section(best),
+        Section(["", *_format_command(plan, best)], style="cyan"),
+        _make_budget_section(best, show_all),
     ]
     if show_all and best.projection:
-        top.append(Section(_projection_lines(best.projection)))
+        top.append(Section(_format_projection(best.projection)))
     if show_all:
-        return [*top, *_table_sections(plan, len(plan.candidates), show_all), *_remark_sections(plan, None)]
+        return [*top, *_make_table_sections(plan, len(plan.candidates), show_all), *_make_remark_sections(plan, None)]
     left = MAX_LINES - sum(len(section.lines) for section in top)
-    remarks = _remark_sections(plan, 7)
+    remarks = _make_remark_sections(plan, 7)
     rows = len(plan.candidates)
-    tables = _table_sections(plan, rows, show_all)
+    tables = _make_table_sections(plan, rows, show_all)
     while rows > 1 and _count_lines(tables) + _count_lines(remarks) > left:
         rows -= 1
-        tables = _table_sections(plan, rows, show_all)
+        tables = _make_table_sections(plan, rows, show_all)
     if _count_lines(tables) + _count_lines(remarks) > left:
-        remarks = _remark_sections(plan, max(1, left - _count_lines(tables)))
+        remarks = _make_remark_sections(plan, max(1, left - _count_lines(tables)))
     return _limit_lines([*top, *tables, *remarks])
 
 
@@ -101,7 +107,7 @@ def _explain_no_candidate(plan: Plan) -> Iterator[Section]:
     yield Section(["Use more nodes (cluster.nodes, plan.nodes), or leave more settings for the plan to choose."])
 
 
-def _remark_sections(plan: Plan, max_lines: int | None) -> list[Section]:
+def _make_remark_sections(plan: Plan, max_lines: int | None) -> list[Section]:
     """Say what was searched, then print advice and notes; with a limit, the last line counts what was left out."""
     blocks = [_wrap(_describe_search(plan, max_lines is None), "")]
     advice = format_advice(plan.advice)
@@ -143,14 +149,14 @@ def _describe_search(plan: Plan, show_all: bool) -> str:
     return f"{plan.searched:,} candidates in {plan.seconds:.1f} s, {estimated}{'' if show_all else '; more with --all'}"
 
 
-def _heading_section(best: Candidate) -> Section:
+def _make_heading_section(best: Candidate) -> Section:
     config = best.config
     nodes = f"{best.nodes} node{'s' * (best.nodes != 1)}"
     where = f"{config.model.name} on {config.cluster.name}, {nodes}, {best.ranks:,} ranks: {describe_layout(best)}"
     batch = f"global batch {best.global_batch:,} x {config.train.sequence_length:,} tokens"
     words = [f"micro-batch {config.train.micro_batch}", batch, config.precision.name, describe_techniques(best)]
     what = ", ".join(filter(None, words))
-    lines = [*_wrap(where, "  "), *_wrap(what, "  "), _memory_line(best)]
+    lines = [*_wrap(where, "  "), *_wrap(what, "  "), _format_memory_line(best)]
     if best.step is None:
         lines.append("step time: unknown, because the accelerator's speed is (cluster.gpu)")
         return Section(lines, first="bold")
@@ -170,7 +176,7 @@ def _heading_section(best: Candidate) -> Section:
     return Section(lines, first="bold")
 
 
-def _memory_line(best: Candidate) -> str:
+def _format_memory_line(best: Candidate) -> str:
     if not best.capacity:
         return f"memory: {best.total / GIB:.1f} GiB on the largest rank; the device's memory is unknown"
     verdict = {"yes": "yes", "maybe": "maybe, within the error of the estimate", "no": "no"}[best.fits]
@@ -195,9 +201,9 @@ def _describe_costs(projection: Projection) -> str:
     return f"whole run: {', '.join(facts)}"
 
 
-def _command_lines(plan: Plan, best: Candidate) -> list[str]:
+def _format_command(plan: Plan, best: Candidate) -> list[str]:
     """Format the command with line continuations for a shell."""
-    words = [shlex.quote(word) for word in command_words(plan.overrides, plan.config_dir, best)]
+    words = [shlex.quote(word) for word in make_command_words(plan.overrides, plan.config_dir, best)]
     lines, line = [], " ".join(words[:2])
     for word in words[2:]:
         if len(line) + len(word) + 3 > MAX_COLUMNS:
@@ -208,27 +214,27 @@ def _command_lines(plan: Plan, best: Candidate) -> list[str]:
     return [*lines, line]
 
 
-def _budget_section(best: Candidate, show_all: bool) -> Section:
+def _make_budget_section(best: Candidate, show_all: bool) -> Section:
     """Show memory by part next to the time of a step by part."""
-    left, right = _memory_lines(best, show_all), _time_lines(best, show_all)
+    left, right = _format_memory(best, show_all), _format_time(best, show_all)
     width = max(len(line) for line in left) + 4
     rows = [f"{one:<{width}}{other}".rstrip() for one, other in zip_longest(left, right, fillvalue="")]
     return Section(["", *rows])
 
 
-def _memory_lines(best: Candidate, show_all: bool) -> list[str]:
+def _format_memory(best: Candidate, show_all: bool) -> list[str]:
     """Show the memory of each stage in GiB."""
     uniform = best.stages[0] == best.stages[1] == best.stages[2]
     shown = range(1) if uniform else range(len(STAGES))
     head = ["GiB"] if uniform else [f"{STAGES[number]}" for number in shown]
     lines = [f"{'memory of a rank' if uniform else 'GiB by stage':<17}" + "".join(f"{name:>8}" for name in head)]
-    for name, part in _shown_memory(best, show_all).items():
+    for name, part in _select_memory_parts(best, show_all).items():
         lines.append(f"{name:<17}" + "".join(f"{part[number] / GIB:>8.2f}" for number in shown))
     total = f"{'total':<17}" + "".join(f"{best.stages[number] / GIB:>8.2f}" for number in shown)
     return [*lines, total + (f" of {best.capacity / GIB:.0f}" if best.capacity else "")]
 
 
-def _shown_memory(best: Candidate, show_all: bool) -> dict[str, tuple[float, float, float]]:
+def _select_memory_parts(best: Candidate, show_all: bool) -> dict[str, tuple[float, float, float]]:
     """Return memory parts by stage; the short form merges parts a user cannot change and drops negligible ones."""
     if show_all:
         return best.memory
@@ -240,7 +246,7 @@ def _shown_memory(best: Candidate, show_all: bool) -> dict[str, tuple[float, flo
     return {**shown, "allocator, driver": (first, middle, last)}
 
 
-def _time_lines(best: Candidate, show_all: bool) -> list[str]:
+def _format_time(best: Candidate, show_all: bool) -> list[str]:
     """Show the time of each part of a step and its share."""
     if best.step is None or best.parts is None:
         return []
@@ -261,17 +267,17 @@ def _time_lines(best: Candidate, show_all: bool) -> list[str]:
     return lines
 
 
-def _projection_lines(projection: Projection) -> list[str]:
+def _format_projection(projection: Projection) -> list[str]:
     """Show goodput, checkpoint interval and failures of the whole run."""
     lines = [""]
     for name, market in (("", projection.demand), ("spot: ", projection.spot)):
         if market is not None:
-            lines += [f"{name}{key:<{36 - len(name)}} {value}" for key, value in _market_lines(market)]
+            lines += [f"{name}{key:<{36 - len(name)}} {value}" for key, value in _format_market(market)]
     between = projection.interruption_seconds.through(lambda seconds: seconds / 3600)
     return [*lines, f"{'hours between failures (p10 - p90)':<36} {format_range(between)}"]
 
 
-def _market_lines(market: Market) -> Iterator[tuple[str, str]]:
+def _format_market(market: Market) -> Iterator[tuple[str, str]]:
     yield (
         "goodput with failures and saves",
         f"{format_percent(market.effective.p50)} ({format_range(market.effective, '.1%')})",
@@ -280,24 +286,24 @@ def _market_lines(market: Market) -> Iterator[tuple[str, str]]:
         yield "optimal checkpoint.every", str(market.best_every)
 
 
-def _table_sections(plan: Plan, rows: int, show_all: bool) -> list[Section]:
+def _make_table_sections(plan: Plan, rows: int, show_all: bool) -> list[Section]:
     """Show the candidates, the baselines and, with --all, the Pareto front."""
     sections = []
     several = len({(candidate.ranks, candidate.global_batch) for candidate in plan.candidates}) > 1
     if len(plan.candidates) > 1 or plan.baselines:
-        sections.append(_candidate_section(plan, plan.candidates[:rows], several))
+        sections.append(_make_candidate_section(plan, plan.candidates[:rows], several))
     if plan.baselines:
-        sections.append(_baseline_section(plan))
+        sections.append(_make_baseline_section(plan))
     if show_all and len(plan.front) > 1:
         title = "less memory, longer steps (Pareto front)"
         if len({(candidate.ranks, candidate.global_batch) for candidate in plan.front}) > 1:
             title = "trade-offs of time, memory and GPU-hours (Pareto front)"
-        sections.append(Section(["", _title_line(title), *_candidate_rows(plan, plan.front, several)]))
+        sections.append(Section(["", _format_title_line(title), *_format_candidate_rows(plan, plan.front, several)]))
     return sections
 
 
-def _candidate_section(plan: Plan, shown: Sequence[Candidate], several: bool) -> Section:
-    lines = ["", _title_line("candidates, best first"), *_candidate_rows(plan, shown, several)]
+def _make_candidate_section(plan: Plan, shown: Sequence[Candidate], several: bool) -> Section:
+    lines = ["", _format_title_line("candidates, best first"), *_format_candidate_rows(plan, shown, several)]
     if plan.ties > 1:
         lines.append(
             f"=  within {EQUAL_TIME_TOLERANCE:.0%} of the fastest, closer than the estimate is accurate: "
@@ -308,11 +314,11 @@ def _candidate_section(plan: Plan, shown: Sequence[Candidate], several: bool) ->
     return Section(lines)
 
 
-def _title_line(title: str) -> str:
+def _format_title_line(title: str) -> str:
     return f"{'':>2}{'step':>9}{'':>7}{'GiB':>7}{'fits':>8}  {title}"
 
 
-def _candidate_rows(plan: Plan, shown: Sequence[Candidate], several: bool) -> list[str]:
+def _format_candidate_rows(plan: Plan, shown: Sequence[Candidate], several: bool) -> list[str]:
     lines = []
     for candidate in shown:
         where = f"{candidate.nodes} nodes, batch {candidate.global_batch:,}: " if several else ""
@@ -338,7 +344,7 @@ def _format_numbers(plan: Plan, candidate: Candidate) -> str:
     return f"{mark:<2}{step:>9}{slower:>7}{candidate.total / GIB:>7.1f}{candidate.fits:>8}"
 
 
-def _baseline_section(plan: Plan) -> Section:
+def _make_baseline_section(plan: Plan) -> Section:
     """Show one row per baseline, with the reason why it is not the best."""
     lines = [f"{'':<{_NUMBERS}}baselines, each in its best variant"]
     for row in plan.baselines:

@@ -1,8 +1,8 @@
 """Check a rehearsal: the ranks together hold the whole model, in as many bytes as expected.
 
-check_coverage proves that the ranks' tensor shards cover every tensor exactly once. closed_form_bytes and server_bytes
-compute sizes from the model's shape alone; planned_memory is the estimate of `plan`. check_memory_fit compares the
-counted memory with the plan and with the device.
+check_coverage proves that the ranks' tensor shards cover every tensor exactly once. compute_closed_form_bytes and
+compute_server_bytes compute sizes from the model's shape alone; plan_memory_by_rank is the estimate of `plan`.
+check_memory_fit compares the counted memory with the plan and with the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpc_train.planner.constants import cluster_constants
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.memory import estimate_memory
 from hpc_train.planner.rehearsal.result import CoverageResult, HeldShard, MemoryFit, RehearsedRank
-from hpc_train.planner.rehearsal.tiling import Tiling, whole_tiling
+from hpc_train.planner.rehearsal.tiling import Tiling, make_whole_tiling
 from hpc_train.traffic.sharding import uses_fully_shard
 from hpc_train.traffic.stages import StagePart, compute_step_work, list_stage_parts
 from hpc_train.traffic.weights import Splitting, Weight, Weights, count_rank_elements_of, list_weights
@@ -53,24 +53,24 @@ def check_coverage(
         for piece in built.pieces:
             problems += _check_piece(built, piece, degrees, holders)
         problems += _claim(built, model, owners, degrees)
-    if unbuilt_stages(ranks, degrees) == []:
+    if list_unbuilt_stages(ranks, degrees) == []:
         problems += [f"{name} is on no rank" for name in model if name not in owners]
     for name, (_, tiling) in owners.items():
-        if wrong := tiling.problem():
+        if wrong := tiling.find_problem():
             problems.append(f"{name}: {wrong}")
     elements = sum(math.prod(shape) for shape in model.values())
-    return CoverageResult(len(model), elements, _written(ranks, owners), tuple(dict.fromkeys(problems)))
+    return CoverageResult(len(model), elements, _count_written(ranks, owners), tuple(dict.fromkeys(problems)))
 
 
 def find_tiling(built: RehearsedRank, piece: HeldShard) -> Tiling:
     """Return the tiling of a piece. Optimizer state with the parameter's dimensions is split as the parameter is."""
-    tiling = built.tilings.get(_parameter(piece.name))
+    tiling = built.tilings.get(_name_parameter(piece.name))
     if tiling is None or len(tiling.shape) != len(piece.shape):
-        return whole_tiling(piece.shape)
+        return make_whole_tiling(piece.shape)
     return tiling if tiling.shape == piece.shape else tiling.shrink(piece.shape)
 
 
-def _parameter(name: str) -> str:
+def _name_parameter(name: str) -> str:
     return name.split(".", 2)[2] if name.startswith(_OPTIMIZER) else name
 
 
@@ -90,7 +90,7 @@ def _check_piece(
     offset, size = tiling.find_rectangle(built.at, degrees)
     if (piece.offset, piece.size) != (offset, size):
         yield f"{where} begins at {piece.offset} and is {piece.size}; it should begin at {offset} and be {size}"
-    count, copy_index = tiling.copies(degrees), tiling.copy(built.at, degrees)
+    count, copy_index = tiling.count_copies(degrees), tiling.number_copy(built.at, degrees)
     if not 0 <= piece.replica < 2 * count:
         yield f"{where} is copy {piece.replica} of {count}"
     # Replica numbers count from the writer, so the position of replica 0 is the same for all copies. Numbers from
@@ -116,7 +116,7 @@ def _claim(
             yield f"rank {built.rank}: {piece.name} is not in the model"
         elif piece.shape != model[piece.name]:
             yield f"rank {built.rank}: {piece.name} is {piece.shape}, in the model {model[piece.name]}"
-        if piece.replica >= tiling.copies(degrees):
+        if piece.replica >= tiling.count_copies(degrees):
             continue
         stage, other = owners.setdefault(piece.name, (built.at["pp"], tiling))
         if stage != built.at["pp"]:
@@ -125,19 +125,19 @@ def _claim(
             yield f"rank {built.rank}: {piece.name} is cut as {tiling.cuts}, elsewhere as {other.cuts}"
 
 
-def unbuilt_stages(ranks: Sequence[RehearsedRank], degrees: Degrees) -> list[int]:
+def list_unbuilt_stages(ranks: Sequence[RehearsedRank], degrees: Degrees) -> list[int]:
     """List the pipeline ranks of which no rank was built, so that nothing is known of their stages."""
     built_stages = {built.at["pp"] for built in ranks}
     return [pp for pp in range(degrees.pp) if pp not in built_stages]
 
 
-def _written(ranks: Sequence[RehearsedRank], owners: Mapping[str, tuple[int, Tiling]]) -> int:
+def _count_written(ranks: Sequence[RehearsedRank], owners: Mapping[str, tuple[int, Tiling]]) -> int:
     """Count the rectangles that a checkpoint consists of, optimizer state included."""
     first = {built.at["pp"]: built for built in reversed(ranks)}
     seen: dict[str, int] = {}
     for stage, built in first.items():
         for piece in built.pieces:
-            owner = owners.get(_parameter(piece.name))
+            owner = owners.get(_name_parameter(piece.name))
             if owner is None or owner[0] == stage:
                 seen[piece.name] = find_tiling(built, piece).rectangles
     return sum(seen.values())
@@ -148,7 +148,7 @@ _STEP_BYTES = 4
 _MOMENTS = 2
 
 
-def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict[str, int]:
+def compute_closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict[str, int]:
     """Compute the bytes of parameters, gradients and optimizer state of one rank from the model's shape alone.
 
     The rank is the first one, over all axes but pp, of pipeline rank `pp_rank`: it has the larger part of whatever does
@@ -166,7 +166,8 @@ def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict
     how = Splitting(degrees.tp, heads, vocabulary, shards)
     number_bytes = compute_step_work(config, degrees).stored
     stages = [
-        list(_stage_weights(weights, stage)) for stage in list_stage_parts(config, degrees.pp, weights.blocks)[pp_rank]
+        list(_list_stage_weights(weights, stage))
+        for stage in list_stage_parts(config, degrees.pp, weights.blocks)[pp_rank]
     ]
     ep = config.parallel.ep if weights.experts else 1
     numbers = sum(
@@ -180,7 +181,7 @@ def closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int) -> dict
     found = {"parameters": numbers * number_bytes, "gradients": numbers * number_bytes}
     optim = config.optim
     if optim.name == "adamw" and optim.state == "full" and optim.ema.decay is None:
-        found["optimizer"] = optimizer_state_bytes(numbers, tensors, number_bytes)
+        found["optimizer"] = compute_optimizer_state_bytes(numbers, tensors, number_bytes)
     return found
 
 
@@ -194,12 +195,12 @@ def _count_expert_elements(stack: Weight, how: Splitting, ep: int, hidden: int) 
     return -(-local // shards) * one if local % shards == 0 or hidden % shards else local * one // shards
 
 
-def optimizer_state_bytes(numbers: int, tensors: int, number_bytes: int) -> int:
+def compute_optimizer_state_bytes(numbers: int, tensors: int, number_bytes: int) -> int:
     """Return the bytes of AdamW's state for so many numbers in so many parameters, `number_bytes` each."""
     return _MOMENTS * numbers * number_bytes + _STEP_BYTES * tensors
 
 
-def _stage_weights(weights: Weights, stage: StagePart) -> Iterable[Weight]:
+def _list_stage_weights(weights: Weights, stage: StagePart) -> Iterable[Weight]:
     if stage.first:
         yield from weights.before
     yield from weights.dense_block * stage.dense
@@ -210,7 +211,7 @@ def _stage_weights(weights: Weights, stage: StagePart) -> Iterable[Weight]:
         yield weights.tied
 
 
-def server_bytes(config: RunConfig, model: nn.Module) -> tuple[int, ...]:
+def compute_server_bytes(config: RunConfig, model: nn.Module) -> tuple[int, ...]:
     """Return the bytes of parameters and optimizer state on each parameter server; empty without servers."""
     server = config.parallel.server
     if server.mode not in ("synchronous", "asynchronous"):
@@ -219,7 +220,8 @@ def server_bytes(config: RunConfig, model: nn.Module) -> tuple[int, ...]:
     number_bytes = 8 if config.precision.name == "fp64" else 4
     dealt = deal_parameters(trained, server.servers)
     return tuple(
-        number_bytes * _count_numbers(share) + optimizer_state_bytes(_count_numbers(share), len(share), number_bytes)
+        number_bytes * _count_numbers(share)
+        + compute_optimizer_state_bytes(_count_numbers(share), len(share), number_bytes)
         for share in dealt
     )
 
@@ -232,7 +234,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buff
 """Parts of the plan's memory that are compared: all but the allocator's and the driver's, which are not counted."""
 
 
-def planned_memory(config: RunConfig, degrees: Degrees, ranks: Mapping[int, int]) -> dict[int, dict[str, float]]:
+def plan_memory_by_rank(config: RunConfig, degrees: Degrees, ranks: Mapping[int, int]) -> dict[int, dict[str, float]]:
     """Return the planned bytes of each rank by part; empty for a model that cannot be planned.
 
     Empty also for windows and soft-caps of attention: this machine computes them in another way than a GPU, for which
@@ -312,31 +314,33 @@ def check_memory_fit(
     if not stepped:
         return MemoryFit(True, None, ("fits: not known, as no step was trained",))
     changed = real_less_stand_in or {}
-    wrong = [line for built in stepped for line in _compare(built, planned.get(built.rank, {}))]
+    wrong = [line for built in stepped for line in _compare_with_plan(built, planned.get(built.rank, {}))]
     within_plan = not wrong
     needs = {built.rank: (built.counted.peak or 0) + changed.get(built.rank, 0.0) for built in stepped}
     over = [built for built in stepped if device is not None and device.bytes_needed(needs[built.rank]) > device.bytes]
     for built in over:
         assert device is not None
-        wrong.append(_exceeds(built, needs[built.rank], device))
+        wrong.append(_describe_excess(built, needs[built.rank], device))
     fullest = max(stepped, key=lambda built: needs[built.rank])
     if wrong:
         return MemoryFit(within_plan, None if device is None else not over, tuple(wrong))
     plan = sum(planned.get(fullest.rank, {}).values())
     real_plan = plan + changed.get(fullest.rank, 0.0) if plan else None
-    return MemoryFit(True, None if device is None else True, (_good(fullest, needs[fullest.rank], real_plan, device),))
+    return MemoryFit(
+        True, None if device is None else True, (_describe_fit(fullest, needs[fullest.rank], real_plan, device),)
+    )
 
 
-def _compare(built: RehearsedRank, plan: Mapping[str, float]) -> list[str]:
+def _compare_with_plan(built: RehearsedRank, plan: Mapping[str, float]) -> list[str]:
     """Return one line if the rank's peak exceeds its plan."""
     total, peak = sum(plan.values()), built.counted.peak or 0
     if not plan or peak <= max(total * (1 + TOLERANCE), total + SEGMENT):
         return []
-    counted = {part: _sum(built.counted.at_peak, kinds) for part, kinds in _COUNTED_AS.items()}
-    expected = {part: _sum(plan, names) for part, names in _PLANNED_AS.items()}
+    counted = {part: _sum_parts(built.counted.at_peak, kinds) for part, kinds in _COUNTED_AS.items()}
+    expected = {part: _sum_parts(plan, names) for part, names in _PLANNED_AS.items()}
     part = max(counted, key=lambda name: counted[name] - expected[name])
     return [
-        f"{_where(built)} needs {_format_size(peak, peak)}, {_format_excess(peak / total)} the "
+        f"{_name_rank(built)} needs {_format_size(peak, peak)}, {_format_excess(peak / total)} the "
         f"{_format_size(total, peak)} of the plan (allowed: {TOLERANCE:.0%} more); most of it {part}: "
         f"{_format_size(counted[part], peak)} counted, {_format_size(expected[part], peak)} planned"
     ]
@@ -349,36 +353,36 @@ def _format_excess(ratio: float) -> str:
     return f"{ratio - 1:.1%} more than" if ratio < 1.1 else f"{ratio - 1:.0%} more than"
 
 
-def _exceeds(built: RehearsedRank, needed: float, device: DeviceMemory) -> str:
+def _describe_excess(built: RehearsedRank, needed: float, device: DeviceMemory) -> str:
     required = device.bytes_needed(needed)
     beyond = _format_size(required - device.bytes, device.bytes)
-    largest = max(_COUNTED_AS, key=lambda part: _sum(built.counted.at_peak, _COUNTED_AS[part]))
+    largest = max(_COUNTED_AS, key=lambda part: _sum_parts(built.counted.at_peak, _COUNTED_AS[part]))
     return (
-        f"{_where(built)} does not fit: {_format_size(needed, needed)}, with allocator and driver "
+        f"{_name_rank(built)} does not fit: {_format_size(needed, needed)}, with allocator and driver "
         f"{_format_size(required, device.bytes)}, are {beyond} more than the "
         f"{_format_size(device.bytes, device.bytes)} of the device; most of it {largest}: "
-        f"{_format_size(_sum(built.counted.at_peak, _COUNTED_AS[largest]), needed)}"
+        f"{_format_size(_sum_parts(built.counted.at_peak, _COUNTED_AS[largest]), needed)}"
     )
 
 
-def _good(fullest: RehearsedRank, needed: float, plan: float | None, device: DeviceMemory | None) -> str:
+def _describe_fit(fullest: RehearsedRank, needed: float, plan: float | None, device: DeviceMemory | None) -> str:
     """Return the line of a run that is all well. needed, plan: bytes of the real run, not of its stand-in."""
     against = f", the plan says {_format_size(plan, needed)}" if plan else ""
     if device is None:
         rest = "; cluster.gpu.memory_gib is not known, so whether it fits is not"
-        return f"keeps to the plan: {_where(fullest)} needs most, {_format_size(needed, needed)}{against}{rest}"
+        return f"keeps to the plan: {_name_rank(fullest)} needs most, {_format_size(needed, needed)}{against}{rest}"
     taken_size = _format_size(device.bytes_needed(needed), device.bytes)
     return (
-        f"fits: {_where(fullest)} needs most, {_format_size(needed, needed)}{against}; with allocator and driver "
+        f"fits: {_name_rank(fullest)} needs most, {_format_size(needed, needed)}{against}; with allocator and driver "
         f"{taken_size} of {_format_size(device.bytes, device.bytes)}"
     )
 
 
-def _where(built: RehearsedRank) -> str:
+def _name_rank(built: RehearsedRank) -> str:
     return f"rank {built.rank} (pipeline rank {built.at['pp']})" if built.at.get("pp") else f"rank {built.rank}"
 
 
-def _sum(parts: Mapping[str, float], names: Sequence[str]) -> float:
+def _sum_parts(parts: Mapping[str, float], names: Sequence[str]) -> float:
     return float(sum(parts.get(name, 0) for name in names))
 
 

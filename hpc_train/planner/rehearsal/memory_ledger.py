@@ -61,7 +61,7 @@ class MemoryLedger:
         self._whole_gradients = whole_gradients
         return len(self._changes)
 
-    def see(self, out: Any, given: Sequence[Tensor]) -> None:
+    def record(self, out: Any, given: Sequence[Tensor]) -> None:
         """Record the memory of an operator's result, unless it is that of one of its arguments (a view or in-place)."""
         for tensor in tensors_in(out):
             if isinstance(tensor, DTensor) or tensor.device.type == "meta":

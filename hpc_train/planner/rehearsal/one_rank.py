@@ -78,26 +78,26 @@ def build_whole_model(config: RunConfig) -> nn.Module:
 
 def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: int, started: float) -> RehearsedRank:
     ledger, remarks, tilings = MemoryLedger(), list[str](), Tilings({})
-    batch = _batch(config, degrees, micro_batches)
-    with watch_storage_sizes(ledger.resized), assume_known_shapes(), MemorylessMode(ledger.see):
+    batch = _make_batch(config, degrees, micro_batches)
+    with watch_storage_sizes(ledger.resized), assume_known_shapes(), MemorylessMode(ledger.record):
         model = build_whole_model(config)
         engine = build(model, lambda split: make_optimizer(split, config.optim, world), config, world, remarks.append)
         for part in engine.parts:
             route_evenly(part, grouped=config.precision.name == "bf16")
         pieces = list(engine.shards())
         host = list_host_parts(config)
-        parameters = ledger.label(_parameters(engine), "host" if "parameters" in host else "parameters")
+        parameters = ledger.label(_list_parameters(engine), "host" if "parameters" in host else "parameters")
         state = (piece.local for piece in pieces if piece.name.startswith("optim."))
         optimizer = ledger.label(state, "host" if "optimizer" in host else "optimizer")
         if "parameters" in host:  # buffers stay on the device
             ledger.label((get_local(buffer) for part in engine.parts for buffer in part.buffers()), "parameters")
-        lie = {name: tilings.of(tensor) for part in engine.parts for name, tensor in _named(part)}
+        lie = {name: tilings.make_tiling(tensor) for part in engine.parts for name, tensor in _list_named(part)}
         counted, unknown = CountedMemory(parameters, optimizer), None
         if micro_batches:
-            counted, unknown = _step(engine, batch, ledger, counted, host)
+            counted, unknown = _train_step(engine, batch, ledger, counted, host)
         return RehearsedRank(
             rank=world.rank,
-            at=rank_coordinates(world.rank, degrees),
+            at=find_coordinates(world.rank, degrees),
             said=tuple(remarks),
             pieces=tuple(_describe_piece(piece) for piece in pieces),
             tilings=lie,
@@ -118,16 +118,16 @@ def list_host_parts(config: RunConfig) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _step(
+def _train_step(
     engine: Engine, batch: StepBatch, ledger: MemoryLedger, at_rest: CountedMemory, host: Sequence[str] = ()
 ) -> tuple[CountedMemory, str | None]:
     """Run one step and count its memory; if it cannot run, return the reason. host: see list_host_parts."""
-    since = ledger.begin_step(lambda: _of_groups(engine, unreduced_gradients))
+    since = ledger.begin_step(lambda: _list_of_groups(engine, unreduced_gradients))
     try:
         engine.forward_backward(batch)
         gradients_of_parts = [p.grad for part in engine.parts for p in part.parameters() if p.grad is not None]
         gradients = ledger.label(map(get_local, gradients_of_parts), "host" if "gradients" in host else "gradients")
-        ledger.label(_of_groups(engine, gathered_parameters), "gathered")
+        ledger.label(_list_of_groups(engine, gathered_parameters), "gathered")
         engine.clip(1.0)
         engine.update(1e-3)
     except UNKNOWN_SHAPE_ERRORS as error:
@@ -149,7 +149,7 @@ def _step(
     return counted, None
 
 
-def _batch(config: RunConfig, degrees: Degrees, micro_batches: int) -> StepBatch:
+def _make_batch(config: RunConfig, degrees: Degrees, micro_batches: int) -> StepBatch:
     """Make a batch of one data-parallel rank; only its shape matters."""
     rows, model = min(config.train.micro_batch, config.train.global_batch // degrees.data_parallel), config.model
     if isinstance(config.data, CustomDataConfig):
@@ -168,16 +168,16 @@ def _batch(config: RunConfig, degrees: Degrees, micro_batches: int) -> StepBatch
     return StepBatch([micro_batch] * micro_batches)
 
 
-def _named(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _list_named(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from part.named_parameters()
     yield from part.named_buffers()
 
 
-def _parameters(engine: Engine) -> list[Tensor]:
-    return [get_local(tensor) for part in engine.parts for _, tensor in _named(part)]
+def _list_parameters(engine: Engine) -> list[Tensor]:
+    return [get_local(tensor) for part in engine.parts for _, tensor in _list_named(part)]
 
 
-def _of_groups(engine: Engine, tensors: Callable[[FSDPModule], Iterable[Tensor]]) -> Iterator[Tensor]:
+def _list_of_groups(engine: Engine, tensors: Callable[[FSDPModule], Iterable[Tensor]]) -> Iterator[Tensor]:
     for part in engine.parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
@@ -190,10 +190,10 @@ def _describe_piece(piece: TensorShard) -> HeldShard:
     return HeldShard(piece.name, shape, str(piece.dtype), offset, size, piece.replica, local.nbytes)
 
 
-def tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def list_tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter and persistent buffer."""
     saved_names: Sequence[str] = list(model.state_dict(keep_vars=True))
-    named = dict(_named(model))
+    named = dict(_list_named(model))
     return {name: tuple(named[name].shape) for name in saved_names if name in named}
 
 
@@ -210,7 +210,7 @@ def pretend_world(rank: int, degrees: Degrees) -> Iterator[World]:
         leave_process_group()
 
 
-def rank_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
+def find_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
     """Return the index of a rank on every axis; the last axis varies fastest."""
     found = {}
     for axis, size in reversed(list(zip(AXES, degrees.sizes, strict=True))):

@@ -36,7 +36,7 @@ class OrderProof:
 def prove_order(config: RunConfig, degrees: Degrees) -> OrderProof:
     """Prove the order of the run's own number of micro-batches. Raises UserError, naming ranks, for a deadlock."""
     count = count_micro_batches(config, degrees)
-    order = _order(config, degrees, count)
+    order = _make_order(config, degrees, count)
     validate_order(order, count)
     simulated = simulate_order(order, ActionTimes.even(order.stages))
     return OrderProof(
@@ -70,7 +70,9 @@ def choose_micro_batches(
     if is_schedule_file(pipeline):
         return count, None
     # The fewest micro-batches with the same peaks as the whole step, in multiples of pp.
-    steady = next((some for some in _some(degrees.pp, count) if _live(config, degrees, some) == proof.live), count)
+    steady = next(
+        (some for some in _list_counts(degrees.pp, count) if _count_live(config, degrees, some) == proof.live), count
+    )
     steady = min(steady + degrees.pp, count)
     most = max(2 * degrees.pp, MOST_FORWARDS // max(1, blocks))
     if steady <= most:
@@ -80,20 +82,20 @@ def choose_micro_batches(
     return fewer, f"parallel.pipeline.schedule={pipeline.schedule}: {remark}"
 
 
-def _some(pp: int, count: int) -> range:
+def _list_counts(pp: int, count: int) -> range:
     return range(min(pp, count), count, pp)
 
 
-def _live(config: RunConfig, degrees: Degrees, count: int) -> tuple[int, ...] | None:
+def _count_live(config: RunConfig, degrees: Degrees, count: int) -> tuple[int, ...] | None:
     """Count activations in flight; None if the schedule cannot run so few micro-batches."""
     try:
-        order = _order(config, degrees, count)
+        order = _make_order(config, degrees, count)
     except UserError:
         return None
     return simulate_order(order, ActionTimes.even(order.stages)).live
 
 
-def _order(config: RunConfig, degrees: Degrees, count: int) -> Order:
+def _make_order(config: RunConfig, degrees: Degrees, count: int) -> Order:
     pipeline = config.parallel.pipeline
     if is_schedule_file(pipeline):
         return read_schedule_file(pipeline)

@@ -30,18 +30,18 @@ from hpc_train.parallel.user_model import get_named_blocks
 from hpc_train.planner.rehearsal.checks import (
     check_coverage,
     check_memory_fit,
-    closed_form_bytes,
-    planned_memory,
+    compute_closed_form_bytes,
+    compute_server_bytes,
+    plan_memory_by_rank,
     read_device,
-    server_bytes,
 )
 from hpc_train.planner.rehearsal.one_rank import (
     build_whole_model,
+    find_coordinates,
     find_rank,
+    list_tensor_shapes,
     pretend_world,
-    rank_coordinates,
     rehearse_rank,
-    tensor_shapes,
 )
 from hpc_train.planner.rehearsal.pipeline_order import choose_micro_batches, prove_order
 from hpc_train.planner.rehearsal.result import Rehearsal, RehearsedRank
@@ -69,26 +69,26 @@ def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes
     with MemorylessMode(lambda *_: None):
         model = build_whole_model(config)
     proof = prove_order(config, degrees) if degrees.pp > 1 else None
-    micro_batches, fewer = choose_micro_batches(config, degrees, _blocks(model, degrees), proof)
-    processes = min(processes or _process_count(), len(chosen.built))
-    missing = sorted({*range(degrees.pp)} - {rank_coordinates(rank, degrees)["pp"] for rank in chosen.built})
+    micro_batches, fewer = choose_micro_batches(config, degrees, _count_blocks(model, degrees), proof)
+    processes = min(processes or _count_processes(), len(chosen.built))
+    missing = sorted({*range(degrees.pp)} - {find_coordinates(rank, degrees)["pp"] for rank in chosen.built})
     ranks = _build_ranks(stood_in, degrees, chosen, micro_batches, processes)
     notes += [fewer] if fewer else []
     notes += [f"what pipeline ranks {', '.join(map(str, missing))} hold: none of them was built"] if missing else []
     notes += [f"a step: {built.unknown}" for built in ranks.values() if built.unknown]
     stages = {rank: ranks[rank].at["pp"] for rank in chosen.stepped}
-    plan, real = planned_memory(stood_in, degrees, stages), planned_memory(config, degrees, stages)
+    plan, real = plan_memory_by_rank(stood_in, degrees, stages), plan_memory_by_rank(config, degrees, stages)
     more = {rank: sum(real[rank].values()) - sum(plan[rank].values()) for rank in real}
     return Rehearsal(
         degrees=degrees,
         ranks=tuple(ranks.values()),
-        coverage=check_coverage(tensor_shapes(model), tuple(ranks.values()), degrees),
+        coverage=check_coverage(list_tensor_shapes(model), tuple(ranks.values()), degrees),
         proof=proof,
         micro_batches=micro_batches,
-        closed_form=_closed_forms(config, degrees, ranks),
+        closed_form=_compute_closed_forms(config, degrees, ranks),
         planned=plan,
         fit=check_memory_fit(tuple(ranks.values()), plan, read_device(config), more),
-        servers=server_bytes(config, model),
+        servers=compute_server_bytes(config, model),
         start_up=estimate_start_up(degrees, measure_store(), run_in_processes(partial(_time_mesh, degrees), [0], 1)[0]),
         not_rehearsed=tuple(dict.fromkeys(notes)),
         seconds=time.perf_counter() - started,
@@ -103,18 +103,20 @@ def _time_mesh(degrees: Degrees, rank: int) -> float:
         return time.process_time() - begun
 
 
-def _closed_forms(config: RunConfig, degrees: Degrees, ranks: Mapping[int, RehearsedRank]) -> dict[int, dict[str, int]]:
-    """Return closed_form_bytes of the ranks it applies to: the first one of each stage."""
+def _compute_closed_forms(
+    config: RunConfig, degrees: Degrees, ranks: Mapping[int, RehearsedRank]
+) -> dict[int, dict[str, int]]:
+    """Return compute_closed_form_bytes of the ranks it applies to: the first one of each stage."""
     first = {rank: built.at["pp"] for rank, built in ranks.items() if not any(built.at[axis] for axis in SHARED_AXES)}
-    return {rank: closed_form_bytes(config, degrees, pp) for rank, pp in first.items()}
+    return {rank: compute_closed_form_bytes(config, degrees, pp) for rank, pp in first.items()}
 
 
-def _blocks(model: nn.Module, degrees: Degrees) -> int:
+def _count_blocks(model: nn.Module, degrees: Degrees) -> int:
     """Return about how many blocks a rank has."""
     return max(1, -(-len(get_named_blocks(model)) // degrees.pp))
 
 
-def _process_count() -> int:
+def _count_processes() -> int:
     return min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
 
 
@@ -150,15 +152,15 @@ def choose_ranks(which: str, degrees: Degrees) -> ChosenRanks:
     memory. Raises UserError for any other text.
     """
     if which not in ("all", "sample"):
-        ranks = _given(which, degrees)
+        ranks = _parse_ranks(which, degrees)
         return ChosenRanks(ranks, ranks)
     all_ranks = which == "all" or degrees.world <= MAX_CHOSEN
-    built = tuple(range(degrees.world)) if all_ranks else _sample(degrees)
+    built = tuple(range(degrees.world)) if all_ranks else _choose_sample(degrees)
     stages = dict.fromkeys((0, min(1, degrees.pp - 1), degrees.pp - 1))
     return ChosenRanks(built, tuple(find_rank({"pp": stage}, degrees) for stage in stages))
 
 
-def _sample(degrees: Degrees) -> tuple[int, ...]:
+def _choose_sample(degrees: Degrees) -> tuple[int, ...]:
     last = {axis: getattr(degrees, axis) - 1 for axis in SHARED_AXES}
     found = {find_rank({"pp": stage}, degrees) for stage in range(degrees.pp)}
     found |= {find_rank({"pp": degrees.pp // 2, axis: last[axis]}, degrees) for axis in SHARED_AXES}
@@ -166,7 +168,7 @@ def _sample(degrees: Degrees) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _given(text: str, degrees: Degrees) -> tuple[int, ...]:
+def _parse_ranks(text: str, degrees: Degrees) -> tuple[int, ...]:
     words: Sequence[str] = text.split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise UserError(f"--ranks {text}: give all, sample, or ranks separated by commas, such as 0,8,127")
@@ -179,35 +181,44 @@ def _given(text: str, degrees: Degrees) -> tuple[int, ...]:
 def replace_unavailable(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return a configuration that runs here with the same layout, and one line for each thing that it leaves out."""
     parallel, replaced = config.parallel, []
-    for change in (_compiled, _symmetric, _offloaded, _in_files, _in_host_memory, _by_mpi, _compressed, _served):
+    for change in (
+        _replace_compiled,
+        _replace_symmetric,
+        _replace_offloaded_activations,
+        _replace_files,
+        _note_host_memory,
+        _replace_mpi,
+        _replace_compression,
+        _replace_servers,
+    ):
         if (changed := change(parallel)) is not None:
             parallel, line = changed
             replaced.append(line)
     return replace(config, parallel=parallel, run_dir=None), replaced
 
 
-def _compiled(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+def _replace_compiled(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
     if not parallel.compile:
         return None
     line = "parallel.compile=true: rehearsed without; compiled blocks keep fewer activations"
     return replace(parallel, compile=False, cuda_graphs=False), line
 
 
-def _symmetric(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+def _replace_symmetric(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
     if not parallel.tensor.symmetric:
         return None
     line = "parallel.tensor.symmetric=true: rehearsed with messages in a ring, which keep the same tensors"
     return replace(parallel, tensor=replace(parallel.tensor, symmetric=False)), line
 
 
-def _offloaded(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+def _replace_offloaded_activations(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
     if not parallel.recompute.offload:
         return None
     line = "parallel.recompute.offload=true: rehearsed without; activations are counted as if they stayed on the GPU"
     return replace(parallel, recompute=replace(parallel.recompute, offload=False)), line
 
 
-def _in_files(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+def _replace_files(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
     offload = parallel.offload
     if "file" not in (offload.parameters, offload.optimizer):
         return None
@@ -216,19 +227,19 @@ def _in_files(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
     return replace(parallel, offload=replace(offload, parameters=parameters, optimizer=optimizer, dir=None)), line
 
 
-def _in_host_memory(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+def _note_host_memory(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
     if (parallel.offload.parameters, parallel.offload.optimizer) == ("none", "none"):
         return None
     return parallel, "parallel.offload: what is offloaded counts as the host's; copies on their way are not counted"
 
 
-def _by_mpi(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+def _replace_mpi(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
     if parallel.reduce_with != "mpi":
         return None
     return replace(parallel, reduce_with="torch"), "parallel.reduce_with=mpi: rehearsed as torch; MPI is not started"
 
 
-def _compressed(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+def _replace_compression(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
     method = parallel.compression.method
     if method == "none":
         return None
@@ -236,7 +247,7 @@ def _compressed(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
     return replace(parallel, compression=CompressionConfig()), line
 
 
-def _served(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
+def _replace_servers(parallel: ParallelConfig) -> tuple[ParallelConfig, str] | None:
     mode = parallel.server.mode
     if mode == "none":
         return None
@@ -261,13 +272,13 @@ def run_in_processes(function: Callable[[int], T], items: Sequence[int], at_once
         while waiting or running:
             while waiting and len(running) < at_once:
                 item = waiting.pop()
-                receiver, process = _begin(function, item)
+                receiver, process = _start_process(function, item)
                 running[receiver] = item, process
             ready = wait(list(running))
             # In the order of their start, so that of several errors the same one is raised each time.
             for receiver in [connection for connection in running if connection in ready]:
                 item, process = running.pop(receiver)
-                found[item] = _result(receiver, item)
+                found[item] = _receive_result(receiver, item)
                 process.join()
     finally:
         for _, process in running.values():
@@ -276,16 +287,16 @@ def run_in_processes(function: Callable[[int], T], items: Sequence[int], at_once
     return found
 
 
-def _begin(function: Callable[[int], Any], item: int) -> tuple[Connection, ForkProcess]:
+def _start_process(function: Callable[[int], Any], item: int) -> tuple[Connection, ForkProcess]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_call, args=(sender, function, item))
+    process = context.Process(target=_send_result, args=(sender, function, item))
     process.start()
     sender.close()
     return receiver, process
 
 
-def _call(sender: Connection, function: Callable[[int], Any], item: int) -> None:
+def _send_result(sender: Connection, function: Callable[[int], Any], item: int) -> None:
     try:
         torch.set_num_threads(1)
         sender.send((function(item), ""))
@@ -296,7 +307,7 @@ def _call(sender: Connection, function: Callable[[int], Any], item: int) -> None
         os._exit(0)  # skip the exit handlers of the parent's copy
 
 
-def _result(receiver: Connection, item: int) -> Any:
+def _receive_result(receiver: Connection, item: int) -> Any:
     try:
         value, wrong = receiver.recv()
     except EOFError:

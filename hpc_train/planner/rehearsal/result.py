@@ -142,9 +142,9 @@ class Rehearsal:
     @property
     def problems(self) -> tuple[str, ...]:
         """List what is wrong with the layout, and counts that differ from the closed forms."""
-        return (*self.coverage.problems, *self._miscounted())
+        return (*self.coverage.problems, *self._list_miscounts())
 
-    def _miscounted(self) -> list[str]:
+    def _list_miscounts(self) -> list[str]:
         found = []
         for built in self.ranks:
             for part, wanted in self.closed_form.get(built.rank, {}).items():
@@ -178,7 +178,7 @@ def rehearsal_to_json(found: Rehearsal) -> dict[str, Any]:
         "problems": list(found.problems),
         "pipeline": None if found.proof is None else asdict(found.proof),
         "micro_batches": found.micro_batches,
-        "memory": [_memory(found, built) for built in stepped or found.ranks],
+        "memory": [_memory_to_json(found, built) for built in stepped or found.ranks],
         "servers": list(found.servers),
         "start_up": found.start_up.to_json(),
         "not_rehearsed": list(found.not_rehearsed),
@@ -188,7 +188,7 @@ def rehearsal_to_json(found: Rehearsal) -> dict[str, Any]:
     }
 
 
-def _memory(found: Rehearsal, built: RehearsedRank) -> dict[str, Any]:
+def _memory_to_json(found: Rehearsal, built: RehearsedRank) -> dict[str, Any]:
     return {
         "rank": built.rank,
         "at": built.at,
@@ -202,7 +202,7 @@ def _memory(found: Rehearsal, built: RehearsedRank) -> dict[str, Any]:
 def format_rehearsal(found: Rehearsal) -> Iterator[str]:
     """Format a report for a person."""
     degrees, model = found.degrees, found.coverage
-    yield f"world: {degrees.world:,} ranks = {degrees}; built {len(found.ranks)} of them: {_numbers(found)}"
+    yield f"world: {degrees.world:,} ranks = {degrees}; built {len(found.ranks)} of them: {_list_numbers(found)}"
     yield from (f"  {line}" for line in found.ranks[0].said)
     for problem in found.problems[:_MOST_PROBLEMS]:
         yield f"WRONG: {problem}"
@@ -212,8 +212,8 @@ def format_rehearsal(found: Rehearsal) -> Iterator[str]:
         what = f"{model.tensors:,} tensors, {model.elements:,} numbers"
         yield f"model: {what}: over all {degrees.world:,} ranks each is held once, copies aside, and has one writer"
         yield f"checkpoint: {model.pieces:,} pieces with the optimizer's state"
-    yield from _pipeline(found)
-    yield from _table(found)
+    yield from _format_pipeline(found)
+    yield from _format_table(found)
     if found.servers:
         sizes = ", ".join(f"{size / MIB:,.1f}" for size in found.servers)
         yield f"servers: {sizes} MiB each, with the optimizer's state"
@@ -224,12 +224,12 @@ def format_rehearsal(found: Rehearsal) -> Iterator[str]:
     yield from (line if found.fit.ok else f"WRONG: {line}" for line in found.fit.lines)
 
 
-def _numbers(found: Rehearsal) -> str:
+def _list_numbers(found: Rehearsal) -> str:
     ranks = [built.rank for built in found.ranks]
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-def _pipeline(found: Rehearsal) -> Iterator[str]:
+def _format_pipeline(found: Rehearsal) -> Iterator[str]:
     proof = found.proof
     if proof is None:
         return
@@ -242,7 +242,7 @@ def _pipeline(found: Rehearsal) -> Iterator[str]:
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "gathered", "peak")
 
 
-def _table(found: Rehearsal) -> Iterator[str]:
+def _format_table(found: Rehearsal) -> Iterator[str]:
     """Format a row for each rank that trained a step, and below it the estimate of `plan`."""
     stepped = [built for built in found.ranks if built.counted.peak is not None]
     if not stepped:
@@ -251,18 +251,18 @@ def _table(found: Rehearsal) -> Iterator[str]:
     unit, unit_name = choose_memory_unit(max(built.counted.peak or 0 for built in stepped))
     yield f"memory of a rank in {unit_name}, counted over {step}, and as `hpc-train plan` estimates it:"
     offloaded = any(built.counted.host for built in stepped)
-    yield _row("rank", "stage", (*_COLUMNS, "offloaded") if offloaded else _COLUMNS)
+    yield _format_row("rank", "stage", (*_COLUMNS, "offloaded") if offloaded else _COLUMNS)
     for built in stepped:
-        counted = _on_device(built)
+        counted = _select_device_memory(built)
         sizes = [counted[name] for name in _COLUMNS] + ([built.counted.host] if offloaded else [])
-        yield _row(str(built.rank), str(built.at["pp"]), [_format_cell(unit, size) for size in sizes])
+        yield _format_row(str(built.rank), str(built.at["pp"]), [_format_cell(unit, size) for size in sizes])
         if plan := found.planned.get(built.rank):
             sums = {**plan, "activations": plan["activations"] + plan["logits"], "gathered": plan["buffers"]}
             sums["peak"] = sum(plan.values())
-            yield _row("", "plan", [_format_cell(unit, sums[name]) for name in _COLUMNS])
+            yield _format_row("", "plan", [_format_cell(unit, sums[name]) for name in _COLUMNS])
 
 
-def _on_device(built: RehearsedRank) -> dict[str, int | None]:
+def _select_device_memory(built: RehearsedRank) -> dict[str, int | None]:
     """Format a rank's columns; offloaded memory does not count as the device's."""
     counted = {**asdict(built.counted), "gradients": built.counted.whole_gradients}
     return {**counted, **dict.fromkeys(built.counted.offloaded, 0)}
@@ -272,5 +272,5 @@ def _format_cell(unit: int, size: float | None) -> str:
     return "-" if size is None else f"{size / unit:,.2f}"
 
 
-def _row(rank: str, stage: str, cells: list[str] | tuple[str, ...]) -> str:
+def _format_row(rank: str, stage: str, cells: list[str] | tuple[str, ...]) -> str:
     return f"  {rank:>7} {stage:>5} " + " ".join(f"{cell:>11}" for cell in cells)

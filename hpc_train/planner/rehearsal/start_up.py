@@ -31,6 +31,7 @@ from hpc_train.units import format_seconds
 JOIN_REQUESTS = 8
 """Requests of one rank: two for the rendezvous, six for the rank map (runtime/rank_assignment.py)."""
 _CONNECTIONS, _REQUESTS = 32, 256
+"""How many of each are timed."""
 
 
 @dataclass(frozen=True)

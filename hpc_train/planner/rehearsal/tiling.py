@@ -43,28 +43,28 @@ class Tiling:
         """Return all axes that split the tensor."""
         return {axis for axes in self.cuts for axis in axes}
 
-    def copies(self, degrees: Degrees) -> int:
+    def count_copies(self, degrees: Degrees) -> int:
         """Return how many ranks hold the same rectangle."""
-        return math.prod(self._place(axis, {}, degrees)[0] for axis in self.shared_axes if axis not in self.split)
+        return math.prod(self._find_place(axis, {}, degrees)[0] for axis in self.shared_axes if axis not in self.split)
 
-    def copy(self, at: Mapping[str, int], degrees: Degrees) -> int:
+    def number_copy(self, at: Mapping[str, int], degrees: Degrees) -> int:
         """Return the number of the copy, from 0, that the rank at these coordinates holds."""
-        return self._flat([axis for axis in self.shared_axes if axis not in self.split], at, degrees)
+        return self._flatten_index([axis for axis in self.shared_axes if axis not in self.split], at, degrees)
 
     def find_rectangle(self, at: Mapping[str, int], degrees: Degrees) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (offset, shape) of the rectangle that the rank at these coordinates holds."""
         pairs = zip(self.cuts, self.intervals, strict=True)
-        found = [intervals[self._flat(axes, at, degrees)] for axes, intervals in pairs]
+        found = [intervals[self._flatten_index(axes, at, degrees)] for axes, intervals in pairs]
         return tuple(begin for begin, _ in found), tuple(length for _, length in found)
 
-    def _flat(self, axes: Sequence[str], at: Mapping[str, int], degrees: Degrees) -> int:
+    def _flatten_index(self, axes: Sequence[str], at: Mapping[str, int], degrees: Degrees) -> int:
         index = 0
         for axis in axes:
-            size, own = self._place(axis, at, degrees)
+            size, own = self._find_place(axis, at, degrees)
             index = index * size + own
         return index
 
-    def _place(self, axis: str, at: Mapping[str, int], degrees: Degrees) -> tuple[int, int]:
+    def _find_place(self, axis: str, at: Mapping[str, int], degrees: Degrees) -> tuple[int, int]:
         """Return the degree of an axis and the index on it; ep is the inner part of dp_shard x cp."""
         if axis not in ("ep", EXPERT_SHARD_AXIS):
             return int(getattr(degrees, axis)), at.get(axis, 0)
@@ -91,7 +91,7 @@ class Tiling:
         """Number of different rectangles that are not empty."""
         return math.prod(sum(length > 0 for _, length in intervals) for intervals in self.intervals)
 
-    def problem(self) -> str | None:
+    def find_problem(self) -> str | None:
         """Return what is missing or held twice; None if the ranks hold every element once, not counting copies."""
         for dimension, (size, intervals) in enumerate(zip(self.shape, self.intervals, strict=True)):
             end = 0
@@ -111,39 +111,39 @@ class Tilings:
 
     by_layout: dict[object, Tiling]
 
-    def of(self, tensor: Tensor) -> Tiling:
+    def make_tiling(self, tensor: Tensor) -> Tiling:
         """Return the tiling of a parameter or buffer of a model that has been split."""
         if not isinstance(tensor, DTensor):
-            return whole_tiling(tuple(tensor.shape))
+            return make_whole_tiling(tuple(tensor.shape))
         mesh = tensor.device_mesh
         key = (tensor.shape, tensor.placements, mesh.mesh_dim_names, mesh.shape)
         if key not in self.by_layout:
-            self.by_layout[key] = _tiling(tensor)
+            self.by_layout[key] = _make_tiling(tensor)
         return self.by_layout[key]
 
 
-def whole_tiling(shape: tuple[int, ...]) -> Tiling:
+def make_whole_tiling(shape: tuple[int, ...]) -> Tiling:
     """Return the tiling of a tensor that every rank of a stage holds whole."""
     return Tiling(shape, ((),) * len(shape), tuple(((0, size),) for size in shape))
 
 
-def _tiling(tensor: DTensor) -> Tiling:
+def _make_tiling(tensor: DTensor) -> Tiling:
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None
     cuts, intervals = [], []
     for dimension in range(tensor.ndim):
         axes = [axis for axis, how in enumerate(tensor.placements) if cut_dimension(how) == dimension]
-        cuts.append(tuple(axis for index in axes for axis in _axis_parts(names[index])))
-        intervals.append(tuple(_intervals(tensor, dimension, axes)))
+        cuts.append(tuple(axis for index in axes for axis in _split_axis(names[index])))
+        intervals.append(tuple(_list_intervals(tensor, dimension, axes)))
     ep = tensor.device_mesh.size(names.index("ep")) if "ep" in names else 1
     return Tiling(tuple(tensor.shape), tuple(cuts), tuple(intervals), ep)
 
 
-def _axis_parts(axis: str) -> tuple[str, ...]:
+def _split_axis(axis: str) -> tuple[str, ...]:
     return ("dp_shard", "cp") if axis == SHARD_CP_AXIS else (axis,)
 
 
-def _intervals(tensor: DTensor, dimension: int, axes: list[int]) -> list[Interval]:
+def _list_intervals(tensor: DTensor, dimension: int, axes: list[int]) -> list[Interval]:
     mesh, found = tensor.device_mesh, []
     at = [0] * mesh.ndim
     for place in product(*(range(mesh.size(axis)) for axis in axes)):

@@ -220,7 +220,7 @@ def read_events(text: str, name: str, ranks_per_node: int = 1) -> FailureLog:
             decided = None
     newest = max(attempts, default=0)
     begun = {number: attempt for number, attempt in attempts.items() if attempt.begun is not None}
-    logs = (attempt.log(ranks_per_node, number < newest) for number, attempt in begun.items())
+    logs = (attempt.make_log(ranks_per_node, number < newest) for number, attempt in begun.items())
     return sum(logs, FailureLog(0.0, 0, 0, 0, 0, tuple(restarts)))
 
 
@@ -279,7 +279,7 @@ class _Attempt:
         self.lost_node |= kind in ("requeue", "failure") and _LOST_NODE in str(event.get("why"))
         self.lost_node |= kind == "lost_node"
 
-    def log(self, ranks_per_node: int, followed: bool) -> FailureLog:
+    def make_log(self, ranks_per_node: int, followed: bool) -> FailureLog:
         """Return the counts of this attempt. followed: a later attempt exists."""
         assert self.begun is not None
         days = -(-self.ranks // ranks_per_node) * (self.last - self.begun) / DAY

@@ -125,7 +125,7 @@ def _negative_binomial(p: float, shape: float, chance: float) -> float:
     return float(bisect_left(range(high), p, key=lambda k: float(betainc(shape, k + 1, chance))))
 
 
-def prior_failure_rate() -> FailureRate:
+def make_prior_failure_rate() -> FailureRate:
     """Return the rate assumed for a site without history: mean and variance of the published rates.
 
     Mean 4.2 failures per 1,000 node-days, p10 to p90 1.8 to 7.0. It weighs as much as about 950 node-days of a site's

@@ -36,6 +36,7 @@ Number: TypeAlias = float | NDArray[np.float64]
 """One number, or an array of them."""
 
 _GOLDEN = (5**0.5 - 1) / 2
+"""Share of its bracket that golden-section search keeps in each iteration."""
 _HALVINGS = 60
 """Iterations of the golden-section search: they narrow a bracket of a few powers of ten by 0.618^60."""
 

@@ -16,7 +16,7 @@ from hpc_train.planner.reliability.failure_rate import (
     PUBLISHED_RATES,
     FailureRate,
     Percentiles,
-    prior_failure_rate,
+    make_prior_failure_rate,
 )
 from hpc_train.planner.reliability.goodput import (
     Interruption,
@@ -81,26 +81,26 @@ def compute_bill(
 ) -> Bill:
     """Compute the bill of `gpus` for `seconds`. idle_gpus: spares, which are paid for but assumed to draw no power."""
     hours = (gpus + idle_gpus) * seconds / HOUR
-    kwh = _kwh(gpus, seconds, prices)
+    kwh = _compute_kwh(gpus, seconds, prices)
     stored = None if prices.tib_month is None else stored_bytes / TIB * seconds / MONTH * prices.tib_month
     return Bill(
         gpu_hours=hours,
-        compute=_times_price(hours, prices.gpu_hour),
+        compute=_multiply_price(hours, prices.gpu_hour),
         storage=stored,
-        electricity=_times_price(kwh, prices.kwh),
+        electricity=_multiply_price(kwh, prices.kwh),
         kwh=kwh,
-        co2_kg=_times_price(kwh, None if prices.co2_grams_per_kwh is None else prices.co2_grams_per_kwh / 1000),
+        co2_kg=_multiply_price(kwh, None if prices.co2_grams_per_kwh is None else prices.co2_grams_per_kwh / 1000),
     )
 
 
-def _kwh(gpus: float, seconds: float, prices: Prices) -> float | None:
+def _compute_kwh(gpus: float, seconds: float, prices: Prices) -> float | None:
     """Return mean power x time x PUE (Patterson et al. 2021, arXiv:2104.10350)."""
     if prices.watts_per_gpu is None:
         return None
     return gpus * prices.watts_per_gpu * (prices.pue or 1.0) * seconds / HOUR / 1000
 
 
-def _times_price(amount: float | None, price: float | None) -> float | None:
+def _multiply_price(amount: float | None, price: float | None) -> float | None:
     return None if amount is None or price is None else amount * price
 
 
@@ -187,7 +187,7 @@ class Projection:
 
 def choose_failure_rate(plan: PlanConfig, ranks_per_node: int) -> AssumedFailureRate:
     """Use the site's own figure or logs, else published rates. Raises UserError for a file that is not a log."""
-    prior = prior_failure_rate()
+    prior = make_prior_failure_rate()
     if plan.failures_per_1000_node_days is not None:
         return AssumedFailureRate(
             prior.scaled_to(plan.failures_per_1000_node_days / 1000), "plan.failures_per_1000_node_days"
@@ -208,7 +208,7 @@ def choose_failure_rate(plan: PlanConfig, ranks_per_node: int) -> AssumedFailure
     return AssumedFailureRate(prior.after(log.history), source, restart, detection)
 
 
-def planned_steps(config: RunConfig, tokens_per_step: float) -> int | None:
+def count_planned_steps(config: RunConfig, tokens_per_step: float) -> int | None:
     """Return the steps of the planned run; None if neither plan.tokens nor train.steps is set."""
     if config.plan.tokens is not None:
         return math.ceil(config.plan.tokens / tokens_per_step)
@@ -220,7 +220,7 @@ def project_run(config: RunConfig, job: ProjectedJob, rate: AssumedFailureRate |
     plan = config.plan
     rate = rate or choose_failure_rate(plan, config.cluster.ranks_per_node)
     saving = estimate_saving(config, job.parameters, job.ranks)
-    projector = _Projector(config, job, saving, rate, planned_steps(config, job.tokens_per_step))
+    projector = _Projector(config, job, saving, rate, count_planned_steps(config, job.tokens_per_step))
     demand = projector.project(spot=False)
     spot = projector.project(spot=True) if plan.spot_price_per_gpu_hour is not None else None
     costs = [market.money.p50 for market in (demand, spot) if market is not None and market.money is not None]
@@ -269,17 +269,21 @@ class _Projector:
     def project(self, spot: bool) -> Market:
         rate = self.rate.percentiles
         # Every percentile of the failure rate gives one of goodput, duration and money, since these are monotone in it.
-        share = rate.through(lambda rate: self._effective(self._interval, rate, spot))
-        best = self._best_every(rate.p50, spot)
-        seconds = self._seconds(share)
+        share = rate.through(lambda rate: self._compute_effective(self._interval, rate, spot))
+        best = self._find_best_every(rate.p50, spot)
+        seconds = self._project_seconds(share)
         days = None if seconds is None else seconds.through(lambda duration: duration / DAY)
-        money = None if seconds is None else seconds.through(lambda duration: self._bill(duration, spot).money or 0.0)
-        bill = None if seconds is None else self._bill(seconds.p50, spot)
+        money = (
+            None
+            if seconds is None
+            else seconds.through(lambda duration: self._compute_bill(duration, spot).money or 0.0)
+        )
+        bill = None if seconds is None else self._compute_bill(seconds.p50, spot)
         return Market(
             effective=share,
-            waste=break_down_waste(self._interval, self.save, self._restart, self._interruptions(rate.p50, spot)),
+            waste=break_down_waste(self._interval, self.save, self._restart, self._list_interruptions(rate.p50, spot)),
             best_every=best,
-            best_effective=None if best is None else self._effective(best * self._step, rate.p50, spot),
+            best_effective=None if best is None else self._compute_effective(best * self._step, rate.p50, spot),
             days=days,
             bill=bill,
             money=None if bill is None or bill.money is None else money,
@@ -312,17 +316,17 @@ class _Projector:
         steps = [count for count in (self.config.checkpoint.every, self.steps) if count]
         return min(steps) * self._step if steps else _ENDLESS
 
-    def _effective(self, interval: float, rate: float, spot: bool) -> float:
-        return float(effective_share(interval, self.save, self._restart, self._interruptions(rate, spot)))
+    def _compute_effective(self, interval: float, rate: float, spot: bool) -> float:
+        return float(effective_share(interval, self.save, self._restart, self._list_interruptions(rate, spot)))
 
-    def _best_every(self, rate: float, spot: bool) -> int | None:
+    def _find_best_every(self, rate: float, spot: bool) -> int | None:
         """Return the optimal checkpoint.every, at least 1; None if the duration of a save is unknown."""
         if not self.save.write_seconds:
             return None
-        seconds = float(best_interval(self.save, self._restart, self._interruptions(rate, spot)))
+        seconds = float(best_interval(self.save, self._restart, self._list_interruptions(rate, spot)))
         return max(1, round(seconds / self._step)) if math.isfinite(seconds) else None
 
-    def _interruptions(self, rate: float, spot: bool) -> list[Interruption]:
+    def _list_interruptions(self, rate: float, spot: bool) -> list[Interruption]:
         """List the kinds of interruption. rate: failures per node-day."""
         plan = self.config.plan
         failing = rate * self.job.nodes / DAY
@@ -340,7 +344,7 @@ class _Projector:
             kinds.append(Interruption(spot_rate, down, saved=saved))
         return kinds
 
-    def _seconds(self, share: Percentiles) -> Percentiles | None:
+    def _project_seconds(self, share: Percentiles) -> Percentiles | None:
         """Return the duration of the whole run, first start included. Step time and failures are independent."""
         if self.steps is None:
             return None
@@ -348,7 +352,7 @@ class _Projector:
         slowed = share.through(lambda effective: 1 / max(effective, 1e-9))
         return work.times(slowed).through(lambda seconds: seconds + self._restart)
 
-    def _bill(self, seconds: float, spot: bool) -> Bill:
+    def _compute_bill(self, seconds: float, spot: bool) -> Bill:
         plan, job = self.config.plan, self.job
         spare = plan.spare_nodes * job.ranks / job.nodes
         stored = stored_bytes(self.config, job.parameters) if plan.storage.tib is None else plan.storage.tib * TIB

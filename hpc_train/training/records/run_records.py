@@ -24,7 +24,14 @@ from hpc_train.regular_files import (
     read_text,
     write_private_file,
 )
-from hpc_train.user_frames import LOST_PEER, describe_error, every_frame, format_frame, root_cause, user_frames
+from hpc_train.user_frames import (
+    LOST_PEER,
+    describe_error,
+    find_root_cause,
+    format_frame,
+    list_every_frame,
+    list_user_frames,
+)
 
 log = logging.getLogger(__name__)
 REQUEUE_MARKER = "requeue"
@@ -207,11 +214,11 @@ _LAST_FRAMES = 6
 
 def summarise_exception(error: BaseException) -> list[str]:
     """Summarise an exception as RankFailure.summary; if no frame is the user's, with the last frames."""
-    frames = user_frames(error) or every_frame(error)
+    frames = list_user_frames(error) or list_every_frame(error)
     lines = [
         f"{format_frame(frame)}: {frame.line}" if frame.line else format_frame(frame) for frame in frames[:_LAST_FRAMES]
     ]
-    return [describe_error(root_cause(error)), *lines]
+    return [describe_error(find_root_cause(error)), *lines]
 
 
 def record_failure(folder: Path, task: int, host: str, error: BaseException, at: float | None = None) -> RankFailure:

@@ -40,7 +40,7 @@ from hpc_train.checkpoint.convert.formats.torch_pickle import (
 from hpc_train.checkpoint.convert.tensor_sources import TensorSource, read_whole_tensors
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.hdf5_layout import dtype_name, parse_dtype
-from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage, forms_grid
+from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage, forms_grid, make_slices
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
@@ -59,7 +59,7 @@ _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata"
 
 
 @cache
-def _allowed() -> frozenset[tuple[str, str]]:
+def _is_allowed() -> frozenset[tuple[str, str]]:
     """Return the exact names that torch's metadata is made of."""
     classes = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
     paths = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
@@ -124,7 +124,7 @@ def parse_dcp_metadata(folder: Path) -> dict[str, StoredTensor]:
     path = folder / METADATA_FILE
     try:
         data = read_bounded_file(path, _MOST_BYTES)
-        tensors = _parse_tensors(read_pickle(data, _allowed(), most=_MOST_OBJECTS).value, len(data) // _OF_A_CHUNK)
+        tensors = _parse_tensors(read_pickle(data, _is_allowed(), most=_MOST_OBJECTS).value, len(data) // _OF_A_CHUNK)
         _check_sizes(folder, tensors)
     except OSError as error:
         raise UserError(
@@ -177,10 +177,10 @@ def _parse_items(value: Any) -> Iterable[tuple[_Key, _Item]]:
         file, begin, size = where["relative_path"], where["offset"], where["length"]
         if not (type(file) is str and type(begin) is type(size) is int and begin >= 0 and size >= 0):
             raise PickleError("an invalid place")
-        yield (index["fqn"], parse_shape(index["offset"])), _Item(_checked_file_name(file), begin, size)
+        yield (index["fqn"], parse_shape(index["offset"])), _Item(_check_file_name(file), begin, size)
 
 
-def _checked_file_name(name: str) -> str:
+def _check_file_name(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not name.isprintable() or not path.name:
         raise PickleError(f"a file outside of the folder, {ascii(name)[:100]}")
@@ -233,6 +233,7 @@ def _check_sizes(folder: Path, tensors: dict[str, StoredTensor]) -> None:
 
 
 _MAPPED_FILES = 256
+"""Maximum files that are mapped at a time; a checkpoint of many ranks has thousands."""
 
 
 def write_dcp(
@@ -309,8 +310,8 @@ class DcpTensors:
             for chunk in stored.chunks:
                 common = wanted.overlap(chunk.rectangle)
                 if common is not None:
-                    inner = _slices(common.start_in(chunk.rectangle), common.shape)
-                    outer = _slices(common.start_in(wanted), common.shape)
+                    inner = make_slices(common.start_in(chunk.rectangle), common.shape)
+                    outer = make_slices(common.start_in(wanted), common.shape)
                     shard.local[outer].copy_(self._read(chunk, stored.dtype)[inner])
 
     def _read(self, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
@@ -334,10 +335,6 @@ class DcpTensors:
                 self._mapped.clear()
             self._mapped[chunk.file] = MappedFile(path, size)
         return self._mapped[chunk.file].view(found, chunk.begin)
-
-
-def _slices(begin: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(at, at + size) for at, size in zip(begin, shape, strict=True))
 
 
 @contextmanager

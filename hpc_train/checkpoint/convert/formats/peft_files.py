@@ -96,7 +96,7 @@ def write_peft(folder: Path, adapters: Mapping[str, LayerAdapter], base: PeftBas
         "lora_dropout": adapter.dropout,
         "use_dora": adapter.kind == "dora",
         "bias": "none",
-        "fan_in_fan_out": base.transposed or _family(model) == "gpt2",
+        "fan_in_fan_out": base.transposed or _find_family(model) == "gpt2",
         "target_modules": sorted(theirs),
         "rank_pattern": ranks,
         "alpha_pattern": {module: theirs[module].scale * rank for module, rank in ranks.items()},
@@ -222,14 +222,14 @@ def _check_shape(folder: Path, layer: str, adapter: LayerAdapter, shape: tuple[i
 
 def name_module(layer: str, model: ModelConfig) -> str:
     """Return PEFT's name of one of our layers: that of transformers, or for a user's own module its own."""
-    if _family(model) == "vit":
+    if _find_family(model) == "vit":
         raise UserError(
             f"model={model.name}: transformers names ViT's layers differently in each release; use --merged"
         )
     return layer if _has_own_names(model) else name_huggingface_module(layer, model)
 
 
-def _family(model: ModelConfig) -> str:
+def _find_family(model: ModelConfig) -> str:
     return "own" if _has_own_names(model) else find_model_family(model)
 
 
@@ -239,7 +239,7 @@ def _has_own_names(model: ModelConfig) -> bool:
 
 
 def _is_fused(layer: str, model: ModelConfig) -> bool:
-    return _family(model) == "gpt2" and layer.endswith((".attention.q", ".attention.k", ".attention.v"))
+    return _find_family(model) == "gpt2" and layer.endswith((".attention.q", ".attention.k", ".attention.v"))
 
 
 def _name_and_fuse(adapters: Mapping[str, LayerAdapter], model: ModelConfig) -> dict[str, LayerAdapter]:

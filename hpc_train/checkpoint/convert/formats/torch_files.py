@@ -117,7 +117,9 @@ class MappedFile:
 
 
 _MAGIC = 0x1950A86A20F9469CFC6C
+"""MAGIC_NUMBER of torch.serialization: the first value in a file that is no zip archive, as of torch before 1.6."""
 _VERSION = 1001
+"""MAGIC_NUMBER and PROTOCOL_VERSION of torch.serialization: the first two pickles of a file from before torch 1.6."""
 _TIMES, _SPARE = 4, 64 << 20
 """All tensors may take _TIMES times the file's bytes plus _SPARE bytes: tied and expanded tensors share storage."""
 _SPARE_NAMES = 1 << 20
@@ -181,7 +183,7 @@ def _find_legacy_tensors(file: FilePart) -> tuple[Any, StorageLookup]:
     keys, at, _ = read_pickle(data, names, at)
     if type(keys) is not list or not all(type(key) is str for key in keys):
         raise PickleError("it does not say where its storages are")
-    places = _find_places(file, keys, at, _item_sizes(persistent))
+    places = _find_places(file, keys, at, _list_item_sizes(persistent))
 
     def place(identifier: Any, dtype: torch.dtype) -> ByteSpan:
         key, count = parse_storage_key(identifier)
@@ -193,7 +195,7 @@ def _find_legacy_tensors(file: FilePart) -> tuple[Any, StorageLookup]:
     return value, place
 
 
-def _item_sizes(persistent: list[PickledReference]) -> dict[str, int]:
+def _list_item_sizes(persistent: list[PickledReference]) -> dict[str, int]:
     """Return the bytes per element of every storage, by its key."""
     found: dict[str, int] = {}
     for storage in persistent:

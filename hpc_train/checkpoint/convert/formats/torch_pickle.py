@@ -37,6 +37,7 @@ _MOST_DIRECTORY = 64 << 20
 _COMMENT = 1 << 16
 """Longest comment at the end of an archive; the end record lies before it."""
 _FULL_32, _FULL_16 = 0xFFFFFFFF, 0xFFFF
+"""A field of 32 or 16 bits with this says that its value is in the 64-bit form."""
 ByteSpan = tuple[int, int]
 """(first byte, bytes)"""
 
@@ -58,8 +59,8 @@ def find_zip_records(file: ByteSource) -> dict[str, ByteSpan]:
     Raises PickleError if the file is no such archive.
     """
     try:
-        entries = _entries(file)
-        found = {name.partition("/")[2]: _span(file, at, size) for name, at, size in entries}
+        entries = _list_entries(file)
+        found = {name.partition("/")[2]: _find_span(file, at, size) for name, at, size in entries}
         if len(found) != len(entries):
             raise PickleError("a zip archive with two records of one name")
     except (struct.error, UnicodeDecodeError) as error:
@@ -69,9 +70,9 @@ def find_zip_records(file: ByteSource) -> dict[str, ByteSpan]:
     return found
 
 
-def _entries(file: ByteSource) -> list[tuple[str, int, int]]:
+def _list_entries(file: ByteSource) -> list[tuple[str, int, int]]:
     """Return (name, byte of its local header, bytes) of every record, from the central directory."""
-    at, size = _directory(file)
+    at, size = _read_directory(file)
     if not 0 <= at <= at + size <= file.size or size > _MOST_DIRECTORY:
         raise PickleError(f"a zip archive with a directory of {size:,} bytes at byte {at:,} of {file.size:,}")
     data, place, found = file.read(at, size), 0, []
@@ -83,7 +84,7 @@ def _entries(file: ByteSource) -> list[tuple[str, int, int]]:
         text = data[place : place + name].decode()
         more = data[place + name : place + name + extra]
         place += name + extra + comment
-        plain, stored, local = _wide(more, plain, stored, local)
+        plain, stored, local = _read_wide(more, plain, stored, local)
         if signature != b"PK\x01\x02" or place > len(data):
             raise PickleError("a zip archive with a damaged directory")
         # Method 0 is stored; bit 0 of the flags is encryption.
@@ -93,7 +94,7 @@ def _entries(file: ByteSource) -> list[tuple[str, int, int]]:
     return found
 
 
-def _directory(file: ByteSource) -> ByteSpan:
+def _read_directory(file: ByteSource) -> ByteSpan:
     """Return the span of the central directory."""
     tail = file.read(begin := max(0, file.size - _END.size - _COMMENT), file.size - begin)
     # From the end backwards, as the format says: the signature may also occur inside a record.
@@ -110,7 +111,7 @@ def _directory(file: ByteSource) -> ByteSpan:
     return place, size
 
 
-def _wide(extra: bytes, plain: int, stored: int, local: int) -> tuple[int, int, int]:
+def _read_wide(extra: bytes, plain: int, stored: int, local: int) -> tuple[int, int, int]:
     """Return the three numbers, from the 64-bit extra field where they do not fit into 32 bits."""
     place = 0
     while place + _EXTRA.size <= len(extra):
@@ -125,7 +126,7 @@ def _wide(extra: bytes, plain: int, stored: int, local: int) -> tuple[int, int, 
     return plain, stored, local
 
 
-def _span(file: ByteSource, at: int, size: int) -> ByteSpan:
+def _find_span(file: ByteSource, at: int, size: int) -> ByteSpan:
     """Return the span of a record's content, which follows its local header."""
     signature, *_, name, extra = _LOCAL.unpack(file.read(at, _LOCAL.size))
     begin = at + _LOCAL.size + name + extra
@@ -136,10 +137,8 @@ def _span(file: ByteSource, at: int, size: int) -> ByteSpan:
 
 MAX_PICKLE_BYTES = 64 << 20
 """Maximum bytes of the pickle, which does not contain the tensors' data."""
-_MOST_DIMENSIONS = 32
-_MOST_VALUES = 1_000_000
-_MOST_DEPTH = 64
-_LONGEST_NAME = 4096
+_MOST_DIMENSIONS, _MOST_VALUES, _MOST_DEPTH, _LONGEST_NAME = 32, 1_000_000, 64, 4096
+"""Beyond what any checkpoint has: a small file could otherwise describe tensors without end."""
 _OF_A_TENSOR = 256
 """Minimum bytes of a tensor in a file of torch.save, besides its elements and its name."""
 _STORAGES = {
@@ -262,7 +261,7 @@ def iterate_tensors(value: Any, storages: StorageLookup, room: int) -> Iterator[
 
     def walk(value: Any, name: str, depth: int) -> Iterator[tuple[str, StridedTensor]]:
         nonlocal visited, room
-        pairs = _pairs(value)
+        pairs = _list_pairs(value)
         visited += len(pairs.pairs) if pairs is not None else 1  # entries that are left out take time too
         if visited > _MOST_VALUES or depth > _MOST_DEPTH or len(name) > _LONGEST_NAME:
             raise PickleError("dictionaries nested more deeply, or with more entries, than we read")
@@ -279,7 +278,7 @@ def iterate_tensors(value: Any, storages: StorageLookup, room: int) -> Iterator[
     yield from walk(value, "", 0)
 
 
-def _pairs(value: Any) -> PickledPairs | None:
+def _list_pairs(value: Any) -> PickledPairs | None:
     if type(value) is PickledCall and value.function == PickledName("collections", "OrderedDict"):
         return value.items or PickledPairs()
     return value if type(value) is PickledPairs else None

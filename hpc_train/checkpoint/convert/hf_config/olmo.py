@@ -15,6 +15,7 @@ from hpc_train.models.shape import find_window
 _THETA = 500_000.0
 """Base of a file that leaves it to the library's default."""
 _WINDOW = 4096
+"""Olmo3Config.sliding_window, where a file leaves it out."""
 _KINDS = {True: "full_attention", False: "sliding_attention"}
 
 

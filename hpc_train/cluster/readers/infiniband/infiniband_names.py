@@ -54,7 +54,7 @@ def _group_by_system(nameless: Sequence[SubnetDevice]) -> list[list[SubnetDevice
     return list(groups.values())
 
 
-def _members(named: Mapping[str, str]) -> dict[str, list[str]]:
+def _group_by_host(named: Mapping[str, str]) -> dict[str, list[str]]:
     members: dict[str, list[str]] = defaultdict(list)
     for id, host in named.items():
         members[host].append(id)
@@ -64,7 +64,7 @@ def _members(named: Mapping[str, str]) -> dict[str, list[str]]:
 def _use_same_ports(named: Mapping[str, str], plugs: CablePlugs) -> bool:
     """Whether each server's cables are in ports of one number, each on a different switch."""
     same = several = 0
-    for ids in _members(named).values():
+    for ids in _group_by_host(named).values():
         cables = [plug for id in ids for plug in plugs.get(id, ())]
         if len(cables) > 1:
             several += 1
@@ -80,7 +80,9 @@ def _assign_by_port(
     for id, host in named.items():
         for switch, port in plugs.get(id, ()):
             owners[unit.get(switch, -1), port].add(host)
-    used = {host: {switch for id in ids for switch, _ in plugs.get(id, ())} for host, ids in _members(named).items()}
+    used = {
+        host: {switch for id in ids for switch, _ in plugs.get(id, ())} for host, ids in _group_by_host(named).items()
+    }
     hosts_of: dict[str, str] = {}
     first: dict[tuple[int, int], str] = {}
     for group in groups:
@@ -119,7 +121,7 @@ def _assign_by_guid(
     """Find runs of GUIDs one board step apart, each on another switch, no longer than a named server has adapters."""
     numbers = sorted((number, adapter.id) for adapter in adapters if (number := number_of(adapter)) is not None)
     step = _find_guid_step(numbers, named)
-    members = _members(named)
+    members = _group_by_host(named)
     usual = Counter(map(len, members.values())).most_common(1)[0][0] if members else 0
     if step is None or usual < 2:
         return {}
@@ -221,12 +223,12 @@ def name_hosts(adapters: Sequence[SubnetDevice]) -> dict[str, tuple[str, str | N
     for adapter in adapters:
         if adapter.id not in named and adapter.system and len(of_system[adapter.system]) == 1:
             names[adapter.id] = (next(iter(of_system[adapter.system])), None)
-    joined = assign_nameless_adapters(adapters, {id: host for id, (host, _) in names.items()}, _number)
+    joined = assign_nameless_adapters(adapters, {id: host for id, (host, _) in names.items()}, _parse_guid_number)
     systems = {adapter.id: adapter.system or format_guid(adapter) for adapter in adapters}
     return names | {id: (systems.get(host, host), None) for id, host in joined.items()}
 
 
-def _number(adapter: SubnetDevice) -> int | None:
+def _parse_guid_number(adapter: SubnetDevice) -> int | None:
     return int(adapter.id[2:], 16) if get_device_kind(adapter.id) else None
 
 
@@ -238,7 +240,7 @@ def _list_named_adapters(adapters: Iterable[SubnetDevice]) -> dict[str, tuple[st
     named = {
         adapter.id: description
         for adapter in adapters
-        if (description := parse_description(adapter.name or _is_simulated(adapter)))
+        if (description := parse_description(adapter.name or _get_simulated_name(adapter)))
     }
     twice: dict[str, list[bool]] = defaultdict(list)
     for (host, device), count in Counter(named.values()).items():
@@ -250,8 +252,8 @@ def _list_named_adapters(adapters: Iterable[SubnetDevice]) -> dict[str, tuple[st
     }
 
 
-def _is_simulated(device: SubnetDevice) -> str | None:
-    """Whether the device is ibsim's, whose ids are names instead of GUIDs."""
+def _get_simulated_name(device: SubnetDevice) -> str | None:
+    """Return the name of a device of ibsim, whose ids are names instead of GUIDs; None for a real device."""
     return None if get_device_kind(device.id) else device.id
 
 
@@ -262,7 +264,7 @@ def format_guid(device: SubnetDevice) -> str:
 
 def name_switches(switches: Sequence[SubnetDevice]) -> dict[str, str]:
     """Name each switch, no two alike: its own name, with its place in a chassis if several share it, else its GUID."""
-    choices = {switch.id: [*_own_names(switch), format_guid(switch), switch.id] for switch in switches}
+    choices = {switch.id: [*_list_own_names(switch), format_guid(switch), switch.id] for switch in switches}
     while duplicates := {
         name for name, count in Counter(choice[0] for choice in choices.values()).items() if count > 1
     }:
@@ -272,8 +274,8 @@ def name_switches(switches: Sequence[SubnetDevice]) -> dict[str, str]:
     return {id: names[0] for id, names in choices.items()}
 
 
-def _own_names(device: SubnetDevice) -> list[str]:
-    text = " ".join((device.name or _is_simulated(device) or "").split())
+def _list_own_names(device: SubnetDevice) -> list[str]:
+    text = " ".join((device.name or _get_simulated_name(device) or "").split())
     if match := _MANAGED.fullmatch(text):
         return [match["name"], f"{match['name']}:{match['part']}"] if match["part"] else [match["name"]]
     return [text] if _ONE_WORD.fullmatch(text) and not _VENDOR.search(text) else []

@@ -62,7 +62,7 @@ def read_hwloc_xml(text: str, name: str) -> Cluster:
 
 
 @dataclass(frozen=True)
-class PciPlace:
+class HwlocPlace:
     """Place of a device: near which processors and memory it is, and its path below their host bridge."""
 
     numa: int | None
@@ -76,7 +76,7 @@ class HwlocDevice:
     """A PCI device."""
 
     element: XmlElement
-    place: PciPlace
+    place: HwlocPlace
     pci_class: str
     """Four hexadecimal digits, such as 0302."""
     vendor: str
@@ -92,14 +92,14 @@ class HwlocDevice:
 
 def _find_devices(machine: XmlElement, name: str) -> Iterator[HwlocDevice]:
     host_bridges = itertools.count()
-    stack = [(machine, PciPlace(*_read_sets(machine, name), ()))]
+    stack = [(machine, HwlocPlace(*_read_sets(machine, name), ()))]
     while stack:
         element, place = stack.pop()
         for child in element.list_children("object"):
             kind = child.attributes.get("type", "")
             # Packages, groups and NUMA nodes set which processors are near; the path begins anew below each.
             if kind not in _IO_TYPES:
-                below = PciPlace(*_read_sets(child, name, place), ())
+                below = HwlocPlace(*_read_sets(child, name, place), ())
             # A bridge without an address is a host bridge: the root of a PCI tree. They get numbers, since two devices
             # below different ones are never joined by a switch.
             elif kind == "Bridge" and "pci_busid" not in child.attributes:
@@ -113,7 +113,7 @@ def _find_devices(machine: XmlElement, name: str) -> Iterator[HwlocDevice]:
             stack.append((child, below))
 
 
-def _read_sets(element: XmlElement, name: str, above: PciPlace | None = None) -> tuple[int | None, str | None]:
+def _read_sets(element: XmlElement, name: str, above: HwlocPlace | None = None) -> tuple[int | None, str | None]:
     """Read (NUMA node, processors) of a package, a group or the machine; several NUMA nodes: None."""
     nodes = _read_mask(element, "nodeset", name)
     processors = _read_mask(element, "cpuset", name)
@@ -203,12 +203,14 @@ def _names_port_state(info: XmlElement) -> bool:
     return re.fullmatch(r"Port\d{1,3}State", info.attributes.get("name", "")) is not None
 
 
-# The class of an RDMA device: 0207 is InfiniBand; 0200 may be RoCE or an InfiniBand card in Ethernet mode, so nothing
-# is claimed.
 def _find_layer(device: HwlocDevice) -> str | None:
+    """Tell the link layer of an RDMA device by its PCI class; None if that does not say.
+
+    0207 is InfiniBand; 0200 may be RoCE, or an InfiniBand card in Ethernet mode.
+    """
     if device.vendor == _CRAY:
         return "slingshot"
-    return {"0207": "infiniband", "0200": None}.get(device.pci_class)
+    return "infiniband" if device.pci_class == "0207" else None
 
 
 def _list_objects(element: XmlElement, kind: str) -> list[XmlElement]:
@@ -242,7 +244,7 @@ def _make_links(
     return links, notes
 
 
-def _classify_distance(a: PciPlace, b: PciPlace) -> str:
+def _classify_distance(a: HwlocPlace, b: HwlocPlace) -> str:
     return classify_pci_distance(a.path, b.path, a.numa, b.numa)
 
 

@@ -20,6 +20,8 @@ MAX_DEVICES = 512
 MAX_HOSTS = 20_000
 MAX_PROCESSES = 4096
 """Processes of one host, those of restarts included."""
+_MOST_RINGS = 64
+"""Rings of one size that are kept: more than NCCL has channels in use."""
 _MARK = "NCCL INFO "
 _PREFIX_CHARACTERS = 300
 """Longest prefix of a line that is looked at: labels of srun or mpirun, host, process, thread, device."""
@@ -173,14 +175,18 @@ def _take_message(log: _JobLog, prefix: re.Match[str], message: str, where: str)
         _take_nics(host, message, where)
     elif message.startswith("Channel "):
         if ring := _RING.fullmatch(message.rstrip()):
-            ranks = " ".join(ring[3].split())
-            entry = (ring[1], ranks)
-            rings = log.rings.setdefault(len(ranks.split()), [])
-            # Every rank prints every ring, so most are repeats.
-            if len(rings) < 64 and entry not in rings:
-                rings.append(entry)
+            _take_ring(log, ring)
         elif via := _VIA.match(message):
             _take_transport(host, via)
+
+
+def _take_ring(log: _JobLog, ring: re.Match[str]) -> None:
+    ranks = " ".join(ring[3].split())
+    entry = (ring[1], ranks)
+    rings = log.rings.setdefault(len(ranks.split()), [])
+    # Every rank prints every ring, so most are repeats.
+    if len(rings) < _MOST_RINGS and entry not in rings:
+        rings.append(entry)
 
 
 def _take_communicator(process: _Process, message: str, where: str) -> None:

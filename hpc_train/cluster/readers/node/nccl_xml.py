@@ -23,7 +23,7 @@ MAX_MASK_GROUPS = 1024
 
 
 @dataclass(frozen=True)
-class PciPlace:
+class NcclPlace:
     """Place of a device on the PCI tree."""
 
     host: str
@@ -42,7 +42,7 @@ class NcclDevice:
 
     element: XmlElement
     """<gpu>, <net>, or the <pci> of a file that lists neither."""
-    place: PciPlace
+    place: NcclPlace
 
     def number(self) -> int | None:
         """NCCL's own index of the device."""
@@ -93,21 +93,21 @@ def _read_class(pci: XmlElement) -> str:
     return pci.attributes.get("class", "").lower().removeprefix("0x")
 
 
-def _find_places(root: XmlElement, name: str) -> Iterator[tuple[PciPlace, XmlElement]]:
+def _find_places(root: XmlElement, name: str) -> Iterator[tuple[NcclPlace, XmlElement]]:
     """Yield every <cpu> and <pci> with its place. A fragment may start at <cpu> or <pci>."""
     tops = root.children if root.tag == "system" else [root]
     for index, top in enumerate(tops):
         processor = top if top.tag == "cpu" else XmlElement("cpu", {}, top.line, [top])
         host = processor.attributes.get("host_hash", "")
-        place = PciPlace(host, index, _read_numa(processor, name), _format_cpus(processor, name), ())
+        place = NcclPlace(host, index, _read_numa(processor, name), _format_cpus(processor, name), ())
         yield place, processor
         yield from _make_place_below(place, processor, name)
 
 
-def _make_place_below(place: PciPlace, element: XmlElement, name: str) -> Iterator[tuple[PciPlace, XmlElement]]:
+def _make_place_below(place: NcclPlace, element: XmlElement, name: str) -> Iterator[tuple[NcclPlace, XmlElement]]:
     for pci in element.list_children("pci"):
         bridges = (*place.bridges, read_bus_id(pci, "busid", name))
-        deeper = PciPlace(place.host, place.processor, place.numa, place.cpus, bridges)
+        deeper = NcclPlace(place.host, place.processor, place.numa, place.cpus, bridges)
         yield deeper, pci
         yield from _make_place_below(deeper, pci, name)
 
@@ -195,7 +195,7 @@ def _count_towards(bonds: GpuBonds, other: NcclDevice) -> int:
     return bonds.targets.get(address, 0) + bonds.targets.get(str(other.number()), 0)
 
 
-def classify_pci_distance(a: PciPlace, b: PciPlace) -> str | None:
+def classify_pci_distance(a: NcclPlace, b: NcclPlace) -> str | None:
     """Return the worst hop of the way over PCI, in NVIDIA's words; None for a NIC that is no PCI device.
 
     PIX: one bridge; PXB: several; PHB: the host bridge (both paths start on one root bus); NODE: the processor (one
@@ -218,7 +218,7 @@ def _count_shared(a: tuple[str, ...], b: tuple[str, ...]) -> int:
     )
 
 
-def _get_root_bus(place: PciPlace) -> str:
+def _get_root_bus(place: NcclPlace) -> str:
     return place.bridges[0].rpartition(":")[0]
 
 
@@ -305,7 +305,7 @@ def _order_devices(devices: list[NcclDevice], kind: str) -> tuple[list[NcclDevic
 
 def _check_addresses(gpus: list[NcclDevice], name: str) -> None:
     """Refuse an address at two places. Several GPUs may share one <pci>: partitions."""
-    places: dict[str, PciPlace] = {}
+    places: dict[str, NcclPlace] = {}
     for gpu in gpus:
         bridges = gpu.place.bridges
         if bridges and places.setdefault(bridges[-1], gpu.place) != gpu.place:

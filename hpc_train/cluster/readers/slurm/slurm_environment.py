@@ -137,7 +137,7 @@ def read_slurm_environment(text: str, name: str) -> Cluster:
         variables.setdefault(variable, {}).setdefault(value, line)
     nodes = _list_nodes(variables, name)
     for value, line in variables.get("SLURM_TASKS_PER_NODE", {}).items():
-        _describe_place(name, line, value)
+        _check_tasks_per_node(name, line, value)
     paths: dict[str, tuple[str, ...]] = dict.fromkeys(nodes, ())
     pattern = next(iter(variables.get(_PATTERN, {"": 0})))
     for address, line in variables.get("SLURM_TOPOLOGY_ADDR", {}).items():
@@ -197,7 +197,7 @@ def _list_nodes(variables: Mapping[str, Mapping[str, int]], name: str) -> tuple[
     raise UserError(f"{name}: no SLURM_JOB_NODELIST, SLURM_NODELIST or SLURMD_NODENAME; expected the dump of a job")
 
 
-def _describe_place(name: str, line: int, tasks: str) -> None:
+def _check_tasks_per_node(name: str, line: int, tasks: str) -> None:
     try:
         parse_tasks_per_node(tasks)
     except UserError as error:

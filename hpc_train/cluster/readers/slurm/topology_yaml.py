@@ -182,11 +182,12 @@ def _read_blocks(value: YamlValue) -> Cluster:
     fields = value.mapping({"block_sizes", "blocks"})
     for size in fields["block_sizes"].items() if "block_sizes" in fields else ():
         size.number()
-    return _collect_disjoint("slurm_block", value, _get_named(fields.get("blocks", value), "block"))
+    return _collect_disjoint("slurm_block", value, _read_named_units(fields.get("blocks", value), "block"))
 
 
 def _read_ring(value: YamlValue) -> Cluster:
-    return _collect_disjoint("slurm_ring", value, _get_named(value.mapping({"rings"}).get("rings", value), "ring"))
+    rings = value.mapping({"rings"}).get("rings", value)
+    return _collect_disjoint("slurm_ring", value, _read_named_units(rings, "ring"))
 
 
 def _read_flat(value: YamlValue) -> Cluster:
@@ -212,7 +213,7 @@ def _collect_disjoint(kind: str, value: YamlValue, units: Iterator[ListedUnit]) 
     return build_cluster(kind, by_name, value.file)
 
 
-def _get_named(value: YamlValue, key: str) -> Iterator[ListedUnit]:
+def _read_named_units(value: YamlValue, key: str) -> Iterator[ListedUnit]:
     for entry in value.items():
         yield _read_unit(entry, entry.mapping({key, "nodes"}), key)
 
