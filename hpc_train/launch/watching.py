@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,8 +46,8 @@ class WatchSettings:
     act: bool
     notice: Mapping[str, Any] = field(default_factory=dict)
     """The `resilience.notice` part."""
-    hangs: int = 0
-    """Hangs in a row before this attempt, without a newer checkpoint."""
+    last_try: bool = False
+    """Whether one more hang would end the run."""
 
 
 def read_watch_settings(logs: Path) -> WatchSettings | None:
@@ -54,26 +55,26 @@ def read_watch_settings(logs: Path) -> WatchSettings | None:
     try:
         config = read_json(logs.parents[1] / "job.json")["config"]
         settings = config["resilience"]
-        hangs = count_hangs(logs.parents[1])
-        limits = limits_from_settings(settings["hang"], bool(config["parallel"]["compile"]), hangs)
-        watch = WatchSettings(limits, bool(settings["act"]), settings["notice"], hangs)
+        last_try = is_last_try(logs.parents[1])
+        limits = limits_from_settings(settings["hang"], bool(config["parallel"]["compile"]), last_try)
+        watch = WatchSettings(limits, bool(settings["act"]), settings["notice"], last_try)
         return watch if settings["watch"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def count_hangs(run: Path) -> int:
-    """Return for how many hangs in a row the ranks were ended since the newest checkpoint or submission of their run.
+def is_last_try(run: Path) -> bool:
+    """Return whether one more hang on a node would end the run: it has had all but one that it may have there.
 
-    No more than may come before the run is given up.
+    Hangs count from the newest checkpoint or submission on.
     """
-    hangs = 0
+    hangs = Counter[str]()
     for event in map(parse_json_object, read_tail_text(run / "events.jsonl").splitlines()):
         if event.get("event") in ("checkpoint", "submit"):
-            hangs = 0
+            hangs.clear()
         elif event.get("event") == "restart" and event.get("cause") == Cause.HANG.value:
-            hangs += 1
-    return min(hangs, SAME_FAULTS - 1)
+            hangs[str(event.get("host"))] += 1
+    return max(hangs.values(), default=0) >= SAME_FAULTS - 1
 
 
 class HangResponse:

@@ -91,11 +91,11 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
     """Report on the ranks of this node until the supervisor ends this agent or dies.
 
     settings: the `resilience` part of a configuration; `learned`: seconds by phase, from earlier attempts; `compiles`
-    and `hangs`: see limits_from_settings.
+    and `last_try`: see limits_from_settings.
     """
     learned = {Phase[name]: float(seconds) for name, seconds in settings["learned"].items()}
     host, due = name_this_node(), 0.0
-    limits = limits_from_settings(settings["hang"], settings["compiles"], settings["hangs"])
+    limits = limits_from_settings(settings["hang"], settings["compiles"], settings["last_try"])
     watch = NodeWatch(logs, limits, learned=learned)
     notices, notice, overdue = NoticeWatch(**settings["notice"]), "", False
     while True:

@@ -25,9 +25,9 @@ _FIRST_STEP_FLOOR = 20.0
 _COMPILED_FIRST_STEP_FLOOR = 60.0
 """As above where first steps compile: a new node may have to compile what an earlier one found in its cache."""
 
-_PATIENCE = 3.0
-"""Factor on deadlines of steps for each hang in a row without a newer checkpoint: ranks that are merely slow at this
-place would be ended there again and again."""
+_PATIENCE = 9.0
+"""Factor on deadlines of steps in the last attempt before a run is given up for hangs: ranks that are merely slow at one
+place would be ended there each time."""
 _FIRST = 5
 """Observations of a phase that are needed before its deadline is learned from them."""
 _REMEMBERED = 500
@@ -141,11 +141,11 @@ def read_learned(run: Path) -> dict[Phase, float]:
     return {phase: seconds for phase, seconds in found.items() if phase in _CARRIED and 0 <= seconds < 1e6}
 
 
-def limits_from_settings(settings: Mapping[str, float], compiles: bool, hangs: int = 0) -> HangLimits:
+def limits_from_settings(settings: Mapping[str, float], compiles: bool, last_try: bool = False) -> HangLimits:
     """Return the limits from the `resilience.hang` part of a configuration, as a mapping.
 
-    compiles: whether the first steps of each process compile (parallel.compile). hangs: hangs in a row, without a newer
-    checkpoint, for which the ranks were ended before.
+    compiles: whether the first steps of each process compile (parallel.compile). last_try: whether one more hang would
+    end the run.
     """
     return HangLimits(
         settings["factor"],
@@ -155,5 +155,5 @@ def limits_from_settings(settings: Mapping[str, float], compiles: bool, hangs: i
         settings["load_seconds"],
         settings["save_seconds"],
         _COMPILED_FIRST_STEP_FLOOR if compiles else _FIRST_STEP_FLOOR,
-        _PATIENCE**hangs,
+        _PATIENCE if last_try else 1.0,
     )

@@ -182,7 +182,7 @@ def test_prune_removes_nothing_without_enough_whole_ones(run: Path, terminal: Te
 
 def test_prune_of_one_step_or_of_no_number_is_refused(run: Path, terminal: Terminal) -> None:
     assert "is one step" in terminal.refused("prune", run / "checkpoints/step-5", "--keep", 1)
-    assert "at least 1" in terminal.refused("prune", run, "--keep", 0)
+    assert "not a number of 1 or more" in terminal.refused("prune", run, "--keep", 0)
     assert "--keep" in terminal.refused("prune", run)
 
 

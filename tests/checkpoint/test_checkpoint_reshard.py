@@ -131,7 +131,7 @@ def test_bad_requests(tmp_path: Path, terminal: Terminal) -> None:
     assert "inside the checkpoint that is read" in terminal.refused(
         "reshard", tmp_path / "in", tmp_path / "in", "--ranks", 2
     )
-    assert "at least 1" in terminal.refused("reshard", tmp_path / "in", tmp_path / "out", "--ranks", 0)
+    assert "not a number of 1 or more" in terminal.refused("reshard", tmp_path / "in", tmp_path / "out", "--ranks", 0)
     assert "no such directory" in terminal.refused("reshard", tmp_path / "none", tmp_path / "out", "--ranks", 2)
     lock = take_lock(tmp_path / "out")
     try:

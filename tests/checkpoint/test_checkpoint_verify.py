@@ -103,4 +103,4 @@ def test_bad_requests(directory: Path, terminal: Terminal) -> None:
     assert "step 3 is not in" in terminal.refused("verify", directory, "--step", 3)
     assert "is one step already" in terminal.refused("verify", directory / "step-1", "--all")
     assert "not allowed with" in terminal.refused("verify", directory, "--step", 1, "--all")
-    assert "at least 1" in terminal.refused("verify", directory, "--jobs", "many")
+    assert "not a number of 1 or more" in terminal.refused("verify", directory, "--jobs", "many")

@@ -98,7 +98,7 @@ def start(
         monkeypatch.setattr(supervise, "start_agents", start_agents)
         settings = read_watch_settings(logs)
         assert settings is not None
-        resilience = {**config["resilience"], "compiles": False, "hangs": 0}
+        resilience = {**config["resilience"], "compiles": False, "last_try": False}
         return Supervisor(logs, srun.pid, settings, resilience, config["launch"])
 
     yield start

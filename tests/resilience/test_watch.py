@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.watching import HangResponse, WatchSettings, count_hangs
+from hpc_train.launch.watching import HangResponse, WatchSettings, is_last_try
 from hpc_train.resilience.deadlines import (
     Deadlines,
     HangLimits,
@@ -391,27 +391,27 @@ def test_a_first_step_that_compiles_may_take_longer_on_another_node() -> None:
         assert Deadlines(limits, {Phase.FIRST_STEP: 40.0}).seconds(Phase.FIRST_STEP) == 200
 
 
-def test_a_hang_without_progress_makes_the_next_attempt_more_patient(tmp_path: Path) -> None:
+def test_the_last_attempt_before_a_run_is_given_up_is_more_patient(tmp_path: Path) -> None:
     hang = {f"{name}_seconds": 900.0 for name in ("first_step", "start", "load", "save")}
     earlier = {Phase.STEP: 4.0, Phase.DATA: 0.1}
-    for hangs, step, data in ((0, 20, 10), (1, 60, 30), (2, 180, 90)):
-        deadlines = Deadlines(
-            limits_from_settings({**hang, "factor": 5.0, "step_seconds": 10.0}, False, hangs), earlier
-        )
+    for last_try, step, data in ((False, 20, 10), (True, 180, 90)):
+        limits = limits_from_settings({**hang, "factor": 5.0, "step_seconds": 10.0}, False, last_try)
+        deadlines = Deadlines(limits, earlier)
         assert [deadlines.seconds(phase) for phase in (Phase.STEP, Phase.DATA, Phase.SAVE)] == [step, data, 900]
 
-    def record(kind: str, **fields: str) -> int:
+    def record(kind: str, **fields: str) -> bool:
         append_event(tmp_path / "events.jsonl", kind, 0, **fields)
-        return count_hangs(tmp_path)
+        return is_last_try(tmp_path)
 
-    assert count_hangs(tmp_path) == 0
-    assert [record("restart", cause="a hang"), record("resume"), record("restart", cause="a rank was killed")] == [
-        1,
-        1,
-        1,
-    ]
-    assert [record("restart", cause="a hang"), record("restart", cause="a hang")] == [2, 2]
-    assert [record("checkpoint"), record("restart", cause="a hang"), record("submit")] == [0, 1, 0]
+    assert not is_last_try(tmp_path)
+    assert not record("restart", cause="a hang", host="a")
+    assert not record("restart", cause="a hang", host="b"), "another node's"
+    assert not record("restart", cause="a rank was killed", host="a")
+    assert record("restart", cause="a hang", host="a")
+    assert record("resume")
+    assert not record("checkpoint")
+    assert [record("restart", cause="a hang", host="a") for _ in range(2)] == [False, True]
+    assert not record("submit")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"STEP": "soon"}', '{"NAP": 3}', '{"STEP": -1}', '{"STEP": NaN}'])

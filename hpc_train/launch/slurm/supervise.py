@@ -364,7 +364,11 @@ def main(logs: str, process: str) -> int:
         print("hpc-train: another supervisor watches these ranks; this one leaves", flush=True)
         return 0
     config = read_json(Path(logs).parents[1] / "job.json")["config"]
-    resilience = {**config["resilience"], "compiles": bool(config["parallel"]["compile"]), "hangs": settings.hangs}
+    resilience = {
+        **config["resilience"],
+        "compiles": bool(config["parallel"]["compile"]),
+        "last_try": settings.last_try,
+    }
     if (Path(logs) / AGENT_ERRORS).exists():
         report_watch(Path(logs), "the supervisor has ended before the ranks, and was started again")
     Supervisor(Path(logs), int(process), settings, resilience, config["launch"]).watch(stop_signals)
