@@ -26,8 +26,8 @@ _COMPILED_FIRST_STEP_FLOOR = 60.0
 """As above where first steps compile: a new node may have to compile what an earlier one found in its cache."""
 
 _PATIENCE = 9.0
-"""Factor on deadlines of steps in the last attempt before a run is given up for hangs: ranks that are merely slow at one
-place would be ended there each time."""
+"""Factor on deadlines of steps in the last attempt before a run is given up for hangs, as ranks that are merely slow at
+one place would be ended there each time."""
 _FIRST = 5
 """Observations of a phase that are needed before its deadline is learned from them."""
 _REMEMBERED = 500
