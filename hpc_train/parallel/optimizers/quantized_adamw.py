@@ -111,11 +111,11 @@ class QuantizedAdamW(torch.optim.Optimizer):
 
 
 def _name_codes(moment: str) -> str:
-    return f"{moment}_name_codes"
+    return f"{moment}_codes"
 
 
 def _name_scales(moment: str) -> str:
-    return f"{moment}_name_scales"
+    return f"{moment}_scales"
 
 
 def _make_zeros(parameter: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -106,7 +106,7 @@ def _time_mesh(degrees: Degrees, rank: int) -> float:
 def _compute_closed_forms(
     config: RunConfig, degrees: Degrees, ranks: Mapping[int, RehearsedRank]
 ) -> dict[int, dict[str, int]]:
-    """Return compute_closed_form_bytes of the ranks it applies to: the first one of each stage."""
+    """Return the bytes of the closed form for the ranks that it applies to: the first one of each stage."""
     first = {rank: built.at["pp"] for rank, built in ranks.items() if not any(built.at[axis] for axis in SHARED_AXES)}
     return {rank: compute_closed_form_bytes(config, degrees, pp) for rank, pp in first.items()}
 
