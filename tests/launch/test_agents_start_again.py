@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launch.slurm import agent_reports, srun_errors
-from hpc_train.launch.slurm.agent_reports import AGENTS, AgentReports, NodeProbe
-from hpc_train.launch.slurm.job_steps import open_process, signal_ranks, signal_step
+from hpc_train.launch.slurm.agent_reports import AGENTS, RANKS, AgentReports, NodeProbe
+from hpc_train.launch.slurm.job_steps import open_process, signal_step
 from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
 from hpc_train.resilience.agent import Report, encode_report
 from hpc_train.resilience.heartbeat import Phase
@@ -292,11 +292,11 @@ def test_signals_go_to_the_ranks_whatever_else_runs_in_their_job(
         (tmp_path / name).write_text(f"#!/bin/sh\necho {name} $* >>{tmp_path}/calls\n{script}\n")
         (tmp_path / name).chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    signal_ranks("7", signal.SIGUSR1)
-    signal_step("7", AGENTS, signal.SIGKILL)
-    calls: list[str] = []
-    while len(calls) < 2:  # nobody waits for scancel
-        calls = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("scancel")]
+    for scancel in (signal_step("7", RANKS, signal.SIGUSR1), signal_step("7", AGENTS, signal.SIGKILL)):
+        assert scancel is not None
+        scancel.wait()
+    assert signal_step("7", "bench", signal.SIGKILL) is None
+    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("scancel")]
     assert sorted(calls, reverse=True) == ["scancel --signal=USR1 7.9", "scancel --signal=KILL 7.10"]
 
 

@@ -77,7 +77,7 @@ def test_what_sbatch_is_told() -> None:
 def test_a_chain_waits_for_its_own_name_and_ends_with_the_run() -> None:
     lines = script(["12"], "launch.chain=3")
     assert "#SBATCH --dependency=afterok:12,singleton" in lines
-    (name,) = (line for line in lines if "--job-name" in line)
+    (name,) = (line for line in lines if line.startswith("#SBATCH --job-name="))
     assert name.startswith("#SBATCH --job-name=hpc_train-")
     assert name in script([], "launch.chain=2")
     assert any("scancel --quiet --state=PENDING" in line for line in lines)

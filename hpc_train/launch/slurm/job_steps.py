@@ -28,16 +28,18 @@ def signal_ranks(job: str, number: signal.Signals) -> None:
     signal_step(job, RANKS, number)
 
 
-def signal_step(job: str, name: str, number: signal.Signals) -> None:
+def signal_step(job: str, name: str, number: signal.Signals) -> subprocess.Popen[bytes] | None:
     """Signal the newest step of this name. SIGKILL to the job as a whole would cancel it.
 
-    An older step is one of an earlier attempt, which Slurm has not given up yet because a node of it was lost.
+    An older step is one of an earlier attempt, which Slurm has not given up yet because a node of it was lost. Returns
+    the scancel that does this, None without such a step. It acts at once, but then waits for all nodes of the job, also
+    for lost ones: nobody who is in a hurry waits for it.
     """
     steps = [step for step, found in list_steps(job) if found == name]
-    if steps:
-        newest = max(steps, key=lambda step: int(step.rpartition(".")[2]))
-        # Not waited for: it acts at once, but then waits for all nodes of the job, also for lost ones.
-        subprocess.Popen(["scancel", f"--signal={number.name.removeprefix('SIG')}", newest], start_new_session=True)
+    if not steps:
+        return None
+    newest = max(steps, key=lambda step: int(step.rpartition(".")[2]))
+    return subprocess.Popen(["scancel", f"--signal={number.name.removeprefix('SIG')}", newest], start_new_session=True)
 
 
 def end_ranks(logs: Path, job: str, srun: int, reports: AgentReports, seconds: float = SRUN_SECONDS) -> None:
