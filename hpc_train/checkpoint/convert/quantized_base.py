@@ -31,7 +31,7 @@ from hpc_train.models.adapters.nf4 import expand, import_bitsandbytes, quantize
 from hpc_train.models.hf.build import build_hf_model
 
 _HEAD_BYTES, _PIECE_BYTES, _PIECES = 1 << 20, 1 << 16, 64
-"""What is digested of each file (see digest_base)."""
+"""Bytes of the head of a file, bytes of a sample and number of samples that digest_base reads."""
 
 
 def digest_base(config: HfModelConfig) -> str:

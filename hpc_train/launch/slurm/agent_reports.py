@@ -38,7 +38,7 @@ TICK_SECONDS = 0.5
 END_SECONDS = 5.0
 """How long agents have to end once they are told to."""
 END_SECONDS_WITHOUT_A_NODE = 1.0
-"""The same if a node is lost: their srun would wait for that node as long as Slurm does."""
+"""How long agents have to end if a node is lost: their srun would wait for that node as long as Slurm does."""
 _LATE_SECONDS = 3.0
 """Silence after which a node is late: agents report each second."""
 _AGENT_START_SECONDS = 20.0

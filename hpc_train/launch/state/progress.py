@@ -23,7 +23,7 @@ from hpc_train.units import format_age
 _QUIET_SECONDS, _QUIET_STEPS = 60.0, 10.0
 """A run is called quiet after both: so many seconds without a step, and so many times its step time."""
 _QUIET_START_SECONDS = 300.0
-"""The same before its first step, which imports, connects, loads and compiles."""
+"""Seconds after which a run is called quiet before its first step, which imports, connects, loads and compiles."""
 
 
 def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:

@@ -43,7 +43,7 @@ class LostCopy:
 
     copy: int
     ranks: tuple[int, ...]
-    """Of the job."""
+    """Global ranks of the job."""
     why: str
 
 

@@ -118,7 +118,7 @@ class _Update:
     config: AdafactorConfig
     values: Tensor = field(init=False)
     gradient: Tensor = field(init=False)
-    """What this rank holds of the gradient; later the update, in the same memory."""
+    """This rank's shard of the gradient; later the update, in the same memory."""
     squares: Tensor = field(init=False)
     """Sum of the parameter's squares."""
     rows: Tensor = field(init=False)

@@ -34,13 +34,13 @@ class LayerActivations:
     """Bytes of one layer and one micro-batch."""
 
     stored: Column
-    """What forward keeps until backward."""
+    """Bytes that forward stores for backward."""
     working: Column
-    """What backward needs besides, for one layer at a time: gradients, and what is recomputed."""
+    """Further bytes that the backward of one layer needs: gradients, and activations that are recomputed."""
     recomputed: Column
-    """What backward recomputes; 0 without recomputation."""
+    """Bytes of activations that backward recomputes; 0 without recomputation."""
     whole: Column
-    """What forward would keep without recomputation."""
+    """Bytes that forward would store without recomputation."""
 
 
 def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> LayerActivations:

@@ -91,7 +91,7 @@ def _judge(total: Column, capacity: Column, headroom: Column, margin: Column | f
 
 @dataclass(frozen=True)
 class MemoryTotals:
-    """What a search asks of the memory of jobs that run hpc_train, [n]."""
+    """The figures of the memory of jobs that a search needs, [n]."""
 
     total: Column
     """Bytes of the rank that needs most, as Memory.total."""

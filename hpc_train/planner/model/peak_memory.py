@@ -172,12 +172,12 @@ class _MomentMemory:
 
     @cached_property
     def _on_device(self) -> Column:
-        """Those of them that wait on the device."""
+        """Bytes of waiting activations on the device."""
         return np.where(self._sizes.moved, 0.0, self._stored) if self._sizes.moves else self._stored
 
     @cached_property
     def _moved(self) -> Column:
-        """Those of them that wait in host memory."""
+        """Bytes of waiting activations in host memory."""
         return np.where(self._sizes.moved, self._stored, 0.0) if self._sizes.moves else np.zeros(())
 
     @cached_property
