@@ -113,9 +113,15 @@ class SlurmCluster:
         end = time.monotonic() + timeout
         while (state := self.job_state(job_id)) not in wanted:
             assert state not in FINAL, f"job {job_id} ended {state}, not {wanted}: {self.job(job_id)}"
-            assert time.monotonic() < end, f"job {job_id} is {state} after {timeout:g} s, not {wanted}"
+            assert time.monotonic() < end, self._describe_wait(job_id, f"is {state} after {timeout:g} s, not {wanted}")
             time.sleep(0.1)
         return state
+
+    def _describe_wait(self, job_id: str, what: str) -> str:
+        """Return why a job waits, in one line, and all nodes with the reasons that Slurm has for their states."""
+        job = self.job(job_id)
+        fields = " ".join(f"{name}={job.get(name)}" for name in ("Reason", "ReqNodeList", "ExcNodeList", "NumNodes"))
+        return f"job {job_id} {what}: {fields}\n{self.command('sinfo', '-N', '-o', '%N %T %E')}"
 
     def wait_until_back(self, name: str, timeout: float = 120) -> None:
         """Wait until a node is there again: idle, or in a job that has not lost it."""
