@@ -21,7 +21,7 @@ from checkpoint_helpers import State, alone, whole
 from incremental_helpers import SMALL
 
 from hpc_train.checkpoint import Saver
-from hpc_train.checkpoint.format import compressed_chunks, manifest, manifest_encoding
+from hpc_train.checkpoint.format import compressed_chunks, integer_columns, manifest, manifest_encoding
 from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES, BLOCK_DIGEST_ALGORITHM
 from hpc_train.checkpoint.provenance import Origin, SaveTimes, identify_code
 from hpc_train.checkpoint.save.incremental import IncrementalWriter
@@ -176,9 +176,9 @@ def test_its_numbers_are_those_of_the_code() -> None:
         f"| `block` | integer | {BLOCK_BYTES} |",
         f"| `algorithm` | text | `{BLOCK_DIGEST_ALGORITHM}` |",
         f"at most 2^{(manifest.MAX_MANIFEST_BYTES).bit_length() - 1} bytes, a mark {step_directory._MAX_REASON_BYTES};",
-        f"from 0 to 2^{manifest_encoding.LARGEST_INTEGER.bit_length() - 1} ",
+        f"from 0 to 2^{integer_columns.LARGEST_INTEGER.bit_length() - 1} ",
         f"at most {manifest_encoding.MAX_DIMENSIONS} dimensions",
-        f"2^{manifest_encoding._FREE.bit_length() - 1} numbers plus one for each byte",
+        f"2^{integer_columns._FREE.bit_length() - 1} numbers plus one for each byte",
         f"at most {manifest._MAX_INFLATION} bytes for each byte",
         f"`whole` is at most {compressed_chunks.CHUNK_BYTES}",
         f"chunks of at most {compressed_chunks.CHUNK_BYTES} bytes",

@@ -11,7 +11,8 @@ from getstripe_forms import Form, render
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.checkpoint.storage.lustre import MIB, FileStriping, PlacedComponent, StripeComponent, parse_getstripe
+from hpc_train.checkpoint.storage.lustre import FileStriping, PlacedComponent, parse_getstripe
+from hpc_train.checkpoint.storage.stripe_layout import MIB, StripeComponent
 
 FORMS = {
     "new": Form(),

@@ -12,16 +12,14 @@ import pytest
 from stand_in_servers import Servers, put_on_path
 
 from hpc_train.checkpoint.storage.lustre import (
-    ALL_OSTS,
-    MIB,
     LfsError,
     PlacedComponent,
-    StripeComponent,
     count_osts,
     get_stripe_layout,
     run_lfs,
     set_stripe_layout,
 )
+from hpc_train.checkpoint.storage.stripe_layout import ALL_OSTS, MIB, StripeComponent
 
 WIDE = (StripeComponent(count=4, size=16 * MIB),)
 PROGRESSIVE = (

@@ -15,7 +15,8 @@ from stand_in_servers import Servers, on_lustre, put_on_path
 
 from hpc_train.checkpoint import Saver, find_newest_verified, load_step, verify_step
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory, LustreStriper
-from hpc_train.checkpoint.storage.lustre import MIB, StripeComponent, get_stripe_layout, list_step_layouts
+from hpc_train.checkpoint.storage.lustre import get_stripe_layout
+from hpc_train.checkpoint.storage.stripe_layout import MIB, StripeComponent, list_step_layouts
 from hpc_train.config.train import LustreConfig
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.testing import run_ranks

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.checkpoint.storage.lustre import (
+from hpc_train.checkpoint.storage.lustre import pack_lov, set_lov_attribute
+from hpc_train.checkpoint.storage.stripe_layout import (
     ALL_OSTS,
     MAX_STRIPES,
     MIB,
@@ -21,8 +22,6 @@ from hpc_train.checkpoint.storage.lustre import (
     describe_stripes,
     format_setstripe_arguments,
     list_step_layouts,
-    pack_lov,
-    set_lov_attribute,
 )
 from hpc_train.config.compose import compose
 from hpc_train.config.train import LustreConfig

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.hdf5_layout import DatasetRow
-from hpc_train.checkpoint.format.manifest_encoding import LARGEST_INTEGER
+from hpc_train.checkpoint.format.integer_columns import LARGEST_INTEGER
 
 CHUNK_BYTES = 256 << 10
 """Maximum bytes of a chunk. Larger ones compress no better, and a reader of a few rows would inflate more."""

@@ -19,15 +19,9 @@ from typing import Any
 from hpc_train.checkpoint import provenance
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError, format_error
 from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES, BLOCK_DIGEST_ALGORITHM
-from hpc_train.checkpoint.format.manifest_encoding import (
-    LARGEST_INTEGER,
-    DecodeBudget,
-    check_integers,
-    check_layout_bounds,
-    decode_layout,
-    encode_columns,
-    find_duplicate_name,
-)
+from hpc_train.checkpoint.format.integer_columns import LARGEST_INTEGER, DecodeBudget, check_integers
+from hpc_train.checkpoint.format.layout_bounds import check_layout_bounds, find_duplicate_name
+from hpc_train.checkpoint.format.manifest_encoding import decode_layout, encode_columns
 from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage, forms_grid
 from hpc_train.checkpoint.format.shard_layout import SingleShardTensors, StepLayout, find_single_shard_tensors
 from hpc_train.checkpoint.provenance import Origin, SaveTimes

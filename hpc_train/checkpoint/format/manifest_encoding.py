@@ -1,24 +1,19 @@
-"""Encode the layout of a step as columns of a manifest; decode and check the columns of a manifest from elsewhere.
-
-Rows of integers become nested loops: the offsets and indices of thousands of ranks follow a rule, and the manifest
-stores the rule. A few bytes of text can thus expand to many numbers, so decoding has a budget (`DecodeBudget`).
-`check_layout_bounds` checks all rows of a layout at once, before any of them is used.
-"""
+"""Encode the layout of a step as columns of a manifest, and decode the columns of a manifest from elsewhere."""
 
 from __future__ import annotations
 
 import json
 import re
-from array import array
-from collections import Counter
-from collections.abc import Callable, Sequence
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hpc_train.checkpoint.errors import CheckpointError
+from hpc_train.checkpoint.format.integer_columns import (
+    LARGEST_INTEGER,
+    DecodeBudget,
+    check_integers,
+    encode_integers,
+)
 from hpc_train.checkpoint.format.shard_layout import (
     EnclosingDataset,
     Integers,
@@ -28,125 +23,11 @@ from hpc_train.checkpoint.format.shard_layout import (
     TensorKind,
 )
 
-if TYPE_CHECKING:
-    from hpc_train.checkpoint.format.manifest import ShardFile
-
-IntegerArray = NDArray[np.int64]
-LARGEST_INTEGER = 1 << 62
-"""Largest number in a manifest; with larger ones, the sum of two could overflow."""
-_MAX_LOOP_DEPTH = 64
-"""Maximum nesting of loops; each of two or more rounds doubles the row, so no row needs more."""
-
-
-def encode_integers(values: Sequence[int]) -> Any:
-    """Encode a row of integers as JSON: `{"from": v, "loops": [[count, stride], ...]}`, outermost loop first.
-
-    A row that is no nest of loops stays a plain list.
-    """
-    row = np.asarray(values, dtype=np.int64)
-    loops = _find_loops(row)
-    if loops is None:
-        return row.tolist()
-    return {"from": int(row[0]), "loops": [list(loop) for loop in loops]}
-
-
-def decode_integers(code: Any, most: int) -> IntegerArray:
-    """Decode a row of at most `most` integers; the number is checked before memory is allocated.
-
-    Raises TypeError, KeyError, ValueError or OverflowError for anything that `encode_integers` does not make.
-    """
-    number = count_encoded(code)
-    if number > most:
-        raise ValueError(f"{number} numbers where there can be {most}")
-    if type(code) is list:
-        check_integers(code)
-        return np.frombuffer(array("q", code), dtype=np.int64)  # several times as fast as asarray
-    row = np.asarray([code["from"]], dtype=np.int64)
-    for count, stride in code["loops"]:
-        row = (row[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
-    return row
-
-
-def check_integers(values: Sequence[Any]) -> None:
-    """Raise TypeError unless all values are integers; true and 1.0 are not."""
-    if not set(map(type, values)) <= {int}:
-        raise TypeError("a number that is not an integer")
-
-
-def count_encoded(code: Any) -> int:
-    """Return the number of values of an encoded row without decoding it. Raises as decode_integers."""
-    if type(code) is list:
-        return len(code)
-    if type(code) is not dict or code.keys() != {"from", "loops"}:
-        raise TypeError("a column that is neither a list nor loops")
-    first, loops = code["from"], code["loops"]
-    check_integers([first])
-    if type(loops) is not list or len(loops) > _MAX_LOOP_DEPTH:
-        raise TypeError("invalid loops")
-    total, low, high = 1, first, first
-    for loop in loops:
-        if type(loop) is not list or len(loop) != 2:
-            raise TypeError("a loop that is not a pair")
-        check_integers(loop)
-        count, stride = loop
-        if not 1 <= count <= LARGEST_INTEGER:
-            raise ValueError(f"a loop of {count} rounds")
-        total, low, high = total * count, low + min(0, (count - 1) * stride), high + max(0, (count - 1) * stride)
-    if low < -LARGEST_INTEGER or high > LARGEST_INTEGER:
-        raise OverflowError("a number that is too large")
-    return total
-
-
-def _find_loops(row: IntegerArray) -> list[tuple[int, int]] | None:
-    """Return (count, stride) of every loop, outermost first; None if the row is no nest of loops."""
-    if len(row) < 2:
-        return [] if len(row) else None
-    stride = int(row[1] - row[0])
-    jumps = np.flatnonzero(np.diff(row) != stride)
-    count = int(jumps[0]) + 1 if len(jumps) else len(row)
-    if count == 1 or len(row) % count:
-        return None
-    rounds = row.reshape(-1, count)
-    if not (rounds == rounds[:, :1] + np.arange(count) * stride).all():
-        return None
-    outer = _find_loops(rounds[:, 0])
-    return None if outer is None else [*outer, (count, stride)]
-
-
 MAX_NAME_LENGTH = 65_535
 """Maximum characters of a tensor's name; HDF5 allows no more."""
 MAX_DIMENSIONS = 32
 """Maximum dimensions of a tensor; HDF5 allows no more."""
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_FREE = 1 << 21
-"""Numbers to which loops may expand in every manifest, however short its text is."""
-
-
-class DecodeBudget:
-    """Limit on the numbers in the columns of a manifest, because a few bytes of text can expand to many.
-
-    A job of thousands of ranks needs millions of numbers in a few loops. But each number belongs to a dataset, which
-    takes some hundred bytes of a shard file, so more than `_FREE` are accepted only if the shard files are that large.
-    """
-
-    def __init__(self, text: int, stored: Callable[[], int]) -> None:
-        """text: bytes of the manifest. stored: returns how many bytes the shard files have on the disk."""
-        self._left, self._stored = _FREE + text, stored
-        self._asked = False
-
-    def take(self, number: int) -> None:
-        """Take `number` numbers off the budget. Raises ValueError if fewer are left."""
-        if number > self._left and not self._asked:
-            self._left, self._asked = self._left + self._stored() // 64, True
-        if number > self._left:
-            raise ValueError("columns of more numbers than there can be in files of that size")
-        self._left -= number
-
-    def decode_column(self, code: Any, most: int) -> Integers:
-        """Decode a column of at most `most` numbers."""
-        if type(code) is not list:  # a list is as long in the text
-            self.take(min(count_encoded(code), most))
-        return decode_integers(code, most)
 
 
 def encode_layout(step_layout: StepLayout) -> dict[str, Any]:
@@ -234,14 +115,14 @@ def _parse_enclosing(body: Any) -> EnclosingDataset:
 
 def _parse_indices(code: Any, among: int, number: int | None, budget: DecodeBudget) -> Integers:
     """Decode a column of indices below `among`. number: their number; None: any number, but none twice."""
-    found = budget.decode_column(code, among if number is None else number)
-    if number is not None and len(found) != number:
+    indices = budget.decode_column(code, among if number is None else number)
+    if number is not None and len(indices) != number:
         raise ValueError("columns that do not fit each other")
-    if len(found) and not 0 <= found.min() <= found.max() < among:
+    if len(indices) and not 0 <= indices.min() <= indices.max() < among:
         raise ValueError("a column that counts entries that do not exist")
-    if number is None and len(np.unique(found)) < len(found):
+    if number is None and len(np.unique(indices)) < len(indices):
         raise ValueError("the same file twice in a layout")
-    return found
+    return indices
 
 
 def _encode_cut(cut: RowCut) -> Any:
@@ -255,152 +136,3 @@ def _parse_cut(body: Any, members: int, budget: DecodeBudget) -> RowCut:
         raise ValueError("offsets of another number of files")
     offsets = np.stack(columns, axis=1) if columns else np.empty((members, 0), dtype=np.int64)
     return RowCut(parse_sizes(shape), offsets)
-
-
-_PAIRS = 4096
-"""Pairs of a kind and a cut that are checked at a time, to bound the memory."""
-_DATASET = 64
-"""Minimum bytes of a dataset in a file, without its data."""
-_ITEM = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2} | {
-    f"{kind}{bits}": bits // 8 for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)
-}
-"""Bytes of an element by dtype."""
-
-
-def choose_minimum_itemsize(dtype: str) -> int:
-    """Return bytes per element; 1, the minimum, for a dtype that this release does not know."""
-    return _ITEM.get(dtype, 1)
-
-
-def check_layout_bounds(step_layout: StepLayout, files: Sequence[ShardFile]) -> None:
-    """Raise CheckpointError unless every rectangle lies in its tensor, and no two rows share bytes of a file.
-
-    The rectangles of a tensor must also add up to its number of elements. That they do not overlap is checked by
-    `find_incomplete_tensor`, tensor by tensor.
-    """
-    twice = find_duplicate_name(step_layout.names)
-    if twice is not None:
-        raise CheckpointError(f"tensor {twice!r} is listed twice")
-    of_files = [layout.files for layout in step_layout.layouts]
-    if of_files and len(np.unique(np.concatenate(of_files))) < sum(map(len, of_files)):
-        raise CheckpointError("a file has two layouts")
-    if sum(map(len, of_files)) < len(files):
-        raise CheckpointError("a file has no layout")
-    images = np.array([file.image for file in files], dtype=np.int64)
-    elements, about = np.zeros((2, len(step_layout.names)), dtype=np.int64), np.zeros(len(step_layout.names))
-    volumes = np.array(
-        [_check_volume(kind.shape, choose_minimum_itemsize(kind.dtype)) for kind in step_layout.kinds], dtype=np.int64
-    )
-    items = np.array([choose_minimum_itemsize(kind.dtype) for kind in step_layout.kinds], dtype=np.int64)
-    for layout in step_layout.layouts:
-        _check_rectangles(step_layout, layout)
-        _check_within(layout)
-        volume = np.array([_check_volume(cut.shape, 1) for cut in layout.cuts], dtype=np.int64)[layout.cut]
-        np.add.at(elements[0], layout.tensors, volume * len(layout.files))
-        about += np.bincount(layout.tensors, volume.astype(np.float64), len(about)) * len(layout.files)
-        if len(layout.files):
-            if layout.within is None and len(layout.tensors) * _DATASET > min(
-                files[file].bytes for file in layout.files
-            ):
-                raise CheckpointError(f"{files[layout.files[0]].name} would have {len(layout.tensors)} datasets")
-            sizes = volume * items[step_layout.kind[layout.tensors]]  # no overflow: a rectangle is within its tensor
-            _check_places(step_layout, layout, sizes, int(images[layout.files].min()), files)
-    elements[1] = volumes[step_layout.kind]
-    # the first sum may overflow: then it differs from the second, or the float sum is far from both
-    wrong = (elements[0] != elements[1]) | (np.abs(about - elements[1]) > 0.001 * elements[1])
-    if wrong.any():
-        tensor = int(wrong.argmax())
-        name, expected = step_layout.names[tensor], min(int(elements[1, tensor]), LARGEST_INTEGER)
-        raise CheckpointError(
-            f"tensor {name!r}: its pieces have {about[tensor]:.0f} elements together, it has {expected}"
-        )
-
-
-def find_duplicate_name(names: Sequence[str]) -> str | None:
-    """Return a name that occurs more than once, if any."""
-    return None if len(set(names)) == len(names) else Counter(names).most_common(1)[0][0]
-
-
-def _check_volume(shape: tuple[int, ...], item: int) -> int:
-    """Return the number of elements. Raises CheckpointError for more than memory can have."""
-    volume = prod(shape)
-    if volume * item > LARGEST_INTEGER:
-        raise CheckpointError(f"a tensor of shape {shape}")
-    return volume
-
-
-def _check_rectangles(step_layout: StepLayout, layout: SharedLayout) -> None:
-    """Raise CheckpointError unless each rectangle is within its tensor, in every file."""
-    global_shapes, dimensions = _pad([kind.shape for kind in step_layout.kinds])
-    shape, of_cut = _pad([cut.shape for cut in layout.cuts])
-    least, greatest = np.zeros_like(shape), np.zeros_like(shape)
-    for index, cut in enumerate(layout.cuts):
-        if cut.offsets.size:
-            least[index, : len(cut.shape)] = cut.offsets.min(axis=0)
-            greatest[index, : len(cut.shape)] = cut.offsets.max(axis=0)
-    pairs = np.array(list_kind_cut_pairs(step_layout, layout), dtype=np.int64).reshape(-1, 2)
-    for first in range(0, len(pairs), _PAIRS):
-        kind, cut = pairs[first : first + _PAIRS].T
-        fits = (dimensions[kind] == of_cut[cut]) & (least[cut] >= 0).all(axis=1)
-        fits &= (greatest[cut] <= global_shapes[kind] - shape[cut]).all(axis=1)
-        if not fits.all():
-            bad = int(fits.argmin())
-            piece, tensor = layout.cuts[cut[bad]].shape, step_layout.kinds[kind[bad]].shape
-            raise CheckpointError(f"a piece of shape {piece} reaches outside of a tensor of shape {tensor}")
-
-
-def _pad(shapes: Sequence[tuple[int, ...]]) -> tuple[Integers, Integers]:
-    """Return the shapes as [shapes, 32], padded with zeros, and the number of dimensions of each."""
-    found = np.zeros((len(shapes), MAX_DIMENSIONS), dtype=np.int64)
-    for index, shape in enumerate(shapes):
-        found[index, : len(shape)] = shape
-    return found, np.array([len(shape) for shape in shapes], dtype=np.int64)
-
-
-def list_kind_cut_pairs(step_layout: StepLayout, layout: SharedLayout) -> list[tuple[int, int]]:
-    """Return the (kind, cut) pairs of a layout, ascending: which kinds of tensors are cut in which ways."""
-    if not len(layout.tensors):
-        return []
-    both = step_layout.kind[layout.tensors] * len(layout.cuts) + layout.cut
-    number = len(step_layout.kinds) * len(layout.cuts)
-    if number <= 4 * len(both):  # a table of flags is faster than the sort in np.unique
-        is_used = np.zeros(number, dtype=np.bool_)
-        is_used[both] = True
-        found = np.flatnonzero(is_used)
-    else:
-        found = np.unique(both)
-    return [divmod(pair, len(layout.cuts)) for pair in found.tolist()]
-
-
-def _check_within(layout: SharedLayout) -> None:
-    """Raise CheckpointError unless each row is within the dataset that it is a part of."""
-    if layout.within is None:
-        return
-    for within, shape in zip(layout.within, layout.shapes, strict=True):
-        fits = len(within.shape) == len(within.start) == len(shape)
-        if not fits or any(at + size > of for at, size, of in zip(within.start, shape, within.shape, strict=True)):
-            raise CheckpointError(f"a piece of shape {shape} reaches outside of a dataset of shape {within.shape}")
-
-
-def _check_places(
-    step_layout: StepLayout, layout: SharedLayout, sizes: Integers, image: int, files: Sequence[ShardFile]
-) -> None:
-    """Raise CheckpointError if a row lies outside the smallest file or two share a byte; empty rows lie nowhere."""
-    rows = np.flatnonzero(sizes)
-    begin, size = layout.places[rows], sizes[rows]
-    outside = (begin < 0) | (begin > image) | (size > image - begin)
-    if outside.any():
-        row = int(rows[outside.argmax()])
-        raise CheckpointError(
-            f"tensor {step_layout.names[layout.tensors[row]]!r} would be at byte {layout.places[row]} of"
-            f" {files[layout.files[0]].name}, {sizes[row]} bytes of {image}"
-        )
-    if (begin[1:] - begin[:-1] < size[:-1]).any():
-        order = np.argsort(begin, kind="stable")
-        shared = begin[order][1:] - begin[order][:-1] < size[order][:-1]
-        if shared.any():
-            at = int(shared.argmax())
-            first, second = (step_layout.names[layout.tensors[rows[order[index]]]] for index in (at, at + 1))
-            raise CheckpointError(
-                f"tensors {first!r} and {second!r} have bytes of {files[layout.files[0]].name} in common"
-            )

@@ -13,8 +13,8 @@ from hpc_train.checkpoint.format.block_digests import DigestTable
 from hpc_train.checkpoint.format.compressed_chunks import PartTable, iterate_chunk_spans
 from hpc_train.checkpoint.format.hdf5_layout import dataset_name, name_datasets
 from hpc_train.checkpoint.format.hdf5_parser import ParsedDataset, parse_datasets
+from hpc_train.checkpoint.format.layout_bounds import choose_minimum_itemsize, list_kind_cut_pairs
 from hpc_train.checkpoint.format.manifest import ShardFile
-from hpc_train.checkpoint.format.manifest_encoding import choose_minimum_itemsize, list_kind_cut_pairs
 from hpc_train.checkpoint.format.shard_layout import (
     Integers,
     SharedLayout,

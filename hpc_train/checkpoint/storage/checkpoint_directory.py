@@ -19,16 +19,12 @@ from hpc_train.checkpoint.storage.file_system import (
     detect_file_system,
     read_magic_number,
 )
-from hpc_train.checkpoint.storage.lustre import (
-    LFS_TIMEOUT,
-    LfsError,
+from hpc_train.checkpoint.storage.lustre import LFS_TIMEOUT, LfsError, count_osts, set_lov_attribute, set_stripe_layout
+from hpc_train.checkpoint.storage.stripe_layout import (
     StripeLayout,
     choose_shard_layout,
-    count_osts,
     count_stripe_round_bytes,
     list_step_layouts,
-    set_lov_attribute,
-    set_stripe_layout,
 )
 from hpc_train.config.train import LustreConfig
 

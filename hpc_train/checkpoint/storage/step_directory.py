@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
+from hpc_train.checkpoint.format.integer_columns import LARGEST_INTEGER
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, read_manifest, read_sequence
-from hpc_train.checkpoint.format.manifest_encoding import LARGEST_INTEGER
 from hpc_train.checkpoint.storage.file_system import sync_directory, write_durable_file
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard

@@ -20,7 +20,7 @@ from hpc_train.checkpoint.format.manifest import Manifest, ShardFile
 from hpc_train.checkpoint.format.shard_layout import SavedPart, SavedTensor
 from hpc_train.checkpoint.provenance import encode_provenance
 from hpc_train.checkpoint.storage.file_system import detect_file_system
-from hpc_train.checkpoint.storage.lustre import LfsError, describe_stripes, get_stripe_layout
+from hpc_train.checkpoint.storage.lustre import LfsError, get_stripe_layout
 from hpc_train.checkpoint.storage.step_directory import (
     WEIGHTS_FOLDER,
     explain_bad_step,
@@ -37,6 +37,7 @@ from hpc_train.checkpoint.storage.step_selection import (
     find_target,
     open_one_step,
 )
+from hpc_train.checkpoint.storage.stripe_layout import describe_stripes
 from hpc_train.cli.output import print_fields, print_json, print_table, progress_bar
 from hpc_train.regular_files import read_text
 from hpc_train.units import format_bytes
