@@ -50,12 +50,12 @@ def _walk_frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
 
 def _list_from_cause(error: BaseException) -> list[BaseException]:
     """Return the exceptions from the root cause on: some libraries raise another one from the user's."""
-    found: list[BaseException] = []
+    chain: list[BaseException] = []
     raised: BaseException | None = error
-    while raised is not None and raised not in found:
-        found.insert(0, raised)
+    while raised is not None and raised not in chain:
+        chain.insert(0, raised)
         raised = raised.__cause__
-    return found
+    return chain
 
 
 def _resolve_path(path: str) -> str:

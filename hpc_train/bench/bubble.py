@@ -108,7 +108,7 @@ def run_bubble_command(options: BubbleOptions, as_json: bool) -> int:
 
 def parse_costs(texts: Sequence[str], schedules: Sequence[str]) -> dict[str, tuple[float, ...]]:
     """Parse NAME=TIME,TIME,... for some of the schedules. Raises UserError for anything else."""
-    found = {}
+    costs_by_name = {}
     for text in texts:
         name, _, values = text.rpartition("=")
         try:
@@ -120,8 +120,8 @@ def parse_costs(texts: Sequence[str], schedules: Sequence[str]) -> dict[str, tup
                 f"--costs {text}: write SCHEDULE=TIME,TIME,... with a time of 0 or more for each stage of a schedule "
                 "that is measured"
             )
-        found[name] = costs
-    return found
+        costs_by_name[name] = costs
+    return costs_by_name
 
 
 def choose_schedules(options: BubbleOptions) -> tuple[dict[str, Order], dict[str, str]]:

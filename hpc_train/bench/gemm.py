@@ -125,10 +125,10 @@ def read_gemm_result(path: Path) -> GemmResult:
         if content.pop("version") != RESULT_VERSION:
             raise UserError(f"{path}: written by another version; run `hpc-train bench gemm` again")
         products = tuple(MatrixProduct(**row) for row in content.pop("products"))
-        found = GemmResult(**content, products=products)
-        if not products or not all(product.seconds > 0 for product in products) or not found.copy_gb_s > 0:
+        result = GemmResult(**content, products=products)
+        if not products or not all(product.seconds > 0 for product in products) or not result.copy_gb_s > 0:
             raise ValueError
-        return found
+        return result
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -140,10 +140,10 @@ def list_product_shapes(smallest: int, largest: int) -> Sequence[tuple[int, int,
 
     The latter are 2,048 tokens times the attention's output matrix and both feed-forward matrices, four times as wide.
     """
-    found = []
+    shapes = []
     size = smallest
     while size <= largest:
-        found.append((size, size, size))
-        found += [(2048, size, size), (2048, 4 * size, size), (2048, size, 4 * size)]
+        shapes.append((size, size, size))
+        shapes += [(2048, size, size), (2048, 4 * size, size), (2048, size, 4 * size)]
         size *= 2
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(shapes))

@@ -145,8 +145,8 @@ def predict_seconds(overrides: Sequence[str]) -> float | None:
     from hpc_train.planner.plan import plan_overrides
 
     try:
-        found: dict[str, Any] = plan_to_json(plan_overrides(overrides))
-        return float(found["best"]["step_seconds"]["p50"])
+        planned: dict[str, Any] = plan_to_json(plan_overrides(overrides))
+        return float(planned["best"]["step_seconds"]["p50"])
     except (UserError, KeyError, TypeError):
         return None
 
@@ -202,9 +202,9 @@ def plot_scaling(points: Sequence[ScalingPoint], kind: str, path: Path) -> None:
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     sizes = [point.size for point in points]
-    for name, found in (("strong", [p.strong for p in points]), ("weak", [p.weak for p in points])):
-        errors = [[e.value - e.low for e in found], [e.high - e.value for e in found]]
-        axes.errorbar(sizes, [e.value for e in found], yerr=errors, marker="o", capsize=3, label=name)
+    for name, efficiencies in (("strong", [p.strong for p in points]), ("weak", [p.weak for p in points])):
+        errors = [[e.value - e.low for e in efficiencies], [e.high - e.value for e in efficiencies]]
+        axes.errorbar(sizes, [e.value for e in efficiencies], yerr=errors, marker="o", capsize=3, label=name)
     if planned := [(point.size, point.planned) for point in points if point.planned is not None]:
         axes.plot(*zip(*planned, strict=True), linestyle="--", label="strong, planned")
     axes.set_xscale("log", base=2)

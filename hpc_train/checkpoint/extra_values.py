@@ -57,11 +57,11 @@ def unpack_extra(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 def make_extra_targets(value: Any) -> list[TensorShard]:
     """Make empty tensors in CPU memory for those that `value`, a packed extra, names; in the order of their index."""
-    found: dict[int, TensorShard] = {}
-    _collect_targets(value, found)
-    if sorted(found) != list(range(len(found))):
+    targets: dict[int, TensorShard] = {}
+    _collect_targets(value, targets)
+    if sorted(targets) != list(range(len(targets))):
         raise CheckpointError("its extra names tensors that it does not number from 0")
-    return [found[index] for index in range(len(found))]
+    return [targets[index] for index in range(len(targets))]
 
 
 def _pack(value: Any, where: str, rank: int, shards: list[TensorShard]) -> Any:
@@ -112,19 +112,19 @@ def _pack_tensor(
     return {mark: {"index": index, "dtype": name, "shape": list(shape)}}
 
 
-def _collect_targets(value: Any, found: dict[int, TensorShard]) -> None:
+def _collect_targets(value: Any, targets: dict[int, TensorShard]) -> None:
     if isinstance(value, list):
         for item in value:
-            _collect_targets(item, found)
+            _collect_targets(item, targets)
     if not isinstance(value, dict):
         return
     mark = next(iter(value), None) if len(value) == 1 else None
     if mark not in ("$tensor", "$array"):
         for item in value.values():
-            _collect_targets(item, found)
+            _collect_targets(item, targets)
         return
     target = _make_target(value[mark])
-    found[int(target.name.removeprefix("extra."))] = target
+    targets[int(target.name.removeprefix("extra."))] = target
 
 
 def _make_target(content: Any) -> TensorShard:

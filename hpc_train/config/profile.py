@@ -38,12 +38,12 @@ def parse_steps(text: str, where: str = "profile.steps") -> tuple[int, int]:
     first, colon, last = text.partition(":")
     if not colon or not all(part.isdecimal() and len(part) < 13 for part in (first, last)):
         raise UserError(f"{where}={text}: write FIRST:LAST, such as 10:14 (in a YAML file in quotes)")
-    found = int(first), int(last)
-    if not 1 <= found[0] <= found[1]:
+    bounds = int(first), int(last)
+    if not 1 <= bounds[0] <= bounds[1]:
         raise UserError(f"{where}={text}: steps are counted from 1, and the last is not before the first")
-    if found[1] - found[0] >= MOST_STEPS:
+    if bounds[1] - bounds[0] >= MOST_STEPS:
         raise UserError(f"{where}={text}: more than {MOST_STEPS} steps are too many for one trace; ask for fewer")
-    return found
+    return bounds
 
 
 def check_ranks(ranks: list[int], size: int | None = None, where: str = "profile.ranks") -> None:

@@ -159,9 +159,9 @@ def check_mpi_view(reports: Sequence[RankReport], needed: bool) -> Finding:
 def check_versions(reports: Sequence[RankReport]) -> Finding:
     """Check that all ranks have the same Python, torch and hpc_train."""
     for name in reports[0].versions:
-        found = check_same(name, {f"{report.host}:{report.rank}": report.versions[name] for report in reports})
-        if found.status != "ok":
-            return found
+        finding = check_same(name, {f"{report.host}:{report.rank}": report.versions[name] for report in reports})
+        if finding.status != "ok":
+            return finding
     return pass_check("versions", ", ".join(f"{name} {version}" for name, version in reports[0].versions.items()))
 
 

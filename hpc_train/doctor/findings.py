@@ -59,11 +59,11 @@ def merge_findings(by_host: Sequence[tuple[str, Sequence[Finding]]]) -> list[Fin
             hosts.setdefault(key, []).append(host)
             first.setdefault(key, finding)
     order = list(dict.fromkeys(key[0] for key in first))
-    found = [
+    merged = [
         replace(finding, where="" if len(hosts[key]) >= len(by_host) else join_first(hosts[key]))
         for key, finding in first.items()
     ]
-    return sorted(found, key=lambda finding: order.index(finding.name))
+    return sorted(merged, key=lambda finding: order.index(finding.name))
 
 
 def join_first(names: Sequence[str], most: int = 4) -> str:
@@ -85,11 +85,11 @@ def findings_to_json(findings: Sequence[Finding]) -> dict[str, Any]:
 def format_findings(findings: Sequence[Finding]) -> list[str]:
     """Format the findings as lines of text, with advice below those that need it."""
     width = max((len(finding.name) for finding in findings), default=0)
-    found = []
+    lines = []
     for finding in findings:
         where = f" [{finding.where}]" if finding.where else ""
-        found.append(f"{_MARKS[finding.status]}  {finding.name:<{width}}  {finding.text}{where}")
+        lines.append(f"{_MARKS[finding.status]}  {finding.name:<{width}}  {finding.text}{where}")
         if finding.advice and finding.status != "ok":
-            found.append(f"{'':<{width + 8}}{finding.advice}")
+            lines.append(f"{'':<{width + 8}}{finding.advice}")
     broken, odd = (sum(finding.status == status for finding in findings) for status in ("bad", "warn"))
-    return [*found, f"{broken} broken, {odd} to look at, {len(findings) - broken - odd} in order"]
+    return [*lines, f"{broken} broken, {odd} to look at, {len(findings) - broken - odd} in order"]

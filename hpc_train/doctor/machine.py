@@ -88,17 +88,17 @@ def check_open_files(soft: int, hard: int) -> Finding:
     return warn_check("nofile", text, "few for a job of many ranks: ulimit -n 65536 before it starts (launch.setup)")
 
 
-def check_run_folder(folder: Path, found: MountedFileSystem | None, several_nodes: bool) -> Finding:
+def check_run_folder(folder: Path, mounted: MountedFileSystem | None, several_nodes: bool) -> Finding:
     """Check that all nodes of a job see the file system of the run directory."""
-    if found is None:
+    if mounted is None:
         return warn_check(
             "run_dir", f"{folder} is on no file system that the system lists", "choose another with run_dir="
         )
-    text = f"{folder} is on {found.kind}, mounted at {found.mount}"
-    if several_nodes and found.kind in ("tmpfs", "ramfs"):
+    text = f"{folder} is on {mounted.kind}, mounted at {mounted.mount}"
+    if several_nodes and mounted.kind in ("tmpfs", "ramfs"):
         return fail_check("run_dir", text, "it is in this node's memory: choose a shared file system with run_dir=")
     # A warning, not a failure: a file system of an unknown kind may well be shared.
-    if several_nodes and not found.shared:
+    if several_nodes and not mounted.shared:
         advice = "other nodes may not see it: give a folder on the shared file system with run_dir="
         return warn_check("run_dir", text, advice)
     return pass_check("run_dir", text)
@@ -283,16 +283,16 @@ def read_clocks(nvml: Any | None) -> list[GpuClock]:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return []
-    found = []
+    clocks = []
     try:
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
-                found.append(_read_clock(nvml, index))
+                clocks.append(_read_clock(nvml, index))
             except nvml.NVMLError:
                 continue
     finally:
         nvml.nvmlShutdown()
-    return found
+    return clocks
 
 
 def _read_clock(nvml: Any, index: int) -> GpuClock:
@@ -304,15 +304,15 @@ def _read_clock(nvml: Any, index: int) -> GpuClock:
     return GpuClock(index, now, nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM), ask(handle))
 
 
-def check_clocks(found: Sequence[GpuClock]) -> Iterator[Finding]:
+def check_clocks(clocks: Sequence[GpuClock]) -> Iterator[Finding]:
     """Check that no GPU is slowed down by heat or a failing power supply."""
-    slowed = [(clock, why) for clock in found for bit, why in SLOWDOWN_REASONS.items() if clock.reasons & bit]
+    slowed = [(clock, why) for clock in clocks for bit, why in SLOWDOWN_REASONS.items() if clock.reasons & bit]
     if slowed:
         odd = list(dict.fromkeys(f"GPU{clock.index} {why}, {clock.now} of {clock.most} MHz" for clock, why in slowed))
         yield fail_check(
             "clocks", join_first(odd), "cooling or power of this node fails: drain it (nvidia-smi -q -d PERFORMANCE)"
         )
-    elif found:
+    elif clocks:
         yield pass_check(
-            "clocks", f"nothing holds back {len(found)} GPUs, {max(clock.most for clock in found)} MHz at most"
+            "clocks", f"nothing holds back {len(clocks)} GPUs, {max(clock.most for clock in clocks)} MHz at most"
         )

@@ -121,14 +121,14 @@ def run_command(command: list[str]) -> tuple[int, str]:
 
 def check_slurm_client(which: FindProgram) -> Finding:
     """Check the Slurm programs that `submit` and `status` call."""
-    found = [name for name in SLURM_PROGRAMS if which(name)]
-    missing = [name for name in SLURM_PROGRAMS if name not in found]
-    if not found:
+    installed = [name for name in SLURM_PROGRAMS if which(name)]
+    missing = [name for name in SLURM_PROGRAMS if name not in installed]
+    if not installed:
         return pass_check("slurm", "no Slurm here; launch=local runs on this machine")
     if missing:
         advice = "submit and status need them all: add Slurm's bin folder to PATH, or load its module"
-        return warn_check("slurm", f"{', '.join(found)}, but no {', '.join(missing)}", advice)
-    return pass_check("slurm", ", ".join(found))
+        return warn_check("slurm", f"{', '.join(installed)}, but no {', '.join(missing)}", advice)
+    return pass_check("slurm", ", ".join(installed))
 
 
 def check_controller(ask: RunCommand) -> Finding:
@@ -197,10 +197,10 @@ def check_chosen_interface(env: Mapping[str, str], have: Mapping[str, str]) -> I
 
 def check_harmful_variables(env: Mapping[str, str], local: int) -> Iterator[Finding]:
     """Check for variables left over from an old script or another machine."""
-    found = find_harmful_variables(env, local)
-    for variable in found:
+    variables = find_harmful_variables(env, local)
+    for variable in variables:
         yield warn_check("environment", f"{variable.name}={variable.value} is set", variable.why)
-    if not found:
+    if not variables:
         yield pass_check("environment", "no variable that is known to do harm")
 
 

@@ -54,7 +54,7 @@ def measure_reductions(
     config: RunConfig, degrees: Degrees, hosts: Sequence[str], mesh: DeviceMesh, device: torch.device
 ) -> list[AxisReduction]:
     """Time an all-reduce on every axis of the mesh. hosts: node of each rank. Every rank must call this."""
-    found = []
+    reductions = []
     buffer = torch.zeros(_REDUCED[device.type], dtype=torch.uint8, device=device)
     for axis in [group.axis for group in list_groups_of_rank(degrees, dist.get_rank())]:
         everywhere = all_gather_values(
@@ -65,8 +65,8 @@ def measure_reductions(
         ranks = degrees.world if axis == WORLD_AXIS else getattr(degrees, axis)
         bus = buffer.nbytes / slowest * compute_bus_factor("all_reduce", ranks) if slowest else 0.0
         predicted = None if why else predict_seconds(config, degrees, hosts, axis, buffer.nbytes, device.type)
-        found.append(AxisReduction(axis, ranks, buffer.nbytes, slowest, bus, predicted, why))
-    return found
+        reductions.append(AxisReduction(axis, ranks, buffer.nbytes, slowest, bus, predicted, why))
+    return reductions
 
 
 def _measure_reduction(group: dist.ProcessGroup | None, buffer: torch.Tensor) -> tuple[float, str]:
@@ -134,11 +134,11 @@ def check_speeds(reports: Sequence[RankReport], measured: Sequence[RankSpeed]) -
 
 def check_outliers(name: str, names: Sequence[str], seconds: Sequence[float], firm: bool) -> Finding:
     """Report ranks that are much slower than the median. firm: a large difference is a failure, not a warning."""
-    found = find_outliers(seconds, MIN_DIFFERENCE)
+    outliers = find_outliers(seconds, MIN_DIFFERENCE)
     middle = median(seconds)
-    if not found:
+    if not outliers:
         return pass_check(name, f"{1e3 * middle:.3g} ms on most ranks, {1e3 * max(seconds):.3g} on the slowest")
-    odd = [f"{names[index]} {seconds[index] / middle:.2f} x" for index in found]
+    odd = [f"{names[index]} {seconds[index] / middle:.2f} x" for index in outliers]
     text = f"{1e3 * middle:.3g} ms on most ranks, but slower: {join_first(odd)}"
     if firm and max(seconds) > middle * (1 + BROKEN_SHARE):
         return fail_check(

@@ -228,10 +228,10 @@ def _open_tokenizer(config: DataConfig, folder: str | None) -> Tokenizer:
         return _open_folder_tokenizer(folder)
     from hpc_train.data.tokenizers.data_tokenizer import open_data_tokenizer
 
-    found = open_data_tokenizer(config)
-    if found is None:
+    tokenizer = open_data_tokenizer(config)
+    if tokenizer is None:
         raise UserError(f"data={config.name}: does not say which tokenizer; give --tokenizer FOLDER")
-    return found
+    return tokenizer
 
 
 def _open_folder_tokenizer(folder: str) -> Tokenizer:

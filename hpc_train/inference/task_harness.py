@@ -89,13 +89,13 @@ def evaluate_tasks(loaded: LoadedModel, options: TaskOptions) -> dict[str, dict[
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # data of a task: not there, or of another form
         text = " ".join(str(error).split())[:200]
         raise UserError(f"--tasks {','.join(options.tasks)}: {type(error).__name__}: {text}") from error
-    return {task: _select_numbers(found) for task, found in results["results"].items()}
+    return {task: _select_numbers(measured) for task, measured in results["results"].items()}
 
 
-def _select_numbers(found: dict[str, Any]) -> dict[str, float]:
+def _select_numbers(measured: dict[str, Any]) -> dict[str, float]:
     """Return the metrics of one task; the harness names them metric,filter."""
     numbers = {}
-    for key, value in found.items():
+    for key, value in measured.items():
         name, _, used_filter = key.partition(",")
         if used_filter and not name.endswith("_stderr") and isinstance(value, int | float):
             numbers[name if used_filter == "none" else f"{name} ({used_filter})"] = float(value)

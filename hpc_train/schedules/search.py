@@ -87,7 +87,7 @@ def search_schedule(parts: PartTimes, ranks: int, micro_batches: int, *, split_b
     beginnings = [
         candidate for candidate in _BEGINNINGS if split_backward or not REQUIREMENTS[candidate[0]].splits_backward
     ]
-    found, refused = [], ""
+    candidates, refused = [], ""
     for name, virtual in beginnings:
         try:
             order = generate_order(name, ranks, micro_batches, virtual)
@@ -97,10 +97,10 @@ def search_schedule(parts: PartTimes, ranks: int, micro_batches: int, *, split_b
         if order.stages <= len(parts.blocks):
             by_rank = even_out(parts, order.placement)
             by_stage = even_out(parts, tuple(range(order.stages)))
-            found += [_improve(parts, order, micro_batches, sizes) for sizes in dict.fromkeys((by_rank, by_stage))]
-    if not found:
+            candidates += [_improve(parts, order, micro_batches, sizes) for sizes in dict.fromkeys((by_rank, by_stage))]
+    if not candidates:
         raise UserError(refused or f"parallel.pp={ranks}: the model has {len(parts.blocks)} blocks; lower parallel.pp")
-    return min(found, key=lambda candidate: candidate.simulation.makespan)
+    return min(candidates, key=lambda candidate: candidate.simulation.makespan)
 
 
 def _improve(parts: PartTimes, order: Order, micro_batches: int, sizes: Sizes) -> FoundSchedule:
@@ -185,12 +185,12 @@ def _reorder(parts: PartTimes, best: FoundSchedule) -> FoundSchedule:
     return best
 
 
-def _take_ahead(found: FoundSchedule, window: int, limits: tuple[int, ...]) -> list[list[Action]] | None:
+def _take_ahead(schedule: FoundSchedule, window: int, limits: tuple[int, ...]) -> list[list[Action]] | None:
     """Simulate the ranks; each takes the first entry of the next `window` of its row that it can start soonest.
 
     limits: activations of blocks that each rank may hold. Returns the rows; None if ranks got stuck on those limits.
     """
-    order, times, stages = found.order, found.times, found.order.stages
+    order, times, stages = schedule.order, schedule.times, schedule.order.stages
     waiting = [list(order.actions(rank)) for rank in range(order.ranks)]
     rows: list[list[Action]] = [[] for _ in waiting]
     free, live, ended = [0.0] * order.ranks, [0] * order.ranks, dict[Action, float]()
@@ -206,7 +206,7 @@ def _take_ahead(found: FoundSchedule, window: int, limits: tuple[int, ...]) -> l
         return start
 
     def fits(rank: int, action: Action) -> bool:
-        return action.kind is not Kind.F or live[rank] + found.sizes[action.stage] <= limits[rank]
+        return action.kind is not Kind.F or live[rank] + schedule.sizes[action.stage] <= limits[rank]
 
     while any(waiting):
         choices = []
@@ -226,7 +226,7 @@ def _take_ahead(found: FoundSchedule, window: int, limits: tuple[int, ...]) -> l
         rows[rank].append(action)
         free[rank] = start + times.time_action(action)
         ended.update(dict.fromkeys(action.results, free[rank]))
-        live[rank] += found.sizes[action.stage] * ((action.kind is Kind.F) - (action.kind in (Kind.W, Kind.B)))
+        live[rank] += schedule.sizes[action.stage] * ((action.kind is Kind.F) - (action.kind in (Kind.W, Kind.B)))
     return rows
 
 

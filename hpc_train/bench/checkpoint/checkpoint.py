@@ -34,10 +34,10 @@ def run_checkpoint_command(options: CheckpointBenchOptions, as_json: bool, plot:
     with exit_on_sigterm():
         for directory in options.directories:
             for ranks in options.ranks:
-                found = _run_ranks(options, Path(directory), ranks)
-                if isinstance(found, int):
-                    return found
-                settings.append(found)
+                setting = _run_ranks(options, Path(directory), ranks)
+                if isinstance(setting, int):
+                    return setting
+                settings.append(setting)
     result = CheckpointBenchResult(options, settings, os.cpu_count() or 1)
     if plot is not None:
         from hpc_train.bench.checkpoint.checkpoint_output import plot_checkpoint_result
@@ -205,11 +205,11 @@ class CheckpointBenchResult:
 
 def summarise_operations(measured: Measured, gib: float) -> list[OperationResult]:
     """Summarise samples by medians, quartiles and ratios, with the sides of an operation sorted by speed."""
-    found = []
+    operations = []
     for operation, sides in measured.items():
         rows = [_summarise_side(operation, side, sides, gib) for side in sides]
-        found += sorted(rows, key=lambda row: row.seconds)
-    return found
+        operations += sorted(rows, key=lambda row: row.seconds)
+    return operations
 
 
 def _summarise_side(operation: str, side: str, sides: Mapping[str, Samples], gib: float) -> OperationResult:

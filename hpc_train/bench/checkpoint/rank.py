@@ -85,8 +85,8 @@ def _measure_same_layout(world: World, options: CheckpointBenchOptions, director
     share = int(options.gib * 2**30) // world.size
     tensors = max(1, options.tensors // world.size) if options.tensors else None
     state = make_tensors(share, tensors, world.rank)
-    found, missing = _make_sides(directory, world, state, chosen)
-    rounds = _Rounds(world, directory, found, options.operations)
+    working, missing = _make_sides(directory, world, state, chosen)
+    rounds = _Rounds(world, directory, working, options.operations)
     rounds.warm_up(state)
     for number in range(options.rounds):
         rounds.take(number)
@@ -106,8 +106,8 @@ def _measure_same_layout(world: World, options: CheckpointBenchOptions, director
 class _Rounds:
     """Runs rounds of all sides and collects the costs."""
 
-    def __init__(self, world: World, directory: Path, found: list[CheckpointSide], operations: tuple[str, ...]) -> None:
-        self._world, self._directory, self._sides = world, directory, found
+    def __init__(self, world: World, directory: Path, sides: list[CheckpointSide], operations: tuple[str, ...]) -> None:
+        self._world, self._directory, self._sides = world, directory, sides
         self._taken: _RoundSample = {operation: {} for operation in _SAME_LAYOUT_OPERATIONS if operation in operations}
 
     def warm_up(self, state: Tensors) -> None:
@@ -200,7 +200,7 @@ def _make_sides(
     directory: Path, world: World, state: Tensors, wanted: tuple[str, ...]
 ) -> tuple[list[CheckpointSide], dict[str, str]]:
     """Return the chosen sides that work here, and the reasons why others do not."""
-    found, missing = [], {}
+    working, missing = [], {}
     ways: list[tuple[str, Callable[[Path], CheckpointSide]]] = [
         ("hpc_train", lambda at: sides.make_hpc_train(at, world, state)),
         ("raw_direct", lambda at: sides.make_raw_direct(at, world.rank, state)),
@@ -216,10 +216,10 @@ def _make_sides(
             continue
         (directory / name).mkdir(exist_ok=True)
         try:
-            found.append(make(directory / name))
+            working.append(make(directory / name))
         except (OSError, ImportError) as error:
             missing[name] = str(error)
-    return found, missing
+    return working, missing
 
 
 def _read_into_page_cache(folder: Path) -> None:

@@ -89,10 +89,10 @@ def measure_resharding(world: World, options: CheckpointBenchOptions, directory:
     ways = {side: way for side, way in ways.items() if side in options.sides}
     shapes = tensor_shapes(int(options.gib * 2**30), options.tensors)
     wanted = [operation for operation in RESHARDINGS if operation in options.operations]
-    found = {
+    samples = {
         operation: _measure_layout(operation, world, options.rounds, directory, ways, shapes) for operation in wanted
     }
-    return summarise_operations(found, sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values()) / 2**30)
+    return summarise_operations(samples, sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values()) / 2**30)
 
 
 def _measure_layout(
@@ -119,7 +119,7 @@ def _measure_layout(
     wait_for_all()
     for folder in folders.values() if world.rank == 0 else ():
         shutil.rmtree(folder)
-    return {side: combine_ranks(found[1:]) for side, found in costs.items()}
+    return {side: combine_ranks(samples[1:]) for side, samples in costs.items()}
 
 
 def _time_load(

@@ -264,11 +264,11 @@ def _list_transformer_shapes(size: int) -> TensorShapes:
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (4 * hidden, hidden)}
     for layer in range(_LAYERS):
         shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in block.items()}
-    found: TensorShapes = {}
+    tensors: TensorShapes = {}
     for name, shape in shapes.items():
-        found[name] = shape, torch.bfloat16
-        found |= {f"optim.{kind}.{name}": (shape, torch.float32) for kind in ("master", "exp_avg", "exp_avg_sq")}
-    return found
+        tensors[name] = shape, torch.bfloat16
+        tensors |= {f"optim.{kind}.{name}": (shape, torch.float32) for kind in ("master", "exp_avg", "exp_avg_sq")}
+    return tensors
 
 
 def _random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

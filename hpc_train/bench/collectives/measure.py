@@ -147,8 +147,8 @@ def _broadcast_levels(
     config: RunConfig, task: Task, world: World, nodes: Sequence[str]
 ) -> tuple[tuple[NamedLevel, ...], str | None]:
     """Return rank 0's levels and note on all ranks. A collective."""
-    found = find_levels(config, task, nodes) if world.rank == 0 else None
-    return broadcast_value(found, codec=Codec((NamedLevel,)))
+    levels = find_levels(config, task, nodes) if world.rank == 0 else None
+    return broadcast_value(levels, codec=Codec((NamedLevel,)))
 
 
 def find_levels(config: RunConfig, task: Task, nodes: Sequence[str]) -> tuple[tuple[NamedLevel, ...], str | None]:
@@ -197,15 +197,15 @@ def summarise_cell(cell: MeasurementCell, times: RoundSeconds, wrong: int) -> Me
 
 def fit_levels(cells: Sequence[ProbeCell], times: Sequence[RoundSeconds]) -> list[LevelFit]:
     """Fit the constants of every backend and level, to the slower of two probes of a level at each size."""
-    found: dict[tuple[str, str], dict[int, float]] = {}
+    seconds_by_size: dict[tuple[str, str], dict[int, float]] = {}
     pairs: dict[tuple[str, str], int] = {}
     for cell, rounds in zip(cells, times, strict=True):
         key, size = (cell.backend.name, cell.probe.level), cell.shape.size
-        sizes = found.setdefault(key, {})
+        sizes = seconds_by_size.setdefault(key, {})
         # The slower probe: a job waits for its slowest pair.
         sizes[size] = max(sizes.get(size, 0.0), float(np.median(rounds)))
         pairs[key] = cell.probe.pairs
-    return [_fit_level(key, pairs[key], sizes) for key, sizes in found.items()]
+    return [_fit_level(key, pairs[key], sizes) for key, sizes in seconds_by_size.items()]
 
 
 def _fit_level(key: tuple[str, str], pairs: int, medians: dict[int, float]) -> LevelFit:

@@ -57,11 +57,11 @@ def make_probes(levels: Sequence[RankLevel]) -> list[LevelProbe]:
 
 def describe_unprobed(levels: Sequence[RankLevel], probes: Sequence[LevelProbe]) -> list[str]:
     """Return a line for each level that this job cannot probe; none for a job on one node."""
-    found = {probe.level for probe in probes}
+    probed = {probe.level for probe in probes}
     if len(np.unique(levels[1].group)) == 1:
         return []
     why = "not measured: it takes two of its groups within one of the next level"
-    return [f"level {level.name}: {why}" for level in levels if level.name not in found]
+    return [f"level {level.name}: {why}" for level in levels if level.name not in probed]
 
 
 def _pair_groups(level: RankLevel, parent: GroupOfRank) -> list[LevelProbe]:

@@ -131,8 +131,8 @@ def describe_device(device: str) -> str:
 
     if device == "cpu":
         return f"cpu, {torch.get_num_threads()} threads"
-    found = torch.cuda.get_device_properties(0)
-    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
+    properties = torch.cuda.get_device_properties(0)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
 
 def describe_software() -> str:

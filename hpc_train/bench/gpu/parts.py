@@ -166,14 +166,13 @@ def measure_parity(world: World, quick: bool) -> Rows:
     loss, gradients = _differentiate(exact, ("precision=fp64", *size))
     length = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
     for name, tolerance in TOLERANCES.items():
-        found, others = _differentiate(world, (f"precision={name}", *size))
+        loss_on_gpu, others = _differentiate(world, (f"precision={name}", *size))
         off = torch.stack([(a - b).square().sum() for a, b in zip(others, gradients, strict=True)]).sum().sqrt()
         error = float(off / length)
         verdict = "as expected" if error <= tolerance else "**more than expected**"
         yield Row(f"{name}: error of the gradient", error, "", f"{verdict} (up to {tolerance:g})")
-        yield Row(
-            f"{name}: error of the loss", abs(found - loss) / abs(loss), "", "relative, against float64 on the CPU"
-        )
+        error = abs(loss_on_gpu - loss) / abs(loss)
+        yield Row(f"{name}: error of the loss", error, "", "relative, against float64 on the CPU")
 
 
 def _differentiate(world: World, overrides: tuple[str, ...]) -> tuple[float, list[Tensor]]:

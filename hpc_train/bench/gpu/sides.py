@@ -128,7 +128,7 @@ def find_peak(device_name: str, precision: str) -> float | None:
 
     The longest matching name counts, so that an H200 is not taken for an H20.
     """
-    found: list[tuple[int, float]] = []
+    matches: list[tuple[int, float]] = []
     for file in files("hpc_train.conf").joinpath("cluster").iterdir():
         if file.name.endswith(".yaml"):
             cluster = OmegaConf.create(file.read_text())
@@ -136,5 +136,5 @@ def find_peak(device_name: str, precision: str) -> float | None:
             gpu = cluster.get("gpu") or {}
             name, peaks = gpu.get("name"), gpu.get("peak_tflops") or {}
             if name and name.lower() in device_name.lower() and peaks.get(precision):
-                found.append((len(name), float(peaks[precision]) * 1e12))
-    return max(found)[1] if found else None
+                matches.append((len(name), float(peaks[precision]) * 1e12))
+    return max(matches)[1] if matches else None

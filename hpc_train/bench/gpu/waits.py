@@ -37,10 +37,10 @@ def measure_waits(world: World, quick: bool) -> Iterator[Row]:
         step = _make_step(config, world)
         step()
         step()
-        found = _count_on_gpu(step) if on_gpu else _count_operators(step)
-        description = "; ".join(f"{count} x {what}" for what, count in found.items())
+        waits = _count_on_gpu(step) if on_gpu else _count_operators(step)
+        description = "; ".join(f"{count} x {what}" for what, count in waits.items())
         yield Row(
-            f"{name}: waits in a step", sum(found.values()), "", description or "no operator that asks for a value"
+            f"{name}: waits in a step", sum(waits.values()), "", description or "no operator that asks for a value"
         )
 
 
@@ -86,5 +86,5 @@ class _CountAsking(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _count_operators(step: Callable[[], None]) -> dict[str, int]:
     with _CountAsking() as counted:
         step()
-    found: dict[str, int] = counted.found
-    return found
+    counts: dict[str, int] = counted.found
+    return counts

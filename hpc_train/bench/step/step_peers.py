@@ -194,11 +194,11 @@ def make_peer_loops(data: Dataset, config: RunConfig, world: World) -> dict[str,
 
     if world.size == 1:
         return {"torch_loop": torch_loop}
-    found: dict[str, Loop] = {"torch_ddp": torch_loop, "torch_fully_shard": torch_fully_shard}
+    loops: dict[str, Loop] = {"torch_ddp": torch_loop, "torch_fully_shard": torch_fully_shard}
     if find_spec("deepspeed") is not None:
         for stage in (1, 2, 3):
-            found[f"deepspeed_{stage}"] = _run_deepspeed(data, config, world, stage)
-    return found
+            loops[f"deepspeed_{stage}"] = _run_deepspeed(data, config, world, stage)
+    return loops
 
 
 def _fully_sharded(

@@ -110,9 +110,9 @@ def _run_training(forward: Callable[[], Tensor], pair: LayerPair) -> Steps:
     while True:
         out = forward()
         out.backward(out.detach())  # type: ignore[no-untyped-call]
-        found = [leaf.grad for leaf in leaves if leaf.grad is not None]
-        assert len(found) == len(leaves)
-        number = float(sum(tensor[..., :8].detach().abs().sum() for tensor in (out, *found)))
+        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        assert len(gradients) == len(leaves)
+        number = float(sum(tensor[..., :8].detach().abs().sum() for tensor in (out, *gradients)))
         for leaf in leaves:
             leaf.grad = None
         yield number

@@ -103,11 +103,11 @@ def _run_ranks(options: SyncOptions, folder: str) -> int:
 
 def summarise_sync(options: SyncOptions, measured: SyncMeasurement) -> SyncResult:
     """Summarise the rounds by medians."""
-    seconds = {side: np.array(found) for side, found in measured.seconds.items()}
+    seconds = {side: np.array(samples) for side, samples in measured.seconds.items()}
     return SyncResult(
         options,
         measured,
-        {side: float(measured.tokens / np.median(found)) for side, found in seconds.items()},
+        {side: float(measured.tokens / np.median(samples)) for side, samples in seconds.items()},
         float(np.median(seconds["ddp"] / seconds["loose"])),
         os.cpu_count() or 1,
         os.getloadavg()[0],

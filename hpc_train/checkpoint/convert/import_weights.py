@@ -185,14 +185,14 @@ def _make_model_overrides(model: ModelConfig) -> list[str]:
 
 def _list_differences(config: Any, shipped: Any, key: str) -> list[str]:
     """Return the overrides that turn the config `shipped` under `key` into `config`."""
-    found = []
+    differences = []
     for field in fields(config):
         value, other = getattr(config, field.name), getattr(shipped, field.name)
         if is_dataclass(value):
-            found += _list_differences(value, other, f"{key}.{field.name}")
+            differences += _list_differences(value, other, f"{key}.{field.name}")
         elif field.name != "source" and value != other:
-            found.append(f"{key}.{field.name}={_format_value(value)}")
-    return found
+            differences.append(f"{key}.{field.name}={_format_value(value)}")
+    return differences
 
 
 def _format_value(value: Any) -> str:

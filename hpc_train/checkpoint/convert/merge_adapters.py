@@ -24,11 +24,13 @@ def find_adapted_layers(tensors: Sequence[SavedTensor]) -> dict[str, list[SavedT
     by_name = {tensor.name: tensor for tensor in tensors if is_weight(tensor.name)}
     layers = sorted({name.rpartition(".")[0] for name in by_name if is_adapter_parameter(name)})
     leaves = ("weight", ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE)
-    found = {layer: [by_name[f"{layer}.{leaf}"] for leaf in leaves if f"{layer}.{leaf}" in by_name] for layer in layers}
-    for layer, parts in found.items():
+    adapted = {
+        layer: [by_name[f"{layer}.{leaf}"] for leaf in leaves if f"{layer}.{leaf}" in by_name] for layer in layers
+    }
+    for layer, parts in adapted.items():
         if len(parts) < 3:
             raise UserError(f"{layer}: has a part of an adapter in this step, and not its weight, A and B")
-    return found
+    return adapted
 
 
 def read_adapters(source: TensorSource, tensors: Sequence[SavedTensor], on_bytes: OnBytes) -> dict[str, Tensor]:

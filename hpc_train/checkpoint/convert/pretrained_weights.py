@@ -60,8 +60,8 @@ class PretrainedWeights:
         The tensors of the head may be missing where a classifier is trained: they keep the values they were drawn with.
         """
         targets = model.state_dict(keep_vars=True)
-        found = plan_conversion(model, self._stored, targets)
-        plan = WeightsPlan({}, {}, [], [name for name in found if name not in targets])
+        sources = plan_conversion(model, self._stored, targets)
+        plan = WeightsPlan({}, {}, [], [name for name in sources if name not in targets])
         buffers = dict(model.named_buffers(remove_duplicate=False))
         aliases: dict[int, list[str]] = {}
         for name, tensor in targets.items():
@@ -69,12 +69,12 @@ class PretrainedWeights:
         wrong = []
         # A tied tensor has several names, and the folder may have any of them.
         for names in aliases.values():
-            source = next((found[name] for name in names if name in found), None)
+            source = next((sources[name] for name in names if name in sources), None)
             target = names[0]
             if source is None:
                 plan.missing.extend([] if target in buffers else [target])
                 continue
-            name = next(name for name in names if name in found)
+            name = next(name for name in names if name in sources)
             wanted = tuple(targets[target].shape)
             shape = self._find_shape(source, name)
             if shape != wanted:

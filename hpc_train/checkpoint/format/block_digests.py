@@ -37,7 +37,7 @@ def digest_blocks(data: memoryview) -> list[int]:
 
 def digest_scattered_blocks(memory: Iterable[Any]) -> list[int]:
     """Return the digests of the blocks of several buffers taken as one; a block may span buffers."""
-    found: list[int] = []
+    digests: list[int] = []
     state, missing = None, 0
     for data in memory:
         at, end = 0, len(data)
@@ -48,24 +48,24 @@ def digest_scattered_blocks(memory: Iterable[Any]) -> list[int]:
             missing -= at
             if missing:
                 continue
-            found.append(state.intdigest())
+            digests.append(state.intdigest())
             state = None
         # Whole blocks of this buffer are hashed in one call, the rest begins the next block.
         whole_blocks = (end - at) // BLOCK_BYTES * BLOCK_BYTES
         if whole_blocks:
-            found += digest_blocks(memoryview(data)[at : at + whole_blocks])
+            digests += digest_blocks(memoryview(data)[at : at + whole_blocks])
             at += whole_blocks
         if at < end:
             state, missing = xxhash.xxh3_64(memoryview(data)[at:]), BLOCK_BYTES - (end - at)
-    return found if state is None else [*found, state.intdigest()]
+    return digests if state is None else [*digests, state.intdigest()]
 
 
-def find_first_mismatch(found: Sequence[int], expected: Sequence[int]) -> int | None:
+def find_first_mismatch(actual: Sequence[int], expected: Sequence[int]) -> int | None:
     """Return the index of the first digest that differs; None if none does."""
-    assert len(found) == len(expected), (len(found), len(expected))
-    if found == expected:
+    assert len(actual) == len(expected), (len(actual), len(expected))
+    if actual == expected:
         return None
-    return next(index for index, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other)
+    return next(index for index, (one, other) in enumerate(zip(actual, expected, strict=True)) if one != other)
 
 
 def count_blocks(size: int) -> int:

@@ -114,21 +114,21 @@ def do_parts_cover(parts: PartTable, begin: NDArray[np.int64], end: NDArray[np.i
     gaps = np.flatnonzero(parts["begin"][1:] != stops[:-1]) + 1
     first, last = parts["begin"][np.concatenate([[0], gaps])], stops[np.concatenate([gaps - 1, [len(parts) - 1]])]
     run = np.searchsorted(first, begin, "right") - 1
-    found: NDArray[np.bool_] = (run >= 0) & (end <= last[np.maximum(run, 0)])
-    return found
+    covered: NDArray[np.bool_] = (run >= 0) & (end <= last[np.maximum(run, 0)])
+    return covered
 
 
 def list_parts_within(parts: PartTable, begin: int, end: int) -> PartTable:
     """Return the parts that have bytes [begin, end) of the image."""
     first = np.searchsorted(parts["begin"] + parts["size"], begin, "right")
-    found: PartTable = parts[first : np.searchsorted(parts["begin"], end, "left")]
-    return found
+    within: PartTable = parts[first : np.searchsorted(parts["begin"], end, "left")]
+    return within
 
 
 def list_stored_parts_within(parts: PartTable, begin: int, end: int) -> PartTable:
     """Return the parts that have bytes [begin, end) of the file."""
-    found: PartTable = parts[(parts["at"] < end) & (parts["at"] + parts["stored"] > begin)]
-    return found
+    within: PartTable = parts[(parts["at"] < end) & (parts["at"] + parts["stored"] > begin)]
+    return within
 
 
 _BEGIN, _END = b"\x78\x01", b"\x03\x00"

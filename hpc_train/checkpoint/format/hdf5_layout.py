@@ -170,11 +170,11 @@ def dataset_name(tensor: str, number: int) -> str:
 def count_earlier_occurrences(tensors: Iterable[str]) -> list[int]:
     """Return for every name how often it occurs before."""
     seen: dict[str, int] = {}
-    found = []
+    counts = []
     for name in tensors:
-        found.append(seen.get(name, 0))
-        seen[name] = found[-1] + 1
-    return found
+        counts.append(seen.get(name, 0))
+        seen[name] = counts[-1] + 1
+    return counts
 
 
 def make_image(rows: Sequence[DatasetRow]) -> ShardImage:
@@ -198,12 +198,12 @@ def make_anonymous_file(fill: Callable[[Path], T]) -> Iterator[tuple[T, BinaryIO
     descriptor = os.memfd_create("hpc_train-image")
     with os.fdopen(descriptor, "rb") as content:
         try:
-            found = fill(Path(f"/proc/self/fd/{descriptor}"))
+            result = fill(Path(f"/proc/self/fd/{descriptor}"))
         except RuntimeError as error:  # h5py raises it for an error of the operating system while it closes a file
             # It hides the cause. If that was a limit on file sizes, this raises the OSError that says so.
             os.ftruncate(descriptor, 1 << 50)
             raise CheckpointError(format_error(error)) from error
-        yield found, content
+        yield result, content
 
 
 def open_hdf5(path: Path, mode: str, threshold: int = ALIGNMENT, interval: int = ALIGNMENT) -> Any:
@@ -292,11 +292,11 @@ def find_gaps(file: BinaryIO, data: list[tuple[int, int]], size: int) -> list[tu
 
     data: (begin, end) of each tensor, sorted. size: bytes of the file.
     """
-    found, at = [], 0
+    gaps, at = [], 0
     for begin, end in [*data, (size, size)]:
         assert begin >= at, "HDF5 gave two datasets the same bytes"
         if begin > at:
             file.seek(at)
-            found.append((at, file.read(begin - at)))
+            gaps.append((at, file.read(begin - at)))
         at = end
-    return found
+    return gaps

@@ -232,8 +232,8 @@ def _find_numbers(data: bytes) -> tuple[int, int] | None:
     end = data.rfind(b',"checksum":')
     if end < 0 or data[end:] != f',"checksum":"{checksum_bytes(data[:end] + b"}")}"}}\n'.encode():
         return None
-    found = _NUMBERS.match(data, max(0, data.rfind(b',"sequence":')))
-    return (int(found[1]), int(found[2])) if found else None
+    match = _NUMBERS.match(data, max(0, data.rfind(b',"sequence":')))
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -279,10 +279,10 @@ def _parse_json(data: bytes) -> dict[str, Any]:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise ValueError("a key twice in one object")
-    return found
+    return values
 
 
 def _refuse_constant(text: str) -> Any:
@@ -303,10 +303,10 @@ def _parse_files(rows: Any, *optional: Any) -> tuple[ShardFile, ...]:
     columns = [[None] * len(rows) if column is None else column for column in optional]
     if any(type(column) is not list or len(column) != len(rows) for column in (rows, *columns)):
         raise ValueError("columns of files that do not fit each other")
-    found = tuple(_parse_file(row, *rest) for row, *rest in zip(rows, *columns, strict=True))
-    if len({file.name for file in found}) < len(found):
+    files = tuple(_parse_file(row, *rest) for row, *rest in zip(rows, *columns, strict=True))
+    if len({file.name for file in files}) < len(files):
         raise ValueError("the same file twice")
-    return found
+    return files
 
 
 def _parse_file(row: Any, written_at: Any, inflated: Any) -> ShardFile:
@@ -381,9 +381,9 @@ def _count_bytes_on_disk(files: Sequence[ShardFile], directory: Path | None) -> 
     """Return the total bytes of the shard files that exist and have the right size."""
     if directory is None:
         return 0
-    found = 0
+    total = 0
     for file in files:
         with suppress(OSError, ValueError):
             size = (directory / file.name).lstat().st_size
-            found += size if size == file.bytes else 0
-    return found
+            total += size if size == file.bytes else 0
+    return total

@@ -51,8 +51,8 @@ def check_shard_file(
     index: of the file in the step. thorough: compare with the HDF5 structure of the file even if the seal matches,
     which takes about 50 microseconds a dataset.
     """
-    found = ((layout, np.flatnonzero(layout.files == index)) for layout in step_layout.layouts)
-    layout, members = next(((layout, members) for layout, members in found if len(members)), (None, None))
+    rows_by_layout = ((layout, np.flatnonzero(layout.files == index)) for layout in step_layout.layouts)
+    layout, members = next(((layout, members) for layout, members in rows_by_layout if len(members)), (None, None))
     if layout is None or members is None:
         return  # no tensor is read from it
     member = int(members[0])
@@ -90,14 +90,14 @@ def _list_expected(step_layout: StepLayout, layout: SharedLayout, member: int) -
     """Return the expected properties of each dataset, by name; several entries if its parts are rows of their own."""
     tensors = [step_layout.tensors[index] for index in layout.tensors.tolist()]
     rows = zip(tensors, layout.shapes, layout.offsets, layout.places.tolist(), strict=True)
-    found: dict[str, list[ExpectedDataset]] = {}
+    expected: dict[str, list[ExpectedDataset]] = {}
     if layout.within is None:
         names = name_datasets(tensor.name for tensor in tensors)
         for name, (tensor, shape, offsets, place) in zip(names, rows, strict=True):
             at = place if prod(shape) else None
             row = ExpectedDataset(tensor.name, tensor.dtype, tensor.shape, tuple(offsets[member].tolist()), shape, at)
-            found.setdefault(name, []).append(row)
-        return found
+            expected.setdefault(name, []).append(row)
+        return expected
     for within, (tensor, shape, offsets, place) in zip(layout.within, rows, strict=True):
         start, dataset_shape = within.start, within.shape
         strides = [prod(dataset_shape[dim + 1 :]) for dim in range(len(dataset_shape))]
@@ -107,8 +107,8 @@ def _list_expected(step_layout: StepLayout, layout: SharedLayout, member: int) -
         offset = tuple(at - by for at, by in zip(offsets[member].tolist(), start, strict=True))
         begin = place - first * choose_minimum_itemsize(tensor.dtype) if prod(shape) else None
         row = ExpectedDataset(tensor.name, tensor.dtype, tensor.shape, offset, dataset_shape, begin)
-        found.setdefault(dataset_name(tensor.name, within.number), []).append(row)
-    return found
+        expected.setdefault(dataset_name(tensor.name, within.number), []).append(row)
+    return expected
 
 
 def _is_contiguous(part: tuple[int, ...], full_shape: tuple[int, ...]) -> bool:
@@ -166,9 +166,9 @@ def _check_place(row: ExpectedDataset, dataset: ParsedDataset, parts: PartTable 
         chunk_bytes = prod(dataset.chunk) * dataset.itemsize
     # The parts of a dataset are consecutive, because parts are in the order of the image.
     first = int(np.searchsorted(parts["begin"], row.place))
-    found, forms = [], set()
+    chunk_places, forms = [], set()
     for begin, length, at, stored_bytes, inflated, item in parts[first : first + len(spans)].tolist():
-        found.append(((begin - row.place, length), (at, stored_bytes, _UNMASKED if inflated else _MASKED)))
+        chunk_places.append(((begin - row.place, length), (at, stored_bytes, _UNMASKED if inflated else _MASKED)))
         forms |= {(inflated, item)} if inflated else set()
-    if found != list(zip(spans, stored, strict=True)) or forms - {(chunk_bytes, dataset.itemsize)}:
+    if chunk_places != list(zip(spans, stored, strict=True)) or forms - {(chunk_bytes, dataset.itemsize)}:
         raise CheckpointError(f"tensor {row.tensor!r}: its chunks do not lie where the table of parts says")

@@ -213,11 +213,11 @@ class StepLayout:
     @cached_property
     def _rows(self) -> dict[str, list[tuple[SharedLayout, int]]]:
         """Layouts and rows of the parts of each tensor."""
-        found: dict[str, list[tuple[SharedLayout, int]]] = {}
+        rows: dict[str, list[tuple[SharedLayout, int]]] = {}
         for layout in self.layouts:
             for row, tensor in enumerate(layout.tensors.tolist()):
-                found.setdefault(self.names[tensor], []).append((layout, row))
-        return found
+                rows.setdefault(self.names[tensor], []).append((layout, row))
+        return rows
 
     def is_in_one_part(self, tensor: SavedTensor) -> bool:
         """Return whether one file has all of a tensor in one rectangle, and no other file has any of it."""
@@ -240,17 +240,17 @@ class StepLayout:
 
     def parts(self) -> dict[str, list[SavedPart]]:
         """Return the parts of every tensor; parts without elements are left out."""
-        found: dict[str, list[SavedPart]] = {tensor.name: [] for tensor in self.tensors}
+        parts_by_name: dict[str, list[SavedPart]] = {tensor.name: [] for tensor in self.tensors}
         for layout in self.layouts:
             files = layout.files.tolist()
             rows = zip(layout.tensors.tolist(), layout.shapes, layout.places.tolist(), layout.offsets, strict=True)
             for tensor, shape, place, offsets in rows:
                 if 0 not in shape:
-                    found[self.tensors[tensor].name] += [
+                    parts_by_name[self.tensors[tensor].name] += [
                         SavedPart(file, place, Rectangle(tuple(offset), shape))
                         for file, offset in zip(files, offsets.tolist(), strict=True)
                     ]
-        return found
+        return parts_by_name
 
 
 def gather_layouts(file_layouts: Sequence[FileLayout]) -> StepLayout:
@@ -281,9 +281,10 @@ def _share_layout(key: Any, files: list[int], file_layouts: Sequence[FileLayout]
     numbered, shapes, places, within = key
     # One column per row of the layout: its offset in each file. Rows with equal columns share one cut.
     columns = zip(*(map(attrgetter("offset"), file_layouts[file].rows) for file in files), strict=True)
-    found, cut = find_distinct(zip(shapes, columns, strict=True))
+    distinct, cut = find_distinct(zip(shapes, columns, strict=True))
     cuts = tuple(
-        RowCut(shape, np.asarray(offsets, dtype=np.int64).reshape(len(files), len(shape))) for shape, offsets in found
+        RowCut(shape, np.asarray(offsets, dtype=np.int64).reshape(len(files), len(shape)))
+        for shape, offsets in distinct
     )
     members, tensors, begins = (np.asarray(column, dtype=np.int64) for column in (files, numbered, places))
     return SharedLayout(members, tensors, begins, cuts, cut, within)
@@ -347,13 +348,13 @@ def find_single_shard_tensors(step_layout: StepLayout) -> SingleShardTensors:
     names, none = step_layout.names, np.zeros(0, dtype=np.int64)
     forms: dict[ShardForm, int] = {}
     parts = np.zeros(len(names), dtype=np.int64)  # of each tensor, in all files
-    found = [(none, none, none, none)]
+    columns = [(none, none, none, none)]
     for layout in step_layout.layouts:
         np.add.at(parts, layout.tensors, len(layout.files))
         if len(layout.files) == 1:
             file = np.repeat(layout.files, len(layout.tensors))
-            found.append((layout.tensors, _number_forms(step_layout, layout, forms), file, layout.places))
-    tensors, form, files, places = (np.concatenate(column) for column in zip(*found, strict=True))
+            columns.append((layout.tensors, _number_forms(step_layout, layout, forms), file, layout.places))
+    tensors, form, files, places = (np.concatenate(column) for column in zip(*columns, strict=True))
     single = np.flatnonzero((parts[tensors] == 1) & (form != _NONE))
     rows = {names[tensor]: row for row, tensor in enumerate(tensors[single].tolist())}
     return SingleShardTensors(rows, forms, form[single], files[single], places[single])

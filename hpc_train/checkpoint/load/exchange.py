@@ -108,16 +108,16 @@ def plan_rounds(demand: CellDemand, ranks: int) -> list[ExchangeRound]:
         (np.cumsum(demand.copied[cells]), EXCHANGE_BYTES * ranks),
         (np.cumsum(blocks * BLOCK_BYTES), EXCHANGE_BYTES * ranks),
     ]
-    found, start = [], 0
+    rounds, start = [], 0
     while start < len(cells):
         ends = [np.searchsorted(total, (total[start - 1] if start else 0) + most, "right") for total, most in limits]
         stop = max(start + 1, int(min(ends)))
         # Cut the round's blocks into equal parts in file order, one per rank; a cell belongs where its middle lies.
         middle = np.cumsum(blocks[start:stop]) - blocks[start:stop] / 2
         owners = (middle * ranks / blocks[start:stop].sum()).astype(np.int64)
-        found.append(ExchangeRound(cells[start:stop], owners))
+        rounds.append(ExchangeRound(cells[start:stop], owners))
         start = stop
-    return found
+    return rounds
 
 
 @dataclass(frozen=True)

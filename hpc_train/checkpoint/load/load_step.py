@@ -128,11 +128,11 @@ def plan_reads(shards: Sequence[TensorShard], manifest: Manifest, where: str) ->
 
 def _plan_single_shards(shards: Sequence[TensorShard], tensors: SingleShardTensors) -> tuple[Strips, list[int]]:
     """Return strips of the shards that were saved with the same rectangle, and the indices of the others."""
-    found = tensors.match_shards(shards)
-    plain = np.flatnonzero(found >= 0)
-    rows = found[plain]
+    matches = tensors.match_shards(shards)
+    plain = np.flatnonzero(matches >= 0)
+    rows = matches[plain]
     columns = np.stack([tensors.files[rows], tensors.places[rows], tensors.sizes[tensors.form[rows]], plain], axis=1)
-    return make_single_strips(columns), np.flatnonzero(found < 0).tolist()
+    return make_single_strips(columns), np.flatnonzero(matches < 0).tolist()
 
 
 def _plan_others(shards: Sequence[TensorShard], which: Sequence[int], manifest: Manifest, where: str) -> list[StripRow]:
@@ -159,22 +159,22 @@ def _plan_shard(index: int, shard: TensorShard, tensor: SavedTensor, manifest: M
     if len(parts) == 1 and parts[0].rectangle == target:
         return copy_strips(parts[0].file, parts[0].place, target, index, target, target, item)
     overlaps = [(part, target.overlap(part.rectangle)) for part in parts]
-    found = [(part, common) for part, common in overlaps if common]
-    why = explain_coverage(target, [common for _, common in found])
+    overlapping = [(part, common) for part, common in overlaps if common]
+    why = explain_coverage(target, [common for _, common in overlapping])
     if why:
         raise CheckpointError(f"{where} is damaged: tensor {shard.name!r}: {why}")
     return [
         row
-        for part, common in found
+        for part, common in overlapping
         for row in copy_strips(part.file, part.place, part.rectangle, index, target, common, item)
     ]
 
 
 def _check_kind(shard: TensorShard, saved: SavedTensor, where: str) -> None:
-    wanted, found = (tuple(shard.shape), dtype_name(shard.dtype)), (saved.shape, saved.dtype)
-    if wanted != found:
+    wanted, stored = (tuple(shard.shape), dtype_name(shard.dtype)), (saved.shape, saved.dtype)
+    if wanted != stored:
         raise UserError(
-            f"{where}: tensor {shard.name!r} is {found[1]} of shape {found[0]}, this run wants {wanted[1]} of shape"
+            f"{where}: tensor {shard.name!r} is {stored[1]} of shape {stored[0]}, this run wants {wanted[1]} of shape"
             f" {wanted[0]}; choose another checkpoint or the configuration it was saved with"
         )
 
@@ -295,17 +295,17 @@ _COPY = re.compile(r"optim\.copy(\d+)_")
 
 def count_copies(names: Iterable[str]) -> int:
     """Return how many copies of the model a step has state of (loose synchronisation); 0 if it has none."""
-    return max((int(found[1]) + 1 for found in map(_COPY.match, names) if found), default=0)
+    return max((int(match[1]) + 1 for match in map(_COPY.match, names) if match), default=0)
 
 
 def rename_copies(shards: Sequence[TensorShard], saved: int) -> list[TensorShard]:
     """Let copies beyond the saved ones start from the saved ones, round-robin; returns the shards to load."""
 
     def rename(shard: TensorShard) -> TensorShard:
-        found = _COPY.match(shard.name)
-        if not saved or found is None or int(found[1]) < saved:
+        match = _COPY.match(shard.name)
+        if not saved or match is None or int(match[1]) < saved:
             return shard
-        return replace(shard, name=f"optim.copy{int(found[1]) % saved}_{shard.name[found.end() :]}")
+        return replace(shard, name=f"optim.copy{int(match[1]) % saved}_{shard.name[match.end() :]}")
 
     return [rename(shard) for shard in shards]
 
@@ -340,8 +340,8 @@ def _resolve_setting(directory: Path, how: str) -> tuple[Path, int | None]:
         locate_step(directory, int(how))
         return directory, int(how)
     path = Path(how).expanduser().absolute()
-    if found := find_named_step(path):
-        return found
+    if named := find_named_step(path):
+        return named
     for place in (path, path / "checkpoints"):
         if find_steps(place):
             return place, None

@@ -125,9 +125,9 @@ def make_strips(rows: Iterable[StripRow]) -> Strips:
 def make_single_strips(rows: Sequence[StripRow] | NDArray[np.int64]) -> Strips:
     """Make strips of one run each, to the beginning of a tensor, from rows of (file, begin, run, shard)."""
     table = np.array(rows, dtype=np.int64).reshape(-1, 4)
-    found = np.zeros(len(table), dtype=STRIP_DTYPE)
-    found["file"], found["begin"], found["run"], found["shard"] = table.T
-    return _make_single_runs(found)
+    strips = np.zeros(len(table), dtype=STRIP_DTYPE)
+    strips["file"], strips["begin"], strips["run"], strips["shard"] = table.T
+    return _make_single_runs(strips)
 
 
 def copy_strips(
@@ -187,11 +187,11 @@ def _split_far_runs(strips: Strips) -> Strips:
     far = (strips["count"] > 1) & (strips["stride"] - strips["run"] > MAX_GAP_BYTES)
     if not far.any():
         return strips
-    found = np.repeat(strips[far], strips["count"][far])
+    single_runs = np.repeat(strips[far], strips["count"][far])
     turn = _count_up(strips["count"][far])
-    found["begin"] += turn * found["stride"]
-    found["at"] += turn * found["step"]
-    return np.concatenate([strips[~far], _make_single_runs(found)])
+    single_runs["begin"] += turn * single_runs["stride"]
+    single_runs["at"] += turn * single_runs["step"]
+    return np.concatenate([strips[~far], _make_single_runs(single_runs)])
 
 
 def _split_at_cells(strips: Strips) -> Strips:
@@ -232,11 +232,11 @@ def _clip_run(
     start = strips["begin"] + run * strips["stride"]
     begin, end = np.maximum(start, low), np.minimum(start + strips["run"], high)
     where = where & (end > begin)
-    found = strips[where]
-    found["begin"] = begin[where]
-    found["at"] += (run * strips["step"] + begin - start)[where]
-    found["run"] = (end - begin)[where]
-    return _make_single_runs(found)
+    clipped = strips[where]
+    clipped["begin"] = begin[where]
+    clipped["at"] += (run * strips["step"] + begin - start)[where]
+    clipped["run"] = (end - begin)[where]
+    return _make_single_runs(clipped)
 
 
 def _make_single_runs(strips: Strips) -> Strips:
@@ -303,9 +303,9 @@ def _group_reads(strips: Strips, most: int) -> tuple[NDArray[np.int64], NDArray[
     return begin, end, np.flatnonzero(np.concatenate([[True], other | (gap >= MAX_GAP_BYTES)]))
 
 
-def list_blocks(found: Sequence[BlockRead]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def list_blocks(reads: Sequence[BlockRead]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return (files, blocks): all blocks that the reads touch, in order."""
-    number = np.array([-(-read.end // BLOCK_BYTES) - read.begin // BLOCK_BYTES for read in found], dtype=np.int64)
-    files = np.repeat(np.array([read.file for read in found], dtype=np.int64), number)
-    first = np.repeat(np.array([read.begin // BLOCK_BYTES for read in found], dtype=np.int64), number)
+    number = np.array([-(-read.end // BLOCK_BYTES) - read.begin // BLOCK_BYTES for read in reads], dtype=np.int64)
+    files = np.repeat(np.array([read.file for read in reads], dtype=np.int64), number)
+    first = np.repeat(np.array([read.begin // BLOCK_BYTES for read in reads], dtype=np.int64), number)
     return files, first + np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)

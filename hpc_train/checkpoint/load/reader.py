@@ -55,13 +55,13 @@ class PlannedRead:
     """Whether every byte has at most one destination."""
 
 
-def plan_destinations(found: Sequence[BlockRead], strips: Strips, addresses: NDArray[np.int64]) -> list[PlannedRead]:
+def plan_destinations(reads: Sequence[BlockRead], strips: Strips, addresses: NDArray[np.int64]) -> list[PlannedRead]:
     """Compute the destinations of all reads before I/O starts; returns them in the same order.
 
-    found: reads of all the strips. addresses: memory of every tensor; 0 on a GPU.
+    reads: of all the strips. addresses: memory of every tensor; 0 on a GPU.
     """
     near = (strips["count"] == 1) & (addresses[strips["shard"]] != 0)
-    runs, stops = make_copy_runs(strips, addresses), np.cumsum([len(read.strips) for read in found], dtype=np.int64)
+    runs, stops = make_copy_runs(strips, addresses), np.cumsum([len(read.strips) for read in reads], dtype=np.int64)
     starts = np.concatenate([[0], stops[:-1]])
     # Strips are sorted by begin, so if any two overlap, two neighbours do.
     clash = np.concatenate([[False], strips["begin"][1:] < strip_ends(strips)[:-1]])
@@ -71,7 +71,7 @@ def plan_destinations(found: Sequence[BlockRead], strips: Strips, addresses: NDA
     columns = (column.tolist() for column in (starts, stops, all_near, are_disjoint))
     return [
         PlannedRead(read, runs[start:stop] if near else None, are_disjoint)
-        for read, start, stop, near, are_disjoint in zip(found, *columns, strict=True)
+        for read, start, stop, near, are_disjoint in zip(reads, *columns, strict=True)
     ]
 
 
@@ -79,8 +79,8 @@ def make_copy_runs(strips: Strips, addresses: NDArray[np.int64]) -> list[CopyRun
     """Return the copy of each strip; only valid for strips of one run into host memory."""
     # base + (byte of the file) is the address of that byte in memory.
     base = addresses[strips["shard"]] + strips["at"] - strips["begin"]
-    found: list[CopyRun] = np.stack([strips["begin"], strip_ends(strips), base, strips["shard"]], axis=1).tolist()
-    return found
+    runs: list[CopyRun] = np.stack([strips["begin"], strip_ends(strips), base, strips["shard"]], axis=1).tolist()
+    return runs
 
 
 def make_io_vector(rest: deque[CopyRun], low: int, high: int, between: memoryview) -> list[Any] | None:
@@ -89,7 +89,7 @@ def make_io_vector(rest: deque[CopyRun], low: int, high: int, between: memoryvie
     rest: copies in file order that do not overlap; those before `low` are dropped. between: takes bytes that no tensor
     needs.
     """
-    found: list[Any] = []
+    buffers: list[Any] = []
     at = low
     while rest and rest[0][1] <= low:
         rest.popleft()
@@ -97,17 +97,17 @@ def make_io_vector(rest: deque[CopyRun], low: int, high: int, between: memoryvie
         if begin >= high:
             break
         if begin > at:
-            found.append(between[at - low : begin - low])
+            buffers.append(between[at - low : begin - low])
             at = begin
         stop = end if end < high else high
         # A view of the tensor's memory, which the caller keeps alive; a memoryview would cost several times as much.
-        found.append((c_ubyte * (stop - at)).from_address(base + at))
+        buffers.append((c_ubyte * (stop - at)).from_address(base + at))
         at = stop
-        if len(found) > _MOST_BUFFERS:
+        if len(buffers) > _MOST_BUFFERS:
             return None
     if at < high:
-        found.append(between[at - low : high - low])
-    return found
+        buffers.append(between[at - low : high - low])
+    return buffers
 
 
 def make_copier(rest: deque[CopyRun], data: memoryview, low: int, high: int) -> OnVerified:
@@ -191,11 +191,11 @@ class TensorReader:
         """
         if not len(strips):
             return
-        found = plan_destinations(
+        planned = plan_destinations(
             plan_block_reads(strips, self._source.sizes, WIDE_READ_BYTES), strips, self._targets.addresses
         )
-        threads = self._source.threads if self._source.is_cached(found[0].read.file) else _WAITING_READS
-        rest = iter(found)
+        threads = self._source.threads if self._source.is_cached(planned[0].read.file) else _WAITING_READS
+        rest = iter(planned)
         with (
             LoadWorkers(self._source.threads_beside_io, 2 * _WAITING_READS, WIDE_READ_BYTES) as workers,
             ThreadPoolExecutor(threads) as pool,
@@ -258,8 +258,8 @@ class TensorReader:
 
     def _are_single_runs(self, strips: Strips) -> NDArray[np.bool_]:
         """Return which strips are one run into host memory."""
-        found: NDArray[np.bool_] = (strips["count"] == 1) & (self._targets.addresses[strips["shard"]] != 0)
-        return found
+        single: NDArray[np.bool_] = (strips["count"] == 1) & (self._targets.addresses[strips["shard"]] != 0)
+        return single
 
     def _read_and_copy(self, read: BlockRead, low: int, high: int, runs: deque[CopyRun] | None) -> None:
         """Read bytes [low, high) of the file into scratch memory and copy them from there."""

@@ -260,10 +260,10 @@ class _OpenShard:
             raise CheckpointError(f"{file.name}: it has {size} bytes, {file.bytes} were committed")
 
 
-def _compare_digests(shard: _OpenShard, begin: int, found: list[int]) -> None:
-    """Raise DamagedBlockError at the first wrong digest. found: digests of the blocks from byte `begin` on."""
+def _compare_digests(shard: _OpenShard, begin: int, digests: list[int]) -> None:
+    """Raise DamagedBlockError at the first wrong digest. digests: of the blocks from byte `begin` on."""
     first = begin // BLOCK_BYTES
-    wrong = find_first_mismatch(found, shard.digests[first : first + len(found)])
+    wrong = find_first_mismatch(digests, shard.digests[first : first + len(digests)])
     if wrong is not None:
         raise DamagedBlockError(shard.name, (first + wrong) * BLOCK_BYTES)
 
@@ -299,10 +299,10 @@ def _copy_part(shard: _OpenShard, part: _Part, data: memoryview, low: int, memor
         memory[first - begin : last - begin] = stored[first - part.begin : last - part.begin]
         return
     try:
-        found = inflate_chunk(stored, part.item, part.whole)
+        inflated = inflate_chunk(stored, part.item, part.whole)
     except CheckpointError as error:
         raise CheckpointError(f"{shard.name}: the chunk at byte {part.at}: {error}") from error
-    memory[first - begin : last - begin] = found[first - part.begin : last - part.begin].data
+    memory[first - begin : last - begin] = inflated[first - part.begin : last - part.begin].data
 
 
 def read_digest_table(directory: Path, file: ShardFile) -> DigestTable:

@@ -81,8 +81,8 @@ def verify_in_one_process(
 
 def list_index_problems(path: Path, manifest: Manifest) -> list[Problem]:
     """Return the problems of a step's index, if it has one."""
-    found = find_index_problem(path, manifest)
-    return [found] if found else []
+    problem = find_index_problem(path, manifest)
+    return [problem] if problem else []
 
 
 def find_newest_verified(directory: Path, world: World | None = None) -> int | None:
@@ -112,15 +112,15 @@ def list_file_problems(
     """
 
     def check(span: _BlockSpan) -> Problem | None:
-        found = _check_span(path, manifest, span)
+        problem = _check_span(path, manifest, span)
         on_bytes(span.bytes)
-        return found
+        return problem
 
-    checked = {file.name: _list_spans(path, file) for file in files}
+    spans_by_file = {file.name: _list_spans(path, file) for file in files}
     with ThreadPoolExecutor(jobs) as pool:
         checks = [
-            (name, [found] if isinstance(found, Problem) else [pool.submit(check, span) for span in found])
-            for name, found in checked.items()
+            (name, [spans] if isinstance(spans, Problem) else [pool.submit(check, span) for span in spans])
+            for name, spans in spans_by_file.items()
         ]
         results = [
             (name, [outcome if isinstance(outcome, Problem) else outcome.result() for outcome in of_file])
@@ -129,11 +129,11 @@ def list_file_problems(
     damaged = {name: wrong[0] for name, of_file in results if (wrong := [problem for problem in of_file if problem])}
     # A file whose bytes are as they were written may still contradict the manifest: compare its HDF5 structure.
     numbers = {file.name: number for number, file in enumerate(manifest.files)}
-    for name in checked.keys() - damaged.keys():
+    for name in spans_by_file.keys() - damaged.keys():
         if (problem := _find_contradiction(path, manifest, numbers[name])) is not None:
             damaged[name] = problem
     # In the order of the manifest, not in that of the threads.
-    return [damaged[name] for name in checked if name in damaged]
+    return [damaged[name] for name in spans_by_file if name in damaged]
 
 
 def _find_contradiction(path: Path, manifest: Manifest, number: int) -> Problem | None:
@@ -183,7 +183,7 @@ def _read_manifest(path: Path, step: int) -> tuple[Manifest | None, list[Problem
 
 
 def _list_spans(path: Path, file: ShardFile) -> list[_BlockSpan] | Problem:
-    """Return spans of all blocks of a file, or the problem if they cannot be checked at all."""
+    """Return spans of all blocks of a file, or the problem if they cannot be spans_by_file at all."""
     try:
         check_folders(path, file.name)
         size = (path / file.name).lstat().st_size

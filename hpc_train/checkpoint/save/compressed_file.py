@@ -176,8 +176,8 @@ def _lay_out(datasets: Sequence[_Dataset], level: int, path: Path) -> list[int]:
                 assert part.chunk is not None
                 mask = 0 if part.whole else _UNFILTERED
                 chunked.write_direct_chunk(part.chunk.at, zeros[: len(part.data)], mask)
-            found = _find_chunk_places(chunked)
-            places += [found[part.chunk.at] for part in dataset.parts if part.chunk is not None]
+            places_of_chunks = _find_chunk_places(chunked)
+            places += [places_of_chunks[part.chunk.at] for part in dataset.parts if part.chunk is not None]
             for place, part in zip(places[-len(dataset.parts) :], dataset.parts, strict=True):
                 _punch_hole(content, place, len(part.data))
     return places
@@ -185,13 +185,13 @@ def _lay_out(datasets: Sequence[_Dataset], level: int, path: Path) -> list[int]:
 
 def _find_chunk_places(dataset: Any) -> dict[tuple[int, ...], int]:
     """Return the byte of the file of every chunk, by the index of its first element."""
-    found: dict[tuple[int, ...], int] = {}
+    places: dict[tuple[int, ...], int] = {}
 
     def keep(chunk: Any) -> None:
-        found[tuple(chunk.chunk_offset)] = chunk.byte_offset
+        places[tuple(chunk.chunk_offset)] = chunk.byte_offset
 
     dataset.chunk_iter(keep)
-    return found
+    return places
 
 
 def _punch_hole(file: int, begin: int, size: int) -> None:

@@ -180,10 +180,10 @@ def fill_open_file(file: int, stream: WriteStream, policy: WritePolicy) -> list[
     end = -(-stream.size // ALIGNMENT) * ALIGNMENT if policy.direct else stream.size
     # Reserving first also keeps the file in few extents. It can take long, so the first chunks are hashed meanwhile.
     begin = partial(reserve_space, file, end) if policy.reserve else lambda: None
-    found = _write_chunks(file, stream, end, policy.write_bytes, begin=begin)
+    digests = _write_chunks(file, stream, end, policy.write_bytes, begin=begin)
     os.ftruncate(file, stream.size)  # direct I/O has written whole pages
     os.fsync(file)
-    return found
+    return digests
 
 
 def write_file_part(path: Path, at: int, stream: WriteStream, policy: WritePolicy) -> list[int]:
@@ -230,22 +230,22 @@ def _write_chunks(
         write_at_offset(file, data, at + span[0])
 
     def get_and_put(span: _ChunkSpan) -> list[int]:
-        data, found = get(span)
+        data, digests = get(span)
         put(span, data)
-        return found
+        return digests
 
     chunks = list(_split_chunks(end, chunk))
     if len(chunks) == 1:
         begin()
-        found = get_and_put(chunks[0])
+        digests = get_and_put(chunks[0])
     else:
         with ThreadPoolExecutor(_THREADS) as pool:
             begun = pool.submit(begin)
             if stream.memory_stays:
                 return _write_ahead(pool, chunks, get, put, stream.on_digests)
-            found = [digest for of_chunk in pool.map(get_and_put, chunks) for digest in of_chunk]
-    stream.on_digests(found)
-    return found
+            digests = [digest for of_chunk in pool.map(get_and_put, chunks) for digest in of_chunk]
+    stream.on_digests(digests)
+    return digests
 
 
 def _split_chunks(end: int, chunk: int) -> Iterator[_ChunkSpan]:
@@ -270,19 +270,19 @@ def _write_ahead(
     them get their next chunk.
     """
     writing: deque[Future[None]] = deque()
-    found: list[int] = []
+    written_digests: list[int] = []
     try:
         for span in chunks:
             data, digests = get(span)
-            found += digests
+            written_digests += digests
             writing.append(pool.submit(put, span, data))
             # Also collect writes that are already done, so that an error shows at once.
             while writing and (writing[0].done() or len(writing) > _AHEAD):
                 writing.popleft().result()
-        on_digests(found)
+        on_digests(written_digests)
         for write in writing:
             write.result()
-        return found
+        return written_digests
     finally:
         for write in writing:
             write.cancel()

@@ -81,8 +81,8 @@ def link_file(source: Path, target: Path, older: EarlierFile, base: int, step: i
         os.link(old, new)
         os.link(find_digest_table(old), find_digest_table(new))
         # Somebody may have replaced the file in the meantime: check that the link leads to what this process wrote.
-        found = new.stat()
-        if (found.st_ino, found.st_size) != (older.inode, older.file.bytes):
+        status = new.stat()
+        if (status.st_ino, status.st_size) != (older.inode, older.file.bytes):
             raise CheckpointError(f"{old} is not the file that was written there")
         read_digest_table(target, older.as_in(step))
     except (OSError, CheckpointError):
@@ -190,9 +190,9 @@ class StepDelta:
         runs_in_file.sort(key=lambda pair: pair[0].place)
         rows, places, within = [], [], []
         for (_, number), of_dataset in groupby(runs_in_file, key=lambda pair: (pair[1].row, pair[0].number)):
-            found = list(of_dataset)
-            dataset = found[0][0].dataset
-            for run, _ in merge_runs([replace(run, begin=stored.place) for stored, run in found]):
+            stored_runs = list(of_dataset)
+            dataset = stored_runs[0][0].dataset
+            for run, _ in merge_runs([replace(run, begin=stored.place) for stored, run in stored_runs]):
                 rows.append(self.make_row(run))
                 places.append(run.begin)
                 within.append(EnclosingDataset(number, dataset.shape, run.rectangle.start_in(dataset)))
@@ -287,12 +287,13 @@ def _place_runs_in_parts(
     """Return where each run of a group is in its file."""
     digests = {delta.run_key(delta.runs[index]): delta.digests[index] for index in group}
     numbers = count_earlier_occurrences(row.name for row in layout.rows)
-    found = {}
+    stored_runs = {}
     for (merged, parts), place, number in zip(delta.merge_group(group), layout.places, numbers, strict=True):
         for run in parts:
             key = delta.run_key(run)
-            found[key] = StoredRun(digests[key], older, place + run.begin - merged.begin, number, merged.rectangle)
-    return found
+            begin = place + run.begin - merged.begin
+            stored_runs[key] = StoredRun(digests[key], older, begin, number, merged.rectangle)
+    return stored_runs
 
 
 @dataclass(frozen=True)

@@ -52,12 +52,12 @@ class LayoutCache:
 
     def restore_unchanged(self, ranks: Sequence[FileUpdates]) -> list[tuple[ShardFile, FileLayout]]:
         """On rank 0, return the files of all ranks, with the layouts that they omitted."""
-        found: list[tuple[tuple[ShardFile, FileLayout], ...]] = [
+        files_of_ranks: list[tuple[tuple[ShardFile, FileLayout], ...]] = [
             tuple((file, self._rank_layouts[rank] if layout is None else layout) for file, layout in files)
             for rank, files in enumerate(ranks)
         ]
-        self._pending_rank_layouts = {rank: files[0][1] for rank, files in enumerate(found) if len(files) == 1}
-        return [file for files in found for file in files]
+        self._pending_rank_layouts = {rank: files[0][1] for rank, files in enumerate(files_of_ranks) if len(files) == 1}
+        return [file for files in files_of_ranks for file in files]
 
     def confirm_received(self) -> None:
         """On rank 0, cache the layouts that were received, when the save is committed."""

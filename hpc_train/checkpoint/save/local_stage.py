@@ -55,10 +55,10 @@ class LocalFile:
     def _make_reader(self, policy: WritePolicy) -> _FileReader:
         return _FileReader(self.descriptor, self.size, policy.write_bytes)
 
-    def _check(self, found: list[int]) -> list[int]:
-        if found != self.digests:
+    def _check(self, digests: list[int]) -> list[int]:
+        if digests != self.digests:
             raise CheckpointError("the copy in checkpoint.stage_dir was damaged before it was committed")
-        return found
+        return digests
 
     def close(self) -> None:
         """Close the file, which frees its space."""

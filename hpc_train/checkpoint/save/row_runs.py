@@ -43,13 +43,13 @@ def split_runs(layout: FileLayout, length: int = RUN_BYTES) -> list[RowRun]:
     """Split a shard into runs of about `length` bytes, in file order. An empty tensor is one run without bytes."""
     total = sum(row.bytes for row in layout.rows)
     most = max(length, total // MAX_RUNS)
-    found = []
+    runs = []
     for index, (row, place) in enumerate(zip(layout.rows, layout.places, strict=True)):
         at, item = place, row.dtype.itemsize
         for slab in split_slabs(Rectangle(row.offset, row.local_shape), max(1, most // item)):
-            found.append(RowRun(index, slab, at, slab.volume * item))
-            at += found[-1].size
-    return found
+            runs.append(RowRun(index, slab, at, slab.volume * item))
+            at += runs[-1].size
+    return runs
 
 
 def digest_runs(memory: memoryview, runs: Sequence[RowRun]) -> list[bytes]:
@@ -68,14 +68,14 @@ def merge_runs(runs: Sequence[RowRun]) -> list[tuple[RowRun, list[RowRun]]]:
 
     runs: in the order of their bytes.
     """
-    found: list[tuple[RowRun, list[RowRun]]] = []
+    merged_runs: list[tuple[RowRun, list[RowRun]]] = []
     for run in runs:
         merged, parts = run, [run]
         # Merging two runs may complete a rectangle that merges with the one before, so go on until nothing fits.
-        while found and (both := _merge_two(found[-1][0], merged)) is not None:
-            merged, parts = both, found.pop()[1] + parts
-        found.append((merged, parts))
-    return found
+        while merged_runs and (both := _merge_two(merged_runs[-1][0], merged)) is not None:
+            merged, parts = both, merged_runs.pop()[1] + parts
+        merged_runs.append((merged, parts))
+    return merged_runs
 
 
 def _merge_two(first: RowRun, second: RowRun) -> RowRun | None:

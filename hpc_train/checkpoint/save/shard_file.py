@@ -167,14 +167,14 @@ def write_shard(
         return write_digest_table(directory, name, shard.size, digests, shard.layout), shard.layout
     # The table of digests is written while the last blocks are still on their way. If the file system refuses direct
     # I/O late, the stream starts again and calls a second time, with the same digests.
-    found: list[ShardFile] = []
+    files: list[ShardFile] = []
 
     def write_table(digests: list[int]) -> None:
-        if not found:
-            found.append(write_digest_table(directory, name, shard.size, digests, shard.layout))
+        if not files:
+            files.append(write_digest_table(directory, name, shard.size, digests, shard.layout))
 
     write_stream(path, WriteStream(shard.check.read, shard.size, True, shard.check.digests, write_table), policy)
-    return found[0], shard.layout
+    return files[0], shard.layout
 
 
 def write_compressed_shard(
@@ -197,8 +197,8 @@ def write_compressed_shard(
         RowInMemory(row, place, memory[begin : begin + row.bytes])
         for row, place, begin in zip(layout.rows, layout.places, begins, strict=True)
     )
-    found = write_compressed_file(directory / name, list(rows), shard.level, policy, shard.buffers)
-    return write_digest_table(directory, name, found.size, found.digests, layout, found.parts, size), layout
+    file = write_compressed_file(directory / name, list(rows), shard.level, policy, shard.buffers)
+    return write_digest_table(directory, name, file.size, file.digests, layout, file.parts, size), layout
 
 
 def write_digest_table(

@@ -83,8 +83,8 @@ def make_shared_head(members: Sequence[Sequence[DatasetRow]], interval: int) -> 
 def _make_head(path: Path, members: Sequence[Sequence[DatasetRow]], interval: int) -> SharedFileHead:
     """Create all datasets first, then allocate the data rank by rank: HDF5 allocates at the end of the file."""
     named = _create_datasets(path, members)
-    found = [_allocate_section(path, of_rank, interval) for of_rank in named]
-    begins, places = tuple(begin for begin, _ in found), tuple(of_rank for _, of_rank in found)
+    sections = [_allocate_section(path, of_rank, interval) for of_rank in named]
+    begins, places = tuple(begin for begin, _ in sections), tuple(of_rank for _, of_rank in sections)
     # Everything before the first section is structure; all data lies behind it.
     with path.open("rb") as file:
         content = file.read(min(filter(None, begins), default=-1))
@@ -203,9 +203,9 @@ class SharedFile:
                 raise CheckpointError("HDF5 changed the structure of a file while the data was written")
 
     def write_digests(
-        self, directory: Path, name: str, found: Sequence[Sequence[int]]
+        self, directory: Path, name: str, digests: Sequence[Sequence[int]]
     ) -> tuple[tuple[ShardFile, FileLayout], ...]:
-        """Write the table of digests, if there is a file. found: digests of the blocks of each rank's section."""
+        """Write the table of digests, if there is a file. digests: of the blocks of each rank's section."""
         if not self._rows:
             return ()
         assert self._head is not None
@@ -216,7 +216,7 @@ class SharedFile:
         ]
         layout = FileLayout(tuple(row for section in self.layouts for row in section.rows), tuple(places))
         return (
-            (write_digest_table(directory, name, self._head.size, self._make_table(found).tolist(), layout), layout),
+            (write_digest_table(directory, name, self._head.size, self._make_table(digests).tolist(), layout), layout),
         )
 
     @property
@@ -234,12 +234,13 @@ class SharedFile:
             "a rank has laid out its own section in another way"
         )
 
-    def _make_table(self, found: Sequence[Sequence[int]]) -> BlockDigests:
+    def _make_table(self, digests_of_ranks: Sequence[Sequence[int]]) -> BlockDigests:
         """Return the digests of all blocks; blocks between sections, which no rank writes, are zeros."""
         assert self._head is not None
         (zeros,) = digest_blocks(memoryview(bytes(BLOCK_BYTES)))
         table = np.full(count_blocks(self._head.size), zeros, dtype=np.uint64)
-        sections = zip((0, *self._head.begins), (digest_blocks(memoryview(self._head.content)), *found), strict=True)
+        of_head = digest_blocks(memoryview(self._head.content))
+        sections = zip((0, *self._head.begins), (of_head, *digests_of_ranks), strict=True)
         for begin, digests in sections:
             table[begin // BLOCK_BYTES : begin // BLOCK_BYTES + len(digests)] = np.asarray(digests, dtype=np.uint64)
         return table

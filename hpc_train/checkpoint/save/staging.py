@@ -100,13 +100,13 @@ class FloatSpan:
         return at + count * self.dtype.itemsize
 
 
-def are_spans_finite(memory: memoryview, found: Iterable[FloatSpan]) -> bool:
+def are_spans_finite(memory: memoryview, spans: Iterable[FloatSpan]) -> bool:
     """Return whether no tensor of a shard's image has a NaN or an infinity.
 
     An attention mask (-inf, and nothing above zero) counts as finite. This is one pass at memory speed: the sum, or the
     minimum and maximum, are not finite if any element is not, and adjacent tensors are checked together.
     """
-    return all(_is_span_finite(memory, span) for span in found)
+    return all(_is_span_finite(memory, span) for span in spans)
 
 
 def find_float_spans(memory: memoryview, file_layout: FileLayout) -> Iterator[FloatSpan]:
@@ -125,12 +125,12 @@ def find_float_spans(memory: memoryview, file_layout: FileLayout) -> Iterator[Fl
 
 def _list_float_tensors(file_layout: FileLayout) -> list[tuple[torch.dtype, int, int]]:
     """Return (dtype, byte, elements) of every floating-point tensor with elements, in file order."""
-    found = [
+    tensors = [
         (row.dtype, place, prod(row.local_shape))
         for row, place in zip(file_layout.rows, file_layout.places, strict=True)
         if row.dtype.is_floating_point or row.dtype.is_complex
     ]
-    return sorted((tensor for tensor in found if tensor[2]), key=lambda tensor: tensor[1])
+    return sorted((tensor for tensor in tensors if tensor[2]), key=lambda tensor: tensor[1])
 
 
 def _is_adjacent(memory: memoryview, span: FloatSpan, begin: int) -> bool:
@@ -336,17 +336,17 @@ class StreamingCheck:
 
     def read(self, begin: int, end: int) -> memoryview:
         """Return bytes [begin, end) of the image, whole blocks, after hashing and checking them. For one thread."""
-        found: list[int] = []
+        digests: list[int] = []
         memory, size = self._slots.memory, self._slots.image.size
         for low in range(begin, end, CACHE_BYTES):
             high = min(low + CACHE_BYTES, end)
             # Fill, hash and check one part after the other, so that it is read from memory once and then from the
             # cache.
             self._fill(low, high)
-            found += digest_blocks(memory[low : min(high, size)])
+            digests += digest_blocks(memory[low : min(high, size)])
             if not self._in_doubt and not self._is_finite(low, high):
                 self._in_doubt = True
-        self._digests[begin], self._checked_bytes[begin] = found, end - begin
+        self._digests[begin], self._checked_bytes[begin] = digests, end - begin
         return memory[begin:end]
 
     def digests(self, begin: int, data: memoryview) -> list[int]:

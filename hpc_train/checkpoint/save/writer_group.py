@@ -111,7 +111,11 @@ class SharedFileWriters:
             return write_turns.run(lambda: self._write(path, raise_failure(section), shard, policy), self.group)
 
         return gather_on_subset(
-            self.ranks, self.rank, write_section, lambda found: self._finish_file(directory, name, found), self.group
+            self.ranks,
+            self.rank,
+            write_section,
+            lambda digests: self._finish_file(directory, name, digests),
+            self.group,
         )
 
     def _create_file(self, path: Path, shard: StagedShard | None, policy: WritePolicy) -> FileSection:
@@ -136,11 +140,11 @@ class SharedFileWriters:
         return write_file_part(path, section.begin, part, policy)
 
     def _finish_file(
-        self, directory: Path, name: str, found: Sequence[Sequence[int]]
+        self, directory: Path, name: str, digests: Sequence[Sequence[int]]
     ) -> list[tuple[tuple[ShardFile, FileLayout], ...]]:
         if self.mpi is not None:
             self._file.restore_size(directory / name)
-        return [self._file.write_digests(directory, name, found), *(() for _ in self.ranks[1:])]
+        return [self._file.write_digests(directory, name, digests), *(() for _ in self.ranks[1:])]
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ def make_writer_group(
 
 def _gather_nodes(world: World, group: ProcessGroup | None) -> list[int]:
     """Return the node of each rank."""
-    found = list(torch.empty(world.size, 1, dtype=torch.int64))
+    nodes = list(torch.empty(world.size, 1, dtype=torch.int64))
     with report_lost_ranks():
-        dist.all_gather(found, torch.tensor([world.node]), group=group)
-    return [int(node) for node in found]
+        dist.all_gather(nodes, torch.tensor([world.node]), group=group)
+    return [int(node) for node in nodes]

@@ -185,11 +185,11 @@ def read_magic_number(directory: Path) -> int:
     """Return f_type of statfs(2). Raises OSError."""
     statfs = ctypes.CDLL(None, use_errno=True).statfs
     # f_type is the first field of struct statfs, whose other fields differ between machines.
-    found = (ctypes.c_ulong * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_ulong)))()
-    if statfs(os.fsencode(directory), ctypes.byref(found)) != 0:
+    buffer = (ctypes.c_ulong * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_ulong)))()
+    if statfs(os.fsencode(directory), ctypes.byref(buffer)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(directory))
-    return found[0] & 0xFFFFFFFF
+    return buffer[0] & 0xFFFFFFFF
 
 
 def detect_file_system(
@@ -218,8 +218,8 @@ def find_mount(directory: Path, mounts: Path = MOUNTINFO) -> Mount:
     lines = mounts.read_text(errors="surrogateescape").splitlines()
     above = [mount for line in lines if (mount := _parse_mount(line)) and where.is_relative_to(mount.point)]
     longest = max((len(mount.point.parts) for mount in above), default=0)
-    found = [mount for mount in above if len(mount.point.parts) == longest]
-    return found[-1] if found else Mount(Path("/"), "unknown", "unknown", ())
+    mounts_above = [mount for mount in above if len(mount.point.parts) == longest]
+    return mounts_above[-1] if mounts_above else Mount(Path("/"), "unknown", "unknown", ())
 
 
 def _parse_mount(line: str) -> Mount | None:

@@ -73,13 +73,13 @@ class LockOwner:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _LockContent:
     """Content of a lock file; the owner is None if it cannot be parsed."""
 
     owner: LockOwner | None
     text: str
 
-    def is_by(self, other: _Found) -> bool:
+    def is_by(self, other: _LockContent) -> bool:
         return self.owner == other.owner and (self.owner is not None or self.text == other.text)
 
 
@@ -96,20 +96,20 @@ class Lock:
     def check(self) -> None:
         """Raise CheckpointError if another process has taken the lock; this process must then stop writing."""
         try:
-            found = _read_lock(self.path)
+            content = _read_lock(self.path)
         except NotRegularError as error:
             raise CheckpointError(f"this run no longer has the lock {self.path}: {error.strerror}") from error
-        if found is None or found.owner != self.owner:
-            who = f"{found.owner} has taken it over" if found and found.owner else "it was removed"
+        if content is None or content.owner != self.owner:
+            who = f"{content.owner} has taken it over" if content and content.owner else "it was removed"
             raise CheckpointError(f"this run no longer has the lock {self.path}: {who}")
 
     def release(self) -> None:
         """Release the lock, if it is still ours."""
         self._stop.set()
         with suppress(OSError):
-            found = _read_lock(self.path)
-            if found is not None and found.owner == self.owner:
-                _remove(self.path, found, self.owner)  # not a plain unlink: the lock may have a new owner by now
+            content = _read_lock(self.path)
+            if content is not None and content.owner == self.owner:
+                _remove(self.path, content, self.owner)  # not a plain unlink: the lock may have a new owner by now
         if self._heartbeats is not None:
             # A process that forks next must not copy a running thread. A server that hangs may hold the last heartbeat.
             self._heartbeats.join(_SECONDS_FOR_LAST_HEARTBEAT)
@@ -174,9 +174,9 @@ def take_lock(directory: Path, env: Mapping[str, str] = os.environ, beat: float 
 def refuse_if_locked(directory: Path, env: Mapping[str, str] = os.environ) -> None:
     """Raise UserError if a live job of this machine has the lock; a quick check before anything is started."""
     with suppress(OSError):
-        found = _read_lock(directory / LOCK_FILE)
-        if found and _is_dead(found, describe_this_process(env)) is False:
-            raise _explain_refusal(directory / LOCK_FILE, found)
+        content = _read_lock(directory / LOCK_FILE)
+        if content and _is_dead(content, describe_this_process(env)) is False:
+            raise _explain_refusal(directory / LOCK_FILE, content)
 
 
 def describe_this_process(env: Mapping[str, str]) -> LockOwner:
@@ -199,23 +199,23 @@ def _take_or_refuse(path: Path, owner: LockOwner, beat: float) -> None:
         if _create(path, owner):
             _remove_leftovers(path.parent)
             return
-        found = _read_lock(path)
-        if found is None:
+        content = _read_lock(path)
+        if content is None:
             continue  # released in the meantime: try to create it again
-        dead = _is_dead(found, owner)
+        dead = _is_dead(content, owner)
         if dead is None:
-            dead = _is_silent(path, found, beat)
+            dead = _is_silent(path, content, beat)
         if not dead:
-            raise _explain_refusal(path, found)
-        _log.warning("checkpoint: the lock %s was left by %s, which is gone: taken over", path, found.owner)
-        _remove(path, found, owner)
+            raise _explain_refusal(path, content)
+        _log.warning("checkpoint: the lock %s was left by %s, which is gone: taken over", path, content.owner)
+        _remove(path, content, owner)
     raise UserError(f"{path}: several jobs want it at once; let one of them write there")
 
 
-def _explain_refusal(path: Path, found: _Found) -> UserError:
+def _explain_refusal(path: Path, content: _LockContent) -> UserError:
     return UserError(
-        f"checkpoint.dir={path.parent}: {found.owner or 'another job'} is writing checkpoints there; wait for its end,"
-        " cancel it, or use another run_dir"
+        f"checkpoint.dir={path.parent}: {content.owner or 'another job'} is writing checkpoints there; wait for its"
+        " end, cancel it, or use another run_dir"
     )
 
 
@@ -270,16 +270,16 @@ def _is_linked(private: Path) -> bool:
     return False
 
 
-def _remove(path: Path, found: _Found, owner: LockOwner) -> None:
+def _remove(path: Path, content: _LockContent, owner: LockOwner) -> None:
     """Remove the lock that was `found`; a lock that has replaced it stays, or is put back."""
     aside = path.with_name(f".{LOCK_FILE}-{owner.token}-old")
     with _become_only_remover(path.parent), suppress(FileNotFoundError):
         now = _read_lock(path)
-        if now is None or not now.is_by(found):
+        if now is None or not now.is_by(content):
             return
         path.rename(aside)
         now = _read_lock(aside)
-        if now and not now.is_by(found):
+        if now and not now.is_by(content):
             with suppress(OSError):  # if this fails, its owner finds out before it commits anything
                 os.link(aside, path)
         aside.unlink(missing_ok=True)
@@ -301,9 +301,9 @@ def _become_only_remover(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _is_dead(found: _Found, this_process: LockOwner) -> bool | None:
+def _is_dead(content: _LockContent, this_process: LockOwner) -> bool | None:
     """Return whether the owner of a lock is gone; None if only its heartbeat can tell."""
-    owner = found.owner
+    owner = content.owner
     if owner is None:
         return None
     if owner.machine == this_process.machine and owner.host == this_process.host:
@@ -316,32 +316,35 @@ def _is_dead(found: _Found, this_process: LockOwner) -> bool | None:
     return None
 
 
-def _is_silent(path: Path, found: _Found, beat: float) -> bool:
+def _is_silent(path: Path, content: _LockContent, beat: float) -> bool:
     """Watch a lock for six beats; returns whether there was no heartbeat, or the lock is gone."""
     _log.info(
-        "checkpoint: %s has the lock %s; up to %g s to see whether it lives", found.owner, path, _BEATS_TO_WATCH * beat
+        "checkpoint: %s has the lock %s; up to %g s to see whether it lives",
+        content.owner,
+        path,
+        _BEATS_TO_WATCH * beat,
     )
     until = time.monotonic() + _BEATS_TO_WATCH * beat
     while time.monotonic() < until:
         time.sleep(beat / 4)
         now = _read_lock(path)
-        if now is None or not now.is_by(found):
+        if now is None or not now.is_by(content):
             return True  # removed or taken by another process: the caller looks again
-        if now.text != found.text:
+        if now.text != content.text:
             return False
     return True
 
 
-def _read_lock(path: Path) -> _Found | None:
+def _read_lock(path: Path) -> _LockContent | None:
     """Read a lock; None if there is none. Raises NotRegularError for a pipe or a device, and OSError."""
     try:
         text = read_regular(path, _MOST_BYTES, follow=True).decode("utf-8", errors="replace")
     except FileNotFoundError:
         return None
     try:
-        return _Found(LockOwner(**json.loads(text.partition("\n")[0])), text)
+        return _LockContent(LockOwner(**json.loads(text.partition("\n")[0])), text)
     except (ValueError, TypeError, RecursionError):
-        return _Found(None, text)
+        return _LockContent(None, text)
 
 
 def encode_lock(owner: LockOwner) -> bytes:

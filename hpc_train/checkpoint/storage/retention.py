@@ -62,8 +62,8 @@ def list_prunable_steps(directory: Path, keep: int, also: KeepRules) -> list[int
     """Return the steps that prune_steps would remove."""
     assert keep >= 1, keep
     steps = find_steps(directory)
-    found = {step: _inspect_step(path, step) for step, path in steps.items()}
-    complete = [content for content in found.values() if isinstance(content, _WholeStep)]
+    contents = {step: _inspect_step(path, step) for step, path in steps.items()}
+    complete = [content for content in contents.values() if isinstance(content, _WholeStep)]
     in_order = sorted(complete, key=lambda content: content.manifest.sequence)
     good = [content.manifest for content in in_order if not content.bad]
     # Too few good steps to choose from: remove only those with NaN or infinity, but leave the newest of them to look
@@ -74,7 +74,7 @@ def list_prunable_steps(directory: Path, keep: int, also: KeepRules) -> list[int
     newest = {manifest.step for manifest in good[-keep:]}
     stay = {*newest, *_select_best(good, also.best), *also.always, in_order[-1].manifest.step}
     stay |= {manifest.step for manifest in good if also.every and manifest.step % also.every == 0}
-    return sorted(step for step, content in found.items() if step not in stay and content is not None)
+    return sorted(step for step, content in contents.items() if step not in stay and content is not None)
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ def _inspect_step(path: Path, step: int) -> _WholeStep | str | None:
 
 def _measure_size(path: Path) -> int:
     """Return the size of a regular file; -1 for anything else. Raises OSError."""
-    found = path.lstat()
-    return found.st_size if S_ISREG(found.st_mode) else -1
+    status = path.lstat()
+    return status.st_size if S_ISREG(status.st_mode) else -1
 
 
 def discard_step(path: Path) -> bool:

@@ -119,10 +119,10 @@ def choose_sequence_number(directory: Path) -> int:
 def _read_identity(path: Path) -> tuple[int, ...]:
     """Return a key that changes if the file is replaced or written to; empty if it does not exist."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @lru_cache(maxsize=64)

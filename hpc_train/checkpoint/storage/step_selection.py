@@ -64,8 +64,8 @@ def find_target(text: str) -> CheckpointTarget:
     if not text or not path.is_dir():
         named, what = text or "''", "is not a directory" if text and path.exists() else "no such directory"
         raise UserError(f"{named}: {what}; give that of a run, of its checkpoints or of one step")
-    if found := find_named_step(path):
-        return CheckpointTarget(*found)
+    if named_step := find_named_step(path):
+        return CheckpointTarget(*named_step)
     places = (path, path / "checkpoints")
     for place in (*places, *(parent / WEIGHTS_FOLDER for parent in places)):
         if find_steps(place) or find_leftovers(place):

@@ -60,8 +60,10 @@ def find_option_files(group: str, config_dir: str | None = None) -> dict[str, Tr
     folders: list[Traversable] = [files("hpc_train.conf").joinpath(group)]
     if config_dir is not None:
         folders.append(Path(config_dir, group))
-    found = (file for folder in folders if folder.is_dir() for file in folder.iterdir() if file.name.endswith(".yaml"))
-    return {file.name.removesuffix(".yaml"): file for file in sorted(found, key=lambda file: file.name)}
+    option_files = (
+        file for folder in folders if folder.is_dir() for file in folder.iterdir() if file.name.endswith(".yaml")
+    )
+    return {file.name.removesuffix(".yaml"): file for file in sorted(option_files, key=lambda file: file.name)}
 
 
 def find_option_type(group: str, option: str, config_dir: str | None = None) -> type | None:

@@ -157,8 +157,8 @@ def find_unknown_field(config: Any, path: str = "") -> str | None:
     for name, value in vars(config).items():
         if name not in names and name != SEALED_ATTRIBUTE:
             return f"+{path}{name}: nothing reads this key; {suggest_names(name, names)}"
-        if is_dataclass(value) and (found := find_unknown_field(value, f"{path}{name}.")):
-            return found
+        if is_dataclass(value) and (unknown := find_unknown_field(value, f"{path}{name}.")):
+            return unknown
     return None
 
 

@@ -56,10 +56,10 @@ def describe_key(key: str) -> list[KeyReference]:
     """
     key = key.partition("=")[0].lstrip("+~").replace("/", ".")
     keys = list_keys()
-    found = [item for item in keys if item.key == key] or [item for item in keys if item.key.startswith(f"{key}.")]
-    if not found:
+    matches = [item for item in keys if item.key == key] or [item for item in keys if item.key.startswith(f"{key}.")]
+    if not matches:
         raise UserError(f"{key}: no such key; {_suggest_keys(key, keys)}")
-    return found
+    return matches
 
 
 def _suggest_keys(key: str, keys: list[KeyReference]) -> str:
@@ -78,12 +78,12 @@ def list_related_keys(item: KeyReference) -> list[str]:
     """List the keys that the meaning of `item` names, and keys whose meaning names `item`."""
     words = set(re.findall(r"[a-z_]+(?:\.[a-z_]+)+", item.meaning)) | set(re.findall(r"`([a-z_.]+)`", item.meaning))
     parent = item.key.rpartition(".")[0]
-    found = []
+    related = []
     for other in list_keys():
         named = other.key in words or (other.key.rpartition(".")[0] == parent and other.key.rpartition(".")[2] in words)
         if other.key != item.key and (named or item.key in other.meaning):
-            found.append(other.key)
-    return list(dict.fromkeys(found))
+            related.append(other.key)
+    return list(dict.fromkeys(related))
 
 
 def list_group_options(key: str) -> list[str]:
@@ -136,7 +136,7 @@ def _is_container(kind: Any) -> bool:
 @cache
 def _read_meanings(cls: type) -> dict[str, str]:
     """Return the string below each field, by field, including those of the classes that `cls` extends."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for base in reversed([base_class for base_class in cls.__mro__ if is_dataclass(base_class)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
@@ -144,8 +144,8 @@ def _read_meanings(cls: type) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                 constant = text.value if isinstance(text, ast.Expr) else None
                 meaning = constant.value if isinstance(constant, ast.Constant) else ""
-                found[field.target.id] = re.sub(r"\bNone\b", "null", " ".join(str(meaning).split()))
-    return found
+                meanings[field.target.id] = re.sub(r"\bNone\b", "null", " ".join(str(meaning).split()))
+    return meanings
 
 
 def _format_type(kind: Any) -> str:

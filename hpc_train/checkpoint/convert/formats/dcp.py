@@ -320,21 +320,21 @@ class DcpTensors:
         try:
             with open_foreign_file(path) as file:
                 data, storages = open_zip_storages(FilePart(file, chunk.begin, chunk.size))
-                found = parse_strided_tensor(read_pickle(data, list_allowed_names()).value, storages)
+                tensor = parse_strided_tensor(read_pickle(data, list_allowed_names()).value, storages)
                 size = os.fstat(file.fileno()).st_size
         except PickleError as error:
             raise CheckpointError(f"{path}: at byte {chunk.begin} there is no tensor of torch.save ({error})") from None
-        if (found.shape, found.dtype) != (chunk.rectangle.shape, dtype):
+        if (tensor.shape, tensor.dtype) != (chunk.rectangle.shape, dtype):
             raise CheckpointError(
-                f"{path}: at byte {chunk.begin} is a tensor of shape {found.shape} and "
-                f"{found.dtype}, in {METADATA_FILE} of "
+                f"{path}: at byte {chunk.begin} is a tensor of shape {tensor.shape} and "
+                f"{tensor.dtype}, in {METADATA_FILE} of "
                 f"{chunk.rectangle.shape} and {dtype}"
             )
         if chunk.file not in self._mapped:
             if len(self._mapped) >= _MAPPED_FILES:
                 self._mapped.clear()
             self._mapped[chunk.file] = MappedFile(path, size)
-        return self._mapped[chunk.file].view(found, chunk.begin)
+        return self._mapped[chunk.file].view(tensor, chunk.begin)
 
 
 @contextmanager

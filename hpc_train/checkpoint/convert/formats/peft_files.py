@@ -112,16 +112,16 @@ def read_peft(folder: Path, model: ModelConfig, layers: Mapping[str, tuple[int, 
     read, an adapter of another kind, and one for other layers or shapes.
     """
     config = _read_config(folder)
-    found: dict[str, dict[str, Tensor]] = {}
+    tensors_of_layer: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_safetensors(folder / WEIGHTS_FILE).items():
         suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
         if suffix is None or not name.startswith(_PREFIX):
             raise UserError(f"{folder / WEIGHTS_FILE}: {name!r} is not of LoRA or DoRA on a linear layer")
-        found.setdefault(name.removeprefix(_PREFIX).removesuffix(suffix), {})[_SUFFIXES[suffix]] = tensor
-    matched = _match_layers(found, model, layers, folder)
+        tensors_of_layer.setdefault(name.removeprefix(_PREFIX).removesuffix(suffix), {})[_SUFFIXES[suffix]] = tensor
+    matched = _match_layers(tensors_of_layer, model, layers, folder)
     adapters = {}
     for layer, (module, split) in matched.items():
-        adapter = _make_layer_adapter(folder, module, found[module], config)
+        adapter = _make_layer_adapter(folder, module, tensors_of_layer[module], config)
         adapters[layer] = _check_shape(folder, layer, split(adapter), layers[layer])
     return adapters
 
@@ -171,11 +171,11 @@ Split = Callable[[LayerAdapter], LayerAdapter]
 
 
 def _match_layers(
-    found: Mapping[str, object], model: ModelConfig, layers: Mapping[str, object], folder: Path
+    adapted: Mapping[str, object], model: ModelConfig, layers: Mapping[str, object], folder: Path
 ) -> dict[str, tuple[str, Split]]:
     """Map each of our layers to PEFT's module, and to how its part is taken from that module's adapter."""
     module_of_layer = {layer: name_module(layer, model) for layer in layers}
-    unknown = sorted(set(found) - set(module_of_layer.values()))
+    unknown = sorted(set(adapted) - set(module_of_layer.values()))
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise UserError(
@@ -184,7 +184,7 @@ def _match_layers(
     return {
         layer: (module, _make_split(layer) if _is_fused(layer, model) else _keep_whole)
         for layer, module in module_of_layer.items()
-        if module in found
+        if module in adapted
     }
 
 

@@ -136,9 +136,9 @@ def list_weight_files(path: Path) -> list[Path]:
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{index}: is not an index of safetensors files ({type(error).__name__})") from error
         return [path / Path(str(name)).name for name in names]
-    found = [path / _ONE] if (path / _ONE).is_file() else sorted(path.glob("*.safetensors"))
-    if not found:
+    files = [path / _ONE] if (path / _ONE).is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
         raise UserError(
             f"{path}: there is no .safetensors file; save with save_pretrained(..., safe_serialization=True)"
         )
-    return found
+    return files

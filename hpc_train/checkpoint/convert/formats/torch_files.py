@@ -109,9 +109,9 @@ class MappedFile:
         span = self._storage[start:stop]
         if start % tensor.dtype.itemsize:
             span = span.clone()  # processors and kernels expect elements aligned to their size
-        found = torch.empty(0, dtype=tensor.dtype)
+        viewed = torch.empty(0, dtype=tensor.dtype)
         try:
-            return found.set_(span, 0, tensor.shape, tensor.stride)
+            return viewed.set_(span, 0, tensor.shape, tensor.stride)
         except RuntimeError as error:
             raise CheckpointError(f"a tensor of shape {tensor.shape} cannot be made ({error})") from None
 
@@ -150,12 +150,12 @@ def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     with open_foreign_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        found = _find_tensors(file, size)
-    total = sum(tensor.bytes for tensor in found.values())
+        stored = _find_tensors(file, size)
+    total = sum(tensor.bytes for tensor in stored.values())
     if total > _TIMES * size + _SPARE:
         raise PickleError(f"its tensors would take {total:,} bytes, the file has {size:,}")
     mapped = MappedFile(path, size)
-    return {name: mapped.view(tensor) for name, tensor in found.items()}
+    return {name: mapped.view(tensor) for name, tensor in stored.items()}
 
 
 def _find_tensors(file: BinaryIO, size: int) -> dict[str, StridedTensor]:
@@ -197,17 +197,17 @@ def _find_legacy_tensors(file: FilePart) -> tuple[Any, StorageLookup]:
 
 def _list_item_sizes(persistent: list[PickledReference]) -> dict[str, int]:
     """Return the bytes per element of every storage, by its key."""
-    found: dict[str, int] = {}
+    item_sizes: dict[str, int] = {}
     for storage in persistent:
         size = parse_storage_dtype(storage).itemsize
-        if found.setdefault(parse_storage_key(storage.identifier)[0], size) != size:
+        if item_sizes.setdefault(parse_storage_key(storage.identifier)[0], size) != size:
             raise PickleError("a storage of two types")
-    return found
+    return item_sizes
 
 
 def _find_places(file: FilePart, keys: list[str], begin: int, item_sizes: dict[str, int]) -> dict[str, ByteSpan]:
     """Return the place of each storage: a count of elements, then the elements, whose size only the pickle tells."""
-    found: dict[str, ByteSpan] = {}
+    spans: dict[str, ByteSpan] = {}
     for key in keys:
         (count,) = _COUNT.unpack(file.read(begin, _COUNT.size))
         # The file gives elements, not bytes; their type is only in the pickle before.
@@ -215,6 +215,6 @@ def _find_places(file: FilePart, keys: list[str], begin: int, item_sizes: dict[s
         begin += _COUNT.size
         if not 0 <= size <= file.size - begin:
             raise PickleError(f"a storage of {count:,} elements that is not in the file")
-        found[key] = begin, size
+        spans[key] = begin, size
         begin += size
-    return found
+    return spans

@@ -60,14 +60,14 @@ def find_zip_records(file: ByteSource) -> dict[str, ByteSpan]:
     """
     try:
         entries = _list_entries(file)
-        found = {name.partition("/")[2]: _find_span(file, at, size) for name, at, size in entries}
-        if len(found) != len(entries):
+        spans = {name.partition("/")[2]: _find_span(file, at, size) for name, at, size in entries}
+        if len(spans) != len(entries):
             raise PickleError("a zip archive with two records of one name")
     except (struct.error, UnicodeDecodeError) as error:
         raise PickleError(f"a damaged zip archive ({type(error).__name__})") from None
-    if sum(size for _, size in found.values()) > file.size:
+    if sum(size for _, size in spans.values()) > file.size:
         raise PickleError("a zip archive whose records are larger than the file")
-    return found
+    return spans
 
 
 def _list_entries(file: ByteSource) -> list[tuple[str, int, int]]:
@@ -75,7 +75,7 @@ def _list_entries(file: ByteSource) -> list[tuple[str, int, int]]:
     at, size = _read_directory(file)
     if not 0 <= at <= at + size <= file.size or size > _MOST_DIRECTORY:
         raise PickleError(f"a zip archive with a directory of {size:,} bytes at byte {at:,} of {file.size:,}")
-    data, place, found = file.read(at, size), 0, []
+    data, place, entries = file.read(at, size), 0, []
     while place < len(data):
         signature, *_, flags, method, _, _, _, stored, plain, name, extra, comment, _, _, _, local = _ENTRY.unpack_from(
             data, place
@@ -90,8 +90,8 @@ def _list_entries(file: ByteSource) -> list[tuple[str, int, int]]:
         # Method 0 is stored; bit 0 of the flags is encryption.
         if method or flags & 1 or plain != stored:
             raise PickleError(f"a zip archive with a compressed record, of {plain:,} bytes; torch.save compresses none")
-        found.append((text, local, plain))
-    return found
+        entries.append((text, local, plain))
+    return entries
 
 
 def _read_directory(file: ByteSource) -> ByteSpan:
@@ -206,8 +206,8 @@ def parse_pickled_dtype(value: Any) -> torch.dtype:
     """Return the dtype that a pickle names. Raises PickleError if it is none."""
     if type(value) is not PickledName or (value.module, value.name) not in list_dtype_names():
         raise PickleError("a dtype that torch does not have")
-    found: torch.dtype = getattr(torch, value.name)
-    return found
+    dtype: torch.dtype = getattr(torch, value.name)
+    return dtype
 
 
 @dataclass(frozen=True)
