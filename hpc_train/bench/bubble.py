@@ -182,25 +182,25 @@ def _check_ranks(identity: ProcessIdentity, options: BubbleOptions) -> None:
 def format_bubbles(result: BubbleResult) -> str:
     """Format the result as text."""
     options = result.options
-    wide = max(len(schedule.name) for schedule in result.schedules)
+    width = max(len(schedule.name) for schedule in result.schedules)
     lines = [
         f"{options.ranks} ranks, {options.micro_batches} micro-batches; F, I and W of a rank sleep "
         f"{options.milliseconds:g} ms each; {options.rounds} interleaved rounds; {result.cpus} CPUs, load "
         f"{result.load_average:.1f}{' (ranks with real-time priority)' if result.woke_first else ''}",
-        f"{'schedule':{wide}} {'stages':>6} {'simulated':>10} {'measured (quartiles)':>26} {'difference':>11} "
+        f"{'schedule':{width}} {'stages':>6} {'simulated':>10} {'measured (quartiles)':>26} {'difference':>11} "
         f"{'step s: simulated':>18} {'measured':>9} {'live':>5}",
-        *(_format_schedule(schedule, wide) for schedule in result.schedules),
+        *(_format_schedule(schedule, width) for schedule in result.schedules),
         *(f"left out: {why}" for why in result.refused.values()),
         _format_verdict(result),
     ]
     return "\n".join(lines)
 
 
-def _format_schedule(schedule: ScheduleResult, wide: int) -> str:
+def _format_schedule(schedule: ScheduleResult, width: int) -> str:
     low, high = (f"{share:.2%}" for share in schedule.quartiles)
     measured = f"{schedule.measured_bubble:.2%} ({low} - {high})"
     return (
-        f"{schedule.name:{wide}} {schedule.stages:6} {schedule.simulated_bubble:10.2%} {measured:>26} "
+        f"{schedule.name:{width}} {schedule.stages:6} {schedule.simulated_bubble:10.2%} {measured:>26} "
         f"{schedule.difference:+11.1%} {schedule.simulated_seconds:18.3f} {schedule.measured_seconds:9.3f} "
         f"{max(schedule.live):5}"
     )

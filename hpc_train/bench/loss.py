@@ -89,12 +89,12 @@ def measure_loss(options: LossBenchOptions) -> LossBenchResult:
         sides = _make_sides(options, device)
         peaks = {name: _count_peak(side) for name, side in sides.items()}
         seconds = None if options.count else _time_sides(sides, options.rounds, device)
-    wide = max(DTYPES[options.precision].itemsize, 4)
+    itemsize = max(DTYPES[options.precision].itemsize, 4)
     return LossBenchResult(
         device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         seconds=None if seconds is None else {name: statistics.median(times) for name, times in seconds.items()},
         peak_bytes=peaks,
-        chunk_bytes=min(options.chunk, options.tokens) * options.vocabulary * wide,
+        chunk_bytes=min(options.chunk, options.tokens) * options.vocabulary * itemsize,
         speed=None if seconds is None else statistics.median(a / b for a, b in zip(*seconds.values(), strict=True)),
         memory=peaks["chunked"] / peaks["full"],
     )

@@ -110,7 +110,7 @@ def measure_scaling(
     points = []
     for size, (strong, weak) in trials.items():
         # Relative to the smallest size, which need not be 1: a large model may not fit on one GPU.
-        times, own = size / sizes[0], planned[size]
+        times, planned_seconds = size / sizes[0], planned[size]
         points.append(
             ScalingPoint(
                 size,
@@ -118,7 +118,7 @@ def measure_scaling(
                 weak.seconds,
                 compute_efficiency(first, strong, times),
                 compute_efficiency(first, weak, 1.0),
-                base / (times * own) if base is not None and own else None,
+                base / (times * planned_seconds) if base is not None and planned_seconds else None,
                 strong.verdict,
             )
         )

@@ -48,11 +48,11 @@ def name_tensors(modules: Modules) -> tuple[dict[str, nn.Parameter], dict[str, T
     for prefix, module in _list_modules(modules):
         _prepare(module)
         wrapped = frozenset(path for path, part in module.named_modules() if isinstance(part, _PARALLEL))
-        own = [(name, p) for name, p in module.named_parameters() if p not in seen]
-        seen.update(p for _, p in own)
+        unseen = [(name, p) for name, p in module.named_parameters() if p not in seen]
+        seen.update(p for _, p in unseen)
         persistent = module.state_dict(keep_vars=True)
         _refuse_other_state(persistent)
-        for name, parameter in own:
+        for name, parameter in unseen:
             _add(parameters, prefix + _clean(name, wrapped), parameter)
         for name, buffer in module.named_buffers():
             if name in persistent:
@@ -82,10 +82,10 @@ def choose_writers(shards: list[TensorShard], first_writes: frozenset[str], worl
     """
     if world.size == 1:
         return shards
-    own = np.array([_hash_rectangle(shard) for shard in shards], dtype=np.int64)
-    holders = _find_holders(own, world)
+    hashes = np.array([_hash_rectangle(shard) for shard in shards], dtype=np.int64)
+    holders = _find_holders(hashes, world)
     # Holders of the same rectangles sort them alike (size, then hash), so they deal them out alike without a message.
-    order = sorted(range(len(shards)), key=lambda at: (-shards[at].local.numel(), own[at]))
+    order = sorted(range(len(shards)), key=lambda at: (-shards[at].local.numel(), hashes[at]))
     dealt: dict[bytes, int] = defaultdict(int)
     chosen = list(shards)
     for at in order:
@@ -146,15 +146,15 @@ def _hash_rectangle(shard: TensorShard) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little", signed=True)
 
 
-def _find_holders(own: NDArray[np.int64], world: World) -> NDArray[np.bool_]:
+def _find_holders(hashes: NDArray[np.int64], world: World) -> NDArray[np.bool_]:
     """Return which ranks hold which of this rank's rectangles, (ranks, own rectangles). A collective."""
     with report_lost_ranks():
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-        dist.all_gather(counts, torch.tensor([len(own)]))
+        dist.all_gather(counts, torch.tensor([len(hashes)]))
         most = max(int(count) for count in counts)
         padded = torch.zeros(most, dtype=torch.int64)
-        padded[: len(own)] = torch.from_numpy(own)
+        padded[: len(hashes)] = torch.from_numpy(hashes)
         tables = [torch.empty_like(padded) for _ in range(world.size)]
         dist.all_gather(tables, padded)
-    used = [np.isin(own, table[: int(count)].numpy()) for table, count in zip(tables, counts, strict=True)]
+    used = [np.isin(hashes, table[: int(count)].numpy()) for table, count in zip(tables, counts, strict=True)]
     return np.stack(used)

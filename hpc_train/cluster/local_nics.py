@@ -145,8 +145,8 @@ def _read_interface_nic(interface: Path, path: PciPath, layer: str) -> Nic:
 
 def _find_numa(interface: Path) -> int | None:
     """Return the NUMA node of an interface; a virtio device has that of the PCI device around it."""
-    own = find_numa_node(interface / "device")
-    return own if own is not None else find_numa_node((interface / "device").resolve().parent)
+    numa = find_numa_node(interface / "device")
+    return numa if numa is not None else find_numa_node((interface / "device").resolve().parent)
 
 
 def _is_virtual_function(hardware: Path) -> bool:

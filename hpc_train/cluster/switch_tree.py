@@ -176,8 +176,8 @@ def _walk_units(units: Iterable[SwitchUnit]) -> Iterator[tuple[SwitchUnit, tuple
 
 
 def _compute_uplink(members: Sequence[Switch], nodes: int) -> UnitUplink:
-    own = {switch.name for switch in members}
-    trunks = [trunk for switch in members for trunk in switch.uplinks if trunk.switch not in own]
+    names = {switch.name for switch in members}
+    trunks = [trunk for switch in members for trunk in switch.uplinks if trunk.switch not in names]
     return UnitUplink(
         nodes=nodes,
         cables=sum(trunk.cables for trunk in trunks),
@@ -303,7 +303,7 @@ def _list_contents(switch: Switch, forest: _Forest) -> Iterator[object]:
             yield id(forest.unit_of_switch[below])
 
 
-def _add_members(unit: SwitchUnit, switch: Switch, forest: _Forest, own: Collection[object]) -> None:
+def _add_members(unit: SwitchUnit, switch: Switch, forest: _Forest, allowed: Collection[object]) -> None:
     """Add to the unit those nodes and units below the switch that belong to it."""
     below = [forest.unit_of_switch[name] for name in switch.switches if name in forest.unit_of_switch]
     below += [forest.unit_of_node[node] for node in switch.nodes if node in forest.unit_of_node]
@@ -311,10 +311,10 @@ def _add_members(unit: SwitchUnit, switch: Switch, forest: _Forest, own: Collect
     unit.units += [
         child
         for child in {id(child): child for child in below}.values()
-        if id(child) in own and id(child) not in present
+        if id(child) in allowed and id(child) not in present
     ]
     new = set(unit.nodes)
-    unit.nodes += [node for node in dict.fromkeys(switch.nodes) if node in own and node not in new]
+    unit.nodes += [node for node in dict.fromkeys(switch.nodes) if node in allowed and node not in new]
 
 
 def _claim_members(unit: SwitchUnit, forest: _Forest) -> None:

@@ -84,8 +84,8 @@ def _classify_distance(a: _Place, b: _Place, numa: tuple[NumaNode, ...]) -> str:
     With one NUMA node every device is on it, whatever the firmware says (often -1).
     """
     only = numa[0].id if len(numa) == 1 else None
-    own = [only if place.numa is None else place.numa for place in (a, b)]
-    return classify_pci_distance(a.path, b.path, *own)
+    domains = [only if place.numa is None else place.numa for place in (a, b)]
+    return classify_pci_distance(a.path, b.path, *domains)
 
 
 def _list_nvlinks(gpus: tuple[NvmlGpu, ...]) -> dict[tuple[str, str], str]:

@@ -141,7 +141,7 @@ def is_loose(config: RunConfig) -> bool:
 
 def describe_one_copy(config: RunConfig, degrees: Degrees) -> tuple[RunConfig, Degrees]:
     """Return the configuration and the degrees of a single copy, which trains on its share of the global batch."""
-    own = replace(degrees, dp_replicate=1)
+    one_copy = replace(degrees, dp_replicate=1)
     batch = config.train.global_batch // degrees.dp_replicate
-    parallel = replace(config.parallel, sync=SyncConfig(), auto=False, **asdict(own))
-    return replace(config, parallel=parallel, train=replace(config.train, global_batch=batch)), own
+    parallel = replace(config.parallel, sync=SyncConfig(), auto=False, **asdict(one_copy))
+    return replace(config, parallel=parallel, train=replace(config.train, global_batch=batch)), one_copy

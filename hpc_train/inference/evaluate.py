@@ -193,12 +193,12 @@ def _choose_data(request: EvaluationRequest, config: RunConfig) -> TokenDataConf
         raise UserError(f"--data {request.data}: is not there; give a store, or files of text, conversations or images")
     if is_store(path, IMAGE_STORE) or are_images([str(path)], TokenDataConfig(name="text").suffixes):
         return _choose_images(request, config, path)
-    own = config.data if isinstance(config.data, TokenDataConfig) else TokenDataConfig(name="text")
-    base = replace(own, name=path.name, path=None, sources=[], validation_fraction=config.data.validation_fraction)
-    if path.is_file() and is_token_file(path, own.dtype):
+    run_data = config.data if isinstance(config.data, TokenDataConfig) else TokenDataConfig(name="text")
+    base = replace(run_data, name=path.name, path=None, sources=[], validation_fraction=config.data.validation_fraction)
+    if path.is_file() and is_token_file(path, run_data.dtype):
         return replace(base, path=str(path))
     tokenizer = request.tokenizer or _find_tokenizer(request, config)
-    return replace(base, sources=[str(path)], chat=request.chat or own.chat, tokenizer=tokenizer, vocab_size=256)
+    return replace(base, sources=[str(path)], chat=request.chat or run_data.chat, tokenizer=tokenizer, vocab_size=256)
 
 
 def _choose_images(request: EvaluationRequest, config: RunConfig, path: Path) -> ImageFilesDataConfig:
@@ -211,26 +211,32 @@ def _choose_images(request: EvaluationRequest, config: RunConfig, path: Path) ->
         if value:
             raise UserError(f"{option}: no effect on images, which {request.data} holds; leave it out")
     if isinstance(config.data, ImageFilesDataConfig):
-        own = config.data
+        run_images = config.data
     elif isinstance(config.model, HfModelConfig):
-        own = describe_images(read_config_file(config.model))
+        run_images = describe_images(read_config_file(config.model))
     elif isinstance(config.model, VisionTransformerConfig):
-        own = ImageFilesDataConfig(image_size=config.model.image_size, channels=config.model.channels)
+        run_images = ImageFilesDataConfig(image_size=config.model.image_size, channels=config.model.channels)
     else:
-        own = ImageFilesDataConfig()
+        run_images = ImageFilesDataConfig()
     fraction = config.data.validation_fraction
-    chosen = replace(own, name=path.name, path=None, sources=[], validation_path=None, validation_fraction=fraction)
+    chosen = replace(
+        run_images, name=path.name, path=None, sources=[], validation_path=None, validation_fraction=fraction
+    )
     return replace(chosen, path=str(path)) if is_store(path, IMAGE_STORE) else replace(chosen, sources=[str(path)])
 
 
 def _find_tokenizer(request: EvaluationRequest, config: RunConfig) -> str:
     """Return the tokenizer that the run was trained with, else that of the model's folder, as data.tokenizer has it."""
-    own, model = config.data, config.model
-    if isinstance(own, TokenDataConfig) and not _is_model_folder(request.where):
-        if own.path is None and own.tokenizer != "bpe":
-            return own.tokenizer
-        if own.path is not None and Path(own.path).is_file() and is_token_file(Path(own.path), own.dtype):
-            tokens = open_tokens(own)
+    run_data, model = config.data, config.model
+    if isinstance(run_data, TokenDataConfig) and not _is_model_folder(request.where):
+        if run_data.path is None and run_data.tokenizer != "bpe":
+            return run_data.tokenizer
+        if (
+            run_data.path is not None
+            and Path(run_data.path).is_file()
+            and is_token_file(Path(run_data.path), run_data.dtype)
+        ):
+            tokens = open_tokens(run_data)
             if isinstance(tokens, TokenStore) and tokens.tokenizer == "byte":
                 return "byte"
     if isinstance(model, HfModelConfig) and (Path(model.path).expanduser() / "tokenizer.json").is_file():
@@ -256,14 +262,14 @@ def _check_tokenizer(request: EvaluationRequest, data: Dataset) -> None:
     store = getattr(data, "store", None)
     if _is_model_folder(request.where) or not isinstance(store, TokenStore):
         return
-    own = load_run_config(find_run_config(open_one_step(request.where))).data
-    if not isinstance(own, TokenDataConfig) or own.path is None or not Path(own.path).is_file():
+    run_data = load_run_config(find_run_config(open_one_step(request.where))).data
+    if not isinstance(run_data, TokenDataConfig) or run_data.path is None or not Path(run_data.path).is_file():
         return
-    trained_on = open_tokens(own)
+    trained_on = open_tokens(run_data)
     if isinstance(trained_on, TokenStore) and trained_on.tokenizer_digest != store.tokenizer_digest:
         raise UserError(
-            f"{store.path}: was built with another tokenizer than {own.path}, on which the run was trained; build it "
-            "with the same one"
+            f"{store.path}: was built with another tokenizer than {run_data.path}, on which the run was trained; "
+            "build it with the same one"
         )
 
 

@@ -249,15 +249,15 @@ def _make_equal_shapes(size: int, tensors: int) -> TensorShapes:
 def _list_transformer_shapes(size: int) -> TensorShapes:
     """Return the shapes of a Llama of three layers with grouped-query attention and a small vocabulary."""
     hidden = max(4, isqrt(int(size / _BYTES / _PARAMETERS)) // 4 * 4)
-    key, wide = hidden // 4, hidden * 11 // 4
+    key, feed_forward = hidden // 4, hidden * 11 // 4
     block = {
         "attention.query": (hidden, hidden),
         "attention.key": (key, hidden),
         "attention.value": (key, hidden),
         "attention.output": (hidden, hidden),
-        "feed_forward.gate": (wide, hidden),
-        "feed_forward.down": (hidden, wide),
-        "feed_forward.up": (wide, hidden),
+        "feed_forward.gate": (feed_forward, hidden),
+        "feed_forward.down": (hidden, feed_forward),
+        "feed_forward.up": (feed_forward, hidden),
         "attention_norm": (hidden,),
         "feed_forward_norm": (hidden,),
     }

@@ -125,8 +125,8 @@ def format_nccl_tests(result: CollectivesResult) -> str:
 def _format_plain_title(row: Measurement) -> str:
     groups = "1 group" if row.groups == 1 else f"{row.groups} groups"
     how = "in place" if row.in_place else "out of place"
-    own = "" if row.algorithm == "library" else " (ours, over point to point)"
-    return f"{row.operation} {row.algorithm}{own} {row.backend}, {row.axis}: {groups} of {row.ranks} ranks, {how}"
+    note = "" if row.algorithm == "library" else " (ours, over point to point)"
+    return f"{row.operation} {row.algorithm}{note} {row.backend}, {row.axis}: {groups} of {row.ranks} ranks, {how}"
 
 
 def _format_plain_row(row: Measurement) -> str:
@@ -183,5 +183,5 @@ def plot_bandwidths(result: CollectivesResult, path: Path) -> None:
 
 
 def _plot_line(row: Measurement) -> str:
-    own = "" if row.algorithm == "library" else f" {row.algorithm} (ours)"
-    return f"{row.operation}{own} {row.backend}"
+    note = "" if row.algorithm == "library" else f" {row.algorithm} (ours)"
+    return f"{row.operation}{note} {row.backend}"

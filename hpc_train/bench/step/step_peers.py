@@ -110,8 +110,8 @@ def _make_peer_steps(loop: Loop, config: RunConfig, world: World, order: list[In
 def _make_our_steps(
     config: RunConfig, world: World, folder: RunDirectory, data: Dataset, stack: ExitStack
 ) -> Iterator[float]:
-    own = make_another_mesh(world, resolve_degrees(config.parallel, world.size))
-    return run_our_steps(stack.enter_context(assemble_bench_run(config, own, folder, data)))
+    mesh = make_another_mesh(world, resolve_degrees(config.parallel, world.size))
+    return run_our_steps(stack.enter_context(assemble_bench_run(config, mesh, folder, data)))
 
 
 def _summarise_peers(

@@ -167,13 +167,13 @@ def _wrap_state(state: dict[str, torch.Tensor], options: ImportOptions) -> State
     )
 
 
-def _find_parameter_dtype(own: torch.dtype, options: ImportOptions) -> torch.dtype:
+def _find_parameter_dtype(stored_dtype: torch.dtype, options: ImportOptions) -> torch.dtype:
     """Return the dtype in which a run stores this parameter: at least float32."""
-    if not own.is_floating_point:
-        return own
+    if not stored_dtype.is_floating_point:
+        return stored_dtype
     if options.dtype is not None:
         return torch.float64 if options.dtype == "float64" else torch.float32
-    return torch.float32 if own.itemsize < torch.float32.itemsize else own
+    return torch.float32 if stored_dtype.itemsize < torch.float32.itemsize else stored_dtype
 
 
 def _make_model_overrides(model: ModelConfig) -> list[str]:

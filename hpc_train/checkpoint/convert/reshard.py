@@ -55,9 +55,9 @@ def _check_output(out: Path, directory: Path) -> None:
     directory: checkpoint directory that is read, with links resolved.
     """
     place = out.resolve()
-    for own in (CheckpointTarget(directory).run, directory):
-        if place == own or own in place.parents:
-            raise UserError(f"{out}: is inside the checkpoint that is read, {own}; choose a directory outside of it")
+    for folder in (CheckpointTarget(directory).run, directory):
+        if place == folder or folder in place.parents:
+            raise UserError(f"{out}: is inside the checkpoint that is read, {folder}; choose a directory outside of it")
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; choose a new or an empty directory")
     names = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else []

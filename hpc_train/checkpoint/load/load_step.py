@@ -93,9 +93,9 @@ def _load_shards(directory: Path, step: int, wanted: Sequence[TensorShard], worl
         gather_and_decide(world, make_plan, lambda _: None)
         # What only this rank needs is read first, in parallel on all ranks; then the shared cells, in common rounds. An
         # error on any rank is gathered after each part, so that no rank waits in the next collective.
-        own, shared = plan_exchange(plan[0], source.sizes, world)
+        local_plan, shared = plan_exchange(plan[0], source.sizes, world)
         reader = TensorReader(source, wanted, targets)
-        gather_and_decide(world, lambda: report_damage(where, lambda: reader.run(own)), lambda _: None)
+        gather_and_decide(world, lambda: report_damage(where, lambda: reader.run(local_plan)), lambda _: None)
         if shared is not None:
             gather_and_decide(world, lambda: report_damage(where, lambda: shared.run(source, targets)), lambda _: None)
     targets.finish()

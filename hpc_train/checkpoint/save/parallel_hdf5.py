@@ -23,13 +23,13 @@ class DatasetBytes(NamedTuple):
     """The elements as they are in memory; HDF5 converts nothing."""
 
 
-def write_datasets(path: Path, ranks: Any, own: Iterable[DatasetBytes]) -> None:
+def write_datasets(path: Path, ranks: Any, datasets: Iterable[DatasetBytes]) -> None:
     """Write whole datasets of a file in which all datasets exist, and synchronise it. A collective of `ranks`.
 
     Only the data changes, not the HDF5 structure. Raises OSError.
     """
     with h5py.File(path, "r+", driver="mpio", comm=ranks, libver=("v110", "v110")) as file:
-        for name, data in own:
+        for name, data in datasets:
             dataset = h5d.open(file.id, name.encode())
             kind = dataset.get_type()
             values = np.frombuffer(data, dtype=f"V{kind.get_size()}").reshape(dataset.shape)

@@ -171,10 +171,10 @@ def stage_step(
     staged, failure = None, None
     try:
         # An empty rectangle is left out, unless the whole tensor is empty: a file must say that the tensor exists.
-        own = [
+        written_shards = [
             shard for shard in _check_shards(shards) if shard.replica == 0 and (shard.local.numel() or 0 in shard.shape)
         ]
-        staged = stager.stage(own, overlap, fuse) if own else None
+        staged = stager.stage(written_shards, overlap, fuse) if written_shards else None
     except Exception as error:
         failure = error
     return StagedStep(step, staged, extra, started, time.monotonic() - started, failure, finite, validation_loss)

@@ -134,8 +134,8 @@ class CheckpointDirectory:
         stripe = system.kind == "lustre" and self.striper.wishes.stripe == "auto"
         layout = self.striper.choose_layout(step, system, needs) if stripe else None
         if self._policy is None:
-            wide = count_stripe_round_bytes(layout, self.striper.osts) if layout else None
-            self._policy = choose_write_policy(system, step, self.io, wide)
+            round_bytes = count_stripe_round_bytes(layout, self.striper.osts) if layout else None
+            self._policy = choose_write_policy(system, step, self.io, round_bytes)
         if layout:
             self.striper.stripe_step(step)
         shards.mkdir(mode=0o700)

@@ -194,15 +194,15 @@ def _check_matmul(config: RunConfig) -> None:
 def _check_components(config: RunConfig) -> None:
     """Check the names that a user's Python module or an installed package may add to, where none was named."""
     optim = config.optim
-    for where, value, own, group in (
+    for where, value, builtin, group in (
         ("optim.name", optim.name, OPTIMIZERS, "hpc_train.optimizers"),
         ("optim.schedule.name", optim.schedule.name, SCHEDULES, "hpc_train.schedules"),
     ):
-        if value in own or optim.module is not None or value in {point.name for point in entry_points(group=group)}:
+        if value in builtin or optim.module is not None or value in {point.name for point in entry_points(group=group)}:
             continue
-        near = get_close_matches(value, own, cutoff=_NEAR)
+        near = get_close_matches(value, builtin, cutoff=_NEAR)
         hint = did_you_mean(near) if near else "set optim.module to the Python module that registers it"
-        raise UserError(f"{where}={value}: must be one of {', '.join(own)}; {hint}")
+        raise UserError(f"{where}={value}: must be one of {', '.join(builtin)}; {hint}")
     if optim.name in OPTIMIZERS and optim.args:
         raise UserError(
             f"optim.args ({', '.join(optim.args)}): is for optim=custom; {optim.name} has settings of its own"

@@ -270,8 +270,8 @@ class _Planner(dcp.DefaultSavePlanner):
 
     def dtype_of(self, tensor: SavedTensor) -> torch.dtype:
         """Return the dtype in which a tensor is written."""
-        own = parse_dtype(tensor.dtype)
-        return self._dtype if self._dtype and own.is_floating_point else own
+        stored_dtype = parse_dtype(tensor.dtype)
+        return self._dtype if self._dtype and stored_dtype.is_floating_point else stored_dtype
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         tensor = self._tensors[index.fqn]

@@ -198,9 +198,9 @@ def _make_split(layer: str) -> Split:
 
     def split(adapter: LayerAdapter) -> LayerAdapter:
         rows = len(adapter.b) // 3
-        own = slice(index * rows, (index + 1) * rows)
-        magnitude = None if adapter.magnitude is None else adapter.magnitude[own]
-        b = adapter.b[own]
+        part = slice(index * rows, (index + 1) * rows)
+        magnitude = None if adapter.magnitude is None else adapter.magnitude[part]
+        b = adapter.b[part]
         used = b.abs().sum(0) > 0  # of an adapter that we wrote, only this layer's block
         if not bool(used.any()) or bool(used.all()):
             return LayerAdapter(adapter.a, b, magnitude, adapter.scale)

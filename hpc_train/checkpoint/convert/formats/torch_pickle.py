@@ -318,9 +318,9 @@ def _parse_strided(name: str, args: tuple[Any, ...], storages: StorageLookup) ->
     math_bits = args[7:8] if name == "_rebuild_tensor_v3" else args[6:7]
     if any(type(bits) is PickledPairs and bits.pairs for bits in math_bits):
         raise PickleError("a conjugated or negated view; save it with resolve_conj() and resolve_neg()")
-    own = parse_storage_dtype(stored)
-    dtype = parse_pickled_dtype(args[6]) if name == "_rebuild_tensor_v3" else own
-    begin, length = storages(stored.identifier, own)
+    storage_dtype = parse_storage_dtype(stored)
+    dtype = parse_pickled_dtype(args[6]) if name == "_rebuild_tensor_v3" else storage_dtype
+    begin, length = storages(stored.identifier, storage_dtype)
     if type(offset) is not int or offset < 0 or len(size) != len(stride):
         raise PickleError("a tensor of an impossible shape")
     # One past the last element, counted in elements from the first: strides may skip, but not leave the storage.

@@ -65,11 +65,11 @@ def parse_gemma3(body: Mapping[str, Any], name: str) -> TransformerConfig:
     """Return the model of a config.json of a text model of Gemma 3."""
     config = _parse_shape(body, name, int(body.get("sliding_window_pattern") or 6))
     given = body.get("rope_parameters") or {}
-    wide = given.get("full_attention") or body.get("rope_scaling") or {}
+    rope = given.get("full_attention") or body.get("rope_scaling") or {}
     narrow = given.get("sliding_attention") or {}
     if narrow.get("rope_type", "default") != "default":
         raise UserError("config.json: layers with a window have scaled rotary positions; our model scales the others")
-    rotary = parse_scaling(wide, body, float(wide.get("rope_theta", body.get("rope_theta", _GLOBAL_THETA))))
+    rotary = parse_scaling(rope, body, float(rope.get("rope_theta", body.get("rope_theta", _GLOBAL_THETA))))
     config = replace(config, query_key_norm="head", **rotary)
     if config.sliding_window is not None:
         local = float(narrow.get("rope_theta", body.get("rope_local_base_freq", _LOCAL_THETA)))

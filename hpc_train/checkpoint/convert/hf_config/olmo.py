@@ -36,14 +36,14 @@ def encode_olmo3(config: TransformerConfig) -> Json:
     transformers 5 reads rope_parameters, older releases rope_theta and rope_scaling.
     """
     plain = encode_olmo2(config)
-    wide, base = plain["rope_scaling"] or {"rope_type": "default"}, {"rope_theta": config.rope_theta}
+    scaling, base = plain["rope_scaling"] or {"rope_type": "default"}, {"rope_theta": config.rope_theta}
     return {
         **plain,
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": config.sliding_window,
         "layer_types": [_KINDS[find_window(config, layer) is None] for layer in range(config.layers)],
         "rope_parameters": {
-            "full_attention": {**wide, **base},
+            "full_attention": {**scaling, **base},
             "sliding_attention": {"rope_type": "default", **base},
         },
     }
@@ -62,12 +62,12 @@ def parse_olmo3(body: Mapping[str, Any], name: str) -> TransformerConfig:
     kinds = body.get("layer_types") or [_KINDS[layer % 4 == 0] for layer in range(1, config.layers + 1)]
     window, every = find_global_every(kinds, config.layers, int(body.get("sliding_window") or _WINDOW))
     given = body.get("rope_parameters") or {}
-    wide = given.get("full_attention") or body.get("rope_scaling") or {}
+    rope = given.get("full_attention") or body.get("rope_scaling") or {}
     narrow = given.get("sliding_attention") or {}
     if narrow.get("rope_type", "default") != "default":
         raise UserError("config.json: layers with a window have scaled rotary positions; our model scales the others")
-    theta = float(wide.get("rope_theta", body.get("rope_theta", _THETA)))
-    config = replace(config, sliding_window=window, global_every=every, **parse_scaling(wide, body, theta))
+    theta = float(rope.get("rope_theta", body.get("rope_theta", _THETA)))
+    config = replace(config, sliding_window=window, global_every=every, **parse_scaling(rope, body, theta))
     local = float(narrow.get("rope_theta", body.get("rope_theta", _THETA)))
     if window is None or (local == theta and config.rope_scaling == "none"):
         return config

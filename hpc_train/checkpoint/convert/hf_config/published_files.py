@@ -63,10 +63,10 @@ def _expand_blocks(name: str, weight: Tensor, scales: Tensor, sizes: list[int]) 
     wanted = [-(-length // size) for length, size in zip(weight.shape, sizes, strict=False)]
     if weight.ndim != 2 or list(scales.shape) != wanted:
         raise UserError(f"{name}{_SCALE}: is of shape {tuple(scales.shape)}, and the blocks of the weight are {wanted}")
-    wide = weight.to(torch.float32)
+    expanded = weight.to(torch.float32)
     for dimension, (length, size) in enumerate(zip(weight.shape, sizes, strict=True)):
         scales = scales.repeat_interleave(size, dimension).narrow(dimension, 0, length)
-    return wide.mul_(scales)
+    return expanded.mul_(scales)
 
 
 def drop_next_token_layers(state: State, body: Mapping[str, Any], layers: int) -> State:

@@ -58,15 +58,17 @@ def recognise_direct_network(levels: Mapping[str, int], neighbours: Neighbours) 
 
 def _recognise_dragonfly(neighbours: Neighbours) -> DirectNetwork | None:
     """Recognise groups of at least three fully connected switches, every two of which are also connected."""
-    own = {switch: set(others) for switch, others in neighbours.items()}
+    neighbour_sets = {switch: set(others) for switch, others in neighbours.items()}
     # Two switches of a group share the rest of it as neighbours; the two ends of a global cable share fewer. How many
     # fewer hangs on the cables, so every threshold is tried, and what it gives is checked.
-    shared = {(a, b): len(own[a] & own[b]) for a in own for b in own[a]}
+    shared = {(a, b): len(neighbour_sets[a] & neighbour_sets[b]) for a in neighbour_sets for b in neighbour_sets[a]}
     for threshold in sorted(set(shared.values()) - {0}, reverse=True)[:_THRESHOLDS]:
-        inside = {a: [b for b in own[a] if shared[a, b] >= threshold] for a in own}
+        inside = {a: [b for b in neighbour_sets[a] if shared[a, b] >= threshold] for a in neighbour_sets}
         groups = list(_find_components(inside))
-        are_cliques = all(len(group) >= 3 and all(own[a] >= set(group) - {a} for a in group) for group in groups)
-        if are_cliques and _are_all_joined(groups, own):
+        are_cliques = all(
+            len(group) >= 3 and all(neighbour_sets[a] >= set(group) - {a} for a in group) for group in groups
+        )
+        if are_cliques and _are_all_joined(groups, neighbour_sets):
             return DirectNetwork("dragonfly", tuple(map(tuple, groups)))
     return None
 
@@ -77,17 +79,22 @@ def _recognise_dragonfly_plus(levels: Mapping[str, int], neighbours: Neighbours,
         a: [b for b in others if not levels[a] == levels[b] == top] for a, others in neighbours.items() if a in levels
     }
     groups = list(_find_components(inside))
-    own = {switch: set(others) for switch, others in neighbours.items()}
-    if any(levels[switch] == top for switch in own) and _are_all_joined(groups, own):
+    neighbour_sets = {switch: set(others) for switch, others in neighbours.items()}
+    if any(levels[switch] == top for switch in neighbour_sets) and _are_all_joined(groups, neighbour_sets):
         return DirectNetwork("dragonfly+", tuple(map(tuple, groups)))
     return None
 
 
-def _are_all_joined(groups: Sequence[Sequence[str]], own: Mapping[str, set[str]]) -> bool:
+def _are_all_joined(groups: Sequence[Sequence[str]], neighbour_sets: Mapping[str, set[str]]) -> bool:
     if len(groups) < MIN_GROUPS:
         return False
     group_of = {switch: number for number, group in enumerate(groups) for switch in group}
-    joined = {tuple(sorted((group_of[a], group_of[b]))) for a in own for b in own[a] if group_of[a] != group_of[b]}
+    joined = {
+        tuple(sorted((group_of[a], group_of[b])))
+        for a in neighbour_sets
+        for b in neighbour_sets[a]
+        if group_of[a] != group_of[b]
+    }
     return len(joined) == math.comb(len(groups), 2)
 
 

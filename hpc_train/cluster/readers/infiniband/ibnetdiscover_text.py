@@ -171,7 +171,7 @@ class _Parser:
         self.current, self.system = described, None
 
     def _parse_port(self, match: re.Match[str], number: int) -> None:
-        own, far, far_port, _, comment = match.groups()
+        near, far, far_port, _, comment = match.groups()
         device = self.current
         if device is None:
             raise UserError(
@@ -179,7 +179,7 @@ class _Parser:
             )
         if far_port is None and get_device_kind(far):
             raise UserError(f"{self.name}:{number}: the port of {far} is missing; expected {_PORT_EXAMPLE}")
-        port = int(own)
+        port = int(near)
         if not 1 <= port <= device.ports:
             raise UserError(f"{self.name}:{number}: port {port} of {device.id}; expected 1 to {device.ports}")
         rate = _PORT_RATE.search(comment, comment.rfind('"') + 1) if comment else None
@@ -190,8 +190,8 @@ class _Parser:
     def add_usual_port(self, match: re.Match[str], number: int) -> None:
         """Parse a port line in ibnetdiscover's own form, with a name and a rate."""
         device = self.current
-        own, far, far_port, far_name, rate = match.groups()
-        if device is None or not 1 <= (port := int(own)) <= device.ports:
+        near, far, far_port, far_name, rate = match.groups()
+        if device is None or not 1 <= (port := int(near)) <= device.ports:
             self.take(match.string.strip(), number)  # says what is wrong
             return
         self.names_in[True] = True

@@ -91,8 +91,8 @@ def _assign_by_port(
         # same leaf, which two adapters of one server never have. Two candidates: leave it without a name.
         if len(keys) == 1:
             key = next(iter(keys))
-            own = {switch for adapter in group for switch, _ in plugs[adapter.id]}
-            hosts = {host for host in owners[key] if used[host].isdisjoint(own)}
+            switches = {switch for adapter in group for switch, _ in plugs[adapter.id]}
+            hosts = {host for host in owners[key] if used[host].isdisjoint(switches)}
             if len(hosts) < 2:
                 hosts_of |= dict.fromkeys(
                     (adapter.id for adapter in group), next(iter(hosts), first.setdefault(key, group[0].id))
@@ -133,18 +133,18 @@ def _assign_by_guid(
 
     def join(number: int, id: str, alone: bool) -> None:
         """Join the server of a GUID neighbour with room for it; an adapter that is alone becomes its own server."""
-        own = {switch for switch, _ in plugs.get(id, ())}
+        switches = {switch for switch, _ in plugs.get(id, ())}
         near = [
             host[at[neighbour]]
             for neighbour in (number - step, number + step)
             if neighbour in at and at[neighbour] in host
         ]
-        fits = [name for name in near if size[name] < usual and used[name].isdisjoint(own)]
+        fits = [name for name in near if size[name] < usual and used[name].isdisjoint(switches)]
         if not fits and not alone:
             return
         name = fits[0] if fits else system[id][0].id
         host[id] = name
-        used.setdefault(name, set()).update(own)
+        used.setdefault(name, set()).update(switches)
         size[name] = size.get(name, 0) + 1
 
     # Grow named servers upwards and downwards along their GUIDs first; what is left then becomes servers without a

@@ -100,17 +100,17 @@ class _Parser:
         match = _LINE.fullmatch(line.strip())
         if match is None:
             raise UserError(f"{self.name}:{number}: not a link, or cut off: {line[:60]!r}; expected {_EXAMPLE}")
-        own, far = self._find_device(match, 1, number), self._find_device(match, 2, number)
+        near, far = self._find_device(match, 1, number), self._find_device(match, 2, number)
         if match["state"] in _DOWN:
             return
         port, far_port = int(match["port1"], 16), int(match["port2"], 16)
-        if not 1 <= port <= own.ports:
-            raise UserError(f"{self.name}:{number}: port {port} of {own.id}; expected 1 to {own.ports}")
+        if not 1 <= port <= near.ports:
+            raise UserError(f"{self.name}:{number}: port {port} of {near.id}; expected 1 to {near.ports}")
         cable = CableEnd(far.id, far_port, number, far.name, _format_rate(match["width"], match["speed"]))
-        before = own.cables.setdefault(port, cable)
+        before = near.cables.setdefault(port, cable)
         if before[:2] != cable[:2]:
             raise UserError(
-                f"{self.name}:{number}: {own.id}[{port}] goes to {far.id}[{far_port}], in line {before.line} to "
+                f"{self.name}:{number}: {near.id}[{port}] goes to {far.id}[{far_port}], in line {before.line} to "
                 f"{before.far}[{before.far_port}]; expected one cable a port"
             )
 

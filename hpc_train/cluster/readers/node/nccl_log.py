@@ -229,13 +229,13 @@ def _take_nics(host: _Host, message: str, where: str) -> None:
 
 def _take_transport(host: _Host, via: re.Match[str]) -> None:
     receives = via[3] == "receive"
-    own, other = (int(via[2]), int(via[1])) if receives else (int(via[1]), int(via[2]))
+    rank, other = (int(via[2]), int(via[1])) if receives else (int(via[1]), int(via[2]))
     kind, nic = ("P2P" if via[4] == "direct" else via[4]), None
     if kind == "NET":
         index = re.match(r"/\w{1,20}/(\d{1,3})", via[5])
         nic = int(index[1]) if index else None
         kind = "GDRDMA" if "/GDRDMA" in via[5] else "NET"
-    host.transports[own, other, kind, nic] = None
+    host.transports[rank, other, kind, nic] = None
 
 
 def _place_ranks(processes: Iterable[_Process], largest: int, name: str) -> dict[int, _Process]:
@@ -276,8 +276,8 @@ def _list_links(host: _Host, node: Node, places: Mapping[int, _Process]) -> list
     """List the links inside a node, each with the nearest transport that a channel has."""
     order = {id: index for index, id in enumerate([*(gpu.id for gpu in node.gpus), *(nic.id for nic in node.nics)])}
     kinds: dict[tuple[str, str], str] = {}
-    for own, other, kind, nic in host.transports:
-        ends = [_find_end(host, places.get(own)), _find_end(host, places.get(other)) if nic is None else f"NIC{nic}"]
+    for rank, other, kind, nic in host.transports:
+        ends = [_find_end(host, places.get(rank)), _find_end(host, places.get(other)) if nic is None else f"NIC{nic}"]
         listed = sorted((end for end in ends if end is not None and end in order), key=order.__getitem__)
         if len(listed) == 2 and listed[0] != listed[1]:
             pair = listed[0], listed[1]

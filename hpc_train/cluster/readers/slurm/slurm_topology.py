@@ -168,8 +168,8 @@ def _remove_nodes(unit: ListedUnit, under: set[str], listed_fully: bool, file: s
     """Return the unit without the nodes under its switches. listed_fully: the text lists all of these switches."""
     if not unit.switches or not unit.nodes:
         return unit
-    own = set(unit.nodes)
-    strange = next((node for node in under if node not in own), None)
+    members = set(unit.nodes)
+    strange = next((node for node in under if node not in members), None)
     if strange is not None:
         raise UserError(f"{file}:{unit.line}: Nodes= of {unit.name} lacks node {strange}, which hangs below it")
     rest = tuple(node for node in unit.nodes if node not in under)
