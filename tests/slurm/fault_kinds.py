@@ -146,8 +146,7 @@ def cut_network(scene: Scene) -> Iterator[None]:
         for words in cables:
             scene.cluster.dev_cluster(*words[:2], "up", *words[2:])
         scene.cluster.wait_until_back(scene.host)
-        if scene.cluster.node_state(scene.host) == "drained":  # as Slurm could not end the rank there in a minute
-            scene.cluster.scontrol("update", f"nodename={scene.host}", "state=resume")
+        scene.cluster.resume_drained_nodes()
         left = [str(find_folder(logs)) for logs in attempts(scene.run)]  # for an epilog: the agent there was killed
         scene.cluster.dev_cluster("exec", scene.host, "rm", "-rf", *left)
 

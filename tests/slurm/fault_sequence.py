@@ -201,6 +201,11 @@ class FaultSequence:
         """Give the cluster the nodes back that were lost."""
         self._repairs.close()
 
+    def _has_started(self, job: str) -> bool:
+        """Whether a job runs. It needs all nodes but one, so those come back that Slurm has drained after a fault."""
+        self.cluster.resume_drained_nodes()
+        return self.cluster.job_state(job) != "PENDING"
+
     def finish(self) -> None:
         """Resume the run, whose batch script was killed last, to its end, and compare it with one without faults."""
         self.cluster.wait_for_state(self.job, "FAILED", timeout=60)
@@ -209,6 +214,7 @@ class FaultSequence:
         resumed = hpc_train("resume", "--json", str(self.run), **self._variables("0"))
         assert resumed.returncode == 0, resumed.stderr
         (job,) = (str(job) for job in json.loads(resumed.stdout)["jobs"])
+        wait_until("the start of the resumed job", lambda: self._has_started(job), 180)
         self.cluster.wait_for_state(job, "COMPLETED", timeout=180)
         reference = self.run.parent / "reference"
         job = submit(reference, *self._settings(), f"checkpoint.every={STEPS}", **self._variables("0"))

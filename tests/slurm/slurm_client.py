@@ -130,6 +130,16 @@ class SlurmCluster:
             assert time.monotonic() < end, f"{name} is {state} after {timeout:g} s"
             time.sleep(0.5)
 
+    def resume_drained_nodes(self) -> None:
+        """Give the nodes back that Slurm has drained, as an administrator would.
+
+        Slurm drains a node on which it could not end a task in UnkillableStepTimeout, perhaps long after the fault.
+        """
+        for line in self.command("sinfo", "-h", "-N", "-p", "batch", "-o", "%N %T").splitlines():
+            name, state = line.split()
+            if state.startswith("drain"):
+                self.scontrol("update", f"nodename={name}", "state=resume")
+
     def wait_for_node(self, name: str, state: str = "idle", timeout: float = 60) -> None:
         end = time.monotonic() + timeout
         while (now := self.node_state(name)) != state:
