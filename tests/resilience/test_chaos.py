@@ -37,20 +37,23 @@ def test_an_order_is_obeyed_once_by_its_rank_at_its_step(tmp_path: Path) -> None
 
 
 HOLDING = """
-import faulthandler, signal, threading, time
+import faulthandler, os, signal, threading, time
 from hpc_train.resilience.chaos import hold_interpreter_lock
+
+def say(line):
+    os.write(1, line)  # at once: print writes the end of a line later, and another thread may come between
 
 def beat():
     while True:
-        print("beat", flush=True)
+        say(b"beat\\n")
         time.sleep(0.01)
 
 faulthandler.register(signal.SIGUSR1)
 threading.Thread(target=beat, daemon=True).start()
 time.sleep(0.1)
-print("holds", flush=True)
+say(b"holds\\n")
 hold_interpreter_lock()
-print("goes on", flush=True)
+say(b"goes on\\n")
 """
 
 
@@ -59,8 +62,8 @@ def test_a_rank_that_holds_the_interpreter_shows_its_stacks_and_holds_on(tmp_pat
     with stacks.open("w") as file:
         rank = subprocess.Popen([sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, stderr=file, text=True)
     assert rank.stdout is not None
-    while rank.stdout.readline() != "holds\n":
-        pass
+    while (line := rank.stdout.readline()) != "holds\n":
+        assert line == "beat\n"
 
     def shows_itself_twice() -> bool:
         rank.send_signal(signal.SIGUSR1)  # the first may come before it holds the lock
