@@ -2,7 +2,7 @@
 
 Here are a Flow, data parallelism (DDP's buckets, fully_shard, compression, parameter servers), and the few scalars that
 every step sums over all ranks; what splits the model is in model_axes.py. The functions take sizes and counts only;
-flows.py computes these from a run. tests/traffic compares every flow with what the trainer really sends.
+data_flows.py computes these from a run. tests/traffic compares every flow with what the trainer really sends.
 """
 
 from __future__ import annotations

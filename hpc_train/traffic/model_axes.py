@@ -1,7 +1,7 @@
 """Count the communication of what splits the model: tensor, expert, context and pipeline parallelism.
 
-One section per technique. The functions take sizes and counts only; flows.py computes these from a run, and
-tests/traffic compares every flow with what the trainer really sends. Data parallelism is in axes.py.
+One section per technique. The functions take sizes and counts only; model_flows.py computes these from a run,
+and tests/traffic compares every flow with what the trainer really sends. Data parallelism is in axes.py.
 """
 
 from __future__ import annotations
