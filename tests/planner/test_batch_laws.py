@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.planner.model.batch_laws import (
+from hpc_train.planner.batch_laws import (
     critical_batch,
     loss_factor,
     min_batch_for_bubble,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hpc_train.config.model import TransformerConfig
 from hpc_train.planner.advice.facts import Advice, RunFacts
-from hpc_train.planner.model.batch_laws import (
+from hpc_train.planner.batch_laws import (
     CRITICAL_BATCH_FACTOR,
     critical_batch,
     loss_factor,

@@ -11,7 +11,7 @@ from hpc_train.config.model import VisionTransformerConfig
 from hpc_train.models.shape import count_kv_heads
 from hpc_train.placement.described_cluster import count_ranks_per_node
 from hpc_train.planner.advice.facts import Advice, RunFacts
-from hpc_train.planner.model.batch_laws import min_batch_for_bubble
+from hpc_train.planner.batch_laws import min_batch_for_bubble
 from hpc_train.traffic.stages import compute_block_costs, list_stage_parts, read_block_costs
 from hpc_train.units import GIB
 

@@ -14,7 +14,6 @@ from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.experts import expert_activations, expert_gradients, mix_layers
 from hpc_train.planner.model.jobs import RECOMPUTE, STACKS, Column, Jobs
 from hpc_train.planner.model.layer import recompute_shares
-from hpc_train.planner.model.scores import add_scores
 
 _MEGATRON, _FSDP, _OURS = (STACKS.index(name) for name in ("megatron", "fsdp", "hpc_train"))
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
@@ -223,7 +222,7 @@ def _own_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     everything = normed + 2 * item * hidden + heads + exchanged + widened + _dropout_bytes(jobs)
     some = between + heads + 2 * item * hidden + products
     if jobs.has_scores:
-        everything, some = add_scores(jobs, everything, some)
+        everything, some = _add_scores(jobs, everything, some)
     return everything, some, between
 
 
@@ -237,3 +236,25 @@ def _latent_bytes(jobs: Jobs) -> Column:
     eager = np.where(item < _WIDE, _WIDE + item, item)
     latents = (jobs.query_rank + jobs.key_rank) * (item + eager)
     return latents + jobs.heads * jobs.value_dim / jobs.tp * item
+
+
+def _add_scores(jobs: Jobs, everything: Column, some: Column) -> tuple[Column, Column]:
+    """Add what a layer stores of its scores to its activation bytes per token: (without recomputation, selective).
+
+    Of each score the softmax in fp32 is stored, as the product with the values reads it, and tanh of a soft-cap.
+    Selective recomputation stores the product itself. Where scores are stored or masked, keys and values are repeated
+    for every head. A mask is converted to the format of queries in every layer.
+    """
+    item = jobs.activation_bytes
+    scores = jobs.heads / jobs.tp * jobs.sequence * jobs.stored_scores
+    softmax = np.where(item == _WIDE, _WIDE, _WIDE + item) + jobs.capped_scores * item
+    more_heads = np.maximum(jobs.heads / jobs.tp - jobs.rank_key_heads, 0)
+    repeated = 2 * more_heads * jobs.head_dim * item * np.maximum(jobs.stored_scores, jobs.masked_share)
+    masks = jobs.masked_share * jobs.sequence * item
+    return everything + scores * softmax + repeated + masks, some + scores * item
+
+
+def stored_scores_working(jobs: Jobs, tokens: Column) -> Column:
+    """Return the bytes that the backward of attention with stored scores needs: two gradients in fp32."""
+    working: Column = tokens * jobs.heads / jobs.tp * jobs.sequence * jobs.stored_scores * 2 * _WIDE
+    return working

@@ -13,7 +13,6 @@ from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.experts import expert_elementwise, expert_kernels, expert_products, mix_layers
 from hpc_train.planner.model.jobs import STACKS, Column, Jobs
 from hpc_train.planner.model.products import linear_seconds, misalignment_factor, wide_products
-from hpc_train.planner.model.scores import count_score_passes, pair_share
 
 # Elementwise work is limited by memory bandwidth. A pass reads or writes every element of a tensor once. These are the
 # passes of a layer's forward in the fused kernels of Megatron-LM (bias + GELU, bias + dropout + add, scale + mask +
@@ -29,6 +28,9 @@ _LOGIT_BYTES = 40.0
 """Bytes moved per logit, forward and backward, in fp32: cast, maximum, exponentials, sum, and their gradients."""
 _CAP_PASSES = 15.0
 """Passes of a soft-cap, forward and backward: it divides, takes tanh and multiplies, one operation after another."""
+_EAGER_SCORE_PASSES, _SCORE_CAP_PASSES = 14.0, 6.0
+"""Passes over scores that plain operations store in 16 bits (eager attention of transformers): scale 2, mask 2, to fp32
+3, softmax 4, back 3; a soft-cap divides, takes tanh and multiplies."""
 _KERNELS_FORWARD, _KERNELS_BACKWARD = 26.0, 44.0
 """Kernel launches of a layer in PyTorch profiles of GPT layers without fused attention."""
 _FUSED_KERNELS = 0.6
@@ -107,6 +109,23 @@ def attention_score_width(jobs: Jobs) -> Column:
     return jobs.heads * jobs.attention_dim * jobs.sequence * pairs
 
 
+def pair_share(jobs: Jobs) -> Column:
+    """Return the pairs of query and key that a fused kernel computes, over those of causal attention.
+
+    Our own models have FlexAttention for windows, which skips the keys that no query sees. transformers gives a window
+    to torch's kernel as a mask of all pairs, so that a masked layer computes twice those of causal attention.
+    """
+    share: Column = np.where(jobs.masked_share > 0, 1 + jobs.masked_share, jobs.seen_share)
+    return share
+
+
+def _count_score_passes(jobs: Jobs, constants: Constants) -> Column:
+    """Return the passes of forward over scores that are in memory."""
+    eager = _EAGER_SCORE_PASSES + _SCORE_CAP_PASSES * jobs.capped_scores
+    passes: Column = np.where(jobs.stored_scores > 0, eager, constants.score_passes)
+    return passes
+
+
 def recompute_shares(jobs: Jobs) -> tuple[Column, Column, Column]:
     """Return the shares of linear layers, of attention and of elementwise work that a recomputed layer repeats.
 
@@ -176,7 +195,7 @@ def _attention(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column
     scores = tokens * jobs.sequence * jobs.heads / jobs.tp * jobs.activation_bytes / jobs.memory_bandwidth
     products = 4 * tokens * jobs.sequence * width * slow / (peak * constants.gemm_efficiency)
     products = products + 2 * scores * constants.gemm_traffic
-    passes = scores * count_score_passes(jobs, constants) / constants.memory_efficiency
+    passes = scores * _count_score_passes(jobs, constants) / constants.memory_efficiency
     is_fused = jobs.fused_attention > 0
     # Short sequences: fused attention is at least as fast as computing the scores one after another.
     unfused, unfused_backward = products + passes, 2 * products + _BACKWARD_PASSES * passes

@@ -1,23 +1,49 @@
 """Search the peak memory of hpc_train's own steps over their moments, for the first, a middle and the last stage.
 
 The moments are those at which a rank may hold most: inside a block, at the reduction of gradients, at the end of a
-backward and at the loss. Sizes that no moment changes are in peak_sizes.py. `plan rehearse` counts the same memory on
-the real passes, and a test compares the two.
+backward and at the loss. First the sizes that no moment changes: of weights (rank_weights.py), of a block's activations
+and of the loss. Then what a rank holds at each moment. `plan rehearse` counts the same memory on the real passes, and a
+test compares the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import Column, Jobs
-from hpc_train.planner.model.peak_sizes import PeakSizes
-from hpc_train.planner.model.pipeline import PipelineMoment, peak_moments
+from hpc_train.planner.model.activations import (
+    LayerActivations,
+    asynchronous_working,
+    dropout_attention_working,
+    embedding_mask_bytes,
+    feed_forward_activations,
+    last_norm_bytes,
+    layer_activations,
+    pending_gradient_bytes,
+    stored_scores_working,
+)
+from hpc_train.planner.model.jobs import SCHEDULES, Column, Jobs
+from hpc_train.planner.model.pipeline import SPLITS_BACKWARD, PipelineMoment, peak_moments
+from hpc_train.planner.model.rank_weights import (
+    GatheredParameters,
+    RankState,
+    RankWeights,
+    ReducedGroup,
+    count_gathered,
+    count_new_shards,
+    count_rank_weights,
+    count_reduced_group,
+    count_state,
+)
+from hpc_train.traffic.sharding import keeps_gradients
+
+_SINGLE_STAGE = tuple(SCHEDULES.index(name) for name in ("gpipe", "1f1b"))
+"""Codes of the schedules that torch runs as single-stage schedules (parallel.pipeline.schedule)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +64,7 @@ class PeakMemory:
 
 def estimate_peak(jobs: Jobs, constants: Constants) -> PeakMemory:
     """Return the memory of each rank at its peak: the largest total over all moments of a step."""
-    return reduce(_elementwise_worse, _list_peaks(jobs, constants))
+    return reduce(_choose_larger, _list_peaks(jobs, constants))
 
 
 def estimate_peak_total(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
@@ -56,18 +82,7 @@ def estimate_peak_total(jobs: Jobs, constants: Constants) -> tuple[Column, Colum
     return total, waiting
 
 
-def _list_peaks(jobs: Jobs, constants: Constants) -> Iterator[PeakMemory]:
-    """Yield the memory at each moment, at the four places where it may be at its peak."""
-    sizes = PeakSizes(jobs, constants)
-    for start, end in peak_moments(jobs):
-        memory = _MomentMemory(sizes, start, end)
-        yield memory.in_block()
-        yield memory.at_reduction()
-        yield memory.at_loss()
-        yield memory.at_end()
-
-
-def _elementwise_worse(one: PeakMemory, other: PeakMemory) -> PeakMemory:
+def _choose_larger(one: PeakMemory, other: PeakMemory) -> PeakMemory:
     """Return, for each rank and job, the one of two moments that needs more on the device."""
     more = other.total > one.total
     waiting = np.maximum(one.waiting, other.waiting)
@@ -80,155 +95,316 @@ def _elementwise_worse(one: PeakMemory, other: PeakMemory) -> PeakMemory:
     return PeakMemory(**parts, waiting=waiting)
 
 
-class _MomentMemory:
-    """The memory at one moment. What its places have in common is computed once."""
+# Sizes that no moment changes.
 
-    def __init__(self, sizes: PeakSizes, moment: PipelineMoment, end: PipelineMoment) -> None:
-        """moment: the start of a backward. end: its end."""
-        self._sizes, self._moment, self._end = sizes, moment, end
 
-    def in_block(self) -> PeakMemory:
-        """Return the peak within the backward of a block, the first or the second one of a stage."""
-        sizes = self._sizes
-        # Gradients of the first block are reduced while the second one is in backward. By then the activations of the
-        # first are freed, unless they were offloaded and so were never on the device. Its reduced shards are new unless
-        # an earlier micro-batch has allocated them.
-        shards = sizes.first_shards(1.0 - self._allocated_share)
-        behind = np.maximum(sizes.reduced + shards - sizes.freed_layer, 0)
-        working = sizes.block_working
-        if self._between is not None:
-            # In a W (input gradients exist already) weight gradients take the place of what they are computed from.
-            working = np.where(self._between, 0.0, working)
-        if np.any(sizes.writes_scores):
-            working = np.where(sizes.writes_scores, np.maximum(working, sizes.behind_attention), working)
-        # fully_shard gathers the next block while one computes. In a stage of two blocks there is no next one to gather
-        # when the first one's gradients are reduced.
-        most, beside = sizes.gathered_in_block
-        behind = behind * sizes.several_groups
-        if sizes.gathered_again is not None:
-            again = sizes.gathered_again if self._between is None else sizes.gathered_again * ~self._between
-            copied = np.maximum(again - working, 0)
-            most, behind = most + copied, np.maximum(behind, copied)
-        return self._peak(working, self._losses, np.maximum(most, beside + behind) + self._head, self._moved)
+@dataclass(frozen=True)
+class _BlockSizes:
+    """Bytes of the activations of blocks on a rank, and what the backward of a block needs, for one micro-batch."""
 
-    def at_reduction(self) -> PeakMemory:
-        """Return the peak when the first group of blocks has all gradients and copies them together to reduce."""
-        pending = None if self._between is None else self._between * self._sizes.pending
-        working, buffers = self._sizes.reduction_working(pending), self._sizes.gathered_ahead + self._head
-        return self._peak(working, self._losses, buffers, self._moved)
+    stored: Column
+    """What the forward of a layer stores for its backward."""
+    hidden: Column
+    """Hidden states between two layers."""
+    last_norm: Column
+    """What the norm before the head stores."""
+    offloaded: NDArray[np.bool_]
+    """Whether stored activations wait in host memory."""
+    any_offloaded: bool
+    working: Column
+    """What the backward of a block needs besides stored activations, or its whole gradients at the end."""
+    attention_working: Column | None
+    """What the backward of attention needs besides stored activations, 0 where its scores are not in memory; None: in
+    no job."""
+    freed: Column
+    """Activations of a layer that are on the device no more when its gradients are reduced."""
+    freed_before: Column
+    """Activations that are freed when a layer has all its weight gradients: all but the layer's input."""
+    embedding_mask: Column | None
+    """The mask of the embedding's dropout; None: no job has dropout."""
+    pending: Column | None
+    """What a layer keeps between I and W, the two parts of a split backward; None: no job splits backward."""
 
-    def at_loss(self) -> PeakMemory:
-        """Return the peak when a loss's backward begins: fp32 gradients of the logits, before and after conversion."""
-        sizes, moment = self._sizes, self._moment
-        stored = moment.losses * sizes.loss_kept + moment.loss * sizes.last_logits
-        return self._peak(None, stored + moment.loss * sizes.loss_working, sizes.gathered_at_loss, self._moved)
 
-    def at_end(self) -> PeakMemory:
-        """Return the peak at the end of the backward of a stage with the embedding or the head."""
-        sizes, jobs, moment = self._sizes, self._sizes.jobs, self._moment
-        # The gradients to reduce and the reduced shards, which exist before they are added to those of earlier
-        # micro-batches.
-        added = self._allocated_share * jobs.gradient_bytes / sizes.shards
-        reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes + added, 0.0)
-        reduced = (reduced + jobs.activation_bytes) * sizes.trains_ends
-        losses = np.maximum(moment.losses - moment.loss, 0)
-        buffers = sizes.gathered_at_end + sizes.end_table * reduced
-        end = _MomentMemory(sizes, self._end, self._end)
-        return end._peak(None, losses * sizes.loss_kept, buffers, self._moved)  # less waits than at the start
+def _size_blocks(jobs: Jobs, constants: Constants, weights: RankWeights) -> _BlockSizes:
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    layer = layer_activations(jobs, constants, tokens)
+    width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    hidden = tokens * jobs.hidden * jobs.activation_bytes / width
+    offloaded = jobs.offload_activations > 0
+    freed_before = np.where(offloaded, 0.0, np.maximum(layer.stored - hidden, 0))
+    # Activations that come back from the host: all of the layer in backward, and those of the one before it.
+    fetched = (layer.whole * (jobs.recompute == 0) + layer.stored) * offloaded
+    widest = _size_widest_gradient(jobs, weights)
+    computing = layer.working + fetched + widest + asynchronous_working(jobs, tokens)
+    complete = weights.block * weights.trained_share * jobs.activation_bytes + 2 * hidden - freed_before
+    splits = np.any((jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD))
+    return _BlockSizes(
+        stored=layer.stored,
+        hidden=hidden,
+        last_norm=last_norm_bytes(jobs, tokens),
+        offloaded=offloaded,
+        any_offloaded=bool(np.any(offloaded)),
+        working=np.maximum(computing, complete),
+        attention_working=_size_attention_backward(jobs, layer, fetched, widest, tokens),
+        freed=np.where(offloaded, 0.0, layer.stored),
+        freed_before=freed_before,
+        embedding_mask=embedding_mask_bytes(jobs, tokens) if np.any(jobs.dropout > 0) else None,
+        pending=pending_gradient_bytes(jobs, tokens) if splits else None,
+    )
 
-    def _peak(self, working: Column | None, logits: Column, buffers: Column, moved: Column) -> PeakMemory:
-        """Add up the memory at a place.
 
-        working: what the current computation needs besides stored activations. moved: what waits in host memory.
-        """
-        sizes = self._sizes
-        rest = self._waiting_for_backward if working is None else self._waiting_for_backward + working
-        activations = self._on_device + rest
-        buffers = buffers + sizes.accumulated
-        return PeakMemory(
-            sizes.parameters,
-            self._gradients,
-            sizes.optimizer,
-            activations,
-            logits,
-            buffers,
-            moved,
-            self._state + activations + logits + buffers,
-        )
+def _size_widest_gradient(jobs: Jobs, weights: RankWeights) -> Column:
+    """Return the gradient of a block's widest product; of experts, of one of the three stacks of them, if larger."""
+    widest = jobs.hidden * jobs.feed_forward / jobs.tp
+    widest = np.where(jobs.experts > 0, weights.experts / 3, widest) if jobs.has_experts else widest
+    return widest * weights.trained_share * jobs.activation_bytes
 
-    @cached_property
-    def _between(self) -> NDArray[np.bool_] | None:
-        """Whether the rank has input gradients without their weight gradients; None if no job has at this moment."""
-        between: NDArray[np.bool_] = self._moment.input_done + self._moment.input_done_last > 0
-        return between if np.any(between) else None
 
-    @cached_property
-    def _stored(self) -> Column:
-        """Activations of layers that wait for their backward."""
-        sizes, moment = self._sizes, self._moment
-        stages, last = moment.stages * sizes.stages.stage, moment.last * sizes.stages.last
-        stored: Column = stages * sizes.layer + last * sizes.layer
-        return stored
+def _size_attention_backward(
+    jobs: Jobs, layer: LayerActivations, fetched: Column, widest: Column, tokens: Column
+) -> Column | None:
+    """Return what the backward of attention with scores in memory needs; None if no job has it.
 
-    @cached_property
-    def _on_device(self) -> Column:
-        """Bytes of waiting activations on the device."""
-        return np.where(self._sizes.moved, 0.0, self._stored) if self._sizes.moves else self._stored
+    fetched: activations that come back from the host. widest: the gradient of the widest product. By then backward has
+    freed the activations of the feed-forward layer, and has its weight gradients.
+    """
+    in_memory = (jobs.dropout > 0) | (jobs.stored_scores > 0)
+    if not np.any(in_memory):
+        return None
+    left = layer.recomputed + fetched - feed_forward_activations(jobs, tokens)
+    attention = dropout_attention_working(jobs, tokens)
+    if jobs.has_scores:
+        attention = attention + stored_scores_working(jobs, tokens)
+    return np.where(in_memory, left + (2 + jobs.gated) * widest + attention, 0.0)
 
-    @cached_property
-    def _moved(self) -> Column:
-        """Bytes of waiting activations in host memory."""
-        return np.where(self._sizes.moved, self._stored, 0.0) if self._sizes.moves else np.zeros(())
 
-    @cached_property
-    def _waiting_for_backward(self) -> Column:
-        """What else waits for a backward: inputs and outputs of stages, and gradients between I and W."""
-        sizes, jobs, moment = self._sizes, self._sizes.jobs, self._moment
-        # torch's stages keep their output for every micro-batch in flight (offloading: their input, too), and the
-        # gradients that they receive and send for one.
-        ends = (moment.stages + 2) * sizes.hidden
-        if sizes.moves:
-            ends = np.where(sizes.moved, (2 * moment.stages + 2) * sizes.hidden, ends)
-        ends = np.where(jobs.pp > 1, ends, 0.0) + moment.last * sizes.last_norm
-        if sizes.drops:
-            in_flight = np.where(jobs.pp > 1, moment.stages / sizes.stages_of_first, moment.last)
-            ends = ends + sizes.on_first * in_flight * sizes.embedding_mask
-        if self._between is None:
-            return ends
-        done, done_last = moment.input_done * sizes.stages.stage, moment.input_done_last * sizes.stages.last
-        return ends + ((done + done_last) * sizes.pending + moment.input_done_last * sizes.pending_logits)
+@dataclass(frozen=True)
+class _LossSizes:
+    """Bytes of logits and of the loss on the rank with the head, for one micro-batch, [n]."""
 
-    @cached_property
-    def _allocated_share(self) -> Column:
-        """Share of the rank's stages whose gradients earlier micro-batches have allocated."""
-        return np.minimum(self._moment.accumulated + self._moment.reduced, 1.0)
+    stored: Column
+    """What a loss stores for its backward: probabilities; in chunks, gradients of hidden states and head."""
+    last_logits: Column
+    """The latest micro-batch's output: torch's single-stage schedules keep it until the next forward."""
+    working: Column
+    """The gradients of logits."""
+    pending: Column
+    """What the head's weight gradient waits with, between I and W."""
 
-    @cached_property
-    def _losses(self) -> Column:
-        """Logits, and what losses keep for their backward, during the backward of blocks."""
-        sizes, moment = self._sizes, self._moment
-        return np.maximum(moment.losses - moment.loss, 0) * sizes.loss_kept + moment.loss * sizes.last_logits
 
-    @cached_property
-    def _head(self) -> Column:
-        """The head's gradient, which exists from the start of a backward to its end."""
-        sizes = self._sizes
-        head: Column = self._moment.loss * sizes.table * sizes.trains_ends * sizes.jobs.activation_bytes
-        return head
+def _size_loss(jobs: Jobs, table: Column) -> _LossSizes:
+    """table: weights of one embedding table on the rank."""
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    item = jobs.activation_bytes
+    in_chunks, logits, fp32 = jobs.loss_chunk > 0, tokens * jobs.vocab / jobs.tp, np.maximum(item, 4.0)
+    # A soft-cap also stores its tanh, in the format of the logits.
+    probabilities = logits * (fp32 + jobs.capped_logits * item)
+    stored = np.where(in_chunks, (tokens * jobs.hidden + table) * item, probabilities)
+    single_stage = (jobs.pp > 1) & np.isin(jobs.schedule, _SINGLE_STAGE)
+    # The loss over a split vocabulary is our own and converts its fp32 gradient; torch's keeps a second fp32 one.
+    converted = (jobs.tp > 1) * item
+    gradients = logits * np.where(converted > 0, fp32 + converted, 2 * fp32)
+    # One chunk: its logits, twice in fp32, and its hidden states.
+    chunk = np.minimum(jobs.loss_chunk, tokens)
+    narrow = np.where(item < fp32, item, 0.0)
+    chunk_logits = chunk * jobs.vocab / jobs.tp * ((2 + jobs.capped_logits) * fp32 + narrow)
+    return _LossSizes(
+        stored=stored,
+        last_logits=single_stage * np.where(in_chunks, tokens * jobs.hidden, logits) * item,
+        working=np.where(in_chunks, chunk_logits + chunk * jobs.hidden * item, gradients),
+        pending=np.where(in_chunks, stored, logits * item),
+    )
 
-    @cached_property
-    def _gradients(self) -> Column:
-        """Whole or sharded gradients of the stages that have had a backward.
 
-        Gradients of a stage are allocated by its first backward. ddp's buckets exist from the first step on.
-        """
-        sizes, moment = self._sizes, self._moment
-        whole, shards, unreduced = sizes.gradients
-        found = np.where(sizes.jobs.zero >= 1, moment.accumulated * unreduced + moment.reduced * shards, whole)
-        return found if sizes.sends_gradients is None else np.where(sizes.sends_gradients, sizes.unsent_sums, found)
+@dataclass(frozen=True)
+class _StepSizes:
+    """All sizes of jobs that no moment of a step changes."""
 
-    @cached_property
-    def _state(self) -> Column:
-        """Parameters, gradients and the optimizer's state together."""
-        state: Column = self._sizes.parameters + self._gradients + self._sizes.optimizer
-        return state
+    jobs: Jobs
+    weights: RankWeights
+    state: RankState
+    gathered: GatheredParameters
+    group: ReducedGroup
+    block: _BlockSizes
+    loss: _LossSizes
+
+
+def _size_step(jobs: Jobs, constants: Constants) -> _StepSizes:
+    weights = count_rank_weights(jobs)
+    return _StepSizes(
+        jobs,
+        weights,
+        count_state(jobs, weights),
+        count_gathered(jobs, weights),
+        count_reduced_group(jobs, weights),
+        _size_blocks(jobs, constants, weights),
+        _size_loss(jobs, weights.table),
+    )
+
+
+# Memory at the moments of a step.
+
+
+@dataclass(frozen=True)
+class _HeldMemory:
+    """Bytes that a rank holds at one moment whatever it computes, [3, n]."""
+
+    gradients: Column
+    state: Column
+    """Parameters, gradients and the optimizer's state together."""
+    on_device: Column
+    """Activations of layers that wait for their backward, on the device."""
+    on_host: Column
+    waiting: Column
+    """What else waits for a backward: inputs and outputs of stages, and gradients between I and W."""
+    has_inputs: NDArray[np.bool_] | None
+    """Whether the rank has input gradients without their weight gradients; None if no job has."""
+
+
+def _count_held(sizes: _StepSizes, moment: PipelineMoment, on_host: Column | None = None) -> _HeldMemory:
+    """on_host: what waits in host memory; None: the activations of layers, where they are offloaded."""
+    state, block, stages = sizes.state, sizes.block, sizes.weights.stages
+    waiting_layers = moment.stages * stages.stage, moment.last * stages.last
+    stored = waiting_layers[0] * block.stored + waiting_layers[1] * block.stored
+    between = moment.input_done + moment.input_done_last > 0
+    has_inputs = between if np.any(between) else None
+    # Gradients of a stage are allocated by its first backward. ddp's buckets exist from the first step on.
+    sharded = moment.accumulated * state.unreduced_gradients + moment.reduced * state.sharded_gradients
+    gradients = np.where(sizes.jobs.zero >= 1, sharded, state.whole_gradients)
+    if on_host is None:
+        on_host = np.where(block.offloaded, stored, 0.0) if block.any_offloaded else np.zeros(())
+    if state.unsent_sums is not None:
+        gradients = np.where(state.sends_gradients, state.unsent_sums, gradients)
+    return _HeldMemory(
+        gradients=gradients,
+        state=state.parameters + gradients + state.optimizer,
+        on_device=np.where(block.offloaded, 0.0, stored) if block.any_offloaded else stored,
+        on_host=on_host,
+        waiting=_count_waiting(sizes, moment, has_inputs is not None),
+        has_inputs=has_inputs,
+    )
+
+
+def _count_waiting(sizes: _StepSizes, moment: PipelineMoment, splits: bool) -> Column:
+    """Return the bytes that wait for a backward besides the activations of layers.
+
+    splits: whether input gradients wait for their weight gradients.
+    """
+    jobs, block, stages = sizes.jobs, sizes.block, sizes.weights.stages
+    # torch's stages keep their output for every micro-batch in flight (offloading: their input, too), and the gradients
+    # that they receive and send for one.
+    waiting = (moment.stages + 2) * block.hidden
+    if block.any_offloaded:
+        waiting = np.where(block.offloaded, (2 * moment.stages + 2) * block.hidden, waiting)
+    waiting = np.where(jobs.pp > 1, waiting, 0.0) + moment.last * block.last_norm
+    if block.embedding_mask is not None:
+        # Stages of a rank without the pipeline's last one.
+        others = np.maximum(jobs.virtual_stages - stages.has_last * (jobs.pp > 1), 1)
+        in_flight = np.where(jobs.pp > 1, moment.stages / others, moment.last)
+        waiting = waiting + sizes.weights.on_first * in_flight * block.embedding_mask
+    if not splits:
+        return waiting
+    assert block.pending is not None
+    layers = moment.input_done * stages.stage + moment.input_done_last * stages.last
+    return waiting + (layers * block.pending + moment.input_done_last * sizes.loss.pending)
+
+
+def _list_peaks(jobs: Jobs, constants: Constants) -> Iterator[PeakMemory]:
+    """Yield the memory at each moment, at the four places where it may be at its peak."""
+    sizes = _size_step(jobs, constants)
+    for start, end in peak_moments(jobs):
+        held = _count_held(sizes, start)
+        # During the backward of blocks: logits, what losses store, and the head's gradient, which exists from the start
+        # of a backward to its end.
+        logits = np.maximum(start.losses - start.loss, 0) * sizes.loss.stored + start.loss * sizes.loss.last_logits
+        head = start.loss * sizes.weights.table * sizes.weights.trains_ends * jobs.activation_bytes
+        allocated = np.minimum(start.accumulated + start.reduced, 1.0)
+        yield _measure_block(sizes, held, logits, head, allocated)
+        yield _measure_reduction(sizes, held, logits, head)
+        yield _measure_loss(sizes, held, start)
+        yield _measure_end(sizes, held, start, end, allocated)
+
+
+def _measure_block(sizes: _StepSizes, held: _HeldMemory, logits: Column, head: Column, allocated: Column) -> PeakMemory:
+    """Return the peak within the backward of a block, the first or the second one of a stage.
+
+    allocated: share of the rank's stages whose gradients earlier micro-batches have allocated.
+    """
+    block, gathered, has_inputs = sizes.block, sizes.gathered, held.has_inputs
+    # Gradients of the first block are reduced while the second one is in backward. By then the activations of the
+    # first are freed, unless they were offloaded and so were never on the device.
+    shards = count_new_shards(sizes.jobs, sizes.weights, sizes.group, 1.0 - allocated)
+    reducing = np.maximum(sizes.group.buffer + shards - block.freed, 0) * sizes.group.several
+    working = block.working
+    if has_inputs is not None:
+        # In a W (input gradients exist already) weight gradients take the place of what they are computed from.
+        working = np.where(has_inputs, 0.0, working)
+    if block.attention_working is not None:
+        working = np.maximum(working, block.attention_working)
+    in_block = gathered.in_block
+    if gathered.embedding_again is not None:
+        again = gathered.embedding_again if has_inputs is None else gathered.embedding_again * ~has_inputs
+        copied = np.maximum(again - working, 0)
+        in_block, reducing = in_block + copied, np.maximum(reducing, copied)
+    buffers = np.maximum(in_block, gathered.during_reduction + reducing) + head
+    return _add_up(sizes, held, working, logits, buffers)
+
+
+def _measure_reduction(sizes: _StepSizes, held: _HeldMemory, logits: Column, head: Column) -> PeakMemory:
+    """Return the peak when the first group of blocks has all gradients and copies them together to reduce.
+
+    The group's gathered parameters are freed by then.
+    """
+    reducing = sizes.group.buffer + sizes.group.copied - sizes.block.freed_before
+    if held.has_inputs is not None:
+        assert sizes.block.pending is not None
+        reducing = reducing - held.has_inputs * sizes.block.pending  # which no longer waits for W
+    working = np.where(keeps_gradients(sizes.jobs.zero), 0.0, reducing)
+    return _add_up(sizes, held, working, logits, sizes.gathered.before_reduction + head)
+
+
+def _measure_loss(sizes: _StepSizes, held: _HeldMemory, moment: PipelineMoment) -> PeakMemory:
+    """Return the peak when a loss's backward begins: fp32 gradients of the logits, before and after conversion."""
+    stored = moment.losses * sizes.loss.stored + moment.loss * sizes.loss.last_logits
+    return _add_up(sizes, held, None, stored + moment.loss * sizes.loss.working, sizes.gathered.at_loss)
+
+
+def _measure_end(
+    sizes: _StepSizes, held: _HeldMemory, start: PipelineMoment, end: PipelineMoment, allocated: Column
+) -> PeakMemory:
+    """Return the peak at the end of the backward of a stage with the embedding or the head.
+
+    held: at the start of the backward, when more waits in host memory. allocated: as in _measure_block.
+    """
+    jobs, weights = sizes.jobs, sizes.weights
+    # The gradients to reduce and the reduced shards, which exist before they are added to those of earlier
+    # micro-batches.
+    added = allocated * jobs.gradient_bytes / weights.shards
+    reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes + added, 0.0)
+    reduced = (reduced + jobs.activation_bytes) * weights.trains_ends
+    tables = weights.stages.tables
+    table = np.where(jobs.pp == 1, tables, np.minimum(tables, 1)) * weights.table
+    buffers = sizes.gathered.at_end + table * reduced
+    losses = np.maximum(start.losses - start.loss, 0)
+    held_at_end = _count_held(sizes, end, held.on_host)
+    return _add_up(sizes, held_at_end, None, losses * sizes.loss.stored, buffers)
+
+
+def _add_up(
+    sizes: _StepSizes, held: _HeldMemory, working: Column | None, logits: Column, buffers: Column
+) -> PeakMemory:
+    """Add up the memory at a place. working: what the current computation needs besides stored activations."""
+    waiting = held.waiting if working is None else held.waiting + working
+    activations = held.on_device + waiting
+    buffers = buffers + sizes.state.accumulated
+    return PeakMemory(
+        sizes.state.parameters,
+        held.gradients,
+        sizes.state.optimizer,
+        activations,
+        logits,
+        buffers,
+        held.on_host,
+        held.state + activations + logits + buffers,
+    )
