@@ -1,8 +1,7 @@
-"""Pipeline model: micro-batches in flight, and the bubble.
+"""What a pipeline holds at the moments of a step: micro-batches in flight, and the moments at which memory may peak.
 
 micro_batches_in_flight is a closed form for all schedules. peak_moments lists the moments at which memory may peak; for
-schedules that split backward it walks through their real order. bubble_seconds is the time that the slowest rank waits
-for others.
+schedules that split backward it walks through their real order.
 """
 
 from __future__ import annotations
@@ -296,38 +295,3 @@ def _of_gradients(one: _Counts) -> tuple[float, ...]:
 
 def _of_accumulated(one: _Counts) -> tuple[float, ...]:
     return one[5], one[0] + one[1] + one[3] + one[4], one[6]
-
-
-_SPLITS = _SCHEDULE_CODE["interleaved_zero_bubble"]
-"""Schedules with this code or a larger one split backward."""
-
-
-def bubble_seconds(jobs: Jobs, others: Column, forward: Column, inputs: Column, weights: Column) -> Column:
-    """Return the seconds of a step for which the slowest rank waits.
-
-    others: seconds of one micro-batch on all other ranks together. forward, inputs, weights: seconds of one micro-batch
-    on an average rank, all its virtual stages together.
-    """
-    # A rank waits while the first micro-batch comes to it and the last one leaves the ranks behind it. naive waits so
-    # for every micro-batch; v virtual stages cut the wait to one v-th (Narayanan et al. 2021, section 2.2).
-    p, m, v, code = jobs.pp, jobs.micro_batches, jobs.virtual_stages, jobs.schedule
-    found = np.where(code == _SCHEDULE_CODE["naive"], m * others, others / v)
-    if np.any(code >= _SPLITS):
-        found = np.where(code >= _SPLITS, _split_bubble(jobs, forward, inputs, weights), found)
-    return np.where(p > 1, found, 0.0)
-
-
-def _split_bubble(jobs: Jobs, forward: Column, inputs: Column, weights: Column) -> Column:
-    """Return the bubble of the schedules that compute weight gradients separately.
-
-    ZB-H1 (p - 1)(F + I - W), over v virtual stages, and ZB-H2 (p - 1)(F + I - 2 W): Qi et al. 2024, arXiv:2401.10241,
-    table 2. The forms of the V-shaped schedules are ours; a test compares them with simulated orders.
-    """
-    after, v, code = jobs.pp - 1, jobs.virtual_stages, jobs.schedule
-    there = forward + inputs
-    few = np.where(jobs.micro_batches < 2 * jobs.pp - 1, 2.0, 1.0)
-    v_shaped = few * np.maximum(np.maximum(forward, inputs) / 2, inputs - weights)
-    both = there / 2 + np.maximum(there / 2 - weights, 0) / 2
-    found = np.where(code == _SCHEDULE_CODE["zbv"], v_shaped, np.maximum(there - weights, 0) / v)
-    found = np.where(code == _SCHEDULE_CODE["dualpipev"], both, found)
-    return after * np.where(code == _SCHEDULE_CODE["zb_2p"], np.maximum(there - 2 * weights, 0), found)

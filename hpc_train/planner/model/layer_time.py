@@ -1,0 +1,174 @@
+"""Estimate the seconds of one layer and one micro-batch: computation, and what communication and copies add to it.
+
+Communication over tp, cp and ep is part of a layer; that over dp and pp is part of a step (step_time.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hpc_train.planner.constants import Constants
+from hpc_train.planner.model.activations import layer_activations
+from hpc_train.planner.model.distinct import find_distinct_jobs, take_columns
+from hpc_train.planner.model.experts import exchange_seconds
+from hpc_train.planner.model.jobs import FSDP, FULL, PCIE, Column, Jobs
+from hpc_train.planner.model.layer import LayerWork, attention_score_width, layer_work
+from hpc_train.planner.model.network import all_reduce_seconds, all_to_all_seconds, make_rank_group, send_seconds
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer and one micro-batch, [n]. Exposed means not hidden behind computation."""
+
+    forward: Column
+    """Computation, and the copy of activations to the host."""
+    backward: Column
+    """Computation with recomputation, and the copy of activations back."""
+    moved: Column
+    """The part of forward and backward in which only copies go on."""
+    tensor: Column
+    """Exposed communication over tp, forward and backward."""
+    context: Column
+    """Exposed communication over cp, forward and backward."""
+    experts: Column
+    """Exposed communication over ep, forward and backward."""
+    launch_forward: Column
+    """Time that forward waits for the host to launch kernels."""
+    launch_backward: Column
+
+    @cached_property
+    def launch(self) -> Column:
+        return self.launch_forward + self.launch_backward
+
+    @cached_property
+    def total(self) -> Column:
+        return self.forward + self.backward + self.tensor + self.context + self.experts + self.launch
+
+
+_OUTSIDE_LAYERS = frozenset(
+    (
+        *("global_batch", "dp_replicate", "dp_shard", "pp", "virtual_stages", "schedule"),
+        *("zero", "reshard", "offload", "reduce_bytes", "overlap_data"),
+    )
+)
+"""Columns that do not change the seconds of a layer, unless its activations are offloaded."""
+
+
+def estimate_layer_time(jobs: Jobs, constants: Constants) -> tuple[LayerWork, LayerTime]:
+    """Return the work of a layer of each job and its seconds.
+
+    A search has thousands of jobs with few different layers: each of these is estimated once.
+    """
+    distinct = None if np.any(jobs.offload_activations) else find_distinct_jobs(jobs, _OUTSIDE_LAYERS)
+    if distinct is None:
+        work = layer_work(jobs, constants)
+        return work, _time_layer(jobs, constants, work)
+    different_jobs, index = distinct
+    work = layer_work(different_jobs, constants)
+    return take_columns(work, index), take_columns(_time_layer(different_jobs, constants, work), index)
+
+
+def _time_layer(jobs: Jobs, constants: Constants, work: LayerWork) -> LayerTime:
+    copy = _copy_seconds(jobs, constants)
+    once, back = work.forward, work.backward + work.again
+    forward, backward = np.maximum(once, copy), np.maximum(back, copy)
+    tensor_forward, tensor_backward = _tensor_seconds(jobs, constants)
+    # The host launches kernels ahead of the device, which waits only if launching takes longer than computing.
+    return LayerTime(
+        forward=forward,
+        backward=backward,
+        moved=forward - once + backward - back,
+        tensor=tensor_forward + tensor_backward,
+        context=_context_seconds(jobs, constants, work),
+        experts=sum(exchange_seconds(jobs, constants), np.zeros(())) if jobs.has_experts else np.zeros(()),
+        launch_forward=np.maximum(work.launch_forward - forward - tensor_forward, 0),
+        launch_backward=np.maximum(work.launch_backward - backward - tensor_backward, 0),
+    )
+
+
+def _copy_seconds(jobs: Jobs, constants: Constants) -> Column:
+    """Return the seconds of copying a layer's activations to the host, or back.
+
+    They run beside the computation of a neighbouring layer (parallel.memory.activation_offload): a layer takes as long
+    as the longer of both. Bytes over the bandwidth of PCIe (Rhu et al. 2016, arXiv:1602.08124, section 3.1).
+    """
+    if not np.any(jobs.offload_activations):
+        return np.zeros(())
+    stored = layer_activations(jobs, constants, jobs.micro_batch * jobs.sequence / jobs.cp).stored
+    return np.where(jobs.offload_activations > 0, stored / get_pcie_bandwidth(jobs), 0.0)
+
+
+def get_pcie_bandwidth(jobs: Jobs) -> Column:
+    """Return bytes/s between a GPU and its host, one direction; PCIE where it is unknown."""
+    return np.where(jobs.host_bandwidth > 0, jobs.host_bandwidth, PCIE)
+
+
+def _tensor_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
+    """Return the exposed seconds of tp in one layer: (forward, backward).
+
+    Each has two all-reduces of the micro-batch's activations, or as many pairs of gather and scatter, which take as
+    long (traffic.model_axes.count_block_calls). Communication of recomputation counts as backward.
+    """
+    size = jobs.micro_batch * jobs.sequence / jobs.cp * jobs.hidden * jobs.activation_bytes
+    once = all_reduce_seconds(make_rank_group(jobs, constants, jobs.tp, np.ones(()), jobs.overlap_tensor), size)
+    # A ring of n ranks has 2 (n - 1) hops; with CUDA_LAUNCH_BLOCKING ranks arrive late at each of them.
+    once = once + 2 * (jobs.tp - 1) * jobs.launch_blocking * constants.blocking
+    once = once * np.where(jobs.stack >= FSDP, constants.tensor_pytorch, 1.0)
+    # NCCL gathers along the first dimension, but tp splits positions, which are the second: PyTorch copies the result
+    # of each gather and the input of each scatter, a read and a write of the whole tensor each.
+    copies = 4 * size / (jobs.memory_bandwidth * constants.memory_efficiency)
+    once = once + np.where((jobs.stack >= FSDP) & (jobs.sequence_parallel > 0) & (jobs.tp > 1), copies, 0.0)
+    exposed = 1 - np.where(jobs.overlap_tensor > 0, constants.overlap_tensor, 0.0)
+    again = np.where(jobs.recompute == FULL, jobs.recompute_share, 0.0)
+    sums = 2 - jobs.parallel_block
+    return sums * once * exposed, sums * (1 + again) * once * exposed
+
+
+def _context_seconds(jobs: Jobs, constants: Constants, work: LayerWork) -> Column:
+    """Return the exposed seconds of cp in one layer's attention, forward and backward."""
+    ring = _ring_seconds(jobs, constants, work)
+    if not np.any(jobs.ulysses):
+        return ring
+    return np.where(jobs.ulysses > 0, _ulysses_seconds(jobs, constants), ring)
+
+
+def ulysses_bytes(jobs: Jobs) -> Column:
+    """Return the bytes of one layer's all-to-alls for one micro-batch, forward and backward.
+
+    These move queries, keys, values and the result (traffic.model_axes.list_ulysses_flows).
+    """
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    # If there are fewer key and value heads than cp ranks, they are repeated until every rank has one.
+    key_heads = np.maximum(jobs.kv_heads / jobs.tp, np.minimum(jobs.cp, jobs.heads / jobs.tp))
+    elements = tokens * (jobs.heads / jobs.tp + key_heads) * jobs.head_dim
+    return 2 * _count_attention_passes(jobs) * elements * jobs.activation_bytes
+
+
+def _count_attention_passes(jobs: Jobs) -> Column:
+    """Return how often a layer's attention runs: forward, backward, and once more if it is recomputed."""
+    return 2 + np.where(jobs.recompute == FULL, jobs.recompute_share, 0.0)
+
+
+def _ulysses_seconds(jobs: Jobs, constants: Constants) -> Column:
+    """Return the seconds of Ulysses' all-to-alls, which nothing hides: attention cannot start without them."""
+    group = make_rank_group(jobs, constants, jobs.cp, jobs.tp)
+    return all_to_all_seconds(group, ulysses_bytes(jobs), 4 * _count_attention_passes(jobs))
+
+
+def _ring_seconds(jobs: Jobs, constants: Constants, work: LayerWork) -> Column:
+    """Return the exposed seconds of ring attention (traffic.model_axes.list_ring_attention_flows)."""
+    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+    # With fewer key and value heads than tp ranks each rank holds a whole copy of one head.
+    keys = tokens * jobs.kv_heads * jobs.head_dim / np.minimum(jobs.tp, jobs.kv_heads)
+    hop = send_seconds(jobs, constants, 2 * keys * jobs.activation_bytes, jobs.tp)
+    # Gradients of keys and values are summed on their way round, in fp32 or wider.
+    gradients = send_seconds(jobs, constants, 2 * keys * np.maximum(jobs.activation_bytes, 4), jobs.tp)
+    # Keys and values go round in forward and again in backward, the gradients of both in backward.
+    moved = (jobs.cp - 1) * (2 * hop + gradients)
+    # Only attention itself runs beside the transfers: its share of the layer by FLOPs.
+    width = attention_score_width(jobs)
+    attention = (work.forward + work.backward) * width / (jobs.layer_parameters + width)
+    return np.where(jobs.cp > 1, np.maximum(moved - constants.overlap_data * attention, hop), 0.0)
