@@ -12,11 +12,9 @@ import numpy as np
 
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.experts import expert_activations, expert_gradients, mix_layers
-from hpc_train.planner.model.jobs import RECOMPUTE, STACKS, Column, Jobs
+from hpc_train.planner.model.jobs import FSDP, FULL, HPC_TRAIN, MEGATRON, SELECTIVE, Column, Jobs
 from hpc_train.planner.model.layer import recompute_shares
 
-_MEGATRON, _FSDP, _OURS = (STACKS.index(name) for name in ("megatron", "fsdp", "hpc_train"))
-_SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 _WIDE = 4.0
 """Bytes of an fp32 element."""
 _MASK = 1.0
@@ -49,7 +47,7 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> Layer
     linear layers, what attention and the activation function keep, and dropout masks for GPTs.
     """
     everything, some, full = _activations(jobs)
-    stored = np.where(jobs.recompute == _FULL, full, np.where(jobs.recompute == _SELECTIVE, some, everything))
+    stored = np.where(jobs.recompute == FULL, full, np.where(jobs.recompute == SELECTIVE, some, everything))
     share = np.where(jobs.recompute > 0, jobs.recompute_share, 0.0)
     stored = share * stored + (1 - share) * everything
     # Backward needs the gradients of the layer's widest tensors, and the positions that tp gathers.
@@ -58,7 +56,7 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> Layer
     if jobs.has_experts:
         wide_gradient = np.where(jobs.experts > 0, expert_gradients(jobs), wide_gradient)
     gathered = 2 * item * jobs.hidden * (jobs.sequence_parallel > 0) * (jobs.tp > 1)
-    again = np.where((jobs.stack == _OURS) & (jobs.recompute == _SELECTIVE), everything - some, everything)
+    again = np.where((jobs.stack == HPC_TRAIN) & (jobs.recompute == SELECTIVE), everything - some, everything)
     recomputed = tokens * again * (jobs.recompute > 0) * constants.activations
     return LayerActivations(
         stored=tokens * stored * constants.activations,
@@ -70,7 +68,7 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> Layer
 
 def _activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     """Return a layer's activation bytes per token with recompute none, selective and full."""
-    is_ours = jobs.stack == _OURS
+    is_ours = jobs.stack == HPC_TRAIN
     if np.all(is_ours):
         return _own_activations(jobs)
     published = _published_activations(jobs)
@@ -178,9 +176,9 @@ def feed_forward_activations(jobs: Jobs, tokens: Column) -> Column:
 def _published_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     """Return a published stack's activation bytes per token with recompute none, selective and full."""
     item, width = jobs.activation_bytes, np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    masks = np.where((jobs.gated > 0) | (jobs.stack >= _FSDP), 0.0, 2.0)
+    masks = np.where((jobs.gated > 0) | (jobs.stack >= FSDP), 0.0, 2.0)
     # Megatron's 8-bit layers (Transformer Engine) keep the inputs of products in 8 bits; others keep them in 16.
-    given = np.where((jobs.peak_flops > jobs.peak_flops_attention) & (jobs.stack == _MEGATRON), 1.0, item)
+    given = np.where((jobs.peak_flops > jobs.peak_flops_attention) & (jobs.stack == MEGATRON), 1.0, item)
     unsplit = (2 * item + 2 * given + masks) * jobs.hidden / width
     # Attention keeps queries, keys, values and its result.
     heads = (2 * jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp * item

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.experts import expert_elementwise, expert_kernels, expert_products, mix_layers
-from hpc_train.planner.model.jobs import STACKS, Column, Jobs
+from hpc_train.planner.model.jobs import DEEPSPEED, FSDP, FULL, HPC_TRAIN, SELECTIVE, Column, Jobs
 from hpc_train.planner.model.products import linear_seconds, misalignment_factor, wide_products
 
 # Elementwise work is limited by memory bandwidth. A pass reads or writes every element of a tensor once. These are the
@@ -35,7 +35,6 @@ _KERNELS_FORWARD, _KERNELS_BACKWARD = 26.0, 44.0
 """Kernel launches of a layer in PyTorch profiles of GPT layers without fused attention."""
 _FUSED_KERNELS = 0.6
 """Share of these launches that is left if attention, or chains of elementwise operations, are fused."""
-_DEEPSPEED, _FSDP = STACKS.index("deepspeed"), STACKS.index("fsdp")
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
     plain, plain_backward = _elementwise(jobs, constants, tokens)
     share = np.where(jobs.recompute > 0, jobs.recompute_share, 0.0)
     lin, att, ele = recompute_shares(jobs)
-    # torch stops recomputing before a layer's last product, since backward does not need its result (stack >= 2: FSDP
-    # and hpc_train). Megatron and DeepSpeed recompute it.
+    # torch stops recomputing before a layer's last product, since backward does not need its result (FSDP and
+    # hpc_train). Megatron and DeepSpeed recompute it.
     kernels = np.where(jobs.fused_attention + jobs.fused_elementwise > 0, _FUSED_KERNELS, 1.0)
     kernels = kernels * _launch_seconds(jobs, constants)
     full, more = share * lin, expert_kernels(jobs)
@@ -81,7 +80,7 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
     return LayerWork(
         forward=linear + core + plain,
         backward=products * linear + core_backward + plain_backward,
-        again=share * (lin * (linear - np.where(jobs.stack >= 2, ending, 0.0)) + att * core + ele * plain),
+        again=share * (lin * (linear - np.where(jobs.stack >= FSDP, ending, 0.0)) + att * core + ele * plain),
         head=_head(jobs, constants, tokens),
         embedding=_embedding(jobs, constants, tokens),
         launch_forward=kernels * (_KERNELS_FORWARD + more),
@@ -95,8 +94,8 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
 
 def _launch_seconds(jobs: Jobs, constants: Constants) -> Column:
     """Return the host's seconds to launch one kernel. hpc_train's own tp has plain tensors inside of its layers."""
-    dispatched = (jobs.stack == _FSDP) & (jobs.tp > 1) & (jobs.fused_elementwise == 0)
-    found: Column = np.where(jobs.stack == _DEEPSPEED, constants.launch_deepspeed, constants.launch)
+    dispatched = (jobs.stack == FSDP) & (jobs.tp > 1) & (jobs.fused_elementwise == 0)
+    found: Column = np.where(jobs.stack == DEEPSPEED, constants.launch_deepspeed, constants.launch)
     return np.where(dispatched, constants.launch_dtensor, found)
 
 
@@ -133,11 +132,11 @@ def recompute_shares(jobs: Jobs) -> tuple[Column, Column, Column]:
     al. 2022, arXiv:2205.05198, section 5), torchtitan (FSDP) every second product and elementwise work, hpc_train
     elementwise work only.
     """
-    full, fsdp, is_ours = jobs.recompute == 2, jobs.stack == 2, jobs.stack == 3
-    some = jobs.recompute == 1
-    linear = np.where(full, 1.0, np.where(some & fsdp, 0.5, 0.0))
-    core = np.where(full | (some & ~is_ours & ~fsdp), 1.0, 0.0)
-    plain = np.where(full | (some & (fsdp | is_ours)), 1.0, 0.0)
+    full, some = jobs.recompute == FULL, jobs.recompute == SELECTIVE
+    is_fsdp, is_ours = jobs.stack == FSDP, jobs.stack == HPC_TRAIN
+    linear = np.where(full, 1.0, np.where(some & is_fsdp, 0.5, 0.0))
+    core = np.where(full | (some & ~is_ours & ~is_fsdp), 1.0, 0.0)
+    plain = np.where(full | (some & (is_fsdp | is_ours)), 1.0, 0.0)
     return linear, core, plain
 
 
@@ -211,9 +210,9 @@ def _elementwise(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Colu
     wide = np.where(jobs.gated > 0, _GATED_PASSES, _WIDE_PASSES) * jobs.feed_forward
     rotary = _ROTARY_PASSES * (jobs.heads + jobs.kv_heads) * jobs.head_dim * jobs.gated
     kernels = np.where(jobs.fused_elementwise > 0, constants.compiled, 1.0)
-    # The passes are those of Megatron's hand-fused kernels; FSDP and hpc_train (stack >= 2) run plain PyTorch kernels
+    # The passes are those of Megatron's hand-fused kernels; FSDP and hpc_train run plain PyTorch kernels
     # unless they are compiled.
-    eager = np.where(jobs.stack >= 2, constants.eager, 1.0)
+    eager = np.where(jobs.stack >= FSDP, constants.eager, 1.0)
     widened = wide / jobs.tp
     if jobs.has_experts:
         widened = mix_layers(jobs, widened, expert_elementwise(jobs, constants))

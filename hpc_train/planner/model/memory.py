@@ -13,7 +13,7 @@ import numpy as np
 
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.activations import layer_activations
-from hpc_train.planner.model.jobs import FLOAT8_RECIPES, STACKS, Column, Jobs, job_columns
+from hpc_train.planner.model.jobs import DEEPSPEED, FLOAT8_RECIPES, FSDP, HPC_TRAIN, Column, Jobs, job_columns
 from hpc_train.planner.model.peak_memory import estimate_peak, estimate_peak_total
 from hpc_train.planner.model.pipeline import micro_batches_in_flight
 from hpc_train.planner.model.stage_layers import split_layers, stack_stages
@@ -21,7 +21,6 @@ from hpc_train.planner.model.stage_layers import split_layers, stack_stages
 NO, MAYBE, YES = 0, 1, 2
 """Values of Memory.fits: whether a job fits in memory."""
 FITS = ("no", "maybe", "yes")
-_DEEPSPEED, _FSDP, _OURS = (STACKS.index(name) for name in ("deepspeed", "fsdp", "hpc_train"))
 _DEEPSPEED_BUFFERS = 3 * 5e8 * 2.0
 """Bytes of DeepSpeed's buckets by default: two to reduce and one to gather, of 5e8 16-bit elements each."""
 _DEEPSPEED_LIVE = 2e9 * 2.0
@@ -103,7 +102,7 @@ class MemoryTotals:
 
 def estimate_memory_totals(jobs: Jobs, constants: Constants) -> MemoryTotals:
     """Estimate the totals only: the same numbers as estimate_memory, in half of the time."""
-    assert np.all(jobs.stack == _OURS)
+    assert np.all(jobs.stack == HPC_TRAIN)
     allocated, waiting = estimate_peak_total(jobs, constants)
     highest = allocated.max(axis=0)
     total = highest + constants.fragmentation * highest + constants.context
@@ -166,7 +165,7 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
 
 def _estimate_parts(jobs: Jobs, constants: Constants, weights: Column, optimizer_weights: Column) -> _Parts:
     """Estimate the parts of allocated memory. weights: as _weights returns them."""
-    is_ours = jobs.stack == _OURS
+    is_ours = jobs.stack == HPC_TRAIN
     if not np.any(is_ours):
         return _published_parts(jobs, constants, weights, optimizer_weights)
     peak = estimate_peak(jobs, constants)
@@ -184,7 +183,7 @@ def _published_parts(jobs: Jobs, constants: Constants, weights: Column, optimize
     shard = jobs.dp_shard * jobs.cp
     parameters, buffers = _parameters(jobs, weights, shard)
     gradients = weights * jobs.gradient_bytes / np.where(jobs.zero >= 2, shard, 1.0)
-    deepspeed = jobs.stack == _DEEPSPEED
+    deepspeed = jobs.stack == DEEPSPEED
     # DeepSpeed needs fp32 gradients of its shard for the update, and 16-bit ones beside those it accumulates in fp32.
     shares = np.where(jobs.zero >= 1, shard, 1.0)
     gradients = gradients + weights * np.where(
@@ -208,10 +207,10 @@ def _optimizer(jobs: Jobs, weights: Column) -> Column:
 
 def _headroom(jobs: Jobs, constants: Constants) -> Column:
     """Return by which fraction the real need may exceed the prediction, by stack."""
-    ours = np.where(jobs.stack == _OURS, constants.headroom_unmeasured, constants.headroom)
+    ours = np.where(jobs.stack == HPC_TRAIN, constants.headroom_unmeasured, constants.headroom)
     if np.any(jobs.float8):
         ours = np.where(jobs.float8 >= FLOAT8_RECIPES.index("rowwise"), constants.headroom_float8, ours)
-    return np.where(jobs.stack == _DEEPSPEED, constants.headroom_deepspeed, ours)
+    return np.where(jobs.stack == DEEPSPEED, constants.headroom_deepspeed, ours)
 
 
 def _duplicate_gradients(jobs: Jobs) -> Column:
@@ -240,17 +239,17 @@ def _sum_weights(jobs: Jobs, layer: Column) -> Column:
 
 def _parameters(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Column]:
     """Return the bytes of parameters: (kept between steps, gathered or cast while they are used)."""
-    kept_whole = np.where(jobs.stack >= _FSDP, jobs.zero < 1, jobs.zero < 3)
+    kept_whole = np.where(jobs.stack >= FSDP, jobs.zero < 1, jobs.zero < 3)
     stored = weights * jobs.weight_bytes / np.where(kept_whole, 1.0, shard)
     # With zero 3, two layers are gathered at a time (the next one is prefetched), and one more layer's gradients are
     # whole. With FSDP2 and zero 1 or 2, all parameters stay gathered in 16 bits for the whole step.
     table = jobs.vocab * jobs.hidden / jobs.tp
     some = (3 * jobs.layer_parameters / jobs.tp + table) * jobs.activation_bytes
-    some = np.where(jobs.stack == _DEEPSPEED, np.minimum(some, _DEEPSPEED_LIVE), some)
+    some = np.where(jobs.stack == DEEPSPEED, np.minimum(some, _DEEPSPEED_LIVE), some)
     some = np.minimum(some, weights * jobs.activation_bytes)
     cast = weights * np.where(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
     gathered = np.where(jobs.zero >= 3, np.where(jobs.reshard > 0, some, cast), cast)
-    return stored * (jobs.offload < 2), np.where(jobs.stack >= _FSDP, gathered, np.where(jobs.zero >= 3, some, 0.0))
+    return stored * (jobs.offload < 2), np.where(jobs.stack >= FSDP, gathered, np.where(jobs.zero >= 3, some, 0.0))
 
 
 def _host(jobs: Jobs, weights: Column, optimizer: Column) -> Column:
@@ -276,7 +275,7 @@ def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Colu
     counts = micro_batches_in_flight(jobs)
     # DeepSpeed's pipeline keeps each stage's outputs, and room for their gradients, for every micro-batch in flight.
     moved, piped = jobs.offload_activations > 0, jobs.pp > 1
-    ends = tokens * jobs.hidden * jobs.activation_bytes * np.where(piped & (moved | (jobs.stack == _DEEPSPEED)), 2.0, 0)
+    ends = tokens * jobs.hidden * jobs.activation_bytes * np.where(piped & (moved | (jobs.stack == DEEPSPEED)), 2.0, 0)
     block_activations = layer.whole * (jobs.recompute == 0)
     alive = alive + np.where(moved, block_activations + stored, 0.0)  # stored: what comes back for the layer before
     split = list(zip((layers.first, layers.middle, layers.last), counts, strict=True))

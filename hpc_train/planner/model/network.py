@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import SCHEDULES, STACKS, Column, Jobs, replace_columns
-from hpc_train.planner.model.pipeline import HPC_TRAIN_STACK, SPLITS_BACKWARD
+from hpc_train.planner.model.jobs import DEEPSPEED, FULL, HPC_TRAIN, SCHEDULES, Column, Jobs, replace_columns
+from hpc_train.planner.model.pipeline import SPLITS_BACKWARD
 from hpc_train.traffic.sharding import count_block_gathers, count_end_gathers, count_reductions
 
 
@@ -95,12 +95,24 @@ def all_to_all_seconds(at: RankGroup, size: Column, calls: Column) -> Column:
 def all_reduce_seconds(at: RankGroup, size: Column) -> Column:
     """Return the seconds of an all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
     steps = at.ranks - 1
-    return 2 * steps / at.ranks * size * at.seconds_per_byte + 2 * _latency(at, steps)
+    return 2 * steps / at.ranks * size * at.seconds_per_byte + 2 * _all_reduce_latency(at, steps)
 
 
-def _latency(at: RankGroup, steps: Column) -> Column:
-    """Return the latency of one way of an all-reduce: NCCL uses a ring, or a tree if that has fewer hops."""
-    hops: Column = np.minimum(steps, 4 * np.log2(np.maximum(at.ranks, 1)) + 1) * (steps > 0)
+_TREE_HOPS_PER_LEVEL, _TREE_HOPS_OF_ROOT = 4.0, 1.0
+"""Hops of a ring that one way of an all-reduce through a tree takes: so many for each level, and one for the root.
+
+An assumption, not fitted: NCCL's own tuning (src/graph/tuning.cc) has one hop for each level and way. Four make trees
+win from 19 ranks on.
+"""
+
+
+def _all_reduce_latency(at: RankGroup, steps: Column) -> Column:
+    """Return the latency of one way of an all-reduce: NCCL uses a ring, or a tree if that has fewer hops.
+
+    steps: hops of the ring.
+    """
+    levels = np.log2(np.maximum(at.ranks, 1))
+    hops: Column = np.minimum(steps, _TREE_HOPS_PER_LEVEL * levels + _TREE_HOPS_OF_ROOT) * (steps > 0)
     return hops * at.latency
 
 
@@ -155,9 +167,9 @@ def count_uses(jobs: Jobs) -> DataUses:
     m, split = jobs.micro_batches, _count_split_backwards(jobs)
     rule = jobs.zero, jobs.reshard, jobs.pp, m, split
     found = DataUses(count_block_gathers(*rule), count_end_gathers(*rule), count_reductions(jobs.zero, m))
-    if np.all(jobs.stack == HPC_TRAIN_STACK) and not np.any(jobs.reduce_once):
+    if np.all(jobs.stack == HPC_TRAIN) and not np.any(jobs.reduce_once):
         return found
-    once = (jobs.pp > 1) & (jobs.stack != HPC_TRAIN_STACK)
+    once = (jobs.pp > 1) & (jobs.stack != HPC_TRAIN)
     again = np.where((jobs.zero == 3) & (jobs.reshard > 0) & (split == 0), m + 1, 1.0)
     return DataUses(
         np.where(once, again, found.gathers),
@@ -227,7 +239,7 @@ def data_seconds(
     # gathers that are for forward.
     both = (jobs.zero == 3) & (jobs.reshard > 0)
     first = np.where(both & (uses.gathers > 1), jobs.micro_batches / np.maximum(uses.gathers, 1), 1.0)
-    first = np.where(both & (jobs.stack != HPC_TRAIN_STACK), 0.5, first)
+    first = np.where(both & (jobs.stack != HPC_TRAIN), 0.5, first)
     again = gather * (1 - first) * (1 + _gathered_for_recomputation(jobs))
     ahead, behind = gather * first, again + scatter
     # Nothing hides the first gather and the last reduction: one layer of `count`.
@@ -262,7 +274,7 @@ def _count_calls(jobs: Jobs) -> Column:
     zero 3 has one for each layer and one for the ends; DeepSpeed shards each of a layer's twelve tensors by itself.
     Otherwise all parameters are one buffer.
     """
-    tensors = np.where(jobs.stack == STACKS.index("deepspeed"), 12.0, 1.0)
+    tensors = np.where(jobs.stack == DEEPSPEED, 12.0, 1.0)
     return np.where(jobs.zero == 3, tensors * jobs.layers / jobs.pp + 1, 1.0)
 
 
@@ -271,8 +283,8 @@ def _gathered_for_recomputation(jobs: Jobs) -> Column:
 
     DeepSpeed frees parameters after the recomputed forward; FSDP keeps them until backward has used them.
     """
-    recomputed = np.where(jobs.recompute == 2, jobs.recompute_share, 0.0)
-    return np.where(jobs.stack == STACKS.index("deepspeed"), recomputed, 0.0)
+    recomputed = np.where(jobs.recompute == FULL, jobs.recompute_share, 0.0)
+    return np.where(jobs.stack == DEEPSPEED, recomputed, 0.0)
 
 
 def _data_groups(jobs: Jobs, constants: Constants, stride: Column) -> tuple[RankGroup, RankGroup]:

@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.model.distinct import find_distinct
-from hpc_train.planner.model.jobs import SCHEDULES, STACKS, Column, Jobs
+from hpc_train.planner.model.jobs import HPC_TRAIN, SCHEDULES, Column, Jobs
 from hpc_train.schedules.generate import REQUIREMENTS, generate_row
 from hpc_train.schedules.order import Kind, OrderEntry, list_actions
 
 _SCHEDULE_CODE = {name: code for code, name in enumerate(SCHEDULES)}
-HPC_TRAIN_STACK = STACKS.index("hpc_train")
 
 
 _IN_FLIGHT = {
@@ -164,7 +163,7 @@ def _list_moments(jobs: Pipelines) -> list[PipelineMoment]:
 
 def _has_no_steady_state(jobs: Pipelines) -> NDArray[np.bool_]:
     """Return where a step has so few micro-batches that some stage has no gradients yet when most is in flight."""
-    few = (jobs.stack == HPC_TRAIN_STACK) & (jobs.micro_batches <= jobs.pp)
+    few = (jobs.stack == HPC_TRAIN) & (jobs.micro_batches <= jobs.pp)
     found: NDArray[np.bool_] = few & np.isin(jobs.schedule, _INTERLEAVED)
     return found
 

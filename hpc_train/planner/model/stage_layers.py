@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.model.distinct import find_distinct
-from hpc_train.planner.model.jobs import Column, Jobs
-from hpc_train.planner.model.pipeline import HPC_TRAIN_STACK, V_SHAPED
+from hpc_train.planner.model.jobs import HPC_TRAIN, Column, Jobs
+from hpc_train.planner.model.pipeline import V_SHAPED
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def split_layers(jobs: Jobs) -> LayerSplit:
     head count as one layer each if that makes them divide; otherwise the last stage has fewer. hpc_train balances
     stages by FLOPs (traffic.stages.split_blocks).
     """
-    stages, is_ours = jobs.pp * jobs.virtual_stages, jobs.stack == HPC_TRAIN_STACK
+    stages, is_ours = jobs.pp * jobs.virtual_stages, jobs.stack == HPC_TRAIN
     middle, last = _balanced(jobs, stages)
     if not np.all(is_ours):
         even_middle, even_last = _even(jobs, stages)

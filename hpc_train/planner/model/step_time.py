@@ -18,9 +18,9 @@ from hpc_train.planner.model.stage_layers import LayerSplit, split_layers
 _HOST_UPDATE = 4.0
 """Time of an update on the CPU over that of copying gradients to the host and parameters back.
 
-An assumption: no measured run offloads its optimizer (evidence in constants.json). AdamW in fp32 reads and writes 28
-bytes of host memory for each parameter, and the copies move 8. A GPU has about as much of its host's memory bandwidth
-as of PCIe, so that copies and update take 1 + 3.5 times the copies; some of both go on at the same time.
+An assumption: no measured run offloads its optimizer (evidence in constants.json). For each parameter in fp32 the
+copies move 8 bytes, and AdamW reads and writes 28 of host memory. A GPU's share of the host's memory bandwidth is about
+its PCIe bandwidth, so both together take about four times as long as the copies.
 """
 _NAIVE, _ZBV, _DUALPIPEV, _ZB_2P = (SCHEDULES.index(name) for name in ("naive", "zbv", "dualpipev", "zb_2p"))
 _FIRST_SPLIT = SCHEDULES.index("interleaved_zero_bubble")
