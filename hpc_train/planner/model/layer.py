@@ -19,7 +19,7 @@ from hpc_train.planner.model.products import linear_seconds, misalignment_factor
 # softmax).
 _NORM_PASSES = 4.0  # two norms, each reads its input and writes its result
 _RESIDUAL_PASSES = 7.0  # two additions, each reads input, residual and a one-byte mask, and writes the result
-_WIDE_PASSES = 2.0  # the activation function reads and writes the widened tensor
+_ACTIVATION_PASSES = 2.0  # the activation function reads and writes the widened tensor
 _GATED_PASSES = 3.0  # SwiGLU reads both branches and writes one
 _ROTARY_PASSES = 4.0  # rotary embeddings read and write queries and keys, with one result in between
 _BACKWARD_PASSES = 1.5
@@ -61,42 +61,45 @@ class LayerWork:
 def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
     """Estimate the seconds of a layer, the head and the embedding."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
-    linear, ending = _linear(jobs, constants, tokens)
-    core, core_backward = _attention(jobs, constants, tokens)
-    plain, plain_backward = _elementwise(jobs, constants, tokens)
-    share = np.where(jobs.recompute > 0, jobs.recompute_share, 0.0)
-    lin, att, ele = recompute_shares(jobs)
-    # torch stops recomputing before a layer's last product, since backward does not need its result (FSDP and
-    # hpc_train). Megatron and DeepSpeed recompute it.
-    kernels = np.where(jobs.fused_attention + jobs.fused_elementwise > 0, _FUSED_KERNELS, 1.0)
-    kernels = kernels * _launch_seconds(jobs, constants)
-    full, more = share * lin, expert_kernels(jobs)
-    products: Column = np.full((), 2.0)
+    linear, last_product = _all_products_seconds(jobs, constants, tokens)
+    attention, attention_backward = _attention_seconds(jobs, constants, tokens)
+    elementwise, elementwise_backward = _elementwise_seconds(jobs, constants, tokens)
+    backward_products: Column = np.full((), 2.0)
     if jobs.has_adapters:
         # Frozen weights have no gradients: one product of backward is left. The adapter's own are thin.
-        adapters = _adapter_elementwise(jobs, constants, tokens)
-        plain, plain_backward = plain + adapters, plain_backward + 2 * adapters
-        products = np.where(jobs.adapter_weights > 0, 1.0, 2.0)
+        adapters = _adapter_seconds(jobs, constants, tokens)
+        elementwise, elementwise_backward = elementwise + adapters, elementwise_backward + 2 * adapters
+        backward_products = np.where(jobs.adapter_weights > 0, 1.0, 2.0)
+    layers_again = np.where(jobs.recompute > 0, jobs.recompute_share, 0.0)
+    linear_again, attention_again, elementwise_again = recompute_shares(jobs)
+    # torch stops recomputing before a layer's last product, since backward does not need its result (FSDP and
+    # hpc_train). Megatron and DeepSpeed recompute it.
+    products_again = linear - np.where(jobs.stack >= FSDP, last_product, 0.0)
+    # attention_score_width is multiply-adds of one token, as layer_parameters are: two FLOPs each.
+    flops_again = linear_again * 2 * jobs.layer_parameters + attention_again * 2 * attention_score_width(jobs)
+    # Kernels: those of all products are launched again only by full recomputation.
+    kernels = np.where(jobs.fused_attention + jobs.fused_elementwise > 0, _FUSED_KERNELS, 1.0)
+    kernels = kernels * _launch_seconds(jobs, constants)
+    forward_kernels, expert_launches = _KERNELS_FORWARD + expert_kernels(jobs), 2 * expert_kernels(jobs)
     return LayerWork(
-        forward=linear + core + plain,
-        backward=products * linear + core_backward + plain_backward,
-        again=share * (lin * (linear - np.where(jobs.stack >= FSDP, ending, 0.0)) + att * core + ele * plain),
-        head=_head(jobs, constants, tokens),
-        embedding=_embedding(jobs, constants, tokens),
-        launch_forward=kernels * (_KERNELS_FORWARD + more),
-        launch_backward=kernels * (_KERNELS_BACKWARD + 2 * more + (_KERNELS_FORWARD + more) * full),
-        flops_again=share
-        * (lin * 2 * jobs.layer_parameters + att * 2 * attention_score_width(jobs))
-        * tokens
-        * jobs.cp,
+        forward=linear + attention + elementwise,
+        backward=backward_products * linear + attention_backward + elementwise_backward,
+        again=layers_again
+        * (linear_again * products_again + attention_again * attention + elementwise_again * elementwise),
+        head=_head_seconds(jobs, constants, tokens),
+        embedding=_embedding_seconds(jobs, constants, tokens),
+        launch_forward=kernels * forward_kernels,
+        launch_backward=kernels
+        * (_KERNELS_BACKWARD + expert_launches + forward_kernels * (layers_again * linear_again)),
+        flops_again=layers_again * flops_again * tokens * jobs.cp,
     )
 
 
 def _launch_seconds(jobs: Jobs, constants: Constants) -> Column:
     """Return the host's seconds to launch one kernel. hpc_train's own tp has plain tensors inside of its layers."""
     dispatched = (jobs.stack == FSDP) & (jobs.tp > 1) & (jobs.fused_elementwise == 0)
-    found: Column = np.where(jobs.stack == DEEPSPEED, constants.launch_deepspeed, constants.launch)
-    return np.where(dispatched, constants.launch_dtensor, found)
+    seconds = np.where(jobs.stack == DEEPSPEED, constants.launch_deepspeed, constants.launch)
+    return np.where(dispatched, constants.launch_dtensor, seconds)
 
 
 def attention_score_width(jobs: Jobs) -> Column:
@@ -135,12 +138,12 @@ def recompute_shares(jobs: Jobs) -> tuple[Column, Column, Column]:
     full, some = jobs.recompute == FULL, jobs.recompute == SELECTIVE
     is_fsdp, is_ours = jobs.stack == FSDP, jobs.stack == HPC_TRAIN
     linear = np.where(full, 1.0, np.where(some & is_fsdp, 0.5, 0.0))
-    core = np.where(full | (some & ~is_ours & ~is_fsdp), 1.0, 0.0)
-    plain = np.where(full | (some & (is_fsdp | is_ours)), 1.0, 0.0)
-    return linear, core, plain
+    attention = np.where(full | (some & ~is_ours & ~is_fsdp), 1.0, 0.0)
+    elementwise = np.where(full | (some & (is_fsdp | is_ours)), 1.0, 0.0)
+    return linear, attention, elementwise
 
 
-def _linear(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
+def _all_products_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
     """Return the forward seconds of a layer's linear layers: (all four products, the last one alone).
 
     tp splits them by columns, rows, columns and rows: queries, keys and values; attention's output; the two of the
@@ -149,36 +152,34 @@ def _linear(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, C
     # If tp exceeds the number of key and value heads, ranks compute the same heads more than once.
     queries = jobs.heads * jobs.head_dim / jobs.tp
     keys = jobs.kv_heads * jobs.head_dim / np.minimum(jobs.tp, jobs.kv_heads)
-    wide = jobs.feed_forward / jobs.tp
-    found = linear_seconds(jobs, constants, tokens, jobs.hidden, queries + 2 * keys)
-    found = found + linear_seconds(jobs, constants, tokens, queries, jobs.hidden)
+    attention = linear_seconds(jobs, constants, tokens, jobs.hidden, queries + 2 * keys)
+    attention = attention + linear_seconds(jobs, constants, tokens, queries, jobs.hidden)
     if jobs.has_latent:
-        found = np.where(jobs.key_rank > 0, _latent(jobs, constants, tokens), found)
-    first = linear_seconds(jobs, constants, tokens, jobs.hidden, wide * (1 + jobs.gated))
-    ending = linear_seconds(jobs, constants, tokens, wide, jobs.hidden)
+        attention = np.where(jobs.key_rank > 0, _latent_seconds(jobs, constants, tokens), attention)
+    width = jobs.feed_forward / jobs.tp
+    first = linear_seconds(jobs, constants, tokens, jobs.hidden, width * (1 + jobs.gated))
+    last = linear_seconds(jobs, constants, tokens, width, jobs.hidden)
     if jobs.has_experts:
         routed = expert_products(jobs, constants, tokens)
-        first, ending = (mix_layers(jobs, *pair) for pair in zip((first, ending), routed, strict=True))
-    return found + first + ending, ending
+        first, last = (mix_layers(jobs, *pair) for pair in zip((first, last), routed, strict=True))
+    return attention + first + last, last
 
 
-def _latent(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
+def _latent_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     """Return the forward seconds of the linear layers of latent attention."""
-    has_queries = jobs.query_rank > 0
-    narrow = jobs.query_rank + jobs.key_rank + jobs.rotary_width
+    latents = jobs.query_rank + jobs.key_rank + jobs.rotary_width
     queries, values = jobs.heads * jobs.head_dim / jobs.tp, jobs.heads * jobs.value_dim / jobs.tp
-    expanded = jobs.heads * (jobs.head_dim - jobs.rotary_width + jobs.value_dim) / jobs.tp
-    # Where tp splits positions, each rank makes the latents of its own.
-    own = tokens / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    found = linear_seconds(jobs, constants, own, jobs.hidden, np.maximum(narrow, 1))
-    found = found + linear_seconds(
-        jobs, constants, tokens, np.where(has_queries, jobs.query_rank, jobs.hidden), queries
-    )
-    found = found + linear_seconds(jobs, constants, tokens, np.maximum(jobs.key_rank, 1), expanded)
-    return found + linear_seconds(jobs, constants, tokens, np.maximum(values, 1), jobs.hidden)
+    keys_and_values = jobs.heads * (jobs.head_dim - jobs.rotary_width + jobs.value_dim) / jobs.tp
+    # Where tp splits positions, each rank makes the latents of its own. Widths of 0 belong to jobs without latents.
+    positions = tokens / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    query_inputs = np.where(jobs.query_rank > 0, jobs.query_rank, jobs.hidden)
+    seconds = linear_seconds(jobs, constants, positions, jobs.hidden, np.maximum(latents, 1))
+    seconds = seconds + linear_seconds(jobs, constants, tokens, query_inputs, queries)
+    seconds = seconds + linear_seconds(jobs, constants, tokens, np.maximum(jobs.key_rank, 1), keys_and_values)
+    return seconds + linear_seconds(jobs, constants, tokens, np.maximum(values, 1), jobs.hidden)
 
 
-def _attention(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
+def _attention_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
     """Return the seconds of attention without its projections: (forward, backward)."""
     width = jobs.heads * jobs.attention_dim / jobs.tp
     peak = jobs.peak_flops_attention * jobs.gemm_ceiling
@@ -202,38 +203,40 @@ def _attention(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column
     return forward, np.where(is_fused, np.minimum(2.5 * fused, unfused_backward), unfused_backward)
 
 
-def _elementwise(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
+def _elementwise_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
     """Return the seconds of norms, residuals and activation functions: (forward, backward)."""
     # tp splits norms and residuals only if it splits positions (sequence parallelism).
     norms = _NORM_PASSES * (1 + jobs.output_norms)
     unsplit = (norms + _RESIDUAL_PASSES) * jobs.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    wide = np.where(jobs.gated > 0, _GATED_PASSES, _WIDE_PASSES) * jobs.feed_forward
+    activation = np.where(jobs.gated > 0, _GATED_PASSES, _ACTIVATION_PASSES) * jobs.feed_forward
     rotary = _ROTARY_PASSES * (jobs.heads + jobs.kv_heads) * jobs.head_dim * jobs.gated
     kernels = np.where(jobs.fused_elementwise > 0, constants.compiled, 1.0)
-    # The passes are those of Megatron's hand-fused kernels; FSDP and hpc_train run plain PyTorch kernels
-    # unless they are compiled.
+    # The passes are those of Megatron's hand-fused kernels; FSDP and hpc_train run plain PyTorch kernels unless they
+    # are compiled.
     eager = np.where(jobs.stack >= FSDP, constants.eager, 1.0)
-    widened = wide / jobs.tp
+    activation = activation / jobs.tp
     if jobs.has_experts:
-        widened = mix_layers(jobs, widened, expert_elementwise(jobs, constants))
-    elements = tokens * (unsplit + widened + rotary / jobs.tp) * kernels * np.where(kernels < 1, 1.0, eager)
+        activation = mix_layers(jobs, activation, expert_elementwise(jobs, constants))
+    elements = tokens * (unsplit + activation + rotary / jobs.tp) * kernels * np.where(kernels < 1, 1.0, eager)
     forward = elements * jobs.activation_bytes / (jobs.memory_bandwidth * constants.memory_efficiency)
     return forward, _BACKWARD_PASSES * forward
 
 
-def _adapter_elementwise(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
+def _adapter_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     """Return the forward seconds of a layer's adapters.
 
     Their products are so thin that memory bounds them: each reads its input, and writes, scales and adds its output.
     """
     queries, keys = jobs.heads * jobs.head_dim, jobs.kv_heads * jobs.head_dim
+    # Queries, keys, values and both branches of the feed-forward layer read the hidden states.
     inputs = 5 * jobs.hidden + queries + jobs.feed_forward
     outputs = queries + 2 * keys + 2 * jobs.hidden + (1 + jobs.gated) * jobs.feed_forward
+    # An output is written, read and written when it is scaled, and read when it is added.
     moved = tokens * (inputs + 4 * outputs) / jobs.tp * jobs.activation_bytes
     return (jobs.adapter_weights > 0) * moved / (jobs.memory_bandwidth * constants.memory_efficiency)
 
 
-def _head(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
+def _head_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     """Return the seconds of the head's product and the loss, forward and backward."""
     logits = tokens * jobs.vocab / jobs.tp
     if np.any(jobs.float8):
@@ -243,7 +246,9 @@ def _head(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     return products + logits * moved / (jobs.memory_bandwidth * constants.memory_efficiency)
 
 
-def _embedding(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
+def _embedding_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     """Return the seconds of looking up embeddings in forward and adding up their gradients in backward."""
+    # Forward reads and writes; backward reads the gradient, and reads and writes sums in fp32. About 8 passes of 16
+    # bits, which are small beside all layers.
     moved = 8 * tokens * jobs.hidden * jobs.activation_bytes
     return moved / (jobs.memory_bandwidth * constants.memory_efficiency)
