@@ -32,7 +32,7 @@ class MeasuredPhase:
 
     seconds: Floats
     """[orders]: of one byte on every edge: the busiest uplink of any level, or a rank's own link inside its node."""
-    beside: Floats
+    busy_seconds: Floats
     """[orders]: the same next to busy neighbours, who leave this job only its share of the uplinks."""
     latency: Floats
     """[orders]: of one hop in the slowest group."""
@@ -247,13 +247,13 @@ def count_loads(pattern: MessagePattern, level: FabricLevel, orders: Ints) -> tu
 
 def _measure_messages(messages: ListedMessages, fabric: Fabric, orders: Ints) -> MeasuredPhase:
     seconds = np.full(len(orders), messages.port / fabric.get_inside_bandwidth(messages.peers))
-    beside = seconds
+    busy_seconds = seconds
     latency = np.full((len(orders), len(messages.source)), fabric.levels[0].latency)
     crossings = np.zeros(len(orders))
     for number, level in enumerate(fabric.levels):
         # All orders load equal nodes equally, so the level of the nodes is the same for every order: no need to count.
         if not number and has_uniform_uplinks(level):
-            seconds = beside = np.maximum(seconds, messages.count_rail_load(level.rails) / level.uplink[0])
+            seconds = busy_seconds = np.maximum(seconds, messages.count_rail_load(level.rails) / level.uplink[0])
             continue
         group = level.group[orders]
         crossed = group[:, messages.source] != group[:, messages.target]
@@ -266,12 +266,12 @@ def _measure_messages(messages: ListedMessages, fabric: Fabric, orders: Ints) ->
         if not (messages.closed and links.shared):
             load = np.maximum(load, _count_message_loads(messages, target, crossed, links.count))
         alone, shared = links.find_busiest(load)
-        seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
+        seconds, busy_seconds = np.maximum(seconds, alone), np.maximum(busy_seconds, shared)
         if number:
             # Levels come innermost first, so the last write is the highest level that a message crosses.
             latency[crossed] = level.latency
             crossings += crossed @ messages.weight
-    return MeasuredPhase(seconds, beside, _measure_hops(messages, fabric.inside_latency, latency), crossings)
+    return MeasuredPhase(seconds, busy_seconds, _measure_hops(messages, fabric.inside_latency, latency), crossings)
 
 
 def _find_links(links: LevelLinks, end: Ints, rail: Ints | None) -> Ints:
@@ -308,7 +308,7 @@ def _measure_hops(messages: ListedMessages, inside_latency: float, latency: Floa
 
 def _measure_pairs(pairs: CountedPairs, fabric: Fabric, orders: Ints) -> MeasuredPhase:
     peers = int(pairs.members.max()) - 1
-    seconds = beside = np.full(len(orders), peers / fabric.get_inside_bandwidth(peers))
+    seconds = busy_seconds = np.full(len(orders), peers / fabric.get_inside_bandwidth(peers))
     shape = (len(orders), len(pairs.copies))
     near = np.full(shape, pairs.count, np.float64)
     latency = np.zeros(shape)
@@ -319,14 +319,14 @@ def _measure_pairs(pairs: CountedPairs, fabric: Fabric, orders: Ints) -> Measure
         links = LevelLinks.build(level, group)
         load, with_neighbours = _count_pair_loads(pairs, group, links.index, links.count)
         alone, shared = links.find_busiest(load)
-        seconds, beside = np.maximum(seconds, alone), np.maximum(beside, shared)
+        seconds, busy_seconds = np.maximum(seconds, alone), np.maximum(busy_seconds, shared)
         # Pairs that this level holds and the one below did not are separated by that one: they take its latency.
         latency += (with_neighbours - near) * slower
         near, slower = with_neighbours, level.latency
         if number:
             crossings += (pairs.count**2 - with_neighbours) @ pairs.copies
     latency += (pairs.count**2 - near) * slower
-    return MeasuredPhase(seconds, beside, latency.max(axis=1) / (pairs.count * (pairs.count - 1)), crossings)
+    return MeasuredPhase(seconds, busy_seconds, latency.max(axis=1) / (pairs.count * (pairs.count - 1)), crossings)
 
 
 def _count_pair_loads(pairs: CountedPairs, group: Ints, link: Ints, links: int) -> tuple[Floats, Floats]:

@@ -12,9 +12,9 @@ over `inside_bandwidth`. collective_phases.py says which messages a collective h
 takes.
 
 The traffic of other jobs is unknown, so every cost is computed twice: without any (`seconds`), and with other jobs
-using their nodes' fair share of each uplink (`beside`). The truth lies between. Traffic out of an NVLink domain that
-spans nodes leaves by the NICs of the sending node, so at that level each node has an equal share of the uplink, and no
-more.
+using their nodes' fair share of each uplink (`busy_seconds`). The truth lies between. Traffic out of an NVLink
+domain that spans nodes leaves by the NICs of the sending node, so at that level each node has an equal share of the
+uplink, and no more.
 
 A message between two ranks (send_recv of NCCL) takes one NIC: it has that part of its node's uplink, and of a
 rail-optimised leaf's, which belongs to its rail. Collectives are cut into channels over all NICs of a node.
@@ -70,7 +70,7 @@ class CostTerm:
 
     def compute_seconds_beside(self, measured: MeasuredPhase) -> NDArray[np.float64]:
         """Return [orders]: seconds per step next to busy neighbours."""
-        return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.beside
+        return self.flow.calls * self.phase.hops * measured.latency + self.moved * measured.busy_seconds
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class StepSums:
 
     seconds: NDArray[np.float64]
     """[orders]: seconds with the full uplinks."""
-    beside: NDArray[np.float64]
+    busy_seconds: NDArray[np.float64]
     """[orders]: seconds with the job's share of each uplink, next to busy neighbours."""
     crossings: NDArray[np.float64]
     """[orders]: bytes of a step times the levels above the node they cross."""
@@ -108,7 +108,7 @@ class CostModel:
         parts = [self._compute_part(orders[start : start + step]) for start in range(0, len(orders), step)]
         return StepSums(
             np.concatenate([part.seconds for part in parts]),
-            np.concatenate([part.beside for part in parts]),
+            np.concatenate([part.busy_seconds for part in parts]),
             np.concatenate([part.crossings for part in parts]),
         )
 
@@ -144,12 +144,12 @@ class CostModel:
 
     def _compute_part(self, orders: NDArray[np.int64]) -> StepSums:
         measured = self._measure(orders)
-        seconds, beside, crossed = (np.zeros(len(orders)) for _ in range(3))
+        seconds, busy_seconds, crossed = (np.zeros(len(orders)) for _ in range(3))
         for term in self.terms:
             seconds += term.compute_seconds(measured[term.pattern])
-            beside += term.compute_seconds_beside(measured[term.pattern])
+            busy_seconds += term.compute_seconds_beside(measured[term.pattern])
             crossed += term.moved * measured[term.pattern].crossings
-        return StepSums(seconds, beside, crossed)
+        return StepSums(seconds, busy_seconds, crossed)
 
 
 def build_cost_model(

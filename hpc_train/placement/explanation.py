@@ -72,9 +72,9 @@ def _explain_gains(fabric: Fabric, cases: Sequence[CostCase], worth: float, unkn
 
 def _format_both(cases: Sequence[CostCase], worth: float) -> str:
     """Format the gain without neighbours and, if different, next to busy ones."""
-    alone, *beside = cases
+    alone, *busy_cases = cases
     silent = _format_gain(alone, worth)
-    if not beside or silent == (busy := _format_gain(beside[0], worth)):
+    if not busy_cases or silent == (busy := _format_gain(busy_cases[0], worth)):
         return silent
     return (
         f"{silent} if no other job uses the uplinks, {busy} if the other nodes of these switches use their fair share"

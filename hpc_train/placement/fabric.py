@@ -205,8 +205,8 @@ def _is_tapered(fabric: Fabric, number: int) -> bool:
     parent = find_parents(fabric, number - 1)
     # bincount with weights adds up, for each group, what its parts can send.
     alone = level.uplink < np.bincount(parent, inner.uplink) * (1 - _EQUAL)
-    beside = level.busy_uplink < np.bincount(parent, inner.busy_uplink) * (1 - _EQUAL)
-    return bool((alone | beside).any())
+    busy = level.busy_uplink < np.bincount(parent, inner.busy_uplink) * (1 - _EQUAL)
+    return bool((alone | busy).any())
 
 
 def is_uniform(fabric: Fabric) -> bool:

@@ -124,12 +124,12 @@ def choose_compute_nodes(cluster: ClusterConfig, topology: Cluster) -> tuple[tup
     chosen = tuple(name for name in attached if name in compute)
     if not left_out:
         return chosen, ()
-    own = next(iter(group_by_hardware(topology, compute)), None)
+    usual = next(iter(group_by_hardware(topology, compute)), None)
     kinds = "; ".join(
         f"{_name_some(names)} with {kind}" for kind, names in group_by_hardware(topology, left_out).items()
     )
     return chosen, (
-        f"{len(left_out)} hosts get no ranks, because their hardware is not that of compute nodes ({own}): {kinds}; "
+        f"{len(left_out)} hosts get no ranks, because their hardware is not that of compute nodes ({usual}): {kinds}; "
         "to choose nodes yourself give --nodes",
     )
 
@@ -297,13 +297,13 @@ def _drop_shared_environments(hosts: Sequence[JobHost]) -> tuple[list[JobHost], 
     A launcher other than Slurm's may give all ranks the environment of the first node.
     """
     count = Counter(host.slurm_name for host in hosts if host.slurm_name is not None)
-    own = [
+    checked = [
         host
         if host.slurm_name is None or count[host.slurm_name] < 2
         else replace(host, slurm_name=None, address=None, pattern=None)
         for host in hosts
     ]
-    return own, [
+    return checked, [
         f"{number} nodes have the environment of {name}; start the ranks by srun"
         for name, number in count.items()
         if number > 1

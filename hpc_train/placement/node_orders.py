@@ -248,7 +248,7 @@ def improve_by_swaps(model: CostModel, order: NodeOrder, cells: Sequence[int], f
 def _score_orders(model: CostModel, orders: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return [orders]: seconds alone; ties are broken by the seconds next to busy neighbours."""
     sums = model.compute_sums(orders)
-    return sums.seconds + _NEIGHBOURS * sums.beside
+    return sums.seconds + _NEIGHBOURS * sums.busy_seconds
 
 
 def _exchange_blocks(order: NodeOrder, random: np.random.Generator, cells: Sequence[int]) -> NodeOrder:

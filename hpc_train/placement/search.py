@@ -95,7 +95,7 @@ def compare_cases(
     sums = problem.compute_sums(np.asarray(orders, np.int64))
     cases = [CostCase(taper, NO_NEIGHBOURS, *sums.seconds.tolist())]
     if any(level.share is not None for level in problem.fabric.levels):
-        cases.append(CostCase(taper, FAIR_SHARE, *sums.beside.tolist()))
+        cases.append(CostCase(taper, FAIR_SHARE, *sums.busy_seconds.tolist()))
     return tuple(cases)
 
 
@@ -163,15 +163,17 @@ def _list_nested_orders(problem: CostModel, grid: tuple[int, ...]) -> NDArray[np
 def _choose_order(problem: CostModel, orders: NDArray[np.int64]) -> NodeOrder:
     """Choose among the candidates, of which the first is the launcher's, by the rule of `search_placement`."""
     sums = problem.compute_sums(orders)
-    seconds, beside, crossings = sums.seconds, sums.beside, sums.crossings
+    seconds, busy_seconds, crossings = sums.seconds, sums.busy_seconds, sums.crossings
     # 1. A step gets faster even if all neighbours are silent: take the fastest, then the best beside neighbours.
     if seconds.min() < seconds[0] * (1 - MIN_GAIN):
-        best = _select_least(beside, _select_least(seconds, np.arange(len(orders))))
+        best = _select_least(busy_seconds, _select_least(seconds, np.arange(len(orders))))
         return _select_fewest_crossings(problem, orders, _select_least(crossings, best))
     # 2. It gets faster only beside busy neighbours, and no slower without them.
-    no_worse = np.flatnonzero(_is_at_most(seconds, seconds[0]) & _is_at_most(beside, beside[0]))
-    if beside[no_worse].min() < beside[0] * (1 - MIN_GAIN):
-        return _select_fewest_crossings(problem, orders, _select_least(crossings, _select_least(beside, no_worse)))
+    no_worse = np.flatnonzero(_is_at_most(seconds, seconds[0]) & _is_at_most(busy_seconds, busy_seconds[0]))
+    if busy_seconds[no_worse].min() < busy_seconds[0] * (1 - MIN_GAIN):
+        return _select_fewest_crossings(
+            problem, orders, _select_least(crossings, _select_least(busy_seconds, no_worse))
+        )
     # 3. No modelled gain: still prefer fewer straddling groups, then crossings, if nothing gets worse.
     no_worse = no_worse[_is_at_most(crossings[no_worse], crossings[0])]
     straddle = _count_all_straddling(problem, orders[no_worse])

@@ -154,9 +154,9 @@ def make_candidate(
 
 
 def _compute_complexity(config: RunConfig, jobs: Jobs) -> float:
-    own = {name: np.atleast_1d(column) for name, column in job_columns(jobs).items()}
+    columns = {name: np.atleast_1d(column) for name, column in job_columns(jobs).items()}
     every = np.atleast_1d(np.float64(config.parallel.recompute.every))
-    return take_single(layout_complexity({**own, "recompute_every": every}))
+    return take_single(layout_complexity({**columns, "recompute_every": every}))
 
 
 def make_projected_job(config: RunConfig, jobs: Jobs, time: StepTime) -> ProjectedJob:

@@ -155,8 +155,8 @@ class Constants:
 
 def constant_bounds(*fitted_to: str) -> dict[str, tuple[float, float]]:
     """Return the bounds of each constant that may be fitted to these data (TIME, MEMORY, EXPERTS); none: to any."""
-    found = {field.name: field.metadata for field in fields(Constants) if field.metadata}
-    return {name: data["bounds"] for name, data in found.items() if not fitted_to or data["to"] in fitted_to}
+    declared = {field.name: field.metadata for field in fields(Constants) if field.metadata}
+    return {name: data["bounds"] for name, data in declared.items() if not fitted_to or data["to"] in fitted_to}
 
 
 def constant_values(constants: Constants) -> dict[str, float]:
@@ -194,21 +194,21 @@ def cluster_constants(cluster: ClusterConfig) -> Constants:
 
 def apply_calibration(constants: Constants, measured: Calibration) -> Constants:
     """Replace fitted constants by measured ones: a bandwidth that a benchmark reached is assumed to be reachable."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for level, name in (("inside", "link"), ("node", "nic")):
         if measured_level := measured.get_level(level):
-            found |= {f"{name}_efficiency": 1.0, f"{name}_latency": measured_level.latency}
+            values |= {f"{name}_efficiency": 1.0, f"{name}_latency": measured_level.latency}
     if measured.device:
-        found |= {"gemm_efficiency": 1.0, "memory_efficiency": 1.0}
+        values |= {"gemm_efficiency": 1.0, "memory_efficiency": 1.0}
     names = constant_values(constants)
-    found |= {name: value for name, value in measured.planner.items() if name in names}
+    values |= {name: value for name, value in measured.planner.items() if name in names}
     if any(set(residual.settings) != set(RESIDUAL_SETTINGS) for residual in measured.residuals):
         raise UserError(f"calibration of {measured.cluster}: of another version; run `hpc-train plan calibrate` again")
     evidence = {
         name: constants.evidence.get(name, 0) + measured.evidence.get(name, 0)
         for name in {**constants.evidence, **measured.evidence}
     }
-    return replace(replace_values(constants, found), residuals=measured.residuals, evidence=evidence)
+    return replace(replace_values(constants, values), residuals=measured.residuals, evidence=evidence)
 
 
 def read_constants(path: Path) -> Constants:
@@ -249,8 +249,8 @@ def error_correlation(one: Jobs, other: Jobs) -> Floats:
     a, b = (
         np.log2([np.broadcast_to(getattr(jobs, name), jobs.n) for name in RESIDUAL_SETTINGS]) for jobs in (one, other)
     )
-    found: Floats = np.exp(-0.5 * np.sum((a[:, :, None] - b[:, None, :]) ** 2, axis=0) / RESIDUAL_LENGTH**2)
-    return found
+    correlation: Floats = np.exp(-0.5 * np.sum((a[:, :, None] - b[:, None, :]) ** 2, axis=0) / RESIDUAL_LENGTH**2)
+    return correlation
 
 
 def fit_residuals(jobs: Jobs, errors: Floats) -> tuple[StepResidual, ...]:
@@ -268,10 +268,10 @@ def fit_residuals(jobs: Jobs, errors: Floats) -> tuple[StepResidual, ...]:
 
 def residual_factor(jobs: Jobs, residuals: Sequence[StepResidual]) -> Column:
     """Return the factor on each job's time that similar measured runs imply."""
-    found = np.zeros(())
+    exponent = np.zeros(())
     for residual in residuals:
         distance = sum(
             (np.log2(getattr(jobs, name) / residual.settings[name]) ** 2 for name in RESIDUAL_SETTINGS), np.zeros(())
         )
-        found = found + residual.weight * np.exp(-0.5 * distance / RESIDUAL_LENGTH**2)
-    return np.exp(found)
+        exponent = exponent + residual.weight * np.exp(-0.5 * distance / RESIDUAL_LENGTH**2)
+    return np.exp(exponent)

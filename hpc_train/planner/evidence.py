@@ -25,7 +25,7 @@ def find_techniques(columns: Mapping[str, Column]) -> dict[str, Flags]:
     """Return for each technique which jobs use it, [n]. columns: those of Jobs, as far as candidates choose them."""
     pipeline, tensor, context = columns["pp"] > 1, columns["tp"] > 1, columns["cp"] > 1
     sharded = columns["dp_shard"] * columns["cp"] > 1
-    found = {
+    techniques = {
         "tp": tensor,
         "tp without split positions": tensor & (columns["sequence_parallel"] == 0),
         "async tp": tensor & (columns["overlap_tensor"] > 0),
@@ -38,8 +38,8 @@ def find_techniques(columns: Mapping[str, Column]) -> dict[str, Flags]:
         "no reshard": sharded & (columns["zero"] == 3) & (columns["reshard"] == 0),
         "offload activations": columns["offload_activations"] > 0,
     }
-    found |= {f"offload {name}": columns["offload"] == code for code, name in enumerate(OFFLOAD) if code}
-    return found | {name: pipeline & (columns["schedule"] == code) for code, name in enumerate(SCHEDULES)}
+    techniques |= {f"offload {name}": columns["offload"] == code for code, name in enumerate(OFFLOAD) if code}
+    return techniques | {name: pipeline & (columns["schedule"] == code) for code, name in enumerate(SCHEDULES)}
 
 
 def count_evidence(columns: Mapping[str, Column]) -> dict[str, int]:
@@ -59,10 +59,10 @@ def handicap(columns: Mapping[str, Column], unmeasured: frozenset[str], spread: 
 
     1, or p90 over p50 of its estimate if it uses an unmeasured technique. spread: of log(time).
     """
-    found = find_techniques(columns)
+    techniques = find_techniques(columns)
     uses: Column = np.zeros(())
-    for name in unmeasured & found.keys():
-        uses = np.maximum(uses, found[name])
+    for name in unmeasured & techniques.keys():
+        uses = np.maximum(uses, techniques[name])
     return np.where(uses > 0, np.exp(_P90 * spread), 1.0)
 
 

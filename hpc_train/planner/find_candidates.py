@@ -88,10 +88,10 @@ def find_candidates(request: PlanRequest, basis: EstimateBasis, keep: int) -> Fo
         worlds = [_search_world(request, basis, ranks, request.fixed, keep) for ranks in request.ranks]
         return sum(worlds, FoundCandidates())
     # Offloading to the host is slow: it is tried only if nothing fits without it.
-    found = _search_fewest_nodes(request, basis, request.fixed.unless("offload", 0.0), keep)
-    if found.candidates:
-        return found
-    return found + _search_fewest_nodes(request, basis, request.fixed, keep)
+    without_offload = _search_fewest_nodes(request, basis, request.fixed.unless("offload", 0.0), keep)
+    if without_offload.candidates:
+        return without_offload
+    return without_offload + _search_fewest_nodes(request, basis, request.fixed, keep)
 
 
 def _count_given(candidates: list[Candidate]) -> FoundCandidates:
@@ -125,40 +125,39 @@ def _search_fewest_nodes(request: PlanRequest, basis: EstimateBasis, fixed: Fixe
 
     The candidates are those of the last world that had any; the front is that of all worlds.
     """
-    found = FoundCandidates()
+    searched = FoundCandidates()
     for ranks in request.growing:
         world = _search_world(request, basis, ranks, fixed, keep)
         sure = [candidate for candidate in world.candidates if candidate.fits == "yes"]
-        slower = (
-            sure
-            and found.candidates
-            and find_least_seconds_per_token(sure) > _WORTH_MORE_NODES * find_least_seconds_per_token(found.candidates)
-        )
-        found = replace(found + world, candidates=world.candidates or found.candidates)
+        slower = False
+        if sure and searched.candidates:
+            before = find_least_seconds_per_token(searched.candidates)
+            slower = find_least_seconds_per_token(sure) > _WORTH_MORE_NODES * before
+        searched = replace(searched + world, candidates=world.candidates or searched.candidates)
         if any(is_within_deadline(candidate) for candidate in sure) or slower:
             break
-    return found
+    return searched
 
 
 def _search_world(
     request: PlanRequest, basis: EstimateBasis, ranks: int, fixed: FixedColumns, keep: int
 ) -> FoundCandidates:
     """Search all layouts of `ranks` ranks, for each global batch of the request."""
-    found = FoundCandidates()
+    searched = FoundCandidates()
     for batch in request.batches:
         space = SearchSpace(degree_limits(request.config, batch), ranks, fixed)
         result = search_space(make_search_base(request.config, batch), space, without_residuals(basis.constants), keep)
         rated = result.best if result.best.count else result.doubtful
         constants = _apply_residuals(request, rated, ranks, batch, basis.constants)
         front = _thin_front(result.front)
-        found += FoundCandidates(
+        searched += FoundCandidates(
             list(estimate_rated(request, rated, ranks, batch, constants, basis)),
             list(estimate_rated(request, front, ranks, batch, constants, basis)),
             result.searched,
             result.estimated,
             {(ranks, batch): constants},
         )
-    return found
+    return searched
 
 
 def make_search_base(config: RunConfig, batch: int) -> SearchBase:

@@ -156,23 +156,23 @@ def make_plan(
         known_figures(config),
         choose_failure_rate(config.plan, config.cluster.ranks_per_node),
     )
-    found = find_candidates(request, basis, max(top, MIN_KEPT_MESHES))
-    if not found.searched:
+    searched = find_candidates(request, basis, max(top, MIN_KEPT_MESHES))
+    if not searched.searched:
         raise UserError(_explain_no_layout(request))
     allowed = (
-        found.candidates
+        searched.candidates
         if request.complete
-        else [candidate for candidate in found.candidates if is_within_limits(candidate)]
+        else [candidate for candidate in searched.candidates if is_within_limits(candidate)]
     )
     ranked = rank_candidates(allowed, objective)
     best = ranked[0] if ranked else None
-    outside = explain_no_candidate(config.plan, found.candidates) if found.candidates and not allowed else None
+    outside = explain_no_candidate(config.plan, searched.candidates) if searched.candidates and not allowed else None
     plan = Plan(
         request,
         ranked[:top],
-        find_pareto_front(found.front, best) if best else [],
-        found.searched,
-        found.estimated,
+        find_pareto_front(searched.front, best) if best else [],
+        searched.searched,
+        searched.estimated,
         seconds=0.0,
         objective=objective,
         quickest=find_quickest(ranked, objective),
@@ -181,7 +181,7 @@ def make_plan(
         outside=outside,
     )
     if baselines and not request.complete:
-        plan = replace(plan, baselines=_compare_baselines(plan, basis, found))
+        plan = replace(plan, baselines=_compare_baselines(plan, basis, searched))
     return replace(plan, seconds=time.perf_counter() - began)
 
 
@@ -283,7 +283,7 @@ def _advise(best: Candidate, basis: EstimateBasis) -> list[Advice]:
     return run_lints(best.config, estimate, best.ranks)
 
 
-def _compare_baselines(plan: Plan, basis: EstimateBasis, found: FoundCandidates) -> list[BaselineLayout]:
+def _compare_baselines(plan: Plan, basis: EstimateBasis, searched: FoundCandidates) -> list[BaselineLayout]:
     """Compare each baseline with the best candidate, in its world and with its batch.
 
     If nothing fits, the largest requested world is used.
@@ -293,7 +293,7 @@ def _compare_baselines(plan: Plan, basis: EstimateBasis, found: FoundCandidates)
         return []
     ranks, batch = (best.ranks, best.global_batch) if best else (request.ranks[-1], request.batches[0])
     space = SearchSpace(degree_limits(request.config, batch), ranks, request.fixed)
-    constants = found.constants.get((ranks, batch), basis.constants)
+    constants = searched.constants.get((ranks, batch), basis.constants)
     base, plain = make_search_base(request.config, batch), without_residuals(basis.constants)
     rows = []
     for kind in baseline_kinds(space, count_ranks_per_node(request.config)):

@@ -115,12 +115,12 @@ def _check_node_counts(config: RunConfig, counts: Sequence[int], key: str) -> Se
 
 
 def _list_batches(config: RunConfig) -> tuple[int, ...]:
-    found = tuple(sorted(set(config.plan.global_batches)))
-    key = "plan.global_batches" if found else "train.global_batch"
-    for batch in found or (config.train.global_batch,):
+    batches = tuple(sorted(set(config.plan.global_batches)))
+    key = "plan.global_batches" if batches else "train.global_batch"
+    for batch in batches or (config.train.global_batch,):
         if batch > LARGEST_BATCH:
             raise UserError(f"{key}={batch}: sequences of a step; give at most {LARGEST_BATCH:,}")
-    return found or (config.train.global_batch,)
+    return batches or (config.train.global_batch,)
 
 
 def _check_lists(config: RunConfig, overrides: Sequence[str]) -> None:

@@ -77,33 +77,33 @@ def make_settings(row: Mapping[str, float]) -> Settings:
     """Turn a candidate's columns into settings, without those that would have no effect, which a run refuses."""
     zero, tp, pp = int(row["zero"]), int(row["tp"]), int(row["pp"])
     degrees = {f"parallel.{name}": int(row[name]) for name in AXES}
-    found: Settings = {"parallel.strategy": STRATEGIES[zero], **degrees, MICRO_BATCH: int(row["micro_batch"])}
+    settings: Settings = {"parallel.strategy": STRATEGIES[zero], **degrees, MICRO_BATCH: int(row["micro_batch"])}
     if row["ep"] > 1:
-        found["parallel.ep"] = int(row["ep"])
+        settings["parallel.ep"] = int(row["ep"])
     if not row["reshard"]:
-        found["parallel.reshard_after_forward"] = False
+        settings["parallel.reshard_after_forward"] = False
     if tp > 1:
-        found |= {"parallel.tensor.sequence": bool(row["sequence_parallel"])}
-        found |= {"parallel.tensor.asynchronous": True} if row["overlap_tensor"] else {}
+        settings |= {"parallel.tensor.sequence": bool(row["sequence_parallel"])}
+        settings |= {"parallel.tensor.asynchronous": True} if row["overlap_tensor"] else {}
     if pp > 1:
-        found |= _make_pipeline_settings(SCHEDULES[int(row["schedule"])], int(row["virtual_stages"]))
+        settings |= _make_pipeline_settings(SCHEDULES[int(row["schedule"])], int(row["virtual_stages"]))
     if mode := int(row["recompute"]):
-        found |= {"parallel.recompute.mode": RECOMPUTE[mode]}
-        found |= {"parallel.recompute.every": int(row["recompute_every"])} if row["recompute_every"] > 1 else {}
+        settings |= {"parallel.recompute.mode": RECOMPUTE[mode]}
+        settings |= {"parallel.recompute.every": int(row["recompute_every"])} if row["recompute_every"] > 1 else {}
     if row["ulysses"]:
-        found["parallel.context.method"] = "ulysses"
+        settings["parallel.context.method"] = "ulysses"
     if row["offload_activations"]:
-        found["parallel.recompute.offload"] = True
+        settings["parallel.recompute.offload"] = True
     if offload := int(row["offload"]):
-        found[_OFFLOAD[offload - 1]] = "cpu"
-    return found
+        settings[_OFFLOAD[offload - 1]] = "cpu"
+    return settings
 
 
 def _make_pipeline_settings(schedule: str, virtual: int) -> Settings:
-    found: Settings = {"parallel.pipeline.schedule": schedule}
+    settings: Settings = {"parallel.pipeline.schedule": schedule}
     if virtual != REQUIREMENTS[schedule].virtual_stages:
-        found["parallel.pipeline.virtual_stages"] = virtual
-    return found
+        settings["parallel.pipeline.virtual_stages"] = virtual
+    return settings
 
 
 def settings_to_overrides(settings: Settings) -> list[str]:
@@ -113,10 +113,10 @@ def settings_to_overrides(settings: Settings) -> list[str]:
 
 def apply_settings(config: RunConfig, settings: Settings) -> RunConfig:
     """Return the run with these settings applied, read-only and with nothing left for the planner to choose."""
-    found = config
+    changed = config
     for key, value in {**settings, "parallel.auto": False, "parallel.fixed": None}.items():
-        found = _change_setting(found, key.split("."), value)
-    return seal_config(found)
+        changed = _change_setting(changed, key.split("."), value)
+    return seal_config(changed)
 
 
 def _change_setting(config: Any, path: Sequence[str], value: Any) -> Any:

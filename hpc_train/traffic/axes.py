@@ -55,14 +55,14 @@ def list_ddp_buckets(sizes: Iterable[float], limit_mib: float | None) -> list[fl
     that reaches the limit still belongs to the bucket, so buckets may be larger than the limit.
     """
     limits = [FIRST_BUCKET_BYTES, BUCKET_MIB * MIB] if limit_mib is None else [limit_mib * MIB]
-    found: list[float] = []
+    buckets: list[float] = []
     filled = 0.0
     for size in sizes:
         filled += size
-        if filled >= limits[min(len(found), len(limits) - 1)]:
-            found.append(filled)
+        if filled >= limits[min(len(buckets), len(limits) - 1)]:
+            buckets.append(filled)
             filled = 0.0
-    return [*found, filled] if filled else found
+    return [*buckets, filled] if filled else buckets
 
 
 def count_fsdp_groups(block: float, blocks: int, ends: float, limit_mib: float | None) -> int:

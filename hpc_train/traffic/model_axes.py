@@ -125,10 +125,10 @@ def assign_kv_heads(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[i
     Attention gives every listed head the same number of consecutive query heads of the rank. If the rank's query heads
     do not divide that way, heads are listed once for each query head.
     """
-    own = heads // ranks
-    wanted = [(rank * own + head) * kv_heads // heads for head in range(own)]
+    heads_of_rank = heads // ranks
+    wanted = [(rank * heads_of_rank + head) * kv_heads // heads for head in range(heads_of_rank)]
     distinct = sorted(set(wanted))
-    each = own // len(distinct)
+    each = heads_of_rank // len(distinct)
     even = [head for head in distinct for _ in range(each)]
     return tuple(distinct if even == wanted else wanted)
 

@@ -41,14 +41,14 @@ class RingLayout:
 
     def list_pairs(self, rank: int, source: int, window: int | None) -> tuple[ChunkPair, ...]:
         """List the pairs of chunks in which a causal query of `rank` sees a key of `source`."""
-        found = []
+        pairs = []
         for i, query in enumerate(self.list_chunks(rank)):
             for j, key in enumerate(self.list_chunks(source)):
                 back = (query - key) * self.chunk
                 nearest = max(0, back - self.chunk + 1)  # of the first query and the last key
                 if key <= query and (window is None or nearest < window):
-                    found.append(ChunkPair(i, j, back))
-        return tuple(found)
+                    pairs.append(ChunkPair(i, j, back))
+        return tuple(pairs)
 
     def list_shifts(self, window: int) -> tuple[int, ...]:
         """List the distances d at which some rank r sees keys of rank r - d, but 0: the messages of a pass."""

@@ -131,12 +131,12 @@ def _list_transformer(model: TransformerConfig) -> Weights:
     hidden, bias = model.hidden, model.bias
     norm = _list_norm(hidden, model.norm == "layernorm" and bias)
     attention = _list_latent_attention(model) if has_latent_attention(model) else _list_attention(model)
-    wide = count_branches(model) * _list_linear(hidden, model.feed_forward, bias, "outputs")
-    wide += _list_linear(model.feed_forward, hidden, bias, "inputs")
+    feed_forward = count_branches(model) * _list_linear(hidden, model.feed_forward, bias, "outputs")
+    feed_forward += _list_linear(model.feed_forward, hidden, bias, "inputs")
     table = Weight((model.vocab_size, hidden), "vocabulary")
     positions = [Weight((model.max_positions, hidden), summed=True)] if model.positions == "learned" else []
     norms = count_block_norms(model) // 2 * norm  # before, and maybe after, each of the two layers
-    dense = (*norms, *attention, *norms, *wide)
+    dense = (*norms, *attention, *norms, *feed_forward)
     weights = Weights((table, *positions), dense, (*norm, table), model.layers)
     if model.experts.count:
         mixture = (*norms, *attention, *norms, *_list_router_and_shared(model))
@@ -162,15 +162,15 @@ def _list_latent_attention(model: TransformerConfig) -> list[Weight]:
     latent, hidden, queries = model.latent, model.hidden, model.heads * compute_head_dim(model)
     narrow = latent.kv_rank + latent.rope_head_dim
     expanded = model.heads * (latent.nope_head_dim + latent.value_head_dim)
-    found = (
+    weights = (
         []
         if latent.q_rank is None
         else [Weight((latent.q_rank, hidden), summed=True), *_list_norm(latent.q_rank, False)]
     )
-    found += _list_linear(latent.q_rank or hidden, queries, False, "outputs")
-    found += [Weight((narrow, hidden), summed=True), *_list_norm(latent.kv_rank, False)]
-    found += _list_linear(latent.kv_rank, expanded, False, "outputs")
-    return found + _list_linear(model.heads * latent.value_head_dim, hidden, False, "inputs")
+    weights += _list_linear(latent.q_rank or hidden, queries, False, "outputs")
+    weights += [Weight((narrow, hidden), summed=True), *_list_norm(latent.kv_rank, False)]
+    weights += _list_linear(latent.kv_rank, expanded, False, "outputs")
+    return weights + _list_linear(model.heads * latent.value_head_dim, hidden, False, "inputs")
 
 
 def _list_router_and_shared(model: TransformerConfig) -> list[Weight]:
@@ -196,9 +196,9 @@ def _list_vision_transformer(model: VisionTransformerConfig) -> Weights:
     hidden = model.hidden
     norm = [Weight((hidden,))] * 2
     attention = 3 * _list_linear(hidden, hidden, True, "outputs") + _list_linear(hidden, hidden, True, "inputs")
-    wide = _list_linear(hidden, model.feed_forward, True, "outputs")
-    wide += _list_linear(model.feed_forward, hidden, True, "inputs")
+    feed_forward = _list_linear(hidden, model.feed_forward, True, "outputs")
+    feed_forward += _list_linear(model.feed_forward, hidden, True, "inputs")
     patches = Weight((hidden, model.channels, model.patch_size, model.patch_size)), Weight((hidden,))
     tokens = Weight((1, 1, hidden)), Weight((1, count_vit_tokens(model), hidden))
     head = Weight((model.classes, hidden)), Weight((model.classes,))
-    return Weights((*tokens, *patches), (*norm, *attention, *norm, *wide), (*norm, *head), model.layers)
+    return Weights((*tokens, *patches), (*norm, *attention, *norm, *feed_forward), (*norm, *head), model.layers)

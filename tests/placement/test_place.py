@@ -41,7 +41,7 @@ def check_optimal(fabric, sizes, flows):
     orders = all_orders(len(fabric.nodes))
     problem = build_cost_model(fabric, sizes, flows, len(fabric.nodes))
     sums, straddles = problem.compute_sums(orders), straddle(fabric, problem, orders)
-    seconds, beside, crossed = sums.seconds, sums.beside, sums.crossings
+    seconds, beside, crossed = sums.seconds, sums.busy_seconds, sums.crossings
     moved = (orders != orders[0]).sum(axis=1)
     allowed = np.ones(len(orders), bool)
     columns = [seconds, beside, crossed, straddles, moved]

@@ -319,7 +319,7 @@ class _Comparison:
             )
             for fabric in (job.fabric, worst)
         ]
-        return Interval(float(sums[0].seconds[0]), float(sums[1].beside[0]))
+        return Interval(float(sums[0].seconds[0]), float(sums[1].busy_seconds[0]))
 
     def save(self, before: Interval, after: Interval) -> Interval:
         """Return the seconds that a job saves if its steps communicate as fast as `after`, in place of `before`.

@@ -135,8 +135,8 @@ def draw_panels(panels: Sequence[Panel], axes: str | None, path: Path) -> None:
     layouts = [COLUMN_LAYOUT if draws_each_node(panel, select_drawn_levels(panel)) else ROW_LAYOUT for panel in panels]
     sizes = [layout.measure(panel) for layout, panel in zip(layouts, panels, strict=True)]
     heaviest = max(panel.heaviest for panel in panels)
-    beside = sum(width for width, _ in sizes) + _BETWEEN * (len(sizes) - 1) <= _WIDEST
-    corners = _place_panels(sizes, beside)
+    in_a_row = sum(width for width, _ in sizes) + _BETWEEN * (len(sizes) - 1) <= _WIDEST
+    corners = _place_panels(sizes, in_a_row)
     numbers = all(layout.has_rank_numbers(panel) for layout, panel in zip(layouts, panels, strict=True))
     caption = _write_caption(axes, numbers)
     width = max(x + size[0] for (x, _), size in zip(corners, sizes, strict=True)) + _MARGIN
@@ -149,11 +149,11 @@ def draw_panels(panels: Sequence[Panel], axes: str | None, path: Path) -> None:
     canvas.save(path)
 
 
-def _place_panels(sizes: Sequence[tuple[float, float]], beside: bool) -> list[tuple[float, float]]:
+def _place_panels(sizes: Sequence[tuple[float, float]], in_a_row: bool) -> list[tuple[float, float]]:
     corners, at = [], _MARGIN
     for width, height in sizes:
-        corners.append((at, _MARGIN) if beside else (_MARGIN, at))
-        at += (width if beside else height) + _BETWEEN
+        corners.append((at, _MARGIN) if in_a_row else (_MARGIN, at))
+        at += (width if in_a_row else height) + _BETWEEN
     return corners
 
 

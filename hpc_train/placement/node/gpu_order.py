@@ -202,7 +202,7 @@ class _RateTables:
             others = [other for other in members if other != gpu]
             direct = [self.links.direct[gpu, other] for other in others]
             slowest = max([slowest, *(1 / bandwidth for bandwidth in direct if bandwidth)])
-            over_port = [self.links.share[gpu, other] for other, own in zip(others, direct, strict=True) if not own]
+            over_port = [self.links.share[gpu, other] for other, link in zip(others, direct, strict=True) if not link]
             if over_port and self.links.port:
                 slowest = max(slowest, sum(1 / share for share in over_port) / self.links.port)
         return slowest

@@ -53,14 +53,14 @@ def _name_nic(nic: Nic, device: str, port: NicPort, devices: Iterable[str]) -> d
     return names
 
 
-def choose_rank_nic_settings(variables: Mapping[str, str], beside: str, with_nccl: bool) -> list[VariableSetting]:
-    """Choose the variables of one rank. variables: those of its NIC. beside: what the NIC is nearest to.
+def choose_rank_nic_settings(variables: Mapping[str, str], nearest: str, with_nccl: bool) -> list[VariableSetting]:
+    """Choose the variables of one rank. variables: those of its NIC. nearest: what the NIC is nearest to.
 
     with_nccl: NCCL moves data in this run. Its libfabric plugin obeys the same FI_ variables and needs all NICs of the
     node, so they are left out.
     """
     return [
-        VariableSetting(name, value, f"the NIC nearest to {beside}")
+        VariableSetting(name, value, f"the NIC nearest to {nearest}")
         for name, value in variables.items()
         if not (with_nccl and name.startswith("FI_"))
     ]

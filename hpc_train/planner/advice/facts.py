@@ -42,10 +42,10 @@ class Advice:
 
 def format_advice(advice: Sequence[Advice]) -> list[str]:
     """Format advice for a terminal, two lines each."""
-    found = []
+    lines = []
     for item in advice:
-        found += [f"{item.severity:<7}  {item.about}: {item.why}", f"{'':<9}{item.fix}"]
-    return found
+        lines += [f"{item.severity:<7}  {item.about}: {item.why}", f"{'':<9}{item.fix}"]
+    return lines
 
 
 def advice_to_json(advice: Sequence[Advice]) -> list[dict[str, Any]]:

@@ -68,12 +68,12 @@ def run_lints(config: RunConfig, figures: RunEstimate | None = None, world: int 
     failure logs.
     """
     facts = collect_facts(config, figures, world)
-    found = [
+    findings = [
         keep_runnable_advice(advice, config, facts.degrees.world)
         for advice in (lint(facts) for lint in LINTS)
         if advice is not None
     ]
-    return sorted(found, key=lambda advice: SEVERITIES.index(advice.severity))
+    return sorted(findings, key=lambda advice: SEVERITIES.index(advice.severity))
 
 
 NO_RUNNABLE_SETTING = "no single setting fixes this; fix fewer settings, so that `hpc-train plan` can choose them"
@@ -91,25 +91,25 @@ def keep_runnable_advice(advice: Advice, config: RunConfig, world: int) -> Advic
     texts: list[str] = []
     overrides: list[tuple[str, ...]] = []
     for alternative in advice.fix.split(_OR):
-        found = list(_SETTING.finditer(alternative))
-        if not found:
+        matches = list(_SETTING.finditer(alternative))
+        if not matches:
             texts.append(alternative)
             continue
-        tried = [_complete_settings(config, settings, world) for settings in _list_variants(found)]
+        tried = [_complete_settings(config, settings, world) for settings in _list_variants(matches)]
         accepted = [settings for settings in tried if settings]
         if accepted:
             overrides += [tuple(settings_to_overrides(settings)) for settings in accepted]
-            before, after = alternative[: found[0].start()], alternative[found[-1].end() :]
+            before, after = alternative[: matches[0].start()], alternative[matches[-1].end() :]
             texts.append(before + _format_settings(accepted) + after)
     return replace(advice, fix=_OR.join(texts) or NO_RUNNABLE_SETTING, overrides=tuple(overrides))
 
 
-def _list_variants(found: list[re.Match[str]]) -> Iterator[dict[str, Any]]:
+def _list_variants(matches: list[re.Match[str]]) -> Iterator[dict[str, Any]]:
     """Yield the variants: each value of a single setting, or several settings together."""
-    if len(found) > 1:
-        yield {match[1]: yaml.safe_load(match[2]) for match in found}
+    if len(matches) > 1:
+        yield {match[1]: yaml.safe_load(match[2]) for match in matches}
         return
-    (variant,) = found
+    (variant,) = matches
     for value in (variant[2], *variant[3].split(" or ")[1:]):
         yield {variant[1]: _parse_value(value)}
 

@@ -42,11 +42,11 @@ def select_reported_memory(runs: Sequence[MeasuredRun], memory: Memory) -> NDArr
     memory: of the runs' jobs, one row per run.
     """
     stages = {"device": memory.stages, "reserved": memory.reserved, "allocated": memory.allocated}
-    found = np.zeros(len(runs))
+    reported = np.zeros(len(runs))
     for place, run in enumerate(runs):
         column = stages[run.memory_of][:, place]
-        found[place] = column[0] if run.first_stage else column.max()
-    return found
+        reported[place] = column[0] if run.first_stage else column.max()
+    return reported
 
 
 Floats = NDArray[np.float64]
@@ -103,8 +103,8 @@ def _fit_memory(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
     jobs, measured = jobs_from_runs(runs), np.array([run.memory for run in runs])
 
     def errors(constants: Constants) -> Floats:
-        found: Floats = np.log(select_reported_memory(runs, estimate_memory(jobs, constants)) / measured)
-        return found
+        log_errors: Floats = np.log(select_reported_memory(runs, estimate_memory(jobs, constants)) / measured)
+        return log_errors
 
     return _solve(list(constant_bounds(MEMORY)), start, errors, weight_runs(runs))
 
@@ -131,8 +131,10 @@ def _solve(names: Sequence[str], start: Constants, errors: Callable[[Constants],
     # In shares of the constants' ranges, so that seconds and factors weigh alike; begun a little inside the bounds, at
     # which trf shortens its steps.
     first = (begin - low) / (high - low)
-    found = least_squares(residuals, np.clip(first, 1e-3, 1 - 1e-3), bounds=(0, 1), method="trf", xtol=1e-5, ftol=1e-6)
-    values = low + found.x * (high - low)
+    solution = least_squares(
+        residuals, np.clip(first, 1e-3, 1 - 1e-3), bounds=(0, 1), method="trf", xtol=1e-5, ftol=1e-6
+    )
+    values = low + solution.x * (high - low)
     # Four digits: further ones would differ between machines, and say nothing.
     return replace_values(start, {name: float(f"{value:.4g}") for name, value in zip(names, values, strict=True)})
 
@@ -140,8 +142,8 @@ def _solve(names: Sequence[str], start: Constants, errors: Callable[[Constants],
 def _soft_l1_root(errors: Floats) -> Floats:
     """Return the root of the soft-L1 loss: linear beyond the tolerance (Triggs et al. 2000, section 2.2)."""
     scaled = (errors / _TOLERATED) ** 2
-    found: Floats = np.sign(errors) * _TOLERATED * np.sqrt(2 * (np.sqrt(1 + scaled) - 1))
-    return found
+    root: Floats = np.sign(errors) * _TOLERATED * np.sqrt(2 * (np.sqrt(1 + scaled) - 1))
+    return root
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,11 @@ def fit_leaving_out(runs: Sequence[MeasuredRun], key: Callable[[MeasuredRun], ob
     parts: dict[str, list[MeasuredRun]] = {}
     for run in timed:
         parts.setdefault(str(key(run)), []).append(run)
-    found = []
+    fits = []
     for name in sorted(parts):
         others = [run for run in timed if str(key(run)) != name and not run.held_out]
-        found.append(HeldOutFit(tuple(parts[name]), fit_constants([replace(run, memory=math.nan) for run in others])))
-    return tuple(found)
+        fits.append(HeldOutFit(tuple(parts[name]), fit_constants([replace(run, memory=math.nan) for run in others])))
+    return tuple(fits)
 
 
 _ERROR = 0.05
@@ -208,8 +210,8 @@ def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Co
         )
 
     def unexplained(step: Floats) -> Floats:
-        found: Floats = np.log(estimate_step_time(jobs, moved(step)).step / measured) + root @ step[count + 1 :]
-        return _cauchy_root(found / _ERROR)
+        errors: Floats = np.log(estimate_step_time(jobs, moved(step)).step / measured) + root @ step[count + 1 :]
+        return _cauchy_root(errors / _ERROR)
 
     def cost(step: Floats) -> Floats:
         return np.concatenate(
@@ -218,21 +220,21 @@ def calibrate_constants(runs: Sequence[MeasuredRun], constants: Constants) -> Co
 
     start = np.zeros(count + 1 + len(timed))
     start[count] = -np.median(np.log(estimate_step_time(jobs, constants).step / measured)) / _SCALE_DEVIATION
-    found = least_squares(cost, start, max_nfev=30).x
-    return replace(moved(found), residuals=constants.residuals + fit_residuals(jobs, root @ found[count + 1 :]))
+    best = least_squares(cost, start, max_nfev=30).x
+    return replace(moved(best), residuals=constants.residuals + fit_residuals(jobs, root @ best[count + 1 :]))
 
 
 def _matrix_root(matrix: Floats) -> Floats:
     """Return a square root of a covariance matrix. A Cholesky factor would fail: equal settings make it singular."""
     values, vectors = np.linalg.eigh(matrix)
-    found: Floats = vectors * np.sqrt(np.maximum(values, 0))
-    return found
+    root: Floats = vectors * np.sqrt(np.maximum(values, 0))
+    return root
 
 
 def _cauchy_root(errors: Floats) -> Floats:
     """Return the square roots of the Cauchy loss, which least_squares squares again."""
-    found: Floats = np.sign(errors) * np.sqrt(np.log1p(errors**2))
-    return found
+    root: Floats = np.sign(errors) * np.sqrt(np.log1p(errors**2))
+    return root
 
 
 def choose_calibration_runs(
@@ -254,20 +256,20 @@ def choose_informative_jobs(jobs: Jobs, count: int, among: Sequence[int]) -> lis
     before (A-optimality: Chaloner and Verdinelli 1995, Bayesian Experimental Design, Statistical Science 10(3)).
     """
     variance = _SCALE_DEVIATION**2 + RESIDUAL_DEVIATION**2 * error_correlation(jobs, jobs)
-    found: list[int] = []
+    chosen: list[int] = []
     for _ in range(min(count, len(among))):
         # How much the sum of all variances shrinks if the row is measured with noise _ERROR.
         gain = (variance**2).sum(axis=0) / (np.diag(variance) + _ERROR**2)
-        place = max((row for row in among if row not in found), key=lambda row: (gain[row], -row))
-        found.append(place)
+        place = max((row for row in among if row not in chosen), key=lambda row: (gain[row], -row))
+        chosen.append(place)
         column = variance[:, place]
         variance = variance - np.outer(column, column) / (column[place] + _ERROR**2)
-    return found
+    return chosen
 
 
 def group_by_cluster(runs: Sequence[MeasuredRun]) -> list[list[MeasuredRun]]:
     """Group runs by cluster and software, in order."""
-    found: dict[tuple[str, str], list[MeasuredRun]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[MeasuredRun]] = defaultdict(list)
     for run in runs:
-        found[run.cluster, run.software].append(run)
-    return list(found.values())
+        groups[run.cluster, run.software].append(run)
+    return list(groups.values())

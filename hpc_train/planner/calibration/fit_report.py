@@ -110,14 +110,14 @@ def _fit_spreads(folds: Sequence[PredictedRun]) -> dict[str, float]:
     Held-out runs are among them. Those with experts or products in 8 bits do not count, which have constants of their
     own, nor those that do not state what widens their bands anyway.
     """
-    found: dict[str, list[PredictedRun]] = {"spread": [], "spread_pytorch": []}
+    rows_by_spread: dict[str, list[PredictedRun]] = {"spread": [], "spread_pytorch": []}
     for row in folds:
         columns = row.run.columns
         other = columns["experts"] > 0 or columns["peak_flops"] > columns["peak_flops_attention"]
         if not (other or {"recompute", "vpp"} & set(row.run.assumed)):
             pytorch = columns["stack"] == FSDP and columns["tp"] > 1
-            found["spread_pytorch" if pytorch else "spread"].append(row)
-    return {name: measure_error_spread(rows) for name, rows in found.items() if rows}
+            rows_by_spread["spread_pytorch" if pytorch else "spread"].append(row)
+    return {name: measure_error_spread(rows) for name, rows in rows_by_spread.items() if rows}
 
 
 def measure_error_spread(rows: Sequence[PredictedRun]) -> float:
@@ -138,13 +138,13 @@ def predict_calibrated(clusters: Sequence[HeldOutFit], number: int = 0) -> list[
 
     number: which choice of the three.
     """
-    found = []
+    predicted = []
     for part in clusters:
         for members in group_by_cluster(part.runs):
             some = choose_calibration_runs(members, CALIBRATION_RUNS, select_half_of_runs(members, number))
             others = [run for run in members if run not in some]
-            found += predict_runs(others, calibrate_constants(some, part.constants))
-    return found
+            predicted += predict_runs(others, calibrate_constants(some, part.constants))
+    return predicted
 
 
 def select_half_of_runs(runs: Sequence[MeasuredRun], number: int) -> list[MeasuredRun]:
@@ -156,21 +156,21 @@ def select_half_of_runs(runs: Sequence[MeasuredRun], number: int) -> list[Measur
 
 def _average_errors(tables: Sequence[dict[str, ErrorStatistics]]) -> dict[str, ErrorStatistics]:
     """Average the errors of the same groups over several tables."""
-    found = {}
+    averages = {}
     for name in tables[0]:
         same = [table[name] for table in tables if name in table]
         means = (
             float(np.mean([getattr(statistics, field) for statistics in same])) for field in ("mape", "median", "bias")
         )
-        found[name] = ErrorStatistics(same[0].n, *means)
-    return found
+        averages[name] = ErrorStatistics(same[0].n, *means)
+    return averages
 
 
 def measure_errors_by_kind(rows: Sequence[PredictedRun]) -> dict[str, ErrorStatistics]:
     """Return errors by kind of run: dense GPT on A100 without sharded parameters, with sharded ones, and by device."""
     if not rows:
         return {}
-    found = {**measure_errors_by_family(rows), "overall": summarize_errors(row.ratio for row in rows)}
+    errors = {**measure_errors_by_family(rows), "overall": summarize_errors(row.ratio for row in rows)}
     kinds: dict[str, Callable[[MeasuredRun], bool]] = {
         "A100 GPT": lambda run: run.family in A100_GPT and run.columns["zero"] < 3,
         "FSDP": lambda run: run.columns["zero"] == 3,
@@ -179,5 +179,5 @@ def measure_errors_by_kind(rows: Sequence[PredictedRun]) -> dict[str, ErrorStati
     }
     for name, has in kinds.items():
         some = summarize_errors(row.ratio for row in rows if has(row.run))
-        found |= {name: some} if some.n else {}
-    return found
+        errors |= {name: some} if some.n else {}
+    return errors

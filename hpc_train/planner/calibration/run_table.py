@@ -123,10 +123,10 @@ def read_runs(path: Path) -> RunTable:
         raise UserError(
             f"{path}: no column {', '.join(missing)}; docs/run_tables.md lists the columns of a table of measured runs"
         )
-    found = [parse_run(row) for row in rows]
+    parsed = [parse_run(row) for row in rows]
     return RunTable(
-        tuple(run for run in found if isinstance(run, MeasuredRun)),
-        tuple(run for run in found if isinstance(run, RefusedRun)),
+        tuple(run for run in parsed if isinstance(run, MeasuredRun)),
+        tuple(run for run in parsed if isinstance(run, RefusedRun)),
     )
 
 
@@ -153,13 +153,13 @@ def rename_vtrain_columns(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     same = {"source": "VIA-Research/vTrain, Megatron-DeepSpeed", "year": "2024", "gpu_type": "A100-80GB"}
     same |= {"gpus_per_node": "8", "sharding": "ddp", "recompute": "full", "precision": "fp16"}
     same |= {"software": "megatron-deepspeed"}
-    found = []
+    renamed = []
     for number, row in enumerate(rows, 1):
         shape = {name: row[column] for column, name in _VTRAIN.items()}
         seconds = str(float(row["iteration time (ms)"]) / 1e3)
         named = {"id": f"single-{number}", "model": f"GPT-{shape['hidden']}x{shape['layers']}"}
-        found.append({**same, **named, **shape, "iter_time_s": seconds})
-    return found
+        renamed.append({**same, **named, **shape, "iter_time_s": seconds})
+    return renamed
 
 
 def parse_run(cells: Mapping[str, str | None]) -> MeasuredRun | RefusedRun:

@@ -71,19 +71,19 @@ ATTENTION_KINDS = tuple(_ATTENTION)
 
 def find_row_software(row: CsvRow) -> SoftwareTraits:
     """Return the software of a row, with what its other columns say of it."""
-    found = _find_named_software(row.get_word("software"), row.year)
-    found = replace(
-        found,
-        fused_elementwise=row.get_flag("compile", found.fused_elementwise),
-        overlap_tensor=row.get_flag("async_tp", found.overlap_tensor),
-        gradient_bytes=int(row.get_number("gradient_bytes", found.gradient_bytes)),
+    software = _find_named_software(row.get_word("software"), row.year)
+    software = replace(
+        software,
+        fused_elementwise=row.get_flag("compile", software.fused_elementwise),
+        overlap_tensor=row.get_flag("async_tp", software.overlap_tensor),
+        gradient_bytes=int(row.get_number("gradient_bytes", software.gradient_bytes)),
     )
     if row.is_stated("version"):
-        found = replace(found, name=f"{found.name} {row.get_text('version')}")
+        software = replace(software, name=f"{software.name} {row.get_text('version')}")
     if kind := _ATTENTION.get(row.get_word("attention")):
         fused, new, triton = kind
-        found = replace(found, fused_attention=fused, new_attention=new, triton_attention=triton)
-    return found
+        software = replace(software, fused_attention=fused, new_attention=new, triton_attention=triton)
+    return software
 
 
 def _find_named_software(name: str, year: int) -> SoftwareTraits:

@@ -50,9 +50,9 @@ def _candidates_to_jobs(candidates: Sequence[Candidate]) -> Jobs:
 
 
 def _make_suggestion(overrides: Sequence[str], candidate: Candidate, number: int) -> SuggestedRun:
-    own = [*settings_to_overrides(candidate.settings), f"train.steps={SUGGESTED_STEPS}", "checkpoint.every=0"]
-    own.append(f"run_dir=runs/calibrate-{number}")
-    keys = {word.partition("=")[0] for word in own}
+    settings = [*settings_to_overrides(candidate.settings), f"train.steps={SUGGESTED_STEPS}", "checkpoint.every=0"]
+    settings.append(f"run_dir=runs/calibrate-{number}")
+    keys = {word.partition("=")[0] for word in settings}
     others = [word for word in overrides if word.partition("=")[0] not in keys and not word.startswith("plan.")]
     step = f", {format_seconds(candidate.step.p50)} per step" if candidate.step else ""
-    return SuggestedRun((*others, *own), f"{describe_candidate(candidate)}: {candidate.ranks} ranks{step}")
+    return SuggestedRun((*others, *settings), f"{describe_candidate(candidate)}: {candidate.ranks} ranks{step}")

@@ -35,8 +35,8 @@ def predict_spread(runs: Sequence[MeasuredRun], constants: Constants) -> Floats:
         if usual:
             steps = [np.broadcast_to(estimate_step_time(some, constants).step, len(rows)) for some in usual]
             variance[rows] += np.var(np.log(steps), axis=0)
-    found: Floats = np.sqrt(variance)
-    return found
+    deviation: Floats = np.sqrt(variance)
+    return deviation
 
 
 def _vary_column(jobs: Jobs, name: str) -> list[Jobs]:

@@ -168,8 +168,8 @@ def predict_runs(runs: Sequence[MeasuredRun], constants: Constants) -> list[Pred
     spread = predict_spread(runs, constants)
     columns = zip(runs, seconds, select_reported_memory(runs, memory), memory.fits, ranked, spread, strict=True)
     return [
-        PredictedRun(run, float(one), float(two), FITS[int(code)], float(key), float(wide))
-        for run, one, two, code, key, wide in columns
+        PredictedRun(run, float(one), float(two), FITS[int(code)], float(key), float(deviation))
+        for run, one, two, code, key, deviation in columns
     ]
 
 
@@ -181,11 +181,11 @@ def _assume_least_memory(jobs: Jobs, runs: Sequence[MeasuredRun]) -> Jobs:
 
 def measure_errors_by_family(rows: Iterable[PredictedRun]) -> dict[str, ErrorStatistics]:
     """Return the errors of each family, sorted by name; runs without a stated time are left out."""
-    found: dict[str, list[float]] = defaultdict(list)
+    ratios: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         if np.isfinite(row.ratio):
-            found[row.run.family].append(row.ratio)
-    return {name: summarize_errors(found[name]) for name in sorted(found)}
+            ratios[row.run.family].append(row.ratio)
+    return {name: summarize_errors(ratios[name]) for name in sorted(ratios)}
 
 
 def summarize_errors(ratios: Iterable[float]) -> ErrorStatistics:
@@ -235,8 +235,8 @@ def measure_regret(rows: Iterable[PredictedRun]) -> Regret:
     for row in rows:
         if np.isfinite(row.ratio):
             contests[row.run.contest][tuple(row.run.columns.values())].append(row)
-    found = [_compute_regret(list(runs.values())) for runs in contests.values() if len(runs) >= _LEAST_CONTEST]
-    return Regret(len(found), float(np.mean(found)) if found else 0.0, max(found, default=0.0))
+    regrets = [_compute_regret(list(runs.values())) for runs in contests.values() if len(runs) >= _LEAST_CONTEST]
+    return Regret(len(regrets), float(np.mean(regrets)) if regrets else 0.0, max(regrets, default=0.0))
 
 
 def _compute_regret(configurations: Sequence[Sequence[PredictedRun]]) -> float:
@@ -259,20 +259,20 @@ def _pick_as_planner(configurations: Sequence[PredictedRun]) -> int:
 
 
 def _compute_complexity(run: MeasuredRun) -> float:
-    own = {name: np.atleast_1d(np.float64(value)) for name, value in run.columns.items()}
-    return float(layout_complexity({**own, "recompute_every": np.ones(1)})[0])
+    columns = {name: np.atleast_1d(np.float64(value)) for name, value in run.columns.items()}
+    return float(layout_complexity({**columns, "recompute_every": np.ones(1)})[0])
 
 
 def _get_ranked_seconds(row: PredictedRun) -> float:
     return row.ranked or row.seconds
 
 
-def draw_validation(found: Validation, path: Path) -> None:
+def draw_validation(validation: Validation, path: Path) -> None:
     """Plot predicted over measured step time to a file.
 
     Raises UserError without matplotlib, without a run to draw, or if the file cannot be written.
     """
-    rows = [row for row in found.rows if np.isfinite(row.ratio)]
+    rows = [row for row in validation.rows if np.isfinite(row.ratio)]
     if not rows:
         raise UserError("--plot: nothing to draw: no run states a time and can be modelled")
     try:
@@ -284,14 +284,14 @@ def draw_validation(found: Validation, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.4, 6.0), layout="constrained")
-    for name, errors in found.families.items():
+    for name, errors in validation.families.items():
         points = [(row.run.seconds, row.seconds) for row in rows if row.run.family == name]
         axes.plot(*zip(*points, strict=True), "o", markersize=4, alpha=0.7, label=f"{name} ({errors.mape:.1%})")
     ends = np.array([min(row.run.seconds for row in rows) / 1.5, max(row.run.seconds for row in rows) * 1.5])
     axes.plot(ends, ends, color="0.3", linewidth=1)
     axes.fill_between(ends, ends * 0.9, ends * 1.1, color="0.85", zorder=0, label="within 10 %")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured seconds per step", ylabel="predicted")
-    axes.set_title(f"{found.overall.n} runs, mean error {found.overall.mape:.1%}")
+    axes.set_title(f"{validation.overall.n} runs, mean error {validation.overall.mape:.1%}")
     axes.legend(fontsize="small")
     try:
         figure.savefig(path, dpi=150)

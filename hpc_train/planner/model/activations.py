@@ -139,15 +139,15 @@ def dropout_attention_working(jobs: Jobs, tokens: Column) -> Column:
     scores (weights, their gradients before and after the mask, one temporary) and the mask. For all queries: gradients
     of queries and of the result, and of keys and values in fp32.
     """
-    wide = np.maximum(jobs.activation_bytes, _WIDE)
+    fp32 = np.maximum(jobs.activation_bytes, _WIDE)
     heads = jobs.heads / jobs.tp / np.where(jobs.ulysses > 0, jobs.cp, 1.0)
     queries = jobs.sequence / np.where(jobs.ulysses > 0, 1.0, jobs.cp)
     rows = jobs.micro_batch * heads * jobs.sequence
     scores = rows * np.minimum(queries, np.maximum(MIN_QUERIES, np.floor(MAX_SCORES / rows)))
     made = tokens * jobs.heads * jobs.head_dim / jobs.tp
-    gradients = made * (2 * jobs.activation_bytes + 2 * wide * _key_share(jobs))
-    found: Column = jobs.dropout * (scores * (4 * wide + _MASK) + gradients)
-    return found
+    gradients = made * (2 * jobs.activation_bytes + 2 * fp32 * _key_share(jobs))
+    working: Column = jobs.dropout * (scores * (4 * fp32 + _MASK) + gradients)
+    return working
 
 
 def asynchronous_working(jobs: Jobs, tokens: Column) -> Column:
@@ -157,9 +157,9 @@ def asynchronous_working(jobs: Jobs, tokens: Column) -> Column:
     positions (parallel.tensor.ring_matmul).
     """
     width = jobs.feed_forward / jobs.tp
-    wide = np.maximum(jobs.activation_bytes, _WIDE)
+    fp32 = np.maximum(jobs.activation_bytes, _WIDE)
     split = tokens * width * jobs.activation_bytes * (2 - jobs.gated)
-    return jobs.overlap_tensor * (jobs.tp > 1) * (jobs.hidden * width * wide + split)
+    return jobs.overlap_tensor * (jobs.tp > 1) * (jobs.hidden * width * fp32 + split)
 
 
 def feed_forward_activations(jobs: Jobs, tokens: Column) -> Column:
@@ -183,14 +183,19 @@ def _published_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     # Attention keeps queries, keys, values and its result.
     heads = (2 * jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp * item
     eager = np.where(jobs.fused_elementwise > 0, 0.0, item)
-    wide = np.where(jobs.gated > 0, 2 * item + eager + given, item + given) * jobs.feed_forward / jobs.tp
+    feed_forward = np.where(jobs.gated > 0, 2 * item + eager + given, item + given) * jobs.feed_forward / jobs.tp
     if jobs.has_experts:
-        wide = mix_layers(jobs, wide, expert_activations(jobs))
+        feed_forward = mix_layers(jobs, feed_forward, expert_activations(jobs))
     # Without fused attention: softmax, its dropout's result and a one-byte mask for every pair of positions.
     scores = (2 * item + 1) * jobs.heads / jobs.tp * jobs.sequence * (jobs.fused_attention == 0)
-    linear, core, plain = recompute_shares(jobs)
-    some = unsplit * np.where(plain > 0, 0.5, 1.0) + heads + wide * (1 - 0.5 * plain) + scores * (1 - core)
-    return unsplit + heads + wide + scores, some * (1 - 0.5 * linear), item * jobs.hidden / width
+    linear, attention, elementwise = recompute_shares(jobs)
+    some = (
+        unsplit * np.where(elementwise > 0, 0.5, 1.0)
+        + heads
+        + feed_forward * (1 - 0.5 * elementwise)
+        + scores * (1 - attention)
+    )
+    return unsplit + heads + feed_forward + scores, some * (1 - 0.5 * linear), item * jobs.hidden / width
 
 
 def _own_activations(jobs: Jobs) -> tuple[Column, Column, Column]:

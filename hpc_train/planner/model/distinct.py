@@ -40,10 +40,12 @@ def find_distinct_jobs(jobs: Jobs, without: frozenset[str]) -> tuple[Jobs, NDArr
     return replace(jobs, **nothing, **dict(zip(names, keys, strict=True))), index
 
 
-def take_columns(found: T, index: NDArray[np.intp]) -> T:
+def take_columns(rows_of_columns: T, index: NDArray[np.intp]) -> T:
     """Return a dataclass of columns with the rows `index` of each; a column with one value stays as it is."""
-    columns = {field.name: getattr(found, field.name) for field in fields(found)}
-    return replace(found, **{name: column[index] if column.ndim else column for name, column in columns.items()})
+    columns = {field.name: getattr(rows_of_columns, field.name) for field in fields(rows_of_columns)}
+    return replace(
+        rows_of_columns, **{name: column[index] if column.ndim else column for name, column in columns.items()}
+    )
 
 
 def find_distinct(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.intp]]:
@@ -76,5 +78,5 @@ def _number(values: NDArray[Any]) -> tuple[int, NDArray[np.intp]]:
             present[steps] = True
             numbers = np.cumsum(present) - 1
             return int(numbers[-1]) + 1, numbers[steps]
-    found, index = np.unique(values, return_inverse=True)
-    return len(found), index
+    different, index = np.unique(values, return_inverse=True)
+    return len(different), index

@@ -58,8 +58,8 @@ def expert_products(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[C
 def expert_elementwise(jobs: Jobs, constants: Constants) -> Column:
     """Return the elements per token that a mixture's elementwise work passes over in forward."""
     rows = _rows_of_token(jobs)
-    wide = _GATED_PASSES * (rows * jobs.expert_width + jobs.shared_width) / jobs.tp
-    return wide + constants.expert_passes * rows * jobs.hidden * jobs.expert_tp / jobs.tp
+    activation = _GATED_PASSES * (rows * jobs.expert_width + jobs.shared_width) / jobs.tp
+    return activation + constants.expert_passes * rows * jobs.hidden * jobs.expert_tp / jobs.tp
 
 
 def expert_kernels(jobs: Jobs) -> Column:
@@ -96,9 +96,9 @@ def expert_activations(jobs: Jobs) -> Column:
     """
     item, rows = jobs.activation_bytes, _rows_of_token(jobs)
     kept_widths = np.where(jobs.fused_elementwise > 0, 3.0, 4.0)
-    own = jobs.expert_tp / jobs.tp
+    tp_share = jobs.expert_tp / jobs.tp
     copies = np.where(jobs.ep > 1, 4.0, 3.0)
-    routed = rows * own * (copies * jobs.hidden + kept_widths * jobs.expert_width / jobs.expert_tp)
+    routed = rows * tp_share * (copies * jobs.hidden + kept_widths * jobs.expert_width / jobs.expert_tp)
     return (
         (routed + kept_widths * jobs.shared_width / jobs.tp + jobs.hidden) * item
         + jobs.experts * _SCORE_BYTES
@@ -109,5 +109,5 @@ def expert_activations(jobs: Jobs) -> Column:
 def expert_gradients(jobs: Jobs) -> Column:
     """Return the bytes per token of the gradients that are alive at the widest place of a mixture's backward."""
     rows = _rows_of_token(jobs)
-    wide = rows * (2 * jobs.hidden + 2 * jobs.expert_width / jobs.tp) + 2 * jobs.shared_width / jobs.tp
-    return jobs.activation_bytes * (wide + 2 * jobs.hidden)
+    widest = rows * (2 * jobs.hidden + 2 * jobs.expert_width / jobs.tp) + 2 * jobs.shared_width / jobs.tp
+    return jobs.activation_bytes * (widest + 2 * jobs.hidden)

@@ -89,7 +89,7 @@ def _read_paths(path: Path, _: int, nics: int, nic_gbit_s: float) -> Mapping[str
 
     topology = read_switch_file(path)
     compute = find_compute_nodes(topology, nics, nic_gbit_s)
-    return {node: found for node, found in find_paths(topology, compute).items() if node in compute}
+    return {node: switches for node, switches in find_paths(topology, compute).items() if node in compute}
 
 
 def _compute_median_nodes(switches: Iterable[Hashable]) -> float:
@@ -102,7 +102,7 @@ _PARTS = {"tp": "tensor", "cp": "context", "ep": "experts", "pp": "pipeline"}
 """Field of StepTime for the traffic of an axis; traffic over other axes, or over several, is `data`."""
 
 
-def estimate_placed(config: RunConfig, ranks: int, found: Estimate) -> Estimate:
+def estimate_placed(config: RunConfig, ranks: int, estimate: Estimate) -> Estimate:
     """Correct the estimate of one job for the real switches of cluster.topology, taking its first nodes.
 
     Returns the estimate unchanged without a topology, or if that has too few nodes. Each communication part of the step
@@ -111,12 +111,12 @@ def estimate_placed(config: RunConfig, ranks: int, found: Estimate) -> Estimate:
     """
     nodes = first_nodes(config, ranks)
     if not nodes:
-        return found
+        return estimate
     factors = _compute_time_factors(config, ranks, nodes)
-    spent = replace(found.time, **{name: getattr(found.time, name) * factor for name, factor in factors.items()})
-    faster = found.time.step / spent.step
-    rates = {name: getattr(found, name) * faster for name in ("mfu", "hfu", "tokens_per_second")}
-    return replace(found, time=spent, **rates)
+    spent = replace(estimate.time, **{name: getattr(estimate.time, name) * factor for name, factor in factors.items()})
+    faster = estimate.time.step / spent.step
+    rates = {name: getattr(estimate, name) * faster for name in ("mfu", "hfu", "tokens_per_second")}
+    return replace(estimate, time=spent, **rates)
 
 
 def first_nodes(config: RunConfig, ranks: int) -> tuple[str, ...]:
@@ -159,8 +159,8 @@ def _make_uniform_switches(config: RunConfig, nodes: Sequence[str]) -> NodeLocat
 
 
 def _add_up_by_part(per_axis: Mapping[str, float]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for axes, seconds in per_axis.items():
         part = _PARTS.get(axes, "data")
-        found[part] = found.get(part, 0.0) + seconds
-    return found
+        sums[part] = sums.get(part, 0.0) + seconds
+    return sums

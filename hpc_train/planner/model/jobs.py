@@ -274,13 +274,13 @@ class Jobs:
     @cached_property
     def attention_parameters(self) -> Column:
         """Number of weights in the linear layers of one attention."""
-        found = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        weights = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         if not self.has_latent:
-            return found
+            return weights
         expanded = self.key_rank * self.heads * (self.head_dim - self.rotary_width + self.value_dim)
         queries = self.heads * self.head_dim * np.where(self.query_rank > 0, self.query_rank, self.hidden)
         latent = self.narrow_parameters + queries + expanded + self.heads * self.value_dim * self.hidden
-        return np.where(self.key_rank > 0, latent, found)
+        return np.where(self.key_rank > 0, latent, weights)
 
     @property
     def narrow_parameters(self) -> Column:
@@ -290,14 +290,14 @@ class Jobs:
     @cached_property
     def layer_parameters(self) -> Column:
         """Number of weights that compute a token in one layer, on average over the layers."""
-        found = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
-        return found if not self.has_experts else found + self._experts_instead(self.top_k)
+        dense = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
+        return dense if not self.has_experts else dense + self._experts_instead(self.top_k)
 
     @cached_property
     def all_layer_parameters(self) -> Column:
         """Number of weights in the matrices of one layer, with all experts, on average over the layers."""
-        found = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
-        return found if not self.has_experts else found + self._experts_instead(self.experts)
+        dense = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
+        return dense if not self.has_experts else dense + self._experts_instead(self.experts)
 
     def _experts_instead(self, routed: Column) -> Column:
         """Return how many more weights a layer has on average than a dense one, with `routed` experts."""
@@ -313,15 +313,15 @@ class Jobs:
         """
         keys = 2 * self.hidden * self.head_dim * self.kv_heads
         copies_keys = (self.stack == HPC_TRAIN) & (self.kv_heads % self.tp != 0)
-        found = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
+        weights = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
         if not self.has_experts and not self.has_latent:
-            return (found - keys) / self.tp + keys / np.where(copies_keys, 1.0, self.tp)
-        found = found + self._experts_instead(_zero())
+            return (weights - keys) / self.tp + keys / np.where(copies_keys, 1.0, self.tp)
+        weights = weights + self._experts_instead(_zero())
         keys = np.where(self.key_rank > 0, 0.0, keys)
         unsplit = (
             np.where(self.key_rank > 0, self.narrow_parameters, 0.0) + self.sparse_share * self.hidden * self.experts
         )
-        return (found - keys - unsplit) / self.tp + keys / np.where(copies_keys, 1.0, self.tp) + unsplit
+        return (weights - keys - unsplit) / self.tp + keys / np.where(copies_keys, 1.0, self.tp) + unsplit
 
     @property
     def expert_tp(self) -> Column:

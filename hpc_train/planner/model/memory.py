@@ -259,8 +259,8 @@ def _host(jobs: Jobs, weights: Column, optimizer: Column) -> Column:
     the parameters themselves and their gradients (parallel.memory.parameter_offload).
     """
     shares = np.where(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0)
-    beside = np.where(jobs.offload > 1, jobs.weight_bytes + jobs.gradient_bytes, jobs.weight_bytes)
-    return (optimizer + weights * beside / shares) * (jobs.offload > 0)
+    item = np.where(jobs.offload > 1, jobs.weight_bytes + jobs.gradient_bytes, jobs.weight_bytes)
+    return (optimizer + weights * item / shares) * (jobs.offload > 0)
 
 
 def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:

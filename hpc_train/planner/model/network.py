@@ -166,15 +166,15 @@ def count_uses(jobs: Jobs) -> DataUses:
     """
     m, split = jobs.micro_batches, _count_split_backwards(jobs)
     rule = jobs.zero, jobs.reshard, jobs.pp, m, split
-    found = DataUses(count_block_gathers(*rule), count_end_gathers(*rule), count_reductions(jobs.zero, m))
+    uses = DataUses(count_block_gathers(*rule), count_end_gathers(*rule), count_reductions(jobs.zero, m))
     if np.all(jobs.stack == HPC_TRAIN) and not np.any(jobs.reduce_once):
-        return found
+        return uses
     once = (jobs.pp > 1) & (jobs.stack != HPC_TRAIN)
     again = np.where((jobs.zero == 3) & (jobs.reshard > 0) & (split == 0), m + 1, 1.0)
     return DataUses(
-        np.where(once, again, found.gathers),
-        np.where(once, 1.0, found.end_gathers),
-        np.where(once | (jobs.reduce_once > 0), 1.0, found.reductions),
+        np.where(once, again, uses.gathers),
+        np.where(once, 1.0, uses.end_gathers),
+        np.where(once | (jobs.reduce_once > 0), 1.0, uses.reductions),
     )
 
 
@@ -231,8 +231,8 @@ def data_seconds(
     gather, scatter = _data_collectives(jobs, constants, uses, layers if experts is None else layers - experts, ends)
     if experts is not None:
         # The ranks of an ep group hold different experts: what remains of dp_shard x cp shards each.
-        own = _shards_of_experts(jobs)
-        more = _data_collectives(own, constants, uses, experts / jobs.ep, np.zeros(()), jobs.tp * jobs.ep)
+        expert_jobs = _shards_of_experts(jobs)
+        more = _data_collectives(expert_jobs, constants, uses, experts / jobs.ep, np.zeros(()), jobs.tp * jobs.ep)
         gather, scatter = gather + more[0], scatter + more[1]
     share = np.where(jobs.overlap_data > 0, constants.overlap_data, 0.0)
     # Gathers for forward overlap forward; gathers for backward and reductions overlap backward. first: share of the

@@ -247,7 +247,7 @@ def _size_step(jobs: Jobs, constants: Constants) -> _StepSizes:
 
 
 @dataclass(frozen=True)
-class _HeldMemory:
+class _MomentMemory:
     """Bytes that a rank holds at one moment whatever it computes, [3, n]."""
 
     gradients: Column
@@ -262,7 +262,7 @@ class _HeldMemory:
     """Whether the rank has input gradients without their weight gradients; None if no job has."""
 
 
-def _count_held(sizes: _StepSizes, moment: PipelineMoment, on_host: Column | None = None) -> _HeldMemory:
+def _count_held(sizes: _StepSizes, moment: PipelineMoment, on_host: Column | None = None) -> _MomentMemory:
     """on_host: what waits in host memory; None: the activations of layers, where they are offloaded."""
     state, block, stages = sizes.state, sizes.block, sizes.weights.stages
     waiting_layers = moment.stages * stages.stage, moment.last * stages.last
@@ -276,7 +276,7 @@ def _count_held(sizes: _StepSizes, moment: PipelineMoment, on_host: Column | Non
         on_host = np.where(block.offloaded, stored, 0.0) if block.any_offloaded else np.zeros(())
     if state.unsent_sums is not None:
         gradients = np.where(state.sends_gradients, state.unsent_sums, gradients)
-    return _HeldMemory(
+    return _MomentMemory(
         gradients=gradients,
         state=state.parameters + gradients + state.optimizer,
         on_device=np.where(block.offloaded, 0.0, stored) if block.any_offloaded else stored,
@@ -314,24 +314,26 @@ def _list_peaks(jobs: Jobs, constants: Constants) -> Iterator[PeakMemory]:
     """Yield the memory at each moment, at the four places where it may be at its peak."""
     sizes = _size_step(jobs, constants)
     for start, end in peak_moments(jobs):
-        held = _count_held(sizes, start)
+        memory = _count_held(sizes, start)
         # During the backward of blocks: logits, what losses store, and the head's gradient, which exists from the start
         # of a backward to its end.
         logits = np.maximum(start.losses - start.loss, 0) * sizes.loss.stored + start.loss * sizes.loss.last_logits
         head = start.loss * sizes.weights.table * sizes.weights.trains_ends * jobs.activation_bytes
         allocated = np.minimum(start.accumulated + start.reduced, 1.0)
-        yield _measure_block(sizes, held, logits, head, allocated)
-        yield _measure_reduction(sizes, held, logits, head)
-        yield _measure_loss(sizes, held, start)
-        yield _measure_end(sizes, held, start, end, allocated)
+        yield _measure_block(sizes, memory, logits, head, allocated)
+        yield _measure_reduction(sizes, memory, logits, head)
+        yield _measure_loss(sizes, memory, start)
+        yield _measure_end(sizes, memory, start, end, allocated)
 
 
-def _measure_block(sizes: _StepSizes, held: _HeldMemory, logits: Column, head: Column, allocated: Column) -> PeakMemory:
+def _measure_block(
+    sizes: _StepSizes, memory: _MomentMemory, logits: Column, head: Column, allocated: Column
+) -> PeakMemory:
     """Return the peak within the backward of a block, the first or the second one of a stage.
 
     allocated: share of the rank's stages whose gradients earlier micro-batches have allocated.
     """
-    block, gathered, has_inputs = sizes.block, sizes.gathered, held.has_inputs
+    block, gathered, has_inputs = sizes.block, sizes.gathered, memory.has_inputs
     # Gradients of the first block are reduced while the second one is in backward. By then the activations of the
     # first are freed, unless they were offloaded and so were never on the device.
     shards = count_new_shards(sizes.jobs, sizes.weights, sizes.group, 1.0 - allocated)
@@ -348,34 +350,34 @@ def _measure_block(sizes: _StepSizes, held: _HeldMemory, logits: Column, head: C
         copied = np.maximum(again - working, 0)
         in_block, reducing = in_block + copied, np.maximum(reducing, copied)
     buffers = np.maximum(in_block, gathered.during_reduction + reducing) + head
-    return _add_up(sizes, held, working, logits, buffers)
+    return _add_up(sizes, memory, working, logits, buffers)
 
 
-def _measure_reduction(sizes: _StepSizes, held: _HeldMemory, logits: Column, head: Column) -> PeakMemory:
+def _measure_reduction(sizes: _StepSizes, memory: _MomentMemory, logits: Column, head: Column) -> PeakMemory:
     """Return the peak when the first group of blocks has all gradients and copies them together to reduce.
 
     The group's gathered parameters are freed by then.
     """
     reducing = sizes.group.buffer + sizes.group.copied - sizes.block.freed_before
-    if held.has_inputs is not None:
+    if memory.has_inputs is not None:
         assert sizes.block.pending is not None
-        reducing = reducing - held.has_inputs * sizes.block.pending  # which no longer waits for W
+        reducing = reducing - memory.has_inputs * sizes.block.pending  # which no longer waits for W
     working = np.where(keeps_gradients(sizes.jobs.zero), 0.0, reducing)
-    return _add_up(sizes, held, working, logits, sizes.gathered.before_reduction + head)
+    return _add_up(sizes, memory, working, logits, sizes.gathered.before_reduction + head)
 
 
-def _measure_loss(sizes: _StepSizes, held: _HeldMemory, moment: PipelineMoment) -> PeakMemory:
+def _measure_loss(sizes: _StepSizes, memory: _MomentMemory, moment: PipelineMoment) -> PeakMemory:
     """Return the peak when a loss's backward begins: fp32 gradients of the logits, before and after conversion."""
     stored = moment.losses * sizes.loss.stored + moment.loss * sizes.loss.last_logits
-    return _add_up(sizes, held, None, stored + moment.loss * sizes.loss.working, sizes.gathered.at_loss)
+    return _add_up(sizes, memory, None, stored + moment.loss * sizes.loss.working, sizes.gathered.at_loss)
 
 
 def _measure_end(
-    sizes: _StepSizes, held: _HeldMemory, start: PipelineMoment, end: PipelineMoment, allocated: Column
+    sizes: _StepSizes, memory: _MomentMemory, start: PipelineMoment, end: PipelineMoment, allocated: Column
 ) -> PeakMemory:
     """Return the peak at the end of the backward of a stage with the embedding or the head.
 
-    held: at the start of the backward, when more waits in host memory. allocated: as in _measure_block.
+    memory: at the start of the backward, when more waits in host memory. allocated: as in _measure_block.
     """
     jobs, weights = sizes.jobs, sizes.weights
     # The gradients to reduce and the reduced shards, which exist before they are added to those of earlier
@@ -387,24 +389,24 @@ def _measure_end(
     table = np.where(jobs.pp == 1, tables, np.minimum(tables, 1)) * weights.table
     buffers = sizes.gathered.at_end + table * reduced
     losses = np.maximum(start.losses - start.loss, 0)
-    held_at_end = _count_held(sizes, end, held.on_host)
-    return _add_up(sizes, held_at_end, None, losses * sizes.loss.stored, buffers)
+    memory_at_end = _count_held(sizes, end, memory.on_host)
+    return _add_up(sizes, memory_at_end, None, losses * sizes.loss.stored, buffers)
 
 
 def _add_up(
-    sizes: _StepSizes, held: _HeldMemory, working: Column | None, logits: Column, buffers: Column
+    sizes: _StepSizes, memory: _MomentMemory, working: Column | None, logits: Column, buffers: Column
 ) -> PeakMemory:
     """Add up the memory at a place. working: what the current computation needs besides stored activations."""
-    waiting = held.waiting if working is None else held.waiting + working
-    activations = held.on_device + waiting
+    waiting = memory.waiting if working is None else memory.waiting + working
+    activations = memory.on_device + waiting
     buffers = buffers + sizes.state.accumulated
     return PeakMemory(
         sizes.state.parameters,
-        held.gradients,
+        memory.gradients,
         sizes.state.optimizer,
         activations,
         logits,
         buffers,
-        held.on_host,
-        held.state + activations + logits + buffers,
+        memory.on_host,
+        memory.state + activations + logits + buffers,
     )

@@ -164,8 +164,8 @@ def _list_moments(jobs: Pipelines) -> list[PipelineMoment]:
 def _has_no_steady_state(jobs: Pipelines) -> NDArray[np.bool_]:
     """Return where a step has so few micro-batches that some stage has no gradients yet when most is in flight."""
     few = (jobs.stack == HPC_TRAIN) & (jobs.micro_batches <= jobs.pp)
-    found: NDArray[np.bool_] = few & np.isin(jobs.schedule, _INTERLEAVED)
-    return found
+    unsteady: NDArray[np.bool_] = few & np.isin(jobs.schedule, _INTERLEAVED)
+    return unsteady
 
 
 def _whole_backward_moments(jobs: Pipelines) -> list[PipelineMoment]:
@@ -204,9 +204,9 @@ def _whole_backward_moments(jobs: Pipelines) -> list[PipelineMoment]:
 def _split_backward_moments(jobs: Pipelines, split: NDArray[np.bool_]) -> list[PipelineMoment]:
     """Return the moments of schedules that split backward, for the jobs where `split` is true; zeros for the others."""
     rows = np.stack([jobs.schedule, jobs.pp, jobs.virtual_stages, jobs.micro_batches, split]).astype(np.int64).T
-    found = [_moments_of(*row) for row in rows.tolist()]
-    most = max(len(counts) for counts in found)
-    padded = np.array([[counts[min(at, len(counts) - 1)] for at in range(most)] for counts in found])
+    walked = [_moments_of(*row) for row in rows.tolist()]
+    most = max(len(counts) for counts in walked)
+    padded = np.array([[counts[min(at, len(counts) - 1)] for at in range(most)] for counts in walked])
     return [PipelineMoment(*moment) for moment in padded.transpose(1, 3, 2, 0)]  # [moments, fields, 3, pipelines]
 
 
@@ -230,7 +230,7 @@ def _moments_of(
     rows = (generate_row(SCHEDULES[schedule], pp, rank, micro_batches, virtual) for rank in (0, min(1, pp - 1), pp - 1))
     ranks = [_worst(set(_walk(row, pp * virtual - 1, virtual, micro_batches))) for row in rows]
     most = max(map(len, ranks))
-    return tuple(tuple(found[min(index, len(found) - 1)] for found in ranks) for index in range(most))
+    return tuple(tuple(moments[min(index, len(moments) - 1)] for moments in ranks) for index in range(most))
 
 
 def _walk(row: Iterable[OrderEntry], end: int, virtual: int, micro_batches: int) -> Iterator[_Counts]:
@@ -263,14 +263,14 @@ def _walk(row: Iterable[OrderEntry], end: int, virtual: int, micro_batches: int)
             reduced += 1
 
 
-def _worst(found: set[_Counts]) -> list[_Counts]:
+def _worst(counts_of_moments: set[_Counts]) -> list[_Counts]:
     """Choose the moments that may be a memory peak: those with the most of one quantity, and dominated by no other.
 
     Moments with and without a loss are compared separately, because the logits of a loss need memory of their own.
     """
     chosen = set()
     for with_loss in (False, True):
-        among = [counts for counts in found if bool(counts[-1]) == with_loss]
+        among = [counts for counts in counts_of_moments if bool(counts[-1]) == with_loss]
         for most in (_held_of, _of_last, _of_gradients, _of_accumulated) if among else ():
             chosen.add(max(among, key=most))
     return sorted(counts for counts in chosen if not any(_less(counts, other) for other in chosen))

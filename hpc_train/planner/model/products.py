@@ -34,11 +34,11 @@ def linear_seconds(jobs: Jobs, constants: Constants, rows: Column, inputs: Colum
     # Part of the memory traffic is not hidden behind arithmetic (constants.gemm_traffic); it matters for thin matrices.
     operands = rows * inputs + inputs * outputs
     moved = (operands + rows * outputs) * jobs.activation_bytes * constants.gemm_traffic
-    found = flops / rate * wave_quantization(jobs, rows, outputs) + moved / jobs.memory_bandwidth
+    seconds = flops / rate * wave_quantization(jobs, rows, outputs) + moved / jobs.memory_bandwidth
     if np.any(jobs.float8):
         casts = constants.cast_passes * operands * jobs.activation_bytes
-        found = found + np.where(_is_cast(jobs), casts / jobs.memory_bandwidth, 0.0)
-    return found
+        seconds = seconds + np.where(_is_cast(jobs), casts / jobs.memory_bandwidth, 0.0)
+    return seconds
 
 
 def _is_cast(jobs: Jobs) -> NDArray[np.bool_]:
@@ -76,8 +76,8 @@ def _recipe_share(jobs: Jobs, constants: Constants, gain: Column) -> Column:
 
 def wide_products(jobs: Jobs) -> Jobs:
     """Return the jobs with all products in 16 bits: the head, the router and our experts stay so (parallel.float8)."""
-    own = (jobs.stack == HPC_TRAIN) | (jobs.float8 > 0)
-    return replace_columns(jobs, peak_flops=np.where(own, jobs.peak_flops_attention, jobs.peak_flops))
+    stays_wide = (jobs.stack == HPC_TRAIN) | (jobs.float8 > 0)
+    return replace_columns(jobs, peak_flops=np.where(stays_wide, jobs.peak_flops_attention, jobs.peak_flops))
 
 
 def wave_quantization(jobs: Jobs, rows: Column, outputs: Column) -> Column:
@@ -120,7 +120,7 @@ def grouped_seconds(
     moved = (rows * (inputs + outputs) + groups * inputs * outputs) * jobs.activation_bytes
     # Few rows per group: the weights are read from memory whatever the arithmetic.
     arithmetic = flops / rate * wave_quantization(jobs, padded, outputs)
-    found: Column = np.maximum(
+    seconds: Column = np.maximum(
         arithmetic + moved * constants.gemm_traffic / jobs.memory_bandwidth, moved / jobs.memory_bandwidth
     )
-    return found
+    return seconds

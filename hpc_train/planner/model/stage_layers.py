@@ -135,9 +135,10 @@ def split_stages(jobs: Jobs) -> StageLayers:
     others = np.maximum(v - has_last, 1)
     tables = np.where(jobs.pp == 1, 2.0 - jobs.tied, has_first + has_last)
     stage = (layers_of_stage - has_last * last) / others * (v > has_last)
-    different = 3 if jobs.has_pipeline else 1
-    found = stage, last + 0 * layers_of_stage, has_last, layers_of_stage, tables
-    return StageLayers(*(column[:different] for column in found))
+    # Without a pipeline the three ranks are the same one.
+    ranks_to_keep = 3 if jobs.has_pipeline else 1
+    columns = stage, last + 0 * layers_of_stage, has_last, layers_of_stage, tables
+    return StageLayers(*(column[:ranks_to_keep] for column in columns))
 
 
 def stack_stages(*stages: Column | float) -> Column:

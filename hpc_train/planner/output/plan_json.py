@@ -25,11 +25,11 @@ def make_command_words(overrides: Sequence[str], config_dir: str | None, candida
     overrides: those given to `hpc-train plan`. The candidate's settings replace those given for the same key; keys that
     ask the planner to choose are left out.
     """
-    own = settings_to_overrides(candidate.settings)
-    keys = {_get_key(word) for word in own} | set(_PLANNERS)
+    settings = settings_to_overrides(candidate.settings)
+    keys = {_get_key(word) for word in settings} | set(_PLANNERS)
     given = [word for word in overrides if _get_key(word) not in keys and word != "parallel=auto"]
     folder = ["--config-dir", config_dir] if config_dir else []
-    return ["hpc-train", _choose_program(overrides, candidate), *folder, *given, *own]
+    return ["hpc-train", _choose_program(overrides, candidate), *folder, *given, *settings]
 
 
 def make_command_line(overrides: Sequence[str], config_dir: str | None, candidate: Candidate) -> str:

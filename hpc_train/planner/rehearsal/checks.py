@@ -178,11 +178,11 @@ def compute_closed_form_bytes(config: RunConfig, degrees: Degrees, pp_rank: int)
         for weight in stage
     )
     tensors = sum(len(stage) for stage in stages)
-    found = {"parameters": numbers * number_bytes, "gradients": numbers * number_bytes}
+    sizes = {"parameters": numbers * number_bytes, "gradients": numbers * number_bytes}
     optim = config.optim
     if optim.name == "adamw" and optim.state == "full" and optim.ema.decay is None:
-        found["optimizer"] = compute_optimizer_state_bytes(numbers, tensors, number_bytes)
-    return found
+        sizes["optimizer"] = compute_optimizer_state_bytes(numbers, tensors, number_bytes)
+    return sizes
 
 
 def _count_expert_elements(stack: Weight, how: Splitting, ep: int, hidden: int) -> int:
@@ -247,11 +247,11 @@ def plan_memory_by_rank(config: RunConfig, degrees: Degrees, ranks: Mapping[int,
         parts = estimate_memory(jobs_from_config(config, degrees.world), cluster_constants(config.cluster))
     except UserError:
         return {}
-    found = {}
+    planned = {}
     for rank, pp in ranks.items():
         stage = 0 if pp == 0 else 2 if pp == degrees.pp - 1 else 1
-        found[rank] = {part: float(getattr(parts, part)[stage].max()) for part in _PARTS}
-    return found
+        planned[rank] = {part: float(getattr(parts, part)[stage].max()) for part in _PARTS}
+    return planned
 
 
 TOLERANCE = 0.05

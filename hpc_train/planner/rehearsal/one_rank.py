@@ -110,12 +110,12 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
 
 def list_host_parts(config: RunConfig) -> tuple[str, ...]:
     """Return the parts of the state that a GPU rank keeps in host memory or files, by the run's own rules."""
-    gpu, found = torch.device("cuda"), []
+    gpu, parts = torch.device("cuda"), []
     if get_parameter_device(config, gpu).type == "cpu":
-        found += ["parameters", "gradients"]
+        parts += ["parameters", "gradients"]
     if get_optimizer_device(config, gpu).type == "cpu":
-        found.append("optimizer")
-    return tuple(found)
+        parts.append("optimizer")
+    return tuple(parts)
 
 
 def _train_step(
@@ -212,10 +212,10 @@ def pretend_world(rank: int, degrees: Degrees) -> Iterator[World]:
 
 def find_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
     """Return the index of a rank on every axis; the last axis varies fastest."""
-    found = {}
+    coordinates = {}
     for axis, size in reversed(list(zip(AXES, degrees.sizes, strict=True))):
-        rank, found[axis] = divmod(rank, size)
-    return found
+        rank, coordinates[axis] = divmod(rank, size)
+    return coordinates
 
 
 def find_rank(at: dict[str, int], degrees: Degrees) -> int:

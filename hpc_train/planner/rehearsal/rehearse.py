@@ -125,10 +125,10 @@ def _build_ranks(
 ) -> dict[int, RehearsedRank]:
     count = dict.fromkeys(chosen.stepped, micro_batches)
     longest_first = sorted(chosen.built, key=lambda rank: rank not in count)
-    found = run_in_processes(
+    ranks_built = run_in_processes(
         lambda rank: rehearse_rank(config, degrees, rank, count.get(rank, 0)), longest_first, processes
     )
-    return {rank: found[rank] for rank in chosen.built}
+    return {rank: ranks_built[rank] for rank in chosen.built}
 
 
 MAX_CHOSEN = 16
@@ -162,10 +162,10 @@ def choose_ranks(which: str, degrees: Degrees) -> ChosenRanks:
 
 def _choose_sample(degrees: Degrees) -> tuple[int, ...]:
     last = {axis: getattr(degrees, axis) - 1 for axis in SHARED_AXES}
-    found = {find_rank({"pp": stage}, degrees) for stage in range(degrees.pp)}
-    found |= {find_rank({"pp": degrees.pp // 2, axis: last[axis]}, degrees) for axis in SHARED_AXES}
-    found |= {find_rank({"pp": stage, **last}, degrees) for stage in (0, degrees.pp - 1)}
-    return tuple(sorted(found))
+    sample = {find_rank({"pp": stage}, degrees) for stage in range(degrees.pp)}
+    sample |= {find_rank({"pp": degrees.pp // 2, axis: last[axis]}, degrees) for axis in SHARED_AXES}
+    sample |= {find_rank({"pp": stage, **last}, degrees) for stage in (0, degrees.pp - 1)}
+    return tuple(sorted(sample))
 
 
 def _parse_ranks(text: str, degrees: Degrees) -> tuple[int, ...]:
@@ -267,7 +267,7 @@ def run_in_processes(function: Callable[[int], T], items: Sequence[int], at_once
     Calls start in the order of `items`, at most `at_once` at a time. Raises the first UserError of any call, and
     UserError for a process that dies.
     """
-    waiting, running, found = list(reversed(items)), dict[Connection, tuple[int, ForkProcess]](), dict[int, T]()
+    waiting, running, results = list(reversed(items)), dict[Connection, tuple[int, ForkProcess]](), dict[int, T]()
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -278,13 +278,13 @@ def run_in_processes(function: Callable[[int], T], items: Sequence[int], at_once
             # In the order of their start, so that of several errors the same one is raised each time.
             for receiver in [connection for connection in running if connection in ready]:
                 item, process = running.pop(receiver)
-                found[item] = _receive_result(receiver, item)
+                results[item] = _receive_result(receiver, item)
                 process.join()
     finally:
         for _, process in running.values():
             process.kill()
             process.join()
-    return found
+    return results
 
 
 def _start_process(function: Callable[[int], Any], item: int) -> tuple[Connection, ForkProcess]:

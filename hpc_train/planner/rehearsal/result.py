@@ -145,92 +145,93 @@ class Rehearsal:
         return (*self.coverage.problems, *self._list_miscounts())
 
     def _list_miscounts(self) -> list[str]:
-        found = []
+        lines = []
         for built in self.ranks:
             for part, wanted in self.closed_form.get(built.rank, {}).items():
                 counted = getattr(built.counted, part)
                 if counted is not None and counted != wanted:
                     message = f"{counted:,} bytes of {part}, where the model's shape says {wanted:,}"
-                    found.append(f"rank {built.rank}: {message}")
-        return found
+                    lines.append(f"rank {built.rank}: {message}")
+        return lines
 
 
 _MOST_PROBLEMS = 20
 
 
-def rehearsal_to_json(found: Rehearsal) -> dict[str, Any]:
+def rehearsal_to_json(rehearsal: Rehearsal) -> dict[str, Any]:
     """Return a report as JSON, with sizes in bytes per rank.
 
     ok: nothing is wrong, and what ranks need keeps to the plan and fits on the device. fits: null if the device's
     memory is unknown.
     """
-    stepped = [built for built in found.ranks if built.counted.peak is not None]
+    stepped = [built for built in rehearsal.ranks if built.counted.peak is not None]
     return {
-        "ok": found.ok,
-        "fits": found.fit.fits,
-        "within_plan": found.fit.within_plan,
-        "verdict": list(found.fit.lines),
-        "world": found.degrees.world,
-        "degrees": asdict(found.degrees),
-        "built": [built.rank for built in found.ranks],
-        "model": {"tensors": found.coverage.tensors, "elements": found.coverage.elements},
-        "pieces": found.coverage.pieces,
-        "problems": list(found.problems),
-        "pipeline": None if found.proof is None else asdict(found.proof),
-        "micro_batches": found.micro_batches,
-        "memory": [_memory_to_json(found, built) for built in stepped or found.ranks],
-        "servers": list(found.servers),
-        "start_up": found.start_up.to_json(),
-        "not_rehearsed": list(found.not_rehearsed),
-        "seconds": found.seconds,
-        "processes": found.processes,
-        "rss_bytes": found.rss,
+        "ok": rehearsal.ok,
+        "fits": rehearsal.fit.fits,
+        "within_plan": rehearsal.fit.within_plan,
+        "verdict": list(rehearsal.fit.lines),
+        "world": rehearsal.degrees.world,
+        "degrees": asdict(rehearsal.degrees),
+        "built": [built.rank for built in rehearsal.ranks],
+        "model": {"tensors": rehearsal.coverage.tensors, "elements": rehearsal.coverage.elements},
+        "pieces": rehearsal.coverage.pieces,
+        "problems": list(rehearsal.problems),
+        "pipeline": None if rehearsal.proof is None else asdict(rehearsal.proof),
+        "micro_batches": rehearsal.micro_batches,
+        "memory": [_memory_to_json(rehearsal, built) for built in stepped or rehearsal.ranks],
+        "servers": list(rehearsal.servers),
+        "start_up": rehearsal.start_up.to_json(),
+        "not_rehearsed": list(rehearsal.not_rehearsed),
+        "seconds": rehearsal.seconds,
+        "processes": rehearsal.processes,
+        "rss_bytes": rehearsal.rss,
     }
 
 
-def _memory_to_json(found: Rehearsal, built: RehearsedRank) -> dict[str, Any]:
+def _memory_to_json(rehearsal: Rehearsal, built: RehearsedRank) -> dict[str, Any]:
     return {
         "rank": built.rank,
         "at": built.at,
         "counted": asdict(built.counted),
-        "closed_form": found.closed_form.get(built.rank, {}),
-        "planned": found.planned.get(built.rank, {}),
+        "closed_form": rehearsal.closed_form.get(built.rank, {}),
+        "planned": rehearsal.planned.get(built.rank, {}),
         "seconds": built.seconds,
     }
 
 
-def format_rehearsal(found: Rehearsal) -> Iterator[str]:
+def format_rehearsal(rehearsal: Rehearsal) -> Iterator[str]:
     """Format a report for a person."""
-    degrees, model = found.degrees, found.coverage
-    yield f"world: {degrees.world:,} ranks = {degrees}; built {len(found.ranks)} of them: {_list_numbers(found)}"
-    yield from (f"  {line}" for line in found.ranks[0].said)
-    for problem in found.problems[:_MOST_PROBLEMS]:
+    degrees, model = rehearsal.degrees, rehearsal.coverage
+    chosen = f"built {len(rehearsal.ranks)} of them: {_list_numbers(rehearsal)}"
+    yield f"world: {degrees.world:,} ranks = {degrees}; {chosen}"
+    yield from (f"  {line}" for line in rehearsal.ranks[0].said)
+    for problem in rehearsal.problems[:_MOST_PROBLEMS]:
         yield f"WRONG: {problem}"
-    if len(found.problems) > _MOST_PROBLEMS:
-        yield f"WRONG: and {len(found.problems) - _MOST_PROBLEMS} more"
-    if not found.problems:
+    if len(rehearsal.problems) > _MOST_PROBLEMS:
+        yield f"WRONG: and {len(rehearsal.problems) - _MOST_PROBLEMS} more"
+    if not rehearsal.problems:
         what = f"{model.tensors:,} tensors, {model.elements:,} numbers"
         yield f"model: {what}: over all {degrees.world:,} ranks each is held once, copies aside, and has one writer"
         yield f"checkpoint: {model.pieces:,} pieces with the optimizer's state"
-    yield from _format_pipeline(found)
-    yield from _format_table(found)
-    if found.servers:
-        sizes = ", ".join(f"{size / MIB:,.1f}" for size in found.servers)
+    yield from _format_pipeline(rehearsal)
+    yield from _format_table(rehearsal)
+    if rehearsal.servers:
+        sizes = ", ".join(f"{size / MIB:,.1f}" for size in rehearsal.servers)
         yield f"servers: {sizes} MiB each, with the optimizer's state"
-    yield found.start_up.describe()
-    yield from (f"not rehearsed: {line}" for line in found.not_rehearsed)
-    rss = f"{found.processes} processes of up to {format_bytes(found.rss)}"
-    yield f"{found.seconds:.1f} s, {rss}"
-    yield from (line if found.fit.ok else f"WRONG: {line}" for line in found.fit.lines)
+    yield rehearsal.start_up.describe()
+    yield from (f"not rehearsed: {line}" for line in rehearsal.not_rehearsed)
+    rss = f"{rehearsal.processes} processes of up to {format_bytes(rehearsal.rss)}"
+    yield f"{rehearsal.seconds:.1f} s, {rss}"
+    yield from (line if rehearsal.fit.ok else f"WRONG: {line}" for line in rehearsal.fit.lines)
 
 
-def _list_numbers(found: Rehearsal) -> str:
-    ranks = [built.rank for built in found.ranks]
+def _list_numbers(rehearsal: Rehearsal) -> str:
+    ranks = [built.rank for built in rehearsal.ranks]
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-def _format_pipeline(found: Rehearsal) -> Iterator[str]:
-    proof = found.proof
+def _format_pipeline(rehearsal: Rehearsal) -> Iterator[str]:
+    proof = rehearsal.proof
     if proof is None:
         return
     size = f"{proof.stages} stages on {proof.ranks} ranks, {proof.micro_batches} micro-batches"
@@ -242,12 +243,12 @@ def _format_pipeline(found: Rehearsal) -> Iterator[str]:
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "gathered", "peak")
 
 
-def _format_table(found: Rehearsal) -> Iterator[str]:
+def _format_table(rehearsal: Rehearsal) -> Iterator[str]:
     """Format a row for each rank that trained a step, and below it the estimate of `plan`."""
-    stepped = [built for built in found.ranks if built.counted.peak is not None]
+    stepped = [built for built in rehearsal.ranks if built.counted.peak is not None]
     if not stepped:
         return
-    step = f"a step of {found.micro_batches} micro-batches"
+    step = f"a step of {rehearsal.micro_batches} micro-batches"
     unit, unit_name = choose_memory_unit(max(built.counted.peak or 0 for built in stepped))
     yield f"memory of a rank in {unit_name}, counted over {step}, and as `hpc-train plan` estimates it:"
     offloaded = any(built.counted.host for built in stepped)
@@ -256,7 +257,7 @@ def _format_table(found: Rehearsal) -> Iterator[str]:
         counted = _select_device_memory(built)
         sizes = [counted[name] for name in _COLUMNS] + ([built.counted.host] if offloaded else [])
         yield _format_row(str(built.rank), str(built.at["pp"]), [_format_cell(unit, size) for size in sizes])
-        if plan := found.planned.get(built.rank):
+        if plan := rehearsal.planned.get(built.rank):
             sums = {**plan, "activations": plan["activations"] + plan["logits"], "gathered": plan["buffers"]}
             sums["peak"] = sum(plan.values())
             yield _format_row("", "plan", [_format_cell(unit, sums[name]) for name in _COLUMNS])

@@ -54,14 +54,14 @@ class Tiling:
     def find_rectangle(self, at: Mapping[str, int], degrees: Degrees) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (offset, shape) of the rectangle that the rank at these coordinates holds."""
         pairs = zip(self.cuts, self.intervals, strict=True)
-        found = [intervals[self._flatten_index(axes, at, degrees)] for axes, intervals in pairs]
-        return tuple(begin for begin, _ in found), tuple(length for _, length in found)
+        intervals_here = [intervals[self._flatten_index(axes, at, degrees)] for axes, intervals in pairs]
+        return tuple(begin for begin, _ in intervals_here), tuple(length for _, length in intervals_here)
 
     def _flatten_index(self, axes: Sequence[str], at: Mapping[str, int], degrees: Degrees) -> int:
         index = 0
         for axis in axes:
-            size, own = self._find_place(axis, at, degrees)
-            index = index * size + own
+            size, place = self._find_place(axis, at, degrees)
+            index = index * size + place
         return index
 
     def _find_place(self, axis: str, at: Mapping[str, int], degrees: Degrees) -> tuple[int, int]:
@@ -78,11 +78,11 @@ class Tiling:
         """
         cuts: list[tuple[str, ...]] = []
         intervals: list[tuple[Interval, ...]] = []
-        for whole, size, axes, held in zip(self.shape, shape, self.cuts, self.intervals, strict=True):
+        for whole, size, axes, pieces in zip(self.shape, shape, self.cuts, self.intervals, strict=True):
             splits, block = size == whole or size > 1, whole // size
             cuts.append(axes if splits else ())
             intervals.append(
-                tuple((begin // block, length // block) for begin, length in held) if splits else ((0, 1),)
+                tuple((begin // block, length // block) for begin, length in pieces) if splits else ((0, 1),)
             )
         return replace(self, shape=shape, cuts=tuple(cuts), intervals=tuple(intervals))
 
@@ -144,11 +144,11 @@ def _split_axis(axis: str) -> tuple[str, ...]:
 
 
 def _list_intervals(tensor: DTensor, dimension: int, axes: list[int]) -> list[Interval]:
-    mesh, found = tensor.device_mesh, []
+    mesh, intervals = tensor.device_mesh, []
     at = [0] * mesh.ndim
     for place in product(*(range(mesh.size(axis)) for axis in axes)):
         for axis, index in zip(axes, place, strict=True):
             at[axis] = index
         shape, offset = shard_rectangle(tensor, tuple(at))
-        found.append((offset[dimension], shape[dimension]))
-    return found
+        intervals.append((offset[dimension], shape[dimension]))
+    return intervals

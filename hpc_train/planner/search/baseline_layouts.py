@@ -68,12 +68,12 @@ def baseline_kinds(space: SearchSpace, per_node: int) -> list[BaselineKind]:
     if shape.global_batch % world:
         batch = f"a batch of {shape.global_batch:,} does not divide over {world:,} data-parallel ranks"
     ddp = None if shape.ddp_reduces else "DistributedDataParallel cannot reduce in precision.reduce"
-    found = [
+    kinds = [
         BaselineKind("plain dp", {"ep": (1.0,), **_DATA_PARALLEL, "zero": (0.0,), "dp_shard": (1.0,)}, batch or ddp),
         BaselineKind("FSDP", {**_DATA_PARALLEL, "zero": (3.0,), "dp_shard": (float(world),)}, batch),
     ]
     if world > per_node:
-        found.append(BaselineKind("HSDP", {**_DATA_PARALLEL, "zero": (3.0,), "dp_shard": tuple(across)}, batch))
+        kinds.append(BaselineKind("HSDP", {**_DATA_PARALLEL, "zero": (3.0,), "dp_shard": tuple(across)}, batch))
     inside = [n for n in tensor_degrees(shape, math.gcd(world, per_node)) if 1 < n <= per_node]
     stages = [float(n) for n in list_divisors(world) if 1 < n <= shape.layers]
     if inside:
@@ -81,11 +81,11 @@ def baseline_kinds(space: SearchSpace, per_node: int) -> list[BaselineKind]:
         tensor = {"tp": (float(inside[-1]),), "pp": tuple(stages), "cp": (1.0,), "zero": (0.0, 1.0)}
         schedules = tuple(float(SCHEDULES.index(name)) for name in ("1f1b", "interleaved_1f1b"))
         name = "TP in the node x PP" if stages[-1] > 1 else "TP in the node"
-        found.append(BaselineKind(name, {**_NO_OFFLOAD, **tensor, "schedule": schedules}))
+        kinds.append(BaselineKind(name, {**_NO_OFFLOAD, **tensor, "schedule": schedules}))
     elif per_node > 1:
         why = f"no tp up to {per_node} divides {shape.heads} heads and feed-forward width {shape.feed_forward}"
-        found.append(BaselineKind("TP in the node x PP", {}, why))
-    return found
+        kinds.append(BaselineKind("TP in the node x PP", {}, why))
+    return kinds
 
 
 def restrict_space(space: SearchSpace, kind: BaselineKind) -> SearchSpace | None:
@@ -101,8 +101,8 @@ def restrict_space(space: SearchSpace, kind: BaselineKind) -> SearchSpace | None
 
 def find_best_variant(rest: SearchBase, space: SearchSpace, constants: Constants) -> RatedCandidates:
     """Return the fastest variant that fits or may fit, else the one that needs the least memory; empty: none exists."""
-    found = search_space(rest, space, constants, keep=1)
-    rated = found.best if found.best.count else found.doubtful
+    result = search_space(rest, space, constants, keep=1)
+    rated = result.best if result.best.count else result.doubtful
     return rated if rated.count else _find_leanest(rest, space, constants)
 
 
@@ -116,11 +116,11 @@ def _find_leanest(rest: SearchBase, space: SearchSpace, constants: Constants) ->
         total = np.broadcast_to(estimate_memory_totals(jobs, constants).total, shape)
         row, technique = np.unravel_index(int(np.argmin(total)), total.shape)
         if best is None or total[row, technique] < best[0]:
-            own = {name: column[[row]] for name, column in block.rows.items()}
+            layout = {name: column[[row]] for name, column in block.rows.items()}
             best = (
                 float(total[row, technique]),
                 {
-                    **own,
+                    **layout,
                     **{name: column[[technique]] for name, column in block.techniques.columns.items()},
                 },
             )
@@ -167,7 +167,7 @@ def fallback_settings(config: RunConfig, ranks: int) -> Iterator[Settings]:
     Raises the run's own UserError if none is supported.
     """
     fixed, first = set(config.parallel.fixed or ()), None
-    found = False
+    supported = False
     for fallback in _FALLBACKS:
         settings = {key: value for key, value in fallback.items() if key not in fixed}
         try:
@@ -175,7 +175,7 @@ def fallback_settings(config: RunConfig, ranks: int) -> Iterator[Settings]:
         except UserError as error:
             first = first or error
             continue
-        found = True
+        supported = True
         yield settings
-    if not found and first is not None:
+    if not supported and first is not None:
         raise first

@@ -120,12 +120,12 @@ def _promising_part(space: SearchSpace) -> SearchSpace:
 
 def candidates_to_jobs(rest: SearchBase, columns: Columns, share: Column) -> Jobs:
     """Turn columns of candidates into jobs. share: share of a stage's layers that are recomputed."""
-    own: dict[str, Column] = {name: column for name, column in columns.items() if name != "recompute_every"}
+    job_columns: dict[str, Column] = {name: column for name, column in columns.items() if name != "recompute_every"}
     if rest.reduce_bytes:
         # DistributedDataParallel reduces in the parameters' own format; precision.reduce applies to fully_shard only.
         uses_ddp = (columns["zero"] == 0) & (columns["tp"] == 1) & (columns["pp"] == 1)
-        own["reduce_bytes"] = np.where(uses_ddp, rest.base.weight_bytes, rest.reduce_bytes)
-    return replace_columns(rest.base, **own, recompute_share=share)
+        job_columns["reduce_bytes"] = np.where(uses_ddp, rest.base.weight_bytes, rest.reduce_bytes)
+    return replace_columns(rest.base, **job_columns, recompute_share=share)
 
 
 def fits_in_host_memory(rest: SearchBase, jobs: Jobs, memory: MemoryTotals) -> NDArray[np.bool_]:

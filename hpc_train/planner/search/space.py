@@ -112,12 +112,12 @@ def tensor_degrees(shape: DegreeLimits, world: int) -> list[int]:
     if not shape.tensor:
         return [1]
     sizes = (shape.heads, shape.feed_forward, shape.blocks)
-    found = [n for n in list_divisors(world) if not any(size % n for size in sizes)]
+    degrees = [n for n in list_divisors(world) if not any(size % n for size in sizes)]
     if shape.images:
-        return found
+        return degrees
     if not shape.vocabulary:
-        return found[1:]  # with tp=1 the setting has no effect, which the trainer refuses
-    return [tp for tp in found if -(-shape.vocab // tp) * (tp - 1) < shape.vocab]
+        return degrees[1:]  # with tp=1 the setting has no effect, which the trainer refuses
+    return [tp for tp in degrees if -(-shape.vocab // tp) * (tp - 1) < shape.vocab]
 
 
 def context_degrees(shape: DegreeLimits, world: int, tp: int) -> list[tuple[int, int]]:
@@ -126,15 +126,15 @@ def context_degrees(shape: DegreeLimits, world: int, tp: int) -> list[tuple[int,
     cp=1 is listed unless the run sets an option that needs more than one rank.
     """
     changed = shape.ulysses or not shape.balanced
-    found = [] if changed else [(1, 0)]
+    degrees = [] if changed else [(1, 0)]
     if shape.images:
-        return found
+        return degrees
     for cp in list_divisors(world)[1:]:
         if not shape.ulysses and shape.sequence % (2 * cp if shape.balanced else cp) == 0:
-            found.append((cp, 0))
+            degrees.append((cp, 0))
         if shape.balanced and shape.sequence % cp == 0 and shape.heads // tp % cp == 0:
-            found.append((cp, 1))
-    return found
+            degrees.append((cp, 1))
+    return degrees
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,12 @@ class StageLayout:
 def list_layouts(space: SearchSpace, pp: int) -> list[StageLayout]:
     """List all layouts of the `world / pp` ranks of a stage."""
     ranks = space.world // pp
-    found = []
+    layouts = []
     for tp in space.fixed.of("tp", tensor_degrees(space.shape, ranks)):
         for cp, ulysses in _context_choices(space, ranks // int(tp), int(tp)):
             dp = ranks // (int(tp) * cp)
             if space.shape.global_batch % dp == 0:
-                found += [
+                layouts += [
                     StageLayout(*data, cp, ulysses, int(tp), ep, *zero, *tensor)
                     for tensor in _tensor_choices(space, int(tp), cp)
                     for data in _data_splits(space, dp)
@@ -175,13 +175,13 @@ def list_layouts(space: SearchSpace, pp: int) -> list[StageLayout]:
                     for zero in _zero_choices(space, *data, cp, sharded=pp > 1 or tp > 1)
                     if ep == 1 or zero[0]
                 ]
-    return found
+    return layouts
 
 
 def _context_choices(space: SearchSpace, ranks: int, tp: int) -> list[tuple[int, int]]:
     """List the allowed (cp, ulysses)."""
-    fixed, found = space.fixed, context_degrees(space.shape, ranks, tp)
-    return [(cp, way) for cp, way in found if fixed.of("cp", [cp]) and fixed.of("ulysses", [way])]
+    fixed, degrees = space.fixed, context_degrees(space.shape, ranks, tp)
+    return [(cp, way) for cp, way in degrees if fixed.of("cp", [cp]) and fixed.of("ulysses", [way])]
 
 
 def expert_degrees(space: SearchSpace, ranks: int) -> list[int]:
@@ -341,9 +341,9 @@ def _layout_rows(space: SearchSpace) -> Iterator[tuple[_Kind, Columns]]:
     """Yield (kind, rows): the layouts of one (pp, dp) times the schedules and micro-batches of one number of stages."""
     shape = space.shape
     for pp in space.fixed.of("pp", [n for n in list_divisors(space.world) if n <= shape.layers]):
-        found = list_layouts(space, int(pp))
-        for dp in sorted({layout.dp_replicate * layout.dp_shard for layout in found}):
-            same = [layout for layout in found if layout.dp_replicate * layout.dp_shard == dp]
+        layouts = list_layouts(space, int(pp))
+        for dp in sorted({layout.dp_replicate * layout.dp_shard for layout in layouts}):
+            same = [layout for layout in layouts if layout.dp_replicate * layout.dp_shard == dp]
             kinds = _by_kind(same)
             for virtual, split, middle in _schedule_rows(space, int(pp), shape.global_batch // dp):
                 for (sharded, asynchronous, exchanges), group in kinds.items():
@@ -353,10 +353,10 @@ def _layout_rows(space: SearchSpace) -> Iterator[tuple[_Kind, Columns]]:
                     yield kind, _combine(int(pp), group, virtual, middle)
 
 
-def _by_kind(found: Sequence[StageLayout]) -> dict[tuple[bool, bool, bool], Column]:
+def _by_kind(layouts: Sequence[StageLayout]) -> dict[tuple[bool, bool, bool], Column]:
     """Group layouts by (uses a zero strategy, asynchronous tp, ep over 1); values are [columns, layouts]."""
     kinds: dict[tuple[bool, bool, bool], list[tuple[int, ...]]] = {}
-    for layout in found:
+    for layout in layouts:
         kinds.setdefault((layout.zero > 0, bool(layout.overlap_tensor), layout.ep > 1), []).append(layout.values)
     return {kind: np.array(group, np.float64).T for kind, group in kinds.items()}
 
@@ -398,8 +398,8 @@ def _virtual_stages(layers: int, pp: int, needs: Requirements) -> list[int]:
         return [1]
     most = min(layers // pp, needs.most_virtual or layers)
     # Any other number gives stages of unequal size.
-    found = range(needs.least_virtual, most + 1)
-    return [n for n in found if layers % (pp * n) == 0 or n & (n - 1) == 0]
+    counts = range(needs.least_virtual, most + 1)
+    return [n for n in counts if layers % (pp * n) == 0 or n & (n - 1) == 0]
 
 
 def _allows_micro_batches(needs: Requirements, pp: int, micro_batches: int) -> bool:

@@ -92,12 +92,12 @@ class TopCandidates:
         self._quickest = np.sort(quickest)[: self._keep]
         # A faster candidate may still bring this mesh among the best, and this candidate may be its simplest.
         near = np.flatnonzero((every.step <= self.limit) & (every.step <= quickest[mesh] * (1 + EQUAL_TIME_TOLERANCE)))
-        kept, mesh = every.take(near), mesh[near]
+        chosen, mesh = every.take(near), mesh[near]
         # Sort by time, then memory, then all columns, so that the result does not depend on the order of offers.
-        ties = (kept.columns[name] for name in reversed(COLUMN_NAMES))
-        order = np.lexsort((*ties, kept.memory, kept.step))
-        kept = kept.take(order)
-        self._rated = kept.take(_simpler(mesh[order], layout_complexity(kept.columns)))
+        ties = (chosen.columns[name] for name in reversed(COLUMN_NAMES))
+        order = np.lexsort((*ties, chosen.memory, chosen.step))
+        chosen = chosen.take(order)
+        self._rated = chosen.take(_simpler(mesh[order], layout_complexity(chosen.columns)))
 
     def ranked(self) -> RatedCandidates:
         """Return one candidate per mesh, the simplest of its fastest, at most `keep`.
@@ -147,8 +147,8 @@ def _simpler(mesh: NDArray[np.int64], simple: Column) -> NDArray[np.int64]:
         better = np.ones(len(rows), bool)
         better[1:] = simple[rows][1:] < lowest[:-1]
         chosen.append(rows[better])
-    found: NDArray[np.int64] = np.sort(np.concatenate(chosen))
-    return found
+    simpler: NDArray[np.int64] = np.sort(np.concatenate(chosen))
+    return simpler
 
 
 _MODEL_AXES = ("pp", "cp", "tp", "ep")
