@@ -29,8 +29,9 @@ from hpc_train.planner.request import PlanRequest
 from hpc_train.planner.search.baseline_layouts import (
     fallback_settings,
 )
+from hpc_train.planner.search.degree_limits import find_degree_limits
 from hpc_train.planner.search.search import SearchBase, search_space
-from hpc_train.planner.search.space import FixedColumns, SearchSpace, degree_limits
+from hpc_train.planner.search.space import FixedColumns, SearchSpace
 from hpc_train.planner.search.top_candidates import RatedCandidates
 from hpc_train.planner.settings import Settings, apply_settings, make_settings, make_single_rank_config
 from hpc_train.traffic.stages import ELEMENT_BYTES
@@ -145,7 +146,7 @@ def _search_world(
     """Search all layouts of `ranks` ranks, for each global batch of the request."""
     searched = FoundCandidates()
     for batch in request.batches:
-        space = SearchSpace(degree_limits(request.config, batch), ranks, fixed)
+        space = SearchSpace(find_degree_limits(request.config, batch), ranks, fixed)
         result = search_space(make_search_base(request.config, batch), space, without_residuals(basis.constants), keep)
         rated = result.best if result.best.count else result.doubtful
         constants = _apply_residuals(request, rated, ranks, batch, basis.constants)

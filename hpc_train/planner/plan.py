@@ -51,7 +51,8 @@ from hpc_train.planner.search.baseline_layouts import (
     find_best_variant,
     restrict_space,
 )
-from hpc_train.planner.search.space import FixedColumns, SearchSpace, degree_limits
+from hpc_train.planner.search.degree_limits import find_degree_limits
+from hpc_train.planner.search.space import FixedColumns, SearchSpace
 from hpc_train.planner.settings import make_single_rank_config
 
 MIN_KEPT_MESHES = 12
@@ -292,7 +293,7 @@ def _compare_baselines(plan: Plan, basis: EstimateBasis, searched: FoundCandidat
     if not basis.searchable or not (best or request.ranks):
         return []
     ranks, batch = (best.ranks, best.global_batch) if best else (request.ranks[-1], request.batches[0])
-    space = SearchSpace(degree_limits(request.config, batch), ranks, request.fixed)
+    space = SearchSpace(find_degree_limits(request.config, batch), ranks, request.fixed)
     constants = searched.constants.get((ranks, batch), basis.constants)
     base, plain = make_search_base(request.config, batch), without_residuals(basis.constants)
     rows = []

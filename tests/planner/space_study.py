@@ -20,8 +20,9 @@ from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.jobs import Column, Jobs, replace_columns
 from hpc_train.planner.model.memory import estimate_memory_totals
 from hpc_train.planner.model.step_time import estimate_step_time
+from hpc_train.planner.search.degree_limits import find_degree_limits, list_divisors
 from hpc_train.planner.search.search import ROWS_AT_ONCE, SearchBase, search_space
-from hpc_train.planner.search.space import SearchSpace, degree_limits, list_divisors
+from hpc_train.planner.search.space import SearchSpace
 from hpc_train.planner.settings import make_single_rank_config
 
 NAMES = (
@@ -103,7 +104,7 @@ def main() -> None:
         f"calculon's space: {count:,} configurations in {spent:.1f} s, {count / spent:,.0f}/s; "
         f"best {best:.2f} s per step"
     )
-    space = SearchSpace(degree_limits(config), 4096)
+    space = SearchSpace(find_degree_limits(config), 4096)
     for exhaustive in (False, True):
         began = clock.process_time()
         found = search_space(SearchBase(base, 4.0), space, constants.default_constants(), exhaustive=exhaustive)

@@ -12,8 +12,9 @@ from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.jobs import Jobs, job_columns, replace_columns
 from hpc_train.planner.model.memory import estimate_host_memory, estimate_memory, estimate_memory_totals
 from hpc_train.planner.model.step_time import estimate_step_time
+from hpc_train.planner.search.degree_limits import find_degree_limits
 from hpc_train.planner.search.search import SearchBase, candidates_to_jobs
-from hpc_train.planner.search.space import TECHNIQUE_COLUMNS, SearchSpace, degree_limits, iterate_blocks
+from hpc_train.planner.search.space import TECHNIQUE_COLUMNS, SearchSpace, iterate_blocks
 from hpc_train.planner.settings import make_single_rank_config
 
 TOGETHER, ALONE = 400, 5
@@ -36,7 +37,7 @@ def draw_jobs(space: str, per_block: int) -> list[Jobs]:
     config = run(*SPACES[space], "precision=bf16", "train.global_batch=64")
     base = SearchBase(jobs_from_config(make_single_rank_config(config, 64), 1), 4.0)
     chance, found = np.random.default_rng(5), []
-    for block in iterate_blocks(SearchSpace(degree_limits(config), 16), 1 << 20):
+    for block in iterate_blocks(SearchSpace(find_degree_limits(config), 16), 1 << 20):
         row = chance.integers(0, len(block.rows["pp"]), per_block)
         technique = chance.integers(0, block.techniques.count, per_block)
         columns = {name: column[row] for name, column in block.rows.items()}

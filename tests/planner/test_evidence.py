@@ -16,8 +16,9 @@ from hpc_train.planner.constants import Constants, apply_calibration, default_co
 from hpc_train.planner.evidence import NEEDED_RUNS, find_techniques, handicap, list_unmeasured, unmeasured_techniques
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.jobs import job_columns
+from hpc_train.planner.search.degree_limits import find_degree_limits
 from hpc_train.planner.search.search import SearchBase, search_space
-from hpc_train.planner.search.space import FixedColumns, SearchSpace, degree_limits
+from hpc_train.planner.search.space import FixedColumns, SearchSpace
 from hpc_train.planner.settings import make_single_rank_config
 
 SAMPLE = Path(__file__).with_name("published_sample.csv")
@@ -64,7 +65,7 @@ def test_a_search_prefers_what_was_measured() -> None:
     )
     base = SearchBase(jobs_from_config(make_single_rank_config(config, 4), 1))
     fixed = FixedColumns({"cp": (2.0,), "tp": (1.0,), "pp": (1.0,), "zero": (3.0,), "recompute": (0.0,)})
-    space = SearchSpace(degree_limits(config), 8, fixed)
+    space = SearchSpace(find_degree_limits(config), 8, fixed)
 
     def first(**counts: int) -> float:
         evidence = {**default_constants().evidence, **counts}

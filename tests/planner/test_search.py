@@ -12,8 +12,9 @@ from hpc_train.planner import constants
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.memory import YES
 from hpc_train.planner.model.step_time import estimate_jobs
+from hpc_train.planner.search.degree_limits import find_degree_limits
 from hpc_train.planner.search.search import FRONT_SLACK, SearchBase, SearchResult, search_space
-from hpc_train.planner.search.space import FixedColumns, SearchSpace, degree_limits, iterate_blocks
+from hpc_train.planner.search.space import FixedColumns, SearchSpace, iterate_blocks
 from hpc_train.planner.search.top_candidates import (
     EQUAL_TIME_TOLERANCE,
     ParetoFront,
@@ -38,7 +39,7 @@ def find(
     keep: int = 8,
     host: float = 0.0,
 ) -> SearchResult:
-    shape, reduce = degree_limits(config), ELEMENT_BYTES[config.precision.reduce]
+    shape, reduce = find_degree_limits(config), ELEMENT_BYTES[config.precision.reduce]
     base = jobs_from_config(make_single_rank_config(config, shape.global_batch), 1)
     whole = SearchSpace(shape, world, fixed or FixedColumns())
     return search_space(SearchBase(base, reduce, host), whole, constants.default_constants(), keep, exhaustive)
@@ -84,7 +85,7 @@ def test_it_finds_what_one_estimate_after_another_finds() -> None:
     told = constants.default_constants()
     best: dict[Row, tuple[float, Row]] = {}
     sure = []
-    for row in rows_of(SearchSpace(degree_limits(config), 8, fixed)):
+    for row in rows_of(SearchSpace(find_degree_limits(config), 8, fixed)):
         one = estimate_jobs(jobs_from_config(as_run(config, row), 8), told)
         step, fits = float(one.time.step), float(one.memory.fits)
         if fits == YES:
@@ -92,7 +93,7 @@ def test_it_finds_what_one_estimate_after_another_finds() -> None:
             mesh = tuple(row[NAMES.index(name)] for name in AXES)
             best[mesh] = min(best.get(mesh, (np.inf, row)), (step, row))
     quickest = min(sure)[0]
-    assert found.searched == sum(b.count for b in iterate_blocks(SearchSpace(degree_limits(config), 8, fixed)))
+    assert found.searched == sum(b.count for b in iterate_blocks(SearchSpace(find_degree_limits(config), 8, fixed)))
     assert found.best.step.min() == pytest.approx(quickest, rel=1e-9)
     for row, step in zip(rows(found.best), found.best.step, strict=True):
         mesh = tuple(row[NAMES.index(name)] for name in AXES)

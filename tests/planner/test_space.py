@@ -9,7 +9,8 @@ import pytest
 from planner_runs import NAMES, Row, naive_rows, refusal, rows_of, run
 
 from hpc_train.planner.model.jobs import SCHEDULES
-from hpc_train.planner.search.space import FixedColumns, SearchSpace, degree_limits, iterate_blocks
+from hpc_train.planner.search.degree_limits import find_degree_limits
+from hpc_train.planner.search.space import FixedColumns, SearchSpace, iterate_blocks
 from hpc_train.schedules.generate import REQUIREMENTS
 
 TINY = ("cluster=dgx_a100", "train.sequence_length=32", "train.micro_batch=1")
@@ -36,7 +37,7 @@ CASES = {
 
 @cache
 def space(case: str, world: int) -> SearchSpace:
-    return SearchSpace(degree_limits(run(*CASES[case])), world)
+    return SearchSpace(find_degree_limits(run(*CASES[case])), world)
 
 
 @pytest.mark.parametrize("case", CASES)

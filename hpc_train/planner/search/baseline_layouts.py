@@ -21,15 +21,9 @@ from hpc_train.planner.candidate_text import PART_LABELS
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.jobs import SCHEDULES
 from hpc_train.planner.model.memory import estimate_memory_totals
+from hpc_train.planner.search.degree_limits import list_divisors, list_tensor_degrees
 from hpc_train.planner.search.search import ROWS_AT_ONCE, SearchBase, candidates_to_jobs, search_space
-from hpc_train.planner.search.space import (
-    Columns,
-    FixedColumns,
-    SearchSpace,
-    iterate_blocks,
-    list_divisors,
-    tensor_degrees,
-)
+from hpc_train.planner.search.space import Columns, FixedColumns, SearchSpace, iterate_blocks
 from hpc_train.planner.search.top_candidates import RatedCandidates
 from hpc_train.planner.settings import Settings, apply_settings
 from hpc_train.units import GIB, format_seconds
@@ -74,7 +68,7 @@ def baseline_kinds(space: SearchSpace, per_node: int) -> list[BaselineKind]:
     ]
     if world > per_node:
         kinds.append(BaselineKind("HSDP", {**_DATA_PARALLEL, "zero": (3.0,), "dp_shard": tuple(across)}, batch))
-    inside = [n for n in tensor_degrees(shape, math.gcd(world, per_node)) if 1 < n <= per_node]
+    inside = [n for n in list_tensor_degrees(shape, math.gcd(world, per_node)) if 1 < n <= per_node]
     stages = [float(n) for n in list_divisors(world) if 1 < n <= shape.layers]
     if inside:
         stages = [n for n in stages if world % (n * inside[-1]) == 0] or [1.0]
