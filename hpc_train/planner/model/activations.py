@@ -46,7 +46,7 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> Layer
     Published stacks follow Korthikanti et al. 2022, arXiv:2205.05198, table 2, tensor by tensor: inputs of norms and
     linear layers, what attention and the activation function keep, and dropout masks for GPTs.
     """
-    everything, some, full = _activations(jobs)
+    everything, some, full = _token_activations(jobs)
     stored = np.where(jobs.recompute == FULL, full, np.where(jobs.recompute == SELECTIVE, some, everything))
     share = np.where(jobs.recompute > 0, jobs.recompute_share, 0.0)
     stored = share * stored + (1 - share) * everything
@@ -66,15 +66,17 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> Layer
     )
 
 
-def _activations(jobs: Jobs) -> tuple[Column, Column, Column]:
+def _token_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     """Return a layer's activation bytes per token with recompute none, selective and full."""
     is_ours = jobs.stack == HPC_TRAIN
     if np.all(is_ours):
-        return _own_activations(jobs)
-    published = _published_activations(jobs)
+        return _our_token_activations(jobs)
+    published = _published_token_activations(jobs)
     if not np.any(is_ours):
         return published
-    everything, some, full = (np.where(is_ours, *pair) for pair in zip(_own_activations(jobs), published, strict=True))
+    everything, some, full = (
+        np.where(is_ours, *pair) for pair in zip(_our_token_activations(jobs), published, strict=True)
+    )
     return everything, some, full
 
 
@@ -173,7 +175,7 @@ def feed_forward_activations(jobs: Jobs, tokens: Column) -> Column:
     return tokens * ((between + norms / 2) * (1 + jobs.output_norms) + item * hidden + widened + masks)
 
 
-def _published_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
+def _published_token_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     """Return a published stack's activation bytes per token with recompute none, selective and full."""
     item, width = jobs.activation_bytes, np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     masks = np.where((jobs.gated > 0) | (jobs.stack >= FSDP), 0.0, 2.0)
@@ -198,7 +200,7 @@ def _published_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     return unsplit + heads + feed_forward + scores, some * (1 - 0.5 * linear), item * jobs.hidden / width
 
 
-def _own_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
+def _our_token_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     """Return the activation bytes per token of hpc_train's models with recompute none, selective and full.
 
     A test compares them with what a rehearsal counts. The inputs of the two norms are split as positions are; the

@@ -106,7 +106,7 @@ def estimate_memory_totals(jobs: Jobs, constants: Constants) -> MemoryTotals:
     allocated, waiting = estimate_peak_total(jobs, constants)
     highest = allocated.max(axis=0)
     total = highest + constants.fragmentation * highest + constants.context
-    fits = _judge(total, jobs.memory_bytes, _headroom(jobs, constants), constants.memory_margin)
+    fits = _judge(total, jobs.memory_bytes, _choose_headroom(jobs, constants), constants.memory_margin)
     return MemoryTotals(total, fits, waiting)
 
 
@@ -114,8 +114,8 @@ def estimate_host_memory(jobs: Jobs, waiting: Column) -> Column:
     """Return the bytes that one rank keeps in host memory, [n]. waiting: activations, [3, n]."""
     if not np.any(jobs.offload) and not np.any(jobs.offload_activations):
         return np.zeros(())
-    weights, optimizer_weights = _weights(jobs)
-    host: Column = (_host(jobs, weights, _optimizer(jobs, optimizer_weights)) + waiting).max(axis=0)
+    weights, optimizer_weights = _count_weights(jobs)
+    host: Column = (_host_bytes(jobs, weights, _optimizer_bytes(jobs, optimizer_weights)) + waiting).max(axis=0)
     return host
 
 
@@ -134,10 +134,10 @@ class _Parts:
 
 def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
     """Estimate the bytes of each part on each stage."""
-    weights, optimizer_weights = _weights(jobs)
+    weights, optimizer_weights = _count_weights(jobs)
     parts = _estimate_parts(jobs, constants, weights, optimizer_weights)
     total = parts.parameters + parts.gradients + parts.optimizer + parts.activations + parts.logits + parts.buffers
-    host = _host(jobs, weights, _optimizer(jobs, optimizer_weights)) + parts.waiting
+    host = _host_bytes(jobs, weights, _optimizer_bytes(jobs, optimizer_weights)) + parts.waiting
     rows = np.broadcast_shapes(total.shape[1:], jobs.memory_bytes.shape)
     if not any(column.ndim for column in job_columns(jobs).values()):
         rows = ()
@@ -159,7 +159,7 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
         capacity=np.broadcast_to(jobs.memory_bytes, rows),
         host=shaped(host).max(axis=0),
         margin=np.broadcast_to(np.float64(constants.memory_margin), rows),
-        headroom=np.broadcast_to(_headroom(jobs, constants), rows),
+        headroom=np.broadcast_to(_choose_headroom(jobs, constants), rows),
     )
 
 
@@ -167,45 +167,45 @@ def _estimate_parts(jobs: Jobs, constants: Constants, weights: Column, optimizer
     """Estimate the parts of allocated memory. weights: as _weights returns them."""
     is_ours = jobs.stack == HPC_TRAIN
     if not np.any(is_ours):
-        return _published_parts(jobs, constants, weights, optimizer_weights)
+        return _estimate_published_parts(jobs, constants, weights, optimizer_weights)
     peak = estimate_peak(jobs, constants)
     names = [field.name for field in fields(_Parts)]
     ours = _Parts(**{name: getattr(peak, name) for name in names})
     if np.all(is_ours):
         return ours
-    theirs = _published_parts(jobs, constants, weights, optimizer_weights)
+    theirs = _estimate_published_parts(jobs, constants, weights, optimizer_weights)
     return _Parts(**{name: np.where(is_ours, getattr(ours, name), getattr(theirs, name)) for name in names})
 
 
-def _published_parts(jobs: Jobs, constants: Constants, weights: Column, optimizer_weights: Column) -> _Parts:
+def _estimate_published_parts(jobs: Jobs, constants: Constants, weights: Column, optimizer_weights: Column) -> _Parts:
     """Add up the parts of published stacks."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     shard = jobs.dp_shard * jobs.cp
-    parameters, buffers = _parameters(jobs, weights, shard)
+    parameters, buffers = _parameter_bytes(jobs, weights, shard)
     gradients = weights * jobs.gradient_bytes / np.where(jobs.zero >= 2, shard, 1.0)
     deepspeed = jobs.stack == DEEPSPEED
     # DeepSpeed needs fp32 gradients of its shard for the update, and 16-bit ones beside those it accumulates in fp32.
     shares = np.where(jobs.zero >= 1, shard, 1.0)
     gradients = gradients + weights * np.where(
-        deepspeed, _duplicate_gradients(jobs) + 4 / shares * (jobs.zero >= 1), 0.0
+        deepspeed, _duplicate_gradient_bytes(jobs) + 4 / shares * (jobs.zero >= 1), 0.0
     )
     buffers = buffers + np.where(deepspeed & (jobs.zero >= 1), _DEEPSPEED_BUFFERS, 0.0)
-    activations, waiting = _activations(jobs, constants, tokens)
+    activations, waiting = _activation_bytes(jobs, constants, tokens)
     last = np.array([0.0, 0.0, 1.0]).reshape(3, *[1] * (weights.ndim - 1))
     logits = np.where(jobs.pp > 1, last, 1.0) * (tokens * jobs.vocab / jobs.tp * jobs.logit_bytes)
     # Offloaded parameters take their gradients to the host as soon as they are reduced; zero1 accumulates whole
     # gradients on the device first.
     gradients = gradients * np.where((jobs.offload > 1) & (jobs.zero >= 2), 0.0, 1.0)
-    optimizer = _optimizer(jobs, optimizer_weights) * (jobs.offload == 0)
+    optimizer = _optimizer_bytes(jobs, optimizer_weights) * (jobs.offload == 0)
     return _Parts(parameters, gradients, optimizer, activations, logits, buffers, waiting)
 
 
-def _optimizer(jobs: Jobs, weights: Column) -> Column:
+def _optimizer_bytes(jobs: Jobs, weights: Column) -> Column:
     """Return the bytes of the optimizer's state of a rank, [3, n], wherever they are."""
     return weights * jobs.optimizer_bytes / np.where(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0)
 
 
-def _headroom(jobs: Jobs, constants: Constants) -> Column:
+def _choose_headroom(jobs: Jobs, constants: Constants) -> Column:
     """Return by which fraction the real need may exceed the prediction, by stack."""
     ours = np.where(jobs.stack == HPC_TRAIN, constants.headroom_unmeasured, constants.headroom)
     if np.any(jobs.float8):
@@ -213,12 +213,12 @@ def _headroom(jobs: Jobs, constants: Constants) -> Column:
     return np.where(jobs.stack == DEEPSPEED, constants.headroom_deepspeed, ours)
 
 
-def _duplicate_gradients(jobs: Jobs) -> Column:
+def _duplicate_gradient_bytes(jobs: Jobs) -> Column:
     """Return the bytes per element of the 16-bit gradients that DeepSpeed keeps beside those accumulated in fp32."""
     return np.where(jobs.gradient_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
 
 
-def _weights(jobs: Jobs) -> tuple[Column, Column]:
+def _count_weights(jobs: Jobs) -> tuple[Column, Column]:
     """Return the parameters of a rank before sharding over data-parallel axes, [3, n]: (with ep, as if without)."""
     layer = jobs.rank_layer_parameters
     if not jobs.has_experts:
@@ -237,7 +237,7 @@ def _sum_weights(jobs: Jobs, layer: Column) -> Column:
     return stack_stages(*(np.where(jobs.pp == 1, all_layers, stage) for stage in stages))
 
 
-def _parameters(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Column]:
+def _parameter_bytes(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Column]:
     """Return the bytes of parameters: (kept between steps, gathered or cast while they are used)."""
     kept_whole = np.where(jobs.stack >= FSDP, jobs.zero < 1, jobs.zero < 3)
     stored = weights * jobs.weight_bytes / np.where(kept_whole, 1.0, shard)
@@ -252,7 +252,7 @@ def _parameters(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Col
     return stored * (jobs.offload < 2), np.where(jobs.stack >= FSDP, gathered, np.where(jobs.zero >= 3, some, 0.0))
 
 
-def _host(jobs: Jobs, weights: Column, optimizer: Column) -> Column:
+def _host_bytes(jobs: Jobs, weights: Column, optimizer: Column) -> Column:
     """Return the bytes of state that a rank keeps in host memory, [3, n].
 
     offload=optimizer: the optimizer's state and the copy of the parameters that it updates. offload=parameters: also
@@ -263,7 +263,7 @@ def _host(jobs: Jobs, weights: Column, optimizer: Column) -> Column:
     return (optimizer + weights * item / shares) * (jobs.offload > 0)
 
 
-def _activations(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
+def _activation_bytes(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
     """Return the bytes of activations: ([3, n] on the device, [3, n] on the host if they are offloaded).
 
     They are those of all layers of a rank for all micro-batches in flight, and the needs of the layer that computes.

@@ -49,7 +49,7 @@ def make_rank_group(
     link = 1 / (_get_link_bandwidth(jobs, links) * constants.link_efficiency)
     # Groups in the same node share its NICs: each group has those of its own members.
     rails = within if single is None else np.where(single > 0, 1.0, within)
-    single_nic = _oversubscribed(jobs, ranks * stride) / (jobs.nic_bandwidth * constants.nic_efficiency)
+    single_nic = _compute_oversubscription(jobs, ranks * stride) / (jobs.nic_bandwidth * constants.nic_efficiency)
     nic = single_nic / rails
     slowest = np.where(crosses, np.maximum(nic, link), link)
     per_hop = np.where(crosses, (nodes * constants.nic_latency + (ranks - nodes) * constants.link_latency) / ranks, 0)
@@ -63,7 +63,7 @@ def _get_link_bandwidth(jobs: Jobs, peers: Column) -> Column:
     return np.minimum(jobs.link_bandwidth, np.maximum(peers, 1.0) * jobs.pair_bandwidth)
 
 
-def _oversubscribed(jobs: Jobs, extent: Column) -> Column:
+def _compute_oversubscription(jobs: Jobs, extent: Column) -> Column:
     """Return by how much oversubscribed switches slow down groups that span `extent` ranks."""
     if np.all(jobs.leaf_oversubscription == 1) and np.all(jobs.group_oversubscription == 1):
         return np.ones(())
@@ -119,7 +119,7 @@ def _all_reduce_latency(at: RankGroup, steps: Column) -> Column:
 def send_seconds(jobs: Jobs, constants: Constants, size: Column, stride: Column) -> Column:
     """Return the seconds of a message from every rank to the one `stride` ranks later, all at the same time."""
     crosses = stride * 2 > jobs.nvlink_domain
-    nic = _oversubscribed(jobs, stride * 2) / (jobs.nic_bandwidth * constants.nic_efficiency)
+    nic = _compute_oversubscription(jobs, stride * 2) / (jobs.nic_bandwidth * constants.nic_efficiency)
     link = 1 / (_get_link_bandwidth(jobs, np.ones(())) * constants.link_efficiency)
     latency = np.where(crosses, constants.nic_latency, constants.link_latency)
     return size * np.where(crosses, nic, link) + latency
@@ -228,11 +228,13 @@ def data_seconds(
     layers, ends: parameters of the rank, before sharding. experts: those of `layers` that ep splits first; None: none.
     """
     uses = count_uses(jobs)
-    gather, scatter = _data_collectives(jobs, constants, uses, layers if experts is None else layers - experts, ends)
+    gather, scatter = _time_data_collectives(
+        jobs, constants, uses, layers if experts is None else layers - experts, ends
+    )
     if experts is not None:
         # The ranks of an ep group hold different experts: what remains of dp_shard x cp shards each.
-        expert_jobs = _shards_of_experts(jobs)
-        more = _data_collectives(expert_jobs, constants, uses, experts / jobs.ep, np.zeros(()), jobs.tp * jobs.ep)
+        expert_jobs = _replace_expert_shards(jobs)
+        more = _time_data_collectives(expert_jobs, constants, uses, experts / jobs.ep, np.zeros(()), jobs.tp * jobs.ep)
         gather, scatter = gather + more[0], scatter + more[1]
     share = np.where(jobs.overlap_data > 0, constants.overlap_data, 0.0)
     # Gathers for forward overlap forward; gathers for backward and reductions overlap backward. first: share of the
@@ -240,7 +242,7 @@ def data_seconds(
     both = (jobs.zero == 3) & (jobs.reshard > 0)
     first = np.where(both & (uses.gathers > 1), jobs.micro_batches / np.maximum(uses.gathers, 1), 1.0)
     first = np.where(both & (jobs.stack != HPC_TRAIN), 0.5, first)
-    again = gather * (1 - first) * (1 + _gathered_for_recomputation(jobs))
+    again = gather * (1 - first) * (1 + _compute_regathered_share(jobs))
     ahead, behind = gather * first, again + scatter
     # Nothing hides the first gather and the last reduction: one layer of `count`.
     count = np.maximum(jobs.layers / jobs.pp, 1)
@@ -251,19 +253,19 @@ def data_seconds(
     return forward + backward
 
 
-def _data_collectives(
+def _time_data_collectives(
     jobs: Jobs, constants: Constants, uses: DataUses, layers: Column, ends: Column, stride: Column | None = None
 ) -> tuple[Column, Column]:
     """Return the seconds of a step's (gathers, reductions), not counting that they overlap anything."""
     moved = data_volume(jobs, layers, ends, uses)
-    shard, copies = _data_groups(jobs, constants, jobs.tp if stride is None else stride)
+    shard, copies = _make_data_groups(jobs, constants, jobs.tp if stride is None else stride)
     calls = _count_calls(jobs)
     gather = all_gather_seconds(shard, moved.gathered, calls * uses.gathers)
     scatter = all_gather_seconds(shard, moved.scattered, calls * uses.reductions)
     return gather, scatter + all_reduce_seconds(copies, moved.reduced)
 
 
-def _shards_of_experts(jobs: Jobs) -> Jobs:
+def _replace_expert_shards(jobs: Jobs) -> Jobs:
     """Return the jobs as the collectives of experts see them: with fewer ranks to shard over."""
     return replace_columns(jobs, dp_shard=jobs.dp_shard / jobs.ep)
 
@@ -278,7 +280,7 @@ def _count_calls(jobs: Jobs) -> Column:
     return np.where(jobs.zero == 3, tensors * jobs.layers / jobs.pp + 1, 1.0)
 
 
-def _gathered_for_recomputation(jobs: Jobs) -> Column:
+def _compute_regathered_share(jobs: Jobs) -> Column:
     """Return the share of layers whose parameters are gathered once more because they are recomputed.
 
     DeepSpeed frees parameters after the recomputed forward; FSDP keeps them until backward has used them.
@@ -287,7 +289,7 @@ def _gathered_for_recomputation(jobs: Jobs) -> Column:
     return np.where(jobs.stack == DEEPSPEED, recomputed, 0.0)
 
 
-def _data_groups(jobs: Jobs, constants: Constants, stride: Column) -> tuple[RankGroup, RankGroup]:
+def _make_data_groups(jobs: Jobs, constants: Constants, stride: Column) -> tuple[RankGroup, RankGroup]:
     """Return the groups that parameters are sharded over, whose members are `stride` apart, and the groups of copies.
 
     cp ranks share the shards of parameters; without sharding they are copies, like dp_replicate ranks.
