@@ -18,7 +18,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.placement.collective_phases import Backend
 from hpc_train.placement.cost import CostModel, build_cost_model
 from hpc_train.placement.explanation import explain_placement
-from hpc_train.placement.fabric import Fabric, find_tapered_levels, is_uniform
+from hpc_train.placement.fabric import Fabric, FabricLevel, find_tapered_levels, is_uniform
 from hpc_train.placement.fabric_from_config import build_located_fabric, find_unknown_tapers, list_capacity_notes
 from hpc_train.placement.mesh_groups import count_straddling, find_crossable_groups, find_node_grid
 from hpc_train.placement.node_locations import NodeLocations
@@ -107,20 +107,11 @@ def compute_lower_bound(problem: CostModel) -> float:
     fabric = problem.fabric
     node = fabric.levels[0]
     # A fabric with the node level only, all nodes with the best uplink: every order costs the same there.
-    fastest = Fabric(
-        fabric.nodes,
-        fabric.ranks_per_node,
-        fabric.inside_bandwidth,
-        fabric.inside_latency,
-        (type(node)(node.name, node.group, np.full_like(node.uplink, node.uplink.max()), _find_least_latency(fabric)),),
-        fabric.pair_bandwidth,
-    )
+    best_uplink = np.full_like(node.uplink, node.uplink.max())
+    least_latency = min(level.latency for level in fabric.levels)
+    fastest = replace(fabric, levels=(FabricLevel(node.name, node.group, best_uplink, least_latency),))
     alone = CostModel(fastest, problem.groups, problem.patterns, problem.terms, problem.labels)
     return float(alone.compute_seconds(np.arange(len(fabric.nodes))[None])[0])
-
-
-def _find_least_latency(fabric: Fabric) -> float:
-    return min(level.latency for level in fabric.levels)
 
 
 def _list_candidates(problem: CostModel, grid: tuple[int, ...]) -> NDArray[np.int64]:
