@@ -274,7 +274,7 @@ def _count_held(sizes: _StepSizes, moment: PipelineMoment, on_host: Column | Non
     gradients = np.where(sizes.jobs.zero >= 1, sharded, state.whole_gradients)
     if on_host is None:
         on_host = np.where(block.offloaded, stored, 0.0) if block.any_offloaded else np.zeros(())
-    if state.unsent_sums is not None:
+    if state.sends_gradients is not None and state.unsent_sums is not None:
         gradients = np.where(state.sends_gradients, state.unsent_sums, gradients)
     return _MomentMemory(
         gradients=gradients,
