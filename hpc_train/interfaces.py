@@ -125,7 +125,7 @@ class Sums:
     """At least one rank was asked to stop."""
     agree: bool = True
     """All ranks had the same StepBatch.norm."""
-    own: Tensor | None = None
+    rank_loss: Tensor | None = None
     """This rank's part of `loss`, a scalar; None if the engine does not say."""
     metrics: Tensor | None = None
     """Sum and weight of each of train.metrics that an evaluation adds up, (metrics, 2)."""
@@ -209,7 +209,7 @@ class RankMap:
     """Lines about the placement, the binding and the environment, for rank 0 to print."""
     shared: dict[str, Any] = field(default_factory=dict, compare=False)
     """Further contents of rankmap.json: hash, costs before and after, straddling groups, environment."""
-    own: dict[str, Any] = field(default_factory=dict, compare=False)
+    per_rank: dict[str, Any] = field(default_factory=dict, compare=False)
     """This process's entry in rankmap.json: processors, memory, threads, GPU, NIC."""
     gpu: int | None = None
     """Index of this process's GPU among the visible ones; None: its local rank."""

@@ -39,7 +39,7 @@ class _RunningSchedule:
     def __init__(self, name: str, order: Order, options: BubbleOptions, world: World) -> None:
         self.name, self.order = name, order
         self.times = make_sleep_times(order, options.milliseconds / 1000, options.costs.get(name))
-        self.timeline = Timeline(world.device, on=True)
+        self.timeline = Timeline(world.device, enabled=True)
         self._rank, self._micro_batches = world.rank, options.micro_batches
         own_stages = [stage for stage, rank in enumerate(order.placement) if rank == world.rank]
         self._parts = {stage: _make_stage(self.times, stage) for stage in own_stages}

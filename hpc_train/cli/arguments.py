@@ -81,12 +81,12 @@ def print_config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """Return an argument type that accepts whole numbers of at least `least`."""
+def whole_number(minimum: int) -> Callable[[str], int]:
+    """Return an argument type that accepts whole numbers of at least `minimum`."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or len(text) > 9 or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {least} or more")
+        if not text.isdecimal() or len(text) > 9 or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {minimum} or more")
         return int(text)
 
     return parse
@@ -155,9 +155,9 @@ def _submit(arguments: argparse.Namespace) -> int:
 def add_status(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `status`."""
     add_run(command)
-    shown = command.add_mutually_exclusive_group()
-    shown.add_argument("-w", "--watch", action="store_true", help="redraw the table until every run has ended")
-    shown.add_argument("--json", action="store_true", help="print JSON")
+    output = command.add_mutually_exclusive_group()
+    output.add_argument("-w", "--watch", action="store_true", help="redraw the table until every run has ended")
+    output.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--goodput", action="store_true", help="show what node-hours were spent on, not the table")
     add_examples(
         command,
@@ -264,9 +264,9 @@ def add_cancel(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `cancel`."""
     add_run(command)
     command.add_argument("--yes", action="store_true", help="do not ask for confirmation")
-    how = command.add_mutually_exclusive_group()
-    how.add_argument("--now", action="store_true", help="kill it at once, without saving")
-    how.add_argument(
+    ending = command.add_mutually_exclusive_group()
+    ending.add_argument("--now", action="store_true", help="kill it at once, without saving")
+    ending.add_argument(
         "--no-wait",
         action="store_true",
         help="ask it to save and stop, then return (default: wait launch.cancel_seconds, then kill what still runs)",
@@ -284,9 +284,9 @@ def _cancel(arguments: argparse.Namespace) -> int:
 def add_attach(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `attach`."""
     add_run(command)
-    where = command.add_mutually_exclusive_group()
-    where.add_argument("--rank", type=whole_number(0), metavar="R", help="go to the node of this rank (default: 0)")
-    where.add_argument("--node", metavar="NAME", help="go to this node of the job")
+    target = command.add_mutually_exclusive_group()
+    target.add_argument("--rank", type=whole_number(0), metavar="R", help="go to the node of this rank (default: 0)")
+    target.add_argument("--node", metavar="NAME", help="go to this node of the job")
     command.add_argument("--dry-run", action="store_true", help="print the srun command; do not run it")
     command.epilog = "Give the command to run after --. Without one, a login shell is opened."
     add_examples(
@@ -336,9 +336,9 @@ def add_results(command: argparse.ArgumentParser) -> None:
         "--metric", metavar="NAME", help="metric of metrics.jsonl to compare (default: validation_loss, else loss)"
     )
     command.add_argument("--best", action="store_true", help="also show its best value over all steps (slower)")
-    shown = command.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="print JSON")
-    shown.add_argument("--csv", metavar="FILE", help="write CSV; - prints it")
+    output = command.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--csv", metavar="FILE", help="write CSV; - prints it")
     command.add_argument(
         "--plot", metavar="FILE", help="plot the metric over the swept values, or over steps for one run"
     )

@@ -139,9 +139,9 @@ def complete_override(current: str, before: Sequence[str]) -> list[str]:
 
 
 def _find_config_dir(before: Sequence[str]) -> str | None:
-    given = [following for word, following in pairwise(before) if word == "--config-dir"]
-    given += [word.partition("=")[2] for word in before if word.startswith("--config-dir=")]
-    return given[-1] if given else None
+    directories = [following for word, following in pairwise(before) if word == "--config-dir"]
+    directories += [word.partition("=")[2] for word in before if word.startswith("--config-dir=")]
+    return directories[-1] if directories else None
 
 
 def _list_next_keys(key: str, before: Sequence[str], config_dir: str | None) -> Iterator[str]:
@@ -199,6 +199,6 @@ def _find_chosen_schema(group: str, before: Sequence[str], config_dir: str | Non
 
     if group not in SCHEMAS:
         return None
-    chosen = [word.partition("=")[2] for word in before if word.startswith(f"{group}=")]
-    option = chosen[-1] if chosen else read_default_options()[group]
+    options = [word.partition("=")[2] for word in before if word.startswith(f"{group}=")]
+    option = options[-1] if options else read_default_options()[group]
     return find_option_type(group, option, config_dir)

@@ -68,8 +68,8 @@ def _build_images(args: argparse.Namespace) -> int:
         "--end-of-document": args.end_of_document,
         "--vocab-size": args.vocab_size,
     }
-    if given := [option for option, value in of_text.items() if value]:
-        raise UserError(f"{given[0]}: no effect on images, which {args.source[0]} holds; leave it out")
+    if ignored := [option for option, value in of_text.items() if value]:
+        raise UserError(f"{ignored[0]}: no effect on images, which {args.source[0]} holds; leave it out")
     workers = args.workers or len(os.sched_getaffinity(0))
     with _show_progress("images") as progress:
         store = build_image_store(

@@ -23,9 +23,9 @@ def doctor_command(overrides: Sequence[str], config_dir: str | None, as_text: bo
     with pause_gc(freeze=True):  # it imports torch
         from hpc_train.doctor.machine import check_machine
     if identity is None or identity.processes == 1:
-        findings = check_machine(config, os.environ, socket.gethostname(), nodes=1, local=1)
-        print_findings(findings, as_text)
-        return choose_exit_code(findings)
+        machine_findings = check_machine(config, os.environ, socket.gethostname(), nodes=1, local=1)
+        print_findings(machine_findings, as_text)
+        return choose_exit_code(machine_findings)
     from hpc_train.doctor.job import check_job  # needs torch.distributed
 
     found, code = check_job(config, identity, os.environ)

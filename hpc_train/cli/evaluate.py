@@ -11,11 +11,11 @@ from hpc_train.cli.arguments import add_examples, add_json, add_weights, whole_n
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval`."""
     command.add_argument("where", metavar="RUN", help="run directory, step-<n>, or a folder of transformers")
-    what = command.add_mutually_exclusive_group()
-    what.add_argument(
+    measure = command.add_mutually_exclusive_group()
+    measure.add_argument(
         "--data", metavar="PATH", help="store, text, conversations or images (default: the run's own data)"
     )
-    what.add_argument("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
+    measure.add_argument("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
     command.add_argument(
         "--split",
         choices=("validation", "train", "all"),
@@ -125,6 +125,6 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     if a.json:
         print_json({"tasks": scores})
         return 0
-    rows = [(task, metric, f"{value:.6g}") for task, found in scores.items() for metric, value in found.items()]
+    rows = [(task, metric, f"{value:.6g}") for task, metrics in scores.items() for metric, value in metrics.items()]
     print_table(("task", "metric", "value"), rows, numbers=("value",))
     return 0

@@ -38,14 +38,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_generate)
 
 
-def _number(least: float, most: float) -> Callable[[str], float]:
+def _number(lowest: float, highest: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
-            value = least - 1
-        if not least <= value <= most:  # NaN, too
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
+            value = lowest - 1
+        if not lowest <= value <= highest:  # NaN, too
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {lowest:g} to {highest:g}")
         return value
 
     return parse

@@ -75,8 +75,8 @@ def make_console() -> Console:
     """Return a console for the current stdout, which never wraps lines off a terminal."""
     from rich.console import Console
 
-    wide = None if sys.stdout.isatty() else 10_000
-    return Console(file=sys.stdout, width=wide, highlight=False, markup=False)
+    width = None if sys.stdout.isatty() else 10_000
+    return Console(file=sys.stdout, width=width, highlight=False, markup=False)
 
 
 @contextmanager

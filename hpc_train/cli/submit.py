@@ -41,8 +41,8 @@ def submit_command(
 
 def _describe_jobs(submission: Submission) -> str:
     jobs = submission.jobs
-    what = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {', '.join(jobs)}, one after the other"
-    return f"{what}: nodes {submission.nodes} x ranks {submission.ranks_per_node}"
+    name = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {', '.join(jobs)}, one after the other"
+    return f"{name}: nodes {submission.nodes} x ranks {submission.ranks_per_node}"
 
 
 def submit_sweep_command(

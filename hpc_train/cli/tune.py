@@ -83,10 +83,10 @@ def describe_trial(trial: Trial, best: Trial | None) -> str:
 
     before = best.settings if best is not None else {}
     changed = [f"{key}={value}" for key, value in trial.settings.items() if before.get(key) != value]
-    what = " ".join(changed) or "as given"
+    name = " ".join(changed) or "as given"
     if trial.failure:
-        return f"{what}: failed ({trial.failure})"
+        return f"{name}: failed ({trial.failure})"
     step = f"{format_seconds(trial.seconds)} per step ± {format_seconds(2 * trial.noise)}, {trial.verdict}"
     if best is None:
-        return f"{what}: {step}"
-    return f"{what}: {step}; {1 - trial.seconds / best.seconds:+.0%}, {'kept' if trial.kept else 'not kept'}"
+        return f"{name}: {step}"
+    return f"{name}: {step}; {1 - trial.seconds / best.seconds:+.0%}, {'kept' if trial.kept else 'not kept'}"

@@ -35,7 +35,7 @@ from hpc_train.messages import Codec, all_gather_values
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.placement.communication_environment import apply_settings, choose_socket_settings
 from hpc_train.resilience.preflight import SIZES, run_preflight
-from hpc_train.runtime.identity import ProcessIdentity, find_own_address
+from hpc_train.runtime.identity import ProcessIdentity, find_local_address
 from hpc_train.runtime.start import join, leave_process_group
 
 TIMEOUT = timedelta(minutes=2)
@@ -53,7 +53,7 @@ def check_job(config: RunConfig, identity: ProcessIdentity, env: Mapping[str, st
     per_node = -(-identity.processes // identity.nodes)
     findings = check_machine(config, env, identity.host, identity.nodes, per_node) if identity.local == 0 else []
     try:
-        network = find_own_address(identity.host, identity.nodes, config.cluster.fabric.interface)
+        network = find_local_address(identity.host, identity.nodes, config.cluster.fabric.interface)
         task = _join_job(config, env, network[1])
     except (UserError, RuntimeError) as error:
         why = " ".join(str(error).split())[:300]

@@ -20,7 +20,7 @@ from hpc_train._torch import OLDEST_TESTED, describe_untested_torch, release_num
 from hpc_train.doctor.findings import Finding, fail_check, pass_check, warn_check
 from hpc_train.errors import UserError
 from hpc_train.placement.communication_environment import find_harmful_variables
-from hpc_train.runtime.identity import find_own_address, list_interfaces
+from hpc_train.runtime.identity import find_local_address, list_interfaces
 
 
 def check_software() -> Iterator[Finding]:
@@ -169,7 +169,7 @@ def check_environment(
 def check_interface(host: str, nodes: int, wanted: str | None) -> Finding:
     """Check the interface on which ranks will open sockets."""
     try:
-        address, name = find_own_address(host, nodes, wanted)
+        address, name = find_local_address(host, nodes, wanted)
     except UserError as error:
         return fail_check("interface", str(error), "see `ip -4 address` for what this host has")
     return pass_check(

@@ -142,8 +142,8 @@ def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float 
         weights = used + config.vocab_size * config.hidden
         width = config.heads * compute_mean_head_dim(config)
         windows = (find_window(config, layer) for layer in range(config.layers))
-        seen = sum(2 * compute_mean_keys(window, sequence_length) for window in windows)
-        return float(count_transformer_flops(weights, width, seen))
+        score_products = sum(2 * compute_mean_keys(window, sequence_length) for window in windows)
+        return float(count_transformer_flops(weights, width, score_products))
     if isinstance(config, VisionTransformerConfig):
         return _count_vit_flops(config)
     return None

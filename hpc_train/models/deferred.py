@@ -104,8 +104,9 @@ def _make_plain_tensors_of(
 
     real: tensors made already, so that what modules share stays shared.
     """
-    plain = [] if isinstance(module, nn.RNNBase) else iterate_plain_tensors(module)  # it keeps a list of its parameters
-    for name, tensor in [*module.named_buffers(recurse=False, remove_duplicate=False), *plain]:
+    # An RNN keeps a list of its parameters, which are no plain tensors.
+    plain_tensors = [] if isinstance(module, nn.RNNBase) else iterate_plain_tensors(module)
+    for name, tensor in [*module.named_buffers(recurse=False, remove_duplicate=False), *plain_tensors]:
         if not mode.is_deferred(tensor):
             continue
         if getattr(module, name, None) is not tensor or memory_number(tensor) in owners:

@@ -220,9 +220,9 @@ class Router(nn.Module):
 
     def record(self, loads: Tensor, loss: Tensor) -> None:
         """Add what one forward has routed."""
-        seen = self.balance
-        seen.loads = loads if seen.loads is None else seen.loads + loads
-        seen.loss = loss if seen.loss is None else seen.loss + loss
+        sums = self.balance
+        sums.loads = loads if sums.loads is None else sums.loads + loads
+        sums.loss = loss if sums.loss is None else sums.loss + loss
 
     @torch.no_grad()
     def move_bias(self, loads: Tensor) -> None:

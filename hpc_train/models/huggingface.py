@@ -130,15 +130,15 @@ def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
         if _BUFFERS.search(name) or experts.take(name, tensor, kind):
             continue
         module, leaf = _split_name(_complete_name(name, kind))
-        ours = _rename_module(module, _TABLES[kind])
-        if ours is None:
+        module_name = _rename_module(module, _TABLES[kind])
+        if module_name is None:
             raise UserError(f"{name}: no such weight in a {kind} model; is this a checkpoint of {config.name}?")
-        tensor = tensor.t() if _is_conv1d(ours, leaf, kind) else tensor
-        if ours.endswith(".qkv"):
+        tensor = tensor.t() if _is_conv1d(module_name, leaf, kind) else tensor
+        if module_name.endswith(".qkv"):
             parts = zip("qkv", tensor.chunk(3), strict=True)
-            out.update({f"{ours[:-3]}{which}{leaf}": part for which, part in parts})
-        elif not (ours == "head" and _is_tied(config)):
-            out[ours + leaf] = tensor
+            out.update({f"{module_name[:-3]}{which}{leaf}": part for which, part in parts})
+        elif not (module_name == "head" and _is_tied(config)):
+            out[module_name + leaf] = tensor
     return out | experts.stack(config)
 
 
@@ -151,7 +151,7 @@ class _Stacks:
     """The matrices of single experts, as files have them, on their way to one tensor for all experts of a layer."""
 
     def __init__(self) -> None:
-        self._found: dict[str, dict[int, Tensor]] = {}
+        self._matrices: dict[str, dict[int, Tensor]] = {}
 
     def take(self, name: str, tensor: Tensor, kind: str) -> bool:
         """Take the matrix of one expert; False for any other weight."""
@@ -159,13 +159,13 @@ class _Stacks:
         which = _MATRICES.get(kind, _QWEN_MATRICES).get(match[3]) if match else None
         if match is None or which is None or kind not in _EXPERT_FAMILIES:
             return False
-        self._found.setdefault(f"layers.{match[1]}.feed_forward.experts.{which}", {})[int(match[2])] = tensor
+        self._matrices.setdefault(f"layers.{match[1]}.feed_forward.experts.{which}", {})[int(match[2])] = tensor
         return True
 
     def stack(self, config: ModelConfig) -> State:
         """Stack the matrices, (experts, in, out). Raises UserError where some are missing, or shapes differ."""
         out = State()
-        for name, matrices in self._found.items():
+        for name, matrices in self._matrices.items():
             assert isinstance(config, TransformerConfig)
             if sorted(matrices) != list(range(config.experts.count)) or len({m.shape for m in matrices.values()}) > 1:
                 raise UserError(
@@ -178,31 +178,31 @@ class _Stacks:
 
 def _unstack_experts(state: Mapping[str, Tensor], kind: str) -> tuple[State, State]:
     """Return (the weights of single experts under the library's names, all other weights under ours)."""
-    names = {ours: theirs for theirs, ours in _MATRICES.get(kind, _QWEN_MATRICES).items()}
-    single, rest = State(), State()
+    names = {hpc_name: hf_name for hf_name, hpc_name in _MATRICES.get(kind, _QWEN_MATRICES).items()}
+    single, others = State(), State()
     for name, tensor in state.items():
         match = re.fullmatch(r"layers\.(\d+)\.feed_forward\.experts\.(\w+)", name)
         if match is None:
-            rest[name] = tensor
+            others[name] = tensor
             continue
         layer = "block_sparse_moe" if kind == "mixtral" else "mlp"
         for index, matrix in enumerate(tensor.unbind()):
             single[f"model.layers.{match[1]}.{layer}.experts.{index}.{names[match[2]]}.weight"] = (
                 matrix.t().contiguous()
             )
-    return single, rest
+    return single, others
 
 
 def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> State:
     """Make the library's state dict, as in its files, from ours: a tied head is not in it."""
     kind = find_model_family(config)
-    table = {ours: theirs for theirs, ours in _TABLES[kind].items()}
-    out, rest = _unstack_experts(state, kind)
-    for name, tensor in _fuse_qkv(rest).items() if kind == "gpt2" else rest.items():
+    table = {hpc_name: hf_name for hf_name, hpc_name in _TABLES[kind].items()}
+    out, others = _unstack_experts(state, kind)
+    for name, tensor in _fuse_qkv(others).items() if kind == "gpt2" else others.items():
         module, leaf = (name, "") if _rename_module(name, table) else _split_name(name)
-        theirs = _rename_module(module, table)
-        assert theirs is not None, f"{name}: not of this family"
-        out[theirs + leaf] = tensor.t().contiguous() if _is_conv1d(module, leaf, kind) else tensor
+        hf_name = _rename_module(module, table)
+        assert hf_name is not None, f"{name}: not of this family"
+        out[hf_name + leaf] = tensor.t().contiguous() if _is_conv1d(module, leaf, kind) else tensor
     return out
 
 
@@ -210,10 +210,10 @@ def name_huggingface_module(module: str, config: ModelConfig) -> str:
     """Return the library's name of one of our modules; GPT-2's q, k and v are all in one module there."""
     kind = find_model_family(config)
     fused = re.sub(r"\.attention\.[qkv]$", ".attention.qkv", module) if kind == "gpt2" else module
-    theirs = _rename_module(fused, {ours: theirs for theirs, ours in _TABLES[kind].items()})
-    if theirs is None:
+    hf_name = _rename_module(fused, {hpc_name: hf_name for hf_name, hpc_name in _TABLES[kind].items()})
+    if hf_name is None:
         raise UserError(f"{module}: no such module in a {kind} model of transformers")
-    return theirs
+    return hf_name
 
 
 def _complete_name(name: str, kind: str) -> str:
@@ -234,8 +234,8 @@ def _rename_module(module: str, table: Mapping[str, str]) -> str | None:
     return name.replace("#", numbers[0]) if name and numbers else name
 
 
-def _is_conv1d(ours: str, leaf: str, kind: str) -> bool:
-    return kind == "gpt2" and leaf == ".weight" and re.search(r"\.(attention|feed_forward)\.", ours) is not None
+def _is_conv1d(module_name: str, leaf: str, kind: str) -> bool:
+    return kind == "gpt2" and leaf == ".weight" and re.search(r"\.(attention|feed_forward)\.", module_name) is not None
 
 
 def _is_tied(config: ModelConfig) -> bool:

@@ -41,10 +41,10 @@ def find_model_family(config: ModelConfig) -> str:
 
 def _refuse_gemma_parts(config: TransformerConfig) -> None:
     """Raise UserError for what only the models of the Gemma family have, in one of another family."""
-    plain = TransformerConfig(name="")
+    defaults = TransformerConfig(name="")
     for key in _GEMMA_PARTS:
         value = getattr(config, key)
-        if value != getattr(plain, key):
+        if value != getattr(defaults, key):
             raise UserError(
                 f"model={config.name}: model.{key}={str(value).lower()}: of the models of transformers only those of "
                 "the Gemma family have it, with model.norm=rmsnorm_1p, so its weights have no names there; use "
@@ -60,7 +60,7 @@ def _refuse_gemma_parts(config: TransformerConfig) -> None:
 def _check_gemma(config: TransformerConfig) -> str:
     """Return gemma3_text, or gemma2 if queries and keys have no norms. Raises UserError for what neither computes."""
     kind = "gemma2" if config.query_key_norm == "none" else "gemma3_text"
-    wanted = {
+    requirements = {
         "activation": config.activation == "geglu",
         "positions": config.positions == "rotary",
         "pre_norms": config.pre_norms,
@@ -71,7 +71,7 @@ def _check_gemma(config: TransformerConfig) -> str:
         "experts.count": not config.experts.count,
         "rope.local_theta": kind == "gemma3_text" or config.rope.local_theta is None,
     }
-    wrong = [key for key, agrees in wanted.items() if not agrees]
+    wrong = [key for key, agrees in requirements.items() if not agrees]
     if wrong:
         raise UserError(
             f"model={config.name}: model.norm=rmsnorm_1p makes it one of the Gemma family in transformers, which has "
@@ -83,8 +83,8 @@ def _check_gemma(config: TransformerConfig) -> str:
 
 def _check_olmo(config: TransformerConfig) -> str:
     """Return olmo2, or olmo3 with windows. Raises UserError for settings that neither has."""
-    plain = TransformerConfig(name="")
-    wanted = {
+    defaults = TransformerConfig(name="")
+    requirements = {
         "norm": config.norm == "rmsnorm",
         "activation": config.activation == "swiglu",
         "positions": config.positions == "rotary",
@@ -92,9 +92,9 @@ def _check_olmo(config: TransformerConfig) -> str:
         "query_key_norm": config.query_key_norm == "full",
         "experts.count": not config.experts.count,
         "rope.local_theta": config.rope.local_theta in (None, config.rope_theta),
-        **{key: getattr(config, key) == getattr(plain, key) for key in _GEMMA_PARTS if key != "post_norms"},
+        **{key: getattr(config, key) == getattr(defaults, key) for key in _GEMMA_PARTS if key != "post_norms"},
     }
-    wrong = [key for key, agrees in wanted.items() if not agrees]
+    wrong = [key for key, agrees in requirements.items() if not agrees]
     if wrong:
         raise UserError(
             f"model={config.name}: model.pre_norms=false makes it one of the OLMo family in transformers, which has "
@@ -123,10 +123,10 @@ def _find_llama_family(config: TransformerConfig) -> str:
 
 def _find_expert_family(config: TransformerConfig) -> str:
     """Return mixtral, qwen3_moe or olmoe, by the norm of queries and keys. Raises UserError if none of them fits."""
-    experts, plain = config.experts, ExpertsConfig()
+    experts, defaults = config.experts, ExpertsConfig()
     dense = config.positions != "rotary" or config.norm != "rmsnorm" or config.activation != "swiglu"
-    others = ("shared", "first_dense", "gate", "scale", "groups", "balance_bias", "capacity_factor")
-    changed = [name for name in others if getattr(experts, name) != getattr(plain, name)]
+    unsupported = ("shared", "first_dense", "gate", "scale", "groups", "balance_bias", "capacity_factor")
+    changed = [name for name in unsupported if getattr(experts, name) != getattr(defaults, name)]
     if config.query_key_norm == "none" and not experts.normalise:
         changed.append("normalise")
     if config.sliding_window is not None and (config.query_key_norm != "none" or config.global_every):
@@ -136,9 +136,9 @@ def _find_expert_family(config: TransformerConfig) -> str:
             "safetensors"
         )
     if dense or changed:
-        what = f"model.experts.{changed[0]}={getattr(experts, changed[0])}" if changed else "its dense layers"
+        part = f"model.experts.{changed[0]}={getattr(experts, changed[0])}" if changed else "its dense layers"
         raise UserError(
-            f"model={config.name}: {what}: Mixtral, Qwen3-MoE and OLMoE of transformers compute something else, so its "
+            f"model={config.name}: {part}: Mixtral, Qwen3-MoE and OLMoE of transformers compute something else, so its "
             "weights have no names there; use --format safetensors"
         )
     return {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}[config.query_key_norm]
@@ -147,7 +147,7 @@ def _find_expert_family(config: TransformerConfig) -> str:
 def _check_deepseek(config: TransformerConfig) -> str:
     """Return deepseek_v3. Raises UserError for what it does not compute."""
     experts = config.experts
-    wanted = {
+    requirements = {
         "experts.gate": experts.gate == "sigmoid",
         "experts.shared": experts.shared > 0,
         "experts.balance_bias": experts.balance_bias > 0,
@@ -155,7 +155,7 @@ def _check_deepseek(config: TransformerConfig) -> str:
         "norm": config.norm == "rmsnorm",
         "activation": config.activation == "swiglu",
     }
-    wrong = [key for key, agrees in wanted.items() if not agrees]
+    wrong = [key for key, agrees in requirements.items() if not agrees]
     if wrong or not experts.count:
         key = wrong[0] if experts.count else "experts.count"
         raise UserError(

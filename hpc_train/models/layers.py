@@ -270,10 +270,10 @@ def get_block_index(name: str) -> int:
 
 def find_stage_ends(names: list[str], layers: int) -> tuple[bool, bool]:
     """Whether the stage with the blocks `names` is the first of its model, and whether it is the last."""
-    every = list_block_names(layers)
+    all_names = list_block_names(layers)
     assert names, "a stage holds at least one block"
-    assert names == [name for name in every if name in names], f"not blocks of this model in its order: {names}"
-    return names[0] == every[0], names[-1] == every[-1]
+    assert names == [name for name in all_names if name in names], f"not blocks of this model in its order: {names}"
+    return names[0] == all_names[0], names[-1] == all_names[-1]
 
 
 def make_stage_blocks(names: list[str], make: Callable[[str], Block]) -> nn.ModuleDict:
@@ -284,7 +284,7 @@ def make_stage_blocks(names: list[str], make: Callable[[str], Block]) -> nn.Modu
 def match_tensor_plan(plan: dict[str, str], module: nn.Module) -> dict[str, str]:
     """Return the lines of a plan that match a module here: a stage and a variant of a model lack some."""
     names = [name for name, _ in module.named_modules()]
-    return {glob: how for glob, how in plan.items() if any(fnmatchcase(name, glob) for name in names)}
+    return {glob: style for glob, style in plan.items() if any(fnmatchcase(name, glob) for name in names)}
 
 
 def cross_entropy_sum(logits: Tensor, target: Tensor) -> Tensor:
@@ -292,8 +292,8 @@ def cross_entropy_sum(logits: Tensor, target: Tensor) -> Tensor:
 
     logits: (..., classes). target: (...), int64.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, -2), target.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+    logits_fp32 = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits_fp32.flatten(0, -2), target.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
 
 
 class BlockModel(nn.Module):

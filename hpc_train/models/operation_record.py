@@ -68,29 +68,29 @@ class OperationRecord:
 
     def make(self, view: DeferredView) -> Tensor:
         """Compute the values a deferred tensor has now, in fresh memory."""
-        made: dict[int, Tensor] = {}
+        memories: dict[int, Tensor] = {}
         with torch.random.fork_rng([]), torch.no_grad():
             for index in self._list_needed(view.memory):
-                self._run(self.operations[index], made)
-        return _cut_view(made, view)
+                self._run(self.operations[index], memories)
+        return _cut_view(memories, view)
 
     def _list_needed(self, memory: int) -> list[int]:
         """Return the operations that lead to a memory's values, in order."""
-        found: set[int] = set()
+        needed: set[int] = set()
         waiting = [(memory, len(self.operations))]
         while waiting:
-            wanted, before = waiting.pop()
-            for index in self.writers.get(wanted, ()):
-                if index < before and index not in found:  # what is written after the read does not matter to it
-                    found.add(index)
+            memory_read, before = waiting.pop()
+            for index in self.writers.get(memory_read, ()):
+                if index < before and index not in needed:  # what is written after the read does not matter to it
+                    needed.add(index)
                     operation = self.operations[index]
-                    waiting += [(storage, index) for storage in {*operation.reads, *operation.writes} - {wanted}]
-        return sorted(found)
+                    waiting += [(storage, index) for storage in {*operation.reads, *operation.writes} - {memory_read}]
+        return sorted(needed)
 
-    def _run(self, operation: _Operation, made: dict[int, Tensor]) -> None:
+    def _run(self, operation: _Operation, memories: dict[int, Tensor]) -> None:
         args, kwargs = (
-            tree_map_only(DeferredView, lambda view: _cut_view(made, view), given)
-            for given in (operation.args, operation.kwargs)
+            tree_map_only(DeferredView, lambda view: _cut_view(memories, view), arguments)
+            for arguments in (operation.args, operation.kwargs)
         )
         if operation.generator is not None:
             torch.set_rng_state(operation.generator)
@@ -98,11 +98,11 @@ class OperationRecord:
         outputs = out if isinstance(out, (tuple, list)) else (out,)
         for view, tensor in zip(operation.outputs, outputs, strict=False):
             if view is not None:
-                made[view.memory] = tensor
+                memories[view.memory] = tensor
 
 
-def _cut_view(made: dict[int, Tensor], view: DeferredView) -> Tensor:
-    base = made[view.memory]
+def _cut_view(memories: dict[int, Tensor], view: DeferredView) -> Tensor:
+    base = memories[view.memory]
     if base.dtype != view.dtype:
         raise NotDeferrableError("memory seen as two types")
     return torch.as_strided(base, view.size, view.stride, view.offset)
@@ -141,10 +141,10 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotDeferrableError("a generator of its own")
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
             kwargs = {**kwargs, "device": torch.device("cpu")}  # torch itself asks a deferred tensor for its device
-        given = _list_tensors((args, kwargs))
-        deferred = [tensor for tensor in given if self.is_deferred(tensor)]
+        tensors = _list_tensors((args, kwargs))
+        deferred = [tensor for tensor in tensors if self.is_deferred(tensor)]
         if not deferred:
-            return self._run_factory(func, args, kwargs) if not given else func(*args, **kwargs)
+            return self._run_factory(func, args, kwargs) if not tensors else func(*args, **kwargs)
         written = _find_written(func, args, kwargs)
         if any(self.is_deferred(tensor) for tensor in written):
             return self._record_operation(func, args, kwargs, written)
@@ -186,14 +186,14 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func(*self._replace_by_zeros(args), **self._replace_by_zeros(kwargs))  # advances the generator as it should
         if written:
             out = func(*self._move_to_meta(args), **self._move_to_meta(kwargs))
-        made = [] if written else _list_tensors(out)
-        for tensor in made:
+        created = [] if written else _list_tensors(out)
+        for tensor in created:
             self.record.alive[memory_number(tensor)] = tensor
         reads = tuple(memory_number(tensor) for tensor in _list_tensors((args, kwargs)) if self.is_deferred(tensor))
-        writes = tuple(memory_number(tensor) for tensor in (written or made))
+        writes = tuple(memory_number(tensor) for tensor in (written or created))
         outputs = (
             tuple(self.find_view(result) if isinstance(result, Tensor) else None for result in _as_tuple(out))
-            if made
+            if created
             else ()
         )
         self.record.add(
@@ -237,20 +237,20 @@ def _as_tuple(out: Any) -> tuple[Any, ...]:
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map_only(Tensor, found.append, tree)
-    return found
+    tensors: list[Tensor] = []
+    tree_map_only(Tensor, tensors.append, tree)
+    return tensors
 
 
 def _find_written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation changes in place."""
-    found = []
+    written = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        found += _list_tensors(value)
-    return found
+        written += _list_tensors(value)
+    return written
 
 
 def _is_pure(func: Any) -> bool:

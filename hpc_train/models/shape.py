@@ -139,10 +139,10 @@ _SCALINGS_WITH = {
 
 
 def _check_rope_scaling(config: TransformerConfig) -> None:
-    rope, plain = config.rope, RopeConfig()
+    rope, defaults = config.rope, RopeConfig()
     for key, scalings in _SCALINGS_WITH.items():
         value = getattr(rope, key)
-        if value != getattr(plain, key) and config.rope_scaling not in scalings:
+        if value != getattr(defaults, key) and config.rope_scaling not in scalings:
             raise UserError(
                 f"model.rope.{key}={str(value).lower()}: without effect at model.rope_scaling={config.rope_scaling}; "
                 f"it is of {' and '.join(scalings)}"
@@ -162,7 +162,7 @@ def _check_latent_attention(config: TransformerConfig) -> None:
         raise UserError(
             f"model.latent.value_head_dim={latent.value_head_dim}: is wider than a query, {width}; lower it"
         )
-    wanted: dict[str, tuple[object, object]] = {
+    requirements: dict[str, tuple[object, object]] = {
         "positions": (config.positions, "rotary"),
         "query_key_norm": (config.query_key_norm, "none"),
         "bias": (config.bias, False),
@@ -173,7 +173,7 @@ def _check_latent_attention(config: TransformerConfig) -> None:
         "norm": (config.norm, "rmsnorm"),
         "post_norms": (config.post_norms, False),
     }
-    for key, (value, only) in wanted.items():
+    for key, (value, only) in requirements.items():
         if value != only:
             raise UserError(
                 f"model.{key}={str(value).lower()}: model.latent.kv_rank={latent.kv_rank} goes only with "

@@ -81,5 +81,5 @@ def _make_block(config: VisionTransformerConfig) -> Block:
     hidden, heads = config.hidden, config.heads
     core = ScaledDotProduct(causal=False, dropout=config.dropout)
     attention = Attention(hidden, heads, heads, hidden // heads, bias=True, core=core)
-    wide = make_feed_forward(hidden, config.feed_forward, "gelu", bias=True)
-    return Block(attention, wide, partial(nn.LayerNorm, hidden, eps=config.norm_eps), config.dropout)
+    feed_forward = make_feed_forward(hidden, config.feed_forward, "gelu", bias=True)
+    return Block(attention, feed_forward, partial(nn.LayerNorm, hidden, eps=config.norm_eps), config.dropout)

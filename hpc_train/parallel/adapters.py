@@ -51,12 +51,14 @@ def quantize_base(part: nn.Module) -> str:
             f"adapter.base=nf4: no linear layer of {name_model(part)} has a number of inputs that is a multiple of "
             f"{BLOCK}; use adapter.base=full"
         )
-    every = sum(isinstance(module, nn.Linear) for name in blocks for module in part.get_submodule(name).modules())
+    linear_count = sum(
+        isinstance(module, nn.Linear) for name in blocks for module in part.get_submodule(name).modules()
+    )
     numbers = sum(layer.weight.numel() for layer in layers.values())
     for layer in layers.values():
         quantize_layer(layer)
-    left = f", {every - len(layers)} left alone for their sizes" if every > len(layers) else ""
-    return f"base: nf4, {len(layers)} linear layers with {numbers:,} numbers of 4.5 bits{left}"
+    skipped = f", {linear_count - len(layers)} left alone for their sizes" if linear_count > len(layers) else ""
+    return f"base: nf4, {len(layers)} linear layers with {numbers:,} numbers of 4.5 bits{skipped}"
 
 
 def _check_rank(layers: dict[str, nn.Module], rank: int) -> None:
@@ -85,10 +87,10 @@ def find_target_layers(model: nn.Module, globs: list[str]) -> dict[str, nn.Modul
     matched = {glob: [name for name in layers if _matches(name, glob)] for glob in globs}
     for glob, names in matched.items():
         if not names:
-            why = _explain_mismatch(model, layers, glob)
-            raise UserError(f"adapter.targets: {glob!r} matches no linear layer{why}")
-    chosen = {name for names in matched.values() for name in names}
-    return {name: layer for name, layer in layers.items() if name in chosen}
+            hint = _explain_mismatch(model, layers, glob)
+            raise UserError(f"adapter.targets: {glob!r} matches no linear layer{hint}")
+    targets = {name for names in matched.values() for name in names}
+    return {name: layer for name, layer in layers.items() if name in targets}
 
 
 def _matches(name: str, glob: str) -> bool:
@@ -109,9 +111,9 @@ def _takes_adapter(module: nn.Module) -> bool:
 
 
 def _explain_mismatch(model: nn.Module, layers: dict[str, nn.Module], glob: str) -> str:
-    others = {type(module).__name__ for name, module in model.named_modules() if _matches(name, glob)}
-    if others:
-        return f" but {', '.join(sorted(others))}; only nn.Linear and Conv1D take an adapter"
+    other_types = {type(module).__name__ for name, module in model.named_modules() if _matches(name, glob)}
+    if other_types:
+        return f" but {', '.join(sorted(other_types))}; only nn.Linear and Conv1D take an adapter"
     ends = sorted({name.rpartition(".")[2] for name in layers})
-    near = difflib.get_close_matches(glob, [*layers, *ends], n=3, cutoff=0.4) or ends[:8]
-    return f"; the nearest are {', '.join(near)}"
+    close_names = difflib.get_close_matches(glob, [*layers, *ends], n=3, cutoff=0.4) or ends[:8]
+    return f"; the nearest are {', '.join(close_names)}"

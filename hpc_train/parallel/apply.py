@@ -23,7 +23,7 @@ from hpc_train.parallel.attention_backend import report_attention
 from hpc_train.parallel.dropout import place_dropout
 from hpc_train.parallel.engines.plain_engine import PlainEngine, UnwrappedModel, WrappedModel
 from hpc_train.parallel.engines.updating_engine import has_routers
-from hpc_train.parallel.loss import use_own_loss
+from hpc_train.parallel.loss import use_registered_loss
 from hpc_train.parallel.materialise import (
     ParameterValues,
     adopt_buffers,
@@ -152,7 +152,7 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
         yield synchronise_batch_norm(part, config, world)
     yield place_dropout(part, config, world)
     yield report_attention(part, config, world)
-    yield use_own_loss(part, config.train)
+    yield use_registered_loss(part, config.train)
     if config.adapter.base == "nf4":
         from hpc_train.parallel.adapters import quantize_base
 

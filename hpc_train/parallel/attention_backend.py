@@ -46,10 +46,10 @@ def report_attention(part: nn.Module, config: RunConfig, world: World) -> str | 
         return None
     ring = get_axis_degree(world, "cp") > 1 and config.parallel.context.method == "ring"
     if ring or model.dropout > 0:
-        found = Counter({"blocks of the ring" if ring else "plain operations with dropout": len(cores)})
+        backends = Counter({"blocks of the ring" if ring else "plain operations with dropout": len(cores)})
     else:
-        found = Counter(_describe_core(core, _Shapes.of(model, config, world)) for core in cores)
-    names = ", ".join(f"{name} in {count} layers" for name, count in found.items())
+        backends = Counter(_describe_core(core, _Shapes.of(model, config, world)) for core in cores)
+    names = ", ".join(f"{name} in {count} layers" for name, count in backends.items())
     return f"attention: {names} (model.attention={model.attention})"
 
 
@@ -73,9 +73,9 @@ class _Shapes:
 def _describe_core(core: ScaledDotProduct, shapes: _Shapes) -> str:
     """Say how this layer computes. Raises UserError if its backend cannot."""
     rule, q, k = core.rule, shapes.q, shapes.k
-    why = explain_missing_kernel(core.backend, q.device.type == "cpu")
-    if why is not None:
-        raise UserError(f"model.attention={core.backend}: {why}")
+    problem = explain_missing_kernel(core.backend, q.device.type == "cpu")
+    if problem is not None:
+        raise UserError(f"model.attention={core.backend}: {problem}")
     window = f", window {rule.window}" if rule.cuts(q.shape[2]) else ""
     cap = f", soft-cap {rule.softcap:g}" if rule.softcap is not None else ""
     implementation = choose_implementation(rule, core.backend, q.shape[2], q, packed=shapes.packed)
@@ -86,8 +86,8 @@ def _describe_core(core: ScaledDotProduct, shapes: _Shapes) -> str:
         _check_on_gpu(core.backend, q, k, mask, rule)
     if core.backend != "auto":
         return core.backend + window
-    chosen = find_sdpa_backend(q, k, k, mask, rule.causal and mask is None)
-    return chosen.name.removesuffix("_ATTENTION").lower() + window
+    backend = find_sdpa_backend(q, k, k, mask, rule.causal and mask is None)
+    return backend.name.removesuffix("_ATTENTION").lower() + window
 
 
 def _make_mask(rule: ScoreRule, q: Tensor, implementation: str, packed: bool) -> Tensor | None:

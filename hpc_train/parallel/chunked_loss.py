@@ -42,15 +42,15 @@ def compute_loss_in_chunks(part: nn.Module, config: RunConfig, world: World) -> 
         )
     axis = None
     if get_axis_degree(world, "tp") > 1 and config.parallel.tensor.vocabulary:
-        axis = _find_own_classes(part, world)
-    owner = part.embed if part.config.tied_embeddings else part.head
+        axis = _find_local_classes(part, world)
+    head = part.embed if part.config.tied_embeddings else part.head
     policy = make_mixed_precision_policy(config.precision)
     keeps = get_axis_degree(world, "pp") > 1 and splits_backward(config.parallel.pipeline)
     softcap = part.config.logit_softcap
     chunks = LossChunks(config.train.loss_chunk, part.config.vocab_size, policy.param_dtype, axis, keeps, softcap)
     part.logit_softcap = None
     part.head.forward = _pass_on  # type: ignore[method-assign, assignment]
-    part.loss_sum = ChunkedLoss(owner, chunks)  # type: ignore[method-assign]
+    part.loss_sum = ChunkedLoss(head, chunks)  # type: ignore[method-assign]
     return f"loss: {config.train.loss_chunk} tokens at a time"
 
 
@@ -60,18 +60,18 @@ def _pass_on(x: Tensor, *weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _OwnClasses:
+class _LocalClasses:
     """The part of the vocabulary whose logits this rank computes."""
 
     first: int
     group: dist.ProcessGroup
 
 
-def _find_own_classes(part: Transformer, world: World) -> _OwnClasses:
+def _find_local_classes(part: Transformer, world: World) -> _LocalClasses:
     from hpc_train.parallel.tensor.layers import TensorAxis, find_first_row
 
     axis = TensorAxis(world.mesh["tp"], sequence=False)
-    return _OwnClasses(find_first_row(part.config.vocab_size, axis), axis.group)
+    return _LocalClasses(find_first_row(part.config.vocab_size, axis), axis.group)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class LossChunks:
     """Size of the whole vocabulary."""
     dtype: torch.dtype | None = None
     """Type that the products are computed in; None: that of the hidden states."""
-    own: _OwnClasses | None = None
+    local_classes: _LocalClasses | None = None
     """This rank's part of the vocabulary; None: all of it."""
     keeps_gradients: bool = False
     """Whether backward may run twice: a split backward first computes gradients of activations, then of weights."""
@@ -95,14 +95,14 @@ class LossChunks:
 class ChunkedLoss:
     """The loss_sum of a model whose output layer passes hidden states on."""
 
-    def __init__(self, owner: nn.Module, chunks: LossChunks) -> None:
-        """owner: the module whose `weight` is the output layer's."""
-        self._owner, self._chunks = owner, chunks
+    def __init__(self, head: nn.Module, chunks: LossChunks) -> None:
+        """head: the module whose `weight` is the output layer's."""
+        self._head, self._chunks = head, chunks
 
     def __call__(self, out: Tensor, target: Tensor) -> Tensor:
         """Sum the cross entropy. out: (..., hidden); target: (...), int64."""
         check_targets(target, self._chunks.classes)
-        weight: Any = self._owner.weight
+        weight: Any = self._head.weight
         dtype = self._chunks.dtype or out.dtype
         wants = torch.is_grad_enabled()
         x = out.flatten(0, -2).to(dtype)
@@ -137,10 +137,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         gradients = ctx.gradients
         if ctx.keeps:
-            of_x, of_weight = (None if one is None else one * gradient for one in gradients)
+            of_x, of_weight = (None if factor is None else factor * gradient for factor in gradients)
         else:  # in place: the weight's gradient is as large as the weight
             ctx.gradients = None
-            of_x, of_weight = (None if one is None else one.mul_(gradient) for one in gradients)
+            of_x, of_weight = (None if factor is None else factor.mul_(gradient) for factor in gradients)
         return of_x, of_weight, None, None, None
 
 
@@ -150,18 +150,20 @@ def _add_chunk(
     """Return the loss of one chunk; write its gradient into of_x, and add its part to of_weight."""
     counts = (target != IGNORED_TARGET).unsqueeze(-1)
     x = x * counts  # what does not count is 0 here and in of_x, so that the larger gradient of logits needs no mask
-    own = chunks.own
+    local_classes = chunks.local_classes
     logits, tangent = x @ weight.mT, None
     if chunks.softcap is not None:
         tangent = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(chunks.softcap).tanh_()
         logits = tangent * chunks.softcap
-    loss, wide = differentiate_cross_entropy(logits, target, *(() if own is None else (own.first, own.group)))
+    loss, logit_gradients = differentiate_cross_entropy(
+        logits, target, *(() if local_classes is None else (local_classes.first, local_classes.group))
+    )
     if of_x is None and of_weight is None:
         return loss
     if tangent is not None:
-        wide.mul_(tangent.square_().neg_().add_(1))
-    of_logits = wide.to(weight.dtype)
-    del wide
+        logit_gradients.mul_(tangent.square_().neg_().add_(1))
+    of_logits = logit_gradients.to(weight.dtype)
+    del logit_gradients
     if of_x is not None:
         torch.mm(of_logits, weight, out=of_x)
         of_x.mul_(counts)

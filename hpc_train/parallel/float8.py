@@ -32,26 +32,31 @@ def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torc
     Layers whose sizes are not multiples of 16 are left alone. Raises UserError without torchao, or if no layer is left.
     """
     torchao = _import_torchao()
-    found = {name: module for name, module in find_target_layers(part, []).items() if isinstance(module, nn.Linear)}
-    chosen = {
-        name for name, layer in found.items() if not (layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE)
+    linear_layers = {
+        name: module for name, module in find_target_layers(part, []).items() if isinstance(module, nn.Linear)
     }
-    if not chosen:
+    convertible = {
+        name
+        for name, layer in linear_layers.items()
+        if not (layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE)
+    }
+    if not convertible:
         raise UserError(
-            f"precision.float8={config.float8}: none of the {len(found)} linear layers of {name_model(part)} has sizes "
-            f"that are multiples of {_MULTIPLE}; choose such a width, or precision=bf16"
+            f"precision.float8={config.float8}: none of the {len(linear_layers)} linear layers of {name_model(part)} "
+            f"has sizes that are multiples of {_MULTIPLE}; choose such a width, or precision=bf16"
         )
     recipe = torchao.Float8LinearConfig.from_recipe_name(config.float8)
     emulates = device.type != "cuda"
     torchao.convert_to_float8_training(
-        part, config=replace(recipe, emulate=emulates), module_filter_fn=lambda _, name: name in chosen
+        part, config=replace(recipe, emulate=emulates), module_filter_fn=lambda _, name: name in convertible
     )
     if emulates:
-        for name in chosen:
+        for name in convertible:
             part.get_submodule(name).register_forward_pre_hook(_cast_as_autocast_does)
-    left = f", {len(found) - len(chosen)} left alone for their sizes" if len(found) > len(chosen) else ""
-    how = ", emulated: this device has no products of 8 bits" if emulates else ""
-    return f"float8: {config.float8}, {len(chosen)} linear layers{left}{how}"
+    skipped_count = len(linear_layers) - len(convertible)
+    skipped = f", {skipped_count} left alone for their sizes" if skipped_count else ""
+    emulation = ", emulated: this device has no products of 8 bits" if emulates else ""
+    return f"float8: {config.float8}, {len(convertible)} linear layers{skipped}{emulation}"
 
 
 def _cast_as_autocast_does(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:

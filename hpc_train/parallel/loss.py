@@ -36,9 +36,9 @@ def compute_loss_sum(model: nn.Module, out: Any, target: Tensor) -> Tensor:
 
     A DTensor is taken as logits that are split over their last dimension.
     """
-    own = getattr(model, "loss_sum", None)
-    if own is not None and not isinstance(out, DTensor):
-        loss: Tensor = own(out, target)
+    user_loss = getattr(model, "loss_sum", None)
+    if user_loss is not None and not isinstance(out, DTensor):
+        loss: Tensor = user_loss(out, target)
         return loss
     if isinstance(out, Mapping):
         if (mean := out.get("loss")) is not None:
@@ -47,32 +47,32 @@ def compute_loss_sum(model: nn.Module, out: Any, target: Tensor) -> Tensor:
     return sum_split_cross_entropy(out, target) if isinstance(out, DTensor) else cross_entropy_sum(out, target)
 
 
-def use_own_loss(part: nn.Module, config: TrainConfig) -> str | None:
+def use_registered_loss(part: nn.Module, config: TrainConfig) -> str | None:
     """Give a model, or a stage, the registered loss that train.loss names, in place of its own; returns a log line."""
     if config.loss is None:
         return None
-    own = LOSSES.find(config.loss, config.module)
-    part.loss_sum = own  # type: ignore[assignment]
+    user_loss = LOSSES.find(config.loss, config.module)
+    part.loss_sum = user_loss  # type: ignore[assignment]
     return f"loss: {config.loss}"
 
 
 def weigh_mean_loss(mean: Tensor, target: Tensor) -> Tensor:
     """Multiply a mean loss by the number of targets that count; 0 if none does, where a mean is NaN."""
     count = (target != IGNORED_TARGET).sum()
-    wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
-    return torch.where(count > 0, wide * count, torch.zeros_like(wide))
+    mean_fp32 = mean.to(torch.promote_types(mean.dtype, torch.float32))
+    return torch.where(count > 0, mean_fp32 * count, torch.zeros_like(mean_fp32))
 
 
 def compute_first_loss_sum(model: nn.Module, out: Any, target: Tensor) -> Tensor:
     """Compute the loss sum of the first call and check what the model returns. Raises UserError, in one line."""
-    is_own_model = isinstance(model, (Transformer, VisionTransformer)) and "loss_sum" not in vars(model)
-    if isinstance(out, DTensor) or is_own_model:
+    is_builtin_model = isinstance(model, (Transformer, VisionTransformer)) and "loss_sum" not in vars(model)
+    if isinstance(out, DTensor) or is_builtin_model:
         return compute_loss_sum(model, out, target)
-    own = callable(getattr(model, "loss_sum", None))
-    if not own:
+    has_loss_sum = callable(getattr(model, "loss_sum", None))
+    if not has_loss_sum:
         check_output(model, out, target)
     loss = compute_loss_sum(model, out, target)
-    if own:
+    if has_loss_sum:
         check_loss(model, loss)
     return loss
 
@@ -121,29 +121,29 @@ def differentiate_cross_entropy(
     logits: (tokens, classes), of all classes, or with a group of this rank's, from `first` on. target: (tokens,).
     The gradient, shaped as logits, is the softmax minus 1 at the target; rows of IGNORED_TARGET have no meaning.
     """
-    wide, counts = torch.promote_types(logits.dtype, torch.float32), target != IGNORED_TARGET
+    dtype, counts = torch.promote_types(logits.dtype, torch.float32), target != IGNORED_TARGET
     if group is None:
         classes = torch.where(counts, target, 0).unsqueeze(-1)
-        found = logits.log_softmax(-1, dtype=wide)
-        loss = -torch.where(counts, found.gather(-1, classes).squeeze(-1), 0).sum()
-        found.exp_()
-        return loss, found.scatter_add_(-1, classes, found.new_full((), -1.0).expand_as(classes))
-    found = logits.to(wide)
+        log_probabilities = logits.log_softmax(-1, dtype=dtype)
+        loss = -torch.where(counts, log_probabilities.gather(-1, classes).squeeze(-1), 0).sum()
+        probabilities = log_probabilities.exp_()
+        return loss, probabilities.scatter_add_(-1, classes, probabilities.new_full((), -1.0).expand_as(classes))
+    logits = logits.to(dtype)
     # The largest logit over all classes is subtracted first, so that exp does not overflow.
-    peak = found.amax(-1)
+    peak = logits.amax(-1)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-    shifted = found - peak.unsqueeze(-1)
+    shifted = logits - peak.unsqueeze(-1)
     is_local = (target >= first) & (target < first + logits.shape[-1])
     # A target that another rank has is clamped to a valid index here, and its logit multiplied by 0 below.
     classes = (target - first).clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
-    chosen = shifted.gather(-1, classes).squeeze(-1) * is_local
+    target_logits = shifted.gather(-1, classes).squeeze(-1) * is_local
     exponentials = shifted.exp_()
     # Both sums over ranks take one reduction.
-    sums = torch.stack((exponentials.sum(-1), chosen))
+    sums = torch.stack((exponentials.sum(-1), target_logits))
     dist.all_reduce(sums, group=group)
-    normaliser, chosen = sums
-    exponentials.div_(normaliser.unsqueeze(-1)).scatter_add_(-1, classes, -is_local.to(wide).unsqueeze(-1))
-    return torch.where(counts, normaliser.log() - chosen, 0).sum(), exponentials
+    normaliser, target_logits = sums
+    exponentials.div_(normaliser.unsqueeze(-1)).scatter_add_(-1, classes, -is_local.to(dtype).unsqueeze(-1))
+    return torch.where(counts, normaliser.log() - target_logits, 0).sum(), exponentials
 
 
 class Totals(NamedTuple):

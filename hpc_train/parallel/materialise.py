@@ -44,29 +44,29 @@ def detach_values(model: nn.Module) -> ParameterValues:
     Modules that share a parameter share the new one.
     """
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    copies: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in made:
+            if parameter not in copies:
                 empty = torch.empty_like(parameter, device="meta")
-                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                made[parameter].__dict__.update(parameter.__dict__)
-            setattr(module, name, made[parameter])  # not register_parameter: RNNs update their own list in setattr
+                copies[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                copies[parameter].__dict__.update(parameter.__dict__)
+            setattr(module, name, copies[parameter])  # not register_parameter: RNNs update their own list in setattr
     return values
 
 
-def select_stage_values(part: nn.Module, source: nn.Module, made: DeferredValues | None) -> ParameterValues:
+def select_stage_values(part: nn.Module, source: nn.Module, deferred: DeferredValues | None) -> ParameterValues:
     """Return the values of a stage's parameters from the whole model; empty if the model has none either.
 
-    made: the model's values, if they are computed on request.
+    deferred: the model's values, if they are computed on request.
     """
     values = {name: parameter.detach() for name, parameter in source.named_parameters(remove_duplicate=False)}
     missing = [name for name, _ in part.named_parameters() if name not in values]
     if missing:
         kind = type(source).__name__
         raise UserError(f"{kind}.stage: its part has a parameter {missing[0]}, which {kind} has not; keep the names")
-    if made is not None:
-        return made.subset(name for name, _ in part.named_parameters() if not is_adapter_parameter(name))
+    if deferred is not None:
+        return deferred.subset(name for name, _ in part.named_parameters() if not is_adapter_parameter(name))
     return {name: values[name] for name, _ in part.named_parameters() if not values[name].is_meta}
 
 
@@ -117,9 +117,9 @@ def _quantize_window(codes: Region, scales: Region, weight: Tensor) -> None:
     """
     (row, column), (rows, columns) = codes.offset, codes.local.shape
     if codes.local.numel():
-        own_codes, own_scales = quantize(weight[row : row + rows, 2 * column : 2 * (column + columns)])
-        codes.local.copy_(own_codes)
-        scales.local.copy_(own_scales)
+        new_codes, new_scales = quantize(weight[row : row + rows, 2 * column : 2 * (column + columns)])
+        codes.local.copy_(new_codes)
+        scales.local.copy_(new_scales)
 
 
 def _allocate_parameters(part: nn.Module, device: torch.device) -> None:
@@ -130,11 +130,11 @@ def _allocate_parameters(part: nn.Module, device: torch.device) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     ]
     part.to_empty(device=device)
-    made: dict[int, nn.Parameter] = {}
+    by_identity: dict[int, nn.Parameter] = {}
     for module, name, parameter in owners:
-        own = module._parameters[name]
-        assert own is not None
-        if (shared := made.setdefault(id(parameter), own)) is not own:
+        allocated = module._parameters[name]
+        assert allocated is not None
+        if (shared := by_identity.setdefault(id(parameter), allocated)) is not allocated:
             setattr(module, name, shared)
 
 
@@ -206,12 +206,12 @@ def remake_buffers(model: nn.Module, seed: int) -> list[str]:
     _check_plain(model)
     missing = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
     tried: dict[tuple[str, str], dict[str, Tensor]] = {}
-    made: dict[int, Tensor] = {}
+    new_buffers: dict[int, Tensor] = {}
     for name, buffer in missing.items():
-        if id(buffer) not in made:
-            made[id(buffer)] = _remake_buffer(model, name, seed, tried)
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, made[id(buffer)])
+        if id(buffer) not in new_buffers:
+            new_buffers[id(buffer)] = _remake_buffer(model, name, seed, tried)
+        module_name, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module_name), leaf, new_buffers[id(buffer)])
     return list(missing)
 
 
@@ -219,13 +219,13 @@ def _remake_buffer(model: nn.Module, name: str, seed: int, tried: dict[tuple[str
     for path in _list_parents(name.rpartition(".")[0]):
         for method in RESET_METHODS:
             if (path, method) not in tried:
-                found = _find_written_buffers(model.get_submodule(path), method, seed)
-                tried[path, method] = {f"{path}.{key}" if path else key: value for key, value in found.items()}
+                values = _find_written_buffers(model.get_submodule(path), method, seed)
+                tried[path, method] = {f"{path}.{key}" if path else key: value for key, value in values.items()}
             if name in tried[path, method]:
                 return tried[path, method][name]
-    owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+    class_name = type(model.get_submodule(name.rpartition(".")[0])).__name__
     raise UserError(
-        f"model: {name} is a buffer on the meta device, and nothing writes its value again; give {owner} a method "
+        f"model: {name} is a buffer on the meta device, and nothing writes its value again; give {class_name} a method "
         "reset_parameters() that does, or do not build the model under torch.device('meta')"
     )
 
@@ -268,10 +268,10 @@ def _run_reset(module: nn.Module, method: str, seed: int, fill: int) -> dict[str
     """Reset a copy of the module, with `fill` in buffers without values; returns its buffers."""
     try:
         module_copy = copy.deepcopy(module)
-        for owner in module_copy.modules():
-            for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+        for submodule in module_copy.modules():
+            for name, buffer in list(submodule.named_buffers(recurse=False, remove_duplicate=False)):
                 if buffer.is_meta:
-                    setattr(owner, name, torch.full_like(buffer, fill, device="cpu"))
+                    setattr(submodule, name, torch.full_like(buffer, fill, device="cpu"))
         with torch.random.fork_rng([]), torch.no_grad():
             torch.manual_seed(seed)
             getattr(module_copy, method)()

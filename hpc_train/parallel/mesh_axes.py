@@ -93,8 +93,8 @@ class SequenceShare:
                 f"{self.ranks} takes; use sequences of a multiple of {chunks}"
             )
         size = length // chunks
-        own_chunks = (self.rank, chunks - 1 - self.rank) if self.balanced else (self.rank,)
-        return [(chunk * size, (chunk + 1) * size) for chunk in own_chunks]
+        chunks_of_rank = (self.rank, chunks - 1 - self.rank) if self.balanced else (self.rank,)
+        return [(chunk * size, (chunk + 1) * size) for chunk in chunks_of_rank]
 
 
 def get_sequence_share(config: RunConfig, world: World) -> SequenceShare:
@@ -110,7 +110,7 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def select_own_tokens(micro: MicroBatch, config: RunConfig, world: World) -> MicroBatch:
+def select_local_tokens(micro: MicroBatch, config: RunConfig, world: World) -> MicroBatch:
     """Select this rank's positions of a micro-batch: inputs and targets (B, T) -> (B, T / cp)."""
     cp = get_axis_degree(world, "cp")
     if cp == 1:

@@ -39,11 +39,11 @@ def count_correct(out: Any, target: Tensor) -> Tensor:
 def load_metrics(config: TrainConfig) -> dict[str, Metric]:
     """Return the metrics to add up, by name. Raises UserError for one that is not registered."""
     built_in = {"accuracy": count_correct, PERPLEXITY: None}
-    found = {
+    metrics = {
         name: built_in[name] if name in built_in else METRICS.find(name, config.module, built_in)
         for name in dict.fromkeys(config.metrics)
     }
-    return {name: metric for name, metric in found.items() if metric is not None}
+    return {name: metric for name, metric in metrics.items() if metric is not None}
 
 
 class EvaluationSums:

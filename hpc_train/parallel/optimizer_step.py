@@ -207,43 +207,45 @@ def initialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     A step with a learning rate and a gradient of 0 leaves every parameter as it is. Raises UserError for an optimizer
     of the user's own that changes parameters then, or whose state cannot be saved.
     """
-    own = type(optimizer) is not torch.optim.AdamW and not is_rehearsal()
-    before = _describe_start(optimizer) if own else None
+    is_user_optimizer = type(optimizer) is not torch.optim.AdamW and not is_rehearsal()
+    before = _describe_start(optimizer) if is_user_optimizer else None
     changed = ("lr", "weight_decay")
-    usual: list[dict[str, Any]] = [{key: g[key] for key in changed if key in g} for g in optimizer.param_groups]
-    for group, settings in zip(optimizer.param_groups, usual, strict=True):
+    saved_settings: list[dict[str, Any]] = [
+        {key: g[key] for key in changed if key in g} for g in optimizer.param_groups
+    ]
+    for group, settings in zip(optimizer.param_groups, saved_settings, strict=True):
         group.update(dict.fromkeys(settings, 0.0))  # SGD's decay would go into its momentum
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     with explain_user_code("in the optimizer's first step, with gradients and a learning rate of 0"):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, settings in zip(optimizer.param_groups, usual, strict=True):
+    for group, settings in zip(optimizer.param_groups, saved_settings, strict=True):
         group.update(settings)
         for parameter in group["params"]:
             step = optimizer.state[parameter].get("step")
             if isinstance(step, Tensor):
                 step.zero_()
     if before is not None:
-        _check_own_state(optimizer, before)
+        _check_user_state(optimizer, before)
 
 
 def _describe_start(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return what a step with a gradient of 0 must not change: sums of parameters, and settings of their groups."""
     sums = [get_local(p).detach().double().sum() for group in optimizer.param_groups for p in group["params"]]
-    plain = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
-    return [torch.stack(sums).tolist() if sums else [], plain]
+    settings = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+    return [torch.stack(sums).tolist() if sums else [], settings]
 
 
-def _check_own_state(optimizer: torch.optim.Optimizer, before: list[Any]) -> None:
+def _check_user_state(optimizer: torch.optim.Optimizer, before: list[Any]) -> None:
     """Raise UserError for an optimizer that could not be resumed as it was: all its state must be tensors."""
     name = type(optimizer).__name__
-    sums, plain = _describe_start(optimizer)
+    sums, settings = _describe_start(optimizer)
     if sums != before[0]:
         raise UserError(
             f"optim: {name} changes parameters in a step whose gradient and learning rate are 0, which makes its state"
         )
-    for group, earlier in zip(plain, before[1], strict=True):
+    for group, earlier in zip(settings, before[1], strict=True):
         changed = [key for key in group if repr(group[key]) != repr(earlier.get(key))]
         if changed:
             raise UserError(

@@ -84,8 +84,8 @@ def check_sizes(model: nn.Module) -> None:
     """Raise UserError for a lazy parameter, without a shape until the first call: parameters are split before that."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
-            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            raise UserError(f"model: {name} of {owner} has no shape before the first call; give it its sizes")
+            class_name = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise UserError(f"model: {name} of {class_name} has no shape before the first call; give it its sizes")
 
 
 def _check_call(model: nn.Module, method: str, given: tuple[str, ...], instead: str) -> None:
@@ -203,16 +203,16 @@ def get_named_blocks(part: nn.Module) -> dict[str, nn.Module]:
     method = getattr(part, "blocks", None)
     if method is None or isinstance(method, nn.Module) or not callable(method):
         return {}
-    found = method()
+    blocks = method()
     title = f"{type(part).__name__}.blocks()"
     wanted = "return a dict of module names to modules, in their order"
-    if not isinstance(found, Mapping):
-        raise UserError(f"{title}: returned a {type(found).__name__}; {wanted}")
-    for name, block in found.items():
+    if not isinstance(blocks, Mapping):
+        raise UserError(f"{title}: returned a {type(blocks).__name__}; {wanted}")
+    for name, block in blocks.items():
         if not isinstance(name, str) or not isinstance(block, nn.Module):
             raise UserError(f"{title}: holds {name!r}, a {type(block).__name__}; {wanted}")
-    _check_places(title, part, found)
-    return dict(found)
+    _check_places(title, part, blocks)
+    return dict(blocks)
 
 
 def _check_places(title: str, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:

@@ -262,8 +262,8 @@ def draw_heat_map(title: str, values: Array, rows: Sequence[str], steps: Sequenc
         f'<image href="data:image/png;base64,{image}" x="120" y="0" width="{width}" height="{len(rows) * cell}" '
         'preserveAspectRatio="none" class="pixels"/>'
     ]
-    every = max(1, math.ceil(len(rows) / max(1, len(rows) * cell // 12)))
-    for index in range(0, len(rows), every):
+    label_step = max(1, math.ceil(len(rows) / max(1, len(rows) * cell // 12)))
+    for index in range(0, len(rows), label_step):
         body.append(_write_text("tick", 114, max(index * cell + cell / 2 + 3.5, 8), rows[index][:18], "end"))
     for tick in choose_ticks(steps[0], steps[-1], 8) if len(steps) > 1 else []:
         x = 120 + (tick - steps[0]) / (steps[-1] - steps[0]) * width
@@ -364,12 +364,12 @@ def _thin_ticks(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     """Leave out ticks whose labels would lie on another one's; the outermost stay."""
     if len(ticks) < 3:
         return list(ticks)
-    first, *between, last = sorted(ticks)
-    shown = [first]
-    for tick in between:
-        if min(tick[0] - shown[-1][0], last[0] - tick[0]) >= _LEAST_GAP:
-            shown.append(tick)
-    return [*shown, last]
+    first, *middle, last = sorted(ticks)
+    kept_ticks = [first]
+    for tick in middle:
+        if min(tick[0] - kept_ticks[-1][0], last[0] - tick[0]) >= _LEAST_GAP:
+            kept_ticks.append(tick)
+    return [*kept_ticks, last]
 
 
 def _place_values(values: Sequence[object], top: float, bottom: float) -> tuple[list[tuple[float, str]], list[float]]:
@@ -382,14 +382,14 @@ def _place_values(values: Sequence[object], top: float, bottom: float) -> tuple[
         def place(value: object) -> float:
             return bottom - (scale(float(value)) - low) / (high - low) * (bottom - top)  # type: ignore[arg-type]
 
-        shown = sorted(set(numbers)) if len(set(numbers)) <= 6 else [min(numbers), max(numbers)]
-        return [(place(value), format_tick(value)) for value in shown], [
+        ticks = sorted(set(numbers)) if len(set(numbers)) <= 6 else [min(numbers), max(numbers)]
+        return [(place(value), format_tick(value)) for value in ticks], [
             place(value) if is_number(value) else bottom + 12 for value in values
         ]
     words = sorted({str(value) for value in values})
     step = (bottom - top) / max(len(words) - 1, 1)
-    at = {word: bottom - index * step for index, word in enumerate(words)}
-    return [(y, word[:14]) for word, y in at.items()], [at[str(value)] for value in values]
+    position_of = {word: bottom - index * step for index, word in enumerate(words)}
+    return [(y, word[:14]) for word, y in position_of.items()], [position_of[str(value)] for value in values]
 
 
 def _wrap_svg(title: str, width: int, height: float, body: Sequence[str]) -> str:

@@ -100,8 +100,8 @@ def compare_runs(before: RunSummary, after: RunSummary) -> Comparison:
     """Compare two runs by the parts of their mean steps."""
     if before.losses is None or after.losses is None:
         return Comparison(before, after, (), 0.0)
-    one, other = _list_parts(before.losses), _list_parts(after.losses)
-    parts = [Difference(name, one[name], other[name]) for name in one]
+    parts_before, parts_after = _list_parts(before.losses), _list_parts(after.losses)
+    parts = [Difference(name, parts_before[name], parts_after[name]) for name in parts_before]
     total = sum(part.moved for part in parts)
     # First what moved in the direction in which the whole moved.
     parts.sort(key=lambda part: -part.moved if total > 0 else part.moved)

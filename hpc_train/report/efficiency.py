@@ -62,12 +62,12 @@ class StepLosses:
     @property
     def efficiencies(self) -> dict[str, float]:
         """Return the factors, whose product is mean C / T."""
-        left = [self.total]
+        remaining = [self.total]
         for name in LOSSES:
-            left.append(left[-1] - self.losses[name])
+            remaining.append(remaining[-1] - self.losses[name])
         return {
             name: after / before if before > 0 else 1.0
-            for name, (before, after) in zip(LOSSES, pairwise(left), strict=True)
+            for name, (before, after) in zip(LOSSES, pairwise(remaining), strict=True)
         }
 
     def compute_share(self, name: str) -> float:
@@ -117,13 +117,13 @@ def split_step(table: StepTable, pipeline: Pipeline | None = None) -> StepLosses
     total = float(mean(table["total"] - np.nan_to_num(table["evaluate"])).mean())
     by_rank, data = mean(work), mean(table["data"])
     useful = float(by_rank.mean())
-    left, losses = total - useful, dict.fromkeys(LOSSES, 0.0)
+    remaining, losses = total - useful, dict.fromkeys(LOSSES, 0.0)
 
     def take(name: str, seconds: float) -> None:
-        nonlocal left
+        nonlocal remaining
         # Losses are measured one by one and may overlap: none takes more than is left, so that all of them add up to T.
-        losses[name] = min(max(seconds, 0.0), left)
-        left -= losses[name]
+        losses[name] = min(max(seconds, 0.0), remaining)
+        remaining -= losses[name]
 
     take("checkpoint", float(mean(table["save"]).mean()))
     take("input", float(data.max()))
@@ -133,7 +133,7 @@ def split_step(table: StepTable, pipeline: Pipeline | None = None) -> StepLosses
         take("bubble", idle)
     take("load_balance", float(by_rank.max()) - useful)
     take("transfer", float(mean(_find_transfer(table, complete, pipeline)[None])[0]))
-    take("serialisation", left)
+    take("serialisation", remaining)
     return StepLosses(total, useful, losses, by_rank, data, bubble_share)
 
 
@@ -165,8 +165,8 @@ def time_stages(work: Array, pipeline: Pipeline) -> ActionTimes:
     """
     busy = find_stage_work(work, pipeline)
     placement = pipeline.order.placement
-    first, *rest = (busy[rank] / placement.count(rank) / pipeline.micro_batches / 3 for rank in placement)
-    return ActionTimes((first, *rest), (0.0, *rest), (2 * first, *rest))
+    first, *later_stages = (busy[rank] / placement.count(rank) / pipeline.micro_batches / 3 for rank in placement)
+    return ActionTimes((first, *later_stages), (0.0, *later_stages), (2 * first, *later_stages))
 
 
 def find_stage_work(work: Array, pipeline: Pipeline) -> list[float]:

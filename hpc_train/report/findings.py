@@ -83,15 +83,15 @@ class Finding:
 def list_findings(table: StepTable, losses: StepLosses | None, facts: Facts) -> list[Finding]:
     """List the losses that are large enough to be named, the largest first; for the network see
     _NETWORK_OVER_STRAGGLER."""
-    found = [_find_input(table, facts), _find_checkpoint(table), _find_memory(table, facts)]
+    findings = [_find_input(table, facts), _find_checkpoint(table), _find_memory(table, facts)]
     if losses is not None:
         stragglers = _find_straggler(table, losses, facts)
-        found += [
+        findings += [
             *stragglers,
             *_find_network_and_launch(table, losses, facts),
             _find_bubble(losses, facts, straggler=any(straggler.share >= NAMED_FROM for straggler in stragglers)),
         ]
-    named = [finding for finding in found if finding is not None and finding.share >= NAMED_FROM]
+    named = [finding for finding in findings if finding is not None and finding.share >= NAMED_FROM]
     straggler = any(finding.name == "straggler" for finding in named)
 
     def weigh(finding: Finding) -> float:
@@ -109,8 +109,8 @@ def _find_input(table: StepTable, facts: Facts) -> Finding | None:
     worst = float(waits.max())
     slow = [rank for rank, wait in zip(table.ranks, waits, strict=True) if wait >= 0.5 * worst]
     ranks = tuple(slow) if len(slow) <= len(waits) / 2 else ()
-    where = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"{len(ranks)} ranks wait" if ranks else "ranks wait"
-    evidence = f"{where} {format_seconds(worst)} of a step of {format_seconds(total)} for the next batch"
+    subject = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"{len(ranks)} ranks wait" if ranks else "ranks wait"
+    evidence = f"{subject} {format_seconds(worst)} of a step of {format_seconds(total)} for the next batch"
     return Finding("input", worst / total, ranks, _list_nodes_of(ranks, facts), evidence)
 
 
@@ -170,13 +170,13 @@ def _find_straggler(table: StepTable, losses: StepLosses, facts: Facts) -> list[
         return []
     work = _relate_to_stage(measure_own_time(table), losses, facts)
     # The lower median: where half of the ranks are slow, it is the time of one that is not.
-    usual = np.nanquantile(work, 0.5, axis=0, method="lower")
-    excess = np.nanmean(work - usual, axis=1)
+    median_work = np.nanquantile(work, 0.5, axis=0, method="lower")
+    excess = np.nanmean(work - median_work, axis=1)
     worst = float(excess.max())
     slow = [index for index, seconds in enumerate(excess) if seconds >= 0.5 * worst]
     if worst <= 0 or len(slow) > len(table.ranks) / 2:
         return []
-    often = min(float((work[index] > usual + 0.3 * worst).mean()) for index in slow)
+    often = min(float((work[index] > median_work + 0.3 * worst).mean()) for index in slow)
     if often < _SLOW_IN:
         return []
     ranks = tuple(table.ranks[index] for index in slow)
@@ -190,16 +190,16 @@ def _describe_straggler(table: StepTable, slow: list[int], seconds: float, often
     def compare(values: Array) -> tuple[float, float]:
         return float(np.nanmean(values[slow])), float(np.nanmean(np.delete(values, slow, axis=0)))
 
-    theirs, others = compare(measure_own_time(table) - measure_work(table))
-    between = theirs - others > 0.5 * seconds
-    where = " outside of forward, backward, gradient norm and update" if between else ""
-    verb = "spend" if between else "compute"
-    who = f"rank {table.ranks[slow[0]]} {verb}s" if len(slow) == 1 else f"{len(slow)} ranks {verb}"
-    theirs, others = compare(measure_blocked(table))
+    slow_seconds, other_seconds = compare(measure_own_time(table) - measure_work(table))
+    is_outside = slow_seconds - other_seconds > 0.5 * seconds
+    outside_parts = " outside of forward, backward, gradient norm and update" if is_outside else ""
+    verb = "spend" if is_outside else "compute"
+    subject = f"rank {table.ranks[slow[0]]} {verb}s" if len(slow) == 1 else f"{len(slow)} ranks {verb}"
+    slow_seconds, other_seconds = compare(measure_blocked(table))
     return (
-        f"{who} {format_seconds(seconds)} longer than the others{where} in a step of {format_seconds(step)}, in "
-        f"{often:.0%} of the steps; others are blocked for {format_seconds(others)}, "
-        f"{'this one' if len(slow) == 1 else 'these'} for {format_seconds(theirs)}"
+        f"{subject} {format_seconds(seconds)} longer than the others{outside_parts} in a step of "
+        f"{format_seconds(step)}, in {often:.0%} of the steps; others are blocked for {format_seconds(other_seconds)}, "
+        f"{'this one' if len(slow) == 1 else 'these'} for {format_seconds(slow_seconds)}"
     )
 
 
@@ -236,12 +236,13 @@ def _find_network_and_launch(table: StepTable, losses: StepLosses, facts: Facts)
     """Find transfers, and operations that are too small: then collectives are too, and count as the same loss."""
     transfer, total = losses.losses["transfer"], losses.total
     launch = float(np.nanmean(table["launch"])) if np.isfinite(table["launch"]).any() else 0.0
-    least = float(losses.work.min())  # of a rank that nothing slows
-    if launch >= _TOO_SMALL * least:
-        launch = min(launch, least)
+    shortest_work = float(losses.work.min())  # of a rank that nothing slows
+    if launch >= _TOO_SMALL * shortest_work:
+        launch = min(launch, shortest_work)
         evidence = (
-            f"starting the operations of a step takes about {format_seconds(launch)} of the {format_seconds(least)} "
-            f"that a rank computes, and small collectives {format_seconds(transfer)} more"
+            f"starting the operations of a step takes about {format_seconds(launch)} of the "
+            f"{format_seconds(shortest_work)} that a rank computes, and small collectives {format_seconds(transfer)} "
+            "more"
         )
         return [Finding("launch", (launch + transfer) / total, evidence=evidence)]
     if small := _explain_small_collectives(table, transfer, launch, facts):

@@ -175,7 +175,7 @@ def _list_nodes(summary: RunSummary) -> list[dict[str, Any]]:
     """Return the nodes with their ranks, what they are bound to, and how their work compares."""
     losses, table = summary.losses, summary.table
     work = dict(zip(table.ranks, losses.work.tolist(), strict=True)) if losses is not None and table is not None else {}
-    usual = float(np.median(list(work.values()))) if work else 0.0
+    median_work = float(np.median(list(work.values()))) if work else 0.0
     nodes: dict[str, list[dict[str, Any]]] = {}
     for entry in summary.ranks:
         nodes.setdefault(str(entry.get("host", "?")), []).append(entry)
@@ -192,7 +192,7 @@ def _list_nodes(summary: RunSummary) -> list[dict[str, Any]]:
                 else ", ".join(map(str, ranks)),
                 "bound": ", ".join(sorted(bound)[:8]),
                 "work": slowest,
-                "ratio": slowest / usual if slowest is not None and usual > 0 else None,
+                "ratio": slowest / median_work if slowest is not None and median_work > 0 else None,
                 "suspect": name in summary.verdict.nodes,
             }
         )
@@ -205,8 +205,10 @@ def list_changed_settings(config: RunConfig | None) -> list[tuple[str, Any, Any]
         return []
     from hpc_train.config.compose import compose
 
-    own, default = flatten(config_to_dict(config)), flatten(config_to_dict(compose()))
-    return [(key, value, default.get(key)) for key, value in own.items() if key not in default or default[key] != value]
+    settings, default = flatten(config_to_dict(config)), flatten(config_to_dict(compose()))
+    return [
+        (key, value, default.get(key)) for key, value in settings.items() if key not in default or default[key] != value
+    ]
 
 
 def list_overrides(config: RunConfig) -> list[str]:
@@ -226,7 +228,7 @@ def flatten(values: Any, path: str = "") -> dict[str, Any]:
     """Return nested settings as dotted keys."""
     if not isinstance(values, dict):
         return {path: values}
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flatten(value, f"{path}.{key}" if path else str(key))
-    return found
+        leaves |= flatten(value, f"{path}.{key}" if path else str(key))
+    return leaves

@@ -80,12 +80,12 @@ def read_profile(trace: TraceFile) -> Profile:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Read the events of a trace that have a duration. Raises UserError if it cannot be read."""
     try:
-        found = [event for event in json.loads(_uncompress(path))["traceEvents"] if _is_span(event)]
+        spans = [event for event in json.loads(_uncompress(path))["traceEvents"] if _is_span(event)]
     except (OSError, zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a trace that can be read ({type(error).__name__}: {error})") from error
-    if not any(event["name"].startswith(STEP_PREFIX) for event in found):
+    if not any(event["name"].startswith(STEP_PREFIX) for event in spans):
         raise UserError(f"{path}: holds no step; the run may have ended in its first traced step")
-    return found
+    return spans
 
 
 def _is_span(event: Any) -> bool:
@@ -119,7 +119,7 @@ class _HostEvent:
     """A range or an operator of a host thread, and where it lies."""
 
     event: dict[str, Any]
-    own: float
+    self_seconds: float
     """Microseconds without those of the events inside."""
     module: str | None
     """The innermost module around it."""
@@ -146,17 +146,17 @@ def add_up(events: Sequence[dict[str, Any]]) -> Profile:
         if name.startswith(PHASE_PREFIX):
             phases[name.removeprefix(PHASE_PREFIX)] += host.event["dur"] * scale
         elif host.event["cat"] == "cpu_op":
-            for index, value in enumerate((1, host.own * scale, of_kernels * scale)):
+            for index, value in enumerate((1, host.self_seconds * scale, of_kernels * scale)):
                 operators[name][index] += value
         if host.module is not None:
-            value = of_kernels if device else host.own
+            value = of_kernels if device else host.self_seconds
             # All layers together: their numbers in the name become one *.
             modules[_NUMBER.sub("*", host.module)][host.backward] += value * scale
-    found = [OperatorTime(name, calls / steps, *times) for name, (calls, *times) in operators.items()]
-    found.sort(key=lambda row: (row.device, row.host), reverse=True)
+    rows = [OperatorTime(name, calls / steps, *times) for name, (calls, *times) in operators.items()]
+    rows.sort(key=lambda row: (row.device, row.host), reverse=True)
     of_modules = [ModuleTime(name, *values) for name, values in modules.items()]
     of_modules.sort(key=lambda row: row.forward + row.backward, reverse=True)
-    return Profile(steps, sum(durations) * scale, dict(phases), tuple(found), tuple(of_modules), bool(device))
+    return Profile(steps, sum(durations) * scale, dict(phases), tuple(rows), tuple(of_modules), bool(device))
 
 
 def _nest_threads(events: Sequence[dict[str, Any]]) -> Iterator[_HostEvent]:
@@ -165,11 +165,11 @@ def _nest_threads(events: Sequence[dict[str, Any]]) -> Iterator[_HostEvent]:
     for event in events:
         if event.get("cat") in _HOST:
             threads[event.get("pid"), event.get("tid")].append(event)
-    for chosen in threads.values():
+    for thread_events in threads.values():
         # Outer events before inner ones that begin at the same moment.
-        chosen.sort(key=lambda event: (event["ts"], -event["dur"]))
+        thread_events.sort(key=lambda event: (event["ts"], -event["dur"]))
         open_events: list[_HostEvent] = []
-        for event in chosen:
+        for event in thread_events:
             while open_events and _get_end(open_events[-1].event) <= event["ts"]:
                 open_events.pop()
             outer = open_events[-1] if open_events else None
@@ -178,12 +178,12 @@ def _nest_threads(events: Sequence[dict[str, Any]]) -> Iterator[_HostEvent]:
             if name.startswith(MODULE_PREFIX):
                 module = name.removeprefix(MODULE_PREFIX)
             backward = (outer is not None and outer.backward) or name.startswith(_BACKWARD)
-            found = _HostEvent(event, float(event["dur"]), module, backward)
+            nested = _HostEvent(event, float(event["dur"]), module, backward)
             # A phase is no part of what it lies in: it may end in another range than it began in.
             if outer is not None and not name.startswith(PHASE_PREFIX):
-                outer.own = max(0.0, outer.own - event["dur"])
-            yield found
-            open_events.append(found)
+                outer.self_seconds = max(0.0, outer.self_seconds - event["dur"])
+            yield nested
+            open_events.append(nested)
 
 
 def _get_end(event: dict[str, Any]) -> float:
@@ -211,11 +211,11 @@ def _find_modules_of_backward(hosts: Sequence[_HostEvent]) -> None:
 
 def _add_device_times(events: Sequence[dict[str, Any]]) -> dict[Any, float]:
     """Return the microseconds of the kernels that each operator has started, by its id in the trace."""
-    found: dict[Any, float] = defaultdict(float)
+    seconds_by_id: dict[Any, float] = defaultdict(float)
     for event in events:
         if event.get("cat") in _DEVICE:
-            found[_get_external_id(event)] += event["dur"]
-    return dict(found)
+            seconds_by_id[_get_external_id(event)] += event["dur"]
+    return dict(seconds_by_id)
 
 
 def _get_external_id(event: dict[str, Any]) -> Any:

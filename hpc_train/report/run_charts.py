@@ -46,25 +46,25 @@ class Chart:
 
 def draw_charts(summary: RunSummary) -> list[Chart]:
     """Draw all charts for which there is data."""
-    found = [*_draw_curves(summary)]
+    drawn = [*_draw_curves(summary)]
     if summary.losses is not None:
         factors = [(name.replace("_", " "), value) for name, value in summary.losses.efficiencies.items()]
-        found.append(Chart("efficiency", "Efficiency", charts.draw_bars("efficiency factors", factors)))
-    found.append(Chart("goodput", "Goodput", _draw_goodput(summary)))
+        drawn.append(Chart("efficiency", "Efficiency", charts.draw_bars("efficiency factors", factors)))
+    drawn.append(Chart("goodput", "Goodput", _draw_goodput(summary)))
     if summary.table is not None:
-        found += [*_draw_heat_map(summary, summary.table), *_draw_memory(summary.table)]
-        found += [*_draw_planned_memory(summary), *_draw_pipeline(summary)]
-    return [chart for chart in found if chart.svg]
+        drawn += [*_draw_heat_map(summary, summary.table), *_draw_memory(summary.table)]
+        drawn += [*_draw_planned_memory(summary), *_draw_pipeline(summary)]
+    return [chart for chart in drawn if chart.svg]
 
 
 def _draw_curves(summary: RunSummary) -> list[Chart]:
     marks = list_marks(summary.events)
     steps = [step for step in summary.steps if isinstance(step.get("step"), int)]
-    found = []
+    curves = []
     for title, names, unit in _CURVES:
         series = [Series(name, *pick(steps, name)) for name in names]
-        found.append(Chart(f"curve_{names[0]}", title, charts.draw_lines(title, series, marks, unit)))
-    return found
+        curves.append(Chart(f"curve_{names[0]}", title, charts.draw_lines(title, series, marks, unit)))
+    return curves
 
 
 def pick(steps: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float | None]]:
@@ -79,13 +79,13 @@ def pick(steps: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[
 
 def list_marks(events: Sequence[dict[str, Any]]) -> list[Mark]:
     """Return the marks of the curves: saves, attempts, skipped steps and rollbacks; at most 400 of each kind."""
-    found: dict[str, list[Mark]] = {}
+    by_kind: dict[str, list[Mark]] = {}
     for event in events:
         kind, step = _MARKS.get(str(event["event"])), event.get("step")
         if kind is not None and isinstance(step, int):
             text = f"{event['event']} at step {step}"
-            found.setdefault(kind, []).append(Mark(step, kind, text))
-    return [mark for marks in found.values() for mark in marks[:: max(1, len(marks) // 400)]]
+            by_kind.setdefault(kind, []).append(Mark(step, kind, text))
+    return [mark for marks in by_kind.values() for mark in marks[:: max(1, len(marks) // 400)]]
 
 
 def _draw_goodput(summary: RunSummary) -> str:
@@ -105,17 +105,18 @@ def _draw_heat_map(summary: RunSummary, table: StepTable) -> list[Chart]:
     # By node, so that a slow node shows as a band of neighbouring rows.
     order = sorted(range(len(table.ranks)), key=lambda row: (nodes.get(table.ranks[row], ""), row))
     ratio, labels = ratio[order], [labels[row] for row in order]
-    what = "rank"
+    row_name = "rank"
     if len(labels) > _MOST_ROWS:
         names = [nodes.get(table.ranks[row]) or f"ranks {table.ranks[row] // 8 * 8}+" for row in order]
-        ratio, labels, what = _reduce_rows(ratio, names), list(dict.fromkeys(names)), "node"
+        ratio, labels, row_name = _reduce_rows(ratio, names), list(dict.fromkeys(names)), "node"
     columns = np.array_split(np.arange(ratio.shape[1]), min(ratio.shape[1], _MOST_COLUMNS))
     ratio = np.stack([compute_row_means(ratio[:, column]) for column in columns], axis=1)
     svg = charts.draw_heat_map(
-        f"work of each {what}", ratio, labels, [float(table.steps[column[-1]]) for column in columns]
+        f"work of each {row_name}", ratio, labels, [float(table.steps[column[-1]]) for column in columns]
     )
     note = (
-        f"Time that each {what} computes, beside the median of its step: white is the median, red is 1.5 times as long."
+        f"Time that each {row_name} computes, beside the median of its step: white is the median, red is 1.5 times as "
+        "long."
     )
     return [Chart("heat_map", "Ranks over time", svg, note)]
 
@@ -129,7 +130,7 @@ def _reduce_rows(values: Array, names: Sequence[str]) -> Array:
 
 
 def _draw_memory(table: StepTable) -> list[Chart]:
-    found = []
+    memory_charts = []
     for name, title in (("resident", "Memory of the processes"), ("allocated", "Memory of the GPUs")):
         values = table[name]
         if np.isfinite(values).any():
@@ -138,8 +139,8 @@ def _draw_memory(table: StepTable) -> list[Chart]:
             if len(table.ranks) > 1:
                 lines.append(Series("smallest", table.steps.tolist(), np.nanmin(values, axis=0).tolist()))
             svg = charts.draw_lines(title, lines, unit="MiB", width=charts.WIDTH, height=160)
-            found.append(Chart(f"memory_{name}", title, svg))
-    return found
+            memory_charts.append(Chart(f"memory_{name}", title, svg))
+    return memory_charts
 
 
 def _draw_planned_memory(summary: RunSummary) -> list[Chart]:
@@ -181,7 +182,7 @@ def _draw_pipeline(summary: RunSummary) -> list[Chart]:
     rows = len(set(pipeline.stage_of_rank))
     note = f"Simulated with the measured times of the stages: {losses.bubble_share:.1%} idle."
     note += " Blue is forward, green backward."
-    found = [
+    gantt_charts = [
         Chart(
             "gantt_simulated",
             "Pipeline, simulated",
@@ -191,10 +192,10 @@ def _draw_pipeline(summary: RunSummary) -> list[Chart]:
     ]
     measured, length, idle = read_timeline(summary.path, summary.facts)
     if not measured:
-        found[0] = replace(found[0], note=f"{note} parallel.pipeline.timeline=true records the real one.")
+        gantt_charts[0] = replace(gantt_charts[0], note=f"{note} parallel.pipeline.timeline=true records the real one.")
     else:
         note = f"One measured step (parallel.pipeline.timeline): {idle:.1%} idle."
-        found.append(
+        gantt_charts.append(
             Chart(
                 "gantt_measured",
                 "Pipeline, measured",
@@ -202,4 +203,4 @@ def _draw_pipeline(summary: RunSummary) -> list[Chart]:
                 note,
             )
         )
-    return found
+    return gantt_charts

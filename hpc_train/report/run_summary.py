@@ -66,15 +66,15 @@ class RunSummary:
     made: float = field(default_factory=time.time)
 
 
-def summarise_run(point: RunPoint, ask: RunClient) -> RunSummary:
+def summarise_run(point: RunPoint, run_client: RunClient) -> RunSummary:
     """Gather a run. ask: runs Slurm's commands, for runs that have not recorded their own end."""
-    (facts,) = gather_facts([point], ask)
-    status = add_progress(decide_state(facts), facts)
+    (run_facts,) = gather_facts([point], run_client)
+    status = add_progress(decide_state(run_facts), run_facts)
     config, note = read_config(point.run)
     ranks = sorted(read_rank_entries(point.run), key=lambda entry: int(entry.get("rank", 0)))
     table = read_step_table(point.run)
-    wanted = describe_facts(config, table, ranks, (status.steps or 0) - (status.step or 0))
-    verdict, losses = judge_run(table, wanted)
+    facts = describe_facts(config, table, ranks, (status.steps or 0) - (status.step or 0))
+    verdict, losses = judge_run(table, facts)
     # The verdict is a pure function of records; only here is the planner asked what each advice would bring.
     verdict = replace(verdict, advice=rate_advice(verdict.advice, config, len(ranks)))
     return RunSummary(
@@ -89,8 +89,8 @@ def summarise_run(point: RunPoint, ask: RunClient) -> RunSummary:
         account_run_directory(point.run),
         config,
         ranks,
-        wanted,
-        tuple(filter(None, (note, _describe_silent_ranks(table, wanted)))),
+        facts,
+        tuple(filter(None, (note, _describe_silent_ranks(table, facts)))),
     )
 
 
@@ -118,8 +118,8 @@ def describe_pace(run: Path) -> str:
     verdict, _, _ = judge_newest_steps(run)
     if verdict.name == "not enough data":
         return ""
-    lost = f" {verdict.share_lost:.0%}" if verdict.share_lost else ""
-    return f"{verdict.name}{lost}, goodput {account_run_directory(run).goodput:.0%}"
+    share = f" {verdict.share_lost:.0%}" if verdict.share_lost else ""
+    return f"{verdict.name}{share}, goodput {account_run_directory(run).goodput:.0%}"
 
 
 def _has_pipeline(run: Path) -> bool:

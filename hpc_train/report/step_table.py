@@ -57,8 +57,10 @@ class StepTable:
 def list_record_files(run: Path) -> list[tuple[int, list[Path]]]:
     """Return the record files of each attempt, in order."""
     folders = [folder for folder in (run / "logs").glob("*") if folder.name.isdecimal()]
-    found = [(int(folder.name), sorted(folder.glob(PATTERN))) for folder in sorted(folders, key=lambda f: int(f.name))]
-    return [(attempt, files) for attempt, files in found if files]
+    attempts = [
+        (int(folder.name), sorted(folder.glob(PATTERN))) for folder in sorted(folders, key=lambda f: int(f.name))
+    ]
+    return [(attempt, files) for attempt, files in attempts if files]
 
 
 def read_step_table(run: Path) -> StepTable | None:
@@ -76,11 +78,11 @@ def read_newest_steps(run: Path) -> StepTable | None:
 
 def _read_attempts(attempts: Sequence[tuple[int, list[Path]]], newest: int | None) -> StepTable | None:
     extents = [_find_extent(files, newest) for _, files in attempts]
-    found = [extent for extent in extents if extent is not None]
-    if not found:
+    present = [extent for extent in extents if extent is not None]
+    if not present:
         return None
-    first = min(extent[0] for extent in found) - 1 if newest is not None else 0
-    last, ranks = max(extent[1] for extent in found), max(extent[2] for extent in found) + 1
+    first = min(extent[0] for extent in present) - 1 if newest is not None else 0
+    last, ranks = max(extent[1] for extent in present), max(extent[2] for extent in present) + 1
     # Steps per bin, rounded up, so that there are at most MAX_BINS bins.
     width = -(-max(last - first, 1) // MAX_BINS)
     grid = _Grid(ranks, first, width, -(-(last - first) // width))
@@ -155,12 +157,12 @@ class _Grid:
         bins = (records["step"].astype(np.int64) - 1 - self._first) // self._width
         bins = np.clip(bins, 0, self._bins - 1)
         starts = np.flatnonzero(np.diff(bins, prepend=-1))  # records of a block are in order
-        at = bins[starts]
+        bin_of_block = bins[starts]
         sums = structured_to_unstructured(records[list(_SUMS)], dtype=np.float64)
-        self._sums[rank, at] += np.add.reduceat(sums, starts, axis=0)
+        self._sums[rank, bin_of_block] += np.add.reduceat(sums, starts, axis=0)
         ends = np.append(starts[1:], len(bins)) - 1
-        self._states[rank, at] = structured_to_unstructured(records[list(_STATES)], dtype=np.float64)[ends]
-        self._waits[rank, at] += np.add.reduceat(records["waits"], starts, axis=0)
+        self._states[rank, bin_of_block] = structured_to_unstructured(records[list(_STATES)], dtype=np.float64)[ends]
+        self._waits[rank, bin_of_block] += np.add.reduceat(records["waits"], starts, axis=0)
 
     def make_table(self) -> StepTable | None:
         """Return the table, without bins and ranks that have nothing."""
@@ -168,21 +170,21 @@ class _Grid:
         bins, ranks = np.flatnonzero(counts.any(axis=0)), np.flatnonzero(counts.any(axis=1))
         if not len(bins):
             return None
-        chosen = np.ix_(ranks, bins)
-        steps = counts[chosen]
+        cells = np.ix_(ranks, bins)
+        steps = counts[cells]
         with np.errstate(divide="ignore", invalid="ignore"):
-            per_step = self._sums[chosen] / steps[..., None]
-            waits = self._waits[chosen] / steps[..., None]
+            per_step = self._sums[cells] / steps[..., None]
+            waits = self._waits[cells] / steps[..., None]
         fields = {name: per_step[..., index] for index, name in enumerate(_SUMS) if name != "steps"}
-        fields |= {name: self._states[chosen][..., index] for index, name in enumerate(_STATES)}
+        fields |= {name: self._states[cells][..., index] for index, name in enumerate(_STATES)}
         last = np.asarray(self._first + (bins + 1) * self._width, np.float64)
         return StepTable(tuple(map(int, ranks)), last, {**fields, "steps": steps}, waits.astype(np.float64))
 
 
 def compute_row_means(values: Array) -> Array:
     """Return the mean of each row without NaN; NaN for a row of nothing else, without numpy's warning."""
-    found = np.isfinite(values)
-    return np.where(found.any(axis=1), np.nansum(values, axis=1) / np.maximum(found.sum(axis=1), 1), np.nan)
+    is_measured = np.isfinite(values)
+    return np.where(is_measured.any(axis=1), np.nansum(values, axis=1) / np.maximum(is_measured.sum(axis=1), 1), np.nan)
 
 
 def round_finite(value: float, digits: int) -> float | None:

@@ -37,7 +37,7 @@ def list_sweep_rows(
 ) -> list[SweepRow]:
     """Put what is known of each point into one row, the best first. hours, verdicts: of each point."""
     winner = results.winner
-    again = next(
+    rerun = next(
         (_format_command(point.run, row) for point, row in zip(points, results.rows, strict=True) if row is winner), ""
     )
     rows = [
@@ -50,7 +50,7 @@ def list_sweep_rows(
             cost,
             verdict,
             row is winner,
-            again if row is winner else "",
+            rerun if row is winner else "",
         )
         for row, cost, verdict in zip(results.rows, hours, verdicts, strict=True)
     ]
@@ -75,27 +75,27 @@ def write_sweep(path: Path, rows: Sequence[SweepRow], keys: Sequence[str], metri
     from hpc_train.report.page import mark_safe, render_template, write_pages
 
     best = rows[0] if rows and rows[0].best else None
-    done = [row for row in rows if row.metric is not None]
+    measured = [row for row in rows if row.metric is not None]
     line = f"{len(rows)} points, {sum(row.state == 'DONE' for row in rows)} done"
     if best is not None:
         values = ", ".join(f"{key}={value}" for key, value in best.swept.items())
         line += f"; best {metric.replace('_', ' ')} {best.metric:.5g}" + (f" with {values}" if values else "")
-    axes = [(key, [row.swept.get(key) for row in done]) for key in keys]
+    axes = [(key, [row.swept.get(key) for row in measured]) for key in keys]
     parallel = charts.draw_parallel(
-        "settings and result", [*axes, (metric, [row.metric for row in done])], 0 if best else None
+        "settings and result", [*axes, (metric, [row.metric for row in measured])], 0 if best else None
     )
     points = [
         (row.node_hours, row.metric, f"{row.point}: {row.metric:.5g}", row.best)
-        for row in done
+        for row in measured
         if row.metric is not None
     ]
     drawn = [
         ("Settings and result", parallel, "A line for each point; the best one is green."),
         ("Cost and result", charts.draw_points("cost and result", points, "node-hours", metric), ""),
     ]
-    shown = [{"title": title, "svg": mark_safe(svg), "note": note} for title, svg, note in drawn if svg]
+    chart_list = [{"title": title, "svg": mark_safe(svg), "note": note} for title, svg, note in drawn if svg]
     page = render_template(
-        "sweep.html", sweep=path.name, path=path, line=line, rows=rows, keys=keys, metric=metric, charts=shown
+        "sweep.html", sweep=path.name, path=path, line=line, rows=rows, keys=keys, metric=metric, charts=chart_list
     )
     data = {"sweep": str(path), "line": line, "metric": metric, "points": [asdict(row) for row in rows]}
     return write_pages(folder, "report", page, data)

@@ -47,8 +47,8 @@ class SweepResults:
 
     def get_value(self, row: PointResult) -> float | None:
         """Return the metric at the last step that has it."""
-        found = row.final.get(self.metric)
-        return float(found) if isinstance(found, (int, float)) else None
+        value = row.final.get(self.metric)
+        return float(value) if isinstance(value, (int, float)) else None
 
     @property
     def winner(self) -> PointResult | None:

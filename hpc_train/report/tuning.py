@@ -145,12 +145,12 @@ def is_faster(trial: Trial, best: Trial) -> bool:
     )
 
 
-def pool_trials(one: Trial, other: Trial) -> Trial:
+def pool_trials(first: Trial, second: Trial) -> Trial:
     """Return two measurements of the same settings as one."""
-    if not math.isfinite(one.seconds + other.seconds):
-        return other
-    seconds, noise = (one.seconds + other.seconds) / 2, math.hypot(one.noise, other.noise) / 2
-    return Trial(one.settings, seconds, noise, other.verdict, one.minutes + other.minutes)
+    if not math.isfinite(first.seconds + second.seconds):
+        return second
+    seconds, noise = (first.seconds + second.seconds) / 2, math.hypot(first.noise, second.noise) / 2
+    return Trial(first.settings, seconds, noise, second.verdict, first.minutes + second.minutes)
 
 
 def list_changes(base: Sequence[str], best: Trial, ranks: int) -> Iterator[Change]:
@@ -158,20 +158,20 @@ def list_changes(base: Sequence[str], best: Trial, ranks: int) -> Iterator[Chang
     config = compose([*base, *best.overrides])
     batches, layouts = list(_list_micro_batches(config, ranks)), list(_list_layouts(config, ranks))
     options = list(_list_options(config))
-    first, then = (layouts, batches) if best.verdict in ("network", "bubble", "straggler") else (batches, layouts)
-    for change in [*first[:1], *then[:1], *first[1:], *then[1:], *options]:
+    first, second = (layouts, batches) if best.verdict in ("network", "bubble", "straggler") else (batches, layouts)
+    for change in [*first[:1], *second[:1], *first[1:], *second[1:], *options]:
         if (possible := _make_possible([*base, *best.overrides], config, change, ranks)) is not None:
             yield possible
 
 
-def _make_possible(given: Sequence[str], config: RunConfig, change: Change, ranks: int) -> Change | None:
+def _make_possible(base: Sequence[str], config: RunConfig, change: Change, ranks: int) -> Change | None:
     """Return a change that can run: as it is, or with options at their defaults that its layout refuses; None if none.
 
-    config: what `given` composes to.
+    config: what `base` composes to.
     """
 
     def can_run(settings: Change) -> bool:
-        return _can_run([*given, *(f"{key}={value}" for key, value in settings)], ranks)
+        return _can_run([*base, *(f"{key}={value}" for key, value in settings)], ranks)
 
     if can_run(change):
         return change
@@ -206,14 +206,14 @@ def _list_micro_batches(config: RunConfig, ranks: int) -> Iterator[Change]:
 
 def _list_layouts(config: RunConfig, ranks: int) -> Iterator[Change]:
     """List layouts of these ranks, those first that communicate least where they fit."""
-    found = []
+    layouts = []
     for pp in _list_divisors(ranks):
         for tp in _list_divisors(ranks // pp):
             data = ranks // pp // tp
             for strategy in ("ddp", "zero1", "zero2", "zero3"):
                 if strategy != "ddp" or pp == tp == 1:
-                    found.append((pp * tp, pp, strategy, data, tp))
-    for _, pp, strategy, data, tp in sorted(found):
+                    layouts.append((pp * tp, pp, strategy, data, tp))
+    for _, pp, strategy, data, tp in sorted(layouts):
         replicate, shard = (str(data), "1") if strategy == "ddp" else ("1", str(data))
         values = {
             "parallel.pp": str(pp),
@@ -265,10 +265,10 @@ def measure_locally(base: Sequence[str], folder: Path, steps: int) -> Callable[[
     def measure(settings: Mapping[str, str]) -> Trial:
         run, words = _prepare_trial(base, folder, steps, settings)
         began = time.monotonic()
-        done = subprocess.run([sys.executable, "-m", "hpc_train", "train", *words], capture_output=True, text=True)
+        process = subprocess.run([sys.executable, "-m", "hpc_train", "train", *words], capture_output=True, text=True)
         minutes = (time.monotonic() - began) / 60
-        if done.returncode:
-            line = (done.stderr.strip() or "no message").splitlines()[-1]
+        if process.returncode:
+            line = (process.stderr.strip() or "no message").splitlines()[-1]
             return Trial(dict(settings), math.inf, 0.0, "failed", minutes, line)
         return Trial(dict(settings), *time_steps(run), judge_newest_steps(run)[0].name, minutes)
 
@@ -314,6 +314,6 @@ def write_trial(file: LineFile, trial: Trial) -> None:
 
 def format_command(base: Sequence[str], settings: Mapping[str, str]) -> str:
     """Return the command that trains with these settings, in place of those that were given."""
-    given = [word for word in base if word.lstrip("+").partition("=")[0] not in settings]
-    words = [*given, *(f"{key}={value}" for key, value in settings.items())]
+    kept_overrides = [word for word in base if word.lstrip("+").partition("=")[0] not in settings]
+    words = [*kept_overrides, *(f"{key}={value}" for key, value in settings.items())]
     return " ".join(["hpc-train train", *map(shlex.quote, words)])

@@ -134,13 +134,15 @@ def _describe_memory(summary: RunSummary) -> list[dict[str, str]]:
         return []
     peak = float(np.nanmax(table["resident"])) / 1024
     per_node = peak * max(_count_ranks_per_node(summary), 1)
-    asked = getattr(config.launch, "memory_gib", None) if config is not None else None
-    used = f"{peak:.1f} GiB per rank at most, {per_node:.1f} GiB per node" + (f" of {asked:g} GiB" if asked else "")
+    requested = getattr(config.launch, "memory_gib", None) if config is not None else None
+    used = f"{peak:.1f} GiB per rank at most, {per_node:.1f} GiB per node" + (
+        f" of {requested:g} GiB" if requested else ""
+    )
     return [
         _make_row(
             "memory",
             used,
-            f"launch.memory_gib={math.ceil(per_node * 1.25)}" if asked and per_node < 0.5 * asked else "",
+            f"launch.memory_gib={math.ceil(per_node * 1.25)}" if requested and per_node < 0.5 * requested else "",
         )
     ]
 

@@ -58,12 +58,12 @@ class Verdict:
     def line(self) -> str:
         """Return the verdict in one line."""
         of_what = "what it uses" if self.name == "memory" else "the step"
-        lost = f", {self.share_lost:.0%} of {of_what}" if self.share_lost else ""
-        where = ""
+        share = f", {self.share_lost:.0%} of {of_what}" if self.share_lost else ""
+        location = ""
         if self.ranks:
             nodes = f" on {', '.join(self.nodes)}" if self.nodes else ""
-            where = f" (rank {', '.join(map(str, self.ranks[:4]))}{' ...' if len(self.ranks) > 4 else ''}{nodes})"
-        return f"{self.name}: {CLASSES[self.name]}{where}{lost}"
+            location = f" (rank {', '.join(map(str, self.ranks[:4]))}{' ...' if len(self.ranks) > 4 else ''}{nodes})"
+        return f"{self.name}: {CLASSES[self.name]}{location}{share}"
 
     def as_json(self, state: str) -> dict[str, Any]:
         """Return the object of report.json. state: of the run."""
@@ -89,14 +89,14 @@ def judge_run(table: StepTable | None, facts: Facts) -> tuple[Verdict, StepLosse
         return _abstain(f"{table.bins} steps after the warm-up; {LEAST_BINS} are needed"), losses
     findings = list_findings(table, losses, facts)
     if not findings and losses is None:
-        why = "the parts of steps were not measured, which takes ranks on processors" if facts.accelerator else ""
-        why = why or ("" if facts.waits_measured else "waits for parameter servers are not measured")
-        return _abstain(why or "no step was recorded by every rank"), None
+        reason = "the parts of steps were not measured, which takes ranks on processors" if facts.accelerator else ""
+        reason = reason or ("" if facts.waits_measured else "waits for parameter servers are not measured")
+        return _abstain(reason or "no step was recorded by every rank"), None
     if findings and findings[0].name == "network" and (silent := find_silent_ranks(table, facts)):
         # What blocks all that were recorded may be one that was not.
         return _abstain(f"{format_ranks(silent)} recorded nothing, and may be what the others wait for"), losses
     if findings:
-        first, *others = findings
+        first, *other_findings = findings
         severity = "critical" if first.share >= CRITICAL_FROM else "warning"
         return Verdict(
             first.name,
@@ -106,7 +106,7 @@ def judge_run(table: StepTable | None, facts: Facts) -> tuple[Verdict, StepLosse
             first.nodes,
             (first.evidence,),
             advise(first, facts),
-            tuple(others),
+            tuple(other_findings),
         ), losses
     assert losses is not None
     useful = losses.useful / losses.total if losses.total else 0.0
@@ -128,5 +128,5 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {first}" if len(ranks) <= 4 else f"{len(ranks)} ranks ({first}, ...)"
 
 
-def _abstain(why: str) -> Verdict:
-    return Verdict("not enough data", None, "ok", evidence=(why,))
+def _abstain(reason: str) -> Verdict:
+    return Verdict("not enough data", None, "ok", evidence=(reason,))

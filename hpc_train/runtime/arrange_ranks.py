@@ -43,7 +43,7 @@ from hpc_train.runtime.host_info import (
     publish_process_info,
     read_mpi_rank_and_size,
 )
-from hpc_train.runtime.identity import find_own_address
+from hpc_train.runtime.identity import find_local_address
 from hpc_train.runtime.rank_assignment import (
     RankAssignment,
     SearchPlacement,
@@ -63,7 +63,7 @@ from hpc_train.runtime.store.exchange import arrive_at_gate, publish_value, read
 
 
 def agree_on_assignment(
-    task: Task, own_info: ProcessInfo, timeout: timedelta, decide: Callable[[list[ProcessInfo]], RankAssignment]
+    task: Task, local_info: ProcessInfo, timeout: timedelta, decide: Callable[[list[ProcessInfo]], RankAssignment]
 ) -> tuple[RankAssignment, str]:
     """Agree on process 0's assignment, or on the launcher's order if any process objects. A collective.
 
@@ -71,12 +71,12 @@ def agree_on_assignment(
     Returns the assignment and its SHA-256. Costs every process six messages to the store, whatever the job's size.
     """
     assert task.store is not None
-    publish_process_info(task, own_info)
+    publish_process_info(task, local_info)
     infos = gather_process_info(task, timeout) if task.process == 0 else []
 
     def assign() -> dict[str, Any]:
         text = decide(infos).to_text()
-        return {"hash": hash_assignment(text), "text": text, "first": [own_info.address, own_info.port]}
+        return {"hash": hash_assignment(text), "text": text, "first": [local_info.address, local_info.port]}
 
     decision = decide_on_process_0(task, "plan", assign)
     objection = _gather_objection(task, find_assignment_problem(decision["text"], decision["hash"], task))
@@ -130,18 +130,18 @@ def export_environment(assignment: RankAssignment, task: Task, env: MutableMappi
     place. Under torchrun the address stays, because clients look for the agent's store there.
     """
     size = assignment.ranks_per_node
-    found = {
+    variables = {
         "RANK": str(assignment.find_rank(task.process, task.node, task.local)),
         "WORLD_SIZE": str(assignment.world),
         "LOCAL_RANK": str(task.local),
         "NODE_RANK": str(assignment.find_node_position(task.node)),
     }
     if size:
-        found["LOCAL_WORLD_SIZE"] = str(size)
+        variables["LOCAL_WORLD_SIZE"] = str(size)
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        found |= {"MASTER_ADDR": assignment.master, "MASTER_PORT": str(assignment.port)}
-    env.update(found)
-    return found
+        variables |= {"MASTER_ADDR": assignment.master, "MASTER_PORT": str(assignment.port)}
+    env.update(variables)
+    return variables
 
 
 def arrange_ranks(
@@ -163,16 +163,16 @@ def arrange_ranks(
     env = os.environ if env is None else env
     # All of this comes before the process group: ranks, and so the group's members, are only decided here.
     environment = RankEnvironment(env, config.cluster.environment)
-    own_info, interface = _collect_own_info(task, config, needs_mpi, environment)
+    local_info, interface = _collect_local_info(task, config, needs_mpi, environment)
     timeout = timedelta(seconds=config.launch.timeout_seconds)
     assignment, hashed = agree_on_assignment(
-        task, own_info, timeout, lambda infos: _decide_on_process_0(config, task, infos, needs_mpi, env, find)
+        task, local_info, timeout, lambda infos: _decide_on_process_0(config, task, infos, needs_mpi, env, find)
     )
     _check_assignment(assignment, task, config)
     node_infos = gather_node_info(task)
     seats = seat_ranks(node_infos, assignment.gpus)
     binding = bind_rank(config.launch, seats, task.local, env, mpi=needs_mpi is not None)
-    gpu = node_infos[assignment.gpus[task.local]].gpu if assignment.gpus else own_info.gpu
+    gpu = node_infos[assignment.gpus[task.local]].gpu if assignment.gpus else local_info.gpu
     # Before a library reads them: gloo, NCCL and OpenMP look at their variables once.
     sockets = choose_socket_settings(interface, task.nodes, config.cluster.fabric.interface is not None)
     settings = [VariableSetting(*setting) for setting in assignment.settings]
@@ -180,9 +180,9 @@ def arrange_ranks(
     environment.set([*sockets, *settings], nic_settings)
     if task.launcher != "single":
         export_environment(assignment, task, env)
-    own = {**binding.as_json(), "gpu": gpu, "nic": node_infos[0].nic_of.get(gpu or "")}
-    if environment.own:
-        own["environment"] = environment.own
+    per_rank = {**binding.as_json(), "gpu": gpu, "nic": node_infos[0].nic_of.get(gpu or "")}
+    if environment.per_rank:
+        per_rank["environment"] = environment.per_rank
     changes = environment.describe(quiet=sockets if task.nodes == 1 else ())
     return RankMap(
         assignment.map_processes(),
@@ -190,16 +190,16 @@ def arrange_ranks(
         assignment.warning,
         tuple(_report_lines(assignment, task, binding, changes)),
         _describe_assignment(assignment, hashed, environment),
-        own,
+        per_rank,
         assignment.gpus[task.local] if assignment.gpus else None,
     )
 
 
-def _collect_own_info(
+def _collect_local_info(
     task: Task, config: RunConfig, needs_mpi: str | None, environment: RankEnvironment
 ) -> tuple[ProcessInfo, str]:
     """Return this process's facts, and the interface of its address. A collective with needs_mpi: it starts MPI."""
-    address, interface = find_own_address(task.host, task.nodes, config.cluster.fabric.interface)
+    address, interface = find_local_address(task.host, task.nodes, config.cluster.fabric.interface)
     gpu = find_pci_address(pick_device(task, config))
     visible = torch.cuda.device_count() if gpu is not None else 0
     mpi_view = None
@@ -274,8 +274,8 @@ def _find_harmful_settings(infos: Sequence[ProcessInfo]) -> list[str]:
 def _check_assignment(assignment: RankAssignment, task: Task, config: RunConfig) -> None:
     refusal = assignment.refusal
     if refusal is None and assignment.warning and config.launch.placement == "strict":
-        why = assignment.warning.partition(": ")[2]  # after "the launcher's order, not placed"
-        refusal = f"launch.placement=strict: {why}"
+        reason = assignment.warning.partition(": ")[2]  # after "the launcher's order, not placed"
+        refusal = f"launch.placement=strict: {reason}"
     if refusal is not None:
         leave_together(task)
         raise UserError(refusal)

@@ -90,7 +90,7 @@ def survey_node(
     return NodeSurvey(
         cliques={pci[gpu.id]: gpu.clique for gpu in node.gpus if gpu.clique is not None},
         fit_nics=fit,
-        dropped={devices[nic]: why for nic, why in assignment.dropped.items() if why != NO_PORT_UP},
+        dropped={devices[nic]: reason for nic, reason in assignment.dropped.items() if reason != NO_PORT_UP},
         nic_of={pci[gpu]: devices[nic] for gpu, nic in assignment.nic_of.items()},
         gpu_links={
             f"{pci[link.a]} {pci[link.b]}": link.kind for link in cluster.links if link.a in pci and link.b in pci
@@ -113,12 +113,12 @@ class RankBinding:
         """Describe in a few words what this rank is bound to, or why it is not."""
         if not self.binding.cpus:
             return self.binding.reason
-        where = f"CPUs {format_cpus(self.binding.cpus)}, {self.binding.reason}"
+        description = f"CPUs {format_cpus(self.binding.cpus)}, {self.binding.reason}"
         if self.binding.memory is None:
-            return where
+            return description
         if self.memory_problem:
-            return f"{where}; memory not bound: {self.memory_problem}"
-        return f"{where}, and memory of NUMA node {self.binding.memory}"
+            return f"{description}; memory not bound: {self.memory_problem}"
+        return f"{description}, and memory of NUMA node {self.binding.memory}"
 
     def as_json(self) -> dict[str, Any]:
         """Return this rank's fields of rankmap.json."""
@@ -137,8 +137,8 @@ def bind_rank(
     MPI libraries wait by spinning, and must know which cores are theirs.
     """
     # More threads than processors would fight for them, so then nothing is bound.
-    chosen = launch.threads or read_user_threads(env, seats)
-    binding = _choose_binding(launch, seats, local, chosen)
+    requested = launch.threads or read_user_threads(env, seats)
+    binding = _choose_binding(launch, seats, local, requested)
     if mpi and binding.cpus:
         binding = CpuBinding((), 0, None, "not bound: MPI's own launcher does that (mpirun --bind-to, srun --cpu-bind)")
     try:
@@ -147,7 +147,7 @@ def bind_rank(
         binding = replace(binding, cpus=(), memory=None, reason=f"not bound: {error.strerror}")
         problem = None
     if binding.cpus:
-        threads = chosen or min(binding.cores, _read_number(env) or binding.cores)
+        threads = requested or min(binding.cores, _read_number(env) or binding.cores)
         env["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
     return RankBinding(binding, torch.get_num_threads(), problem)
@@ -157,9 +157,9 @@ def _choose_binding(launch: LaunchConfig, seats: Sequence[RankSeat], local: int,
     if not launch.bind:
         return CpuBinding((), 0, None, "not bound: launch.bind=false")
     shares = assign_cpus(seats, read_processors())
-    least = min((len(share.cpus) for share in shares if share.cpus), default=0)
-    if least and threads is not None and threads > least:
-        return CpuBinding((), 0, None, f"not bound: {threads} threads per rank, {least} processors")
+    fewest = min((len(share.cpus) for share in shares if share.cpus), default=0)
+    if fewest and threads is not None and threads > fewest:
+        return CpuBinding((), 0, None, f"not bound: {threads} threads per rank, {fewest} processors")
     return shares[local]
 
 
@@ -171,8 +171,8 @@ def read_user_threads(env: Mapping[str, str], seats: Sequence[RankSeat]) -> int 
     number = _read_number(env)
     all_processors = len(frozenset[int]().union(*(seat.allowed for seat in seats)))
     # torchrun sets 1, sites often set the processors of the task: neither says what this user wants.
-    usual = {env.get("SLURM_CPUS_PER_TASK", "1"), str(max(1, all_processors // len(seats)))}
-    return None if str(number) in usual else number
+    defaults = {env.get("SLURM_CPUS_PER_TASK", "1"), str(max(1, all_processors // len(seats)))}
+    return None if str(number) in defaults else number
 
 
 def _read_number(env: Mapping[str, str]) -> int | None:

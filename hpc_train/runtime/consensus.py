@@ -104,8 +104,8 @@ class Consensus:
         Every rank gets the result of `decide`, or raises the first error of any of them. Raises LostRanksError as
         `run_on_rank_0` does.
         """
-        who = f"rank {world.rank}: " if world and world.size > 1 else ""
-        results = self._gather_on_rank_0(world, self.capture_failure(work, who), group)
+        prefix = f"rank {world.rank}: " if world and world.size > 1 else ""
+        results = self._gather_on_rank_0(world, self.capture_failure(work, prefix), group)
         outcome: Any = None
         if _is_rank_0(world):
             outcome = _find_failure(results) or self.capture_failure(lambda: decide(cast(list[T], results)))
@@ -123,15 +123,15 @@ class Consensus:
 
         Only those ranks call it. Raises the first error of any of them, and LostRanksError as `run_on_rank_0` does.
         """
-        who, first = f"rank {rank}: ", ranks[0]
-        own_result = self.capture_failure(work, who)
+        prefix, first = f"rank {rank}: ", ranks[0]
+        local_result = self.capture_failure(work, prefix)
         if rank != first:
-            self.send_object(own_result, first, group)
+            self.send_object(local_result, first, group)
             return cast(R, self.raise_failure(self.receive_object(first, group)))
         others = ranks[1:]
-        results = [own_result, *(self.capture_failure(partial(self.receive_object, peer, group)) for peer in others)]
+        results = [local_result, *(self.capture_failure(partial(self.receive_object, peer, group)) for peer in others)]
         outcome: Any = _find_failure(results)
-        outcome = outcome or self.capture_failure(lambda: list(decide(cast(list[T], results))), who)
+        outcome = outcome or self.capture_failure(lambda: list(decide(cast(list[T], results))), prefix)
         for index, peer in enumerate(others, 1):
             with suppress(LostRanksError):  # one is gone: the rest still wait for the outcome
                 self.send_object(outcome if isinstance(outcome, RemoteFailure) else outcome[index], peer, group)
@@ -155,7 +155,7 @@ class Consensus:
                 dist.recv(rest, src=rank, group=group)
         return self.decode_message(first, rest)
 
-    def capture_failure(self, work: Callable[[], T], who: str = "") -> T | RemoteFailure:
+    def capture_failure(self, work: Callable[[], T], prefix: str = "") -> T | RemoteFailure:
         """Return the result of `work`, or its error in the form in which it travels.
 
         who: put before the error's text, unless the error came from another rank, which has named itself.
@@ -167,11 +167,11 @@ class Consensus:
         except RemoteError as error:
             return RemoteFailure(str(error))
         except LostRanksError as error:
-            return RemoteFailure(who + self.format_error(error), lost=True)
+            return RemoteFailure(prefix + self.format_error(error), lost=True)
         except self.shared as error:
             if not isinstance(error, self.expected):
                 _log.exception("unexpected error")  # the other ranks get one line; the traceback is here
-            return RemoteFailure(who + self.format_error(error))
+            return RemoteFailure(prefix + self.format_error(error))
 
     def raise_failure(self, outcome: Any) -> Any:
         """Return what `capture_failure` returned; if that is an error, raise it."""
@@ -250,8 +250,8 @@ def report_lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        why = " ".join(str(error).split())[:200]
-        raise LostRanksError(f"a rank is gone, or did not come in time ({why})") from error
+        reason = " ".join(str(error).split())[:200]
+        raise LostRanksError(f"a rank is gone, or did not come in time ({reason})") from error
 
 
 def leave_together(task: Task, gate: str = "leaving") -> None:

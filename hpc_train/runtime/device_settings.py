@@ -57,14 +57,14 @@ def describe_device(config: RunConfig, device: torch.device) -> str | None:
     """Return a line about this rank's GPU and what was set for it; None on a CPU."""
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     allocator = next((os.environ[name] for name in _ALLOCATOR if name in os.environ), "torch's defaults")
     products = {"highest": "fp32", "high": "TF32", "medium": "bf16"}[config.precision.matmul]
     return (
-        f"GPU: {found.name}, {found.total_memory / 2**30:.1f} GiB; allocator {allocator}; fp32 products in {products}; "
-        f"{_describe_collection(config.train.gc_every)}"
+        f"GPU: {properties.name}, {properties.total_memory / 2**30:.1f} GiB; allocator {allocator}; "
+        f"fp32 products in {products}; {_describe_collection(config.train.gc_every)}"
     )
 
 
-def _describe_collection(every: int) -> str:
-    return f"garbage collected every {every} steps" if every else "garbage collected when Python wants to"
+def _describe_collection(interval: int) -> str:
+    return f"garbage collected every {interval} steps" if interval else "garbage collected when Python wants to"

@@ -31,10 +31,14 @@ def assign_gpus(config: RunConfig, nodes: Sequence[Sequence[ProcessInfo]]) -> Gp
     Nothing moves if the launcher's order is asked for, if the launcher binds one GPU to each task, or if the nodes do
     not agree on their links. Never raises: the launcher's order always works.
     """
-    each = len(nodes[0])
-    if config.launch.placement == "launcher" or each < 2 or any(len(members) != each for members in nodes):
+    gpus_per_node = len(nodes[0])
+    if (
+        config.launch.placement == "launcher"
+        or gpus_per_node < 2
+        or any(len(members) != gpus_per_node for members in nodes)
+    ):
         return GpuAssignment()
-    if any(info.gpu is None or info.visible_gpus != each for members in nodes for info in members):
+    if any(info.gpu is None or info.visible_gpus != gpus_per_node for members in nodes for info in members):
         return GpuAssignment()
     links = [list_rank_links(members) for members in nodes]
     if not links[0]:
@@ -42,7 +46,7 @@ def assign_gpus(config: RunConfig, nodes: Sequence[Sequence[ProcessInfo]]) -> Gp
     if any(other != links[0] for other in links[1:]):
         return GpuAssignment(reason="local rank n takes GPU n: the nodes' GPUs are not joined alike")
     try:
-        return _order_gpus(config, links[0], len(nodes), each)
+        return _order_gpus(config, links[0], len(nodes), gpus_per_node)
     except UserError as error:
         return GpuAssignment(reason=f"local rank n takes GPU n: {error}")
     except Exception as error:
@@ -61,17 +65,17 @@ def list_rank_links(members: Sequence[ProcessInfo]) -> dict[tuple[str, str], str
     return kinds if len(rank_of) == len(members) else {}
 
 
-def _order_gpus(config: RunConfig, kinds: dict[tuple[str, str], str], nodes: int, each: int) -> GpuAssignment:
+def _order_gpus(config: RunConfig, kinds: dict[tuple[str, str], str], nodes: int, gpus_per_node: int) -> GpuAssignment:
     # Most machines have GPUs that are joined alike: those need no traffic and no search.
     from hpc_train.placement.node.gpu_links import build_listed_links
 
-    links = build_listed_links([str(local) for local in range(each)], kinds)
+    links = build_listed_links([str(local) for local in range(gpus_per_node)], kinds)
     if links.is_uniform:
         return GpuAssignment()
     from hpc_train.placement.node.gpu_order import order_gpus
     from hpc_train.traffic.flows import compute_flows, list_axis_sizes
 
-    world = nodes * each
+    world = nodes * gpus_per_node
     order = order_gpus(links, list_axis_sizes(config, world), compute_flows(config, world))
     if order.is_identity:
         return GpuAssignment()
@@ -80,5 +84,5 @@ def _order_gpus(config: RunConfig, kinds: dict[tuple[str, str], str], nodes: int
 
 def seat_ranks(members: Sequence[ProcessInfo], gpus: Sequence[int]) -> list[RankSeat]:
     """Return the seat of each local rank of a node: the processors it may use, and those next to the GPU it takes."""
-    chosen = gpus or range(len(members))
-    return [RankSeat(info.seat.allowed, members[gpu].seat.near) for info, gpu in zip(members, chosen, strict=True)]
+    gpu_order = gpus or range(len(members))
+    return [RankSeat(info.seat.allowed, members[gpu].seat.near) for info, gpu in zip(members, gpu_order, strict=True)]

@@ -124,12 +124,12 @@ _MPI_GATE = "mpi/ready"
 _MPI_POLL_SECONDS = 0.002
 
 
-def publish_process_info(task: Task, own_info: ProcessInfo) -> None:
+def publish_process_info(task: Task, local_info: ProcessInfo) -> None:
     """Publish this process's ProcessInfo under a key of its node, so that process 0 reads one key per node."""
     store = _require_store(task)
     # One key per node instead of one per process: process 0 of a large job then makes hundreds of reads, not tens of
     # thousands.
-    append_to(store, _name_node_key(task.node), asdict(own_info))
+    append_to(store, _name_node_key(task.node), asdict(local_info))
     arrive_at_gate(store, _FACTS_GATE, task.processes)
 
 
@@ -254,9 +254,9 @@ def find_mpi_disagreement(infos: Sequence[ProcessInfo], launcher: str, setting: 
     size = len(infos)
     for info in infos:
         if info.mpi is not None and info.mpi != [info.process, size]:
-            rank, seen = info.mpi
+            rank, mpi_size = info.mpi
             return (
-                f"{setting}: MPI sees process {rank} of {seen} where {launcher} started {info.process} of {size}; "
+                f"{setting}: MPI sees process {rank} of {mpi_size} where {launcher} started {info.process} of {size}; "
                 "start the ranks with mpirun, or srun --mpi=pmix"
             )
     return None

@@ -195,10 +195,10 @@ def find_interface_address(name: str) -> str | None:
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         except OSError:
             return None
-    return socket.inet_ntoa(answer[20:24])
+    return socket.inet_ntoa(reply[20:24])
 
 
 def list_interfaces() -> dict[str, str]:
@@ -207,7 +207,7 @@ def list_interfaces() -> dict[str, str]:
     return {name: address for name, address in addresses if address}
 
 
-def find_own_address(host: str, nodes: int, interface: str | None) -> tuple[str, str]:
+def find_local_address(host: str, nodes: int, interface: str | None) -> tuple[str, str]:
     """Return the (IPv4 address, interface) by which the job's other processes reach this host.
 
     interface: the one that the cluster's configuration names. Without one: the loopback in a job of one node, else the

@@ -80,12 +80,12 @@ class RankAssignment:
         """Return the rank of each process."""
         if not self.nodes:
             return tuple(range(self.world))
-        size, place = self.ranks_per_node, {node: at for at, node in enumerate(self.nodes)}
+        size, position_of = self.ranks_per_node, {node: index for index, node in enumerate(self.nodes)}
         ranks = [0] * self.world
-        for node, at in place.items():
+        for node, index in position_of.items():
             for local in range(size):
                 process = self.processes[node][local] if self.processes else node * size + local
-                ranks[process] = at * size + local
+                ranks[process] = index * size + local
         return tuple(ranks)
 
     def to_text(self) -> str:
@@ -115,8 +115,8 @@ def decide_assignment(
     except Exception as error:
         log.warning("placement failed", exc_info=error)
         lines = str(error).splitlines()
-        what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        return _keep_launchers_order(infos, processes, NotPlacedError(f"the search failed with {what}"), nodes)
+        description = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        return _keep_launchers_order(infos, processes, NotPlacedError(f"the search failed with {description}"), nodes)
     return _assign_placed(nodes, placement) if placement else _assign_launchers_order(config, nodes)
 
 
@@ -154,10 +154,10 @@ def _search_if_needed(
     hosts = [members[0].host for members in nodes]
     if twice := [host for host, count in Counter(hosts).items() if count > 1]:
         raise NotPlacedError(f"the launcher counts {twice[0]} as {Counter(hosts)[twice[0]]} nodes")
-    found = search(config, nodes)
-    assert sorted(found.nodes) == list(range(len(nodes))), "a placement that is not a permutation"
-    assert found.ranks_per_node == len(nodes[0]), "a placement of other nodes"
-    return found
+    placement = search(config, nodes)
+    assert sorted(placement.nodes) == list(range(len(nodes))), "a placement that is not a permutation"
+    assert placement.ranks_per_node == len(nodes[0]), "a placement of other nodes"
+    return placement
 
 
 def _assign_placed(nodes: Sequence[Sequence[ProcessInfo]], placement: Placement) -> RankAssignment:
@@ -209,7 +209,7 @@ def _assign_whole_nodes(nodes: Sequence[Sequence[ProcessInfo]], order: Sequence[
     return RankAssignment(
         world=sum(map(len, nodes)),
         reason=reason + moved,
-        nodes=[nodes[at][0].node for at in order],
+        nodes=[nodes[index][0].node for index in order],
         ranks_per_node=len(nodes[0]),
         hosts=[members[0].host for members in sorted(nodes, key=lambda members: members[0].node)],
         processes=None if consecutive else [by_index[node] for node in sorted(by_index)],
@@ -235,12 +235,14 @@ def search_placement(
     from hpc_train.placement.node_locations import locate_hosts
     from hpc_train.placement.search import make_placement_job, place_nodes
 
-    where = locate_hosts(config.cluster, make_hosts([members[0] for members in nodes]), "SLURM_JOB_ID" in os.environ)
-    if where.problem is not None:
-        raise NotPlacedError(where.problem)
+    locations = locate_hosts(
+        config.cluster, make_hosts([members[0] for members in nodes]), "SLURM_JOB_ID" in os.environ
+    )
+    if locations.problem is not None:
+        raise NotPlacedError(locations.problem)
     is_unknown = isinstance(config.model, (CustomModelConfig, HfModelConfig))
     count = parameters() if parameters is not None and is_unknown else None
-    return place_nodes(make_placement_job(config, where, len(nodes[0]), count))
+    return place_nodes(make_placement_job(config, locations, len(nodes[0]), count))
 
 
 def make_hosts(heads: Sequence[ProcessInfo]) -> list[JobHost]:

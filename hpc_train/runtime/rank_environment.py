@@ -26,31 +26,33 @@ class RankEnvironment:
     """Names that the user had set otherwise."""
     refused: list[str] = field(default_factory=list)
     """Names that the site does not want set."""
-    own: dict[str, str] = field(default_factory=dict)
+    per_rank: dict[str, str] = field(default_factory=dict)
     """Applied variables whose values differ between ranks: name -> value on this rank."""
 
-    def set(self, shared: Sequence[VariableSetting], own: Sequence[VariableSetting] = ()) -> None:
-        """Set variables. shared: the same on all ranks; own: of this rank."""
-        self._apply(shared, own, self.site)
+    def set(self, shared: Sequence[VariableSetting], per_rank: Sequence[VariableSetting] = ()) -> None:
+        """Set variables. shared: the same on all ranks; per_rank: of this rank."""
+        self._apply(shared, per_rank, self.site)
 
-    def set_before_mpi(self, own: Sequence[VariableSetting]) -> None:
+    def set_before_mpi(self, per_rank: Sequence[VariableSetting]) -> None:
         """Set the variables that MPI's transports read when MPI starts: this rank's own, and the site's."""
-        self._apply([], own, {name: value for name, value in self.site.items() if name.startswith(("UCX_", "FI_"))})
+        self._apply(
+            [], per_rank, {name: value for name, value in self.site.items() if name.startswith(("UCX_", "FI_"))}
+        )
 
     def _apply(
-        self, shared: Sequence[VariableSetting], own: Sequence[VariableSetting], site: Mapping[str, str | None]
+        self, shared: Sequence[VariableSetting], per_rank: Sequence[VariableSetting], site: Mapping[str, str | None]
     ) -> None:
-        chosen, refused = combine_with_site([*shared, *own], site)
-        applied, unchanged = apply_settings(chosen, self.env)
+        combined, refused = combine_with_site([*shared, *per_rank], site)
+        applied, unchanged = apply_settings(combined, self.env)
         self.applied += applied
         self.unchanged += [name for name in unchanged if name not in self.unchanged]
         self.refused += [name for name in refused if name not in self.refused]
-        self.own |= {setting.name: setting.value for setting in applied if setting in own}
+        self.per_rank |= {setting.name: setting.value for setting in applied if setting in per_rank}
 
     @property
     def shared(self) -> list[VariableSetting]:
         """Return the applied settings that are the same on all ranks."""
-        return [setting for setting in self.applied if setting.name not in self.own]
+        return [setting for setting in self.applied if setting.name not in self.per_rank]
 
     def describe(self, quiet: Sequence[VariableSetting] = ()) -> list[str]:
         """Return a line for each variable that was set, kept or refused. quiet: settings not worth a line."""
@@ -80,12 +82,14 @@ def choose_mpi_nic_settings(
     """
     if task.nodes == 1:
         return []
-    found = survey()
-    if len(found.fit_nics) > task.processes // task.nodes:
+    survey_result = survey()
+    if len(survey_result.fit_nics) > task.processes // task.nodes:
         return []
     if gpu is not None:
-        variables = found.nic_variables.get(found.nic_of.get(gpu, ""), {})
+        variables = survey_result.nic_variables.get(survey_result.nic_of.get(gpu, ""), {})
         return choose_rank_nic_settings(variables, "the GPU that the launcher gave this rank", with_nccl=True)
-    nic = pick_nic_of_processors(found.fit_nics, frozenset(os.sched_getaffinity(0)), read_numa_nodes(), task.local)
-    variables = found.nic_variables.get(nic.device or "", {}) if nic else {}
+    nic = pick_nic_of_processors(
+        survey_result.fit_nics, frozenset(os.sched_getaffinity(0)), read_numa_nodes(), task.local
+    )
+    variables = survey_result.nic_variables.get(nic.device or "", {}) if nic else {}
     return choose_rank_nic_settings(variables, "this rank's processors", with_nccl=False)

@@ -22,7 +22,7 @@ from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
 from hpc_train.cluster.task_hosts import list_task_hosts
 from hpc_train.errors import MissingRanksError, UserError
 from hpc_train.mpi import load_mpi
-from hpc_train.runtime.identity import ProcessIdentity, find_own_address
+from hpc_train.runtime.identity import ProcessIdentity, find_local_address
 from hpc_train.runtime.store.exchange import arrive_at_gate, count_arrived, wait_for_gate
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ class MissingTasks:
 
     def describe(self) -> str:
         """Return their names, such as `tasks 3, 7 on node2`."""
-        more = f" and {len(self.tasks) - _SHOWN} more" if self.tasks[_SHOWN:] else ""
-        named = ", ".join(map(str, self.tasks[:_SHOWN])) + more
-        where = f" on {compress_hostlist(self.hosts)}" if self.hosts else ""
-        return f"task{'s' if len(self.tasks) > 1 else ''} {named}{where}"
+        omitted = f" and {len(self.tasks) - _SHOWN} more" if self.tasks[_SHOWN:] else ""
+        named = ", ".join(map(str, self.tasks[:_SHOWN])) + omitted
+        hosts = f" on {compress_hostlist(self.hosts)}" if self.hosts else ""
+        return f"task{'s' if len(self.tasks) > 1 else ''} {named}{hosts}"
 
 
 def find_missing_tasks(store: Store, identity: ProcessIdentity, env: Mapping[str, str] = os.environ) -> MissingTasks:
@@ -177,7 +177,7 @@ def _host_store(identity: ProcessIdentity, interface: str | None, timeout: timed
     from hpc_train.runtime.store.protocol import make_secret
     from hpc_train.runtime.store.server import StoreServer
 
-    address, _ = find_own_address(identity.host, identity.nodes, interface)
+    address, _ = find_local_address(identity.host, identity.nodes, interface)
     secret = make_secret()
     server = StoreServer(address, secret, identity.processes)
     return JobStore(server.address, secret, timeout, server), _Meeting(*server.address, secret.hex())
@@ -224,17 +224,17 @@ def _broadcast_meeting(meeting: _Meeting | None, identity: ProcessIdentity) -> _
 
 def _publish_meeting(path: Path, meeting: _Meeting) -> None:
     """Publish a meeting in a file that only this user can read; it is complete as soon as it has its name."""
-    beside = path.with_suffix(f".{os.getpid()}")
+    temporary = path.with_suffix(f".{os.getpid()}")
     try:
-        beside.unlink(missing_ok=True)
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             os.fchmod(descriptor, 0o600)  # override what an access list of the folder has set
             file.write(_format_meeting(meeting))
-        beside.replace(path)
+        temporary.replace(path)
     except OSError as error:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise UserError(f"{path.absolute()}: {error.strerror}; the ranks meet through this file") from None
 
 

@@ -28,7 +28,7 @@ from hpc_train.runtime.device_settings import (
     choose_gloo_settings,
     choose_group_options,
 )
-from hpc_train.runtime.identity import find_own_address, identify_process, make_single_identity
+from hpc_train.runtime.identity import find_local_address, identify_process, make_single_identity
 from hpc_train.runtime.rendezvous import open_job_store
 from hpc_train.step_clock import HostClock, SilentClock, StepClock
 
@@ -41,7 +41,7 @@ def join(
 ) -> Task:
     """Join this process's job: identify the process and connect it to the job's store. No process group yet.
 
-    env: the launcher's variables (default: this process's). interface: network for the store, see find_own_address.
+    env: the launcher's variables (default: this process's). interface: network for the store, see find_local_address.
     meeting: how long to wait for the other processes at the start, at most `timeout`; later waits on the store end
     after `timeout`. Raises UserError if the environment makes no sense or the others do not come in that time.
     """
@@ -89,7 +89,7 @@ def pick_device(task: Task, config: RunConfig, gpu: int | None = None) -> torch.
 def _set_environment(task: Task, cluster: ClusterConfig, device: torch.device) -> None:
     """Set what the libraries read from the environment, and the site's variables, unless the user has."""
     interface = cluster.fabric.interface
-    _, name = find_own_address(task.host, task.nodes, interface)
+    _, name = find_local_address(task.host, task.nodes, interface)
     sockets = choose_socket_settings(name, task.nodes, interface is not None)
     settings = [
         *sockets,

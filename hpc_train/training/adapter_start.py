@@ -41,8 +41,8 @@ def load_adapter(config: RunConfig, engine: Engine, world: World) -> str:
         if layer in adapters and leaf in (ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE):
             value = _convert(adapters[layer], leaf, config.adapter, lengths.get(layer))
             _copy_overlap(shard, value.t() if layers[layer].transposed and value.ndim == 2 else value)
-    left = f"; {len(layers) - len(adapters)} others begin at zero" if len(adapters) < len(layers) else ""
-    return f"adapter: {len(adapters)} layers start from {folder}{left}"
+    remainder = f"; {len(layers) - len(adapters)} others begin at zero" if len(adapters) < len(layers) else ""
+    return f"adapter: {len(adapters)} layers start from {folder}{remainder}"
 
 
 class LayerShape(NamedTuple):
@@ -68,7 +68,7 @@ def _gather_layers(shards: Iterable[TensorShard]) -> dict[str, LayerShape]:
     weights = list(select_weights(shards))
     adapted = {shard.name.rpartition(".")[0] for shard in weights if is_adapter_parameter(shard.name)}
     shapes = {shard.name: list(shard.shape) for shard in weights if shard.name.rpartition(".")[0] in adapted}
-    shapes = {name: shape for own in all_gather_values(shapes) for name, shape in own.items()}
+    shapes = {name: shape for rank_shapes in all_gather_values(shapes) for name, shape in rank_shapes.items()}
     layers = [name.rpartition(".")[0] for name in shapes if name.endswith(f".{ADAPTER_A}")]
     layers = [layer for layer in layers if f"{layer}.{ADAPTER_B}" in shapes]
     return {
@@ -116,7 +116,7 @@ def _measure_weights(
         total = joined.to(world.device)
         dist.all_reduce(total)
         joined = total.cpu()
-    parts = torch.split(joined.sqrt(), [len(own) for own in squares.values()])
+    parts = torch.split(joined.sqrt(), [len(layer_squares) for layer_squares in squares.values()])
     return dict(zip(squares, parts, strict=True))
 
 

@@ -51,8 +51,8 @@ def assemble_run(
         run.base_digest = _USER_ERRORS.run_on_rank_0(world, partial(_check_base, config, resumed))
     loaded = _load_adapter_of_start(run, resumed)
     lines = [loaded, *lines] if loaded is not None else lines
-    if resumed is None and (random := find_random_base_problem(config)) is not None:
-        lines.append(random)
+    if resumed is None and (random_base := find_random_base_problem(config)) is not None:
+        lines.append(random_base)
     if is_loose(config) and (loaded is not None or (resumed is not None and resumed.weights_only)):
         from hpc_train.parallel.engines.loose_engine import LooseEngine
 
@@ -78,8 +78,8 @@ def _restore_run(run: TrainingRun, resumed: ResumedStep) -> list[str]:
         lines.append(
             f"weights of step {resumed.step} in {resumed.directory}: training starts at step 0 with a fresh optimizer"
         )
-        doubt = find_learning_rate_problem(run.config)
-        return [*lines, doubt] if doubt is not None else lines
+        rate_problem = find_learning_rate_problem(run.config)
+        return [*lines, rate_problem] if rate_problem is not None else lines
     extra = resumed.extra
     run.step = run.equal_at = resumed.step
     run.saved_at = resumed.step if resumed.directory == run.directory.checkpoints else None

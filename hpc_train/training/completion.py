@@ -25,14 +25,14 @@ def find_shortfall(run: TrainingRun) -> str | None:
     return _find_not_finite(run) or _find_not_saved(run)
 
 
-def raise_if_any_incomplete(why: str | None, world: World) -> None:
+def raise_if_any_incomplete(shortfall: str | None, world: World) -> None:
     """Raise IncompleteRun on all ranks if any rank has a reason. Every rank must call it; it is a barrier."""
-    incomplete = torch.tensor(int(why is not None))
+    incomplete = torch.tensor(int(shortfall is not None))
     if world.size > 1:
         dist.all_reduce(incomplete, dist.ReduceOp.MAX, group=world.group)
         dist.barrier(group=world.group)  # a launcher may end the other ranks as soon as one exits with a nonzero code
     if incomplete.item():
-        raise IncompleteRun(why or "not done: another rank says so")
+        raise IncompleteRun(shortfall or "not done: another rank says so")
 
 
 def _find_not_finite(run: TrainingRun) -> str | None:
@@ -40,8 +40,10 @@ def _find_not_finite(run: TrainingRun) -> str | None:
     assert run.last_loss is not None
     todo = f"lower optim.lr (now {run.config.optim.lr:g}), or look at the data of that step"
     if run.lost_since is not None:
-        what = f"is {run.last_loss}" if not math.isfinite(run.last_loss) else "or its gradient is not finite"
-        return f"not done: the loss {what} at the last step ({run.step}), and since step {run.lost_since}; {todo}"
+        description = f"is {run.last_loss}" if not math.isfinite(run.last_loss) else "or its gradient is not finite"
+        return (
+            f"not done: the loss {description} at the last step ({run.step}), and since step {run.lost_since}; {todo}"
+        )
     if run.validated_at == run.step and run.last_validation is not None and not math.isfinite(run.last_validation):
         return f"not done: the validation loss is {run.last_validation} at the last step ({run.step}); {todo}"
     return None
@@ -62,5 +64,5 @@ def _find_not_saved(run: TrainingRun) -> str | None:
 
 def _explain_failed_save(run: TrainingRun, weights: bool) -> str:
     failure = run.save_failures.get(weights)
-    why = failure.why if failure else "no save of it has ended"
-    return f"{why}; make room or mend that, and `hpc-train resume` goes on"
+    reason = failure.why if failure else "no save of it has ended"
+    return f"{reason}; make room or mend that, and `hpc-train resume` goes on"

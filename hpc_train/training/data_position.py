@@ -18,8 +18,8 @@ def gather_positions(loader: BatchLoader, world: World) -> dict[str, Any] | None
     """Return, on rank 0, the position of each share of a stream; None where there is none to save. A collective."""
     if not isinstance(loader, StreamLoader) or not loader.saves_position:
         return None
-    own = [world.dp_index, loader.state()]
-    gathered = gather_values(own) if world.size > 1 else [own]
+    rank_position = [world.dp_index, loader.state()]
+    gathered = gather_values(rank_position) if world.size > 1 else [rank_position]
     if gathered is None:
         return None
     positions = dict(gathered)
@@ -38,8 +38,8 @@ def restore_position(
         return ""
     if saved is None or not exact:
         loader.restore(None, consumed)
-        why = "data.resume=beginning" if not exact else "it has no state_dict and load_state_dict"
-        return f"data: the stream starts at its beginning again, because {why}"
+        reason = "data.resume=beginning" if not exact else "it has no state_dict and load_state_dict"
+        return f"data: the stream starts at its beginning again, because {reason}"
     if saved["dp_size"] != world.dp_size:
         raise UserError(
             f"data: the position of this stream was saved on {saved['dp_size']} data-parallel ranks, and there are "

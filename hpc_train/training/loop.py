@@ -97,8 +97,8 @@ def _stop(run: TrainingRun) -> int:
             f"stopped at step {run.step}, NOT saved: {failed.why}; the run goes on from step {run.saved_at}"
         )
         return EXIT_REQUEUE
-    why = (
+    reason = (
         f" (checkpoint.every={run.config.checkpoint.every})" if failed is None else f", as no save before: {failed.why}"
     )
-    run.reporter.say(f"stopped at step {run.step}, NOT saved{why}", last=True)
+    run.reporter.say(f"stopped at step {run.step}, NOT saved{reason}", last=True)
     return EXIT_NO_REQUEUE

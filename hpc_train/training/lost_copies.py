@@ -52,19 +52,19 @@ def go_on_without_lost(run: TrainingRun) -> None:
         return
     # What follows in the step, such as a save, needs all ranks, and a copy may have been lost since the last sum.
     run.copy_group.meet()
-    lost = run.copy_group.take_lost()
-    if not lost:
+    lost_copies = run.copy_group.take_lost()
+    if not lost_copies:
         return
     run.change_world(run.copy_group.world)
     share = run.config.train.global_batch // get_axis_degree(run.world, "dp_replicate")
-    for one in lost:
+    for copy in lost_copies:
         # Each copy trains on its share of every global batch, and nobody takes over that of a lost one.
         run.reporter.add_event(
             "lost_copy",
             step=run.step,
-            copy=one.copy,
-            ranks=list(one.ranks),
-            why=one.why,
+            copy=copy.copy,
+            ranks=list(copy.ranks),
+            why=copy.why,
             copies_left=run.copy_group.size,
             untrained_samples_per_step=share,
         )
@@ -72,10 +72,10 @@ def go_on_without_lost(run: TrainingRun) -> None:
             log.warning(
                 "step %d: copy %d of the model (rank%s %s) is lost: %s; %d go on, without its %d samples of each step",
                 run.step,
-                one.copy,
-                "s" if len(one.ranks) > 1 else "",
-                ", ".join(map(str, one.ranks)),
-                one.why,
+                copy.copy,
+                "s" if len(copy.ranks) > 1 else "",
+                ", ".join(map(str, copy.ranks)),
+                copy.why,
                 run.copy_group.size,
                 share,
             )

@@ -44,10 +44,10 @@ def check_job_nodes(config: RunConfig, world: World, task: Task, directory: RunD
         world, lambda: [_shorten_host(strike.host) for strike in read_strikes(directory.path)]
     )
     if new := sorted(host for host in slow if _shorten_host(host) not in earlier):
-        why = "; ".join(slow[host] for host in new)
+        reason = "; ".join(slow[host] for host in new)
         if world.rank == 0:
-            append_event(directory.events, "slow_node", attempt, hosts=new, why=why)
-        raise SlowNodes(f"pre-flight: {why}; a spare node takes over")
+            append_event(directory.events, "slow_node", attempt, hosts=new, why=reason)
+        raise SlowNodes(f"pre-flight: {reason}; a spare node takes over")
 
 
 def _shorten_host(host: str) -> str:

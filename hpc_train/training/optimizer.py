@@ -43,7 +43,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, world: World | None = 
     """
     trained = list_trained(model)
     if config.name not in BUILT_IN:
-        return _make_own_optimizer([parameter.value for parameter in trained], config)
+        return _make_user_optimizer([parameter.value for parameter in trained], config)
     if config.groups:
         check_globs([group.match for group in config.groups], "optim.groups", trained, world)
     if config.name == "muon":
@@ -89,14 +89,14 @@ def _make_quantized_adamw(
 
     optimizer = QuantizedAdamW(
         make_groups(trained, config),
-        {one.value: one.name for one in trained},
+        {parameter.value: parameter.name for parameter in trained},
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
         block_size=config.block_size,
     )
     if not agree_on([optimizer.quantizes], world)[0]:
-        widest = max((one.value.shape[-1] for one in trained if one.value.ndim > 1), default=0)
+        widest = max((parameter.value.shape[-1] for parameter in trained if parameter.value.ndim > 1), default=0)
         raise UserError(
             f"optim.state=8bit: would have no effect: no matrix has {LEAST_ELEMENTS} elements in rows that are "
             f"multiples of optim.block_size={config.block_size} (the widest has {widest}); use a smaller block_size, "
@@ -110,13 +110,15 @@ def _make_muon(trained: Sequence[TrainedParameter], config: OptimConfig, world: 
     from hpc_train.parallel.optimizers.muon import JointOptimizer, Muon
 
     assert world is not None, "Muon's ranks share its work"
-    chosen = select_for_muon(trained, config, world)
-    groups = make_groups([parameter for parameter in trained if parameter.value in chosen], config, by_mesh=False)
+    muon_parameters = select_for_muon(trained, config, world)
+    groups = make_groups(
+        [parameter for parameter in trained if parameter.value in muon_parameters], config, by_mesh=False
+    )
     for group in groups:
         group["lr_factor"] *= config.muon.lr_scale
     muon = Muon(groups or [{"params": []}], config.lr, config.weight_decay, config.muon, world)
-    others = [parameter for parameter in trained if parameter.value not in chosen]
-    return JointOptimizer([muon, _make_adamw(others, config)] if others else [muon])
+    adamw_parameters = [parameter for parameter in trained if parameter.value not in muon_parameters]
+    return JointOptimizer([muon, _make_adamw(adamw_parameters, config)] if adamw_parameters else [muon])
 
 
 def _make_sgd(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:
@@ -146,7 +148,7 @@ def _make_adafactor(trained: Sequence[TrainedParameter], config: OptimConfig) ->
     )
 
 
-def _make_own_optimizer(trained: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+def _make_user_optimizer(trained: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
     """Call the registered optimizer with the parameters of this rank, the peak rate and the user's arguments."""
     factory = OPTIMIZERS.find(config.name, config.module, BUILT_IN)
     optimizer = OPTIMIZERS.call(config.name, factory, config.args, trained, lr=config.lr)
@@ -179,10 +181,12 @@ def find_learning_rate_problem(config: RunConfig) -> str | None:
     """Return a warning if trained weights are about to be trained further at the default for random ones."""
     if config.optim.lr != OptimConfig().lr:
         return None
-    usual = "1e-5 to 5e-5 (optim.lr=2e-5)" if config.adapter.kind == "none" else "2e-4 with adapters (optim.lr=2e-4)"
+    suggestion = (
+        "1e-5 to 5e-5 (optim.lr=2e-5)" if config.adapter.kind == "none" else "2e-4 with adapters (optim.lr=2e-4)"
+    )
     return (
         f"warning: optim.lr={config.optim.lr:g} is the default for random weights and tends to destroy trained ones; "
-        f"fine-tuning usually takes {usual}"
+        f"fine-tuning usually takes {suggestion}"
     )
 
 
@@ -219,10 +223,10 @@ def make_schedule(config: OptimConfig, peak: float, steps: int) -> Callable[[int
     schedule = config.schedule
     if schedule.name in SCHEDULES:
         return lambda step: compute_learning_rate(schedule, peak, step, steps)
-    own = components.SCHEDULES.find(schedule.name, config.module, SCHEDULES)
+    user_schedule = components.SCHEDULES.find(schedule.name, config.module, SCHEDULES)
 
     def compute_rate(step: int) -> float:
-        factor = components.SCHEDULES.call(schedule.name, own, schedule.args, step, steps)
+        factor = components.SCHEDULES.call(schedule.name, user_schedule, schedule.args, step, steps)
         if not isinstance(factor, (int, float)) or not math.isfinite(factor) or factor < 0:
             raise UserError(
                 f"optim.schedule.name={schedule.name}: returned {factor!r} for step {step}; return a factor of "

@@ -250,7 +250,7 @@ def _write_rank_map(world: World, task: Task, rank_map: RankMap, directory: RunD
         "node": task.node,
         "local_rank": task.local,
     }
-    ranks = gather_values({**location, **rank_map.own})
+    ranks = gather_values({**location, **rank_map.per_rank})
     if world.rank == 0:
         mesh = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
         content = {"reason": rank_map.reason, **rank_map.shared, "mesh": mesh, "ranks": ranks}

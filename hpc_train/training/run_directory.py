@@ -221,10 +221,10 @@ def check_same_config(directory: RunDirectory, config: RunConfig) -> None:
         moved = {"model.path"} | ({"data.tokenizer"} if old.get("data.tokenizer") == old["model.path"] else set())
         differing = [key for key in differing if key not in moved]
     if differing:
-        shown = ", ".join(f"{key} is {new.get(key)} and was {old.get(key)}" for key in differing[:3])
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        differences = ", ".join(f"{key} is {new.get(key)} and was {old.get(key)}" for key in differing[:3])
+        omitted = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise UserError(
-            f"run_dir={directory.path}: holds another run: {shown}{more}; use a new run_dir, or the old values"
+            f"run_dir={directory.path}: holds another run: {differences}{omitted}; use a new run_dir, or the old values"
         )
 
 

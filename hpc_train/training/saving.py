@@ -47,12 +47,12 @@ def describe_origin(config: RunConfig, attempt: int) -> Origin:
     return Origin(version, code, hash_text(config_to_yaml(config)), _hash_model_file(config), attempt)
 
 
-def describe_code_change(saved: Origin | None, own: Origin | None) -> str | None:
+def describe_code_change(saved: Origin | None, current: Origin | None) -> str | None:
     """Return one line if a checkpoint was saved by other code than this; None if by the same, or if that is unknown.
 
     This does not stop a run: it may continue with a corrected program.
     """
-    differ = own.differs(saved) if saved is not None and own is not None else []
+    differ = current.differs(saved) if saved is not None and current is not None else []
     return f"the checkpoint was saved by other code: now {' and '.join(differ)}" if differ else None
 
 
@@ -86,16 +86,19 @@ def explain_too_late(run: TrainingRun, longest: float) -> str:
     noticed = find_event_time(run.directory.events, "notice", run.reporter.attempt)
     if noticed is None:
         return ""
-    left = grace - min(max(time.time() - noticed, 0.0), longest)
-    if needed <= left:
+    seconds_left = grace - min(max(time.time() - noticed, 0.0), longest)
+    if needed <= seconds_left:
         return ""
-    return f"the last save took {needed:.0f} s, and {max(left, 0):.0f} s are left of resilience.grace_seconds={grace:g}"
+    return (
+        f"the last save took {needed:.0f} s, and {max(seconds_left, 0):.0f} s are left of "
+        f"resilience.grace_seconds={grace:g}"
+    )
 
 
 def save_if_due(run: TrainingRun, stopping: bool) -> bool:
     """Begin the saves that are due after this step; returns whether there are any."""
-    every, weights_every = run.config.checkpoint.every, run.config.checkpoint.weights_every
-    full = every and (stopping or run.step % every == 0 or run.step == run.steps)
+    save_every, weights_every = run.config.checkpoint.every, run.config.checkpoint.weights_every
+    full = save_every and (stopping or run.step % save_every == 0 or run.step == run.steps)
     weights = weights_every and run.step % weights_every == 0
     if full or weights:
         run.heartbeat.enter(Phase.SAVE, run.step)

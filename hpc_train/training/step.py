@@ -186,11 +186,11 @@ def _update_unless_skipped(run: TrainingRun, numbers: StepNumbers, lr: float, re
 
 def _track_finite(run: TrainingRun, numbers: StepNumbers, updated: bool) -> None:
     """Remember whether the updates since the last save, and the latest steps, had finite numbers."""
-    both = math.isfinite(numbers.loss) and math.isfinite(numbers.norm)
-    run.finite &= both or not updated
+    both_finite = math.isfinite(numbers.loss) and math.isfinite(numbers.norm)
+    run.finite &= both_finite or not updated
     # An update that fp16 loss scaling skips has an infinite gradient by design: only its loss counts.
     scaled = run.config.precision.name == "fp16" and not updated
-    finite = math.isfinite(numbers.loss) if scaled else both
+    finite = math.isfinite(numbers.loss) if scaled else both_finite
     if finite:
         run.lost_since = None
     elif run.lost_since is None:
@@ -202,8 +202,8 @@ def _track_finite(run: TrainingRun, numbers: StepNumbers, updated: bool) -> None
 def _fetch_batch(run: TrainingRun) -> StepBatch:
     batch = run.loader.batch(run.consumed_samples)
     batch.stop, batch.step, batch.norm = run.stop.requested, run.step, run.last_norm
-    every = run.config.train.noise_scale.every
-    batch.measure = every > 0 and (run.step + 1) % every == 0
+    measure_every = run.config.train.noise_scale.every
+    batch.measure = measure_every > 0 and (run.step + 1) % measure_every == 0
     return batch
 
 

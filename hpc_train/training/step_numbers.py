@@ -39,12 +39,12 @@ class StepNumbers:
 
 def read_step_numbers(sums: Sums, norm: Tensor) -> StepNumbers:
     """Wait for the device and return the step's numbers. sums, norm: as an engine returns them."""
-    wanted = [sums.loss, norm]
+    scalars = [sums.loss, norm]
     if sums.sample is not None:
-        wanted.append(sums.sample.norm_square)
+        scalars.append(sums.sample.norm_square)
     if sums.experts is not None:
-        wanted += [sums.experts.imbalance, sums.experts.dropped, sums.experts.loss]
-    loss, length, *rest = read_scalars(wanted)
+        scalars += [sums.experts.imbalance, sums.experts.dropped, sums.experts.loss]
+    loss, length, *rest = read_scalars(scalars)
     square = rest.pop(0) if sums.sample is not None else None
     return StepNumbers(
         loss / max(sums.tokens, 1), length, square, ExpertNumbers(*rest) if sums.experts is not None else None
@@ -58,7 +58,7 @@ def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
         by_device.setdefault(scalar.device, []).append(index)
     values = [0.0] * len(scalars)
     for indices in by_device.values():
-        found = torch.stack([scalars[index].detach().to(torch.float64) for index in indices]).tolist()
-        for index, value in zip(indices, found, strict=True):
+        device_values = torch.stack([scalars[index].detach().to(torch.float64) for index in indices]).tolist()
+        for index, value in zip(indices, device_values, strict=True):
             values[index] = value
     return values

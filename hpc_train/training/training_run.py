@@ -43,8 +43,8 @@ def make_update_guard(config: RunConfig) -> UpdateGuard:
     fp16's loss scaling skips on its own. With parameter servers each worker has a loss and a norm of its own, so that
     ranks would disagree.
     """
-    able = config.precision.name != "fp16" and config.parallel.server.mode == "none"
-    return UpdateGuard(config.resilience.numbers, config.resilience.act, able)
+    can_skip = config.precision.name != "fp16" and config.parallel.server.mode == "none"
+    return UpdateGuard(config.resilience.numbers, config.resilience.act, can_skip)
 
 
 @dataclass

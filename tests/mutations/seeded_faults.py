@@ -153,8 +153,8 @@ FAULTS = (
     Fault(
         "gradients are averaged where they are to be summed",
         "parallel/engines/plain_engine.py",
-        "self._updates.loss_scale * count_averaged_ranks(self._world) / max(found.tokens, 1)",
-        "self._updates.loss_scale / max(found.tokens, 1)",
+        "self._updates.loss_scale * count_averaged_ranks(self._world) / max(step_totals.tokens, 1)",
+        "self._updates.loss_scale / max(step_totals.tokens, 1)",
         ("parallel/test_parity.py",),
     ),
     Fault(
@@ -223,8 +223,8 @@ FAULTS = (
     Fault(
         "gradients of keys with dropout under cp are not summed",
         "parallel/context/context_parallel.py",
-        "        reduce_scatter(own_gradient, parts, ctx.group)\n",
-        "        own_gradient = parts[ctx.group.rank()]\n",
+        "        reduce_scatter(local_gradient, parts, ctx.group)\n",
+        "        local_gradient = parts[ctx.group.rank()]\n",
         ("parallel/test_dropout.py",),
     ),
     Fault(

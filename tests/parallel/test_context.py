@@ -183,7 +183,7 @@ def _positions(world: World, case: Case) -> list[tuple[list[int], list[int], lis
     found = []
     for length in (LENGTH, LENGTH // 2):
         tokens = torch.arange(length).unsqueeze(0)
-        mine = mesh_axes.select_own_tokens(MicroBatch(tokens, tokens + 1), config, world)
+        mine = mesh_axes.select_local_tokens(MicroBatch(tokens, tokens + 1), config, world)
         part(mine.inputs)
         found.append((seen.pop(), mine.inputs[0].tolist(), mine.targets[0].tolist()))
     return found
@@ -286,7 +286,7 @@ def _refusals(world: World) -> list[str]:
         == "context: balanced ring attention in 1 modules over cp=2"
     )
     with pytest.raises(UserError) as error:
-        mesh_axes.select_own_tokens(MicroBatch(*torch.zeros(2, 1, 6)), config, world)
+        mesh_axes.select_local_tokens(MicroBatch(*torch.zeros(2, 1, 6)), config, world)
     return [*said, str(error.value)]
 
 

@@ -200,7 +200,7 @@ def _training_memory(world: World, method: str) -> int:
     initialise_parameters(model, 0)
     context_parallel.apply_context_parallel(model, config, world)
     tokens = torch.zeros(1, LONG, dtype=torch.int64)
-    mine = mesh_axes.select_own_tokens(MicroBatch(tokens, tokens), config, world)
+    mine = mesh_axes.select_local_tokens(MicroBatch(tokens, tokens), config, world)
     peaks = []
     for _ in range(5):
         model.zero_grad()

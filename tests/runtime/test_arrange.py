@@ -95,7 +95,7 @@ def member(job: Job, process: int) -> Outcome:
         found.warning,
         found.lines,
         found.shared,
-        found.own,
+        found.per_rank,
         new,
         cpus,
         torch.get_num_threads(),

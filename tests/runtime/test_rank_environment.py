@@ -56,7 +56,7 @@ def test_what_the_user_has_set_stays_and_is_said() -> None:
     here.set([], NIC)
     assert env == {"UCX_NET_DEVICES": "mlx5_7:1"}
     assert here.describe() == ["kept your UCX_NET_DEVICES"]
-    assert (here.own, here.shared) == ({}, [])
+    assert (here.per_rank, here.shared) == ({}, [])
 
 
 def test_the_site_refuses_or_replaces_the_nic() -> None:
@@ -67,14 +67,14 @@ def test_the_site_refuses_or_replaces_the_nic() -> None:
     assert refused.describe() == ["did not set UCX_NET_DEVICES, as cluster.environment asks"]
     assert replaced.env == {"UCX_NET_DEVICES": "all"}
     assert replaced.describe() == ["set UCX_NET_DEVICES=all (cluster.environment)"]
-    assert (replaced.own, [setting.name for setting in replaced.shared]) == ({}, ["UCX_NET_DEVICES"])
+    assert (replaced.per_rank, [setting.name for setting in replaced.shared]) == ({}, ["UCX_NET_DEVICES"])
 
 
 def test_what_ranks_share_is_kept_apart_from_a_ranks_own() -> None:
     shared = [VariableSetting("GLOO_SOCKET_IFNAME", "hsn0", "the network")]
     here = RankEnvironment({}, {"NCCL_DEBUG": "WARN"})
     here.set(shared, NIC)
-    assert here.own == {"UCX_NET_DEVICES": "mlx5_1:1"}
+    assert here.per_rank == {"UCX_NET_DEVICES": "mlx5_1:1"}
     assert [setting.name for setting in here.shared] == ["GLOO_SOCKET_IFNAME", "NCCL_DEBUG"]
     assert here.describe(quiet=shared) == [
         "set UCX_NET_DEVICES=mlx5_1:1 (near)",

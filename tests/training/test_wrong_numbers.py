@@ -180,7 +180,7 @@ def test_steps_in_a_row_are_one_entry() -> None:
 
 @pytest.mark.parametrize(("spikes", "skip"), [("warn", False), ("skip", True)])
 def test_a_spike_is_a_loss_far_above_the_latest(spikes: str, skip: bool) -> None:
-    guard = UpdateGuard(NumbersConfig(spike_window=16, spikes=spikes), act=True, able=True)
+    guard = UpdateGuard(NumbersConfig(spike_window=16, spikes=spikes), act=True, can_skip=True)
     for step in range(16):
         assert guard.judge(2.0 + 0.1 * (step % 2), 1.0, 8 * step)[0] is None
     assert guard.judge(2.3, 1.0, 128)[0] is None

@@ -65,12 +65,12 @@ def _run_guarded(run: CommandFunction, arguments: argparse.Namespace) -> int:
 
 def _import_numpy() -> None:
     """Import NumPy without OpenBLAS's threads: one for each core, and they spin; nothing here multiplies matrices."""
-    chosen = "OPENBLAS_NUM_THREADS" in os.environ
+    user_set_threads = "OPENBLAS_NUM_THREADS" in os.environ
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         import numpy as np  # noqa: F401
     finally:
-        if not chosen:
+        if not user_set_threads:
             del os.environ["OPENBLAS_NUM_THREADS"]
 
 
@@ -251,9 +251,11 @@ def _add_mark(commands: CommandGroup) -> None:
     where = ("where", "step-<n>, number of a step in the current directory, or a directory together with --step")
     command = _add_command(commands, "mark", summary, run, where)
     command.add_argument("--step", metavar="N", type=_natural, help="step of the directory")
-    how = command.add_mutually_exclusive_group(required=True)
-    how.add_argument("--bad", metavar="REASON", nargs="?", const="", help="mark it bad; ls and inspect show the reason")
-    how.add_argument("--good", action="store_true", help="remove the mark")
+    mark = command.add_mutually_exclusive_group(required=True)
+    mark.add_argument(
+        "--bad", metavar="REASON", nargs="?", const="", help="mark it bad; ls and inspect show the reason"
+    )
+    mark.add_argument("--good", action="store_true", help="remove the mark")
     add_examples(
         command,
         "hpc-train checkpoint mark runs/first --step 900 --bad 'loss diverged'",

@@ -104,8 +104,8 @@ def sum_file_sizes(path: Path) -> int:
     total = 0
     for entry in path.rglob("*"):
         try:
-            found = entry.lstat()
-            total += found.st_size if not S_ISDIR(found.st_mode) else 0
+            status = entry.lstat()
+            total += status.st_size if not S_ISDIR(status.st_mode) else 0
         except OSError:
             continue
     return total
@@ -120,9 +120,9 @@ def _list_committed(directory: Path, path: Path, step: int, with_verify: bool) -
     count = manifest.size if manifest is not None else sum_file_sizes(path)
     shared = manifest.shared if manifest is not None else 0
     times, origin = (manifest.times, manifest.origin) if manifest is not None else (None, None)
-    when = (times.at if times is not None else None, origin.attempt if origin is not None else None)
+    provenance = (times.at if times is not None else None, origin.attempt if origin is not None else None)
     return ListedStep(
-        step, True, verified, count, str(path), state, holds, explain_bad_step(path, manifest), shared, *when
+        step, True, verified, count, str(path), state, holds, explain_bad_step(path, manifest), shared, *provenance
     )
 
 
@@ -175,7 +175,7 @@ def describe_provenance(facts: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("seconds", f"{', '.join(spent)} (slowest rank: {slowest}); {stall}"))
     if origin:
         lines.append(("code", f"hpc_train {origin['version']}, sha256 {origin['code']}"))
-    lines += [(what, f"sha256 {origin[what]}") for what in ("config", "model") if what in origin]
+    lines += [(key, f"sha256 {origin[key]}") for key in ("config", "model") if key in origin]
     return lines
 
 
@@ -370,8 +370,8 @@ def _list_file_fields(file: ShardFile) -> dict[str, Any]:
 
 def count_writers(name: str) -> int:
     """Return how many ranks wrote the file of that name, or were to write it (some may have had nothing)."""
-    found = re.fullmatch(r"(\d+)-(\d+)\..*", PurePosixPath(name).name)
-    return int(found[2]) - int(found[1]) + 1 if found else 1
+    match = re.fullmatch(r"(\d+)-(\d+)\..*", PurePosixPath(name).name)
+    return int(match[2]) - int(match[1]) + 1 if match else 1
 
 
 def _describe_files(facts: dict[str, Any]) -> str:

@@ -38,26 +38,26 @@ def prune_command(where: str, options: PruneOptions, json: bool) -> int:
     place = find_target(where)
     if place.step is not None:
         raise UserError(f"{where}: is one step; give the directory of checkpoints that is to keep {options.keep}")
-    directory, also = place.directory, KeepRules(options.every, options.best)
-    steps, wanted = list_committed_steps(directory), list_prunable_steps(directory, options.keep, also)
+    directory, keep_rules = place.directory, KeepRules(options.every, options.best)
+    steps, prunable = list_committed_steps(directory), list_prunable_steps(directory, options.keep, keep_rules)
     dead = [
         leftover.path
         for leftover in find_leftovers(directory)
         if leftover.kind == "old" or is_dead_leftover(leftover.path)
     ]
     if not options.dry_run:
-        prune_now(directory, options.keep, also)
-    left = set() if options.dry_run else set(find_steps(directory))
-    removed = [step for step in wanted if step not in left]
+        prune_now(directory, options.keep, keep_rules)
+    remaining = set() if options.dry_run else set(find_steps(directory))
+    removed = [step for step in prunable if step not in remaining]
     removed_leftovers = [path.name for path in dead if options.dry_run or not path.exists()]
-    remaining = [step for step in steps if step not in removed]
+    kept_steps = [step for step in steps if step not in removed]
     if json:
-        print_json({"removed": removed, "kept": remaining, "leftovers": removed_leftovers, "dry_run": options.dry_run})
+        print_json({"removed": removed, "kept": kept_steps, "leftovers": removed_leftovers, "dry_run": options.dry_run})
     else:
         verb = "would remove" if options.dry_run else "removed"
         print(f"{verb} {', '.join([*(f'step {step}' for step in removed), *removed_leftovers]) or 'nothing'}")
-        print(f"kept {', '.join(f'step {step}' for step in remaining) or 'nothing'}")
-    return int(bool(set(wanted) - set(removed)))
+        print(f"kept {', '.join(f'step {step}' for step in kept_steps) or 'nothing'}")
+    return int(bool(set(prunable) - set(removed)))
 
 
 NO_REASON = "no reason given"
@@ -72,13 +72,13 @@ def mark_command(where: str, step: int | None, bad: str | None, json: bool) -> i
         unmark_bad(place.directory, place.step)
     else:
         mark_bad(place.directory, place.step, " ".join(bad.split()) or NO_REASON)
-    why = _explain_mark(path, place.step)
+    reason = _explain_mark(path, place.step)
     if json:
-        print_json({"step": place.step, "path": str(path), "bad": why})
-    elif why is None:
+        print_json({"step": place.step, "path": str(path), "bad": reason})
+    elif reason is None:
         print(one_line(f"{path}: is good: checkpoint.resume=auto takes it"))
     else:
-        print(one_line(f"{path}: {why}: checkpoint.resume=auto passes it over"))
+        print(one_line(f"{path}: {reason}: checkpoint.resume=auto passes it over"))
     return 0
 
 

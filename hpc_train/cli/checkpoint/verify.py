@@ -51,9 +51,9 @@ def verify_command(where: str, step: int | None, every: bool, jobs: int | None, 
     if step is not None:
         locate_step(place.directory, step)
     step = place.step if step is None else step
-    chosen = list_committed_steps(place.directory) if every else [find_newest_step(place) if step is None else step]
+    steps = list_committed_steps(place.directory) if every else [find_newest_step(place) if step is None else step]
     results = [
-        _verify_step(place.directory, step, jobs or min(os.cpu_count() or 1, _MAX_THREADS), json) for step in chosen
+        _verify_step(place.directory, step, jobs or min(os.cpu_count() or 1, _MAX_THREADS), json) for step in steps
     ]
     if json:
         answers = [result.to_json() for result in results]

@@ -80,14 +80,16 @@ def _print_calibration(measured: Calibration, report: CalibrationReport, options
 
 def suggest_command(overrides: Sequence[str], as_json: bool) -> int:
     """Print the suggested runs as commands to submit."""
-    found = suggest_runs(overrides)
+    suggestions = suggest_runs(overrides)
     if as_json:
         print(
-            json.dumps([{"overrides": list(run.overrides), "description": run.description} for run in found], indent=1)
+            json.dumps(
+                [{"overrides": list(run.overrides), "description": run.description} for run in suggestions], indent=1
+            )
         )
         return EXIT_DONE
-    for run in found:
+    for run in suggestions:
         print(f"# {run.description}\nhpc-train submit {shlex.join(run.overrides)}")
-    folders = " ".join(f"runs/calibrate-{number}" for number in range(1, len(found) + 1))
+    folders = " ".join(f"runs/calibrate-{number}" for number in range(1, len(suggestions) + 1))
     print(f"# when they are done\nhpc-train plan calibrate --runs {folders} --out calibration.json")
     return EXIT_DONE

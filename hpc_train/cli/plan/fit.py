@@ -26,37 +26,37 @@ def fit_command(options: FitOptions) -> int:
     runs = [run for path in options.runs for run in read_runs(Path(path)).runs]
     if not select_training_runs(runs):
         raise UserError("plan fit: no run that can be modelled; `hpc-train plan validate` says why each is refused")
-    found = fit_report(runs, options)
+    report = fit_report(runs, options)
     if options.output:
-        stored.write_constants(Path(options.output), found.constants, **_list_provenance(options, found))
+        stored.write_constants(Path(options.output), report.constants, **_list_provenance(options, report))
     if options.json:
-        print(json.dumps(asdict(found), indent=1))
+        print(json.dumps(asdict(report), indent=1))
     else:
-        _print_fit(found)
+        _print_fit(report)
     return 0
 
 
-def _list_provenance(options: FitOptions, found: FitReport) -> dict[str, object]:
+def _list_provenance(options: FitOptions, report: FitReport) -> dict[str, object]:
     return {
         "data": [Path(path).name for path in options.runs],
         "trained_on": "fitted to the runs that a table's column held_out leaves in; without such a column to the "
         f"groups (family/model/device) whose CRC-32 is not a multiple of {FOLDS}",
-        "trained": asdict(found.trained),
-        "held_out": asdict(found.held_out),
+        "trained": asdict(report.trained),
+        "held_out": asdict(report.held_out),
     }
 
 
-def _print_fit(found: FitReport) -> None:
+def _print_fit(report: FitReport) -> None:
     print("constants:")
-    for name, value in constant_values(found.constants).items():
+    for name, value in constant_values(report.constants).items():
         print(f"  {name:18s} {value:.4g}")
-    print(f"training groups: {_format_errors(found.trained)}")
-    print(f"held-out groups: {_format_errors(found.held_out)}")
+    print(f"training groups: {_format_errors(report.trained)}")
+    print(f"held-out groups: {_format_errors(report.held_out)}")
     tables = {
-        "cross-validation over groups": found.folds,
-        "each cluster left out once": found.clusters,
+        "cross-validation over groups": report.folds,
+        "each cluster left out once": report.clusters,
         f"each cluster left out, then calibrated with {CALIBRATION_RUNS} runs (mean over "
-        f"{CALIBRATION_CHOICES} choices)": found.calibrated,
+        f"{CALIBRATION_CHOICES} choices)": report.calibrated,
     }
     for title, table in tables.items():
         if table:

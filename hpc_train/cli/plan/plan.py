@@ -15,16 +15,16 @@ def plan_command(overrides: Sequence[str], config_dir: str | None, options: Plan
     """Print the plan, and return the exit code. Raises UserError for a run that cannot be planned."""
     if options.top < 1:
         raise UserError(f"--top {options.top}: must be at least 1")
-    found = plan_overrides(overrides, config_dir, options)
+    plan = plan_overrides(overrides, config_dir, options)
     if options.plot is not None:
         from hpc_train.planner.output.plan_picture import draw_plan
 
-        draw_plan(found, Path(options.plot))
+        draw_plan(plan, Path(options.plot))
     if options.json:
-        print(json_module.dumps(plan_to_json(found), indent=1))
+        print(json_module.dumps(plan_to_json(plan), indent=1))
     else:
         from hpc_train.cli.output import print_rich
         from hpc_train.planner.output.plan_table import format_plan
 
-        print_rich(*format_plan(found, options.show_all))
+        print_rich(*format_plan(plan, options.show_all))
     return EXIT_DONE

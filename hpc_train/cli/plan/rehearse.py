@@ -38,10 +38,10 @@ def rehearse_command(overrides: Sequence[str], config_dir: str | None, as_json: 
 
     if untested := describe_untested_torch(torch.__version__):
         print(f"warning: {untested}", file=sys.stderr)
-    found = rehearse_run(config, count_nodes(config) * count_ranks_per_node(config), ranks)
+    rehearsal = rehearse_run(config, count_nodes(config) * count_ranks_per_node(config), ranks)
     if as_json:
-        print(json.dumps(to_json(found)))
+        print(json.dumps(to_json(rehearsal)))
     else:
-        for line in format_rehearsal(found):
+        for line in format_rehearsal(rehearsal):
             print(line)
-    return 0 if found.ok else EXIT_NOT_BUILDABLE
+    return 0 if rehearsal.ok else EXIT_NOT_BUILDABLE

@@ -37,20 +37,20 @@ def schedule_command(
         raise UserError(f"--communication {communication:g}: must be 0 or more")
     parts, count = read_part_times(config, degrees, communication), count_micro_batches(config, degrees)
     splits = not config.parallel.compile and config.parallel.recompute.mode == "none"
-    found = search_schedule(parts, degrees.pp, count, split_backward=splits)
-    rows = [*compare_schedules(parts, degrees.pp, count), describe_found(found)]
+    best = search_schedule(parts, degrees.pp, count, split_backward=splits)
+    rows = [*compare_schedules(parts, degrees.pp, count), describe_found(best)]
     if out is not None:
-        text = "".join(",".join(row) + "\n" for row in format_rows(found.order))
+        text = "".join(",".join(row) + "\n" for row in format_rows(best.order))
         try:
             Path(out).write_text(text)
         except OSError as error:
             raise UserError(f"--out {out}: {error.strerror}; give a file that can be written") from error
     if as_json:
-        result = {"schedules": rows, "blocks": found.sizes, "placement": found.order.placement, "micro_batches": count}
+        result = {"schedules": rows, "blocks": best.sizes, "placement": best.order.placement, "micro_batches": count}
         print(json.dumps(result, indent=1))
         return EXIT_DONE
     print_rows(rows, parts, degrees.pp, count, splits)
-    blocks = "[" + ",".join(map(str, found.sizes)) + "]"
+    blocks = "[" + ",".join(map(str, best.sizes)) + "]"
     print(f"use it with: parallel.pipeline.schedule={out or 'FILE.csv'} 'parallel.pipeline.blocks={blocks}'")
     if out is None:
         print("(--out FILE.csv writes the order)")
@@ -96,10 +96,10 @@ def compare_schedules(parts: PartTimes, ranks: int, micro_batches: int) -> list[
     return rows
 
 
-def describe_found(found: FoundSchedule) -> Row:
+def describe_found(best: FoundSchedule) -> Row:
     """Return the row of the schedule that was found."""
-    simulation = found.simulation
-    return _make_row("found", simulation.makespan, simulation.mean_bubble, max(found.live_blocks))
+    simulation = best.simulation
+    return _make_row("found", simulation.makespan, simulation.mean_bubble, max(best.live_blocks))
 
 
 def _make_row(name: str, step: float, bubble: float, live: int) -> Row:

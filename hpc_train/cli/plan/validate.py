@@ -33,30 +33,30 @@ def validate_command(options: ValidateOptions) -> int:
     if options.calibrate < 0:
         raise UserError(f"--calibrate {options.calibrate}: give a number of runs, such as 3, or 0 for none")
     constants = stored.read_constants(Path(options.constants)) if options.constants else stored.default_constants()
-    found = validate_predictions(read_runs(Path(options.runs)), constants, options.calibrate)
+    validation = validate_predictions(read_runs(Path(options.runs)), constants, options.calibrate)
     if options.json:
-        print(json.dumps(validation_to_json(found, options.rows), indent=1))
+        print(json.dumps(validation_to_json(validation, options.rows), indent=1))
     else:
-        _print_validation(found, options.rows)
+        _print_validation(validation, options.rows)
     if options.plot:
         from hpc_train.planner.calibration.validate import draw_validation
 
-        draw_validation(found, Path(options.plot))
+        draw_validation(validation, Path(options.plot))
     return 0
 
 
-def validation_to_json(found: Validation, rows: bool) -> dict[str, object]:
+def validation_to_json(validation: Validation, rows: bool) -> dict[str, object]:
     """Return the JSON of `plan validate --json`; errors are fractions of 1."""
     answer: dict[str, object] = {
-        "overall": _round_values(asdict(found.overall)),
-        "families": {name: _round_values(asdict(errors)) for name, errors in found.families.items()},
-        "memory": _round_values(asdict(found.memory)),
-        "regret": _round_values(asdict(found.regret)),
-        "band": {**_round_values(asdict(found.band)), "families": _round_values(found.band.families)},
-        "refused": [asdict(run) for run in found.refused],
+        "overall": _round_values(asdict(validation.overall)),
+        "families": {name: _round_values(asdict(errors)) for name, errors in validation.families.items()},
+        "memory": _round_values(asdict(validation.memory)),
+        "regret": _round_values(asdict(validation.regret)),
+        "band": {**_round_values(asdict(validation.band)), "families": _round_values(validation.band.families)},
+        "refused": [asdict(run) for run in validation.refused],
     }
     if rows:
-        answer["rows"] = [_row_to_json(row) for row in found.rows]
+        answer["rows"] = [_row_to_json(row) for row in validation.rows]
     return answer
 
 
@@ -78,14 +78,14 @@ def _row_to_json(row: PredictedRun) -> dict[str, object]:
     }
 
 
-def _print_validation(found: Validation, rows: bool) -> None:
+def _print_validation(validation: Validation, rows: bool) -> None:
     console = Console(highlight=False)
     table = Table("family", "runs", "MAPE", "median", "bias", box=None)
-    for name, errors in [*found.families.items(), ("overall", found.overall)]:
+    for name, errors in [*validation.families.items(), ("overall", validation.overall)]:
         table.add_row(name, *_format_error_cells(errors))
     console.print("Step time, predicted over measured:")
     console.print(table)
-    memory, regret = found.memory, found.regret
+    memory, regret = validation.memory, validation.regret
     console.print(f"Memory: {memory.n} runs, MAPE {memory.mape:.1%}; {memory.maybe:.1%} of the runs that fit: maybe.")
     console.print(
         f"Out of memory: {memory.oom_missed} of {memory.oom} runs were predicted to fit; "
@@ -95,30 +95,31 @@ def _print_validation(found: Validation, rows: bool) -> None:
         f"Regret (measured time of the recommended layout over the fastest, less 1): {regret.mean:.1%} mean over "
         f"{regret.n} groups, {regret.worst:.1%} worst."
     )
-    band = found.band
-    few = ", ".join(f"{name} {share:.0%}" for name, share in band.families.items())
-    console.print(f"Between p10 and p90: {band.inside:.0%} of {band.n} runs{f' ({few})' if few else ''}; 80% is meant.")
-    _print_refused(console, found)
+    band = validation.band
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in band.families.items())
+    families = f" ({shares})" if shares else ""
+    console.print(f"Between p10 and p90: {band.inside:.0%} of {band.n} runs{families}; 80% is meant.")
+    _print_refused(console, validation)
     if rows:
-        _print_rows(console, found)
+        _print_rows(console, validation)
 
 
 def _format_error_cells(errors: ErrorStatistics) -> tuple[str, ...]:
     return str(errors.n), f"{errors.mape:.1%}", f"{errors.median:.1%}", f"{errors.bias:+.1%}"
 
 
-def _print_refused(console: Console, found: Validation) -> None:
+def _print_refused(console: Console, validation: Validation) -> None:
     reasons: dict[str, list[str]] = {}
-    for run in found.refused:
+    for run in validation.refused:
         reasons.setdefault(run.why, []).append(run.id)
-    for why, ids in reasons.items():
-        shown = ", ".join(ids[:3]) + (f" and {len(ids) - 3} more" if len(ids) > 3 else "")
-        console.print(f"Refused {len(ids)}: {why} ({shown})", markup=False)
+    for reason, ids in reasons.items():
+        run_ids = ", ".join(ids[:3]) + (f" and {len(ids) - 3} more" if len(ids) > 3 else "")
+        console.print(f"Refused {len(ids)}: {reason} ({run_ids})", markup=False)
 
 
-def _print_rows(console: Console, found: Validation) -> None:
+def _print_rows(console: Console, validation: Validation) -> None:
     table = Table("run", "measured s", "predicted s", "error", "fits", box=None)
-    timed = [row for row in found.rows if np.isfinite(row.ratio)]
+    timed = [row for row in validation.rows if np.isfinite(row.ratio)]
     for row in sorted(timed, key=lambda row: -abs(np.log(row.ratio))):
         error = f"{row.ratio - 1:+.1%}"
         table.add_row(row.run.id, f"{row.run.seconds:.4g}", f"{row.seconds:.4g}", error, row.fits)

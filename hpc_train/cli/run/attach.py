@@ -56,8 +56,8 @@ def _make_exec_command(command: Sequence[str]) -> NoReturn:
 def _find_running_job(facts: RunFacts, run: str) -> JobRecord:
     status = decide_state(facts)
     if status.state is not State.RUNNING:
-        why = f" ({status.reason})" if status.reason else ""
-        raise UserError(f"{run}: is {status.state}{why}; only a running job can be attached to")
+        reason = f" ({status.reason})" if status.reason else ""
+        raise UserError(f"{run}: is {status.state}{reason}; only a running job can be attached to")
     record = next((record for record in facts.records if from_slurm_state(record.state) is State.RUNNING), None)
     if record is None:
         begun = facts.newest.begun if facts.newest else None
@@ -78,11 +78,13 @@ def _check_node(name: str, record: JobRecord) -> str:
 
 def find_node_of_rank(folder: Path, rank: int | None, record: JobRecord) -> str:
     """Return the node of a rank; None: of rank 0, or the first node of the job before ranks have joined."""
-    found = {entry["rank"]: entry for entry in read_rank_entries(folder)}
-    if rank is not None and rank not in found:
-        existing = f"there are ranks 0 to {max(found)}" if found else "its ranks have not joined yet"
+    entries_by_rank = {entry["rank"]: entry for entry in read_rank_entries(folder)}
+    if rank is not None and rank not in entries_by_rank:
+        existing = (
+            f"there are ranks 0 to {max(entries_by_rank)}" if entries_by_rank else "its ranks have not joined yet"
+        )
         raise UserError(f"--rank {rank}: {existing}; --node takes one of {', '.join(record.nodes)}")
-    entry = found.get(rank or 0)
+    entry = entries_by_rank.get(rank or 0)
     if entry is None:
         return record.nodes[0]
     host = str(entry.get("host", ""))

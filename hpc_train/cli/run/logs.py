@@ -133,22 +133,22 @@ def _print_end(file: BinaryIO, lines: int | None) -> None:
 
 def _begin_of_last(file: BinaryIO, lines: int) -> int:
     """Return the offset at which the last lines of a file begin."""
-    end = at = file.seek(0, 2)
+    end = position = file.seek(0, 2)
     if not lines:
         return end
-    left = lines
-    while at > 0:
-        step = min(_BLOCK_BYTES, at)
-        at -= step
-        file.seek(at)
+    lines_left = lines
+    while position > 0:
+        step = min(_BLOCK_BYTES, position)
+        position -= step
+        file.seek(position)
         block = file.read(step)
-        if at + step == end and block.endswith(b"\n"):
-            left += 1  # that of the last line itself
-        if (count := block.count(b"\n")) >= left:
-            for _ in range(left):
+        if position + step == end and block.endswith(b"\n"):
+            lines_left += 1  # that of the last line itself
+        if (count := block.count(b"\n")) >= lines_left:
+            for _ in range(lines_left):
                 block = block[: block.rindex(b"\n")]
-            return at + len(block) + 1
-        left -= count
+            return position + len(block) + 1
+        lines_left -= count
     return 0
 
 
@@ -210,13 +210,13 @@ def _format_first_error(error: FirstError, folder: Path, attempt: int, tail: int
 def _follow_run(point: RunPoint, choice: LogSelection, state: Callable[[], State]) -> int:
     """Print the log as it grows, across requeues, until the run has ended."""
     run, ended = point.run, _RunEnded(state)
-    shown = 0
+    attempts_shown = 0
     for attempt in _list_new_attempts(run, choice, ended):
         path = _wait_for_log(point, attempt, choice, ended)
         if path is not None:
-            if shown:
+            if attempts_shown:
                 print(f"==> attempt {attempt}: {path} <==", flush=True)
-            shown += 1
+            attempts_shown += 1
             _follow_file(path, choice.tail, partial(_has_attempt_ended, run, attempt, ended))
     return 0
 
@@ -246,13 +246,13 @@ def _list_new_attempts(run: Path, choice: LogSelection, ended: Callable[[], bool
     if choice.attempt is not None:
         yield choose_attempt(run, choice)
         return
-    seen = -1
+    newest = -1
     while True:
         has_ended = ended()  # before looking, so that what began meanwhile is not missed
-        new = [number for number in _list_attempts(run) if number > seen]
+        new = [number for number in _list_attempts(run) if number > newest]
         if new:
-            seen = new[0] if seen >= 0 else new[-1]
-            yield seen
+            newest = new[0] if newest >= 0 else new[-1]
+            yield newest
         elif has_ended:
             return
         else:
@@ -280,11 +280,11 @@ def _has_attempt_ended(run: Path, attempt: int, ended: Callable[[], bool]) -> bo
     return (logs / str(attempt) / RESULT_MARKER).exists() or (logs / str(attempt + 1)).is_dir() or ended()
 
 
-def _follow_file(path: Path, tail: int | None, over: Callable[[], bool]) -> None:
+def _follow_file(path: Path, tail: int | None, has_ended: Callable[[], bool]) -> None:
     with _open_log(path) as file:
         _print_end(file, tail)
         while True:
-            last = over()  # before reading, so that its last words are read
+            last = has_ended()  # before reading, so that its last words are read
             _print_rest(file)
             if last:
                 return

@@ -60,8 +60,8 @@ def _find_logs(folder: Path, attempt: int, lines: LineFilter) -> AttemptLogs:
 def _print_json(lines: Iterable[FoldedLine]) -> None:
     for folded in lines:
         line = folded.line
-        at = round(line.time, 6) if line.measured else None
-        fields = {"time": at, "ranks": sorted(folded.ranks), "level": line.level, "step": line.step}
+        rounded_time = round(line.time, 6) if line.measured else None
+        fields = {"time": rounded_time, "ranks": sorted(folded.ranks), "level": line.level, "step": line.step}
         print(json.dumps({**fields, "message": line.message}))
 
 
@@ -78,11 +78,11 @@ def _describe(folder: Path, attempt: int, logs: AttemptLogs) -> Iterator[str]:
 def _describe_times(logs: AttemptLogs) -> str:
     if not logs.has_times:
         return "this run wrote no times: lines are in the order of their numbers"
-    without = f"; no times from {_name_ranks(logs.without_times)}" if logs.without_times else ""
+    missing = f"; no times from {_name_ranks(logs.without_times)}" if logs.without_times else ""
     largest = logs.largest_offset
     if largest is None:
-        return f"in the order of each node's own clock{without}"
-    return f"clocks corrected by at most {format_seconds(largest)}{without}"
+        return f"in the order of each node's own clock{missing}"
+    return f"clocks corrected by at most {format_seconds(largest)}{missing}"
 
 
 def _describe_first_error(folder: Path) -> str:
@@ -106,12 +106,12 @@ class _Layout:
     def format(self, folded: FoldedLine) -> str:
         """Format one line; control characters are escaped, so that it stays one line."""
         line, number = folded.line, len(folded.ranks)
-        at = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f")[:-3] if line.measured else " " * 12
-        who = f"x {number} ranks" if number > 1 else f"rank {folded.ranks[0]}"
+        clock = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f")[:-3] if line.measured else " " * 12
+        source = f"x {number} ranks" if number > 1 else f"rank {folded.ranks[0]}"
         which = f"  [{_list_ranks(folded.ranks)}]" if 1 < number < self._all else ""
         step = f"step {line.step}" if line.step is not None else ""
         text = escape_controls(line.message).replace("\n", "\\n")
-        return f"{at}  {who:<{self._width}}  {step:<9}  {line.level:<7}  {text}{which}".rstrip() + "\n"
+        return f"{clock}  {source:<{self._width}}  {step:<9}  {line.level:<7}  {text}{which}".rstrip() + "\n"
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:
@@ -122,8 +122,8 @@ def _list_ranks(ranks: Sequence[int]) -> str:
             ranges[-1][1] = rank
         else:
             ranges.append([rank, rank])
-    shown = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges[:_MOST_RANGES])
-    return f"{shown}{',...' if len(ranges) > _MOST_RANGES else ''}"
+    text = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges[:_MOST_RANGES])
+    return f"{text}{',...' if len(ranges) > _MOST_RANGES else ''}"
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

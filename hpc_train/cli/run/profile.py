@@ -66,7 +66,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    ranks = [rank for chosen in arguments.ranks or () for rank in chosen]
+    ranks = [rank for rank_range in arguments.ranks or () for rank in rank_range]
     if len(ranks) > _MOST_RANKS:
         raise UserError(f"--ranks: are {len(ranks)} ranks; choose at most {_MOST_RANKS}")
     words = arguments.overrides
@@ -128,9 +128,9 @@ def profile_run(target: str, steps: str | None, ranks: list[int] | None, rows: i
     state = read_state(point)
     if state == "RUNNING":
         return print_profiles(trace_running(point, target, steps, ranks), rows, as_json)
-    chosen = [trace for trace in list_traces(point.run) if ranks is None or trace.rank in ranks]
-    if chosen and steps is None:
-        return print_profiles(chosen, rows, as_json)
+    traces = [trace for trace in list_traces(point.run) if ranks is None or trace.rank in ranks]
+    if traces and steps is None:
+        return print_profiles(traces, rows, as_json)
     if state == "PENDING":
         raise UserError(f"{target}: waits for its nodes; ask again when it runs, or submit it with profile.steps=10:14")
     raise UserError(f"{target}: is {state} and has no such trace; start one with hpc-train profile or profile.steps=")
@@ -151,16 +151,16 @@ def sample_run(target: str, samples: int, as_json: bool) -> int:
     point = require_single(find_points(target, run_client), target)
     if (state := read_state(point)) != "RUNNING":
         raise UserError(f"{target}: is {state}; only ranks that run can be looked at")
-    found = sample_stacks(gather_facts([point], run_client)[0], samples, run_client)
+    stacks = sample_stacks(gather_facts([point], run_client)[0], samples, run_client)
     if as_json:
-        print(json.dumps([asdict(place) for place in found.places]))
+        print(json.dumps([asdict(place) for place in stacks.places]))
         return EXIT_DONE
     rows = [
-        (place.name, format_percent(place.count / max(found.answers, 1)), ", ".join(place.ranks[:8]))
-        for place in found.places
+        (place.name, format_percent(place.count / max(stacks.answers, 1)), ", ".join(place.ranks[:8]))
+        for place in stacks.places
     ]
     print_table(("line of Python", "share", "ranks"), rows, ("share",))
-    print_line(f"{found.answers} answers of {samples} looks; the whole stacks are in {found.logs}/task-*.log")
+    print_line(f"{stacks.answers} answers of {samples} looks; the whole stacks are in {stacks.logs}/task-*.log")
     return EXIT_DONE
 
 
@@ -187,12 +187,12 @@ def trace_running(point: RunPoint, target: str, steps: str | None, ranks: list[i
         raise UserError(f"{target}: {note}")
     if not config.profile.poll_seconds:
         raise UserError(f"{target}: was started with profile.poll_seconds=0, so that its ranks take no request")
-    wanted = ranks or [0]
-    check_ranks(wanted, len(read_rank_entries(point.run)) or None, "--ranks")
-    made = read_steps(point.run / "metrics.jsonl")
-    newest = int(made[-1]["step"]) if made else 0
+    traced_ranks = ranks or [0]
+    check_ranks(traced_ranks, len(read_rank_entries(point.run)) or None, "--ranks")
+    recorded_steps = read_steps(point.run / "metrics.jsonl")
+    newest = int(recorded_steps[-1]["step"]) if recorded_steps else 0
     # The shortest of the newest steps: a rank that sees the request too late would trace other steps than the others.
-    seconds = min((float(step["step_seconds"]) for step in made[-_STEPS_TIMED:]), default=1.0)
+    seconds = min((float(step["step_seconds"]) for step in recorded_steps[-_STEPS_TIMED:]), default=1.0)
     if steps is not None:
         first, last = parse_steps(steps, "--steps")
         if first <= newest + 1:
@@ -205,11 +205,11 @@ def trace_running(point: RunPoint, target: str, steps: str | None, ranks: list[i
         raise UserError(f"{target}: step {newest} of {total} is made; its ranks would not see the request in time")
     before = {trace.path for trace in list_traces(point.run)}
     try:
-        write_request(point.run, first, last, wanted)
+        write_request(point.run, first, last, traced_ranks)
     except OSError as error:
         raise UserError(f"{point.run}: {error.strerror}; only who may write there can ask for a trace") from error
-    print_message(f"asked for steps {first} to {last} of rank {', '.join(map(str, wanted))}; waiting")
-    return _wait_for_traces(point, before, wanted)
+    print_message(f"asked for steps {first} to {last} of rank {', '.join(map(str, traced_ranks))}; waiting")
+    return _wait_for_traces(point, before, traced_ranks)
 
 
 def _wait_for_traces(point: RunPoint, before: set[Path], ranks: Sequence[int]) -> list[TraceFile]:
@@ -218,18 +218,18 @@ def _wait_for_traces(point: RunPoint, before: set[Path], ranks: Sequence[int]) -
 
     next_state = time.monotonic() + 10
     while True:
-        found = [trace for trace in list_traces(point.run) if trace.path not in before]
-        missing = set(ranks) - {trace.rank for trace in found}
+        new_traces = [trace for trace in list_traces(point.run) if trace.path not in before]
+        missing = set(ranks) - {trace.rank for trace in new_traces}
         if not missing:
-            return found
+            return new_traces
         if time.monotonic() > next_state:
             state, next_state = read_state(point), time.monotonic() + 10
             if state != "RUNNING":
                 names = ", ".join(map(str, sorted(missing)))
-                if not found:
+                if not new_traces:
                     raise UserError(f"{point.run}: is {state}, and rank {names} left no trace")
                 print_message(f"the run is {state}; no trace of rank {names}")
-                return found
+                return new_traces
         time.sleep(_POLL_SECONDS)
 
 
@@ -276,10 +276,10 @@ def print_profile(profile: Profile, rows: int) -> None:
         return format_percent(seconds / profile.seconds if profile.seconds else 0.0)
 
     in_operators = sum(row.device if profile.on_device else row.host for row in profile.operators)
-    what = "kernels" if profile.on_device else "operators"
+    operations = "kernels" if profile.on_device else "operators"
     print_line(
-        f"{format_seconds(profile.seconds)} per step while traced; {format_seconds(in_operators)} of it in {what}, "
-        "of all threads"
+        f"{format_seconds(profile.seconds)} per step while traced; {format_seconds(in_operators)} of it in "
+        f"{operations}, of all threads"
     )
     phases = [(name, format_seconds(value), share(value)) for name, value in profile.phases.items()]
     print_table(("phase", "a step", "share"), phases, ("a step", "share"))

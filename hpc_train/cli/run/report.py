@@ -83,7 +83,7 @@ def print_experiments(point: RunPoint) -> int:
     summary = summarise_run(point, run_client)
     if summary.config is None:
         raise UserError(summary.notes[0])
-    given = list_overrides(summary.config)
+    overrides = list_overrides(summary.config)
     print(f"# {summary.verdict.line}")
     commands = 0
     for setting in summary.verdict.advice:
@@ -91,7 +91,7 @@ def print_experiments(point: RunPoint) -> int:
         if setting.override:
             commands += 1
             changed = dict(word.split("=", 1) for word in setting.override.split())
-            print(format_command(given, {**changed, "run_dir": f"{point.run}-try{commands}"}))
+            print(format_command(overrides, {**changed, "run_dir": f"{point.run}-try{commands}"}))
     return EXIT_DONE
 
 
@@ -120,8 +120,8 @@ def report_comparison(first: RunPoint, second: RunPoint, out: Path | None, as_js
         for part in comparison.parts
     ]
     print_table(("part", first.name, second.name, "moved"), rows, (first.name, second.name, "moved"))
-    for key, one, other in comparison.settings:
-        print_line(f"{key}: {format_setting(one)} -> {format_setting(other)}")
+    for key, before, after in comparison.settings:
+        print_line(f"{key}: {format_setting(before)} -> {format_setting(after)}")
     print_line(f"page  {page}")
     return EXIT_DONE
 
@@ -162,8 +162,10 @@ def print_verdict(summary: RunSummary) -> None:
     from hpc_train.report.usage import compute_cost, describe_cost
 
     verdict, losses, status = summary.verdict, summary.losses, summary.status
-    at = f", step {status.step}" + (f" of {status.steps}" if status.steps else "") if status.step is not None else ""
-    facts: list[tuple[str, object]] = [("state", f"{status.state}{at}")]
+    progress = (
+        f", step {status.step}" + (f" of {status.steps}" if status.steps else "") if status.step is not None else ""
+    )
+    facts: list[tuple[str, object]] = [("state", f"{status.state}{progress}")]
     if status.reason:
         facts.append(("reason", status.reason))
     facts.append(("verdict", verdict.line))

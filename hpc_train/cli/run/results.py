@@ -48,46 +48,46 @@ class ResultsOptions:
     plot: str | None = None
 
 
-def results_command(target: str, wanted: ResultsOptions) -> int:
+def results_command(target: str, options: ResultsOptions) -> int:
     """Print or write the results, and return the exit code.
 
     Raises UserError for a metric that no point has and for a file that cannot be written.
     """
     points = find_points(target, run_client)
-    results = gather_results(points, wanted.metric, wanted.best)
-    if wanted.plot is not None:
+    results = gather_results(points, options.metric, options.best)
+    if options.plot is not None:
         if len(points) == 1:
-            plot_run(read_steps(points[0].run / "metrics.jsonl"), wanted.metric, points[0].name, Path(wanted.plot))
+            plot_run(read_steps(points[0].run / "metrics.jsonl"), options.metric, points[0].name, Path(options.plot))
         else:
-            plot_sweep(results, Path(wanted.plot))
-    if wanted.json:
-        print(json.dumps([_result_to_json(results, row, wanted.best) for row in results.rows]))
-    elif wanted.csv is not None:
-        _write_csv(results, wanted)
-    elif wanted.plot is None or sys.stdout.isatty():
+            plot_sweep(results, Path(options.plot))
+    if options.json:
+        print(json.dumps([_result_to_json(results, row, options.best) for row in results.rows]))
+    elif options.csv is not None:
+        _write_csv(results, options)
+    elif options.plot is None or sys.stdout.isatty():
         from rich.console import Console
 
         # Off a terminal, a row must stay on one line for grep and awk.
-        Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(_make_results_table(results, wanted.best))
+        Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(_make_results_table(results, options.best))
     return EXIT_DONE
 
 
 def _result_to_json(results: SweepResults, row: PointResult, best: bool) -> dict[str, Any]:
     extra = {"best": row.best} if best else {}
-    own = {"metric": results.metric, "value": results.get_value(row)}
-    return {"point": row.point, "state": row.state, "overrides": row.swept, **own, **extra, "final": row.final}
+    metric_value = {"metric": results.metric, "value": results.get_value(row)}
+    return {"point": row.point, "state": row.state, "overrides": row.swept, **metric_value, **extra, "final": row.final}
 
 
-def _write_csv(results: SweepResults, wanted: ResultsOptions) -> None:
-    if wanted.csv == "-":
-        _print_csv(results, wanted.best, sys.stdout)
+def _write_csv(results: SweepResults, options: ResultsOptions) -> None:
+    if options.csv == "-":
+        _print_csv(results, options.best, sys.stdout)
         return
-    assert wanted.csv is not None
+    assert options.csv is not None
     try:
-        with Path(wanted.csv).open("w", newline="") as file:
-            _print_csv(results, wanted.best, file)
+        with Path(options.csv).open("w", newline="") as file:
+            _print_csv(results, options.best, file)
     except OSError as error:
-        raise UserError(f"--csv {wanted.csv}: {error.strerror}") from error
+        raise UserError(f"--csv {options.csv}: {error.strerror}") from error
 
 
 def _print_csv(results: SweepResults, best: bool, file: TextIO) -> None:
@@ -106,16 +106,16 @@ def _make_results_table(results: SweepResults, best: bool) -> Table:
 
     names = {name for row in results.rows for name in row.final}
     columns = [name for name in dict.fromkeys([*_SHOWN_COLUMNS, results.metric]) if name in names]
-    shown = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("point", "state", *results.keys, *columns, *([f"best {results.metric}"] if best else [])):
-        shown.add_column(name, no_wrap=True, overflow="fold")
+        table.add_column(name, no_wrap=True, overflow="fold")
     winner = results.winner if len(results.rows) > 1 else None
     for row in results.rows:
         cells = [row.swept.get(key) for key in results.keys] + [row.final.get(name) for name in columns]
         cells += [row.best] if best else []
         style = "bold green" if row is winner else ""
-        shown.add_row(*(Text(text, style=style) for text in (row.point, row.state, *map(_format_cell, cells))))
-    return shown
+        table.add_row(*(Text(text, style=style) for text in (row.point, row.state, *map(_format_cell, cells))))
+    return table
 
 
 def _format_cell(value: Value) -> str:
@@ -162,16 +162,16 @@ def plot_run(steps: Sequence[dict[str, Any]], metric: str | None, name: str, pat
     """
     figure = _make_figure(path, (6.4, 4.4))
     axes, drawn = figure.subplots(), 0
-    for wanted in (metric,) if metric is not None else _CURVES:
-        found = [
-            (record["step"], record[wanted])
+    for curve in (metric,) if metric is not None else _CURVES:
+        points = [
+            (record["step"], record[curve])
             for record in steps
-            if is_number(record.get(wanted)) and is_number(record["step"])
+            if is_number(record.get(curve)) and is_number(record["step"])
         ]
-        if found:
-            style = {"marker": "o", "markersize": 4} if len(found) < _MOST_MARKED else {}
-            axes.plot(*zip(*found, strict=True), label=wanted, **style)
-            drawn += len(found)
+        if points:
+            style = {"marker": "o", "markersize": 4} if len(points) < _MOST_MARKED else {}
+            axes.plot(*zip(*points, strict=True), label=curve, **style)
+            drawn += len(points)
     if not drawn:
         raise UserError(f"--plot {path}: the run has no step with a value of {metric or _CURVES[0]} yet")
     axes.set_xlabel("step")
@@ -252,14 +252,14 @@ def _scale_metric_axis(axes: Any, results: SweepResults, rows: Sequence[PointRes
 def _plot_bars(axes: Any, results: SweepResults, rows: Sequence[PointResult], keys: Sequence[str]) -> None:
     """Plot one bar per point, best on top."""
     ranked = sorted(rows, key=lambda row: results.get_value(row) or 0.0, reverse=is_higher_better(results.metric))
-    shown = ranked[:_MOST_BARS]
-    names = [", ".join(f"{key.split('.')[-1]}={row.swept.get(key)}" for key in keys) or row.point for row in shown]
-    axes.barh(range(len(shown)), [results.get_value(row) for row in shown])
-    axes.set_yticks(range(len(shown)), names, fontsize=7)
+    plotted = ranked[:_MOST_BARS]
+    names = [", ".join(f"{key.split('.')[-1]}={row.swept.get(key)}" for key in keys) or row.point for row in plotted]
+    axes.barh(range(len(plotted)), [results.get_value(row) for row in plotted])
+    axes.set_yticks(range(len(plotted)), names, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel(
         _describe_metric(results.metric)
-        + (f" (the best {_MOST_BARS} of {len(ranked)})" if len(ranked) > len(shown) else "")
+        + (f" (the best {_MOST_BARS} of {len(ranked)})" if len(ranked) > len(plotted) else "")
     )
-    if spans_decades([results.get_value(row) or 0.0 for row in shown]):
+    if spans_decades([results.get_value(row) or 0.0 for row in plotted]):
         axes.set_xscale("log")

@@ -106,7 +106,7 @@ def _watch_status(points: Sequence[RunPoint]) -> None:
 
     console = Console()
 
-    def shown() -> Group:
+    def draw_status() -> Group:
         rows = [add_progress(row, read_files(point)) for point, row in zip(points, before, strict=True)]
         return make_status_table(rows, console.width)
 
@@ -114,17 +114,17 @@ def _watch_status(points: Sequence[RunPoint]) -> None:
         return [decide_state(facts) for facts in gather_facts(points, run_client)]
 
     backoff, before = Backoff(), ask_slurm()
-    with Live(shown(), console=console, auto_refresh=False) as live:
+    with Live(draw_status(), console=console, auto_refresh=False) as live:
         changed = True
         while not all(status.state.ended for status in before):
             # Progress is in files and cheap to read; every look of every user at squeue is work for the one controller.
-            again = time.monotonic() + backoff.seconds(changed)
-            while (left := again - time.monotonic()) > 0:
-                time.sleep(min(_REDRAW_SECONDS, left))
-                live.update(shown(), refresh=True)
+            next_update = time.monotonic() + backoff.seconds(changed)
+            while (seconds_left := next_update - time.monotonic()) > 0:
+                time.sleep(min(_REDRAW_SECONDS, seconds_left))
+                live.update(draw_status(), refresh=True)
             now = ask_slurm()
             changed, before = now != before, now
-            live.update(shown(), refresh=True)
+            live.update(draw_status(), refresh=True)
 
 
 def make_status_table(rows: Sequence[RunStatus], width: int = _PIPE_WIDTH) -> Group:
@@ -137,24 +137,26 @@ def make_status_table(rows: Sequence[RunStatus], width: int = _PIPE_WIDTH) -> Gr
     from rich.text import Text
 
     cells = [_format_status_cells(row) for row in rows]
-    beside = width >= _REASON_COLUMN_WIDTH
+    has_reason_column = width >= _REASON_COLUMN_WIDTH
     names = [name for name in _COLUMNS if name not in _OPTIONAL or any(row[name] != "-" for row in cells)]
-    shown = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
-        shown.add_column(name, no_wrap=True, overflow="fold")
-    if beside:
-        shown.add_column("reason", overflow="fold")
+        table.add_column(name, no_wrap=True, overflow="fold")
+    if has_reason_column:
+        table.add_column("reason", overflow="fold")
     for row, texts in zip(rows, cells, strict=True):
         styles = {"state": _COLOURS.get(row.state, "red")}
         line = [Text(escape_controls(texts[name]), style=styles.get(name, "")) for name in names]
-        shown.add_row(*line, *([Text(escape_controls(row.reason))] if beside else []))
-    reasons = [Text(escape_controls(f"{row.point}: {row.reason}")) for row in rows if row.reason and not beside]
+        table.add_row(*line, *([Text(escape_controls(row.reason))] if has_reason_column else []))
+    reasons = [
+        Text(escape_controls(f"{row.point}: {row.reason}")) for row in rows if row.reason and not has_reason_column
+    ]
     warnings = [Text(escape_controls(line)) for line in _format_warnings(rows)]
     counts = Counter(row.state for row in rows)
     summary = [Text(", ".join(f"{count} {state}" for state, count in counts.most_common()))] if len(rows) > 1 else []
     survived = [(row.point, _format_fault(row)) for row in rows]
     faults = [Text(escape_controls(f"{point}: {text}")) for point, text in survived if text]
-    return Group(shown, *reasons, *faults, *warnings, *summary)
+    return Group(table, *reasons, *faults, *warnings, *summary)
 
 
 def _format_fault(row: RunStatus) -> str:
@@ -171,9 +173,11 @@ def _format_fault(row: RunStatus) -> str:
 def _format_warnings(rows: Sequence[RunStatus]) -> list[str]:
     """Return the warnings of a single run; for several points, how many each has."""
     if len(rows) == 1:
-        found = rows[0].warnings
-        more = [f"{len(found) - _SHOWN_WARNINGS} more warnings: see --json"] if len(found) > _SHOWN_WARNINGS else []
-        return [*found[:_SHOWN_WARNINGS], *more]
+        warnings = rows[0].warnings
+        omitted = (
+            [f"{len(warnings) - _SHOWN_WARNINGS} more warnings: see --json"] if len(warnings) > _SHOWN_WARNINGS else []
+        )
+        return [*warnings[:_SHOWN_WARNINGS], *omitted]
     return [f"{row.point}: {len(row.warnings)} warnings, the first: {row.warnings[0]}" for row in rows if row.warnings]
 
 

@@ -88,8 +88,8 @@ class Look:
         began = time.perf_counter()
         (facts,) = gather_facts([point], run_client)
         self.status = add_progress(decide_state(facts), facts)
-        left = (self.status.steps or 0) - (self.status.step or 0)
-        self.verdict, self.losses, self.table = judge_newest_steps(point.run, left)
+        steps_left = (self.status.steps or 0) - (self.status.step or 0)
+        self.verdict, self.losses, self.table = judge_newest_steps(point.run, steps_left)
         self.name, self.ended = point.name, self.status.state.ended
         self.seconds = time.perf_counter() - began
         """Seconds that this look took."""
@@ -121,12 +121,12 @@ def draw_look(look: Look) -> Group:
     from hpc_train.units import format_seconds
 
     status, verdict = look.status, look.verdict
-    at = f"  step {status.step}" + (f"/{status.steps}" if status.steps else "") if status.step is not None else ""
+    progress = f"  step {status.step}" + (f"/{status.steps}" if status.steps else "") if status.step is not None else ""
     loss = f"  loss {status.loss:.4f}" if status.loss is not None else ""
     step = f"  {format_seconds(look.losses.total)} per step" if look.losses is not None else ""
     colour = {"ok": "green", "warning": "yellow", "critical": "red"}[verdict.severity]
     lines = [
-        Text(escape_controls(f"{look.name}  {status.state}{at}{loss}{step}"), style="bold"),
+        Text(escape_controls(f"{look.name}  {status.state}{progress}{loss}{step}"), style="bold"),
         Text(escape_controls(verdict.line), style=f"bold {colour}"),
         *(Text(escape_controls(line)) for line in verdict.evidence),
     ]
@@ -176,5 +176,5 @@ def _find_largest(rows: Array) -> Sequence[float]:
     """Return the largest value of each column; NaN for a column without any."""
     import numpy as np
 
-    found = np.where(np.isfinite(rows), rows, -np.inf).max(axis=0)
-    return [float(value) if value > -np.inf else float("nan") for value in found]
+    largest = np.where(np.isfinite(rows), rows, -np.inf).max(axis=0)
+    return [float(value) if value > -np.inf else float("nan") for value in largest]

@@ -51,26 +51,26 @@ def place_command(
     if options.picture is not None:
         check_picture_path(Path(options.picture))
     config = compose(overrides, config_dir)
-    where = find_allocation(config, options.nodes, env)
+    locations = find_allocation(config, options.nodes, env)
     if options.shuffle is not None:
-        where = shuffle_nodes(where, options.shuffle)
-    job = make_checked_job(config, where)
-    found = place_nodes(job)
+        locations = shuffle_nodes(locations, options.shuffle)
+    job = make_checked_job(config, locations)
+    placement = place_nodes(job)
     if options.picture is not None:
-        _draw_placement(job, where, found, options.axis, Path(options.picture))
+        _draw_placement(job, locations, placement, options.axis, Path(options.picture))
     gpus = _order_described_gpus(config, job)
-    notes = _list_placement_notes(config, job, where)
+    notes = _list_placement_notes(config, job, locations)
     if gpus is not None and not gpus.is_identity:
         notes.append(f"local ranks take GPUs {', '.join(map(str, gpus.gpus))}: {gpus.reason}")
-    routing = _bound_placed_routing(config, job, found)
+    routing = _bound_placed_routing(config, job, placement)
     if routing is not None:
         notes.append(routing.describe())
     fabric = job.tapered or job.fabric
-    wanted = advise_allocation(fabric, job.sizes, job.flows, found)
+    advice = advise_allocation(fabric, job.sizes, job.flows, placement)
     if options.json:
-        print(json_module.dumps(_placement_to_json(job, where, found, notes, wanted, gpus, routing)))
+        print(json_module.dumps(_placement_to_json(job, locations, placement, notes, advice, gpus, routing)))
     else:
-        print_rich(*PlacementView(where, fabric, job.sizes, job.flows, found, notes, wanted).render())
+        print_rich(*PlacementView(locations, fabric, job.sizes, job.flows, placement, notes, advice).render())
     return 0
 
 
@@ -88,14 +88,16 @@ def make_checked_job(config: RunConfig, where: NodeLocations) -> PlacementJob:
         raise
 
 
-def _draw_placement(job: PlacementJob, where: NodeLocations, found: Placement, axis: str | None, path: Path) -> None:
+def _draw_placement(
+    job: PlacementJob, locations: NodeLocations, placement: Placement, axis: str | None, path: Path
+) -> None:
     from hpc_train.placement.diagram.picture import draw_panels
 
     fabric = job.tapered or job.fabric
     prepared = build_cost_model(fabric, job.sizes, job.flows, len(fabric.nodes), job.backend)
-    axes = choose_axes(axis, job.sizes, job.flows, found)
-    levels = build_levels(where.nodes, where.paths, where.domains)
-    draw_panels(PlacementPanels(prepared, job.sizes, levels, axes).make_panels(found), "+".join(axes), path)
+    axes = choose_axes(axis, job.sizes, job.flows, placement)
+    levels = build_levels(locations.nodes, locations.paths, locations.domains)
+    draw_panels(PlacementPanels(prepared, job.sizes, levels, axes).make_panels(placement), "+".join(axes), path)
 
 
 def _order_described_gpus(config: RunConfig, job: PlacementJob) -> GpuOrder | None:
@@ -106,18 +108,18 @@ def _order_described_gpus(config: RunConfig, job: PlacementJob) -> GpuOrder | No
     return order_gpus(links, job.sizes, job.flows, job.backend)
 
 
-def _bound_placed_routing(config: RunConfig, job: PlacementJob, found: Placement) -> RoutingBounds | None:
+def _bound_placed_routing(config: RunConfig, job: PlacementJob, placement: Placement) -> RoutingBounds | None:
     """Bound the placed order's communication where it depends on the routing; None where it does not."""
     if not config.cluster.fabric.topology.startswith("dragonfly"):
         return None
-    model = build_cost_model(job.fabric, job.sizes, job.flows, len(found.nodes), job.backend)
-    return bound_routing(config.cluster, model, found.nodes)
+    model = build_cost_model(job.fabric, job.sizes, job.flows, len(placement.nodes), job.backend)
+    return bound_routing(config.cluster, model, placement.nodes)
 
 
-def _list_placement_notes(config: RunConfig, job: PlacementJob, where: NodeLocations) -> list[str]:
-    notes = [*list_assumptions(config.cluster, where.node_gbit_s), *job.notes]
-    if where.problem is not None:
-        notes.append(f"{where.problem}; the launcher's order stays")
+def _list_placement_notes(config: RunConfig, job: PlacementJob, locations: NodeLocations) -> list[str]:
+    notes = [*list_assumptions(config.cluster, locations.node_gbit_s), *job.notes]
+    if locations.problem is not None:
+        notes.append(f"{locations.problem}; the launcher's order stays")
     if job.unknown:
         levels = " and ".join(job.unknown)
         notes.append(
@@ -129,21 +131,21 @@ def _list_placement_notes(config: RunConfig, job: PlacementJob, where: NodeLocat
 
 def _placement_to_json(
     job: PlacementJob,
-    where: NodeLocations,
-    found: Placement,
+    locations: NodeLocations,
+    placement: Placement,
     notes: Sequence[str],
-    wanted: Sequence[str],
+    advice: Sequence[str],
     gpus: GpuOrder | None,
     routing: RoutingBounds | None,
 ) -> dict[str, Any]:
-    order = [job.fabric.nodes[node] for node in found.nodes]
-    more = {
+    order = [job.fabric.nodes[node] for node in placement.nodes]
+    details = {
         "nodes": order,
-        "source": where.source,
+        "source": locations.source,
         "unknown_tapers": list(job.unknown),
         "notes": list(notes),
-        "advice": list(wanted),
+        "advice": list(advice),
         **({"gpus": list(gpus.gpus)} if gpus is not None else {}),
         **({"routing": asdict(routing)} if routing is not None else {}),
     }
-    return {**placement_to_json(found), **more}
+    return {**placement_to_json(placement), **details}

@@ -77,13 +77,13 @@ def _read_job(env: Mapping[str, str]) -> Cluster:
     """Describe the job's nodes and the switches above them, and the devices of this node."""
     from hpc_train.cluster.readers.slurm.slurm_topology import query_topology
 
-    here, slurm, nodes = _read_machine(), query_topology(), set(list_job_nodes(env))
-    [node] = here.nodes
+    machine, slurm, nodes = _read_machine(), query_topology(), set(list_job_nodes(env))
+    [node] = machine.nodes
     name = env.get("SLURMD_NODENAME", node.name)
     return Cluster(
         kind="slurm_job",
         nodes=(replace(node, name=name),),
-        links=tuple(replace(link, node=name) for link in here.links),
+        links=tuple(replace(link, node=name) for link in machine.links),
         switches=_list_switches_above(slurm.switches, nodes) if slurm is not None else (),
     )
 

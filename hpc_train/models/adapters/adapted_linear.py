@@ -64,9 +64,9 @@ class AdaptedLayer(nn.Module):
         assert self.lora_magnitude is not None
         with torch.no_grad():
             weight = self.weight
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            weight = weight.to(wide)
-            changed = weight + self.scale * self.multiply_factors(wide)
+            compute_dtype = torch.promote_types(weight.dtype, torch.float32)
+            weight = weight.to(compute_dtype)
+            changed = weight + self.scale * self.multiply_factors(compute_dtype)
             squares = torch.stack([weights.square().sum(self.inputs_dim) for weights in (weight, changed)])
             before, after = (squares if self.sum_squares is None else self.sum_squares(squares)).sqrt()
         factors: Tensor = (before + self.lora_magnitude) / after
@@ -207,10 +207,12 @@ def copy_adapters(part: nn.Module, model: nn.Module) -> None:
     """Add an adapter to every layer of `part` that has one in `model`, under the same name."""
     layers = dict(model.named_modules())
     for name, layer in list(part.named_modules()):
-        own = layers.get(name)
-        if isinstance(own, AdaptedLayer) and (isinstance(layer, nn.Linear) or is_conv1d(layer)):
-            dropout = 0.0 if own.lora_dropout is None else own.lora_dropout.p
-            add_adapter(layer, own.rank, own.scale * own.rank, dropout, magnitude=own.lora_magnitude is not None)
+        adapted = layers.get(name)
+        if isinstance(adapted, AdaptedLayer) and (isinstance(layer, nn.Linear) or is_conv1d(layer)):
+            dropout = 0.0 if adapted.lora_dropout is None else adapted.lora_dropout.p
+            add_adapter(
+                layer, adapted.rank, adapted.scale * adapted.rank, dropout, magnitude=adapted.lora_magnitude is not None
+            )
 
 
 @torch.no_grad()
@@ -222,8 +224,8 @@ def initialise_adapters(part: nn.Module, seed: int, region: Callable[[Tensor], R
     for name, parameter in part.named_parameters():
         if not is_adapter_parameter(name):
             continue
-        own = region(parameter)
+        shard = region(parameter)
         layer = cast("AdaptedLayer", part.get_submodule(name.rpartition(".")[0]))
         is_a = name.endswith(ADAPTER_A)
-        rule = Normal(0.0, 1 / math.sqrt(3 * own.shape[layer.inputs_dim]) if is_a else 0.0)
-        own.local.copy_(draw_values(rule, seed, name, own.shape, own.offset, tuple(own.local.shape)))
+        rule = Normal(0.0, 1 / math.sqrt(3 * shard.shape[layer.inputs_dim]) if is_a else 0.0)
+        shard.local.copy_(draw_values(rule, seed, name, shard.shape, shard.offset, tuple(shard.local.shape)))

@@ -102,10 +102,10 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     codes, scales = [weight.new_empty(0, dtype=torch.uint8)], [weight.new_empty(0, dtype=torch.float32)]
     for blocks in weight.detach().reshape(-1, BLOCK).split(_BLOCKS_AT_ONCE):  # type: ignore[no-untyped-call]
-        wide = blocks.to(torch.float32).contiguous()
-        own_codes, own_scales = torch.ops.bitsandbytes.quantize_4bit(wide, BLOCK, "nf4", torch.uint8)
-        codes.append(own_codes.flatten())
-        scales.append(own_scales.flatten())
+        blocks_fp32 = blocks.to(torch.float32).contiguous()
+        codes_of_blocks, scales_of_blocks = torch.ops.bitsandbytes.quantize_4bit(blocks_fp32, BLOCK, "nf4", torch.uint8)
+        codes.append(codes_of_blocks.flatten())
+        scales.append(scales_of_blocks.flatten())
     return torch.cat(codes).view(rows, columns // 2), torch.cat(scales).view(torch.uint8).view(
         rows, columns // BLOCK * 4
     )

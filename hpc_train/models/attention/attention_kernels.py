@@ -119,12 +119,12 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float) 
     # (B, heads, blocks, size, d): the block before the first one is zeros, which the mask hides.
     k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))
     mask = _make_window_mask(list_positions(size, q.device) + size, list_positions(2 * size, q.device), window)
-    every = mask.expand(count, 1, size, 2 * size).clone()
-    every[0, ..., :size] = False
+    masks = mask.expand(count, 1, size, 2 * size).clone()
+    masks[0, ..., :size] = False
     batch = q.shape[0]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=every.repeat(batch, 1, 1, 1), dropout_p=dropout, enable_gqa=grouped
+        q, k, v, attn_mask=masks.repeat(batch, 1, 1, 1), dropout_p=dropout, enable_gqa=grouped
     )
     return out.view(batch, count, *out.shape[1:]).transpose(1, 2).flatten(2, 3)[:, :, :length]
 

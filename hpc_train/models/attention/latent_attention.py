@@ -55,19 +55,19 @@ class LatentAttention(nn.Module):
         k, v = self._make_keys_and_values(x, table)
         masks = () if mask is None else (mask,)
         # Fused kernels and the distributed attentions want values as wide as keys.
-        wide = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-        mixed: Tensor = self.core(q.transpose(1, 2), k.transpose(1, 2), wide.transpose(1, 2), *masks)
-        out: Tensor = self.o(mixed[..., : self.config.value_head_dim].transpose(1, 2).flatten(2))
+        padded_v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        attended: Tensor = self.core(q.transpose(1, 2), k.transpose(1, 2), padded_v.transpose(1, 2), *masks)
+        out: Tensor = self.o(attended[..., : self.config.value_head_dim].transpose(1, 2).flatten(2))
         return out
 
     def _make_queries(self, x: Tensor, table: RotaryTable) -> Tensor:
         """(B, T, heads, nope_head_dim + rope_head_dim), turned."""
         config = self.config
         q = self.q(x) if config.q_rank is None else self.q_b(self.q_a_norm(self.q_a(x)))
-        plain, turned = q.unflatten(-1, (-1, config.nope_head_dim + config.rope_head_dim)).split(
+        unrotated, rotated = q.unflatten(-1, (-1, config.nope_head_dim + config.rope_head_dim)).split(
             (config.nope_head_dim, config.rope_head_dim), dim=-1
         )
-        queries = torch.cat((plain, self._turn(turned, table)), dim=-1)
+        queries = torch.cat((unrotated, self._turn(rotated, table)), dim=-1)
         return queries if self.query_factor == 1.0 else queries * self.query_factor
 
     def _make_keys_and_values(self, x: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
@@ -75,9 +75,9 @@ class LatentAttention(nn.Module):
         config = self.config
         latent, shared = self.kv_a(x).split((config.kv_rank, config.rope_head_dim), dim=-1)
         expanded = self.kv_b(self.kv_a_norm(latent)).unflatten(-1, (-1, config.nope_head_dim + config.value_head_dim))
-        plain, v = expanded.split((config.nope_head_dim, config.value_head_dim), dim=-1)
-        turned = self._turn(self.rope_key(shared).unsqueeze(-2), table)
-        return torch.cat((plain, turned.expand(*plain.shape[:-1], -1)), dim=-1), v
+        unrotated, v = expanded.split((config.nope_head_dim, config.value_head_dim), dim=-1)
+        rotated = self._turn(self.rope_key(shared).unsqueeze(-2), table)
+        return torch.cat((unrotated, rotated.expand(*unrotated.shape[:-1], -1)), dim=-1), v
 
     def _turn(self, x: Tensor, table: RotaryTable) -> Tensor:
         return apply_interleaved_rotary(x, table) if self.config.interleaved else apply_rotary(x, table)

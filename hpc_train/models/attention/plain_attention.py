@@ -104,11 +104,11 @@ class _Block:
 
     def _find_hidden(self) -> Tensor | None:
         """Return which keys are not seen, (queries, keys) or with documents (B, 1, queries, keys); None: none."""
-        hidden, at = None, self.queries.unsqueeze(1)
+        hidden, query_positions = None, self.queries.unsqueeze(1)
         if self.causal:
-            hidden = self.keys > at
+            hidden = self.keys > query_positions
             if self.window:
-                hidden |= self.keys <= at - self.window
+                hidden |= self.keys <= query_positions - self.window
         if self.starts.numel():
             before = (self.keys < self.starts.unsqueeze(-1)).unsqueeze(1)
             hidden = before if hidden is None else before | hidden
@@ -124,11 +124,11 @@ class _Block:
 
         grad, out: the gradient of the block's attention, and the attention itself.
         """
-        wide, scale = dk.dtype, self.q.shape[-1] ** -0.5
+        dtype, scale = dk.dtype, self.q.shape[-1] ** -0.5
         weights, dropped, tangent = self.compute_weights()
         dv += _apply_mask(weights, dropped, self.p).to(self.v.dtype).mT @ grad
-        weight_grads = _apply_mask((grad @ self.v.mT).to(wide), dropped, self.p)
-        grad_dot_out = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+        weight_grads = _apply_mask((grad @ self.v.mT).to(dtype), dropped, self.p)
+        grad_dot_out = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
         score_grads = weight_grads.sub_(grad_dot_out).mul_(weights)
         if tangent is not None:
             score_grads.mul_(1 - tangent.square())
@@ -149,12 +149,20 @@ def _split(
         size = max(MIN_QUERIES, min(window, MAX_SCORES // max(1, q.shape[0] * q.shape[1] * 2 * window)))
     for first in range(0, length, size):
         last = min(first + size, length)
-        own, across = slice(first, last), slice(0, k.shape[2])
+        query_range, key_range = slice(first, last), slice(0, k.shape[2])
         if causal and in_order:
-            across = slice(max(0, first - window + 1) if window else 0, last)
-        some = starts[:, own] if starts.numel() else starts
-        given = q[:, :, own], k[:, :, across], v[:, :, across], queries[own], keys[across], some, rows
-        yield own, across, _Block(*given, causal, window, softcap, p)
+            key_range = slice(max(0, first - window + 1) if window else 0, last)
+        block_starts = starts[:, query_range] if starts.numel() else starts
+        block_inputs = (
+            q[:, :, query_range],
+            k[:, :, key_range],
+            v[:, :, key_range],
+            queries[query_range],
+            keys[key_range],
+            block_starts,
+            rows,
+        )
+        yield query_range, key_range, _Block(*block_inputs, causal, window, softcap, p)
 
 
 @torch.library.custom_op("hpc_train::plain_attention", mutates_args=())
@@ -167,8 +175,8 @@ def _attend(
     One operator, so that selective recomputation can keep its result, and keeps no scores as results of products.
     """
     out = torch.empty_like(q)
-    for own, _, block in _split(q, k, v, queries, keys, starts, rows, in_order, causal, window, softcap, p):
-        out[:, :, own] = block.attend()
+    for query_range, _, block in _split(q, k, v, queries, keys, starts, rows, in_order, causal, window, softcap, p):
+        out[:, :, query_range] = block.attend()
     return out
 
 
@@ -186,12 +194,14 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *given, out = ctx.saved_tensors
-    q, k, v, *_ = given
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for own, across, block in _split(*given, *ctx.numbers):
-        dq[:, :, own] = block.differentiate(grad[:, :, own], out[:, :, own], dk[:, :, across], dv[:, :, across])
+    *inputs, out = ctx.saved_tensors
+    q, k, v, *_ = inputs
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+    for query_range, key_range, block in _split(*inputs, *ctx.numbers):
+        dq[:, :, query_range] = block.differentiate(
+            grad[:, :, query_range], out[:, :, query_range], dk[:, :, key_range], dv[:, :, key_range]
+        )
     return dq, dk.to(k.dtype), dv.to(v.dtype), *(None,) * 9
 
 

@@ -26,9 +26,9 @@ def make_rotary_table(
 
     local: that of layers with a window, where model.rope.local_theta gives them a base of their own.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    frequencies = compute_inverse_frequencies(config, head_dim, wide, positions.device, local=local)
-    angles = positions.to(wide).unsqueeze(-1) * frequencies
+    compute_dtype = torch.promote_types(dtype, torch.float32)
+    frequencies = compute_inverse_frequencies(config, head_dim, compute_dtype, positions.device, local=local)
+    angles = positions.to(compute_dtype).unsqueeze(-1) * frequencies
     cosine, sine = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
     factor = 1.0 if _is_unscaled(config, local) else compute_table_factor(config)
     return (cosine, sine) if factor == 1.0 else (cosine * factor, sine * factor)

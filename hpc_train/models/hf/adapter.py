@@ -126,14 +126,14 @@ def find_block_names(model: nn.Module) -> list[str]:
         if isinstance(module, nn.ModuleList)
         for key, element in module.named_children()
     }
-    found = [name for name, element in elements.items() if is_block(model, element)] or list(elements)
-    names: list[str] = []
-    for name in found:  # an outer one comes before what it holds
-        if not name.startswith(tuple(f"{outer}." for outer in names)):
-            names.append(name)
-    if not names:
+    candidates = [name for name, element in elements.items() if is_block(model, element)] or list(elements)
+    blocks: list[str] = []
+    for name in candidates:  # an outer one comes before what it holds
+        if not name.startswith(tuple(f"{outer}." for outer in blocks)):
+            blocks.append(name)
+    if not blocks:
         raise UserError(f"model: {type(model).__name__} of transformers does not say which of its modules are layers")
-    return names
+    return blocks
 
 
 def make_tensor_plan(model: nn.Module, family: Family) -> dict[str, str]:
@@ -161,8 +161,8 @@ def copy_to_meta(model: HfModel) -> HfModel:
     memo: dict[int, Any] = {}
     tensors = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
-        made: Tensor = torch.empty_like(tensor, device="meta")
+        on_meta: Tensor = torch.empty_like(tensor, device="meta")
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = made
+            on_meta = nn.Parameter(on_meta, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = on_meta
     return copy.deepcopy(model, memo)

@@ -44,11 +44,11 @@ def attend(
     """
     left_out = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
     if attention_mask is not None or dropout or left_out:
-        what = ", ".join(left_out) or ("dropout" if dropout else "a mask")
-        raise UserError(f"parallel.cp: the attention of {type(module).__name__} wants {what}, which no ring computes")
-    usual = 1 / math.sqrt(query.shape[-1])
-    if scaling is not None and scaling != usual:
-        query = query * (scaling / usual)
+        reason = ", ".join(left_out) or ("dropout" if dropout else "a mask")
+        raise UserError(f"parallel.cp: the attention of {type(module).__name__} wants {reason}, which no ring computes")
+    default_scaling = 1 / math.sqrt(query.shape[-1])
+    if scaling is not None and scaling != default_scaling:
+        query = query * (scaling / default_scaling)
     core: Any = module.core
     out: Tensor = core(query, key, value)
     return out.transpose(1, 2).contiguous(), None

@@ -44,15 +44,15 @@ def build_hf_model(config: HfModelConfig, seed: int = 0) -> HfModel:
 
 
 def _make_config(file: ConfigFile) -> Any:
-    where = file.folder / "config.json"
+    path = file.folder / "config.json"
     try:
         settings = make_library_config(file.body, file.model_type)
         settings.architectures = settings.architectures or []  # the library looks through them
         return settings
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
     except Exception as error:  # of any kind, from code that expects a sound file
-        raise UserError(f"{where}: is not a configuration of a {file.model_type} model ({_explain(error)})") from error
+        raise UserError(f"{path}: is not a configuration of a {file.model_type} model ({_explain(error)})") from error
 
 
 def _explain(error: Exception) -> str:

@@ -196,8 +196,8 @@ class _Reader:
     def read_softcaps(self) -> tuple[float | None, float | None]:
         """Return the soft-caps of attention scores and of logits."""
         keys = ("attn_logit_softcapping", "final_logit_softcapping")
-        found = (self.file.body.get(key, default) for key, default in zip(keys, self.decoder.softcaps, strict=True))
-        scores, logits = (float(value) if isinstance(value, (int, float)) else None for value in found)
+        values = (self.file.body.get(key, default) for key, default in zip(keys, self.decoder.softcaps, strict=True))
+        scores, logits = (float(value) if isinstance(value, (int, float)) else None for value in values)
         return scores, logits
 
     def read_experts(self) -> ExpertsConfig:
@@ -224,17 +224,17 @@ class _Reader:
     def _count_attention(self, hidden: int, heads: int) -> int:
         keys, width = self.get("num_key_value_heads", heads), self.read_head_dim(hidden, heads)
         projected = (heads + 2 * keys) * width
-        found = hidden * projected + heads * width * hidden
-        found += projected if self.flag(self.decoder.query_bias) else 0
-        found += hidden if self.flag(self.decoder.output_bias) else 0
-        return found + {"none": 0, "head": 2, "full": heads + keys}[self.decoder.query_key_norm] * width
+        numbers = hidden * projected + heads * width * hidden
+        numbers += projected if self.flag(self.decoder.query_bias) else 0
+        numbers += hidden if self.flag(self.decoder.output_bias) else 0
+        return numbers + {"none": 0, "head": 2, "full": heads + keys}[self.decoder.query_key_norm] * width
 
     def _count_feed_forward(self, hidden: int, experts: ExpertsConfig) -> int:
         branches, width = (3 if self.decoder.gated else 2), self.get("intermediate_size", 4 * hidden)
         if experts.count:
-            found = hidden * experts.count * (1 + 3 * (experts.feed_forward or width))
+            numbers = hidden * experts.count * (1 + 3 * (experts.feed_forward or width))
             shared = self.file.get_number("shared_expert_intermediate_size") or 0
-            return found + (hidden * (3 * shared + 1) if self.file.model_type == "qwen2_moe" else 0)
+            return numbers + (hidden * (3 * shared + 1) if self.file.model_type == "qwen2_moe" else 0)
         bias = width * (branches - 1) + hidden if self.flag(self.decoder.feed_forward_bias) else 0
         return branches * hidden * width + bias
 

@@ -19,11 +19,11 @@ def describe_images(file: ConfigFile) -> ImageFilesDataConfig:
     Raises UserError for a preprocessor_config.json that is none.
     """
     channels, size = file.image_shape
-    plain = ImageFilesDataConfig()
+    defaults = ImageFilesDataConfig()
     preprocessor = _read_preprocessor(file)
     return ImageFilesDataConfig(
-        channels=channels or plain.channels,
-        image_size=size or plain.image_size,
+        channels=channels or defaults.channels,
+        image_size=size or defaults.image_size,
         mean=_get_numbers(preprocessor, "image_mean"),
         std=_get_numbers(preprocessor, "image_std"),
     )

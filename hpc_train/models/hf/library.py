@@ -129,14 +129,14 @@ def plan_conversion(model: nn.Module, names: Iterable[str], targets: dict[str, T
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     prefix = getattr(model, "base_model_prefix", None)
-    found: dict[str, Conversion] = {}
+    conversions: dict[str, Conversion] = {}
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
         if target not in targets and name in targets:
             target, pattern = rename_source_key(name, [], [], prefix, targets)
-        entry = found.setdefault(target, Conversion(model, target, by_pattern.get(pattern) if pattern else None))
+        entry = conversions.setdefault(target, Conversion(model, target, by_pattern.get(pattern) if pattern else None))
         entry.sources.append((pattern or name, name))
-    return _expand_outputs(found)
+    return _expand_outputs(conversions)
 
 
 class Conversion:
@@ -164,12 +164,12 @@ class Conversion:
         converter = copy.deepcopy(self._converter)
         for pattern, name in self.sources:
             converter.add_tensor(self._target, name, pattern, lambda name=name: read(name))
-        made = converter.convert(self._target, model=self._model, config=self._model.config)
-        return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+        converted = converter.convert(self._target, model=self._model, config=self._model.config)
+        return {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
 
 
-def _expand_outputs(found: dict[str, Conversion]) -> dict[str, Conversion]:
-    return {output: conversion for conversion in found.values() for output in conversion.list_outputs()}
+def _expand_outputs(conversions: dict[str, Conversion]) -> dict[str, Conversion]:
+    return {output: conversion for conversion in conversions.values() for output in conversion.list_outputs()}
 
 
 def revert_conversion(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -218,6 +218,6 @@ def fill_activation_buffers(model: nn.Module) -> None:
         if type(module).__name__ != "XIELUActivation" or not any(buffer.is_meta for buffer in module.buffers()):
             continue
         with torch.device("cpu"):
-            made = type(module)(dtype=next(module.buffers()).dtype)
-        for name, buffer in made.named_buffers(recurse=False):
+            fresh = type(module)(dtype=next(module.buffers()).dtype)
+        for name, buffer in fresh.named_buffers(recurse=False):
             setattr(module, name, buffer)

@@ -33,14 +33,14 @@ def cut_stage(model: HfModel, names: list[str]) -> HfModel:
     By the model's pipeline plan, what comes before the layers is in the first stage, and what comes after in the last.
     The last one keeps the embedding too where the head is tied to it.
     """
-    every = model.block_names
+    all_names = model.block_names
     part = copy_to_meta(model)
-    part.is_first, part.is_last = names[0] == every[0], names[-1] == every[-1]
+    part.is_first, part.is_last = names[0] == all_names[0], names[-1] == all_names[-1]
     part.block_names = list(names)
-    for name in every:
+    for name in all_names:
         if name not in names:
             _replace(part, name, SkippedLayer(part.get_submodule(name)))
-    layers = every[0].rpartition(".")[0]
+    layers = all_names[0].rpartition(".")[0]
     path = _order_modules(part, layers)
     before, after = path[: path.index(layers)], path[path.index(layers) + 1 :]
     library: Any = part

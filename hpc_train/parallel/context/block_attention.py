@@ -150,10 +150,10 @@ def attend_ruled_block(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, back: i
     for part in split_rows(q, k, rule, back):
         rows, columns = part.rows, part.columns
         scores, _ = part.compute_scores(grouped[..., rows, :], keys[..., columns, :])
-        found = scores.logsumexp(-1)
-        shift = found.masked_fill(found == -torch.inf, 0.0)  # else -inf - -inf is NaN
+        row_lse = scores.logsumexp(-1)
+        shift = row_lse.masked_fill(row_lse == -torch.inf, 0.0)  # else -inf - -inf is NaN
         out[..., rows, :] = (scores - shift.unsqueeze(-1)).exp_() @ values[..., columns, :]
-        lse[..., rows] = found
+        lse[..., rows] = row_lse
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 

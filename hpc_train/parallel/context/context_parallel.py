@@ -32,21 +32,21 @@ def apply_context_parallel(part: nn.Module, config: RunConfig, world: World) -> 
     """
     if (expose := getattr(part, "expose_attention", None)) is not None:
         expose()
-    found = [
-        (owner, name, core)
-        for owner in part.modules()
-        for name, core in owner.named_children()
+    cores = [
+        (module, name, core)
+        for module in part.modules()
+        for name, core in module.named_children()
         if isinstance(core, ScaledDotProduct)
     ]
-    _check_attentions(part, [core for _, _, core in found], get_axis_degree(world, "cp"))
-    if config.parallel.context.method == "ring" and any(core.rule.window is not None for _, _, core in found):
+    _check_attentions(part, [core for _, _, core in cores], get_axis_degree(world, "cp"))
+    if config.parallel.context.method == "ring" and any(core.rule.window is not None for _, _, core in cores):
         connect_ranks(world.mesh["cp"].get_group(), world.device)
-    for owner, name, core in found:
-        setattr(owner, name, distribute_attention(core, config, world))
+    for module, name, core in cores:
+        setattr(module, name, distribute_attention(core, config, world))
     provide_positions(part, config, world)
-    drops = any(core.dropout > 0 for _, _, core in found)
+    drops = any(core.dropout > 0 for _, _, core in cores)
     method, cp = _name_method(config, drops), get_axis_degree(world, "cp")
-    return f"context: {method} attention in {len(found)} modules over cp={cp}"
+    return f"context: {method} attention in {len(cores)} modules over cp={cp}"
 
 
 def connect_ranks(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -113,9 +113,9 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         parts = gradients[0].contiguous()
-        own_gradient = torch.empty_like(parts[0])
-        reduce_scatter(own_gradient, parts, ctx.group)
-        return own_gradient, None
+        local_gradient = torch.empty_like(parts[0])
+        reduce_scatter(local_gradient, parts, ctx.group)
+        return local_gradient, None
 
 
 class GatheredAttention(nn.Module):
@@ -129,12 +129,12 @@ class GatheredAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Map q (B, heads, T / cp, head_dim), k and v (B, kv_heads, T / cp, head_dim) to the shape of q."""
         q, k, v = cast_to_autocast(q, k, v)
-        both: Tensor = _Gather.apply(torch.stack((k, v)), self._group)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Gather.apply(torch.stack((k, v)), self._group)  # type: ignore[no-untyped-call]
         # From (ranks, 2, B, kv_heads, T / cp, head_dim): positions come rank by rank, as in `places` below.
-        k, v = both.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+        k, v = gathered.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         length, ranks = q.shape[2], self._group.size()
         shares = [SequenceShare(rank, ranks, self._share.balanced) for rank in range(ranks)]
         places = [share.positions(length * ranks, q.device) for share in shares]
         site, p = self.core.site, self.core.dropout if self.training else 0.0
-        own, every = places[self._share.rank], torch.cat(places)
-        return attend_plainly(q, k, v, own, every, self.core.rule, site=site, p=p)
+        local_positions, all_positions = places[self._share.rank], torch.cat(places)
+        return attend_plainly(q, k, v, local_positions, all_positions, self.core.rule, site=site, p=p)

@@ -184,30 +184,30 @@ def _differentiate(
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     zeros = torch.zeros_like(q, dtype=get_accumulation_dtype(q.dtype))
     backward = _Backward(grad, q, out, lse, zeros, schedule.rule)
-    own, coming = torch.zeros_like(kv, dtype=get_accumulation_dtype(kv.dtype)), None
+    local_dkv, pending_dkv = torch.zeros_like(kv, dtype=get_accumulation_dtype(kv.dtype)), None
     direct = schedule.list_shifts(q.shape[2]) is not None
-    others: dict[int, Tensor] = {}
+    dkv_by_source: dict[int, Tensor] = {}
     for source, current in schedule.circulate(kv):
-        found = [backward.differentiate(current, block) for block in schedule.list_blocks(source, q.shape[2])]
+        gradients = [backward.differentiate(current, block) for block in schedule.list_blocks(source, q.shape[2])]
         if source == schedule.ring.rank:
-            _add_gradients(own, found)
+            _add_gradients(local_dkv, gradients)
             continue
         # The sum over the ranks before was received while this rank computed.
-        dkv = torch.zeros_like(own) if coming is None else coming.wait()
-        _add_gradients(dkv, found)
+        dkv = torch.zeros_like(local_dkv) if pending_dkv is None else pending_dkv.wait()
+        _add_gradients(dkv, gradients)
         if direct:
-            others[source] = dkv
+            dkv_by_source[source] = dkv
         else:
-            coming = schedule.ring.pass_on(dkv)
-    if coming is not None:
-        own.add_(coming.wait())
-    for part in schedule.return_gradients(others, own) if direct else ():
-        own.add_(part)
-    return backward.dq, own
+            pending_dkv = schedule.ring.pass_on(dkv)
+    if pending_dkv is not None:
+        local_dkv.add_(pending_dkv.wait())
+    for part in schedule.return_gradients(dkv_by_source, local_dkv) if direct else ():
+        local_dkv.add_(part)
+    return backward.dq, local_dkv
 
 
-def _add_gradients(dkv: Tensor, found: list[KeyGradients]) -> None:
-    for gradient in found:
+def _add_gradients(dkv: Tensor, gradients: list[KeyGradients]) -> None:
+    for gradient in gradients:
         dkv[0, :, :, gradient.keys] += gradient.dk
         dkv[1, :, :, gradient.keys] += gradient.dv
 

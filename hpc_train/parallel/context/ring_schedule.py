@@ -54,9 +54,9 @@ class KeyValueRing:
         ]
         return PendingReceive(incoming, tensor, dist.batch_isend_irecv(operations))
 
-    def circulate(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def circulate(self, local_kv: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, its tensor) for every rank, this one first, while the next tensor is being received."""
-        current = own
+        current = local_kv
         for step in range(self.size):
             coming = self.pass_on(current) if step < self.size - 1 else None
             yield (self.rank - step) % self.size, current
@@ -113,12 +113,12 @@ def find_visible_block(rank: int, source: int, length: int, *, causal: bool, bal
 
 def list_ruled_blocks(layout: RingLayout, rank: int, source: int, rule: ScoreRule) -> list[VisibleBlock]:
     """List the blocks of causal attention under a window or a soft-cap; those of a chunk and itself come first."""
-    size, found = layout.chunk, []
+    size, blocks = layout.chunk, []
     for pair in sorted(layout.list_pairs(rank, source, rule.window), key=lambda pair: pair.back):
         queries, keys = (slice(index * size, (index + 1) * size) for index in (pair.query, pair.key))
         is_cut = rule.softcap is not None or (rule.window is not None and pair.back + size > rule.window)
-        found.append(VisibleBlock(queries, keys, pair.back == 0, pair.back if is_cut else None))
-    return found
+        blocks.append(VisibleBlock(queries, keys, pair.back == 0, pair.back if is_cut else None))
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -148,44 +148,44 @@ class RingSchedule:
         window = self.rule.window
         return None if window is None else self._make_layout(length).list_shifts(window)
 
-    def circulate(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def circulate(self, local_kv: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (rank, its keys and values) for every rank whose keys this one sees, this one first.
 
-        own: (2, B, kv_heads, T / cp, d). Under a window each rank sends directly to those that see something of it.
+        local_kv: (2, B, kv_heads, T / cp, d). Under a window each rank sends directly to those that see some of it.
         """
-        shifts = self.list_shifts(own.shape[3])
+        shifts = self.list_shifts(local_kv.shape[3])
         if shifts is None:
-            yield from self.ring.circulate(own)
+            yield from self.ring.circulate(local_kv)
             return
-        coming = [self._start_exchange(shift, own) for shift in shifts[:1]]
-        yield self.ring.rank, own
+        exchanges = [self._start_exchange(shift, local_kv) for shift in shifts[:1]]
+        yield self.ring.rank, local_kv
         for index, shift in enumerate(shifts):
-            pending = coming[index]
-            coming += [self._start_exchange(later, own) for later in shifts[index + 1 : index + 2]]
+            pending = exchanges[index]
+            exchanges += [self._start_exchange(later, local_kv) for later in shifts[index + 1 : index + 2]]
             if pending is not None:
                 received = pending.wait()
-                if self.is_seen(self.ring.rank - shift, shift, own.shape[3]):
+                if self.is_seen(self.ring.rank - shift, shift, local_kv.shape[3]):
                     yield (self.ring.rank - shift) % self.ring.size, received
 
-    def _start_exchange(self, shift: int, own: Tensor) -> PendingReceive | None:
-        rank, length = self.ring.rank, own.shape[3]
-        outgoing = own if self.is_seen(rank, shift, length) else None
-        return self.ring.exchange(shift, outgoing, own if self.is_seen(rank - shift, shift, length) else None)
+    def _start_exchange(self, shift: int, local_kv: Tensor) -> PendingReceive | None:
+        rank, length = self.ring.rank, local_kv.shape[3]
+        outgoing = local_kv if self.is_seen(rank, shift, length) else None
+        return self.ring.exchange(shift, outgoing, local_kv if self.is_seen(rank - shift, shift, length) else None)
 
-    def return_gradients(self, found: dict[int, Tensor], like: Tensor) -> list[Tensor]:
+    def return_gradients(self, gradients: dict[int, Tensor], like: Tensor) -> list[Tensor]:
         """Send the gradients of other ranks' keys to them, and return those that other ranks have for this one's.
 
-        found: by rank. like: (2, B, kv_heads, T / cp, d). All keys were sent before, so that no two messages between
-        two ranks can be mistaken for each other.
+        gradients: by rank. like: (2, B, kv_heads, T / cp, d). All keys were sent before, so that no two messages
+        between two ranks can be mistaken for each other.
         """
         rank, length, pending = self.ring.rank, like.shape[3], []
         for shift in self.list_shifts(length) or ():
-            outgoing = found.get((rank - shift) % self.ring.size)
+            outgoing = gradients.get((rank - shift) % self.ring.size)
             is_seen = self.is_seen(rank, shift, length)
             exchange = self.ring.exchange(-shift, outgoing, like if is_seen else None)
             pending += [] if exchange is None else [(exchange, is_seen)]
-        done = [(exchange.wait(), is_seen) for exchange, is_seen in pending]  # also those that only send
-        return [received for received, is_seen in done if is_seen]
+        finished = [(exchange.wait(), is_seen) for exchange, is_seen in pending]  # also those that only send
+        return [received for received, is_seen in finished if is_seen]
 
     def is_seen(self, source: int, shift: int, length: int) -> bool:
         """Whether the rank that is `shift` further than `source` sees a key of it."""

@@ -120,10 +120,10 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wide = x if x.dtype == torch.float64 else x.float()
-        mean, variance, count = _compute_moments(wide)
+        x_fp32 = x if x.dtype == torch.float64 else x.float()
+        mean, variance, count = _compute_moments(x_fp32)
         scale = (variance + eps).rsqrt()
-        normal = (wide - _broadcast(mean, x)) * _broadcast(scale, x)
+        normal = (x_fp32 - _broadcast(mean, x)) * _broadcast(scale, x)
         ctx.save_for_backward(normal, scale, count)
         ctx.dtype = x.dtype
         ctx.mark_non_differentiable(mean, variance, count)
@@ -147,11 +147,11 @@ def _compute_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     count = x.numel() // x.shape[1]
     mean = _sum_by_channel(x) / max(count, 1)
     square = _sum_by_channel((x - _broadcast(mean, x)).square())
-    own = torch.stack([mean, square, torch.full_like(mean, count)])
+    local_moments = torch.stack([mean, square, torch.full_like(mean, count)])
     # The default group is the data-parallel one: the rules refuse pp, cp and tp.
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
-    means, squares, counts = torch.stack(everyone).unbind(1)
+    all_moments = [torch.empty_like(local_moments) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_moments, local_moments)
+    means, squares, counts = torch.stack(all_moments).unbind(1)
     total = counts[:, 0].sum()
     common = (means * counts).sum(0) / total
     variance = (squares + counts * (means - common).square()).sum(0) / total

@@ -68,7 +68,7 @@ class CopyGroup:
         self._last: Tensor | None = None
         self._lost: list[LostCopy] = []
         self._group: dist.ProcessGroup | None = None
-        self._why = ""
+        self._last_error = ""
         if self._is_first and isinstance(self._store, JobStore):
             self._store.set_at_end(_ended_key(self._copy), "")
         with report_lost_ranks():
@@ -131,7 +131,7 @@ class CopyGroup:
         try:
             return attempt()
         except RuntimeError as error:
-            self._why = " ".join(str(error).split())[:200]
+            self._last_error = " ".join(str(error).split())[:200]
             return None
 
     def _is_complete(self, result: Tensor | None) -> bool:
@@ -162,11 +162,11 @@ class CopyGroup:
         completed: how many each has completed. room: for the result of the failed sum, which some may have completed.
         """
         self._make_group()
-        most = max(completed.values())
-        if self._group is None or min(completed.values()) == most:
+        newest_update = max(completed.values())
+        if self._group is None or min(completed.values()) == newest_update:
             return room
-        source = next(copy for copy in self._copies if completed[copy] == most)
-        if self._completed == most:
+        source = next(copy for copy in self._copies if completed[copy] == newest_update)
+        if self._completed == newest_update:
             assert self._last is not None
             room = self._last.cpu()
         dist.broadcast(room, group_src=self._copies.index(source), group=self._group)
@@ -193,7 +193,7 @@ class CopyGroup:
             self._lost.append(LostCopy(copy, tuple(self._ranks[copy]), why))
         self._failures = 0 if decision["lost"] else self._failures + 1
         if self._failures > _MOST_ROUNDS:
-            raise LostRanksError(f"the copies of the model cannot exchange, though none is lost ({self._why})")
+            raise LostRanksError(f"the copies of the model cannot exchange, though none is lost ({self._last_error})")
         return completed
 
     @property
@@ -225,16 +225,18 @@ class CopyGroup:
             if self._store.check([_ended_key(0)]) or time.monotonic() > deadline:
                 raise LostRanksError(_RANK_0_IS_LOST)
             time.sleep(_POLL_SECONDS)
-        found: dict[str, Any] = read_published(self._store, key)
-        return found
+        decision: dict[str, Any] = read_published(self._store, key)
+        return decision
 
     def _make_group(self) -> None:
         """Make the group of the ranks at this place of the copies and, once a copy is lost, that of all ranks left."""
         self._group = self._join([self._ranks[copy][self._copy_world.rank] for copy in self._copies], "place")
-        left = [rank for copy in self._copies for rank in self._ranks[copy]]
-        if len(left) < self._job.size:
-            group = self._join(sorted(left), "left")
-            self.world = replace(self._job, rank=sorted(left).index(self._job.rank), size=len(left), group=group)
+        surviving_ranks = [rank for copy in self._copies for rank in self._ranks[copy]]
+        if len(surviving_ranks) < self._job.size:
+            group = self._join(sorted(surviving_ranks), "left")
+            self.world = replace(
+                self._job, rank=sorted(surviving_ranks).index(self._job.rank), size=len(surviving_ranks), group=group
+            )
 
     def _join(self, ranks: Sequence[int], kind: str) -> dist.ProcessGroup | None:
         if len(ranks) == 1:

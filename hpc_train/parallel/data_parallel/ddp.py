@@ -196,8 +196,8 @@ def _make_changed_graph_error() -> UserError:
 def _make_missing_gradient_error(model: nn.Module) -> UserError:
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     unused = [name for name, parameter in trained if parameter.grad is None]
-    shown = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
-    subject = shown or "a parameter that an earlier micro-batch used"
+    names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+    subject = names or "a parameter that an earlier micro-batch used"
     return UserError(
         f"model: {subject} took no part in the loss of a step, and ddp waits for every gradient; "
         "set parallel.unused_parameters=true, or freeze what is not used"

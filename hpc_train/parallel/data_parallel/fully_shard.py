@@ -47,8 +47,8 @@ def shard_parameters(part: nn.Module, config: RunConfig, world: World) -> str:
     keeps = _keeps_parameters(parallel, degrees.pp)
     groups = _group_blocks(part, parallel)
     if parallel.prefetch != 1 and not groups:
-        what = f"parallel.prefetch={parallel.prefetch}: {type(part).__name__}"
-        raise UserError(f"{what} is one group, nothing can be gathered ahead; leave it out")
+        option = f"parallel.prefetch={parallel.prefetch}: {type(part).__name__}"
+        raise UserError(f"{option} is one group, nothing can be gathered ahead; leave it out")
     reshard = not keeps and parallel.reshard_after_forward
     policy, offload = make_mixed_precision_policy(config.precision), _make_offload_policy(config, world)
     experts: list[FSDPModule] = []
@@ -71,10 +71,10 @@ def shard_parameters(part: nn.Module, config: RunConfig, world: World) -> str:
     _set_prefetch(part, [group[0] for group in groups], parallel.prefetch, named=named)
     for module in experts if named else ():
         module.set_modules_to_backward_prefetch([module])  # none: see _set_prefetch
-    where = f"dp_shard={degrees.dp_shard}, dp_replicate={degrees.dp_replicate}"
-    where += f", cp={degrees.cp}" if degrees.cp > 1 else ""
-    where += f", ep={parallel.ep}" if parallel.ep > 1 else ""
-    return f"fully_shard: {parallel.strategy}, {where}, groups={len(groups) + 1}"
+    degree_list = f"dp_shard={degrees.dp_shard}, dp_replicate={degrees.dp_replicate}"
+    degree_list += f", cp={degrees.cp}" if degrees.cp > 1 else ""
+    degree_list += f", ep={parallel.ep}" if parallel.ep > 1 else ""
+    return f"fully_shard: {parallel.strategy}, {degree_list}, groups={len(groups) + 1}"
 
 
 def _make_offload_policy(config: RunConfig, world: World) -> OffloadPolicy:

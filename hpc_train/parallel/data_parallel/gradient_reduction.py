@@ -105,8 +105,8 @@ class ReductionQueue:
 
 
 def _run_jobs(jobs: SimpleQueue[tuple[ReductionJob, TensorFuture] | None]) -> None:
-    while (given := jobs.get()) is not None:
-        job, future = given
+    while (next_job := jobs.get()) is not None:
+        job, future = next_job
         try:
             with torch.no_grad():
                 result = job()
@@ -114,7 +114,7 @@ def _run_jobs(jobs: SimpleQueue[tuple[ReductionJob, TensorFuture] | None]) -> No
             future.set_exception(error)  # type: ignore[arg-type]
         else:
             future.set_result(result)
-        del given, job, future  # free the bucket while this thread waits for the next one
+        del next_job, job, future  # free the bucket while this thread waits for the next one
 
 
 _LARGEST_SUM = 2.0**15
@@ -135,9 +135,9 @@ class Cast:
         """See ReductionMethod. A gradient that is not finite makes the mean not finite."""
         scale = self._find_scale(bucket.buffer) if self._dtype == torch.float16 else None
         mean = bucket.buffer / self._group.size()
-        sent = (mean if scale is None else mean.mul_(scale)).to(self._dtype)
-        dist.all_reduce(sent, group=self._group)
-        bucket.buffer.copy_(sent)
+        message = (mean if scale is None else mean.mul_(scale)).to(self._dtype)
+        dist.all_reduce(message, group=self._group)
+        bucket.buffer.copy_(message)
         if scale is not None:
             bucket.buffer.div_(scale)
 
@@ -160,14 +160,14 @@ class TopK:
 
     def reduce(self, bucket: GradientBucket) -> None:
         """See ReductionMethod."""
-        own = bucket.buffer / self._group.size()
+        local_gradient = bucket.buffer / self._group.size()
         if bucket.index in self._unsent:
-            own += self._unsent[bucket.index]
-        indices = own.abs().topk(self._count(own), sorted=False).indices
-        self._add_up(bucket.buffer, own[indices], indices)
+            local_gradient += self._unsent[bucket.index]
+        indices = local_gradient.abs().topk(self._count(local_gradient), sorted=False).indices
+        self._add_up(bucket.buffer, local_gradient[indices], indices)
         # A step with a gradient that is not finite is skipped, so its error must not be remembered.
         if self._feedback and bool(bucket.buffer.isfinite().all()):
-            self._unsent[bucket.index] = own.index_fill_(0, indices, 0.0)
+            self._unsent[bucket.index] = local_gradient.index_fill_(0, indices, 0.0)
 
     def _count(self, buffer: Tensor) -> int:
         return max(1, round(self._ratio * buffer.numel()))
@@ -196,14 +196,14 @@ class PowerSGD:
 
     def reduce(self, bucket: GradientBucket) -> None:
         """See ReductionMethod. Two collectives: P with the uncompressed tensors, then Q."""
-        matrices, rest = self._select_matrices(bucket.gradients)
+        matrices, uncompressed = self._select_matrices(bucket.gradients)
         bucket.buffer.div_(self._group.size())
         if bucket.index in self._missed:
             for matrix, missed in zip(matrices, self._missed[bucket.index], strict=True):
                 matrix += missed
         bases = self._bases.get(bucket.index) or [self._make_first_basis(matrix) for matrix in matrices]
         products = [matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)]
-        self._add_up([*products, *rest])
+        self._add_up([*products, *uncompressed])
         left = [torch.linalg.qr(product).Q for product in products]
         right = [matrix.T @ p for matrix, p in zip(matrices, left, strict=True)]
         unsent = [torch.addmm(m, p, q.T, alpha=-1) for m, p, q in zip(matrices, left, right, strict=True)]
@@ -217,9 +217,9 @@ class PowerSGD:
     def _select_matrices(self, gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return (matrices to approximate, as views (rows, all other dimensions); tensors to send in full)."""
         matrices = [gradient.view(len(gradient), -1) for gradient in gradients if gradient.ndim > 1]
-        rest = [gradient for gradient in gradients if gradient.ndim < 2]
-        chosen = [matrix for matrix in matrices if self._is_smaller(*matrix.shape)]
-        return chosen, rest + [matrix for matrix in matrices if not self._is_smaller(*matrix.shape)]
+        uncompressed = [gradient for gradient in gradients if gradient.ndim < 2]
+        compressed = [matrix for matrix in matrices if self._is_smaller(*matrix.shape)]
+        return compressed, uncompressed + [matrix for matrix in matrices if not self._is_smaller(*matrix.shape)]
 
     def _is_smaller(self, rows: int, columns: int) -> bool:
         return self._rank * (rows + columns) < rows * columns
@@ -251,16 +251,16 @@ class WarmUp:
     """Reduces plainly for some steps, then by another method."""
 
     def __init__(self, method: ReductionMethod, steps: int, group: dist.ProcessGroup) -> None:
-        self._method, self._left, self._group = method, steps, group
+        self._method, self._steps_left, self._group = method, steps, group
 
     def reduce(self, bucket: GradientBucket) -> None:
         """See ReductionMethod."""
-        if self._left == 0:
+        if self._steps_left == 0:
             self._method.reduce(bucket)
             return
         bucket.buffer.div_(self._group.size())
         dist.all_reduce(bucket.buffer, group=self._group)
-        self._left -= bucket.last
+        self._steps_left -= bucket.last
 
 
 def make_background_reduction(

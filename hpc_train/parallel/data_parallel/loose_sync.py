@@ -35,7 +35,7 @@ class OuterParameter:
     """A trained parameter of this rank (its shard), and its anchor."""
 
     name: str
-    own: Tensor
+    local: Tensor
     anchor: Tensor
     momentum: Tensor | None
     """None with parallel.sync.outer_momentum=0."""
@@ -81,7 +81,7 @@ class OuterOptimizer:
         group: the ranks that hold copies of these shards. copy_group: used in its place if copies may be lost.
         """
         assert sync.every is not None
-        self._sync, self._every, self._group, self._copy_group = sync, sync.every, group, copy_group
+        self._sync, self._steps_between, self._group, self._copy_group = sync, sync.every, group, copy_group
         self._copies = dist.get_world_size(group)
         self.parameters = [_make_outer_parameter(name, parameter, sync) for name, parameter in trained]
         parameters_of_fragment: dict[int, list[OuterParameter]] = {}
@@ -121,14 +121,14 @@ class OuterOptimizer:
     def start_from_anchors(self) -> None:
         """Give the copy the anchors as its own parameters, as after weights have been loaded into them."""
         for parameter in self.parameters:
-            parameter.own.copy_(parameter.anchor)
+            parameter.local.copy_(parameter.anchor)
 
     def _is_due(self, fragment: Fragment, step: int) -> bool:
-        return step > 0 and (step - fragment.step) % self._every == 0
+        return step > 0 and (step - fragment.step) % self._steps_between == 0
 
     @torch.no_grad()
     def _begin_mean(self, fragment: Fragment) -> PendingMean:
-        delta = torch.cat([(parameter.anchor - parameter.own).flatten() for parameter in fragment.parameters])
+        delta = torch.cat([(parameter.anchor - parameter.local).flatten() for parameter in fragment.parameters])
         if self._copy_group is not None:
             return self._exchange_at_once(delta, self._copy_group)
         if self._copies == 1 and self._sync.compression == "none":
@@ -138,9 +138,9 @@ class OuterOptimizer:
         from hpc_train.parallel.data_parallel.outer_compression import compress_vector
 
         message = compress_vector(delta, self._sync.compression, self._sync.block)
-        every = message.new_empty(self._copies * len(message))
-        work = dist.all_gather_into_tensor(every, message, group=self._group, async_op=True)
-        return PendingMean(delta, every.view(self._copies, -1), work)
+        all_messages = message.new_empty(self._copies * len(message))
+        work = dist.all_gather_into_tensor(all_messages, message, group=self._group, async_op=True)
+        return PendingMean(delta, all_messages.view(self._copies, -1), work)
 
     def _exchange_at_once(self, delta: Tensor, copy_group: CopyGroup) -> PendingMean:
         """Exchange outer gradients, which are given again if a copy is lost meanwhile."""
@@ -161,8 +161,8 @@ class OuterOptimizer:
             pending.work.wait()
         total = pending.result if pending.message is None else self._sum_messages(pending)
         total.div_(self._copies if self._copy_group is None else self._copy_group.counted)
-        pieces = torch.split(total, [parameter.own.numel() for parameter in fragment.parameters])
-        means = [piece.view_as(parameter.own) for piece, parameter in zip(pieces, fragment.parameters, strict=True)]
+        pieces = torch.split(total, [parameter.local.numel() for parameter in fragment.parameters])
+        means = [piece.view_as(parameter.local) for piece, parameter in zip(pieces, fragment.parameters, strict=True)]
         for parameter, mean in zip(fragment.parameters, means, strict=True):
             if parameter.delta is not None:
                 parameter.delta.copy_(mean)
@@ -191,18 +191,18 @@ class OuterOptimizer:
         for parameter in fragment.parameters:
             parameter.anchor.grad = None  # the other fragments' steps leave these anchors as they are
             if keep:
-                parameter.own.mul_(keep).add_(parameter.anchor, alpha=1 - keep)
+                parameter.local.mul_(keep).add_(parameter.anchor, alpha=1 - keep)
             else:
-                parameter.own.copy_(parameter.anchor)
+                parameter.local.copy_(parameter.anchor)
             if parameter.delta is not None:
                 parameter.delta.zero_()
 
     @torch.no_grad()
     def _swap_anchors(self) -> None:
         for parameter in self.parameters:
-            own = parameter.own.clone()
-            parameter.own.copy_(parameter.anchor)
-            parameter.anchor.copy_(own)
+            trained = parameter.local.clone()
+            parameter.local.copy_(parameter.anchor)
+            parameter.anchor.copy_(trained)
 
 
 def number_fragments(trained: Iterable[Named], count: int) -> dict[str, int]:
@@ -221,12 +221,14 @@ def cut_fragments(sizes: Sequence[int], count: int) -> list[slice]:
         raise UserError(
             f"parallel.sync.fragments={count}: the model trains {len(sizes)} tensors; use {len(sizes)} at most"
         )
-    total, begin, done, cuts = sum(sizes), 0, 0, []
+    total, begin, elements_before, cuts = sum(sizes), 0, 0, []
     for index in range(count):
         end, goal = begin + 1, total * (index + 1) / count
-        done += sizes[begin]
-        while end < len(sizes) - (count - index - 1) and (index == count - 1 or done + sizes[end] / 2 <= goal):
-            done += sizes[end]
+        elements_before += sizes[begin]
+        while end < len(sizes) - (count - index - 1) and (
+            index == count - 1 or elements_before + sizes[end] / 2 <= goal
+        ):
+            elements_before += sizes[end]
             end += 1
         cuts.append(slice(begin, end))
         begin = end
@@ -234,9 +236,9 @@ def cut_fragments(sizes: Sequence[int], count: int) -> list[slice]:
 
 
 def _make_outer_parameter(name: str, parameter: nn.Parameter, sync: SyncConfig) -> OuterParameter:
-    own = get_local(parameter).detach()
-    momentum = torch.zeros_like(own) if sync.outer_momentum else None
-    return OuterParameter(name, own, own.clone(), momentum, torch.zeros_like(own) if sync.overlap else None)
+    local = get_local(parameter).detach()
+    momentum = torch.zeros_like(local) if sync.outer_momentum else None
+    return OuterParameter(name, local, local.clone(), momentum, torch.zeros_like(local) if sync.overlap else None)
 
 
 def _make_sgd(parameters: Sequence[OuterParameter], sync: SyncConfig) -> torch.optim.SGD:

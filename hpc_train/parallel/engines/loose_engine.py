@@ -164,9 +164,9 @@ def build_loose_engine(
     Raises UserError for models that keep statistics beside their parameters, which would differ between copies.
     """
     _check_buffers(model, config)
-    own_config, own_degrees = describe_one_copy(config, degrees)
-    copy_world = make_copy_world(world, own_degrees)
-    engine = build(model, make_optimizer, own_config, copy_world, say, values)
+    copy_config, copy_degrees = describe_one_copy(config, degrees)
+    copy_world = make_copy_world(world, copy_degrees)
+    engine = build(model, make_optimizer, copy_config, copy_world, say, values)
     trained = [parameter for part in engine.parts for parameter in _list_trained(part)]
     sync, group = config.parallel.sync, world.mesh["dp_replicate"].get_group()
     copy_group = None if sync.lost_after_seconds is None else CopyGroup(world, copy_world, sync.lost_after_seconds)
@@ -196,12 +196,12 @@ def make_copy_world(world: World, degrees: Degrees) -> World:
         kind = world.device.type
         meshes.append(DeviceMesh(kind, ranks.reshape(degrees.sizes), mesh_dim_names=AXES))
         groups.append(dist.new_group(ranks.flatten().tolist()))
-    own = copies[copy_index].flatten().tolist()
+    copy_ranks = copies[copy_index].flatten().tolist()
     index = get_axis_index(world, "dp_shard")
     return replace(
         world,
-        rank=own.index(world.rank),
-        size=len(own),
+        rank=copy_ranks.index(world.rank),
+        size=len(copy_ranks),
         mesh=meshes[copy_index],
         group=groups[copy_index],
         dp_index=index,
@@ -210,14 +210,14 @@ def make_copy_world(world: World, degrees: Degrees) -> World:
 
 
 def _check_buffers(model: nn.Module, config: RunConfig) -> None:
-    every = f"parallel.sync.every={config.parallel.sync.every}"
+    option = f"parallel.sync.every={config.parallel.sync.every}"
     if has_routers([model]):
-        raise UserError(f"{every}: the loads of experts are balanced over all ranks in every step; use a dense model")
+        raise UserError(f"{option}: the loads of experts are balanced over all ranks in every step; use a dense model")
     names = _list_saved_buffers(model)
     if names:
         raise UserError(
-            f"{every}: model: {names[0]} is a buffer that is saved; the copies would have different ones, and only one "
-            "would be kept; use a layer without such statistics"
+            f"{option}: model: {names[0]} is a buffer that is saved; the copies would have different ones, and only "
+            "one would be kept; use a layer without such statistics"
         )
 
 

@@ -22,7 +22,13 @@ from hpc_train.interfaces import IGNORED_TARGET, StepBatch, Sums, World
 from hpc_train.parallel.data_parallel.fully_shard import free_gathered_parameters
 from hpc_train.parallel.engines.updating_engine import UpdatingEngine
 from hpc_train.parallel.loss import StepTotals, compute_first_loss_sum, compute_loss_sum, start_loss_sum
-from hpc_train.parallel.mesh_axes import count_averaged_ranks, get_axis_degree, get_axis_index, move, select_own_tokens
+from hpc_train.parallel.mesh_axes import (
+    count_averaged_ranks,
+    get_axis_degree,
+    get_axis_index,
+    move,
+    select_local_tokens,
+)
 from hpc_train.parallel.metrics import EvaluationSums, load_metrics
 from hpc_train.parallel.optimizer_step import OptimizerUpdates, get_local
 from hpc_train.parallel.pipeline.measurement import Timeline
@@ -144,10 +150,12 @@ class PipelineEngine(UpdatingEngine):
         device = self._world.device
         # Moved, then cut and joined: on the host both would lose the pinned memory that copies to a GPU need.
         moved = [micro.map(partial(move, device=device)) for micro in batch.micro]
-        own = [select_own_tokens(micro, self._config, self._world) for micro in moved]
+        local_batches = [select_local_tokens(micro, self._config, self._world) for micro in moved]
         pp = get_axis_degree(self._world, "pp")
-        tensors = [require_one_input(micro.inputs, f"parallel.pp={pp}", "stages pass on one tensor") for micro in own]
-        joined_inputs, targets = join_micro_batches(tensors, [micro.targets for micro in own])
+        tensors = [
+            require_one_input(micro.inputs, f"parallel.pp={pp}", "stages pass on one tensor") for micro in local_batches
+        ]
+        joined_inputs, targets = join_micro_batches(tensors, [micro.targets for micro in local_batches])
         schedule = self._get_schedule(joined_inputs, len(batch.micro), training)
         inputs = joined_inputs
         if inputs.is_floating_point():
@@ -225,7 +233,8 @@ def find_tied_parameters(
 def _list_shared_names(names: Sequence[set[str]]) -> dict[str, tuple[int, ...]]:
     """Return the names that several stages have, sorted, with these stages."""
     stages = {
-        name: tuple(stage for stage, own in enumerate(names) if name in own) for name in sorted(set().union(*names))
+        name: tuple(stage for stage, stage_names in enumerate(names) if name in stage_names)
+        for name in sorted(set().union(*names))
     }
     return {name: having for name, having in stages.items() if len(having) > 1}
 
@@ -244,8 +253,8 @@ def sum_tied_gradients(ties: Sequence[TiedParameter], world: World) -> None:
     for tie in ties:
         gradients = _exchange_gradients(tie, world)
         # In the order of stages on every rank: another order could round differently. In place: a table is large.
-        total, *others = (gradients[stage] for stage in tie.stages)
-        for other in others:
+        total, *other_gradients = (gradients[stage] for stage in tie.stages)
+        for other in other_gradients:
             total.add_(other)
         for parameter in tie.copies.values():
             _get_local_gradient(parameter).copy_(total)
@@ -257,14 +266,14 @@ def _exchange_gradients(tie: TiedParameter, world: World) -> dict[int, Tensor]:
     gradients = {stage: _get_local_gradient(parameter) for stage, parameter in tie.copies.items()}
     operations = []
     # By stage on every rank: only their order tells several messages between two ranks apart.
-    for stage, peer in zip(tie.stages, tie.ranks, strict=True):
+    for stage, source in zip(tie.stages, tie.ranks, strict=True):
         if stage in tie.copies:
-            sent = gradients[stage].contiguous()
-            others = sorted(set(tie.ranks) - {rank})
-            operations += [dist.P2POp(dist.isend, sent, group=group, group_peer=other) for other in others]
+            local_gradient = gradients[stage].contiguous()
+            peers = sorted(set(tie.ranks) - {rank})
+            operations += [dist.P2POp(dist.isend, local_gradient, group=group, group_peer=peer) for peer in peers]
         else:
             gradients[stage] = torch.empty_like(next(iter(gradients.values())), memory_format=torch.contiguous_format)
-            operations.append(dist.P2POp(dist.irecv, gradients[stage], group=group, group_peer=peer))
+            operations.append(dist.P2POp(dist.irecv, gradients[stage], group=group, group_peer=source))
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
     return gradients

@@ -22,7 +22,7 @@ from hpc_train.parallel.loss import (
     start_loss_sum,
     start_sum,
 )
-from hpc_train.parallel.mesh_axes import count_averaged_ranks, get_axis_degree, move, select_own_tokens
+from hpc_train.parallel.mesh_axes import count_averaged_ranks, get_axis_degree, move, select_local_tokens
 from hpc_train.parallel.metrics import EvaluationSums, load_metrics
 from hpc_train.parallel.optimizer_step import GradientUpdate
 from hpc_train.parallel.precision import autocast_forward
@@ -105,10 +105,10 @@ class PlainEngine(UpdatingEngine):
         """Accumulate the gradient of one step; see interfaces.Engine."""
         self._warm_up(batch.micro[0])
         totals = StepTotals.start(batch, self._world)
-        local = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        own = local
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        rank_loss = loss_sum
         scale, reduction, sample, experts = 0.0, None, None, None
-        found = Totals(0, False, True)
+        step_totals = Totals(0, False, True)
         measure = batch.measure and self._can_measure(batch)
         self._masks.begin_step(batch)
         if self._balance is not None:
@@ -119,13 +119,13 @@ class PlainEngine(UpdatingEngine):
             with self._wrapped.accumulate(last=last, measure=measure and index == 0):
                 loss = self._compute_loss(micro)
                 if index == 0:
-                    found = totals.wait()
+                    step_totals = totals.wait()
                     # Collectives average gradients; the mean over tokens needs their sum.
-                    scale = self._updates.loss_scale * count_averaged_ranks(self._world) / max(found.tokens, 1)
-                local += loss.detach()
+                    scale = self._updates.loss_scale * count_averaged_ranks(self._world) / max(step_totals.tokens, 1)
+                loss_sum += loss.detach()
                 if last:
-                    own = local.clone()  # what is started here adds up `local` over ranks, in place
-                    reduction = start_loss_sum(local, self._world)
+                    rank_loss = loss_sum.clone()  # what is started here adds up `local` over ranks, in place
+                    reduction = start_loss_sum(loss_sum, self._world)
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             if measure and index == 0:
                 sample = self._sample_gradient(batch)
@@ -133,7 +133,7 @@ class PlainEngine(UpdatingEngine):
             experts = self._balance.end_step()
         if reduction is not None:
             reduction.wait()
-        return Sums(local, *found, own, sample=sample, experts=experts)
+        return Sums(loss_sum, *step_totals, rank_loss, sample=sample, experts=experts)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Sums:
@@ -171,17 +171,17 @@ class PlainEngine(UpdatingEngine):
         """
         device, dtype = self._world.device, next(self._model.parameters()).dtype
         # Moved whole, then cut: a cut on the host would lose the pinned memory that copies to a GPU need.
-        own = select_own_tokens(micro.map(partial(move, device=device)), self._config, self._world)
-        inputs = map_inputs(own.inputs, lambda value: value.to(dtype) if value.is_floating_point() else value)
+        local_batch = select_local_tokens(micro.map(partial(move, device=device)), self._config, self._world)
+        inputs = map_inputs(local_batch.inputs, lambda value: value.to(dtype) if value.is_floating_point() else value)
         if first:
             check_inputs(self._model, inputs)
         with self._use_autocast():
             out = self._wrapped.module(**inputs) if isinstance(inputs, dict) else self._wrapped.module(inputs)
         if first and self._wrapped.is_sharded:
             check_output_is_seen(self._model, out)
-        loss = (compute_first_loss_sum if first else compute_loss_sum)(self._model, out, own.targets)
+        loss = (compute_first_loss_sum if first else compute_loss_sum)(self._model, out, local_batch.targets)
         if measured is not None:
-            measured.add(loss, out, own.targets)
+            measured.add(loss, out, local_batch.targets)
         return loss
 
     def _use_autocast(self) -> AbstractContextManager[object]:

@@ -76,15 +76,15 @@ class AsynchronousServerEngine(ServerEngine):
     def __init__(self, model: nn.Module, updates: AsynchronousUpdate, config: RunConfig, world: World) -> None:
         super().__init__(model, updates, config, world)
         alone = replace(world, size=1, rank=0, dp_index=0, dp_size=1)
-        self._own_updates = updates
-        self._own_engine = PlainEngine(model, UnwrappedModel(model), updates, config, alone)
+        self._local_updates = updates
+        self._local_engine = PlainEngine(model, UnwrappedModel(model), updates, config, alone)
 
     def forward_backward(self, batch: StepBatch) -> Sums:
         """Accumulate this rank's gradient; the sums are of its own tokens, because no worker waits for the others."""
         if self._refresh_if_stale():
-            self._own_updates.restart()
-        stop = self._own_updates.begin(batch.stop)
-        return replace(self._own_engine.forward_backward(replace(batch, measure=False, stop=False)), stop=stop)
+            self._local_updates.restart()
+        stop = self._local_updates.begin(batch.stop)
+        return replace(self._local_engine.forward_backward(replace(batch, measure=False, stop=False)), stop=stop)
 
 
 class NeighbourAveragingEngine(PlainEngine):

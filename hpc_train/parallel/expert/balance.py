@@ -28,8 +28,10 @@ class ExpertBalance:
 
     def __init__(self, parts: Sequence[nn.Module], experts: Mapping[str, int], world: World) -> None:
         """experts: list_routers of the whole model, the same on every rank."""
-        found = {name: module for part in parts for name, module in part.named_modules() if isinstance(module, Router)}
-        self._routers = {list(experts).index(name): router for name, router in found.items()}
+        routers = {
+            name: module for part in parts for name, module in part.named_modules() if isinstance(module, Router)
+        }
+        self._routers = {list(experts).index(name): router for name, router in routers.items()}
         self._counts, self._world = list(experts.values()), world
         self._loads: Tensor | None = None
 
@@ -43,17 +45,17 @@ class ExpertBalance:
     def end_step(self) -> ExpertLoads:
         """Add up over all ranks what the routers have seen. Every rank calls this after the last backward."""
         # One row for each layer: the load of each expert, then the dropped tokens and the auxiliary loss.
-        seen = torch.zeros(len(self._counts), max(self._counts) + 2, dtype=torch.float64, device=self._world.device)
+        sums = torch.zeros(len(self._counts), max(self._counts) + 2, dtype=torch.float64, device=self._world.device)
         for layer, router in self._routers.items():
             balance = router.balance
             if balance.loads is not None and balance.loss is not None:
-                seen[layer, : len(balance.loads) - 1] = balance.loads[:-1]
-                seen[layer, -2], seen[layer, -1] = balance.loads[-1], balance.loss * balance.copies
+                sums[layer, : len(balance.loads) - 1] = balance.loads[:-1]
+                sums[layer, -2], sums[layer, -1] = balance.loads[-1], balance.loss * balance.copies
         if self._world.size > 1:
-            dist.all_reduce(seen)
-        seen /= get_axis_degree(self._world, "tp")  # tp ranks have all routed the same tokens
-        self._loads = seen[:, :-2]
-        return ExpertLoads(self._loads, seen[:, -2].sum(), seen[:, -1].sum())
+            dist.all_reduce(sums)
+        sums /= get_axis_degree(self._world, "tp")  # tp ranks have all routed the same tokens
+        self._loads = sums[:, :-2]
+        return ExpertLoads(self._loads, sums[:, -2].sum(), sums[:, -1].sum())
 
     def move_biases(self) -> None:
         """Move the bias of every router that has one by the loads of the step that ended last."""

@@ -67,7 +67,7 @@ def apply_expert_parallel(part: nn.Module, config: RunConfig, world: World) -> s
 def _make_layout(width: int, ep: int, tp: int) -> ParameterLayout:
     # Gradients of an ep group have been added up, where fully_shard expects each rank's own to take the mean of; its
     # set_gradient_divide_factor divides twice on a mesh of one rank (torch 2.13).
-    return ParameterLayout(Shard(0), others=(Shard(width),) if tp > 1 else (), gradient_scale=1.0 / ep)
+    return ParameterLayout(Shard(0), other_placements=(Shard(width),) if tp > 1 else (), gradient_scale=1.0 / ep)
 
 
 def shard_experts(
@@ -80,7 +80,7 @@ def shard_experts(
     if get_axis_degree(world, "dp_replicate") > 1:
         mesh = concatenate_meshes(world.mesh["dp_replicate"], mesh)
 
-    found: list[FSDPModule] = []
+    sharded: list[FSDPModule] = []
     for mixture in list_mixtures(part).values():
         experts = mixture.experts
         placements = _place_shards(experts, ranks)
@@ -93,8 +93,8 @@ def shard_experts(
             shard_placement_fn=placements.__getitem__,
         )
         assert isinstance(experts, FSDPModule)
-        found.append(experts)
-    return found
+        sharded.append(experts)
+    return sharded
 
 
 def _place_shards(experts: Experts, ranks: int) -> dict[nn.Parameter, Shard]:
@@ -114,15 +114,17 @@ class SplitSequences(WholeSequences):
         super().__init__()
         self._share, self._group = share, group
 
-    def gather(self, chosen: Tensor) -> Tensor:
+    def gather(self, expert_indices: Tensor) -> Tensor:
         """Gather the choices (B, t, K) of all ranks by position: (B, T, K)."""
-        parts = chosen.new_empty(self._share.ranks, *chosen.shape)
-        all_gather(parts, chosen.contiguous(), self._group)
-        all_chosen = chosen.new_empty(len(chosen), chosen.shape[1] * self._share.ranks, chosen.shape[2])
+        parts = expert_indices.new_empty(self._share.ranks, *expert_indices.shape)
+        all_gather(parts, expert_indices.contiguous(), self._group)
+        all_indices = expert_indices.new_empty(
+            len(expert_indices), expert_indices.shape[1] * self._share.ranks, expert_indices.shape[2]
+        )
         for rank, part in enumerate(parts):
             share = SequenceShare(rank, self._share.ranks, self._share.balanced)
-            all_chosen[:, share.positions(all_chosen.shape[1], all_chosen.device)] = part
-        return all_chosen
+            all_indices[:, share.positions(all_indices.shape[1], all_indices.device)] = part
+        return all_indices
 
     def select(self, tensor: Tensor) -> Tensor:
         """Select this rank's positions of (B, T, ...)."""

@@ -101,9 +101,9 @@ class SavedTensor:
     def get(self) -> Tensor:
         """Return the tensor on the device."""
         self.forward.moves.begin_backward(self.forward)
-        found = self.original if self.original is not None else self.returned
-        assert found is not None
-        return found
+        tensor = self.original if self.original is not None else self.returned
+        assert tensor is not None
+        return tensor
 
 
 @dataclass(eq=False)
@@ -182,18 +182,18 @@ class ActivationMoves:
             self._fetch(before)
 
     def _fetch(self, forward: BlockForward) -> None:
-        away = [
+        offloaded = [
             (tensor, tensor.host.tensor)
             for tensor in forward.list_living()
             if tensor.original is None and tensor.returned is None and tensor.host is not None
         ]
-        if not away:
+        if not offloaded:
             return
         self.stream.wait(self._ahead[0])
         # Made on the stream of the computation, which frees them, too.
-        places = [torch.empty_like(host, device=self.stream.device) for _, host in away]
+        places = [torch.empty_like(host, device=self.stream.device) for _, host in offloaded]
         with torch.no_grad(), self.stream.queue():
-            for (tensor, host), place in zip(away, places, strict=True):
+            for (tensor, host), place in zip(offloaded, places, strict=True):
                 tensor.returned = place.copy_(host, non_blocking=True)
         forward.returned = self.stream.mark()
         self._ahead = forward.returned, places if forward.returned is not None else []
@@ -218,15 +218,15 @@ class _Saving:
 
     def _note(self, tensor: Tensor) -> CopyBack:
         source = _make_memory_reference(tensor)
-        plain = type(tensor) in (Tensor, nn.Parameter) or is_memoryless(tensor)
-        if source.cdata in self.stay or tensor.nbytes < MIN_OFFLOAD_BYTES or not plain:
+        movable = type(tensor) in (Tensor, nn.Parameter) or is_memoryless(tensor)
+        if source.cdata in self.stay or tensor.nbytes < MIN_OFFLOAD_BYTES or not movable:
             return lambda: tensor
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor_version(tensor))
         key = (source.cdata, *layout)
         earlier = self.made.get(key)
-        found = None if earlier is None or earlier[0].expired() else earlier[1]()  # type: ignore[no-untyped-call]
-        if found is None:
-            found = SavedTensor(self.forward, tensor)
-            self.forward.saved.append(weakref.ref(found))
-            self.made[key] = (source, weakref.ref(found))
-        return found.get
+        saved = None if earlier is None or earlier[0].expired() else earlier[1]()  # type: ignore[no-untyped-call]
+        if saved is None:
+            saved = SavedTensor(self.forward, tensor)
+            self.forward.saved.append(weakref.ref(saved))
+            self.made[key] = (source, weakref.ref(saved))
+        return saved.get

@@ -86,8 +86,8 @@ def report_fallbacks(block: str, forward: Forward, reported: set[str]) -> Forwar
 
 def _shorten(reason: str) -> str:
     """Shorten torch's message about a graph break to one line: its kind and the explanation."""
-    kind, *more = reason.strip().splitlines()
-    explained = [line.strip().removeprefix("Explanation: ") for line in more if "Explanation: " in line]
+    kind, *details = reason.strip().splitlines()
+    explained = [line.strip().removeprefix("Explanation: ") for line in details if "Explanation: " in line]
     return ": ".join([kind, *explained[:1]])
 
 

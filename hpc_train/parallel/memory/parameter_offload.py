@@ -104,17 +104,17 @@ class FileMemory:
                 os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, not by SIGBUS in a step
                 return mmap.mmap(file.fileno(), size)
         except OSError as error:
-            why = os.strerror(error.errno or 0)
+            reason = os.strerror(error.errno or 0)
             raise UserError(
-                f"parallel.offload.dir={self.folder}: {why}, for {size / 2**20:.3g} MiB more; give a folder on a disk "
-                "that has room, or leave it out"
+                f"parallel.offload.dir={self.folder}: {reason}, for {size / 2**20:.3g} MiB more; give a folder on a "
+                "disk that has room, or leave it out"
             ) from error
 
 
 def is_memory_file_system(folder: Path, mounts: str | None = None) -> bool:
     """Return whether a folder is on a file system in memory. mounts: see cluster.filesystems.find_filesystem."""
-    found = find_filesystem(folder, mounts)
-    return found is not None and found.kind in ("tmpfs", "ramfs")
+    filesystem = find_filesystem(folder, mounts)
+    return filesystem is not None and filesystem.kind in ("tmpfs", "ramfs")
 
 
 PART_MIB = 64.0
@@ -168,8 +168,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient, and free the gradients."""
         assert closure is None
-        for outer, own in zip(self.param_groups, self._inner.param_groups, strict=True):
-            own.update({name: value for name, value in outer.items() if name != "params"})
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({name: value for name, value in outer.items() if name != "params"})
         gradients = {parameter: parameter.grad for parameter in self._copies}
         for parameter in self._copies:
             parameter.grad = None
@@ -260,10 +260,10 @@ CPU = torch.device("cpu")
 
 def make_offload_policy(config: RunConfig, device: torch.device) -> OffloadPolicy:
     """Make fully_shard's policy: parameters in CPU memory, pinned if a GPU copies from it."""
-    where = config.parallel.offload.parameters
-    if where == "none":
+    storage = config.parallel.offload.parameters
+    if storage == "none":
         return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=where == "cpu" and device.type == "cuda")
+    return CPUOffloadPolicy(pin_memory=storage == "cpu" and device.type == "cuda")
 
 
 def get_parameter_device(config: RunConfig, device: torch.device) -> torch.device:
@@ -301,8 +301,8 @@ def place_offloaded_parameters(part: nn.Module, config: RunConfig, world: World,
             if isinstance(module, FSDPModule):
                 move_shards(module, files.copy_to_file)
         return f"offload: sharded parameters in files in {files.folder}"
-    beside = ", where this rank computes anyway" if world.device.type == "cpu" else ""
-    return f"offload: sharded parameters in CPU memory{beside}"
+    note = ", where this rank computes anyway" if world.device.type == "cpu" else ""
+    return f"offload: sharded parameters in CPU memory{note}"
 
 
 def offload_optimizer(
@@ -315,8 +315,8 @@ def offload_optimizer(
     keeps_state = config.parallel.offload.optimizer == "file"
 
     def make_offloaded(split: nn.Module) -> torch.optim.Optimizer:
-        where = f"in files in {files.folder}" if files is not None and keeps_state else f"in {place} memory"
-        log.info("offload: optimizer state %s, updated on %s", where, place)
+        storage = f"in files in {files.folder}" if files is not None and keeps_state else f"in {place} memory"
+        log.info("offload: optimizer state %s, updated on %s", storage, place)
         return OffloadedOptimizer(make(split), place, files, keeps_state)
 
     return make_offloaded

@@ -42,16 +42,16 @@ def recompute_activations(part: nn.Module, config: RunConfig) -> str:
     """Recompute every k-th block in backward: keep its inputs (full), or results of some operators too (selective)."""
     recompute = config.parallel.recompute
     blocks = get_blocks(part, f"parallel.recompute.mode={recompute.mode}")
-    chosen = blocks[:: recompute.every]
+    recomputed = blocks[:: recompute.every]
     keep = KeepPolicy.named(recompute.keep) if recompute.mode == "selective" else None
-    once = config.parallel.pp > 1 and splits_backward(config.parallel.pipeline)
-    wrap: Callable[[Forward], Forward] = wrap_recompute_once if once else partial(wrap_recompute, keep=keep)
-    for block in chosen:
+    splits = config.parallel.pp > 1 and splits_backward(config.parallel.pipeline)
+    wrap: Callable[[Forward], Forward] = wrap_recompute_once if splits else partial(wrap_recompute, keep=keep)
+    for block in recomputed:
         replace_forward(block, wrap)
     if keep is not None:
-        keep.check_after(chosen[-1])
+        keep.check_after(recomputed[-1])
     exceptions = f" but {', '.join(recompute.keep)}" if keep is not None else ""
-    return f"recompute: everything{exceptions} in {len(chosen)} of {len(blocks)} blocks"
+    return f"recompute: everything{exceptions} in {len(recomputed)} of {len(blocks)} blocks"
 
 
 @dataclass
@@ -99,13 +99,13 @@ class KeepPolicy:
 
 def _list_operators(name: str) -> list[Any]:
     members = GROUPS.get(name, (name.removeprefix("aten."),))
-    found = [_find_operator(member) for member in members]
-    if found == [None]:
+    operators = [_find_operator(member) for member in members]
+    if operators == [None]:
         raise UserError(
             f"parallel.recompute.keep: {name} is not an operator of torch {torch.__version__}; use {', '.join(GROUPS)} "
             "or the name of an ATen operator, such as _softmax"
         )
-    return [operator for operator in found if operator is not None]
+    return [operator for operator in operators if operator is not None]
 
 
 def _find_operator(name: str) -> Any:

@@ -76,7 +76,9 @@ def _make_sums(parameter: Tensor, dimension: int) -> Tensor:
         return torch.zeros(shrink(parameter.shape), dtype=parameter.dtype, device=parameter.device)
     local = parameter.to_local()
     zeros = torch.zeros(shrink(local.shape), dtype=local.dtype, device=local.device)
-    placements = [Replicate() if cut_dimension(how) == dimension else how for how in parameter.placements]
+    placements = [
+        Replicate() if cut_dimension(placement) == dimension else placement for placement in parameter.placements
+    ]
     shape = torch.Size(shrink(parameter.shape))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(zeros, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -92,7 +94,9 @@ class AxisSums:
         """Add up `part` in place over the axes that split one of these dimensions of the parameter, once reduced."""
         if not isinstance(parameter, DTensor):
             return
-        axes = tuple(axis for axis, how in enumerate(parameter.placements) if cut_dimension(how) in dimensions)
+        axes = tuple(
+            axis for axis, placement in enumerate(parameter.placements) if cut_dimension(placement) in dimensions
+        )
         if axes:
             self._parts.setdefault((parameter.device_mesh, axes), []).append(part)
 
@@ -134,10 +138,10 @@ class _Update:
     def add_moments(self, sums: AxisSums) -> None:
         """Begin the sums over the squares of the parameter, and of rows and columns of the gradient."""
         parameter = self.parameter
-        every = range(parameter.ndim)
+        all_dims = range(parameter.ndim)
         self.values, self.gradient = get_local(parameter), get_local(parameter.grad)  # type: ignore[arg-type]
         self.squares = self.values.square().sum()
-        sums.add(parameter, self.squares, every)
+        sums.add(parameter, self.squares, all_dims)
         if parameter.ndim > 1:
             squared = self.gradient.square()
             self.rows, self.columns = squared.sum(-1, keepdim=True), squared.sum(-2, keepdim=True)
@@ -160,13 +164,13 @@ class _Update:
     def add_update(self, sums: AxisSums) -> None:
         """Turn the gradient into the update, and begin the sum over its squares."""
         state, parameter = self.state, self.parameter
-        least = torch.finfo(parameter.dtype).eps
+        eps = torch.finfo(parameter.dtype).eps
         if parameter.ndim < 2:
             variance = get_local(state["variance"]).clone()
         else:
             variance = get_local(state["row_var"]) @ get_local(state["col_var"])
-            variance /= (self.row_sum / parameter.shape[-2]).clamp_(min=least)
-        self.gradient.mul_(variance.clamp_(min=least**2).rsqrt_())
+            variance /= (self.row_sum / parameter.shape[-2]).clamp_(min=eps)
+        self.gradient.mul_(variance.clamp_(min=eps**2).rsqrt_())
         self.update_squares = self.gradient.square().sum()
         sums.add(parameter, self.update_squares, range(parameter.ndim))
 

@@ -119,8 +119,8 @@ def _find_rectangle(parameter: nn.Parameter, place: dict[str, int]) -> tuple[tup
 def _find_part(size: tuple[int, ...], offset: tuple[int, ...], index: int | None) -> Part | None:
     if 0 in size or (index is not None and not offset[0] <= index < offset[0] + size[0]):
         return None
-    (rows, columns), (top, left) = size[-2:], offset[-2:]
-    return Part(slice(top, top + rows), slice(left, left + columns))
+    (rows, columns), (first_row, first_column) = size[-2:], offset[-2:]
+    return Part(slice(first_row, first_row + rows), slice(first_column, first_column + columns))
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Transfer:
     """An all-to-all under way, and the memory that it uses; or parts that stay on this rank."""
 
     parts: list[Tensor]
-    arriving: Tensor | None = None
+    received: Tensor | None = None
     sent: Tensor | None = None
     work: dist.Work | None = None
 
@@ -155,12 +155,14 @@ class Transfer:
 class Round:
     """Matrices that are exchanged together, seen from one rank."""
 
-    owned: list[Matrix]
+    local_matrices: list[Matrix]
     """Those that this rank computes."""
     by_copy: list[list[_Piece]]
     """This rank's parts of the matrices of each copy of the model."""
-    there: _Route
-    back: _Route
+    gather_route: _Route
+    """To the owners, before they compute."""
+    return_route: _Route
+    """From the owners, with the results."""
 
 
 class MatrixExchange:
@@ -189,16 +191,16 @@ class MatrixExchange:
 
     def _plan_round(self, matrices: Sequence[Matrix], owners: Sequence[tuple[int, int]]) -> Round:
         by_copy: list[list[_Piece]] = [[] for _ in range(self._copies)]
-        own_copy = []
+        copy_matrices = []
         for matrix, (copy, owner) in zip(matrices, owners, strict=True):
             if (part := matrix.parts[self.rank]) is not None:
                 by_copy[copy].append(_Piece(matrix, part))
             if copy == self._copy:
-                own_copy.append((matrix, owner))
-        owned = [matrix for matrix, owner in own_copy if owner == self.rank]
-        return Round(owned, by_copy, self._route_there(own_copy), self._route_back(own_copy))
+                copy_matrices.append((matrix, owner))
+        local_matrices = [matrix for matrix, owner in copy_matrices if owner == self.rank]
+        return Round(local_matrices, by_copy, self._plan_gather(copy_matrices), self._plan_return(copy_matrices))
 
-    def _route_there(self, matrices: Sequence[tuple[Matrix, int]]) -> _Route:
+    def _plan_gather(self, matrices: Sequence[tuple[Matrix, int]]) -> _Route:
         """Send each part to its owner once, from the holder that is nearest to it."""
         sent, received = defaultdict(list), defaultdict(list)
         for matrix, owner in matrices:
@@ -209,28 +211,28 @@ class MatrixExchange:
                 received[sender].append(_Piece(matrix, _get_part(matrix, sender)))
         return _order_route(sent, received, self._ranks)
 
-    def _route_back(self, matrices: Sequence[tuple[Matrix, int]]) -> _Route:
+    def _plan_return(self, matrices: Sequence[tuple[Matrix, int]]) -> _Route:
         """Send each holder its part back."""
         sent, received = defaultdict(list), defaultdict(list)
         for matrix, owner in matrices:
             if (part := matrix.parts[self.rank]) is not None:
                 received[owner].append(_Piece(matrix, part))
-            for rank, theirs in enumerate(matrix.parts) if owner == self.rank else ():
-                if theirs is not None:
-                    sent[rank].append(_Piece(matrix, theirs))
+            for rank, part_of_rank in enumerate(matrix.parts) if owner == self.rank else ():
+                if part_of_rank is not None:
+                    sent[rank].append(_Piece(matrix, part_of_rank))
         return _order_route(sent, received, self._ranks)
 
     def start_gather(self, number: int, get_part: Callable[[Matrix], Tensor]) -> Transfer:
         """Start to bring the matrices of a round to their owners. get_part: returns this rank's part of a matrix."""
-        route = self.rounds[number].there
+        route = self.rounds[number].gather_route
         return self._start(route, [get_part(piece.matrix) for piece in route.sent])
 
     def finish_gather(self, number: int, transfer: Transfer) -> dict[Matrix, Tensor]:
         """Wait, and return the whole matrices that this rank owns."""
-        arrived = self._finish(self.rounds[number].there, transfer)
+        arrived = self._finish(self.rounds[number].gather_route, transfer)
         if self._inner_group is None:  # a rank that has all of a copy
             return {piece.matrix: values for piece, values in arrived}
-        shapes = {matrix: matrix.shape for matrix in self.rounds[number].owned}
+        shapes = {matrix: matrix.shape for matrix in self.rounds[number].local_matrices}
         matrices = {m: torch.empty(shape, dtype=self._dtype, device=self._device) for m, shape in shapes.items()}
         for piece, values in arrived:
             matrices[piece.matrix][piece.part.rows, piece.part.columns] = values
@@ -238,24 +240,24 @@ class MatrixExchange:
 
     def start_return(self, number: int, results: dict[Matrix, Tensor]) -> Transfer:
         """Start to bring results (of the matrices' shapes) to the ranks that hold parts."""
-        route = self.rounds[number].back
+        route = self.rounds[number].return_route
         parts = [results[piece.matrix][piece.part.rows, piece.part.columns] for piece in route.sent]
         return self._start(route, parts)
 
     def finish_return(self, number: int, transfer: Transfer) -> Iterator[tuple[Matrix, Tensor]]:
         """Wait, and yield this rank's part of the result of every matrix of the round."""
-        route, by_copy = self.rounds[number].back, self.rounds[number].by_copy
-        own = {piece.matrix: values for piece, values in self._finish(route, transfer)}
+        route, by_copy = self.rounds[number].return_route, self.rounds[number].by_copy
+        values_by_matrix = {piece.matrix: values for piece, values in self._finish(route, transfer)}
         if self._copy_group is None:
-            yield from own.items()
+            yield from values_by_matrix.items()
             return
         sizes = [sum(piece.part.size for piece in pieces) for pieces in by_copy]
-        own_parts = torch.zeros(max(sizes), dtype=self._dtype, device=self._device)
-        for piece, place in _split(by_copy[self._copy], own_parts):
-            place.copy_(own[piece.matrix])
-        everyone = own_parts.new_empty(self._copies, max(sizes))
-        all_gather(everyone, own_parts, self._copy_group)
-        for pieces, values in zip(by_copy, everyone, strict=True):
+        copy_parts = torch.zeros(max(sizes), dtype=self._dtype, device=self._device)
+        for piece, place in _split(by_copy[self._copy], copy_parts):
+            place.copy_(values_by_matrix[piece.matrix])
+        of_copies = copy_parts.new_empty(self._copies, max(sizes))
+        all_gather(of_copies, copy_parts, self._copy_group)
+        for pieces, values in zip(by_copy, of_copies, strict=True):
             for piece, part in _split(pieces, values):
                 yield piece.matrix, part
 
@@ -264,19 +266,19 @@ class MatrixExchange:
             return Transfer([part.to(self._dtype) for part in parts])
         flat = [part.reshape(-1).to(self._dtype) for part in parts]
         sent = torch.cat(flat) if flat else torch.empty(0, dtype=self._dtype, device=self._device)
-        arriving = sent.new_empty(sum(route.received_sizes))
+        received = sent.new_empty(sum(route.received_sizes))
         sizes = route.received_sizes, route.sent_sizes
-        work = dist.all_to_all_single(arriving, sent, *sizes, group=self._inner_group, async_op=True)
-        return Transfer([], arriving, sent, work)
+        work = dist.all_to_all_single(received, sent, *sizes, group=self._inner_group, async_op=True)
+        return Transfer([], received, sent, work)
 
     def _finish(self, route: _Route, transfer: Transfer) -> Iterator[tuple[_Piece, Tensor]]:
         """Wait, and return what has arrived."""
         if self._inner_group is None:
             return zip(route.received, transfer.parts, strict=True)
         assert transfer.work is not None
-        assert transfer.arriving is not None
+        assert transfer.received is not None
         transfer.work.wait()
-        return _split(route.received, transfer.arriving)
+        return _split(route.received, transfer.received)
 
 
 def _is_sharded(matrices: Sequence[Matrix], world: World) -> bool:

@@ -70,16 +70,16 @@ def select_for_muon(trained: Sequence[TrainedParameter], config: OptimConfig, wo
     """Return the parameters that Muon updates. Raises UserError for globs that name what it cannot update."""
     globs = config.muon.parameters
     if not globs:
-        chosen = [parameter for parameter in trained if parameter.hidden]
-        if not agree_on([bool(chosen)], world)[0]:
+        selected = [parameter for parameter in trained if parameter.hidden]
+        if not agree_on([bool(selected)], world)[0]:
             raise UserError(
                 "optim.name=muon: the model has no matrices in blocks(); name hidden matrices with "
                 "optim.muon.parameters=['<glob>'], or use optim=adamw"
             )
-        return {parameter.value for parameter in chosen}
+        return {parameter.value for parameter in selected}
     check_globs(globs, "optim.muon.parameters", trained, world)
-    chosen = [parameter for parameter in trained if any(fnmatchcase(parameter.name, glob) for glob in globs)]
-    for parameter in chosen:
+    selected = [parameter for parameter in trained if any(fnmatchcase(parameter.name, glob) for glob in globs)]
+    for parameter in selected:
         if parameter.embedding:
             raise UserError(
                 f"optim.muon.parameters: {parameter.name} is an embedding, which AdamW updates; leave it out"
@@ -89,7 +89,7 @@ def select_for_muon(trained: Sequence[TrainedParameter], config: OptimConfig, wo
                 f"optim.muon.parameters: {parameter.name} has {parameter.value.ndim} dimensions, and Muon updates "
                 "matrices; leave it out"
             )
-    return {parameter.value for parameter in chosen}
+    return {parameter.value for parameter in selected}
 
 
 def make_groups(
@@ -129,22 +129,22 @@ def find_group(name: str, groups: Sequence[ParameterGroupConfig]) -> ParameterGr
     return next((group for group in groups if fnmatchcase(name, group.match)), None)
 
 
-def check_globs(globs: Sequence[str], where: str, trained: Sequence[TrainedParameter], world: World | None) -> None:
+def check_globs(globs: Sequence[str], option: str, trained: Sequence[TrainedParameter], world: World | None) -> None:
     """Raise UserError for a glob that matches no parameter of the whole model, with the nearest names."""
     names = [parameter.name for parameter in trained]
     matched = agree_on([any(fnmatchcase(name, glob) for name in names) for glob in globs], world)
-    for glob, found in zip(globs, matched, strict=True):
-        if not found:
-            near = difflib.get_close_matches(glob.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
-            raise UserError(f"{where}: '{glob}' matches no trained parameter; near are {', '.join(near)}")
+    for glob, is_matched in zip(globs, matched, strict=True):
+        if not is_matched:
+            close_names = difflib.get_close_matches(glob.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
+            raise UserError(f"{option}: '{glob}' matches no trained parameter; near are {', '.join(close_names)}")
 
 
-def agree_on(found: list[bool], world: World | None) -> list[bool]:
+def agree_on(flags: list[bool], world: World | None) -> list[bool]:
     """Return what is true on any rank; stages have different parameters. In a rehearsal only rank 0's is known."""
-    if world is None or not found or get_axis_degree(world, "pp") == 1:
-        return found
+    if world is None or not flags or get_axis_degree(world, "pp") == 1:
+        return flags
     if is_rehearsal():
-        return [True] * len(found)
-    counts = torch.tensor(found, dtype=torch.int32, device=world.device)
+        return [True] * len(flags)
+    counts = torch.tensor(flags, dtype=torch.int32, device=world.device)
     dist.all_reduce(counts)
     return [bool(count) for count in counts.tolist()]

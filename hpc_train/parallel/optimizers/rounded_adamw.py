@@ -86,9 +86,9 @@ def make_random_bits(parameter: Tensor, key: int) -> Tensor:
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     """Round to bfloat16, up with the probability of what is cut off. bits: 0 to 65535, int64, shaped as x."""
-    wide = x.to(torch.float32)
-    raised = (wide.view(torch.int32) + bits.to(torch.int32)) & ~0xFFFF
-    return torch.where(wide.isfinite(), raised.view(torch.float32), wide).to(torch.bfloat16)
+    x_fp32 = x.to(torch.float32)
+    raised = (x_fp32.view(torch.int32) + bits.to(torch.int32)) & ~0xFFFF
+    return torch.where(x_fp32.isfinite(), raised.view(torch.float32), x_fp32).to(torch.bfloat16)
 
 
 def _hash_name(name: str) -> int:

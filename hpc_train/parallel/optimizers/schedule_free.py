@@ -43,13 +43,15 @@ class ScheduleFreeAdamW(AdamWScheduleFree):  # type: ignore[misc]
     def step(self, closure: Any = None) -> None:
         """Update all parameters that have a gradient."""
         assert closure is None
-        plain = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        saved_settings = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
+        ]
         for group in self.param_groups:
             group.update(self._read_counters(group["params"]))
             if group["k"] == 0:
                 self._begin(group["params"])
         super().step()
-        for group, settings in zip(self.param_groups, plain, strict=True):
+        for group, settings in zip(self.param_groups, saved_settings, strict=True):
             for parameter in group["params"]:
                 for key, counter in _COUNTERS.items():
                     self.state[parameter][key].fill_(group[counter])
@@ -76,13 +78,13 @@ class ScheduleFreeAdamW(AdamWScheduleFree):  # type: ignore[misc]
         if not parameters or self._read_counters(parameters)["k"] == 0:  # z is not yet that of the parameters
             yield
             return
-        kept = [get_local(parameter).detach().clone() for parameter in parameters]
+        originals = [get_local(parameter).detach().clone() for parameter in parameters]
         self.eval()
         try:
             yield
         finally:
             with torch.no_grad():
-                for parameter, values in zip(parameters, kept, strict=True):
+                for parameter, values in zip(parameters, originals, strict=True):
                     get_local(parameter).copy_(values)
             for group in self.param_groups:
                 group["train_mode"] = True

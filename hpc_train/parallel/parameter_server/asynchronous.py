@@ -41,8 +41,8 @@ class StalenessClock:
         from mpi4py import MPI
 
         self._mpi, self._ranks, self._staleness, self._timeout = MPI, ranks, staleness, timeout
-        host = ranks.every.rank == 0
-        self._window = MPI.Win.Allocate(8 * (ranks.groups + 1) if host else 0, 8, comm=ranks.every)
+        host = ranks.comm.rank == 0
+        self._window = MPI.Win.Allocate(8 * (ranks.groups + 1) if host else 0, 8, comm=ranks.comm)
         if host:
             values = torch.frombuffer(self._window.tomemory(), dtype=torch.int64)
             values[:-1], values[-1] = 0, _NEVER
@@ -53,9 +53,11 @@ class StalenessClock:
     def wait(self) -> None:
         """Wait until the slowest group is at most `staleness` updates behind. Raises RuntimeError after `timeout`."""
         deadline = time.monotonic() + self._timeout
-        while self.updates - int((done := self._read()[:-1]).min()) > self._staleness:
+        while self.updates - int((updates_of_groups := self._read()[:-1]).min()) > self._staleness:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"group {int(done.argmin())} of ranks made no update for {self._timeout:g} s")
+                raise RuntimeError(
+                    f"group {int(updates_of_groups.argmin())} of ranks made no update for {self._timeout:g} s"
+                )
             time.sleep(_POLL_SECONDS)
 
     def tick(self) -> None:
@@ -80,7 +82,7 @@ class StalenessClock:
         self.updates = 0
         if self._ranks.leads:
             self._combine(self._ranks.group_index, 0, self._mpi.REPLACE)
-        if self._ranks.every.rank == 0:
+        if self._ranks.comm.rank == 0:
             self._combine(self._ranks.groups, _NEVER, self._mpi.REPLACE)
         self._ranks.barrier()  # and nobody sees them again
 
@@ -94,11 +96,11 @@ class StalenessClock:
             self._window.Unlock(0)
         return values
 
-    def _combine(self, place: int, value: int, how: MPI.Op) -> None:
-        own_value = np.array([value], dtype=np.int64)
+    def _combine(self, place: int, value: int, operation: MPI.Op) -> None:
+        buffer = np.array([value], dtype=np.int64)
         with self._ranks.lock:
             self._window.Lock(0, self._mpi.LOCK_SHARED)
-            self._window.Accumulate([own_value, self._mpi.INT64_T], 0, (place, 1, self._mpi.INT64_T), how)
+            self._window.Accumulate([buffer, self._mpi.INT64_T], 0, (place, 1, self._mpi.INT64_T), operation)
             self._window.Unlock(0)
 
 
@@ -138,10 +140,10 @@ class AsynchronousUpdates:
             window.pull()
         return last
 
-    def _agree(self, own_answer: bool) -> bool:
-        """Return whether `own_answer` is true on any rank of the group. A collective of the group."""
+    def _agree(self, local_answer: bool) -> bool:
+        """Return whether `local_answer` is true on any rank of the group. A collective of the group."""
         with self._ranks.lock:
-            return bool(self._ranks.group.allreduce(int(own_answer)))
+            return bool(self._ranks.group.allreduce(int(local_answer)))
 
     def refresh(self) -> None:
         """Wait for all workers, then pull the parameters. A collective."""

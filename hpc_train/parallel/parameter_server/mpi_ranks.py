@@ -28,7 +28,7 @@ class MpiRanks:
 
     lock: threading.Lock
     """Lock around every MPI call: only one thread may be inside the library."""
-    every: MPI.Intracomm
+    comm: MPI.Intracomm
     group: MPI.Intracomm
     """Ranks that average their gradients; then the group's rank 0 pushes for all."""
     group_index: int
@@ -39,7 +39,7 @@ class MpiRanks:
     def barrier(self) -> None:
         """Wait for all ranks."""
         with self.lock:
-            self.every.Barrier()
+            self.comm.Barrier()
 
     @property
     def leads(self) -> bool:
@@ -56,18 +56,18 @@ def connect_ranks(world: World, hybrid: bool) -> MpiRanks:
     MPI = require_mpi("parallel.server", world.size)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise UserError("parallel.server: this MPI library is built without threads (MPI_THREAD_SERIALIZED)")
-    every = MPI.Intracomm(MPI.COMM_WORLD.Split(0, world.rank))
+    comm = MPI.Intracomm(MPI.COMM_WORLD.Split(0, world.rank))
     local_ranks = np.empty(world.size, dtype=np.int64)
     # Allgather of arrays: mpi4py's allgather of objects would unpickle what other ranks send.
-    every.Allgather(np.array([world.local_rank], dtype=np.int64), local_ranks)
+    comm.Allgather(np.array([world.local_rank], dtype=np.int64), local_ranks)
     nodes = _number_nodes(local_ranks.tolist())
     lock = threading.Lock()
     color = nodes[world.rank] if hybrid else world.rank
-    group = MPI.Intracomm(every.Split(color, world.rank))
+    group = MPI.Intracomm(comm.Split(color, world.rank))
     if nodes[-1] > 0:
-        _check_windows(every, MPI)
-        threading.Thread(target=_answer_one_sided, args=(every.Dup(), lock), name="mpi", daemon=True).start()
-    return MpiRanks(lock, every, group, color, max(nodes) + 1 if hybrid else world.size, nodes)
+        _check_windows(comm, MPI)
+        threading.Thread(target=_answer_one_sided, args=(comm.Dup(), lock), name="mpi", daemon=True).start()
+    return MpiRanks(lock, comm, group, color, max(nodes) + 1 if hybrid else world.size, nodes)
 
 
 def _check_windows(ranks: MPI.Comm, library: ModuleType) -> None:

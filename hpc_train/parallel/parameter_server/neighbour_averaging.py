@@ -22,48 +22,48 @@ class NeighbourUpdates:
     loss_scale = 1.0
 
     def __init__(
-        self, own: OptimizerUpdates, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: MpiRanks
+        self, updates: OptimizerUpdates, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: MpiRanks
     ) -> None:
         """A collective. model: the same on every rank."""
         from mpi4py import MPI
 
-        self._mpi, self._own, self._ranks, self._optimizer = MPI, own, ranks, optimizer
+        self._mpi, self._updates, self._ranks, self._optimizer = MPI, updates, ranks, optimizer
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         flat = torch.cat([parameter.detach().flatten() for parameter in self._trained])
         self._type = MPI.DOUBLE if flat.dtype == torch.float64 else MPI.FLOAT
-        self._window: MPI.Win = MPI.Win.Allocate(flat.numel() * flat.element_size(), 1, comm=ranks.every)
+        self._window: MPI.Win = MPI.Win.Allocate(flat.numel() * flat.element_size(), 1, comm=ranks.comm)
         self._published = torch.frombuffer(self._window.tomemory(), dtype=flat.dtype)
         """Parameters that the neighbours read."""
         self._read = torch.empty_like(flat)
-        rank, count = ranks.every.rank, ranks.every.size
+        rank, count = ranks.comm.rank, ranks.comm.size
         self._neighbours = sorted({(rank - 1) % count, (rank + 1) % count} - {rank})
 
     def norm(self) -> Tensor:
         """Return the norm of this rank's own gradient; see optimizer_step.GradientUpdate."""
-        return self._own.norm()
+        return self._updates.norm()
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See interfaces.Engine."""
-        return self._own.clip(max_norm)
+        return self._updates.clip(max_norm)
 
     def update(self, lr: float) -> bool:
         """See interfaces.Engine."""
-        self._own.update(lr)
+        self._updates.update(lr)
         self._average()
         return True
 
     def clear_gradients(self) -> None:
         """See optimizer_step.GradientUpdate."""
-        self._own.clear_gradients()
+        self._updates.clear_gradients()
 
     def shards(self) -> Iterator[TensorShard]:
         """Average the models of all ranks, then list the shards; see interfaces.Engine. A collective."""
         state = [value for p in self._trained for value in self._optimizer.state[p].values()]
         for tensor in [*(p.detach() for p in self._trained), *state]:
             with self._ranks.lock:
-                self._ranks.every.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
-            tensor /= self._ranks.every.size
-        return self._own.shards()
+                self._ranks.comm.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
+            tensor /= self._ranks.comm.size
+        return self._updates.shards()
 
     def _average(self) -> None:
         torch.cat([parameter.detach().flatten() for parameter in self._trained], out=self._published)

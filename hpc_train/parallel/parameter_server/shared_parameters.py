@@ -80,9 +80,9 @@ def deal_parameters(parameters: Sequence[tuple[str, nn.Parameter]], count: int) 
     loads = [0] * count
     # Largest first, each to the least loaded: close to even, and the same on every rank without communication.
     for name, parameter in sorted(parameters, key=lambda item: -item[1].numel()):
-        least = loads.index(min(loads))
-        dealt[least].append((name, parameter))
-        loads[least] += parameter.numel()
+        lightest = loads.index(min(loads))
+        dealt[lightest].append((name, parameter))
+        loads[lightest] += parameter.numel()
     return dealt
 
 
@@ -122,12 +122,12 @@ class ShareWindow:
 
         self._mpi, self._ranks, self.hosts = MPI, ranks, hosts
         self.parameters = [parameter for _, parameter in parameters]
-        rank, like = ranks.every.rank, self.parameters[0]
+        rank, like = ranks.comm.rank, self.parameters[0]
         share = ParameterShare(parameters, make_optimizer)
         self.bytes, self._parameter_bytes = share.bytes, share.parameter_bytes
         # Creating a window is a collective: ranks that host nothing take part with no memory.
-        self._window = MPI.Win.Allocate(self.bytes if rank in hosts else 0, 1, comm=ranks.every)
-        self._gradients = MPI.Win.Allocate(self._parameter_bytes if rank == hosts[0] else 0, 1, comm=ranks.every)
+        self._window = MPI.Win.Allocate(self.bytes if rank in hosts else 0, 1, comm=ranks.comm)
+        self._gradients = MPI.Win.Allocate(self._parameter_bytes if rank == hosts[0] else 0, 1, comm=ranks.comm)
         self._type = MPI.DOUBLE if like.dtype == torch.float64 else MPI.FLOAT
         self._flat = torch.empty(self._parameter_bytes // like.element_size(), dtype=like.dtype)
         self.share: ParameterShare | None = None
@@ -141,10 +141,10 @@ class ShareWindow:
     @property
     def nearest(self) -> int:
         """The host to read from: one on this rank's node if possible, else ranks are spread over the hosts."""
-        nodes, rank = self._ranks.nodes, self._ranks.every.rank
+        nodes, rank = self._ranks.nodes, self._ranks.comm.rank
         # Reading within a node goes through shared memory, not the network.
-        near = [host for host in self.hosts if nodes[host] == nodes[rank]] or self.hosts
-        return rank if rank in near else near[rank % len(near)]
+        same_node = [host for host in self.hosts if nodes[host] == nodes[rank]] or self.hosts
+        return rank if rank in same_node else same_node[rank % len(same_node)]
 
     def pull(self) -> None:
         """Read the parameters from the nearest host into the model; the leader of a group reads for the group."""
@@ -176,7 +176,7 @@ class ShareWindow:
 
     def view_pushed(self) -> Tensor | None:
         """Return the sum of pushed gradients, a view of the window; None except on the first host."""
-        if self._ranks.every.rank != self.hosts[0]:
+        if self._ranks.comm.rank != self.hosts[0]:
             return None
         return _view_window(self._gradients).view(self._flat.dtype)
 
@@ -190,14 +190,14 @@ class ShareWindow:
     def update_remotely(self, share: ParameterShare, scratch: Tensor, gradient: Tensor, lr: float) -> None:
         """Update the share from any rank: fetch its buffer into `scratch`, step, write it back and to the replicas."""
         share.bind(scratch[: self.bytes], keep=True)
-        own = scratch[: self.bytes]
+        local_copy = scratch[: self.bytes]
         with self._locked(self._window, self.hosts[0], self._mpi.LOCK_EXCLUSIVE):
-            self._window.Get([own.numpy(), self._mpi.BYTE], self.hosts[0], (0, self.bytes, self._mpi.BYTE))
+            self._window.Get([local_copy.numpy(), self._mpi.BYTE], self.hosts[0], (0, self.bytes, self._mpi.BYTE))
             self._window.Flush(self.hosts[0])
             share.step(gradient, lr)
-            self._window.Put([own.numpy(), self._mpi.BYTE], self.hosts[0], (0, self.bytes, self._mpi.BYTE))
+            self._window.Put([local_copy.numpy(), self._mpi.BYTE], self.hosts[0], (0, self.bytes, self._mpi.BYTE))
             self._window.Flush(self.hosts[0])
-            self._copy_to_replicas(own)
+            self._copy_to_replicas(local_copy)
 
     def _copy_to_replicas(self, data: Tensor) -> None:
         """Write the buffer to the replicas; the first host must be locked, so that they never get an older version."""
@@ -212,9 +212,9 @@ class ShareWindow:
         return torch.split(flat, [p.numel() for p in self.parameters])
 
     @contextmanager
-    def _locked(self, window: MPI.Win, rank: int, how: int) -> Iterator[None]:
+    def _locked(self, window: MPI.Win, rank: int, lock_type: int) -> Iterator[None]:
         with self._ranks.lock:
-            window.Lock(rank, how)
+            window.Lock(rank, lock_type)
             try:
                 yield
             finally:

@@ -35,7 +35,7 @@ class SynchronousUpdates:
         pushed = [window.view_pushed() for window in self._windows]
         square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in pushed if g is not None)
         with self._ranks.lock:
-            total = self._ranks.every.allreduce(square)
+            total = self._ranks.comm.allreduce(square)
         return torch.tensor(total, dtype=torch.float64).sqrt() / self._ranks.groups
 
     def clip(self, max_norm: float | None) -> Tensor:

@@ -47,7 +47,7 @@ class Timeline:
     """This rank's events of training. On a GPU each event waits for the device, so that its time is exact."""
 
     device: torch.device
-    on: bool = False
+    enabled: bool = False
     file: Path | None = None
     """File to write the events to after the last recorded step."""
     rank: int = 0
@@ -60,7 +60,7 @@ class Timeline:
     def record(self, kind: str, stage: int, micro: int) -> Iterator[None]:
         """Record the time of the code inside."""
         with nullcontext() if self.mark is None else self.mark(f"{kind}{micro} of stage {stage}"):
-            if not self.on or not torch.is_grad_enabled():
+            if not self.enabled or not torch.is_grad_enabled():
                 yield
                 return
             start = self._now()
@@ -70,9 +70,9 @@ class Timeline:
     def end_step(self) -> None:
         """End a step; after the last recorded one, write the file."""
         self.step += 1
-        if not self.on or self.step < TIMELINE_STEPS:
+        if not self.enabled or self.step < TIMELINE_STEPS:
             return
-        self.on = False
+        self.enabled = False
         if self.file is not None:
             self.file.parent.mkdir(exist_ok=True, parents=True)
             self.file.write_text(format_chrome_trace(self.events, self.rank))
@@ -193,18 +193,18 @@ class BlockTimes:
         if self._world.rank:
             return
         # A rename is atomic: a resumed run finds the old times or the new ones, never half a file.
-        beside = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-        beside.write_text(
+        temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+        temporary.write_text(
             json.dumps({name: seconds for times in times_of_ranks for name, seconds in times.items()}, indent=1)
         )
-        beside.replace(self._file)
+        temporary.replace(self._file)
 
     def _compute_median_times(self) -> dict[str, float]:
         """Return median times; the rest of the first stage is the embedding, that of the last stage the head."""
         seconds = {name: median(values) for name, values in self._seconds.items()}
         for stage, part in self._parts.items():
             assert isinstance(part, Model)
-            rest = max(0.0, seconds.pop(str(stage)) - sum(seconds[name] for name in part.blocks()))
+            remainder = max(0.0, seconds.pop(str(stage)) - sum(seconds[name] for name in part.blocks()))
             if stage in (0, self._last):
-                seconds[_BEFORE if stage == 0 else _AFTER] = rest
+                seconds[_BEFORE if stage == 0 else _AFTER] = remainder
         return seconds

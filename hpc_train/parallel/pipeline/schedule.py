@@ -214,7 +214,7 @@ class Pipeline:
 
     def _make_stages(self, inputs: Tensor, hidden: Tensor) -> list[PipelineStage]:
         """Make new stages: torch's stages remember the number of micro-batches and their shapes."""
-        made: list[PipelineStage] = []
+        stages: list[PipelineStage] = []
         for index, part in self.parts.items():
             stage = Stage(
                 part,
@@ -226,8 +226,8 @@ class Pipeline:
                 group=self.group,
             )
             stage.timeline, stage.masks, stage.parallel = self.timeline, self.masks, self.parallel
-            made.append(stage)
-        return made
+            stages.append(stage)
+        return stages
 
 
 def make_forward_order(ranks: tuple[int, ...], micro_batches: int) -> Order:
@@ -237,7 +237,7 @@ def make_forward_order(ranks: tuple[int, ...], micro_batches: int) -> Order:
     """
     pp = max(ranks) + 1
     groups = [range(first, min(first + pp, micro_batches)) for first in range(0, micro_batches, pp)]
-    stages_of_ranks = [[stage for stage, rank in enumerate(ranks) if rank == wanted] for wanted in range(pp)]
+    stages_of_ranks = [[stage for stage, rank in enumerate(ranks) if rank == pp_rank] for pp_rank in range(pp)]
     rows = [
         [Action(stage, Kind.F, micro) for group in groups for stage in stages for micro in group]
         for stages in stages_of_ranks

@@ -57,9 +57,9 @@ def _check_length(config: RunConfig, degrees: Degrees) -> None:
         return
     lower = length // parts * parts
     legal = f"{lower} or {lower + parts}" if lower else str(parts)
-    why = f"{parts} chunks, two per rank of parallel.cp={cp}" if balanced else f"parallel.cp={cp} ranks"
+    divisor = f"{parts} chunks, two per rank of parallel.cp={cp}" if balanced else f"parallel.cp={cp} ranks"
     other = ", or parallel.context.balanced=false" if balanced and length % cp == 0 else ""
-    raise UserError(f"train.sequence_length={length}: does not divide into {why}; use {legal}{other}")
+    raise UserError(f"train.sequence_length={length}: does not divide into {divisor}; use {legal}{other}")
 
 
 def check_attention_rules(config: RunConfig, degrees: Degrees) -> None:

@@ -121,12 +121,12 @@ def _list_ddp_options(config: RunConfig) -> list[str]:
     """List the options that only ddp has and that are not at their defaults."""
     parallel = config.parallel
     flags = [name for name in ("static_graph", "unused_parameters") if getattr(parallel, name)]
-    asked = [f"parallel.{name}=true" for name in flags]
+    options = [f"parallel.{name}=true" for name in flags]
     if parallel.reduce_with != "torch":
-        asked.append(f"parallel.reduce_with={parallel.reduce_with}")
+        options.append(f"parallel.reduce_with={parallel.reduce_with}")
     if parallel.compression.method != "none":
-        asked.append(f"parallel.compression.method={parallel.compression.method}")
-    return asked
+        options.append(f"parallel.compression.method={parallel.compression.method}")
+    return options
 
 
 def _check_ddp(option: str, config: RunConfig, degrees: Degrees) -> None:

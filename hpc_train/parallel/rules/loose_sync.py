@@ -16,25 +16,25 @@ def check_loose_rules(config: RunConfig, degrees: Degrees) -> None:
             changed = format_changed_setting(sync)
             raise UserError(f"parallel.sync.{changed}: has no effect without parallel.sync.every; set that to 50 or so")
         return
-    every = f"parallel.sync.every={sync.every}"
-    _check_copies(config, degrees, every)
-    _check_techniques(config, every)
-    _check_exchange(config, every)
+    option = f"parallel.sync.every={sync.every}"
+    _check_copies(config, degrees, option)
+    _check_techniques(config, option)
+    _check_exchange(config, option)
     if sync.lost_after_seconds is not None:
         _check_loss_of_copies(config, degrees, f"parallel.sync.lost_after_seconds={sync.lost_after_seconds:g}")
 
 
-def _check_copies(config: RunConfig, degrees: Degrees, every: str) -> None:
+def _check_copies(config: RunConfig, degrees: Degrees, option: str) -> None:
     if degrees.dp_replicate == 1 and config.parallel.dp_replicate != 1:
         raise UserError(
-            f"{every}: there is a single copy of the model, because parallel.dp_replicate is 1 unless given; give the "
+            f"{option}: there is a single copy of the model, because parallel.dp_replicate is 1 unless given; give the "
             "number of copies (1 for an outer optimizer over one copy), or leave it out"
         )
-    for option in ("timeline", "resplit"):
-        if getattr(config.parallel.pipeline, option):
+    for pipeline_option in ("timeline", "resplit"):
+        if getattr(config.parallel.pipeline, pipeline_option):
             raise UserError(
-                f"{every}: parallel.pipeline.{option}=true writes one file a run, and every copy has a pipeline of its "
-                "own; leave it out"
+                f"{option}: parallel.pipeline.{pipeline_option}=true writes one file a run, and every copy has a "
+                "pipeline of its own; leave it out"
             )
     batch, copies = config.train.global_batch, degrees.dp_replicate
     if batch % copies:
@@ -43,27 +43,27 @@ def _check_copies(config: RunConfig, degrees: Degrees, every: str) -> None:
         raise UserError(f"train.global_batch={batch}: does not divide over {copies} copies ({degrees}); use {legal}")
 
 
-def _check_techniques(config: RunConfig, every: str) -> None:
+def _check_techniques(config: RunConfig, option: str) -> None:
     parallel = config.parallel
     if parallel.server.mode != "none":
-        raise UserError(f"{every}: not with parallel.server.mode={parallel.server.mode}; leave one of them out")
+        raise UserError(f"{option}: not with parallel.server.mode={parallel.server.mode}; leave one of them out")
     if parallel.reduce_with != "torch" or parallel.compression.method != "none":
         raise UserError(
-            f"{every}: no gradients are sent between copies; leave out parallel.compression and reduce_with "
+            f"{option}: no gradients are sent between copies; leave out parallel.compression and reduce_with "
             "(parallel.sync.compression is for outer gradients)"
         )
     if parallel.sync_batchnorm:
-        raise UserError(f"{every}: copies do not meet in a step, so parallel.sync_batchnorm cannot; leave it out")
+        raise UserError(f"{option}: copies do not meet in a step, so parallel.sync_batchnorm cannot; leave it out")
     if (parallel.offload.parameters, parallel.offload.optimizer) != ("none", "none"):
-        raise UserError(f"{every}: outer gradients are formed where the parameters are; leave out parallel.offload")
+        raise UserError(f"{option}: outer gradients are formed where the parameters are; leave out parallel.offload")
     if config.optim.name in ("muon", "adafactor"):
         raise UserError(
-            f"{every}: optim.name={config.optim.name} is not made for copies that train apart; use optim=adamw or sgd"
+            f"{option}: optim.name={config.optim.name} is not made for copies that train apart; use optim=adamw or sgd"
         )
     if config.optim.ema.decay is not None:
-        raise UserError(f"{every}: there would be an average of the weights a copy; leave out optim.ema.decay")
+        raise UserError(f"{option}: there would be an average of the weights a copy; leave out optim.ema.decay")
     if config.precision.name == "fp16":
-        raise UserError(f"{every}: each copy would have a loss scale of its own; use precision=bf16 or fp32")
+        raise UserError(f"{option}: each copy would have a loss scale of its own; use precision=bf16 or fp32")
 
 
 def _check_loss_of_copies(config: RunConfig, degrees: Degrees, setting: str) -> None:
@@ -92,12 +92,12 @@ def _check_loss_of_copies(config: RunConfig, degrees: Degrees, setting: str) -> 
             )
 
 
-def _check_exchange(config: RunConfig, every: str) -> None:
+def _check_exchange(config: RunConfig, option: str) -> None:
     sync, steps = config.parallel.sync, config.train.wanted_steps
     assert sync.every is not None
     default = SyncConfig()
     if sync.overlap >= sync.every:
-        raise UserError(f"parallel.sync.overlap={sync.overlap}: must be less than {every}; lower it, or raise every")
+        raise UserError(f"parallel.sync.overlap={sync.overlap}: must be less than {option}; lower it, or raise every")
     if sync.fragments > sync.every:
         raise UserError(
             f"parallel.sync.fragments={sync.fragments}: one is exchanged in a step, and there are {sync.every} steps "
@@ -115,6 +115,6 @@ def _check_exchange(config: RunConfig, every: str) -> None:
         lower = steps // sync.every * sync.every
         legal = f"{lower} or {lower + sync.every}" if lower else str(sync.every)
         raise UserError(
-            f"train.steps={steps}: the last {steps % sync.every} steps would come after the last exchange ({every}) "
+            f"train.steps={steps}: the last {steps % sync.every} steps would come after the last exchange ({option}) "
             f"and be lost; use {legal}"
         )

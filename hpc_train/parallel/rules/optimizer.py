@@ -50,41 +50,41 @@ def _check_servers(config: RunConfig) -> None:
     mode, optim = config.parallel.server.mode, config.optim
     if mode == "none":
         return
-    where = f"parallel.server.mode={mode}"
+    option = f"parallel.server.mode={mode}"
     if optim.name in ("muon", "schedule_free"):
         raise UserError(
-            f"optim.name={optim.name}: not with {where}, where no rank has whole updates; use optim=adamw or ddp"
+            f"optim.name={optim.name}: not with {option}, where no rank has whole updates; use optim=adamw or ddp"
         )
     if optim.groups:
-        raise UserError(f"optim.groups: not with {where}, whose servers know no names; use parallel=ddp")
+        raise UserError(f"optim.groups: not with {option}, whose servers know no names; use parallel=ddp")
     if optim.ema.decay is not None:
-        raise UserError(f"optim.ema.decay={optim.ema.decay:g}: not with {where}; use parallel=ddp")
+        raise UserError(f"optim.ema.decay={optim.ema.decay:g}: not with {option}; use parallel=ddp")
 
 
 def _check_loose_sync(config: RunConfig) -> None:
     every, optim = config.parallel.sync.every, config.optim
     if every is None:
         return
-    where = f"parallel.sync.every={every}, whose copies differ between exchanges"
+    option = f"parallel.sync.every={every}, whose copies differ between exchanges"
     if optim.name in ("muon", "schedule_free"):
-        raise UserError(f"optim.name={optim.name}: not with {where}; use optim=adamw, or leave parallel.sync out")
+        raise UserError(f"optim.name={optim.name}: not with {option}; use optim=adamw, or leave parallel.sync out")
     if optim.ema.decay is not None:
-        raise UserError(f"optim.ema.decay={optim.ema.decay:g}: not with {where}; leave one of them out")
+        raise UserError(f"optim.ema.decay={optim.ema.decay:g}: not with {option}; leave one of them out")
 
 
 def _check_offload(config: RunConfig) -> None:
     offload, optim = config.parallel.offload, config.optim
     for name in ("optimizer", "parameters"):
-        where = f"parallel.offload.{name}={getattr(offload, name)}"
+        option = f"parallel.offload.{name}={getattr(offload, name)}"
         if getattr(offload, name) == "none":
             continue
         if optim.name in ("muon", "adafactor", "schedule_free"):
             raise UserError(
-                f"optim.name={optim.name}: not with {where}, which updates a part of the parameters at a time; use "
+                f"optim.name={optim.name}: not with {option}, which updates a part of the parameters at a time; use "
                 "optim=adamw, or leave the offload out"
             )
         if optim.ema.decay is not None:
-            raise UserError(f"optim.ema.decay={optim.ema.decay:g}: not with {where}; leave one of them out")
+            raise UserError(f"optim.ema.decay={optim.ema.decay:g}: not with {option}; leave one of them out")
 
 
 def _check_schedule_free(config: RunConfig) -> None:

@@ -63,19 +63,19 @@ def _check_file(config: RunConfig, degrees: Degrees) -> None:
             "rank has; leave it out"
         )
     order, count = read_schedule_file(pipeline), count_micro_batches(config, degrees)
-    where = f"parallel.pipeline.schedule={pipeline.schedule}"
+    option = f"parallel.pipeline.schedule={pipeline.schedule}"
     if (order.ranks, len(set(order.placement))) != (degrees.pp, degrees.pp):
         raise UserError(
-            f"{where}: is for {order.ranks} ranks, {len(set(order.placement))} of them with a stage, but "
+            f"{option}: is for {order.ranks} ranks, {len(set(order.placement))} of them with a stage, but "
             f"parallel.pp={degrees.pp}; give a line with actions for each"
         )
     if order.micro_batches != count:
         raise UserError(
-            f"{where}: is for {order.micro_batches} micro-batches, but train.global_batch={train.global_batch} over "
+            f"{option}: is for {order.micro_batches} micro-batches, but train.global_batch={train.global_batch} over "
             f"{degrees.data_parallel} data-parallel ranks makes {count} of train.micro_batch={train.micro_batch}"
         )
     if wrong := find_problem(order, count) or find_runtime_problem(order):
-        raise UserError(f"{where}: {wrong}")
+        raise UserError(f"{option}: {wrong}")
 
 
 def check_blocks(pipeline: PipelineConfig, blocks: int, degrees: Degrees) -> None:
@@ -109,11 +109,11 @@ def _check_stage_blocks(sizes: list[int], blocks: int, stages: int) -> None:
 
 def _check_options(config: RunConfig) -> None:
     pipeline, steps = config.parallel.pipeline, config.train.wanted_steps
-    for name, least in (("timeline", TIMELINE_STEPS), ("resplit", TIMED_STEPS)):
-        if getattr(pipeline, name) and steps is not None and steps < least:
+    for name, first_step in (("timeline", TIMELINE_STEPS), ("resplit", TIMED_STEPS)):
+        if getattr(pipeline, name) and steps is not None and steps < first_step:
             raise UserError(
-                f"parallel.pipeline.{name}=true: has no effect before step {least}, and train.steps={steps}; use at "
-                f"least {least}, or leave it out"
+                f"parallel.pipeline.{name}=true: has no effect before step {first_step}, and train.steps={steps}; use "
+                f"at least {first_step}, or leave it out"
             )
     if pipeline.blocks is not None and (pipeline.resplit or pipeline.costs is not None):
         other = "resplit" if pipeline.resplit else "costs"

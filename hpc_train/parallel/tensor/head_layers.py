@@ -22,15 +22,15 @@ def split_head_norm(module: nn.Module, layouts: ParameterLayouts) -> None:
     layouts.update({(module, key): ParameterLayout(partial=True) for key, _ in module.named_parameters(recurse=False)})
 
 
-def count_own_heads(name: str, attention: nn.Module, axis: TensorAxis) -> None:
+def count_local_heads(name: str, attention: nn.Module, axis: TensorAxis) -> None:
     """Let an attention whose code shapes tensors by its number of heads count this rank's.
 
     Raises UserError where that number does not divide, or is not found.
     """
-    found = [key for key in _COUNTS if isinstance(getattr(attention, key, None), int)]
-    if not found:
+    keys = [key for key in _COUNTS if isinstance(getattr(attention, key, None), int)]
+    if not keys:
         raise UserError(f"{name}: has no number of heads ({' or '.join(_COUNTS)}), so it cannot be attention")
-    for key in found:
+    for key in keys:
         heads = int(getattr(attention, key))
         if heads % axis.size:
             raise UserError(

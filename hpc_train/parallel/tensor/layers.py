@@ -83,9 +83,9 @@ class TensorAxis:
     def scatter(self, x: Tensor) -> Tensor:
         """Sum (B, T, ...) over ranks and return this rank's positions of it, (B, T / size, ...)."""
         parts = self._split_positions(x).transpose(0, 1).contiguous()
-        own = torch.empty_like(parts[0])
-        reduce_scatter(own, parts, self.group)
-        return own
+        local_part = torch.empty_like(parts[0])
+        reduce_scatter(local_part, parts, self.group)
+        return local_part
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of x over ranks."""
@@ -249,9 +249,9 @@ def _make_group_forward(
 
 def _check_columns(name: str, units: int, heads: int, axis: TensorAxis, unit: int) -> None:
     if units == heads or heads % axis.size:
-        what = "columns" if unit == 1 else "heads"
+        unit_name = "columns" if unit == 1 else "heads"
         raise UserError(
-            f"parallel.tp={axis.size}: {name} has {units} {what}, which do not divide; use a divisor of {units}"
+            f"parallel.tp={axis.size}: {name} has {units} {unit_name}, which do not divide; use a divisor of {units}"
         )
 
 
@@ -295,9 +295,9 @@ def _split_adapted_rows(layer: AdaptedLinear, axis: TensorAxis, layouts: Paramet
 
 def split_positions(module: nn.Module, axis: TensorAxis, layouts: ParameterLayouts) -> None:
     """Make a module work on this rank's positions; an embedding of positions is given all and selects its own."""
-    for owner in module.modules():
+    for submodule in module.modules():
         layouts.update(
-            {(owner, key): ParameterLayout(partial=True) for key, _ in owner.named_parameters(recurse=False)}
+            {(submodule, key): ParameterLayout(partial=True) for key, _ in submodule.named_parameters(recurse=False)}
         )
     if isinstance(module, nn.Embedding):
         module.register_forward_pre_hook(lambda _, args: (axis.select_own(args[0]), *args[1:]))
@@ -323,8 +323,8 @@ def split_embedding(name: str, layer: nn.Embedding, axis: TensorAxis, layouts: P
         is_local = (tokens >= first) & (tokens < first + len(weight))
         # A token of another rank looks up any row of ours and is masked: nothing here depends on the data, so it
         # compiles.
-        own_padding = padding if padding is not None and 0 <= padding < len(weight) else None
-        rows_of_tokens = F.embedding((tokens - first).clamp(0, len(weight) - 1), weight, own_padding)
+        local_padding = padding if padding is not None and 0 <= padding < len(weight) else None
+        rows_of_tokens = F.embedding((tokens - first).clamp(0, len(weight) - 1), weight, local_padding)
         embedded = axis.leave(rows_of_tokens * is_local.unsqueeze(-1))
         scale = getattr(layer, "embed_scale", None)
         if scale is None:

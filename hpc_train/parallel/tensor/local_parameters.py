@@ -32,7 +32,7 @@ class ParameterLayout:
     """
 
     placement: Placement = field(default_factory=Replicate)
-    others: tuple[Placement, ...] = ()
+    other_placements: tuple[Placement, ...] = ()
     """Placements on further axes of the mesh."""
     partial: bool = False
     """Whether the ranks' gradients of a replicated parameter must be summed, rather than being equal."""
@@ -46,7 +46,7 @@ class ParameterLayout:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One an axis of the mesh."""
-        return (self.placement, *self.others)
+        return (self.placement, *self.other_placements)
 
     def get_local(self, parameter: Tensor) -> Tensor:
         """Return what a forward computes with, differentiably.
@@ -93,18 +93,18 @@ def distribute_parameters(part: nn.Module, mesh: DeviceMesh, layouts: ParameterL
     for module in part.modules():
         if hasattr(module, "_layouts"):
             continue
-        own_layouts = {}
+        module_layouts = {}
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            own_layouts[name] = layouts.get((module, name), ParameterLayout())
-            placement = own_layouts[name].placement
+            module_layouts[name] = layouts.get((module, name), ParameterLayout())
+            placement = module_layouts[name].placement
             if parameter not in distributed:
                 distributed[parameter] = (placement, _distribute_parameter(parameter, mesh, (placement,)))
             if distributed[parameter][0] != placement:
                 kind = type(part).__name__
                 raise UserError(f"{kind}.plan: two modules share a parameter {name}, but split it in different ways")
             module.register_parameter(name, distributed[parameter][1])
-        if own_layouts:
-            _read_local(module, own_layouts)
+        if module_layouts:
+            _read_local(module, module_layouts)
 
 
 def distribute_module(module: nn.Module, mesh: DeviceMesh, layouts: dict[str, ParameterLayout]) -> None:

@@ -113,9 +113,11 @@ class _GatherMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         shards, *weights = ctx.saved_tensors
-        x_wanted, _, *wanted = ctx.needs_input_grad
-        total, *found = _differentiate_gathered(gradients, shards, weights, ctx.ring, [x_wanted, *wanted])
-        return None if total is None else total.view(ctx.shape), None, *found
+        x_needs_grad, _, *needs_grad = ctx.needs_input_grad
+        total, *weight_gradients = _differentiate_gathered(
+            gradients, shards, weights, ctx.ring, [x_needs_grad, *needs_grad]
+        )
+        return None if total is None else total.view(ctx.shape), None, *weight_gradients
 
 
 def _multiply_gathered(x: Tensor, weights: Sequence[Tensor], ring: MatmulRing) -> list[Tensor]:
@@ -129,26 +131,32 @@ def _multiply_gathered(x: Tensor, weights: Sequence[Tensor], ring: MatmulRing) -
 
 
 def _differentiate_gathered(
-    gradients: Sequence[Tensor], shards: Tensor, weights: Sequence[Tensor], ring: MatmulRing, wanted: Sequence[bool]
+    gradients: Sequence[Tensor], shards: Tensor, weights: Sequence[Tensor], ring: MatmulRing, needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return gradients of x (B T / size, K) and of every weight, None if not wanted. wanted: x first, then weights."""
+    """Return gradients of x (B T / size, K) and of every weight, None where none is needed.
+
+    needs_grad: x first, then weights.
+    """
     blocks = [_split_positions(gradient, ring) for gradient in gradients]
-    found = [torch.empty_like(weight) if want else None for weight, want in zip(weights, wanted[1:], strict=True)]
+    weight_gradients = [
+        torch.empty_like(weight) if is_needed else None
+        for weight, is_needed in zip(weights, needs_grad[1:], strict=True)
+    ]
 
     def compute_weight_rows(part: int, parts: int) -> None:
         """Compute some rows of every weight gradient, as whole products: adding up partial ones would round more."""
-        for block, gradient in zip(blocks, found, strict=True):
+        for block, gradient in zip(blocks, weight_gradients, strict=True):
             if gradient is not None:
                 rows = slice(len(gradient) * part // parts, len(gradient) * (part + 1) // parts)
                 torch.mm(block.flatten(0, 1)[:, rows].t(), shards.flatten(0, 1), out=gradient[rows])
 
     total = None
-    if wanted[0]:
+    if needs_grad[0]:
         total = shards.new_empty(shards.shape[1:])
         reduce_products(lambda place: _sum_contributions(blocks, weights, place), total, ring, compute_weight_rows)
     else:
         compute_weight_rows(0, 1)
-    return [total, *found]
+    return [total, *weight_gradients]
 
 
 class _MatmulScatter(torch.autograd.Function):
@@ -174,19 +182,19 @@ def _scatter_product(x: Tensor, weight: Tensor, ring: MatmulRing) -> Tensor:
 
 
 def _differentiate_scattered(
-    gradient: Tensor, x: Tensor, weight: Tensor, ring: MatmulRing, wanted: Sequence[bool]
+    gradient: Tensor, x: Tensor, weight: Tensor, ring: MatmulRing, needs_grad: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return gradients of x (B, T, K) and of the weight, None if not wanted. wanted: of x, of the weight."""
+    """Return gradients of x (B, T, K) and of the weight, None where none is needed. needs_grad: of x, of the weight."""
     blocks, shards = _make_shard_buffer(gradient, ring), _split_positions(x, ring)
-    found = torch.empty_like(shards) if wanted[0] else None
-    wide = torch.promote_types(weight.dtype, torch.float32)  # adding up a product of every chunk rounds each time
-    weight_gradient = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+    gradient_blocks = torch.empty_like(shards) if needs_grad[0] else None
+    dtype = torch.promote_types(weight.dtype, torch.float32)  # adding up a product of every chunk rounds each time
+    weight_gradient = torch.zeros_like(weight, dtype=dtype) if needs_grad[1] else None
     for place in circulate_shards(blocks, ring):
-        if found is not None:
-            torch.mm(blocks[place], weight, out=found[place])
+        if gradient_blocks is not None:
+            torch.mm(blocks[place], weight, out=gradient_blocks[place])
         if weight_gradient is not None:
             _add_product(weight_gradient, blocks[place].t(), shards[place])
-    x_gradient = None if found is None else _join_positions(found, len(gradient))
+    x_gradient = None if gradient_blocks is None else _join_positions(gradient_blocks, len(gradient))
     return x_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype)
 
 
@@ -208,19 +216,21 @@ def _(x: Tensor, weights: list[Tensor], group: str, chunk_bytes: int) -> list[Te
 
 @torch.library.custom_op("hpc_train::gather_matmul_backward", mutates_args=())
 def _compiled_differentiate_gathered(
-    gradients: list[Tensor], shards: Tensor, weights: list[Tensor], wanted: list[bool], group: str, chunk_bytes: int
+    gradients: list[Tensor], shards: Tensor, weights: list[Tensor], needs_grad: list[bool], group: str, chunk_bytes: int
 ) -> list[Tensor]:
-    """Return the gradients; an empty tensor in place of one that is not wanted."""
-    found = _differentiate_gathered(gradients, shards, weights, MatmulRing(find_group(group), chunk_bytes), wanted)
-    return [shards.new_empty(0) if gradient is None else gradient for gradient in found]
+    """Return the gradients; an empty tensor in place of one that is not needed."""
+    all_gradients = _differentiate_gathered(
+        gradients, shards, weights, MatmulRing(find_group(group), chunk_bytes), needs_grad
+    )
+    return [shards.new_empty(0) if gradient is None else gradient for gradient in all_gradients]
 
 
 @_compiled_differentiate_gathered.register_fake
 def _(
-    gradients: list[Tensor], shards: Tensor, weights: list[Tensor], wanted: list[bool], group: str, chunk_bytes: int
+    gradients: list[Tensor], shards: Tensor, weights: list[Tensor], needs_grad: list[bool], group: str, chunk_bytes: int
 ) -> list[Tensor]:
     shapes = [shards.shape[1:], *(weight.shape for weight in weights)]
-    return [shards.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True)]
+    return [shards.new_empty(shape if is_needed else 0) for shape, is_needed in zip(shapes, needs_grad, strict=True)]
 
 
 def _save_gathered(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -231,11 +241,15 @@ def _save_gathered(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _backward_gathered(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     shards, *weights = ctx.saved_tensors
-    x_wanted, weights_wanted, *_ = ctx.needs_input_grad
-    wanted = [x_wanted, *weights_wanted]
-    found = _compiled_differentiate_gathered(gradients[1:], shards, weights, wanted, ctx.group, ctx.chunk_bytes)
-    total, *rest = [gradient if want else None for gradient, want in zip(found, wanted, strict=True)]
-    return None if total is None else total.view(ctx.shape), rest, None, None
+    x_needs_grad, weights_need_grad, *_ = ctx.needs_input_grad
+    needs_grad = [x_needs_grad, *weights_need_grad]
+    all_gradients = _compiled_differentiate_gathered(
+        gradients[1:], shards, weights, needs_grad, ctx.group, ctx.chunk_bytes
+    )
+    total, *weight_gradients = [
+        gradient if is_needed else None for gradient, is_needed in zip(all_gradients, needs_grad, strict=True)
+    ]
+    return None if total is None else total.view(ctx.shape), weight_gradients, None, None
 
 
 _compiled_gather_matmul.register_autograd(_backward_gathered, setup_context=_save_gathered)
@@ -253,17 +267,21 @@ def _(x: Tensor, weight: Tensor, group: str, chunk_bytes: int) -> Tensor:
 
 @torch.library.custom_op("hpc_train::matmul_scatter_backward", mutates_args=())
 def _compiled_differentiate_scattered(
-    gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool], group: str, chunk_bytes: int
+    gradient: Tensor, x: Tensor, weight: Tensor, needs_grad: list[bool], group: str, chunk_bytes: int
 ) -> list[Tensor]:
-    """Return the gradients; an empty tensor in place of one that is not wanted."""
+    """Return the gradients; an empty tensor in place of one that is not needed."""
     ring = MatmulRing(find_group(group), chunk_bytes)
-    found = _differentiate_scattered(gradient, x, weight, ring, wanted)
-    return [x.new_empty(0) if grad is None else grad for grad in found]
+    gradients = _differentiate_scattered(gradient, x, weight, ring, needs_grad)
+    return [x.new_empty(0) if grad is None else grad for grad in gradients]
 
 
 @_compiled_differentiate_scattered.register_fake
-def _(gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool], group: str, chunk_bytes: int) -> list[Tensor]:
-    return [x.new_empty(like.shape if want else 0) for like, want in zip((x, weight), wanted, strict=True)]
+def _(
+    gradient: Tensor, x: Tensor, weight: Tensor, needs_grad: list[bool], group: str, chunk_bytes: int
+) -> list[Tensor]:
+    return [
+        x.new_empty(like.shape if is_needed else 0) for like, is_needed in zip((x, weight), needs_grad, strict=True)
+    ]
 
 
 def _save_scattered(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -272,9 +290,9 @@ def _save_scattered(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_scattered(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    wanted = list(ctx.needs_input_grad[:2])
-    found = _compiled_differentiate_scattered(gradient, *ctx.saved_tensors, wanted, ctx.group, ctx.chunk_bytes)
-    return (*(grad if want else None for grad, want in zip(found, wanted, strict=True)), None, None)
+    needs_grad = list(ctx.needs_input_grad[:2])
+    gradients = _compiled_differentiate_scattered(gradient, *ctx.saved_tensors, needs_grad, ctx.group, ctx.chunk_bytes)
+    return (*(grad if is_needed else None for grad, is_needed in zip(gradients, needs_grad, strict=True)), None, None)
 
 
 _compiled_matmul_scatter.register_autograd(_backward_scattered, setup_context=_save_scattered)
@@ -286,15 +304,15 @@ def circulate_shards(shards: Tensor, ring: MatmulRing) -> Iterator[ShardPlace]:
     shards: (ranks, rows, features), contiguous, with this rank's own shard filled in; the others are received.
     """
     chunks = ring.split_rows(shards[0])
-    sent: list[ChunkTransfer] = []
+    transfers: list[ChunkTransfer] = []
 
     def pass_on(step: int, rows: slice) -> ChunkTransfer:
-        sent.append(
+        transfers.append(
             ring.exchange(
                 shards[_find_previous_rank(ring, step), rows], shards[_find_previous_rank(ring, step + 1), rows]
             )
         )
-        return sent[-1]
+        return transfers[-1]
 
     moving = [pass_on(0, rows) for rows in chunks]
     yield ring.rank, slice(None)
@@ -306,7 +324,7 @@ def circulate_shards(shards: Tensor, ring: MatmulRing) -> Iterator[ShardPlace]:
                 moving.append(pass_on(step, rows))
             yield _find_previous_rank(ring, step), rows
     # Only now, so that no product waited for a send.
-    for transfer in sent:
+    for transfer in transfers:
         transfer.sending.wait()
 
 
@@ -324,7 +342,7 @@ def reduce_products(
     """
     chunks = ring.split_rows(total)
     moving: list[ChunkTransfer] = []
-    sent: list[ChunkTransfer] = []
+    transfers: list[ChunkTransfer] = []
     for step in range(ring.size):
         shard, arriving, moving = _find_previous_rank(ring, step + 1), moving, []
         if step:
@@ -337,8 +355,8 @@ def reduce_products(
                 moving.append(ring.exchange(part, torch.empty_like(part)))
             else:
                 total[rows] = part
-        sent += moving
-    for transfer in sent:
+        transfers += moving
+    for transfer in transfers:
         transfer.sending.wait()
 
 
@@ -346,10 +364,10 @@ def _find_previous_rank(ring: MatmulRing, steps: int) -> int:
     return (ring.rank - steps) % ring.size
 
 
-def _make_shard_buffer(own: Tensor, ring: MatmulRing) -> Tensor:
-    """Make an empty (size, B * T / size, K) with `own` (B, T / size, K) as this rank's shard."""
-    shards = own.new_empty(ring.size, own.shape[0] * own.shape[1], own.shape[2])
-    shards[ring.rank] = own.flatten(0, 1)
+def _make_shard_buffer(local_shard: Tensor, ring: MatmulRing) -> Tensor:
+    """Make an empty (size, B * T / size, K) with `local_shard` (B, T / size, K) as this rank's shard."""
+    shards = local_shard.new_empty(ring.size, local_shard.shape[0] * local_shard.shape[1], local_shard.shape[2])
+    shards[ring.rank] = local_shard.flatten(0, 1)
     return shards
 
 

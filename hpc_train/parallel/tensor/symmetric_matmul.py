@@ -51,11 +51,11 @@ class _GatherMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gathered, *weights = ctx.saved_tensors
-        x_wanted, _, *wanted = ctx.needs_input_grad
+        x_needs_grad, _, *needs_grad = ctx.needs_input_grad
         total = None
-        if x_wanted:  # one product for all weights, so that their sums are exchanged once
+        if x_needs_grad:  # one product for all weights, so that their sums are exchanged once
             total = fused_matmul_scatter(torch.cat(gradients, dim=-1), torch.cat(weights), ctx.group)
-        return total, None, *_compute_weight_gradients(gradients, gathered, wanted)
+        return total, None, *_compute_weight_gradients(gradients, gathered, needs_grad)
 
 
 class _MatmulScatter(torch.autograd.Function):
@@ -75,10 +75,10 @@ class _MatmulScatter(torch.autograd.Function):
 
 
 def _compute_weight_gradients(
-    gradients: Sequence[Tensor], inputs: Tensor, wanted: Sequence[bool]
+    gradients: Sequence[Tensor], inputs: Tensor, needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradient (N_i, K) of each weight from those of its outputs (B, T, N_i) and the inputs (B, T, K)."""
     return [
-        gradient.flatten(0, 1).t() @ inputs.flatten(0, 1) if want else None
-        for gradient, want in zip(gradients, wanted, strict=True)
+        gradient.flatten(0, 1).t() @ inputs.flatten(0, 1) if is_needed else None
+        for gradient, is_needed in zip(gradients, needs_grad, strict=True)
     ]

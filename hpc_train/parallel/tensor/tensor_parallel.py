@@ -82,7 +82,7 @@ def _split_layers(
         elif how == "heads":
             head_layers.split_head_norm(module, layouts)
         elif how == "attention":
-            head_layers.count_own_heads(name, module, axis)
+            head_layers.count_local_heads(name, module, axis)
         elif how == "head_bias":
             head_layers.split_head_bias(module, axis, layouts)
         elif how == "expert":

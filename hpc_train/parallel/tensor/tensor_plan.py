@@ -31,20 +31,20 @@ def read_tensor_plan(part: nn.Module, *, whole_model: bool) -> dict[str, str]:
     assert isinstance(part, Model)
     title = f"{type(part).__name__}.plan"
     modules = dict(part.named_modules())
-    found: dict[str, str] = {}
-    for glob, how in part.plan.items():
+    styles: dict[str, str] = {}
+    for glob, style in part.plan.items():
         names = [name for name in modules if fnmatchcase(name, glob)]
         if whole_model and not names:
             raise UserError(f"{title}: {glob!r} matches no module; correct or remove that line")
         for name in names:
-            _check_line(title, glob, name, modules[name], how)
-            if found.setdefault(name, how) != how:
-                raise UserError(f"{title}: {name} is both {found[name]} and {how}; keep one of these lines")
-    if not set(found.values()) & {"col", "row", "vocab", "expert"}:
+            _check_line(title, glob, name, modules[name], style)
+            if styles.setdefault(name, style) != style:
+                raise UserError(f"{title}: {name} is both {styles[name]} and {style}; keep one of these lines")
+    if not set(styles.values()) & {"col", "row", "vocab", "expert"}:
         raise UserError(
             f"{title}: no line col, row, vocab or expert matches a module: parallel.tp has nothing to split"
         )
-    return found
+    return styles
 
 
 def _check_line(title: str, glob: str, name: str, module: nn.Module, how: str) -> None:

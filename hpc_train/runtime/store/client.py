@@ -194,7 +194,7 @@ class _Pool:
         self.clones: list[dist.Store] = []
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
-        self._kept: list[_Connection] = []
+        self._held_open: list[_Connection] = []
         """Open until this process ends, for `set_at_end`."""
         self._closed = False
         self._process = os.getpid()
@@ -208,17 +208,17 @@ class _Pool:
         deadline = time.monotonic() + seconds
         connection = self.acquire(seconds)
         try:
-            answer = connection.exchange(request, deadline)
+            reply = connection.exchange(request, deadline)
         except BaseException:
             self._busy.discard(connection)
             connection.close()  # a late answer must not be taken for that of another request
             raise
         self.release(connection)
-        return answer
+        return reply
 
     def acquire(self, seconds: float) -> _Connection:
         if self.is_forked():  # these connections belong to the parent
-            self._idle, self._busy, self._kept, self._process = [], set(), [], os.getpid()
+            self._idle, self._busy, self._held_open, self._process = [], set(), [], os.getpid()
         if self._closed:
             raise dist.DistNetworkError(
                 f"the job's store at {_format_address(self.address)}: this process has closed it"
@@ -234,7 +234,7 @@ class _Pool:
         """Send a request on a connection of its own, which stays open until this process ends."""
         connection = _Connection(self.address, self._secret, seconds)
         connection.exchange(request, time.monotonic() + seconds)
-        self._kept.append(connection)
+        self._held_open.append(connection)
         os.register_at_fork(after_in_child=connection.close)  # a child that lives on would keep it open
 
     def release(self, connection: _Connection) -> None:
@@ -247,7 +247,7 @@ class _Pool:
         self._closed = True
         for connection in list(self._busy):
             connection.interrupt()
-        for connections in (self._idle, self._kept):
+        for connections in (self._idle, self._held_open):
             while connections:
                 connections.pop().close()
 
@@ -320,10 +320,10 @@ class _Connection:
 
 def _compute_time_left(deadline: float) -> float:
     """Return the seconds until the deadline. Raises TimeoutError if none are left."""
-    left = deadline - time.monotonic()
-    if left <= 0:
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
         raise TimeoutError("timed out")
-    return left
+    return seconds
 
 
 def _list_keys(keys: Sequence[bytes]) -> str:

@@ -142,8 +142,8 @@ class Handshake:
     client_nonce: bytes
 
     def _derive(self, purpose: bytes) -> bytes:
-        where = f"{self.address[0]}:{self.address[1]}".encode()
-        text = b"\0".join((MAGIC, purpose, where)) + b"\0" + self.server_nonce + self.client_nonce
+        address = f"{self.address[0]}:{self.address[1]}".encode()
+        text = b"\0".join((MAGIC, purpose, address)) + b"\0" + self.server_nonce + self.client_nonce
         return hmac.digest(self.secret, text, "sha256")
 
     def make_client_proof(self) -> bytes:
@@ -181,11 +181,11 @@ def _decode(payload: bytes) -> Message:
         lengths = struct.unpack_from(f">{count}I", payload, _FIXED.size)
     except struct.error:
         raise ProtocolError("a frame that ends too early") from None
-    at = _FIXED.size + 4 * count
-    if at + sum(lengths) != len(payload):
+    position = _FIXED.size + 4 * count
+    if position + sum(lengths) != len(payload):
         raise ProtocolError("a frame whose parts do not fill it")
     parts = []
     for length in lengths:
-        parts.append(payload[at : at + length])
-        at += length
+        parts.append(payload[position : position + length])
+        position += length
     return Message(code, number, parts)

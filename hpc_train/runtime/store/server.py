@@ -51,8 +51,8 @@ class _Request:
     connection: _Connection
     operation: Operation
     keys: Sequence[bytes]
-    found: int = 0
-    """How many of the keys, from the first on, have been seen."""
+    next_key: int = 0
+    """Index of the first key that has not had a value yet."""
     missing: bytes | None = None
     """The key that it waits for next."""
 
@@ -283,12 +283,12 @@ class StoreServer:
     def _find_next_missing(self, request: _Request) -> bytes | None:
         """Return a key that has no value; None if all have one, also those that were seen earlier."""
         keys = request.keys
-        while request.found < len(keys) and keys[request.found] in self._values:
-            request.found += 1
-        if request.found < len(keys):
-            return keys[request.found]
+        while request.next_key < len(keys) and keys[request.next_key] in self._values:
+            request.next_key += 1
+        if request.next_key < len(keys):
+            return keys[request.next_key]
         # All were there at some time, but one may have been deleted since: look at all of them once more.
-        request.found = 0
+        request.next_key = 0
         return next((key for key in keys if key not in self._values), None)
 
     def _encode_values(self, keys: Sequence[bytes]) -> Payload:
@@ -364,8 +364,8 @@ def _parse_next_message(connection: _Connection) -> Message | None:
 def _allow_open_files(more: int) -> None:
     """Raise this process's limit on open files, as far as allowed, if it is too low for so many connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = more + 256
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    needed = more + 256
+    if soft != resource.RLIM_INFINITY and soft < needed:
         with suppress(OSError, ValueError):
-            most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))

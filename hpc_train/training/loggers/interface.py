@@ -78,8 +78,8 @@ def check_loggers(names: Iterable[str]) -> None:
             raise UserError(f"loggers.use={name}: {library} is not installed; pip install {library}, or leave it out")
         offered = [] if name in _NAMES else sorted(filter(_NAME.fullmatch, entry_points(group=ENTRY_POINTS).names))
         if name not in (*_NAMES, *offered):
-            near = get_close_matches(name, [*_NAMES, *offered], n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join([*_NAMES, *offered])}"
+            close_names = get_close_matches(name, [*_NAMES, *offered], n=1)
+            hint = f"did you mean '{close_names[0]}'?" if close_names else f"there are {', '.join([*_NAMES, *offered])}"
             raise UserError(f"loggers.use={name}: no such logger; {hint}")
 
 

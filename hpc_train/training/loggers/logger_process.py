@@ -43,7 +43,7 @@ class LoggerProcess:
         """Start the process. output: file for what it prints. A process that cannot be started is a warning."""
         self._name, self._output, self._close_seconds = name, output, close_seconds
         self._waiting = bytearray()
-        self._lost = 0
+        self._dropped_steps = 0
         self._process: subprocess.Popen[bytes] | None = None
         command = [sys.executable, "-P", "-m", __name__, name, str(close_seconds)]
         try:
@@ -73,8 +73,8 @@ class LoggerProcess:
         if self._process is None:
             return
         if len(self._waiting) > _MOST_BYTES_WAITING:
-            self._lost += 1
-            if self._lost == 1:
+            self._dropped_steps += 1
+            if self._dropped_steps == 1:
                 _log.warning("logger %s: does not keep up, or blocks; it misses steps from now on", self._name)
         else:
             self._send(dict(record))
@@ -97,9 +97,9 @@ class LoggerProcess:
             return
         seconds = min(self._close_seconds, _SECONDS_AFTER_AN_ERROR) if failed else self._close_seconds
         deadline = began + seconds
-        while self._waiting and self._process.poll() is None and (left := deadline - time.monotonic()) > 0:
+        while self._waiting and self._process.poll() is None and (seconds_left := deadline - time.monotonic()) > 0:
             # Wait until the pipe has room again; the process may also end meanwhile.
-            select.select([], [self._pipe], [], min(left, 0.1))
+            select.select([], [self._pipe], [], min(seconds_left, 0.1))
             if not self._write():
                 return
         with suppress(OSError):
@@ -118,8 +118,8 @@ class LoggerProcess:
         self._process = None
         if code != 0:
             self._warn(code)
-        elif self._lost:
-            _log.warning("logger %s: misses %d steps", self._name, self._lost)
+        elif self._dropped_steps:
+            _log.warning("logger %s: misses %d steps", self._name, self._dropped_steps)
 
     def _send(self, value: Mapping[str, Any]) -> None:
         self._waiting += json.dumps(value).encode() + b"\n"

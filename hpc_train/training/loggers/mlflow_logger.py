@@ -52,8 +52,8 @@ class MlflowLogger:
             experiment = self._find_experiment(run.settings["experiment"])
         tags = {"sweep": run.group} if run.group else {}
         tags |= {"mlflow.user": _user_name(), "mlflow.source.type": "JOB", **{f"tag.{tag}": "true" for tag in run.tags}}
-        made = self._client.create_run(experiment, run_name=run.name, tags=tags)
-        run_id: str = made.info.run_id
+        created = self._client.create_run(experiment, run_name=run.name, tags=tags)
+        run_id: str = created.info.run_id
         parameters = [self._make_parameter(name, value) for name, value in _flatten(run.config)]
         for first in range(0, len(parameters), _PARAMETERS_AT_ONCE):
             self._client.log_batch(run_id, params=parameters[first : first + _PARAMETERS_AT_ONCE])

@@ -54,8 +54,10 @@ def close_loggers(loggers: Sequence[Logger], failed: bool) -> None:
 def describe_run(name: str, config: RunConfig, directory: RunDirectory, attempt: int, resumed_at: int) -> LoggedRun:
     """Describe a run to the logger of this name, and make the folder of the logger. Raises UserError if that fails."""
     loggers, sweep = config.loggers, find_sweep_folder(directory.path)
-    plain = config_to_dict(config)
-    settings: dict[str, Any] = plain["loggers"].get(name) if name in ("wandb", "mlflow") else plain["loggers"]["args"]
+    config_dict = config_to_dict(config)
+    settings: dict[str, Any] = (
+        config_dict["loggers"].get(name) if name in ("wandb", "mlflow") else config_dict["loggers"]["args"]
+    )
     return LoggedRun(
         name=loggers.name or directory.path.name,
         folder=_make_folder(directory.path / "loggers" / name),
@@ -63,7 +65,7 @@ def describe_run(name: str, config: RunConfig, directory: RunDirectory, attempt:
         attempt=attempt,
         resumed_at=resumed_at,
         tags=list(loggers.tags),
-        config=plain,
+        config=config_dict,
         settings=settings,
         shared_folder=sweep / "loggers" / name if sweep else None,
         process=os.getpid(),

@@ -108,23 +108,23 @@ class LossWindow:
 class UpdateGuard:
     """Decides, step by step, whether the update is made."""
 
-    def __init__(self, config: NumbersConfig, act: bool, able: bool) -> None:
-        """act: skip updates, not only report. able: all ranks come to the same decision, so updates can be skipped."""
-        self._config, self._act, self._able = config, act, able
+    def __init__(self, config: NumbersConfig, act: bool, can_skip: bool) -> None:
+        """act: skip updates, not only report. can_skip: whether all ranks decide the same, so that they may skip."""
+        self._config, self._act, self._can_skip = config, act, can_skip
         self.window = LossWindow(config.spike_window, config.spike_sigmas)
         self.skipped = SkipList()
-        self._given = read_skip_list(Path(config.skip_list)) if config.skip_list is not None else SkipList()
+        self._listed = read_skip_list(Path(config.skip_list)) if config.skip_list is not None else SkipList()
         self.nonfinite_in_a_row = 0
         """Latest steps without finite numbers whose updates were skipped."""
 
     def skip_samples(self, entries: Iterable[SkippedSteps]) -> None:
         """Also skip the updates of the samples of these steps."""
-        self._given.entries.extend(entries)
+        self._listed.entries.extend(entries)
 
     def wants_replay(self, loss: float, norm: float, first_sample: int) -> bool:
         """Return whether a step is to be computed again before it is judged; the same on all ranks."""
-        wanted = self._config.replay and self._act and self._able
-        return wanted and self.find_anomaly(loss, norm, first_sample)[0] in ("nonfinite", "spike")
+        may_replay = self._config.replay and self._act and self._can_skip
+        return may_replay and self.find_anomaly(loss, norm, first_sample)[0] in ("nonfinite", "spike")
 
     def judge(self, loss: float, norm: float, first_sample: int) -> tuple[str | None, str | None, bool]:
         """Judge one step by its mean loss and gradient norm, the same on all ranks.
@@ -132,9 +132,9 @@ class UpdateGuard:
         Returns the kind of anomaly (None: none), the reason as text, and whether to skip the update.
         """
         kind, reason = self.find_anomaly(loss, norm, first_sample)
-        wanted = kind == "listed" or (kind == "nonfinite" and self._config.skip_nonfinite)
-        wanted |= kind == "spike" and self._config.spikes == "skip"
-        skip = wanted and self._able and (self._act or kind == "listed")
+        should_skip = kind == "listed" or (kind == "nonfinite" and self._config.skip_nonfinite)
+        should_skip |= kind == "spike" and self._config.spikes == "skip"
+        skip = should_skip and self._can_skip and (self._act or kind == "listed")
         # A skipped spike would raise the limit for the next one.
         if math.isfinite(loss) and not skip:
             self.window.losses.append(loss)
@@ -143,7 +143,7 @@ class UpdateGuard:
 
     def find_anomaly(self, loss: float, norm: float, first_sample: int) -> tuple[str | None, str | None]:
         """Return the kind of anomaly of a step and the reason as text; (None, None) if it has none."""
-        if self._given.covers(first_sample):
+        if self._listed.covers(first_sample):
             return "listed", "its samples are in resilience.numbers.skip_list"
         if not math.isfinite(loss):
             return "nonfinite", f"the loss is {loss}"

@@ -51,40 +51,42 @@ def _go_back_if_lost(run: TrainingRun, finish_saves: Callable[[], None]) -> None
             f"gave up at step {run.step}: the loss or the gradient of {count} steps in a row was not finite, "
             "and there is no good checkpoint to go back to (resilience.numbers.give_up_after)"
         )
-    able = run.config.checkpoint.every > 0 and run.config.resilience.restarts > 0 and state.good is not None
-    if not able or not numbers.rollback_after or count < numbers.rollback_after:
+    can_go_back = run.config.checkpoint.every > 0 and run.config.resilience.restarts > 0 and state.good is not None
+    if not can_go_back or not numbers.rollback_after or count < numbers.rollback_after:
         return
     finish_saves()
-    went = f"the numbers of {count} steps in a row, up to step {run.step}, were not finite"
-    if run_on_rank_0(run.world, lambda: _prepare_rollback(run, went)):
-        raise WentBack(f"{went}; going back to the checkpoint of step {state.good}, without the samples of these steps")
+    reason = f"the numbers of {count} steps in a row, up to step {run.step}, were not finite"
+    if run_on_rank_0(run.world, lambda: _prepare_rollback(run, reason)):
+        raise WentBack(
+            f"{reason}; going back to the checkpoint of step {state.good}, without the samples of these steps"
+        )
 
 
-def _prepare_rollback(run: TrainingRun, why: str) -> bool:
+def _prepare_rollback(run: TrainingRun, reason: str) -> bool:
     """Mark checkpoints and record samples, on rank 0; returns whether the run can go back."""
     state, count = run.rollback, run.guard.nonfinite_in_a_row
     assert state.good is not None
     # The same samples were left out before and it happened again: something else is wrong.
     if state.times >= MOST_ROLLBACKS:
         if count == run.config.resilience.numbers.rollback_after:
-            log.warning("%s, as after %d returns to step %d: not again", why, state.times, state.good)
+            log.warning("%s, as after %d returns to step %d: not again", reason, state.times, state.good)
         return False
     try:
-        marked = mark_newer_bad(run.directory.checkpoints, state.good, why)
+        marked = mark_newer_bad(run.directory.checkpoints, state.good, reason)
     except (CheckpointError, OSError) as error:
-        log.warning("%s, but the run does not return to step %d: %s", why, state.good, error)
+        log.warning("%s, but the run does not return to step %d: %s", reason, state.good, error)
         return False
     if marked is None:
         return False
     batch = run.config.train.global_batch
     # The position has moved past the skipped steps already.
     first = run.consumed_samples - count * batch
-    state.entries.append(SkippedSteps(run.step - count + 1, run.step, first, count * batch, why))
+    state.entries.append(SkippedSteps(run.step - count + 1, run.step, first, count * batch, reason))
     state.times += 1
     if not state.write(run.directory.path / ROLLBACKS):  # the next attempt would meet the same samples again
         state.entries.pop()
         return False
-    run.reporter.add_event("rollback", step=run.step, to=state.good, marked=marked, why=why)
+    run.reporter.add_event("rollback", step=run.step, to=state.good, marked=marked, why=reason)
     return True
 
 
@@ -127,13 +129,13 @@ def distrust_steps(run: TrainingRun, error: RanksDisagree) -> None:
 
 def _compare_replicas_if_due(run: TrainingRun) -> None:
     """Raise RanksDisagree on all ranks where copies of parameters differ that were equal before."""
-    every = run.config.resilience.numbers.compare_every
-    if not every or run.config.parallel.server.mode != "none":
+    compare_every = run.config.resilience.numbers.compare_every
+    if not compare_every or run.config.parallel.server.mode != "none":
         return
     first = run.steps_here == _FIRST_COMPARISON
     if first:
         run.replicas = ReplicaCheck(run.engine, run.world)
-    if run.replicas is None or not (first or run.step % every == 0):
+    if run.replicas is None or not (first or run.step % compare_every == 0):
         return
     odd, sure = run.replicas.find_odd_ranks()
     if odd and first and not run.replicas.do_devices_round_alike():

@@ -38,34 +38,34 @@ def replay_step(
     """
     sample = run.consumed_samples
     _, before = run.guard.find_anomaly(_compute_mean_loss(first), norm, sample)
-    own = None if first.own is None else float(first.own)
+    first_loss = None if first.rank_loss is None else float(first.rank_loss)
     run.engine.skip_update()
-    again, second_norm = compute()
-    if run.guard.find_anomaly(_compute_mean_loss(again), float(second_norm), sample)[0] is None:
-        ranks = _find_ranks_at_fault(run, own, again)
-        _report(run, before or "", _compute_mean_loss(again), ranks)
-    return again, second_norm
+    second, second_norm = compute()
+    if run.guard.find_anomaly(_compute_mean_loss(second), float(second_norm), sample)[0] is None:
+        ranks = _find_ranks_at_fault(run, first_loss, second)
+        _report(run, before or "", _compute_mean_loss(second), ranks)
+    return second, second_norm
 
 
 def _compute_mean_loss(sums: Sums) -> float:
     return float(sums.loss) / max(sums.tokens, 1)
 
 
-def _find_ranks_at_fault(run: TrainingRun, own: float | None, again: Sums) -> list[int]:
+def _find_ranks_at_fault(run: TrainingRun, first_loss: float | None, second: Sums) -> list[int]:
     """Return the ranks whose own loss is another one now; [] if none is, as after an error in backward."""
     if run.copy_group is not None:
         return []  # a rank may be lost meanwhile, and naming one is not worth that
-    differs = own is not None and again.own is not None and _differ(own, float(again.own))
+    differs = first_loss is not None and second.rank_loss is not None and _differ(first_loss, float(second.rank_loss))
     answers = all_gather_values(differs) if run.world.size > 1 else [differs]
     if get_axis_degree(run.world, "pp") > 1:
         return []  # only the last stage has a loss, whichever stage erred
-    return [rank for rank, found in enumerate(answers) if found]
+    return [rank for rank, is_faulty in enumerate(answers) if is_faulty]
 
 
-def _differ(one: float, other: float) -> bool:
-    if not (math.isfinite(one) and math.isfinite(other)):
-        return math.isfinite(one) != math.isfinite(other)
-    return abs(one - other) > _SAME_LOSS * max(abs(one), abs(other))
+def _differ(first: float, second: float) -> bool:
+    if not (math.isfinite(first) and math.isfinite(second)):
+        return math.isfinite(first) != math.isfinite(second)
+    return abs(first - second) > _SAME_LOSS * max(abs(first), abs(second))
 
 
 def _report(run: TrainingRun, before: str, loss: float, ranks: list[int]) -> None:
@@ -75,8 +75,8 @@ def _report(run: TrainingRun, before: str, loss: float, ranks: list[int]) -> Non
     hosts = {entry["rank"]: entry["host"] for entry in read_json(run.directory.rank_map)["ranks"]} if ranks else {}
     named = sorted({hosts[rank] for rank in ranks})
     where = f": rank {', '.join(map(str, ranks[:8]))} on {', '.join(named[:8])} erred" if ranks else ""
-    why = f"{before}, but {loss:.6g} when the step was computed again{where}"
-    run.reporter.add_event("transient", step=run.step + 1, why=why, ranks=ranks, hosts=named)
-    log.warning("step %d: %s; going on with the second numbers", run.step + 1, why)
+    description = f"{before}, but {loss:.6g} when the step was computed again{where}"
+    run.reporter.add_event("transient", step=run.step + 1, why=description, ranks=ranks, hosts=named)
+    log.warning("step %d: %s; going on with the second numbers", run.step + 1, description)
     if len(named) == 1:
-        append_strike(run.directory.path, Strike(named[0], SOFTWARE, why, run.reporter.attempt))
+        append_strike(run.directory.path, Strike(named[0], SOFTWARE, description, run.reporter.attempt))

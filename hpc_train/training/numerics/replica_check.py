@@ -28,9 +28,9 @@ class ReplicaCheck:
     def __init__(self, engine: Engine, world: World) -> None:
         """A collective in some engines. Buffers are left out: those of batch normalisation differ between ranks."""
         parameters = {name for part in engine.parts for name, _ in part.named_parameters()}
-        own = [shard for shard in engine.shards() if shard.name in parameters]
-        self._tensors, self.world = [shard.local for shard in own], world
-        places = sorted((shard.name, shard.offset, tuple(shard.local.shape)) for shard in own)
+        shards = [shard for shard in engine.shards() if shard.name in parameters]
+        self._tensors, self.world = [shard.local for shard in shards], world
+        places = sorted((shard.name, shard.offset, tuple(shard.local.shape)) for shard in shards)
         self._place = int.from_bytes(hashlib.sha256(repr(places).encode()).digest()[:7], "little")
 
     def find_odd_ranks(self) -> tuple[list[int], bool]:
@@ -38,11 +38,11 @@ class ReplicaCheck:
 
         With two copies it is unknown which one is wrong: both are returned. The same on every rank; a collective.
         """
-        own_sum = torch.tensor([self._place, self.add_up()], dtype=torch.int64)
+        local_sum = torch.tensor([self._place, self.add_up()], dtype=torch.int64)
         if self.world.size == 1:
             return [], True
-        sums = [torch.empty_like(own_sum) for _ in range(self.world.size)]
-        dist.all_gather(sums, own_sum, group=self.world.group)
+        sums = [torch.empty_like(local_sum) for _ in range(self.world.size)]
+        dist.all_gather(sums, local_sum, group=self.world.group)
         odd, sure = find_minority([(int(place), int(bits)) for place, bits in sums])
         if self.world.group is not None:  # some ranks are lost: the others have the numbers that they began with
             odd = [dist.get_global_rank(self.world.group, index) for index in odd]
@@ -53,10 +53,10 @@ class ReplicaCheck:
 
         Devices of different kinds may not. Copies of parameters then drift apart without any fault.
         """
-        own_result = torch.tensor(probe_rounding(self.world.device), dtype=torch.int64)
-        results = [torch.empty_like(own_result) for _ in range(self.world.size)]
-        dist.all_gather(results, own_result, group=self.world.group)
-        return all(int(other) == int(own_result) for other in results)
+        local_result = torch.tensor(probe_rounding(self.world.device), dtype=torch.int64)
+        results = [torch.empty_like(local_result) for _ in range(self.world.size)]
+        dist.all_gather(results, local_result, group=self.world.group)
+        return all(int(other) == int(local_result) for other in results)
 
     def add_up(self) -> int:
         """Return the sum of the bits of this rank's parameters, as integers modulo 2^64."""

@@ -96,7 +96,7 @@ def read_rollbacks(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def mark_newer_bad(checkpoints: Path, good: int, why: str) -> list[int] | None:
+def mark_newer_bad(checkpoints: Path, good: int, reason: str) -> list[int] | None:
     """Mark all checkpoints that were committed after the good one; returns their steps, None if `good` is not there.
 
     Raises CheckpointError if a mark cannot be written, OSError if a step cannot be read.
@@ -105,7 +105,7 @@ def mark_newer_bad(checkpoints: Path, good: int, why: str) -> list[int] | None:
     if good not in steps:
         return None
     order = {step: read_manifest(path, step).sequence for step, path in steps.items()}
-    newer = sorted(step for step in steps if order[step] > order[good])
-    for step in newer:
-        mark_bad(checkpoints, step, why)
-    return newer
+    newer_steps = sorted(step for step in steps if order[step] > order[good])
+    for step in newer_steps:
+        mark_bad(checkpoints, step, reason)
+    return newer_steps

@@ -77,7 +77,7 @@ class NodeMetrics:
         self._attempt, self._steps, self._nodes, self._resumed_at = attempt, steps, task.nodes, resumed_at
         self._earlier, self._job = read_earlier_periods(directory, attempt)
         self._validation_loss: float | None = None
-        self._every, self._next = config.loggers.textfile_seconds, 0.0
+        self._interval, self._next = config.loggers.textfile_seconds, 0.0
 
     def update(self, record: Mapping[str, Any], heartbeat: Heartbeat) -> None:
         """Take the record of a step, and have it written if the last write was long enough ago."""
@@ -86,7 +86,7 @@ class NodeMetrics:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + self._every
+        self._next = now + self._interval
         self._file.write(self._format({**record, "validation_loss": self._validation_loss}, heartbeat))
 
     def close(self) -> None:
@@ -155,17 +155,17 @@ class MetricsTextFile:
 
     def _replace(self, text: str) -> None:
         # The collector reads *.prom only. Whoever may write to the folder must not have us follow their link.
-        beside = self._path.with_name(f".{self._path.stem}.{os.getpid()}")
+        temporary = self._path.with_name(f".{self._path.stem}.{os.getpid()}")
         try:
-            beside.unlink(missing_ok=True)
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            temporary.unlink(missing_ok=True)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 os.fchmod(descriptor, 0o644)  # node_exporter runs as another user
                 file.write(text)
-            beside.replace(self._path)
+            temporary.replace(self._path)
         except OSError as error:
             with suppress(OSError):
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             if not self._warned:
                 self._warned = True
                 _log.warning("%s: %s; Prometheus sees no metrics of this node", self._path, error.strerror)
@@ -206,16 +206,16 @@ def read_earlier_periods(directory: RunDirectory, attempt: int) -> tuple[list[Pe
     periods: list[Period] = []
     lines = _read_ledger_tail(directory.path / GOODPUT)
     for number in sorted({line.attempt for line in lines if line.attempt < attempt}):
-        own = [line for line in lines if line.attempt == number]
+        attempt_lines = [line for line in lines if line.attempt == number]
         periods.append(
             Period(
                 attempt=number,
                 job=_name_job(periods, number, restarted),
-                began=own[0].time - sum(own[0].seconds.values()),
-                ended=own[-1].time,
-                nodes=own[-1].nodes,
+                began=attempt_lines[0].time - sum(attempt_lines[0].seconds.values()),
+                ended=attempt_lines[-1].time,
+                nodes=attempt_lines[-1].nodes,
                 resumed=resumed.get(number),
-                lines=[*own[:: max(1, len(own) // _LINES_OF_A_PERIOD)], own[-1]],
+                lines=[*attempt_lines[:: max(1, len(attempt_lines) // _LINES_OF_A_PERIOD)], attempt_lines[-1]],
             )
         )
     return periods, _name_job(periods, attempt, restarted)

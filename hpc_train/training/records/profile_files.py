@@ -53,13 +53,13 @@ def name_trace(rank: int, first: int, last: int) -> str:
 
 def list_traces(run: Path) -> list[TraceFile]:
     """Return the traces of a run, the latest attempt last."""
-    found = []
+    traces = []
     for path in (run / FOLDER).glob("*/*.json.gz"):
         match = _TRACE.fullmatch(path.name)
         if match is not None and path.parent.name.isdecimal():
             rank, first, last = map(int, match.groups())
-            found.append(TraceFile(path, int(path.parent.name), rank, first, last))
-    return sorted(found, key=lambda trace: (trace.attempt, trace.first, trace.last, trace.rank))
+            traces.append(TraceFile(path, int(path.parent.name), rank, first, last))
+    return sorted(traces, key=lambda trace: (trace.attempt, trace.first, trace.last, trace.rank))
 
 
 def write_request(run: Path, first: int, last: int, ranks: Sequence[int]) -> ProfileRequest:
@@ -67,20 +67,20 @@ def write_request(run: Path, first: int, last: int, ranks: Sequence[int]) -> Pro
     folder = run / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     request = ProfileRequest(time.time_ns(), first, last, tuple(ranks))
-    beside = folder / f".{REQUEST}.{request.number}"
-    beside.write_text(json.dumps(asdict(request)) + "\n")
-    beside.replace(folder / REQUEST)
+    temporary = folder / f".{REQUEST}.{request.number}"
+    temporary.write_text(json.dumps(asdict(request)) + "\n")
+    temporary.replace(folder / REQUEST)
     return request
 
 
 def read_request(run: Path) -> ProfileRequest | None:
     """Return the newest request; None if there is none. Raises ValueError or OSError for a damaged one."""
     try:
-        found = read_json(run / FOLDER / REQUEST)
+        fields = read_json(run / FOLDER / REQUEST)
     except FileNotFoundError:
         return None
-    numbers = [found[name] for name in ("number", "first", "last")] if isinstance(found, dict) else []
-    ranks = found["ranks"] if isinstance(found, dict) else None
+    numbers = [fields[name] for name in ("number", "first", "last")] if isinstance(fields, dict) else []
+    ranks = fields["ranks"] if isinstance(fields, dict) else None
     if not isinstance(ranks, list) or not all(type(value) is int for value in (*numbers, *ranks)):
         raise ValueError("it is not a request of hpc-train profile")
     number, first, last = numbers

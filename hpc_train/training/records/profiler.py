@@ -96,13 +96,13 @@ class StepProfiler:
 
     def _look_for_request(self, step: int) -> None:
         self._next_look = time.monotonic() + self._settings.poll_seconds
-        found = _read_quietly(self._run)
-        if found is None or found == self._answered:
+        request = _read_quietly(self._run)
+        if request is None or request == self._answered:
             return
-        self._answered = found
-        if self._world.rank in found.ranks:
-            late = max(0, step - found.first)
-            self._window = found.first + late, found.last + late
+        self._answered = request
+        if self._world.rank in request.ranks:
+            late = max(0, step - request.first)
+            self._window = request.first + late, request.last + late
             self._start_if_due(step)
 
     def _start_if_due(self, step: int) -> None:
@@ -201,13 +201,13 @@ class Trace:
 
     def write(self, path: Path) -> None:
         """Write the trace, and on a GPU the snapshot of its memory. Raises OSError, RuntimeError."""
-        beside = path.with_name(f".{path.name}")
+        temporary = path.with_name(f".{path.name}")
         self._profiler.add_metadata_json("hpc_train", json.dumps({"rank": self._world.rank, "first": self.first}))
-        self._profiler.export_chrome_trace(str(beside))
+        self._profiler.export_chrome_trace(str(temporary))
         if self._memory:
             write_memory_snapshot(path.with_name(path.name.replace(".pt.trace.json.gz", ".memory.pickle")))
             record_memory_history(False)
-        beside.replace(path)
+        temporary.replace(path)
 
     def _enter_part(self, part: StepPart) -> None:
         if self._marks:

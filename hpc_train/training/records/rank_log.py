@@ -110,11 +110,11 @@ def measure_clock_offset(read_clock: Callable[[], float], now: Callable[[], floa
     """
     offset, error = 0.0, float("inf")
     for _ in range(_CLOCK_ROUNDS):
-        asked = now()
+        sent = now()
         server_time = read_clock()
-        answered = now()
-        if (answered - asked) / 2 < error:
-            offset, error = server_time - (asked + answered) / 2, (answered - asked) / 2
+        received = now()
+        if (received - sent) / 2 < error:
+            offset, error = server_time - (sent + received) / 2, (received - sent) / 2
     return offset, error
 
 
@@ -127,11 +127,11 @@ class StreamLines:
 
     def add(self, data: bytes | memoryview) -> None:
         """Take bytes that were written to the stream; whole lines are recorded."""
-        *lines, rest = bytes(data).split(b"\n")
+        *lines, unfinished = bytes(data).split(b"\n")
         for line in lines:
             self._record(bytes(self._unfinished) + line)
             self._unfinished.clear()
-        self._unfinished += rest[: MAX_LINE_BYTES - len(self._unfinished)]
+        self._unfinished += unfinished[: MAX_LINE_BYTES - len(self._unfinished)]
 
     def _record(self, line: bytes) -> None:
         text = line[:MAX_LINE_BYTES].decode(errors="replace")

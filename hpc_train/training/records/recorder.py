@@ -227,13 +227,13 @@ class OperationCount:
 
 def count_nodes(roots: list[Any]) -> int:
     """Count the nodes of an autograd graph."""
-    seen, waiting = set(roots), list(roots)
+    visited, waiting = set(roots), list(roots)
     while waiting:
         for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
+            if node is not None and node not in visited:
+                visited.add(node)
                 waiting.append(node)
-    return len(seen)
+    return len(visited)
 
 
 def measure_node_seconds(device: torch.device) -> float:
@@ -279,15 +279,15 @@ class NodeCounters:
 
 def read_node_counters() -> dict[str, float]:
     """Read bytes moved by NICs, and the seconds in which processes were stalled by disks or memory, since boot."""
-    found = {}
+    counters = {}
     moved = [*_read_infiniband_bytes(), *_read_ethernet_bytes()]
     if moved:
-        found["net_bytes"] = float(sum(moved))
+        counters["net_bytes"] = float(sum(moved))
     for kind, name in (("io", "io_stall"), ("memory", "memory_stall")):
         with suppress(OSError, ValueError, IndexError):
-            some = Path(f"/proc/pressure/{kind}").read_text().splitlines()[0]
-            found[name] = int(some.rpartition("total=")[2]) / 1e6
-    return found
+            pressure = Path(f"/proc/pressure/{kind}").read_text().splitlines()[0]
+            counters[name] = int(pressure.rpartition("total=")[2]) / 1e6
+    return counters
 
 
 def _read_infiniband_bytes() -> Iterator[int]:
@@ -321,11 +321,11 @@ def open_gpu_counters(device: torch.device) -> Callable[[], dict[str, float]]:
         return dict
 
     def read() -> dict[str, float]:
-        found: dict[str, float] = {}
+        counters: dict[str, float] = {}
         with suppress(nvml.NVMLError):
-            found["gpu_busy"] = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-            found["gpu_mhz"] = float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
-            found["gpu_watts"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
-        return found
+            counters["gpu_busy"] = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+            counters["gpu_mhz"] = float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+            counters["gpu_watts"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+        return counters
 
     return read

@@ -28,10 +28,10 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
-def make_progress(steps: int, every: int, stream: TextIO | None = None) -> Progress:
-    """Make a progress bar if `stream` (default: stdout) is a terminal, else print a line every `every` steps."""
+def make_progress(steps: int, interval: int, stream: TextIO | None = None) -> Progress:
+    """Make a progress bar if `stream` (default: stdout) is a terminal, else print a line every `interval` steps."""
     stream = stream or sys.stdout
-    return LiveProgress(steps, stream) if stream.isatty() else PlainProgress(steps, every, stream)
+    return LiveProgress(steps, stream) if stream.isatty() else PlainProgress(steps, interval, stream)
 
 
 def format_clock(seconds: float) -> str:
@@ -60,18 +60,18 @@ def describe_step(record: dict[str, Any]) -> str:
 class PlainProgress:
     """Prints one line every few steps, for logs."""
 
-    def __init__(self, steps: int, every: int, stream: TextIO) -> None:
-        self._steps, self._every, self._stream = steps, every, stream
+    def __init__(self, steps: int, interval: int, stream: TextIO) -> None:
+        self._steps, self._interval, self._stream = steps, interval, stream
 
     def show(self, record: dict[str, Any]) -> None:
         step = record["step"]
-        if step > 1 and step % self._every and step != self._steps and record.get("validation_loss") is None:
+        if step > 1 and step % self._interval and step != self._steps and record.get("validation_loss") is None:
             return
         # From the last step alone; the terminal's bar averages.
-        left = (self._steps - step) * record["step_seconds"]
+        seconds_left = (self._steps - step) * record["step_seconds"]
         width = len(str(self._steps))
         print(
-            f"step {step:>{width}}/{self._steps}  {describe_step(record)}  left {format_clock(left)}",
+            f"step {step:>{width}}/{self._steps}  {describe_step(record)}  left {format_clock(seconds_left)}",
             file=self._stream,
             flush=True,
         )
@@ -113,8 +113,8 @@ def _open_events(path: Path) -> LineFile:
     try:
         return LineFile(path)
     except OSError as error:
-        why = "it is not a regular file" if error.errno == errno.ENXIO else error.strerror
-        raise UserError(f"{path}: {why}; move it away, or give another run_dir") from error
+        reason = "it is not a regular file" if error.errno == errno.ENXIO else error.strerror
+        raise UserError(f"{path}: {reason}; move it away, or give another run_dir") from error
 
 
 @dataclass

@@ -169,7 +169,7 @@ def find_event_time(path: Path, kind: str, attempt: int) -> float | None:
         return None
     events = (parse_json_object(line) for line in lines)
     times = [event.get("time") for event in events if (event.get("event"), event.get("attempt")) == (kind, attempt)]
-    return next((float(at) for at in times if isinstance(at, (int, float))), None)
+    return next((float(event_time) for event_time in times if isinstance(event_time, (int, float))), None)
 
 
 @dataclass(frozen=True)

@@ -167,38 +167,38 @@ def read_blocks(path: Path, newest_bytes: int | None = None) -> Iterator[tuple[i
     with open_to_read(path) as file:
         if newest_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - newest_bytes))
-        rest = b""
+        buffer = b""
         while piece := file.read(_READ_AT_ONCE):
-            rest += piece
-            blocks, used = _split_blocks(rest)
-            rest = rest[used:]
+            buffer += piece
+            blocks, used = _split_blocks(buffer)
+            buffer = buffer[used:]
             yield from blocks
 
 
 def _split_blocks(data: bytes) -> tuple[list[tuple[int, np.ndarray[Any, Any]]], int]:
     """Return the whole blocks, and up to where the data was used."""
     blocks: list[tuple[int, np.ndarray[Any, Any]]] = []
-    at = 0
-    while (at := data.find(_MAGIC, at)) >= 0 and at + _BLOCK.size <= len(data):
-        _, version, rank, count = _BLOCK.unpack_from(data, at)
-        end = at + _BLOCK.size + count * RECORD.itemsize
+    position = 0
+    while (position := data.find(_MAGIC, position)) >= 0 and position + _BLOCK.size <= len(data):
+        _, version, rank, count = _BLOCK.unpack_from(data, position)
+        end = position + _BLOCK.size + count * RECORD.itemsize
         if version != _VERSION or not 0 < count <= _FLUSH_RECORDS:
-            at += 1
+            position += 1
             continue
         if end > len(data):
             # Cut short at the end of the file, or by a writer that was killed: then another header follows inside.
-            following = data.find(_MAGIC, at + 1)
+            following = data.find(_MAGIC, position + 1)
             if following < 0:
-                return blocks, at
-            at = following
+                return blocks, position
+            position = following
             continue
-        inside = data.find(_MAGIC, at + 1, end)
+        inside = data.find(_MAGIC, position + 1, end)
         if inside >= 0:
-            at = inside
+            position = inside
             continue
-        blocks.append((rank, np.frombuffer(data, RECORD, count, at + _BLOCK.size)))
-        at = end
-    return blocks, at if at >= 0 else max(0, len(data) - len(_MAGIC) + 1)
+        blocks.append((rank, np.frombuffer(data, RECORD, count, position + _BLOCK.size)))
+        position = end
+    return blocks, position if position >= 0 else max(0, len(data) - len(_MAGIC) + 1)
 
 
 def pack_record(values: Mapping[str, Any]) -> bytes:
@@ -242,13 +242,13 @@ class RecordSum:
             self._open = None
 
 
-def _add_values(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _add_values(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Add up what is summed; of levels and the step keep the later, of the time the earlier."""
-    total = {**one, **other, "time": one.get("time", 0.0), "steps": one["steps"] + other["steps"]}
+    total = {**earlier, **later, "time": earlier.get("time", 0.0), "steps": earlier["steps"] + later["steps"]}
     for name in SECONDS:
-        total[name] = one.get(name, _NAN) + other.get(name, _NAN)
+        total[name] = earlier.get(name, _NAN) + later.get(name, _NAN)
     for name in COUNTS:
-        total[name] = one.get(name, 0) + other.get(name, 0)
-    pairs = zip(one.get("waits", _NO_WAITS), other.get("waits", _NO_WAITS), strict=True)
-    total["waits"] = [first + second for first, second in pairs]
+        total[name] = earlier.get(name, 0) + later.get(name, 0)
+    pairs = zip(earlier.get("waits", _NO_WAITS), later.get("waits", _NO_WAITS), strict=True)
+    total["waits"] = [earlier_wait + later_wait for earlier_wait, later_wait in pairs]
     return total

@@ -53,17 +53,17 @@ class WarningRecorder(logging.Handler):
     def __init__(self, logs: Path, process: int) -> None:
         super().__init__(logging.WARNING)
         self._folder, self._process = logs / FOLDER, process
-        self._alike: Counter[tuple[str, int]] = Counter()
+        self._repetitions: Counter[tuple[str, int]] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one warning; a disk that is full does not end the training."""
         place = (record.pathname, record.lineno)
-        self._alike[place] += 1
-        if self._alike[place] > _MOST_ALIKE:
+        self._repetitions[place] += 1
+        if self._repetitions[place] > _MOST_ALIKE:
             record.repeated = True
             return
         text = describe_record(record)
-        if self._alike[place] == _MOST_ALIKE:
+        if self._repetitions[place] == _MOST_ALIKE:
             text += " (further ones like this are only in the log)"
         level = "error" if record.levelno >= logging.ERROR else "warning"
         with suppress(OSError):
@@ -76,28 +76,28 @@ class WarningRecorder(logging.Handler):
         # Task 0 always writes: its warnings speak for the whole run.
         if path.exists() or (self._process and len(list(self._folder.iterdir())) >= _MOST_FILES):
             return False
-        beside = self._folder / f".{path.stem}.{self._process}"
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        temporary = self._folder / f".{path.stem}.{self._process}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:
             with os.fdopen(descriptor, "w") as file:
                 json.dump(asdict(warning), file)
-            _claim(beside, path)
+            _claim(temporary, path)
         except FileExistsError:
             return False
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return True
 
 
-def _claim(beside: Path, path: Path) -> None:
+def _claim(temporary: Path, path: Path) -> None:
     """Give a file its name. Raises FileExistsError if another rank was first, where the file system has hard links."""
     try:
         # A link fails if the name exists, where a rename would replace the file of another rank.
-        os.link(beside, path)
+        os.link(temporary, path)
     except FileExistsError:
         raise
     except OSError:
-        beside.rename(path)
+        temporary.rename(path)
 
 
 @contextmanager
