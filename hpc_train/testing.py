@@ -182,7 +182,7 @@ def _start(rank: int, ranks: int, folder: str, parallel: ParallelConfig, timeout
 
 
 def _pretend(rank: int, ranks: int, parallel: ParallelConfig) -> World:
-    from hpc_train._torch import pretend_group
+    from hpc_train._torch.process_groups import pretend_group
     from hpc_train.config.parallel import resolve_degrees
     from hpc_train.runtime.start import make_world
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_train._torch_rehearsal import tensors_in
+from hpc_train._torch.rehearsal import tensors_in
 from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.parallel.chunked_loss import ChunkedLoss, LossChunks

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc_train._torch import shard_offset
+from hpc_train._torch.dtensor import shard_offset
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.runtime.consensus import report_lost_ranks

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from types import ModuleType
 
-from hpc_train._torch import OLDEST_TESTED, describe_untested_torch, release_numbers
+from hpc_train._torch.versions import OLDEST_TESTED, describe_untested_torch, release_numbers
 from hpc_train.doctor.findings import Finding, fail_check, pass_check, warn_check
 from hpc_train.errors import UserError
 from hpc_train.placement.communication_environment import find_harmful_variables

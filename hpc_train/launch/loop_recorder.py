@@ -25,7 +25,7 @@ from typing import Any, Self
 from torch import nn
 from torch.optim import Optimizer
 
-from hpc_train._torch import make_device_clock
+from hpc_train._torch.observation import make_device_clock
 from hpc_train.checkpoint.checkpointer import describe_ranks
 from hpc_train.errors import EXIT_DONE, EXIT_FAILED, UserError
 from hpc_train.interfaces import World

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hpc_train._torch import memory_number
+from hpc_train._torch.tensors import memory_number
 from hpc_train.models.operation_record import (
     CpuDisguise,
     DeferredView,

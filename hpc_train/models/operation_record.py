@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hpc_train._torch import TorchDispatchMode, memory_number, tree_map_only
+from hpc_train._torch.observation import TorchDispatchMode
+from hpc_train._torch.tensors import memory_number, tree_map_only
 
 LARGE_TENSOR_BYTES = 1 << 20
 """Size in bytes from which tensors are deferred; smaller ones, such as buffers that constructors read, are real."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPAParams
 
-from hpc_train._torch import find_sdpa_backend
+from hpc_train._torch.attention import find_sdpa_backend
 from hpc_train.config.model import TransformerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError

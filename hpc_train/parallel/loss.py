@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch import check_on_device, shard_offset
+from hpc_train._torch.dtensor import shard_offset
+from hpc_train._torch.tensors import check_on_device
 from hpc_train.components import LOSSES
 from hpc_train.config.train import TrainConfig
 from hpc_train.interfaces import IGNORED_TARGET, StepBatch, World

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch import is_memoryless, shard_offset
+from hpc_train._torch.dtensor import shard_offset
+from hpc_train._torch.tensors import is_memoryless
 from hpc_train.errors import UserError
 from hpc_train.models.adapters.adapted_linear import initialise_adapters
 from hpc_train.models.adapters.names import is_adapter_parameter

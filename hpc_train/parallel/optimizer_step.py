@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch import multiply_tensors, shard_offset
+from hpc_train._torch.dtensor import shard_offset
+from hpc_train._torch.tensors import multiply_tensors
 from hpc_train.components import explain_user_code
 from hpc_train.config.optim import EmaConfig
 from hpc_train.errors import UserError

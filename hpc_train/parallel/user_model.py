@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
-from hpc_train._torch import is_memoryless, tree_leaves
+from hpc_train._torch.tensors import is_memoryless, tree_leaves
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET
 from hpc_train.models.deferred import iterate_plain_tensors

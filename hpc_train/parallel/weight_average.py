@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hpc_train._torch import copy_tensor_lists, interpolate_tensors
+from hpc_train._torch.tensors import copy_tensor_lists, interpolate_tensors
 from hpc_train.config.optim import EmaConfig
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.optimizer_step import get_local

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpc_train._torch import release_numbers
+from hpc_train._torch.versions import release_numbers
 from hpc_train.config.run import RunConfig
 from hpc_train.placement.communication_environment import VariableSetting
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hpc_train._torch import make_device_clock
+from hpc_train._torch.observation import make_device_clock
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.parallel import AXES, Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hpc_train._torch import describe_untested_torch
+from hpc_train._torch.versions import describe_untested_torch
 from hpc_train.checkpoint.storage.lock import hold_lock
 from hpc_train.config.model import HfModelConfig
 from hpc_train.config.run import RunConfig

@@ -13,7 +13,7 @@ from plain_setup import global_batch, model, share
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch import shard_offset
+from hpc_train._torch.dtensor import shard_offset
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, TensorShard, World
 

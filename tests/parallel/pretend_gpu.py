@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map_only
 
-from hpc_train._torch_rehearsal import MemorylessMode, assume_known_shapes, tensors_in
+from hpc_train._torch.rehearsal import MemorylessMode, assume_known_shapes, tensors_in
 from hpc_train.config.parallel import ParallelConfig, resolve_degrees
 from hpc_train.interfaces import World
 from hpc_train.runtime.start import leave_process_group, make_world

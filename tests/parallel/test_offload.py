@@ -19,7 +19,7 @@ from outcome import RATES, Held, Outcome, engine_steps, held
 from plain_setup import Layout, engine_of, global_batch, model, share
 from torch import nn
 
-from hpc_train._torch_rehearsal import MemorylessMode, storage_address, tensors_in
+from hpc_train._torch.rehearsal import MemorylessMode, storage_address, tensors_in
 from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.compose import compose
 from hpc_train.config.model import TransformerConfig

@@ -18,7 +18,7 @@ from plain_setup import GPT2, LAYOUTS, LENGTH, LLAMA, SEQUENCES, engine_of, glob
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hpc_train._torch import TorchDispatchMode
+from hpc_train._torch.observation import TorchDispatchMode
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World

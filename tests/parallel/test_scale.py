@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch import shard_rectangle
+from hpc_train._torch.dtensor import shard_rectangle
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import Engine, World

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from hpc_train._torch import shard_offset
+from hpc_train._torch.dtensor import shard_offset
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.interfaces import IGNORED_TARGET, World
 from hpc_train.parallel.loss import sum_split_cross_entropy

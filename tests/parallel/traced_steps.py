@@ -12,7 +12,7 @@ from dataclasses import asdict
 import torch
 from pretend_gpu import Trace, pretend_gpu
 
-from hpc_train._torch import pretend_group
+from hpc_train._torch.process_groups import pretend_group
 from hpc_train.config.compose import compose
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_train._torch_rehearsal import MemorylessMode, tensors_in, watch_storage_sizes
+from hpc_train._torch.rehearsal import MemorylessMode, tensors_in, watch_storage_sizes
 from hpc_train.config.compose import compose
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train import _torch
+from hpc_train._torch.process_groups import all_gather, reduce_scatter
 from hpc_train.bench.collectives.definitions import CollectiveOperation
 from hpc_train.interfaces import World
 from hpc_train.mpi import require_mpi
@@ -149,8 +149,8 @@ class TorchConnection:
         wire = _TorchWire(group)
         calls = {
             "all_reduce": lambda: dist.all_reduce(received, group=group),
-            "all_gather": lambda: _torch.all_gather(received.view(ranks, -1), sent, group),
-            "reduce_scatter": lambda: _torch.reduce_scatter(received, sent.view(ranks, -1), group),
+            "all_gather": lambda: all_gather(received.view(ranks, -1), sent, group),
+            "reduce_scatter": lambda: reduce_scatter(received, sent.view(ranks, -1), group),
             "broadcast": lambda: dist.broadcast(received, group=group, group_src=0),
             "reduce": lambda: dist.reduce(received, group=group, group_dst=0),
             "all_to_all": lambda: dist.all_to_all_single(received, sent, group=group),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hpc_train._torch import TorchDispatchMode
+from hpc_train._torch.observation import TorchDispatchMode
 from hpc_train.bench.gpu.gpu_table import Row
 from hpc_train.bench.gpu.sides import MAX_NORM, make_batch, make_config, make_engine
 from hpc_train.config.run import RunConfig

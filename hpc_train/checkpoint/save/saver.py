@@ -22,7 +22,7 @@ import h5py
 import torch
 import torch.distributed as dist
 
-from hpc_train._torch import make_named_group
+from hpc_train._torch.process_groups import make_named_group
 from hpc_train.checkpoint.errors import CheckpointError, format_error
 from hpc_train.checkpoint.provenance import Origin
 from hpc_train.checkpoint.save.incremental import IncrementalWriter

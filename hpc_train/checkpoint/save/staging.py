@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpc_train._torch import copy_tensor_lists
+from hpc_train._torch.tensors import copy_tensor_lists
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.block_digests import digest_blocks
 from hpc_train.checkpoint.format.hdf5_layout import ALIGNMENT, ShardImage

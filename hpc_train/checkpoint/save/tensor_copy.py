@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpc_train._torch import tensor_version
+from hpc_train._torch.tensors import tensor_version
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.save.staging import (
     ByteArray,

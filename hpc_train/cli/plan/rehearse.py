@@ -31,7 +31,7 @@ def rehearse_command(overrides: Sequence[str], config_dir: str | None, as_json: 
     check_model_and_data(config)
     import torch
 
-    from hpc_train._torch import describe_untested_torch
+    from hpc_train._torch.versions import describe_untested_torch
     from hpc_train.planner.rehearsal.rehearse import rehearse_run
     from hpc_train.planner.rehearsal.result import format_rehearsal
     from hpc_train.planner.rehearsal.result import rehearsal_to_json as to_json

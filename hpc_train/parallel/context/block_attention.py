@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpc_train import _torch
+from hpc_train._torch.attention import flash_attention, flash_attention_backward, has_flash_attention
 from hpc_train.models.attention import plain_attention
 from hpc_train.models.attention.plain_attention import ScoreRule
 
@@ -38,8 +38,8 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor,
     q: (B, heads, T, d); k and v: (B, kv_heads, S, d); kv_heads divides heads. causal: query i sees keys 0 ... i; T = S.
     """
     assert not causal or q.shape[2] == k.shape[2]
-    if _torch.has_flash_attention(q):
-        return _torch.flash_attention(q, k, v, causal)
+    if has_flash_attention(q):
+        return flash_attention(q, k, v, causal)
     return attend_block_plainly(q, k, v, causal)
 
 
@@ -47,8 +47,8 @@ def differentiate_block(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> BlockGradients:
     """Return (dq, dk, dv) of one block. out, lse: attention and log-sum-exp over *all* blocks."""
-    if _torch.has_flash_attention(q):
-        return _torch.flash_attention_backward(grad, q, k, v, out, lse, causal)
+    if has_flash_attention(q):
+        return flash_attention_backward(grad, q, k, v, out, lse, causal)
     return differentiate_block_plainly(grad, q, k, v, out, lse, causal)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpc_train._torch import all_gather, reduce_scatter
+from hpc_train._torch.process_groups import all_gather, reduce_scatter
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpc_train._torch import find_group
+from hpc_train._torch.process_groups import find_group
 from hpc_train.models.attention.plain_attention import ScoreRule
 from hpc_train.parallel.context.block_attention import (
     BlockGradients,

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train._torch import make_named_group
+from hpc_train._torch.process_groups import make_named_group
 from hpc_train.config.parallel import AXES
 from hpc_train.errors import LostRanksError
 from hpc_train.interfaces import World

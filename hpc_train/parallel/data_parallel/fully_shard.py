@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch import concatenate_meshes, flatten_mesh
+from hpc_train._torch.process_groups import concatenate_meshes, flatten_mesh
 from hpc_train.config.parallel import ParallelConfig, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError

@@ -60,7 +60,7 @@ class StepLoss:
         self.sum, self._get_scale, self._losses_seen = torch.zeros_like(self.sum), scale, 0
 
     def __call__(self, out: Tensor, target: Tensor) -> Tensor:
-        """Compute one micro-batch's loss; see _torch.PipelineLoss."""
+        """Compute one micro-batch's loss; see _torch.pipeline.PipelineLoss."""
         assert self._last_part is not None
         with self._timeline.record("L", self._stage, self._losses_seen):
             loss = (compute_loss_sum if self._checked else compute_first_loss_sum)(self._last_part, out, target)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from hpc_train._torch import all_gather, concatenate_meshes, flatten_mesh, split_mesh
+from hpc_train._torch.process_groups import all_gather, concatenate_meshes, flatten_mesh, split_mesh
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hpc_train._torch import is_memoryless, tensor_version
+from hpc_train._torch.tensors import is_memoryless, tensor_version
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.memory.copy_stream import CopyStream, HostMemory, HostPlace, Mark

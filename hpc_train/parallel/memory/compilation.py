@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_train._torch import graph_breaks
+from hpc_train._torch.observation import graph_breaks
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch import move_shards, set_local
+from hpc_train._torch.dtensor import set_local
+from hpc_train._torch.fully_shard import move_shards
 from hpc_train.cluster.filesystems import find_filesystem
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError

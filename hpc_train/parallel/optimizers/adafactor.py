@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from hpc_train._torch import cut_dimension
+from hpc_train._torch.dtensor import cut_dimension
 from hpc_train.config.optim import AdafactorConfig
 from hpc_train.parallel.optimizer_step import get_local
 

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch import all_gather, flatten_mesh, shard_rectangle
+from hpc_train._torch.dtensor import shard_rectangle
+from hpc_train._torch.process_groups import all_gather, flatten_mesh
 from hpc_train.interfaces import World
 from hpc_train.parallel.mesh_axes import EXPERT_SHARD_AXIS, SHARD_CP_AXIS, get_axis_degree, get_axis_index
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_train._torch import orthogonalise
+from hpc_train._torch.tensors import orthogonalise
 from hpc_train.config.optim import MuonConfig
 from hpc_train.interfaces import World
 from hpc_train.parallel.optimizer_step import get_local

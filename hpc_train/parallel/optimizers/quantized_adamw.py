@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch import compile_for_each_shape
+from hpc_train._torch.tensors import compile_for_each_shape
 from hpc_train.errors import UserError
 from hpc_train.parallel.optimizer_step import get_local
 from hpc_train.quiet_imports import without_warnings

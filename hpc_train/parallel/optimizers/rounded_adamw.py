@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch import shard_offset
+from hpc_train._torch.dtensor import shard_offset
 from hpc_train.models.dropout import mix_bits
 from hpc_train.parallel.optimizer_step import get_local
 

@@ -22,7 +22,8 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from hpc_train._torch import (
+from hpc_train._torch.fully_shard import finish_backward
+from hpc_train._torch.pipeline import (
     PendingWeights,
     PipelineLoss,
     allocate_received,
@@ -31,7 +32,6 @@ from hpc_train._torch import (
     backward_of_weights,
     defer_receive_memory,
     drop_last_output,
-    finish_backward,
     release_received,
     run_pipeline_order,
     take_over_gathering,

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hpc_train._torch import all_gather, check_on_device, reduce_scatter
+from hpc_train._torch.process_groups import all_gather, reduce_scatter
+from hpc_train._torch.tensors import check_on_device
 from hpc_train.errors import UserError
 from hpc_train.models.adapters.adapted_linear import AdaptedLinear
 from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpc_train._torch import find_group
+from hpc_train._torch.process_groups import find_group
 from hpc_train.traffic.model_axes import MIN_CHUNK_BYTES, MOST_CHUNKS
 
 ShardPlace = tuple[int, slice]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpc_train._torch import fused_gather_matmul, fused_matmul_scatter
+from hpc_train._torch.process_groups import fused_gather_matmul, fused_matmul_scatter
 from hpc_train.errors import UserError
 
 _OPTION = "parallel.tensor.symmetric=true"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch_rehearsal import is_in_backward, storage_address, tensors_in
+from hpc_train._torch.rehearsal import is_in_backward, storage_address, tensors_in
 
 MEMORY_KINDS = ("parameters", "optimizer", "gradients", "gathered", "host", "forward", "backward", "other")
 """What memory is used for.

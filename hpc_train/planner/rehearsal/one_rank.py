@@ -1,6 +1,6 @@
 """Rehearse one rank: build its part of the model as a run does, optionally train a step, and count its memory.
 
-The world is simulated: collectives return at once without moving data, and tensors have no memory (_torch_rehearsal).
+The world is simulated: collectives return at once and move no data, and tensors have no memory (_torch/rehearsal.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hpc_train._torch import pretend_group
-from hpc_train._torch_rehearsal import (
+from hpc_train._torch.process_groups import pretend_group
+from hpc_train._torch.rehearsal import (
     UNKNOWN_SHAPE_ERRORS,
     MemorylessMode,
     assume_known_shapes,
@@ -201,7 +201,7 @@ def list_tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def pretend_world(rank: int, degrees: Degrees) -> Iterator[World]:
     """Enter the simulated world of `rank` for a block of code: collectives return at once and move no data.
 
-    Its device is the CPU, where tensors take no memory inside _torch_rehearsal.MemorylessMode.
+    Its device is the CPU, where tensors take no memory inside MemorylessMode.
     """
     pretend_group(rank, degrees.world)
     try:

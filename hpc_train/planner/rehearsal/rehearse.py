@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hpc_train._torch_rehearsal import MemorylessMode, preload_torch
+from hpc_train._torch.rehearsal import MemorylessMode, preload_torch
 from hpc_train.config.parallel import CompressionConfig, Degrees, ParallelConfig, ServerConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError

@@ -10,7 +10,7 @@ from itertools import product
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch import cut_dimension, shard_rectangle
+from hpc_train._torch.dtensor import cut_dimension, shard_rectangle
 from hpc_train.config.parallel import Degrees
 from hpc_train.parallel.mesh_axes import EXPERT_SHARD_AXIS, SHARD_CP_AXIS
 

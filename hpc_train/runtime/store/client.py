@@ -82,7 +82,7 @@ class JobStore(dist.Store):
             return
         self._pool.close()
         if dist.is_initialized():
-            from hpc_train._torch import abort_process_groups
+            from hpc_train._torch.process_groups import abort_process_groups
 
             with suppress(Exception):  # the process ends either way
                 abort_process_groups()

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
-from hpc_train._torch import record_memory_history, write_memory_snapshot
+from hpc_train._torch.observation import record_memory_history, write_memory_snapshot
 from hpc_train.config.profile import ProfileConfig, parse_steps
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World

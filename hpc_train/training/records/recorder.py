@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hpc_train._torch import tree_leaves, watch_waits
+from hpc_train._torch.observation import watch_waits
+from hpc_train._torch.tensors import tree_leaves
 from hpc_train.cluster.local_gpus import load_nvml
 from hpc_train.interfaces import Engine, World
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
@@ -60,7 +61,7 @@ class StepRecorder:
     """Records the steps of one rank. `begin` ends the record of the step before."""
 
     def __init__(self, engine: Engine, world: World, heartbeat: Heartbeat, path: Path, compiled: bool) -> None:
-        """path: the file of this node. compiled: see _torch.watch_waits."""
+        """path: the file of this node. compiled: see _torch.observation.watch_waits."""
         self._clock, self._heartbeat, self._device = world.clock, heartbeat, world.device
         self._file = StepRecordFile(path, world.rank)
         self._sum = RecordSum(lambda record: self._file.append(record, time.monotonic()))

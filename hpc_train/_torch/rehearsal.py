@@ -1,4 +1,4 @@
-"""Private torch APIs that `plan rehearse` needs, each with the reason why; see _torch.py."""
+"""Tensors without memory, and what else `plan rehearse` needs of torch."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class MemorylessMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     every operator's result, which is all that a rehearsal needs.
     """
 
-    def __init__(self, seen: Callable[[Any, Sequence[Tensor]], None]) -> None:
-        """seen: called with the result and the tensor arguments of every operator that a real run would execute."""
+    def __init__(self, record: Callable[[Any, Sequence[Tensor]], None]) -> None:
+        """record: called with the result and the tensor arguments of every operator that a real run would execute."""
         super().__init__(allow_non_fake_inputs=True)
-        self._seen = seen
-        self._again = 0
+        self._record = record
+        self._nesting = 0
         """Depth of nested use. DTensor re-enters the mode to learn the shape of a whole result, and torch to decompose
         an operator without a shape rule. Operators inside such calls use no memory in a real run and are not
         counted."""
 
     def __enter__(self) -> MemorylessMode:
         super().__enter__()
-        self._again += not self.enter_stack[-1][0]
+        self._nesting += not self.enter_stack[-1][0]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._again -= not self.enter_stack[-1][0]
+        self._nesting -= not self.enter_stack[-1][0]
         super().__exit__(*error)
 
     def __torch_dispatch__(
@@ -56,26 +56,26 @@ class MemorylessMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func.namespace == _OWN:
             with self:
                 return _operator_function(func)(*args, **kwargs)
-        given = list(tensors_in((*args, *kwargs.values())))
-        fake = any(isinstance(tensor, FakeTensor) for tensor in given)
-        if func in _ASKING and (fake or any(tensor.is_meta for tensor in given)):
-            return _make_value(given[0].dtype) if func is torch.ops.aten._local_scalar_dense.default else True
-        if not fake and _makes_large(given):
+        tensors = list(tensors_in((*args, *kwargs.values())))
+        fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if func in _READS_OF_VALUES and (fake or any(tensor.is_meta for tensor in tensors)):
+            return _make_value(tensors[0].dtype) if func is torch.ops.aten._local_scalar_dense.default else True
+        if not fake and _makes_large(tensors):
             (args, kwargs), fake = self._forget_values((args, kwargs)), True
-            given = list(tensors_in((*args, *kwargs.values())))
-        if fake or _needs_memory(given, args, kwargs):
+            tensors = list(tensors_in((*args, *kwargs.values())))
+        if fake or _needs_memory(tensors, args, kwargs):
             out = self._shaped(func, types, args, kwargs)
         else:
-            out = self._without_memory(func(*args, **kwargs), given)
-        if not self._again:
-            self._seen(out, given)
+            out = self._without_memory(func(*args, **kwargs), tensors)
+        if not self._nesting:
+            self._record(out, tensors)
         return out
 
-    def _without_memory(self, out: Any, given: Sequence[Tensor]) -> Any:
+    def _without_memory(self, out: Any, tensors: Sequence[Tensor]) -> Any:
         """Return a result without its memory if it is new and floating-point, such as a table of cosines."""
         if not isinstance(out, Tensor) or isinstance(out, DTensor) or not out.is_floating_point() or out.is_meta:
             return out
-        return out if any(out is tensor for tensor in given) else self.from_tensor(out)
+        return out if any(out is tensor for tensor in tensors) else self.from_tensor(out)
 
     def _forget_values(self, arguments: Any) -> Any:
         """Return an operator's arguments with each real tensor replaced by one without memory."""
@@ -83,11 +83,11 @@ class MemorylessMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _shaped(self, func: Any, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Compute only the shape of an operator's result."""
-        self._again += 1
+        self._nesting += 1
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
-            self._again -= 1
+            self._nesting -= 1
 
 
 _OWN = "hpc_train"
@@ -112,22 +112,22 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 UNKNOWN_SHAPE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Raised in MemorylessMode if the shape of a result depends on values, as that of torch.nonzero does."""
 # Operators that return a Python value, which a tensor without memory does not have.
-_ASKING = (
+_READS_OF_VALUES = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.allclose.default,
     torch.ops.aten.equal.default,
 )
-_MOST = 1 << 22
+_LARGEST_REAL = 1 << 22
 """Integer tensors with at most this many elements stay real."""
 
 
-def _makes_large(given: Sequence[Tensor]) -> bool:
+def _makes_large(tensors: Sequence[Tensor]) -> bool:
     """Return whether an operator on small real tensors, such as a hash of positions, has a huge result."""
-    if len(given) < 2 or any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in given):
+    if len(tensors) < 2 or any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in tensors):
         return False
     try:
-        shape = torch.broadcast_shapes(*(tensor.shape for tensor in given))  # type: ignore[no-untyped-call]
-        return bool(math.prod(shape) > _MOST)
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
+        return bool(math.prod(shape) > _LARGEST_REAL)
     except RuntimeError:  # no operator of equal elements, such as a product of matrices
         return False
 
@@ -136,18 +136,18 @@ def _make_value(dtype: torch.dtype) -> bool | int | float:
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
-def _needs_memory(given: Sequence[Tensor], args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+def _needs_memory(tensors: Sequence[Tensor], args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Return whether an operator on real tensors, or without tensors, must have a result without memory."""
     device = kwargs.get("device")
     on_meta = device is not None and torch.device(str(device)).type == "meta"
-    if given:  # moving off the meta device is where a model would get its memory
-        return device is not None and not on_meta and any(tensor.is_meta for tensor in given)
+    if tensors:  # moving off the meta device is where a model would get its memory
+        return device is not None and not on_meta and any(tensor.is_meta for tensor in tensors)
     if on_meta:
         return False
     size, dtype = args[0] if args else 0, kwargs.get("dtype")
     if not isinstance(size, (list, tuple)):
         return False  # a range, or one number
-    return not isinstance(dtype, torch.dtype) or dtype.is_floating_point or math.prod(size) > _MOST
+    return not isinstance(dtype, torch.dtype) or dtype.is_floating_point or math.prod(size) > _LARGEST_REAL
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
@@ -175,10 +175,10 @@ def watch_storage_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iter
 
     Replaces a method of torch, because resizing a storage is no operator, so no mode sees it.
     """
-    plain = torch.UntypedStorage.resize_
+    original_resize = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        result = plain(storage, size)
+        result = original_resize(storage, size)
         resized(storage)
         return result
 
@@ -186,7 +186,7 @@ def watch_storage_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iter
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = original_resize  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -198,14 +198,14 @@ def assume_known_shapes() -> Iterator[None]:
     """
     from torch.distributed.pipelining import PipelineStage
 
-    asked = PipelineStage.__dict__.get("_warmup_backward_result")
-    if asked is not None:
+    original = PipelineStage.__dict__.get("_warmup_backward_result")
+    if original is not None:
         PipelineStage._warmup_backward_result = lambda *_, **__: torch.ones(1, dtype=torch.int32)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        if asked is not None:
-            PipelineStage._warmup_backward_result = asked  # type: ignore[method-assign]
+        if original is not None:
+            PipelineStage._warmup_backward_result = original  # type: ignore[method-assign]
 
 
 def gathered_parameters(module: FSDPModule) -> Iterator[Tensor]:
