@@ -1,4 +1,4 @@
-"""Make torch's pipeline stages and schedules for this rank's parts."""
+"""Make torch's pipeline schedules for this rank's parts, one for each number of micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -22,24 +21,15 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from hpc_train._torch.fully_shard import finish_backward
 from hpc_train._torch.pipeline import (
-    PendingWeights,
     PipelineLoss,
-    allocate_received,
-    backward_of_inputs,
-    backward_of_stage,
-    backward_of_weights,
-    defer_receive_memory,
-    drop_last_output,
-    release_received,
     run_pipeline_order,
     take_over_gathering,
 )
 from hpc_train.config.parallel import ParallelConfig
-from hpc_train.parallel.data_parallel.fully_shard import set_gradient_sync
 from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.pipeline.measurement import Timeline
+from hpc_train.parallel.pipeline.stage import Stage
 from hpc_train.schedules.generate import generate_order
 from hpc_train.schedules.order import Action, Kind, Order, format_rows, parse_action
 from hpc_train.schedules.validate import validate_order
@@ -55,102 +45,6 @@ _MULTI_STAGE_SCHEDULES: dict[str, type[PipelineScheduleMulti]] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-
-
-class Stage(PipelineStage):
-    """torch's stage plus timeline entries for computations, dropout masks per micro-batch, and its strategy's sharding.
-
-    torch's own stage would keep whole gradients, and parameters that a backward has gathered, until the end of the
-    step.
-    """
-
-    timeline: Timeline
-    masks: StepMasks
-    parallel: ParallelConfig
-
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
-    ) -> Any:
-        """See torch."""
-        self.masks.select(fwd_chunk_id)
-        with self.timeline.record("F", self.stage_index, fwd_chunk_id):
-            out = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-        if self.is_last:  # torch would keep the logits of every micro-batch; only its loss is used again
-            drop_last_output(self, fwd_chunk_id)
-        return out
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        """See torch."""
-        self.masks.select(bwd_chunk_id)  # for recomputation
-        with self.timeline.record("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if loss is not None and full_backward and not loss._is_view():  # a view cannot be detached in place
-            loss.detach_()  # its graph would keep the stage's input, and that one's gradient, until the end of the step
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """See torch."""
-        with self.timeline.record("W", self.stage_index, bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return a forward's receives. torch's version keeps buffers for every micro-batch from the first step on."""
-        allocate_received(self.args_recv_info[fwd_chunk_id], self.device)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the receives of a backward; see get_fwd_recv_ops."""
-        if bwd_chunk_id in self.grad_recv_info:
-            allocate_received(self.grad_recv_info[bwd_chunk_id], self.device)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
-        release_received(self.args_recv_info[fwd_chunk_id])
-        return found
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
-        found: tuple[Tensor | None, ...] = super()._retrieve_recv_grads(bwd_chunk_id)
-        release_received(self.grad_recv_info[bwd_chunk_id])
-        return found
-
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        with defer_receive_memory(self):
-            super()._setup_forward_recv_info(num_microbatches, has_backward)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        with defer_receive_memory(self):
-            super()._setup_backward_recv_info(num_microbatches)
-
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[Tensor | None, ...], PendingWeights | None]:
-        """Run a backward; see torch. backward_type: full, input or weight; last_backward: the stage's last one."""
-        if not isinstance(self.submod, FSDPModule):
-            result: tuple[tuple[Tensor | None, ...], PendingWeights | None]
-            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            return result
-        set_gradient_sync(self.submod, self.parallel, self.group_size, last_backward)
-        if backward_type == "weight":
-            backward_of_weights(self.submod, bwd_kwargs["param_groups"], self.parallel.prefetch)
-            return (), None
-        passed = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
-        if backward_type == "input":
-            return backward_of_inputs(*passed, self.submod)
-        gradients = backward_of_stage(*passed)
-        finish_backward(self.submod)
-        return gradients, None
-
-    def _recv_meta(self, src_stage: int) -> Any:
-        """Refuse what torch would unpickle from the network: our stages know what they exchange and never ask."""
-        raise RuntimeError(
-            f"stage {self.stage_index} was sent a description by stage {src_stage} that none of ours sends"
-        )
 
 
 @dataclass(frozen=True)
