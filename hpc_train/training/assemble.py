@@ -41,14 +41,14 @@ def assemble_run(
     loader, validation = make_loader(config, data, world, augment=True), make_validation_loader(config, world)
     run = TrainingRun(config, world, directory, engine, loader, validation, steps, Reporter(directory, attempt), stop)
     run.copy_group = find_copy_group(config, engine, data)
-    run.rollback.restore(_USER_ERRORS.run_on_rank_0(world, lambda: read_rollbacks(directory.path / ROLLBACKS)))
-    run.guard.skip_samples(run.rollback.entries)
+    run.numbers.rollback.restore(_USER_ERRORS.run_on_rank_0(world, lambda: read_rollbacks(directory.path / ROLLBACKS)))
+    run.numbers.guard.skip_samples(run.numbers.rollback.entries)
     lines: list[str] = []
     resumed = resume_from_checkpoint(directory.checkpoints, config.checkpoint.resume, engine.shards(), world)
     if resumed is not None:
         lines += _restore_run(run, resumed)
     if config.adapter.base == "nf4":
-        run.base_digest = _USER_ERRORS.run_on_rank_0(world, partial(_check_base, config, resumed))
+        run.saves.base_digest = _USER_ERRORS.run_on_rank_0(world, partial(_check_base, config, resumed))
     loaded = _load_adapter_of_start(run, resumed)
     lines = [loaded, *lines] if loaded is not None else lines
     if resumed is None and (random_base := find_random_base_problem(config)) is not None:
@@ -72,7 +72,7 @@ def assemble_run(
 
 def _restore_run(run: TrainingRun, resumed: ResumedStep) -> list[str]:
     """Put the run where its checkpoint was saved; returns lines to print. Tensors are in their places already."""
-    changed = describe_code_change(resumed.origin, run.saver.origin)
+    changed = describe_code_change(resumed.origin, run.saves.saver.origin)
     lines = [changed] if changed is not None else []
     if resumed.weights_only:
         lines.append(
@@ -81,17 +81,17 @@ def _restore_run(run: TrainingRun, resumed: ResumedStep) -> list[str]:
         rate_problem = find_learning_rate_problem(run.config)
         return [*lines, rate_problem] if rate_problem is not None else lines
     extra = resumed.extra
-    run.step = run.equal_at = resumed.step
-    run.saved_at = resumed.step if resumed.directory == run.directory.checkpoints else None
-    run.resumed_from = run.saved_at
-    run.owes_validation = run.saved_at is not None and extra.get("owes_validation", False)
+    run.step = run.numbers.equal_at = resumed.step
+    run.saves.saved_at = resumed.step if resumed.directory == run.directory.checkpoints else None
+    run.saves.resumed_from = run.saves.saved_at
+    run.evaluation.is_owed = run.saves.saved_at is not None and extra.get("owes_validation", False)
     _check_position(extra["consumed_samples"], run)
-    run.noise.restore(extra["noise_scale"])
-    run.guard.restore(extra["numbers"])
+    run.numbers.noise.restore(extra["noise_scale"])
+    run.numbers.guard.restore(extra["numbers"])
     exact = getattr(run.config.data, "resume", "exact") == "exact"
     restarted = restore_position(run.loader, extra.get("data"), run.consumed_samples, exact, run.world)
-    if run.saved_at is not None:
-        run.rollback.add_checkpoint(run.saved_at)
+    if run.saves.saved_at is not None:
+        run.numbers.rollback.add_checkpoint(run.saves.saved_at)
     return [*lines, restarted] if restarted else lines
 
 

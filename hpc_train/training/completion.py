@@ -39,30 +39,29 @@ def _find_not_finite(run: TrainingRun) -> str | None:
     """Return a line if the last step's loss, gradient or evaluation is not finite."""
     assert run.last_loss is not None
     todo = f"lower optim.lr (now {run.config.optim.lr:g}), or look at the data of that step"
-    if run.lost_since is not None:
+    lost_since, evaluation = run.numbers.lost_since, run.evaluation
+    if lost_since is not None:
         description = f"is {run.last_loss}" if not math.isfinite(run.last_loss) else "or its gradient is not finite"
-        return (
-            f"not done: the loss {description} at the last step ({run.step}), and since step {run.lost_since}; {todo}"
-        )
-    if run.validated_at == run.step and run.last_validation is not None and not math.isfinite(run.last_validation):
-        return f"not done: the validation loss is {run.last_validation} at the last step ({run.step}); {todo}"
+        return f"not done: the loss {description} at the last step ({run.step}), and since step {lost_since}; {todo}"
+    if evaluation.step == run.step and evaluation.loss is not None and not math.isfinite(evaluation.loss):
+        return f"not done: the validation loss is {evaluation.loss} at the last step ({run.step}); {todo}"
     return None
 
 
 def _find_not_saved(run: TrainingRun) -> str | None:
     """Return a line if the last step's checkpoint was not saved, or the last weights if there are no others."""
-    checkpoint = run.config.checkpoint
-    if checkpoint.every and run.saved_at != run.step:
-        newest = f"the newest saved is of step {run.saved_at}" if run.saved_at is not None else "none was saved"
+    checkpoint, saved_at = run.config.checkpoint, run.saves.saved_at
+    if checkpoint.every and saved_at != run.step:
+        newest = f"the newest saved is of step {saved_at}" if saved_at is not None else "none was saved"
         return (
             f"not done: step {run.step}, the last, was not saved ({newest}): {_explain_failed_save(run, weights=False)}"
         )
-    if not checkpoint.every and checkpoint.weights_every and (weights := run.save_failures.get(True)):
+    if not checkpoint.every and checkpoint.weights_every and (weights := run.saves.failures.get(True)):
         return f"not done: the weights of step {weights.step} were not saved: {_explain_failed_save(run, weights=True)}"
     return None
 
 
 def _explain_failed_save(run: TrainingRun, weights: bool) -> str:
-    failure = run.save_failures.get(weights)
+    failure = run.saves.failures.get(weights)
     reason = failure.why if failure else "no save of it has ended"
     return f"{reason}; make room or mend that, and `hpc-train resume` goes on"

@@ -78,16 +78,16 @@ def evaluate_if_due(run: TrainingRun, stop: bool) -> Evaluation | None:
     """Return the evaluation if it is due; if a stop was agreed on, before or meanwhile, the run owes it."""
     train_config = run.config.train
     due = train_config.eval_every and (run.step % train_config.eval_every == 0 or run.step == run.steps)
-    run.owes_validation = False
+    run.evaluation.is_owed = False
     if run.validation is None or not due:
         return None
     if not stop:
-        beat = partial(run.heartbeat.enter, Phase.EVALUATE, run.step)
+        beat = partial(run.observers.heartbeat.enter, Phase.EVALUATE, run.step)
         batches, metrics = train_config.eval_batches, train_config.metrics
         result = evaluate_batches(run.engine, run.validation, batches, metrics, run.stop, beat)
     else:
         result = None
-    run.owes_validation = result is None
+    run.evaluation.is_owed = result is None
     return result
 
 
@@ -96,9 +96,9 @@ def evaluate_owed(run: TrainingRun) -> None:
 
     Call it before anybody reads the metrics of this attempt. If a stop is agreed on again, the run still owes it.
     """
-    if not run.owes_validation:
+    if not run.evaluation.is_owed:
         return
     result = evaluate_if_due(run, stop=False)
     if result is not None:
-        run.last_validation, run.validated_at = result.loss, run.step
+        run.evaluation.loss, run.evaluation.step = result.loss, run.step
         run.reporter.report_evaluation(run.step, result.as_record())

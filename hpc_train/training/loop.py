@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def run_training(run: TrainingRun) -> int:
     """Train to the last step, or until some rank is asked to stop; returns the exit code, the same on every rank."""
     try:
-        return _stop(run) if run.owes_validation else _run_steps(run)
+        return _stop(run) if run.evaluation.is_owed else _run_steps(run)
     except Exception as error:
         # The step that failed is not the step being saved: that checkpoint is sound, and worth the wait.
         report_saves(run, run.wait_for_saves())
@@ -51,16 +51,18 @@ def _run_steps_collecting(run: TrainingRun, collect: Callable[[int], None]) -> i
         go_on_without_lost(run)
         report_step(run, step, validation)
         check_numbers(run, lambda: report_saves(run, run.wait_for_saves()))
-        stopping = step.stop or run.owes_validation
+        stopping = step.stop or run.evaluation.is_owed
         if stopping:
-            report_saves(run, run.take_ended_saves())  # how long a save takes is known from the last one
-            run.unsaved = run_on_rank_0(run.world, partial(explain_too_late, run, time.monotonic() - begun_before))
-        saved = not run.unsaved and save_if_due(run, stopping)
-        if run.ledger is not None:
-            run.ledger.write(run.heartbeat, run.step, due=saved)
-        report_saves(run, run.take_ended_saves())
+            report_saves(run, run.saves.take_ended())  # how long a save takes is known from the last one
+            run.saves.skip_reason = run_on_rank_0(
+                run.world, partial(explain_too_late, run, time.monotonic() - begun_before)
+            )
+        saved = not run.saves.skip_reason and save_if_due(run, stopping)
+        if run.observers.ledger is not None:
+            run.observers.ledger.write(run.observers.heartbeat, run.step, due=saved)
+        report_saves(run, run.saves.take_ended())
         collect(run.step)
-        owed = run.owes_validation and run.config.checkpoint.every > 0
+        owed = run.evaluation.is_owed and run.config.checkpoint.every > 0
         if stopping and (run.step < run.steps or owed):
             report_saves(run, run.wait_for_saves())
             return _stop(run)
@@ -71,30 +73,32 @@ def _run_steps_collecting(run: TrainingRun, collect: Callable[[int], None]) -> i
 def report_step(run: TrainingRun, step: StepResult, validation: Evaluation | None) -> None:
     """Write the step's line of metrics.jsonl."""
     if validation is not None:
-        run.last_validation, run.validated_at = validation.loss, run.step
+        run.evaluation.loss, run.evaluation.step = validation.loss, run.step
     record = {**step.record, **(validation.as_record() if validation is not None else {})}
     run.reporter.report_step(record)
-    if run.node_metrics is not None:
-        run.node_metrics.update(record, run.heartbeat)
+    if run.observers.node_metrics is not None:
+        run.observers.node_metrics.update(record, run.observers.heartbeat)
 
 
 def _stop(run: TrainingRun) -> int:
     """Report a stop on purpose; returns the exit code, which tells the batch script whether to requeue."""
-    run.reporter.add_event("signal", step=run.step, signal=run.stop.signal_name, saved=run.saved_at == run.step)
-    if run.saved_at == run.step:
+    saves = run.saves
+    run.reporter.add_event("signal", step=run.step, signal=run.stop.signal_name, saved=saves.saved_at == run.step)
+    if saves.saved_at == run.step:
         run.reporter.mark_requeue()
         run.reporter.say(f"stopped at step {run.step}, saved; run again with run_dir={run.directory.path} to continue")
         return EXIT_REQUEUE
-    if run.unsaved:
+    if saves.skip_reason:
         run.reporter.mark_requeue()
-        place = "the beginning" if run.saved_at is None else f"step {run.saved_at}"
-        run.reporter.say(f"stopped at step {run.step}, NOT saved: {run.unsaved}; the run goes on from {place}")
+        place = "the beginning" if saves.saved_at is None else f"step {saves.saved_at}"
+        run.reporter.say(f"stopped at step {run.step}, NOT saved: {saves.skip_reason}; the run goes on from {place}")
         return EXIT_REQUEUE
-    failed = run.save_failures.get(False)
-    if failed is not None and run.saved_at not in (None, run.resumed_from):  # the next run of the job will save, too
+    failed = saves.failures.get(False)
+    # This process has saved before, so the next one of the job will save, too.
+    if failed is not None and saves.saved_at not in (None, saves.resumed_from):
         run.reporter.mark_requeue()
         run.reporter.say(
-            f"stopped at step {run.step}, NOT saved: {failed.why}; the run goes on from step {run.saved_at}"
+            f"stopped at step {run.step}, NOT saved: {failed.why}; the run goes on from step {saves.saved_at}"
         )
         return EXIT_REQUEUE
     reason = (

@@ -106,7 +106,7 @@ def _run_rank(
         with hold_lock(directory.checkpoints, world) if _does_save(config) else nullcontext() as lock:
             heartbeat.enter(Phase.LOAD)
             run = assemble_run(config, world, directory, attempt, stop, data, engine)
-            run.heartbeat, run.saver.lock = heartbeat, lock
+            run.observers.heartbeat, run.saves.saver.lock = heartbeat, lock
             _attach_observers(run, task, attempt)
             with closing(run):
                 if rank_map.warning:
@@ -141,14 +141,14 @@ def _attach_observers(run: TrainingRun, task: Task, attempt: int) -> None:
     """Give the run what breaks it when ordered to, and what records it, as far as the configuration asks for them."""
     config, world, directory = run.config, run.world, run.directory
     if config.resilience.chaos:
-        run.injector = FaultInjector(directory.path, world.rank)
-        run.saver.before_write = run.injector.before_write
+        run.observers.injector = FaultInjector(directory.path, world.rank)
+        run.saves.saver.before_write = run.observers.injector.before_write
     if config.train.record_steps:
         file = directory.step_records(attempt, task.node)
-        run.recorder = StepRecorder(run.engine, world, run.heartbeat, file, config.parallel.compile)
-    run.profiler = start_profiler(run, attempt)
-    run.ledger = LedgerFile(directory.path / GOODPUT, attempt, task.nodes) if world.rank == 0 else None
-    run.node_metrics = start_node_metrics(run, task)
+        run.observers.recorder = StepRecorder(run.engine, world, run.observers.heartbeat, file, config.parallel.compile)
+    run.observers.profiler = start_profiler(run, attempt)
+    run.observers.ledger = LedgerFile(directory.path / GOODPUT, attempt, task.nodes) if world.rank == 0 else None
+    run.observers.node_metrics = start_node_metrics(run, task)
 
 
 def _train_to_end(run: TrainingRun, data: Dataset | OwnStream) -> int:
@@ -156,13 +156,13 @@ def _train_to_end(run: TrainingRun, data: Dataset | OwnStream) -> int:
     allow_losses(run)
     code = run_training(run)
     go_on_without_lost(run)  # the last saves may have taken minutes
-    if run.profiler is not None:
-        run.profiler.close(run.step)
+    if run.observers.profiler is not None:
+        run.observers.profiler.close(run.step)
     raise_if_any_incomplete(find_shortfall(run) if code == EXIT_DONE else None, run.world)
     _log_end(run, data)
-    run.heartbeat.enter(Phase.END, run.step)
-    if run.ledger is not None:
-        run.ledger.write(run.heartbeat, run.step, ended=True)
+    run.observers.heartbeat.enter(Phase.END, run.step)
+    if run.observers.ledger is not None:
+        run.observers.ledger.write(run.observers.heartbeat, run.step, ended=True)
     if code == EXIT_DONE:
         run.reporter.mark_done()
     run.reporter.close_loggers()
@@ -282,8 +282,8 @@ def _log_end(run: TrainingRun, data: Dataset | OwnStream) -> None:
         return
     run.reporter.add_event("end", step=run.step)
     losses = [f"loss {run.last_loss:.4f}"] if run.last_loss is not None else []
-    if run.last_validation is not None:
-        losses.append(f"validation {run.last_validation:.4f}")
+    if run.evaluation.loss is not None:
+        losses.append(f"validation {run.evaluation.loss:.4f}")
     entropy = data.unigram_entropy if run.world.rank == 0 and not isinstance(data, OwnStream) else None
     if entropy is not None:
         losses.append(f"a unigram model of the same text {entropy:.4f} nats a token")

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from hpc_train.checkpoint.storage.step_directory import WEIGHTS_FOLDER, mark_bas
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.plain_config import config_to_yaml
 from hpc_train.config.run import RunConfig
-from hpc_train.interfaces import TensorShard
+from hpc_train.interfaces import TensorShard, World
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.training.data_position import gather_positions
 from hpc_train.training.records.run_records import find_event_time
@@ -74,13 +74,52 @@ class SaveFailure:
     why: str
 
 
+@dataclass
+class SaveState:
+    """The savers of a run, and how their saves have gone."""
+
+    saver: Saver
+    """Saves whole checkpoints: parameters, optimizer state and position."""
+    weights_saver: Saver
+    """Saves weights alone (checkpoint.weights_every); separate from `saver`, so that neither waits for the other."""
+    saved_at: int | None = None
+    """Step of the newest whole checkpoint of this run; None before the first."""
+    resumed_from: int | None = None
+    """Step of this run's own checkpoint that it was resumed from; retention never removes it."""
+    seconds: float | None = None
+    """Seconds that the last whole checkpoint of this process took, from its beginning to its commit."""
+    skip_reason: str = ""
+    """Why a stop does not save, if so; the same on all ranks."""
+    base_digest: str | None = None
+    """Digest of the files that the base in 4 bits was read from; its weights are not saved."""
+    failures: dict[bool, SaveFailure] = field(default_factory=dict)
+    """Last save, if it failed; keyed by whether it is of the weights alone."""
+
+    def change_world(self, world: World) -> None:
+        """Go on with the ranks of `world`, since others are lost."""
+        self.saver.change_world(world)
+        self.weights_saver.change_world(world)
+
+    def take_ended(self) -> list[SaveResult]:
+        """Return the saves, of checkpoints and of weights, that have ended since the last call."""
+        return self.saver.take_finished() + self.weights_saver.take_finished()
+
+    def wait(self) -> list[SaveResult]:
+        """Wait for pending saves; return those that have ended since the last call."""
+        return self.saver.wait() + self.weights_saver.wait()
+
+    def wait_until_copied(self) -> float:
+        """Block until pending saves have copied parameters and optimizer state; returns the seconds it took."""
+        return self.saver.wait_for_copy() + self.weights_saver.wait_for_copy()
+
+
 def explain_too_late(run: TrainingRun, longest: float) -> str:
     """Return why a save would not end before the machine is taken away; empty if it would, or if that is unknown.
 
     longest: seconds that may have passed since the notice at most, whatever the clocks say: another node has written
     its time, and each clock may be set meanwhile.
     """
-    grace, needed = run.config.resilience.grace_seconds, run.save_seconds
+    grace, needed = run.config.resilience.grace_seconds, run.saves.seconds
     if grace is None or needed is None:
         return ""
     noticed = find_event_time(run.directory.events, "notice", run.reporter.attempt)
@@ -101,7 +140,7 @@ def save_if_due(run: TrainingRun, stopping: bool) -> bool:
     full = save_every and (stopping or run.step % save_every == 0 or run.step == run.steps)
     weights = weights_every and run.step % weights_every == 0
     if full or weights:
-        run.heartbeat.enter(Phase.SAVE, run.step)
+        run.observers.heartbeat.enter(Phase.SAVE, run.step)
     shards = list(run.engine.shards()) if full or weights else []  # once for both: a collective in some engines
     if full:
         save_checkpoint(run, shards)
@@ -115,42 +154,45 @@ def save_checkpoint(run: TrainingRun, shards: Sequence[TensorShard]) -> None:
     extra: dict[str, Any] = {
         "consumed_samples": run.consumed_samples,
         "seed": run.config.train.seed,
-        "noise_scale": run.noise.state(),
+        "noise_scale": run.numbers.noise.state(),
         "schema_version": run.config.schema_version,
-        "owes_validation": run.owes_validation,
-        "numbers": run.guard.state(),
+        "owes_validation": run.evaluation.is_owed,
+        "numbers": run.numbers.guard.state(),
         "data": gather_positions(run.loader, run.world),
     }
-    validation = run.last_validation if run.validated_at == run.step else None
+    validation = run.evaluation.loss if run.evaluation.step == run.step else None
+    numbers = run.numbers
     # With the latest update skipped the parameters may be what makes the loss infinite.
-    finite = run.finite and run.lost_since is None and (validation is None or math.isfinite(validation))
-    run.saver.save(run.step, shards, mark_base(extra, run.base_digest), finite, validation)
+    finite = numbers.finite_since_save and numbers.lost_since is None
+    finite = finite and (validation is None or math.isfinite(validation))
+    run.saves.saver.save(run.step, shards, mark_base(extra, run.saves.base_digest), finite, validation)
     if finite:
-        run.rollback.add_checkpoint(run.step)
-    run.finite = True
+        numbers.rollback.add_checkpoint(run.step)
+    numbers.finite_since_save = True
 
 
 def save_weights(run: TrainingRun, shards: Sequence[TensorShard]) -> None:
     """Begin to save the weights of this step, without optimizer state. Retention never removes them."""
     extra = {"consumed_samples": run.consumed_samples, "schema_version": run.config.schema_version}
-    extra = mark_base(extra, run.base_digest)
-    run.weights_saver.save(run.step, select_weights(shards), mark_weights_only(extra), run.finite)
+    extra = mark_base(extra, run.saves.base_digest)
+    finite = run.numbers.finite_since_save
+    run.saves.weights_saver.save(run.step, select_weights(shards), mark_weights_only(extra), finite)
 
 
 def report_saves(run: TrainingRun, ended: Iterable[SaveResult]) -> None:
     """Report saves that have ended. After a failed save training continues: the earlier checkpoints are untouched."""
     for saved in ended:
         weights_only = saved.path.parent.name == WEIGHTS_FOLDER
-        run.save_failures.pop(weights_only, None)
+        run.saves.failures.pop(weights_only, None)
         try:
             saved.wait()
         except CheckpointError as error:
-            run.save_failures[weights_only] = SaveFailure(saved.step, str(error))
+            run.saves.failures[weights_only] = SaveFailure(saved.step, str(error))
             run.reporter.add_event("checkpoint_failed", step=saved.step, why=str(error))
             log.error("%s", error)
             continue
         if not weights_only:
-            run.saved_at, run.save_seconds = saved.step, saved.seconds
+            run.saves.saved_at, run.saves.seconds = saved.step, saved.seconds
         kind = "weights" if weights_only else "checkpoint"
         times = {} if saved.times is None else encode_provenance(replace(saved.times, stall=saved.stall))
         fields = {"seconds": saved.seconds, "stall": saved.stall, "bytes": saved.bytes, "shared": saved.shared}
@@ -159,8 +201,8 @@ def report_saves(run: TrainingRun, ended: Iterable[SaveResult]) -> None:
             run.reporter.add_event("warning", about="checkpoint", why=saved.warning)
 
 
-def make_savers(run: TrainingRun) -> tuple[Saver, Saver]:
-    """Make the savers of checkpoints and of weights alone; they are separate, so that neither waits for the other."""
+def make_save_state(run: TrainingRun) -> SaveState:
+    """Make the savers of checkpoints and of weights alone, before their first save."""
     checkpoint, world = run.config.checkpoint, run.world
     saves = world.rank == 0 and (checkpoint.every > 0 or checkpoint.weights_every > 0)
     sharing = WriterSharing(checkpoint.ranks_per_file, checkpoint.writers_per_node)
@@ -184,7 +226,7 @@ def make_savers(run: TrainingRun) -> tuple[Saver, Saver]:
     weights = make(
         run.directory.checkpoints / WEIGHTS_FOLDER, sharing=sharing, incremental=_make_incremental_writer(run.config)
     )
-    return checkpoints, weights
+    return SaveState(checkpoints, weights)
 
 
 def _make_incremental_writer(config: RunConfig) -> IncrementalWriter | None:
@@ -195,6 +237,6 @@ def _make_incremental_writer(config: RunConfig) -> IncrementalWriter | None:
 def prune_checkpoints(run: TrainingRun) -> None:
     """Remove the checkpoints that the retention rules do not keep; called on rank 0 after a commit."""
     config = run.config.checkpoint
-    pinned = frozenset({run.resumed_from, run.rollback.good, run.equal_checkpoint} - {None})
+    pinned = frozenset({run.saves.resumed_from, run.numbers.rollback.good, run.numbers.equal_checkpoint} - {None})
     also = KeepRules(config.keep_every, config.keep_best, cast("frozenset[int]", pinned))
-    prune_steps(run.directory.checkpoints, config.keep, also, sole=run.saver.lock is not None)
+    prune_steps(run.directory.checkpoints, config.keep, also, sole=run.saves.saver.lock is not None)

@@ -59,7 +59,7 @@ def train_step(run: TrainingRun) -> StepResult:
     sums, numbers = gradient.sums, gradient.numbers
     run.last_loss = numbers.loss
     # With parameter servers every worker has a norm of its own.
-    run.last_norm = numbers.norm if run.config.parallel.server.mode == "none" else 0.0
+    run.numbers.last_norm = numbers.norm if run.config.parallel.server.mode == "none" else 0.0
     lr = run.schedule(run.step)
     clock.enter(StepPart.UPDATE)
     updated = _update_unless_skipped(run, numbers, lr, gradient.replayed)
@@ -79,7 +79,7 @@ def train_step(run: TrainingRun) -> StepResult:
         "step_seconds": seconds,
         "data_seconds": fetched - started,
         "mfu": compute_mfu(run.token_flops, run.peak_flops, sums.tokens, seconds, run.world.size),
-        "noise_scale": run.noise.value,
+        "noise_scale": run.numbers.noise.value,
         "skipped": None if updated else True,
         **_describe_experts(sums, numbers),
     }
@@ -88,18 +88,19 @@ def train_step(run: TrainingRun) -> StepResult:
 
 def _begin_step(run: TrainingRun) -> None:
     """Have profiler, heartbeat and recorder know that a step begins, with its batch."""
-    if run.profiler is not None:
-        run.profiler.begin_step(run.step + 1)
-    run.heartbeat.enter(Phase.DATA, run.step)
-    if run.recorder is not None:
-        run.recorder.begin()
+    observers = run.observers
+    if observers.profiler is not None:
+        observers.profiler.begin_step(run.step + 1)
+    observers.heartbeat.enter(Phase.DATA, run.step)
+    if observers.recorder is not None:
+        observers.recorder.begin()
 
 
 def _end_step(run: TrainingRun, sums: Sums, micro_batches: int) -> None:
-    if run.recorder is not None:
-        run.recorder.end(run.step, sums.tokens, micro_batches)
-    if run.profiler is not None:
-        run.profiler.end_step()
+    if run.observers.recorder is not None:
+        run.observers.recorder.end(run.step, sums.tokens, micro_batches)
+    if run.observers.profiler is not None:
+        run.observers.profiler.end_step()
 
 
 def _describe_experts(sums: Sums, numbers: StepNumbers) -> dict[str, float]:
@@ -130,13 +131,13 @@ def _compute_gradient_twice_if_doubtful(run: TrainingRun, batch: StepBatch) -> _
 
     The optimizer's work on the device is part of the next step's time.
     """
-    run.heartbeat.enter(Phase.STEP if run.steps_here >= _FIRST_STEPS else Phase.FIRST_STEP, run.step)
+    run.observers.heartbeat.enter(Phase.STEP if run.steps_here >= _FIRST_STEPS else Phase.FIRST_STEP, run.step)
     run.world.clock.enter(StepPart.BACKWARD)
-    if run.injector is not None:
-        run.injector.before_step(run.step, run.engine.parts, run.engine.shards)
+    if run.observers.injector is not None:
+        run.observers.injector.before_step(run.step, run.engine.parts, run.engine.shards)
     sums, norm, waited = _compute_gradient(run, batch)
     numbers = read_step_numbers(sums, norm)
-    if not run.guard.wants_replay(numbers.loss, numbers.norm, run.consumed_samples):
+    if not run.numbers.guard.wants_replay(numbers.loss, numbers.norm, run.consumed_samples):
         return _Gradient(sums, numbers, waited, replayed=False)
     sums, norm = replay_step(run, sums, numbers.norm, lambda: _compute_gradient(run, batch)[:2])
     return _Gradient(sums, read_step_numbers(sums, norm), waited, replayed=True)
@@ -149,8 +150,8 @@ def _compute_gradient(run: TrainingRun, batch: StepBatch) -> tuple[Sums, torch.T
     seed_step(run.config.train.seed, run.step, share)
     sums = run.engine.forward_backward(batch)
     check_last_norm(run, sums.agree)
-    if run.injector is not None:
-        run.injector.after_backward(run.engine.parts)
+    if run.observers.injector is not None:
+        run.observers.injector.after_backward(run.engine.parts)
     run.world.clock.enter(StepPart.REST)
     waited = run.wait_until_copied()  # a save may still be copying what `clip` and `update` change
     run.world.clock.enter(StepPart.CLIP)
@@ -163,7 +164,7 @@ def _update_unless_skipped(run: TrainingRun, numbers: StepNumbers, lr: float, re
     Counts the step either way, and records what was skipped. replayed: these numbers are the second ones.
     """
     first_sample = run.consumed_samples
-    kind, reason, skip = run.guard.judge(numbers.loss, numbers.norm, first_sample)
+    kind, reason, skip = run.numbers.guard.judge(numbers.loss, numbers.norm, first_sample)
     if kind is not None and replayed:
         reason = f"{reason}, also when computed again"
     if skip:
@@ -175,7 +176,7 @@ def _update_unless_skipped(run: TrainingRun, numbers: StepNumbers, lr: float, re
     samples, reason = run.config.train.global_batch, reason or "the gradient overflows at this loss scale"
     where = {"step": run.step, "first_sample": first_sample, "samples": samples, "why": reason}
     if skip:
-        run.guard.skipped.add(run.step, first_sample, samples, reason)
+        run.numbers.guard.skipped.add(run.step, first_sample, samples, reason)
         run.write_skip_list()
     run.reporter.add_event("skipped" if not updated else cast("str", kind), **where)
     if run.world.rank == 0 and (skip or updated):  # the loss scale of fp16 has said so itself
@@ -186,22 +187,23 @@ def _update_unless_skipped(run: TrainingRun, numbers: StepNumbers, lr: float, re
 
 def _track_finite(run: TrainingRun, numbers: StepNumbers, updated: bool) -> None:
     """Remember whether the updates since the last save, and the latest steps, had finite numbers."""
+    state = run.numbers
     both_finite = math.isfinite(numbers.loss) and math.isfinite(numbers.norm)
-    run.finite &= both_finite or not updated
+    state.finite_since_save &= both_finite or not updated
     # An update that fp16 loss scaling skips has an infinite gradient by design: only its loss counts.
     scaled = run.config.precision.name == "fp16" and not updated
     finite = math.isfinite(numbers.loss) if scaled else both_finite
     if finite:
-        run.lost_since = None
-    elif run.lost_since is None:
-        run.lost_since = run.step
-    if run.rollback.count_step(run.step, finite) and run.world.rank == 0:
-        run.rollback.write(run.directory.path / ROLLBACKS)  # if it cannot be, a rollback goes further back
+        state.lost_since = None
+    elif state.lost_since is None:
+        state.lost_since = run.step
+    if state.rollback.count_step(run.step, finite) and run.world.rank == 0:
+        state.rollback.write(run.directory.path / ROLLBACKS)  # if it cannot be, a rollback goes further back
 
 
 def _fetch_batch(run: TrainingRun) -> StepBatch:
     batch = run.loader.batch(run.consumed_samples)
-    batch.stop, batch.step, batch.norm = run.stop.requested, run.step, run.last_norm
+    batch.stop, batch.step, batch.norm = run.stop.requested, run.step, run.numbers.last_norm
     measure_every = run.config.train.noise_scale.every
     batch.measure = measure_every > 0 and (run.step + 1) % measure_every == 0
     return batch
@@ -211,8 +213,9 @@ def _measure_noise(run: TrainingRun, sums: Sums, numbers: StepNumbers) -> None:
     sample, batch = sums.sample, run.config.train.global_batch
     if sample is None or numbers.sample_square is None or sample.sequences >= batch or not math.isfinite(numbers.norm):
         return
-    run.noise.add(numbers.sample_square, sample.sequences, numbers.norm**2, batch)
-    critical = run.noise.value
+    noise = run.numbers.noise
+    noise.add(numbers.sample_square, sample.sequences, numbers.norm**2, batch)
+    critical = noise.value
     # The weight is 1 - decay^n after n measurements: 0.65 once the average covers about 1 / (1 - decay) of them.
-    if critical is not None and run.noise.weight > 0.65:
+    if critical is not None and noise.weight > 0.65:
         run.reporter.warn_of_large_batch(critical, batch)

@@ -51,7 +51,8 @@ def test_a_save_after_a_notice_is_begun_whatever_the_clocks_say(
     """The supervisor has written the time of the notice, on another node or before the clock was set."""
     config = compose(["resilience.grace_seconds=60"])
     reporter, directory = SimpleNamespace(attempt=0), SimpleNamespace(events=tmp_path / "events.jsonl")
-    run = SimpleNamespace(config=config, save_seconds=20.0, directory=directory, reporter=reporter)
+    saves = SimpleNamespace(seconds=20.0)
+    run = SimpleNamespace(config=config, saves=saves, directory=directory, reporter=reporter)
     set_clock(monkeypatch, seconds)
     append_event(directory.events, "notice", 0, why="")
     monkeypatch.undo()

@@ -171,7 +171,9 @@ def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int
     os.sched_setaffinity(0, {_core_of(world.rank)})
     engine = make_engine(config, world, make_model(config))
     run = assemble_run(config, world, directory, attempt, StopRequest(), open_data(config, world), engine)
-    run.recorder = StepRecorder(engine, world, run.heartbeat, directory.step_records(attempt, world.rank // 2), False)
+    run.observers.recorder = StepRecorder(
+        engine, world, run.observers.heartbeat, directory.step_records(attempt, world.rank // 2), False
+    )
     trouble = Trouble(run, fault, rank is None or rank == world.rank)
     try:
         run_training(run)

@@ -87,7 +87,7 @@ def test_a_number_that_changes_in_the_first_steps_is_found_where_devices_round_a
             check_numbers(run, lambda: None)
         except RanksDisagree as error:
             return str(error)
-        assert run.replicas is None
+        assert run.numbers.replicas is None
         return ""
 
     for said in with_run(small(store, tmp_path / "run"), change_a_number):

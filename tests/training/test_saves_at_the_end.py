@@ -46,7 +46,7 @@ def test_a_save_under_way_when_the_training_fails_is_committed(store: Path, tmp_
             pytest.raises(RuntimeError, match="the data is gone"),
         ):
             run_training(it)
-        return str(it.saved_at)
+        return str(it.saves.saved_at)
 
     assert with_run(config, fail_in_step_four) == ["3", "3"]
     assert list_committed_steps(tmp_path / "run" / "checkpoints") == [3]

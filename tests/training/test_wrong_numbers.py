@@ -67,7 +67,7 @@ def _rank(
     try:
         code = run_training(run)
         state = {shard.name: shard.local.detach().cpu().numpy().copy() for shard in engine.shards()}
-        return Outcome(code, run.finite and run.lost_since is None, state)
+        return Outcome(code, run.numbers.finite_since_save and run.numbers.lost_since is None, state)
     finally:
         run.close()
 

@@ -110,7 +110,9 @@ def _make_our_sides(
         run = stack.enter_context(assemble_bench_run(config, world, folder, data))
         if recorded:
             file = folder.path / f"steps-node-{world.node}.bin"
-            run.recorder = StepRecorder(run.engine, world, run.heartbeat, file, config.parallel.compile)
+            run.observers.recorder = StepRecorder(
+                run.engine, world, run.observers.heartbeat, file, config.parallel.compile
+            )
         return run
 
     if not config.train.record_steps:
@@ -123,7 +125,7 @@ def _make_our_sides(
 
     def start_plain() -> Iterator[float]:
         # Both sides share one process, and so the hooks of the recorder: they are taken off for a step of this side.
-        steps, recorder = run_our_steps(assemble(False)), recorded[0].recorder
+        steps, recorder = run_our_steps(assemble(False)), recorded[0].observers.recorder
         assert recorder is not None
         while True:
             with recorder.detached():

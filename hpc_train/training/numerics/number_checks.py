@@ -43,50 +43,50 @@ def _go_back_if_lost(run: TrainingRun, finish_saves: Callable[[], None]) -> None
 
     Raises LostNumbers where going back has not been possible for much longer.
     """
-    numbers, state = run.config.resilience.numbers, run.rollback
-    count = run.guard.nonfinite_in_a_row
-    if numbers.give_up_after and count >= numbers.give_up_after:
+    limits, rollback = run.config.resilience.numbers, run.numbers.rollback
+    count = run.numbers.guard.nonfinite_in_a_row
+    if limits.give_up_after and count >= limits.give_up_after:
         finish_saves()
         raise LostNumbers(
             f"gave up at step {run.step}: the loss or the gradient of {count} steps in a row was not finite, "
             "and there is no good checkpoint to go back to (resilience.numbers.give_up_after)"
         )
-    can_go_back = run.config.checkpoint.every > 0 and run.config.resilience.restarts > 0 and state.good is not None
-    if not can_go_back or not numbers.rollback_after or count < numbers.rollback_after:
+    can_go_back = run.config.checkpoint.every > 0 and run.config.resilience.restarts > 0 and rollback.good is not None
+    if not can_go_back or not limits.rollback_after or count < limits.rollback_after:
         return
     finish_saves()
     reason = f"the numbers of {count} steps in a row, up to step {run.step}, were not finite"
     if run_on_rank_0(run.world, lambda: _prepare_rollback(run, reason)):
         raise WentBack(
-            f"{reason}; going back to the checkpoint of step {state.good}, without the samples of these steps"
+            f"{reason}; going back to the checkpoint of step {rollback.good}, without the samples of these steps"
         )
 
 
 def _prepare_rollback(run: TrainingRun, reason: str) -> bool:
     """Mark checkpoints and record samples, on rank 0; returns whether the run can go back."""
-    state, count = run.rollback, run.guard.nonfinite_in_a_row
-    assert state.good is not None
+    rollback, count = run.numbers.rollback, run.numbers.guard.nonfinite_in_a_row
+    assert rollback.good is not None
     # The same samples were left out before and it happened again: something else is wrong.
-    if state.times >= MOST_ROLLBACKS:
+    if rollback.times >= MOST_ROLLBACKS:
         if count == run.config.resilience.numbers.rollback_after:
-            log.warning("%s, as after %d returns to step %d: not again", reason, state.times, state.good)
+            log.warning("%s, as after %d returns to step %d: not again", reason, rollback.times, rollback.good)
         return False
     try:
-        marked = mark_newer_bad(run.directory.checkpoints, state.good, reason)
+        marked = mark_newer_bad(run.directory.checkpoints, rollback.good, reason)
     except (CheckpointError, OSError) as error:
-        log.warning("%s, but the run does not return to step %d: %s", reason, state.good, error)
+        log.warning("%s, but the run does not return to step %d: %s", reason, rollback.good, error)
         return False
     if marked is None:
         return False
     batch = run.config.train.global_batch
     # The position has moved past the skipped steps already.
     first = run.consumed_samples - count * batch
-    state.entries.append(SkippedSteps(run.step - count + 1, run.step, first, count * batch, reason))
-    state.times += 1
-    if not state.write(run.directory.path / ROLLBACKS):  # the next attempt would meet the same samples again
-        state.entries.pop()
+    rollback.entries.append(SkippedSteps(run.step - count + 1, run.step, first, count * batch, reason))
+    rollback.times += 1
+    if not rollback.write(run.directory.path / ROLLBACKS):  # the next attempt would meet the same samples again
+        rollback.entries.pop()
         return False
-    run.reporter.add_event("rollback", step=run.step, to=state.good, marked=marked, why=reason)
+    run.reporter.add_event("rollback", step=run.step, to=rollback.good, marked=marked, why=reason)
     return True
 
 
@@ -106,7 +106,7 @@ class RanksDisagree(IncompleteRun):
 def check_last_norm(run: TrainingRun, agree: bool) -> None:
     """Raise RanksDisagree if ranks had different gradient norms in the step before, where all have to be equal."""
     if not agree:
-        text = f"the ranks did not get the same gradient norm in step {run.step} (here: {run.last_norm:.6g})"
+        text = f"the ranks did not get the same gradient norm in step {run.step} (here: {run.numbers.last_norm:.6g})"
         _raise_or_warn(run, RanksDisagree(f"{text}: the memory or the device of one of them is at fault", run.step - 1))
 
 
@@ -129,24 +129,24 @@ def distrust_steps(run: TrainingRun, error: RanksDisagree) -> None:
 
 def _compare_replicas_if_due(run: TrainingRun) -> None:
     """Raise RanksDisagree on all ranks where copies of parameters differ that were equal before."""
-    compare_every = run.config.resilience.numbers.compare_every
+    compare_every, numbers = run.config.resilience.numbers.compare_every, run.numbers
     if not compare_every or run.config.parallel.server.mode != "none":
         return
     first = run.steps_here == _FIRST_COMPARISON
     if first:
-        run.replicas = ReplicaCheck(run.engine, run.world)
-    if run.replicas is None or not (first or run.step % compare_every == 0):
+        numbers.replicas = ReplicaCheck(run.engine, run.world)
+    if numbers.replicas is None or not (first or run.step % compare_every == 0):
         return
-    odd, sure = run.replicas.find_odd_ranks()
-    if odd and first and not run.replicas.do_devices_round_alike():
-        run.replicas = None
+    odd, sure = numbers.replicas.find_odd_ranks()
+    if odd and first and not numbers.replicas.do_devices_round_alike():
+        numbers.replicas = None
         if run.world.rank == 0:
             log.warning("copies of parameters are not compared: devices of different kinds round differently")
     elif odd:
         which = f"rank {', '.join(map(str, odd[:8]))}" + ("" if sure else ", which differ from each other")
-        text = f"copies of parameters are no longer equal, as they were after step {run.equal_at}: those of {which}"
-        _raise_or_warn(run, RanksDisagree(text, run.equal_at, odd if sure else ()))
+        text = f"copies of parameters are no longer equal, as they were after step {numbers.equal_at}: those of {which}"
+        _raise_or_warn(run, RanksDisagree(text, numbers.equal_at, odd if sure else ()))
     else:
-        run.equal_at = run.step
-        if run.lost_since is None:  # equal copies of NaN are nothing to go back to
-            run.equal_checkpoint = run.saved_at
+        numbers.equal_at = run.step
+        if numbers.lost_since is None:  # equal copies of NaN are nothing to go back to
+            numbers.equal_checkpoint = run.saves.saved_at

@@ -37,11 +37,11 @@ def replay_step(
     first, norm: of the first computation. A collective: the guard decides the same on all ranks.
     """
     sample = run.consumed_samples
-    _, before = run.guard.find_anomaly(_compute_mean_loss(first), norm, sample)
+    _, before = run.numbers.guard.find_anomaly(_compute_mean_loss(first), norm, sample)
     first_loss = None if first.rank_loss is None else float(first.rank_loss)
     run.engine.skip_update()
     second, second_norm = compute()
-    if run.guard.find_anomaly(_compute_mean_loss(second), float(second_norm), sample)[0] is None:
+    if run.numbers.guard.find_anomaly(_compute_mean_loss(second), float(second_norm), sample)[0] is None:
         ranks = _find_ranks_at_fault(run, first_loss, second)
         _report(run, before or "", _compute_mean_loss(second), ranks)
     return second, second_norm
