@@ -7,13 +7,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no public way to see operators
 
 from hpc_train.step_clock import DeviceClock, StepClock
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+Operator: TypeAlias = "OpOverload[..., Any]"
+"""Type of an operator that a TorchDispatchMode sees; it has no public name."""
 
 
 def watch_waits(clock: StepClock, device: torch.device, compiled: bool) -> Callable[[], None]:

@@ -1,18 +1,28 @@
 """Run a constructor with large tensors on the meta device, and record every operation on them, to be run again later.
 
-The generator's state before each random operation is recorded, so that a tensor made later has the same bits.
+DeferringMode sees each call of an operator and decides, in this order:
+
+    no tensor among the arguments   deferred if its result is large, such as torch.empty(4096, 4096)
+    no deferred one                 run as it is
+    writes a deferred one           recorded, such as weight.normal_(): nothing is computed
+    writes only real ones           run, with the deferred arguments computed now
+    writes nothing                  a view, another deferred tensor if large, else computed now
+
+OperationRecord.make later runs the recorded operations that lead to one tensor's values. The generator's state before
+each random operation is recorded, so that a tensor made later has the same bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hpc_train._torch.observation import TorchDispatchMode
+from hpc_train._torch.observation import Operator, TorchDispatchMode
 from hpc_train._torch.tensors import memory_number, tree_map_only
 
 LARGE_TENSOR_BYTES = 1 << 20
@@ -35,13 +45,49 @@ class DeferredView:
 
 
 @dataclass(frozen=True)
-class _Operation:
-    """A call of one of torch's operators, with what it takes to run it again."""
+class OperatorCall:
+    """A call of one of torch's operators, with its arguments in nested tuples, lists and dicts."""
 
-    function: Any
-    args: Any
-    """Its arguments, with a DeferredView in place of each deferred tensor and a copy of any other."""
-    kwargs: Any
+    operator: Operator
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        """Run the operator."""
+        return self.operator(*self.args, **self.kwargs)
+
+    def map_tensors(self, change: Callable[[Any], object], kind: type = Tensor) -> OperatorCall:
+        """Return the call with every argument of this type changed."""
+        return OperatorCall(
+            self.operator, tree_map_only(kind, change, self.args), tree_map_only(kind, change, self.kwargs)
+        )
+
+    def list_tensors(self) -> list[Tensor]:
+        """List the tensors among the arguments."""
+        return _list_tensors((self.args, self.kwargs))
+
+    def list_written(self) -> list[Tensor]:
+        """List the arguments that the operator changes in place."""
+        written = []
+        for index, argument in enumerate(self.operator._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = self.args[index] if index < len(self.args) else self.kwargs.get(argument.name)
+            written += _list_tensors(value)
+        return written
+
+    def is_pure(self) -> bool:
+        """Whether the operator changes no argument, and its results are no views of them."""
+        schema = self.operator._schema
+        return not schema.is_mutable and all(returned.alias_info is None for returned in schema.returns)
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """A recorded call, with what it takes to run it again."""
+
+    call: OperatorCall
+    """With a DeferredView in place of each deferred tensor, and a copy of any other."""
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     """Memory that the operation makes or changes."""
@@ -85,19 +131,16 @@ class OperationRecord:
                 if index < before and index not in needed:  # what is written after the read does not matter to it
                     needed.add(index)
                     operation = self.operations[index]
-                    waiting += [(storage, index) for storage in {*operation.reads, *operation.writes} - {memory_read}]
+                    others = {*operation.reads, *operation.writes} - {memory_read}
+                    waiting += [(storage, index) for storage in others]
         return sorted(needed)
 
     def _run(self, operation: _Operation, memories: dict[int, Tensor]) -> None:
-        args, kwargs = (
-            tree_map_only(DeferredView, lambda view: _cut_view(memories, view), arguments)
-            for arguments in (operation.args, operation.kwargs)
-        )
+        """Run an operation on real memory; adds the memory that it makes to `memories`."""
+        call = operation.call.map_tensors(lambda view: _cut_view(memories, view), DeferredView)
         if operation.generator is not None:
             torch.set_rng_state(operation.generator)
-        out = operation.function(*args, **kwargs)
-        outputs = out if isinstance(out, (tuple, list)) else (out,)
-        for view, tensor in zip(operation.outputs, outputs, strict=False):
+        for view, tensor in zip(operation.outputs, _as_tuple(call.run()), strict=False):
             if view is not None:
                 memories[view.memory] = tensor
 
@@ -136,101 +179,109 @@ class DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Compute the current values of a deferred tensor."""
         return self.record.make(self.find_view(tensor))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise NotDeferrableError("a generator of its own")
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
             kwargs = {**kwargs, "device": torch.device("cpu")}  # torch itself asks a deferred tensor for its device
-        tensors = _list_tensors((args, kwargs))
-        deferred = [tensor for tensor in tensors if self.is_deferred(tensor)]
-        if not deferred:
-            return self._run_factory(func, args, kwargs) if not tensors else func(*args, **kwargs)
-        written = _find_written(func, args, kwargs)
+        call = OperatorCall(func, args, kwargs)
+        tensors = call.list_tensors()
+        if not tensors:
+            return self._run_factory(call)
+        if not any(self.is_deferred(tensor) for tensor in tensors):
+            return call.run()
+        written = call.list_written()
         if any(self.is_deferred(tensor) for tensor in written):
-            return self._record_operation(func, args, kwargs, written)
+            return self._record_write(call, written)
         if written:
-            return func(*self._make_real(args), **self._make_real(kwargs))
-        return self._run_derived(func, args, kwargs, deferred)
+            return call.map_tensors(self._make_real).run()
+        return self._run_derived(call)
 
-    def _run_factory(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_factory(self, call: OperatorCall) -> Any:
         """Run an operation that takes no tensor; deferred if its result is large."""
-        if not _is_pure(func):
-            return func(*args, **kwargs)
+        if not call.is_pure():
+            return call.run()
         try:
-            shaped = func(*args, **{**kwargs, "device": torch.device("meta")})
+            shaped = replace(call, kwargs={**call.kwargs, "device": torch.device("meta")}).run()
         except (RuntimeError, TypeError, NotImplementedError):
-            return func(*args, **kwargs)
+            return call.run()
         if not isinstance(shaped, Tensor) or shaped.untyped_storage().nbytes() < LARGE_TENSOR_BYTES:
-            return func(*args, **kwargs)
-        return self._record_operation(func, args, kwargs, [], shaped)
+            return call.run()
+        return self._record_creation(call, shaped)
 
-    def _run_derived(self, func: Any, args: Any, kwargs: Any, deferred: list[Tensor]) -> Any:
+    def _run_derived(self, call: OperatorCall) -> Any:
         """Run an operation that changes nothing: its result is a view, a large deferred tensor, or real."""
         try:
-            out = func(*self._move_to_meta(args), **self._move_to_meta(kwargs))
+            out = call.map_tensors(self._move_to_meta).run()
         except (RuntimeError, TypeError, NotImplementedError):
-            return func(*self._make_real(args), **self._make_real(kwargs))
+            return call.map_tensors(self._make_real).run()
         results = _list_tensors(out)
         if results and all(memory_number(result) in self.record.alive for result in results):
             return out
-        if not results or not _is_pure(func) or any(r.untyped_storage().nbytes() < LARGE_TENSOR_BYTES for r in results):
-            return func(*self._make_real(args), **self._make_real(kwargs))
-        return self._record_operation(func, args, kwargs, [], out)
+        is_small = any(result.untyped_storage().nbytes() < LARGE_TENSOR_BYTES for result in results)
+        if not results or not call.is_pure() or is_small:
+            return call.map_tensors(self._make_real).run()
+        return self._record_creation(call, out)
 
-    def _record_operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], out: Any = None) -> Any:
+    def _record_write(self, call: OperatorCall, written: list[Tensor]) -> Any:
+        """Record an operation that changes deferred tensors; returns its result on the meta device."""
         if any(not self.is_deferred(tensor) for tensor in written):
-            raise NotDeferrableError(f"{func} writes what is deferred and what is not")
-        state = None
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            state = torch.get_rng_state()
-            func(*self._replace_by_zeros(args), **self._replace_by_zeros(kwargs))  # advances the generator as it should
-        if written:
-            out = func(*self._move_to_meta(args), **self._move_to_meta(kwargs))
-        created = [] if written else _list_tensors(out)
-        for tensor in created:
-            self.record.alive[memory_number(tensor)] = tensor
-        reads = tuple(memory_number(tensor) for tensor in _list_tensors((args, kwargs)) if self.is_deferred(tensor))
-        writes = tuple(memory_number(tensor) for tensor in (written or created))
-        outputs = (
-            tuple(self.find_view(result) if isinstance(result, Tensor) else None for result in _as_tuple(out))
-            if created
-            else ()
-        )
-        self.record.add(
-            _Operation(
-                func, self._freeze_arguments(args), self._freeze_arguments(kwargs), reads, writes, outputs, state
-            )
-        )
+            raise NotDeferrableError(f"{call.operator} writes what is deferred and what is not")
+        generator = self._advance_generator(call)
+        out = call.map_tensors(self._move_to_meta).run()
+        self._add(call, tuple(memory_number(tensor) for tensor in written), (), generator)
         return out
 
-    def _freeze_arguments(self, tree: Any) -> Any:
-        """Return the arguments to record: views of deferred tensors, copies of the others."""
+    def _record_creation(self, call: OperatorCall, out: Any) -> Any:
+        """Record an operation that makes new tensors. out: its result on the meta device, which is returned."""
+        generator = self._advance_generator(call)
+        created = _list_tensors(out)
+        for tensor in created:
+            self.record.alive[memory_number(tensor)] = tensor
+        outputs = tuple(self.find_view(result) if isinstance(result, Tensor) else None for result in _as_tuple(out))
+        self._add(call, tuple(memory_number(tensor) for tensor in created), outputs, generator)
+        return out
 
-        def freeze(x: Tensor) -> Tensor | DeferredView:
-            if self.is_deferred(x):
-                return self.find_view(x)
-            if x.device.type != "cpu":
-                raise NotDeferrableError("a tensor of another device")
-            return x.detach().clone()
+    def _advance_generator(self, call: OperatorCall) -> Tensor | None:
+        """Return the generator's state before a random operation, and advance it as the operation does."""
+        if torch.Tag.nondeterministic_seeded not in call.operator.tags:
+            return None
+        state = torch.get_rng_state()
+        call.map_tensors(self._replace_by_zeros).run()
+        return state
 
-        return tree_map_only(Tensor, freeze, tree)
+    def _add(
+        self,
+        call: OperatorCall,
+        writes: tuple[int, ...],
+        outputs: tuple[DeferredView | None, ...],
+        generator: Tensor | None,
+    ) -> None:
+        reads = tuple(memory_number(tensor) for tensor in call.list_tensors() if self.is_deferred(tensor))
+        self.record.add(_Operation(call.map_tensors(self._freeze), reads, writes, outputs, generator))
 
-    def _move_to_meta(self, tree: Any) -> Any:
-        return tree_map_only(Tensor, lambda x: x if self.is_deferred(x) else x.to("meta"), tree)
+    def _freeze(self, tensor: Tensor) -> Tensor | DeferredView:
+        """Return what is recorded of an argument: the view of a deferred tensor, a copy of any other."""
+        if self.is_deferred(tensor):
+            return self.find_view(tensor)
+        if tensor.device.type != "cpu":
+            raise NotDeferrableError("a tensor of another device")
+        return tensor.detach().clone()
 
-    def _replace_by_zeros(self, tree: Any) -> Any:
-        """Replace deferred arguments by real, zeroed memory."""
+    def _move_to_meta(self, tensor: Tensor) -> Tensor:
+        return tensor if self.is_deferred(tensor) else tensor.to("meta")
 
-        def make_zeros(x: Tensor) -> Tensor:
-            if not self.is_deferred(x):
-                return x
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
+    def _replace_by_zeros(self, tensor: Tensor) -> Tensor:
+        """Return real, zeroed memory in place of a deferred tensor."""
+        if not self.is_deferred(tensor):
+            return tensor
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
 
-        return tree_map_only(Tensor, make_zeros, tree)
-
-    def _make_real(self, tree: Any) -> Any:
-        return tree_map_only(Tensor, lambda x: self.make(x) if self.is_deferred(x) else x, tree)
+    def _make_real(self, tensor: Tensor) -> Tensor:
+        return self.make(tensor) if self.is_deferred(tensor) else tensor
 
 
 def _as_tuple(out: Any) -> tuple[Any, ...]:
@@ -241,22 +292,6 @@ def _list_tensors(tree: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
     tree_map_only(Tensor, tensors.append, tree)
     return tensors
-
-
-def _find_written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that an operation changes in place."""
-    written = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        written += _list_tensors(value)
-    return written
-
-
-def _is_pure(func: Any) -> bool:
-    """Whether an operator changes no argument, and its results are no views of them."""
-    return not func._schema.is_mutable and all(returned.alias_info is None for returned in func._schema.returns)
 
 
 class CpuDisguise(TorchFunctionMode):

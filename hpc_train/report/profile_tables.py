@@ -119,7 +119,7 @@ class _HostEvent:
     """A range or an operator of a host thread, and where it lies."""
 
     event: dict[str, Any]
-    self_seconds: float
+    self_us: float
     """Microseconds without those of the events inside."""
     module: str | None
     """The innermost module around it."""
@@ -146,10 +146,10 @@ def add_up(events: Sequence[dict[str, Any]]) -> Profile:
         if name.startswith(PHASE_PREFIX):
             phases[name.removeprefix(PHASE_PREFIX)] += host.event["dur"] * scale
         elif host.event["cat"] == "cpu_op":
-            for index, value in enumerate((1, host.self_seconds * scale, of_kernels * scale)):
+            for index, value in enumerate((1, host.self_us * scale, of_kernels * scale)):
                 operators[name][index] += value
         if host.module is not None:
-            value = of_kernels if device else host.self_seconds
+            value = of_kernels if device else host.self_us
             # All layers together: their numbers in the name become one *.
             modules[_NUMBER.sub("*", host.module)][host.backward] += value * scale
     rows = [OperatorTime(name, calls / steps, *times) for name, (calls, *times) in operators.items()]
@@ -181,7 +181,7 @@ def _nest_threads(events: Sequence[dict[str, Any]]) -> Iterator[_HostEvent]:
             nested = _HostEvent(event, float(event["dur"]), module, backward)
             # A phase is no part of what it lies in: it may end in another range than it began in.
             if outer is not None and not name.startswith(PHASE_PREFIX):
-                outer.self_seconds = max(0.0, outer.self_seconds - event["dur"])
+                outer.self_us = max(0.0, outer.self_us - event["dur"])
             yield nested
             open_events.append(nested)
 
@@ -211,11 +211,11 @@ def _find_modules_of_backward(hosts: Sequence[_HostEvent]) -> None:
 
 def _add_device_times(events: Sequence[dict[str, Any]]) -> dict[Any, float]:
     """Return the microseconds of the kernels that each operator has started, by its id in the trace."""
-    seconds_by_id: dict[Any, float] = defaultdict(float)
+    us_by_id: dict[Any, float] = defaultdict(float)
     for event in events:
         if event.get("cat") in _DEVICE:
-            seconds_by_id[_get_external_id(event)] += event["dur"]
-    return dict(seconds_by_id)
+            us_by_id[_get_external_id(event)] += event["dur"]
+    return dict(us_by_id)
 
 
 def _get_external_id(event: dict[str, Any]) -> Any:

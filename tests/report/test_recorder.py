@@ -103,7 +103,8 @@ def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int
     engine = make_engine(config, world, make_model(config))
     run = assemble_run(config, world, directory, attempt, StopRequest(), open_data(config, world), engine)
     if record:
-        run.recorder = StepRecorder(engine, world, run.heartbeat, directory.step_records(attempt, 0), False)
+        file = directory.step_records(attempt, 0)
+        run.observers.recorder = StepRecorder(engine, world, run.observers.heartbeat, file, False)
         assert dist.Work.wait is not wait
 
     def be_late(gradient: torch.Tensor) -> None:
