@@ -32,7 +32,7 @@ def test_a_line_says_what_works_and_where_it_is_proved(row: Technique, tmp_path:
     check_support(config, max(2, compute_smallest_world(config.parallel)))
     assert row.numbers == EXACT or row.numbers.startswith(INEXACT)
     assert "def test_" in (ROOT / row.proof).read_text()
-    for cell in (row.name, row.backend, row.numbers, row.needs):
+    for cell in (row.name, row.done_by, row.numbers, row.needs):
         assert "|" not in cell
         assert len(cell) <= 80
 
