@@ -12,6 +12,8 @@ from dataclasses import Field, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, get_origin, get_type_hints
 
+from hpc_train.cli.arguments import add_examples
+
 _BASH = r"""_hpc_train() {
     local line="${COMP_LINE:0:COMP_POINT}" current before="" candidate
     local -a words
@@ -67,6 +69,30 @@ complete --command hpc-train --no-files --arguments '(__hpc_train)'
 """
 _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 _BOOLEANS = ("true", "false")
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `completion`."""
+    command.add_argument(
+        "shell",
+        choices=("bash", "zsh", "fish", "query"),
+        help="shell whose script to print; query: print the completions of a command line",
+    )
+    command.add_argument("words", nargs="*", help="query only: -- and the words after hpc-train")
+    add_examples(command, 'eval "$(hpc-train completion bash)"', "hpc-train completion query -- train model=llama_")
+    command.set_defaults(run=_complete)
+
+
+def _complete(a: argparse.Namespace) -> int:
+    from hpc_train.cli.main import join_plan_command, make_parser
+
+    if a.shell != "query":
+        print(completion_script(a.shell), end="")
+        return 0
+    line = join_plan_command(a.words[1:] if a.words[:1] == ["--"] else a.words)
+    for candidate in complete_words(make_parser(line), line):
+        print(candidate)
+    return 0
 
 
 def completion_script(shell: str) -> str:

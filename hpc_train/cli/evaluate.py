@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hpc_train.cli.arguments import add_examples, add_json, add_weights, whole_number
+from hpc_train.cli.arguments import add_examples, add_json, add_weights, choose_device, whole_number
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -56,7 +56,6 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     _refuse_without_effect(arguments)
     if arguments.tasks is not None:
         return _evaluate_tasks(arguments)
-    from hpc_train.cli.device import choose_device
     from hpc_train.inference.evaluate import EvaluationRequest, evaluate_checkpoint
 
     a = arguments
@@ -112,7 +111,6 @@ def _refuse_without_effect(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> int:
-    from hpc_train.cli.device import choose_device
     from hpc_train.cli.output import print_json, print_table
     from hpc_train.inference.load_model import load_model
     from hpc_train.inference.task_harness import TaskOptions, evaluate_tasks, import_harness

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hpc_train.cli.arguments import add_examples, add_json, add_weights, whole_number
+from hpc_train.cli.arguments import add_examples, add_json, add_weights, choose_device, whole_number
 
 _MOST_PROMPT_BYTES = 64 << 20
 
@@ -53,7 +53,6 @@ def _number(lowest: float, highest: float) -> Callable[[str], float]:
 
 def _generate(arguments: argparse.Namespace) -> int:
     prompts = arguments.prompt or _read_prompts(Path(arguments.file))
-    from hpc_train.cli.device import choose_device
     from hpc_train.cli.output import print_json
     from hpc_train.inference.generate import GenerateOptions, generate_texts
     from hpc_train.inference.load_model import load_model

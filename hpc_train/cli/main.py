@@ -28,14 +28,14 @@ _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.E
 """Errors of a full, failing or read-only file system, for which one line says more than a traceback."""
 COMMANDS = {
     "new": ("new", "write a small project with a model, data, settings and a test"),
-    "train": ("arguments:add_train", "train on this machine, or as a rank inside srun, torchrun or mpirun"),
-    "submit": ("arguments:add_submit", "submit a run or a sweep to Slurm and return at once"),
-    "status": ("arguments:add_status", "show the progress of a run, or of every point of a sweep"),
-    "logs": ("arguments:add_logs", "print or follow the log of a rank, or find the first error"),
-    "cancel": ("arguments:add_cancel", "let a run save, then stop it for good"),
-    "attach": ("arguments:add_attach", "open a shell or run a command on a node of a running job"),
-    "resume": ("arguments:add_resume", "rerun what a run or sweep has not finished, as it was submitted"),
-    "results": ("arguments:add_results", "show overrides and final metrics of a sweep as a table, CSV or plot"),
+    "train": ("train_arguments:add_train", "train on this machine, or as a rank inside srun, torchrun or mpirun"),
+    "submit": ("train_arguments:add_submit", "submit a run or a sweep to Slurm and return at once"),
+    "status": ("run.run_arguments:add_status", "show the progress of a run, or of every point of a sweep"),
+    "logs": ("run.run_arguments:add_logs", "print or follow the log of a rank, or find the first error"),
+    "cancel": ("run.run_arguments:add_cancel", "let a run save, then stop it for good"),
+    "attach": ("run.run_arguments:add_attach", "open a shell or run a command on a node of a running job"),
+    "resume": ("run.run_arguments:add_resume", "rerun what a run or sweep has not finished, as it was submitted"),
+    "results": ("run.run_arguments:add_results", "show overrides and final metrics of a sweep as a table, CSV or plot"),
     "report": ("run.report", "say how a run is, why it is slow and what to try, and write a page that shows it"),
     "top": ("run.top", "watch a run: verdict, efficiency and a heat map of its ranks, in a terminal"),
     "profile": ("run.profile", "trace some steps operator by operator, of a new run or of one that is running"),
@@ -51,11 +51,11 @@ COMMANDS = {
     "generate": ("generate", "let a trained model go on with a text"),
     "checkpoint": ("checkpoint.checkpoint_arguments", "list, inspect, verify, convert and remove checkpoints"),
     "topology": ("topology.topology_arguments", "show what a cluster is made of, and place ranks on it"),
-    "bench": ("bench_arguments", "measure this machine"),
-    "doctor": ("arguments:add_doctor", "check this machine or job, and say what to fix"),
+    "bench": ("bench.bench_arguments", "measure this machine"),
+    "doctor": ("doctor", "check this machine or job, and say what to fix"),
     "chaos": ("chaos", "break a run on purpose, to see whether it survives"),
     "explain": ("explain", "describe a configuration key: meaning, type, default, range"),
-    "completion": ("arguments:add_completion", "print the tab completion script of a shell"),
+    "completion": ("completion", "print the tab completion script of a shell"),
 }
 """Command -> (module of this package that defines its arguments, with `:function` if not add_arguments; its summary).
 

@@ -1,0 +1,1 @@
+"""hpc-train bench: one sub-command for each benchmark."""
