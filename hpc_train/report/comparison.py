@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.report import charts
 from hpc_train.report.efficiency import LOSSES, StepLosses
+from hpc_train.report.pages import charts
 from hpc_train.report.run_summary import RunSummary
 from hpc_train.report.step_table import StepTable
 from hpc_train.units import format_seconds
@@ -82,7 +82,7 @@ class Comparison:
     def settings(self) -> list[tuple[str, Any, Any]]:
         """Return the settings in which the runs differ."""
         from hpc_train.config.plain_config import config_to_dict
-        from hpc_train.report.page import flatten
+        from hpc_train.report.pages.page import flatten
 
         if self.before.config is None or self.after.config is None:
             return []
@@ -130,8 +130,8 @@ def _format_signed(seconds: float) -> str:
 
 def write_comparison(comparison: Comparison, folder: Path) -> Path:
     """Write comparison.html and comparison.json; returns the page's path. Raises UserError if that fails."""
-    from hpc_train.report.page import mark_safe, render_template, write_pages
-    from hpc_train.report.run_charts import pick
+    from hpc_train.report.pages.page import mark_safe, render_template, write_pages
+    from hpc_train.report.pages.run_charts import pick
 
     runs = (comparison.before, comparison.after)
     longest = max((run.losses.total for run in runs if run.losses is not None), default=0.0)

@@ -12,7 +12,7 @@ from synthetic import make_table, waits
 
 from hpc_train.bench.bubble_rank import make_sleep_times
 from hpc_train.report.efficiency import LOSSES, Pipeline, measure_work, simulate_bubble, split_step
-from hpc_train.report.pipeline_spans import simulate_spans
+from hpc_train.report.pages.pipeline_spans import simulate_spans
 from hpc_train.report.step_table import StepTable
 from hpc_train.schedules.generate import REQUIREMENTS, generate_order
 from hpc_train.schedules.simulate import simulate_order

@@ -17,8 +17,8 @@ from synthetic import waits, write_run
 from hpc_train.cli.main import main
 from hpc_train.cli.output import TERMINAL
 from hpc_train.launch.local import rank_pool
-from hpc_train.report.charts import downsample, draw_parallel, encode_png
-from hpc_train.report.page import choose_phases
+from hpc_train.report.pages.charts import downsample, draw_parallel, encode_png
+from hpc_train.report.pages.page import choose_phases
 from hpc_train.training.records.run_records import read_metrics
 from hpc_train.training.run_directory import RunDirectory
 

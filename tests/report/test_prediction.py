@@ -14,9 +14,9 @@ from hpc_train.config.run import RunConfig
 from hpc_train.launch.slurm.slurm_cli import run_client
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.report.advice import Setting
-from hpc_train.report.page import make_report, render_page
+from hpc_train.report.pages.page import make_report, render_page
+from hpc_train.report.pages.run_charts import draw_charts
 from hpc_train.report.prediction import MEMORY_PARTS, predict_gain, predict_memory, rate_advice
-from hpc_train.report.run_charts import draw_charts
 from hpc_train.report.run_summary import summarise_run
 
 KNOWN = (

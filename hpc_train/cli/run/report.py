@@ -56,7 +56,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def report_run(point: RunPoint, out: Path | None, as_json: bool) -> int:
     """Report one run; returns the exit code. Raises UserError for a folder that cannot be written."""
     from hpc_train.launch.slurm.slurm_cli import run_client
-    from hpc_train.report.page import make_report, write_report
+    from hpc_train.report.pages.page import make_report, write_report
     from hpc_train.report.run_summary import summarise_run
 
     summary = summarise_run(point, run_client)
@@ -76,7 +76,7 @@ def print_experiments(point: RunPoint) -> int:
     """
     from hpc_train.errors import UserError
     from hpc_train.launch.slurm.slurm_cli import run_client
-    from hpc_train.report.page import list_overrides
+    from hpc_train.report.pages.page import list_overrides
     from hpc_train.report.run_summary import summarise_run
     from hpc_train.report.tuning import format_command
 
@@ -100,7 +100,7 @@ def report_comparison(first: RunPoint, second: RunPoint, out: Path | None, as_js
     from hpc_train.cli.output import print_line, print_table
     from hpc_train.launch.slurm.slurm_cli import run_client
     from hpc_train.report.comparison import compare_runs, write_comparison
-    from hpc_train.report.page import format_setting
+    from hpc_train.report.pages.page import format_setting
     from hpc_train.report.run_summary import summarise_run
     from hpc_train.units import format_seconds
 
@@ -130,8 +130,8 @@ def report_sweep(path: Path, points: Sequence[RunPoint], out: Path | None, as_js
     """Report all points of a sweep; returns the exit code. Raises UserError for a folder that cannot be written."""
     from hpc_train.cli.output import print_line
     from hpc_train.launch.state.run_ledger import account_run_directory
+    from hpc_train.report.pages.sweep_page import list_sweep_rows, write_sweep
     from hpc_train.report.run_summary import judge_newest_steps
-    from hpc_train.report.sweep_page import list_sweep_rows, write_sweep
     from hpc_train.report.sweep_results import gather_results, select_varied_keys
 
     results = gather_results(points)

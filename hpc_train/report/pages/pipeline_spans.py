@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc_train.regular_files import read_json
-from hpc_train.report.charts import Span
 from hpc_train.report.efficiency import Pipeline, time_stages
 from hpc_train.report.findings import Facts
+from hpc_train.report.pages.charts import Span
 from hpc_train.report.step_table import Array
 from hpc_train.schedules.simulate import simulate_order
 

@@ -20,7 +20,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.regular_files import write_private_file
 from hpc_train.report.efficiency import measure_blocked
-from hpc_train.report.run_charts import Chart, draw_charts, plan_memory
+from hpc_train.report.pages.run_charts import Chart, draw_charts, plan_memory
 from hpc_train.report.run_summary import RunSummary
 from hpc_train.report.step_table import compute_row_means, describe_memory, round_finite
 from hpc_train.report.usage import compute_cost, describe_usage, list_ledger
@@ -148,7 +148,7 @@ def render_template(name: str, **values: Any) -> str:
     environment.filters["setting"] = format_setting
     environment.filters["percent"] = lambda value: "-" if value is None else f"{value:.1%}"
     environment.filters["when"] = lambda value: datetime.fromtimestamp(value).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    files = resources.files("hpc_train.report")
+    files = resources.files("hpc_train.report.pages")
     style = mark_safe(files.joinpath("style.css").read_text())
     return environment.from_string(files.joinpath(name).read_text()).render(style=style, **values)
 

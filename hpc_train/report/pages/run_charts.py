@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.report import charts
-from hpc_train.report.charts import Mark, Series
 from hpc_train.report.efficiency import measure_work
+from hpc_train.report.pages import charts
+from hpc_train.report.pages.charts import Mark, Series
 from hpc_train.report.prediction import predict_memory
 from hpc_train.report.run_summary import RunSummary
 from hpc_train.report.step_table import Array, StepTable, compute_row_means, describe_memory
@@ -176,7 +176,7 @@ def _draw_pipeline(summary: RunSummary) -> list[Chart]:
     if pipeline is None or losses is None or table is None:
         return []
     # Imported here: the simulation is not needed for runs without a pipeline.
-    from hpc_train.report.pipeline_spans import read_timeline, simulate_spans
+    from hpc_train.report.pages.pipeline_spans import read_timeline, simulate_spans
 
     spans, seconds = simulate_spans(losses.work, pipeline)
     rows = len(set(pipeline.stage_of_rank))

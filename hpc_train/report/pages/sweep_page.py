@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.launch.state.run_lookup import RunPoint
-from hpc_train.report import charts
+from hpc_train.report.pages import charts
 from hpc_train.report.run_summary import read_config
 from hpc_train.report.sweep_results import PointResult, SweepResults
 
@@ -60,7 +60,7 @@ def list_sweep_rows(
 
 def _format_command(run: Path, row: PointResult) -> str:
     """Return the command that runs a point again, with all its settings, or if they cannot be read, those swept."""
-    from hpc_train.report.page import list_overrides
+    from hpc_train.report.pages.page import list_overrides
     from hpc_train.report.tuning import format_command
 
     config, _ = read_config(run)
@@ -72,7 +72,7 @@ def write_sweep(path: Path, rows: Sequence[SweepRow], keys: Sequence[str], metri
     """Write report.html and report.json of a sweep; returns the page's path. keys: the swept settings."""
     from dataclasses import asdict
 
-    from hpc_train.report.page import mark_safe, render_template, write_pages
+    from hpc_train.report.pages.page import mark_safe, render_template, write_pages
 
     best = rows[0] if rows and rows[0].best else None
     measured = [row for row in rows if row.metric is not None]
