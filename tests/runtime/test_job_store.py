@@ -317,7 +317,7 @@ def test_a_key_is_set_when_the_process_that_asked_for_that_is_killed() -> None:
 def test_the_end_of_the_server_ends_what_waits(store: JobStore, server: StoreServer) -> None:
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(store.wait, ["never"])
-        while not server._waiting:
+        while not server.key_values.waiting:
             time.sleep(0.01)
         server.close()
         with pytest.raises(dist.DistNetworkError, match="process 0, which serves it, has ended"):
@@ -415,7 +415,7 @@ def test_many_who_wait_for_the_same_large_values_share_one_copy(server: StoreSer
         payload = encode_message(Message(Operation.GET, 0, [key.encode() for key in keys]))
         reader.sendall(handshake.to_server().seal(payload) + payload.data)
         readers.append((reader, handshake.to_client()))
-    while len(server._waiting.get(b"a", ())) < 40:
+    while len(server.key_values.waiting.get(b"a", ())) < 40:
         time.sleep(0.01)
     store.multi_set(keys, values)
     queued: list[Any] = [connection.to_send for connection in list(server._connections.values())]
@@ -596,7 +596,7 @@ store = JobStore(server.address, bytes(32), timedelta(seconds=300), server if sy
 dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=300))
 del store
 work = dist.all_reduce(torch.ones(1), async_op=True)
-while not server._waiting:
+while not server.key_values.waiting:
     pass
 print("waits")
 """
@@ -625,7 +625,7 @@ def test_closing_ends_calls_that_wait_in_other_threads(server: StoreServer) -> N
         clone.get("never")
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(store.wait, ["never"])
-        while not server._waiting:
+        while not server.key_values.waiting:
             time.sleep(0.01)
         store.close()
         with pytest.raises(dist.DistNetworkError):

@@ -1,8 +1,13 @@
 """Store parameters as DTensors while the model's own code computes with plain local tensors.
 
-The optimizer, checkpoints and fully_shard need the DTensor; a user's forward calls `F.linear(x, self.weight)` and must
-get this rank's part, differentiably. So the module's class is replaced by a subclass in which `weight` is a property
-that returns `DTensor.to_local()`, as in torch.nn.utils.parametrize, but without renaming the parameter.
+With tp=2 and a linear layer whose weight (8, 4) is split by rows, after distribute_parameters:
+
+    dict(module.named_parameters())["weight"]   DTensor (8, 4), [Shard(0)]: for optimizer, checkpoints, fully_shard
+    module.weight                               Tensor (4, 4): for the module's own `F.linear(x, self.weight)`
+
+The second is DTensor.to_local() of the first, so gradients flow back to it. torch's parallelize_module would let the
+forward compute with DTensors, and then a user's forward must make one of every input and buffer. torch's parametrize
+would rename the parameter. So the module's class is replaced by a subclass in which `weight` is a property.
 
 Compiled blocks read their parameters before the graph starts (read_parameters_first), because a graph must not contain
 a DTensor.
@@ -28,14 +33,16 @@ from hpc_train.errors import UserError
 class ParameterLayout:
     """How a parameter is placed on the tp axis, and which part of it a forward computes with.
 
-    Experts are placed on ep instead, or on ep and tp.
+    Experts are placed on ep instead, or on ep and tp. Of a key projection with fewer heads than ranks, for example,
+    every rank stores all rows (Replicate) and computes with those of its `units`.
     """
 
     placement: Placement = field(default_factory=Replicate)
     other_placements: tuple[Placement, ...] = ()
     """Placements on further axes of the mesh."""
     partial: bool = False
-    """Whether the ranks' gradients of a replicated parameter must be summed, rather than being equal."""
+    """Whether the ranks' gradients of a replicated parameter must be summed, rather than being equal: where each rank
+    computes with other positions, as norms under sequence parallelism do, or with other `units`."""
     units: tuple[int, ...] | None = None
     """For a replicated parameter, the units of rows (heads) that this rank computes with; None: all rows."""
     unit_rows: int = 1
@@ -120,7 +127,7 @@ def _read_local(module: nn.Module, layouts: dict[str, ParameterLayout]) -> None:
     # By another class, because properties belong to classes. The parameters stay registered under their names, so that
     # optimizer, fully_shard and checkpoints find DTensors.
     module._layouts = layouts  # type: ignore[assignment]
-    module._tensors_of_call = {}  # type: ignore[assignment]
+    module._tensors_of_forward = {}  # type: ignore[assignment]
     module.__class__ = _make_local_class(type(module), tuple(layouts))  # type: ignore[arg-type]  # torch: __hash__(object)
 
 
@@ -149,8 +156,8 @@ def _make_local_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.
 
 def _make_property(name: str) -> property:
     def get(module: Any) -> Tensor | None:
-        if name in module._tensors_of_call:
-            local: Tensor = module._tensors_of_call[name]
+        if name in module._tensors_of_forward:
+            local: Tensor = module._tensors_of_forward[name]
             return local
         parameter = module._parameters[name]
         return None if parameter is None else module._layouts[name].get_local(parameter)
@@ -165,16 +172,16 @@ def read_parameters_first(block: nn.Module, forward: Callable[..., Any]) -> Call
     recomputes. Do not use this for eager code: a forward that runs again in backward must read its parameters again,
     because fully_shard may have gathered them again.
     """
-    owners: list[Any] = [module for module in block.modules() if hasattr(module, "_layouts")]
+    modules: list[Any] = [module for module in block.modules() if hasattr(module, "_layouts")]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for owner in owners:
-            names = [name for name in owner._layouts if owner._parameters[name] is not None]
-            owner._tensors_of_call = {name: getattr(owner, name) for name in names}
+    def read_and_run(*args: Any, **kwargs: Any) -> Any:
+        for module in modules:
+            names = [name for name in module._layouts if module._parameters[name] is not None]
+            module._tensors_of_forward = {name: getattr(module, name) for name in names}
         try:
             return forward(*args, **kwargs)
         finally:
-            for owner in owners:
-                owner._tensors_of_call = {}
+            for module in modules:
+                module._tensors_of_forward = {}
 
-    return call if owners else forward
+    return read_and_run if modules else forward

@@ -1,4 +1,12 @@
-"""Server of the job's store: a dictionary behind authenticated connections, in a thread of process 0."""
+"""Server of the job's store: keys and values behind authenticated connections, in a thread of process 0.
+
+The life of a connection, all in that one thread:
+
+    _accept   a stranger: the server sends its nonce
+    _admit    the client's proof is right: the server sends its own, and frames may follow
+    _answer   one request at a time; a `get` or `wait` is answered once its keys have values (key_values.py)
+    _close    the client is gone, or sent what it should not: what it asked to set at its end is set now
+"""
 
 from __future__ import annotations
 
@@ -9,11 +17,12 @@ import select
 import socket
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from hpc_train.runtime.store.key_values import KeyValues, Request
 from hpc_train.runtime.store.protocol import (
     ANSWER_BYTES,
     HEADER_BYTES,
@@ -45,19 +54,6 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Request:
-    """A `get` or `wait` that completes when all its keys exist."""
-
-    connection: _Connection
-    operation: Operation
-    keys: Sequence[bytes]
-    next_key: int = 0
-    """Index of the first key that has not had a value yet."""
-    missing: bytes | None = None
-    """The key that it waits for next."""
-
-
-@dataclass(eq=False)
 class _Connection:
     """A connection from a client, authenticated or not."""
 
@@ -69,7 +65,7 @@ class _Connection:
     incoming: Direction | None = None
     """None until the peer has proved that it knows the secret."""
     outgoing: Direction | None = None
-    waiting: _Request | None = None
+    waiting: Request | None = None
     last_value: tuple[bytes, bytes] | None = None
     """Key and value to store when this connection ends."""
 
@@ -84,9 +80,7 @@ class StoreServer:
         self._listener.setblocking(False)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._secret = secret
-        self._values: dict[bytes, bytes] = {}
-        self._waiting: defaultdict[bytes, dict[_Request, None]] = defaultdict(dict)
-        self._last_values: tuple[Sequence[bytes], Payload] | None = None
+        self.key_values = KeyValues()
         self._strangers: dict[_Connection, None] = {}
         self._poll = select.epoll()
         self._connections: dict[int, _Connection] = {}
@@ -208,94 +202,49 @@ class StoreServer:
             raise ProtocolError("a client that asks before it has its answer")
         match message.code, list(message.parts):
             case Operation.GET | Operation.WAIT, keys:
-                self._resolve(_Request(connection, Operation(message.code), keys))
+                self._answer_when_present(connection, Operation(message.code), keys)
             case Operation.MISSING, keys:
-                self._reply(connection, 0, [key for key in keys if key not in self._values])
+                self._reply(connection, 0, [key for key in keys if key not in self.key_values])
             case Operation.SET, [*pairs] if len(pairs) % 2 == 0:
                 for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-                    self._store(key, value)
+                    self.key_values.set(key, value)
                 self._reply(connection)
             case Operation.ADD, [key]:
-                self._reply(connection, self._add(key, message.number))
+                self._reply(connection, self.key_values.add(key, message.number))
             case Operation.CHECK, keys:
-                self._reply(connection, int(all(key in self._values for key in keys)))
+                self._reply(connection, int(all(key in self.key_values for key in keys)))
             case Operation.COMPARE_SET, [key, expected, desired]:
-                self._reply(connection, 0, [self._compare_set(key, expected, desired)])
+                self._reply(connection, 0, [self.key_values.compare_set(key, expected, desired)])
             case Operation.DELETE, [key]:
-                self._last_values = None
-                self._reply(connection, int(self._values.pop(key, None) is not None))
+                self._reply(connection, int(self.key_values.delete(key)))
             case Operation.COUNT, []:
-                self._reply(connection, len(self._values))
+                self._reply(connection, len(self.key_values))
             case Operation.CLOCK, []:
                 self._reply(connection, time.time_ns())
             case Operation.SET_AT_END, [key, value]:
                 connection.last_value = key, value
                 self._reply(connection)
             case Operation.APPEND, [key, value]:
-                self._store(key, self._values.get(key, b"") + value)
+                self.key_values.append(key, value)
                 self._reply(connection)
             case _:
                 raise ProtocolError("a request that makes no sense")
 
-    def _add(self, key: bytes, number: int) -> int:
-        # Counters are text, as in torch's store, where `set` may have written them.
-        before = self._values.get(key, b"0")
-        if not before.removeprefix(b"-").isdigit() or len(before) > 20:
-            raise ProtocolError("`add` to what is not a number")
-        total = (int(before) + number + (1 << 63)) % (1 << 64) - (1 << 63)  # wraps around as an int64, as in torch's
-        self._store(key, b"%d" % total)
-        return total
+    def _answer_when_present(self, connection: _Connection, operation: Operation, keys: Sequence[bytes]) -> None:
+        """Answer a `get` or `wait` as soon as all its keys have values."""
 
-    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Compare and set, as torch's stores do.
+        def answer() -> None:
+            connection.waiting = None
+            try:
+                if operation is Operation.GET:
+                    self._send_frame(connection, self.key_values.encode(keys))
+                else:
+                    self._reply(connection)
+            except (OSError, ProtocolError):
+                self._close(connection)
 
-        Returns what the key holds afterwards; `expected` if it holds nothing and something was expected.
-        """
-        current = self._values.get(key)
-        if current == expected or (current is None and not expected):
-            self._store(key, desired)
-            return desired
-        return expected if current is None else current
-
-    def _store(self, key: bytes, value: bytes) -> None:
-        self._last_values = None
-        self._values[key] = value
-        # Each of these waits for this key first; if another one is missing, it goes on waiting for that.
-        for request in self._waiting.pop(key, ()):
-            self._resolve(request)
-
-    def _resolve(self, request: _Request) -> None:
-        """Answer a request if all its keys exist; otherwise keep it until they do."""
-        connection = request.connection
-        request.missing = connection.waiting = None
-        if (missing := self._find_next_missing(request)) is not None:
-            request.missing, connection.waiting = missing, request
-            self._waiting[missing][request] = None
-            return
-        try:
-            if request.operation is Operation.GET:
-                self._send_frame(connection, self._encode_values(request.keys))
-            else:
-                self._reply(connection)
-        except (OSError, ProtocolError):
-            self._close(connection)
-
-    def _find_next_missing(self, request: _Request) -> bytes | None:
-        """Return a key that has no value; None if all have one, also those that were seen earlier."""
-        keys = request.keys
-        while request.next_key < len(keys) and keys[request.next_key] in self._values:
-            request.next_key += 1
-        if request.next_key < len(keys):
-            return keys[request.next_key]
-        # All were there at some time, but one may have been deleted since: look at all of them once more.
-        request.next_key = 0
-        return next((key for key in keys if key not in self._values), None)
-
-    def _encode_values(self, keys: Sequence[bytes]) -> Payload:
-        """Encode the values of keys. All ranks of a group ask for the same ones: they share one copy."""
-        if self._last_values is None or self._last_values[0] != keys:
-            self._last_values = keys, encode_message(Message(0, 0, [self._values[key] for key in keys]))
-        return self._last_values[1]
+        connection.waiting = Request(keys, answer)
+        self.key_values.answer_when_complete(connection.waiting)
 
     def _reply(self, connection: _Connection, number: int = 0, parts: Sequence[bytes] = ()) -> None:
         self._send_frame(connection, encode_message(Message(0, number, parts)))
@@ -332,10 +281,8 @@ class StoreServer:
 
     def _close(self, connection: _Connection) -> None:
         self._strangers.pop(connection, None)
-        if (request := connection.waiting) is not None and request.missing is not None:
-            self._waiting[request.missing].pop(request, None)
-            if not self._waiting[request.missing]:
-                del self._waiting[request.missing]
+        if connection.waiting is not None:
+            self.key_values.forget(connection.waiting)
         # The number of a closed descriptor may belong to a new connection by now.
         if self._connections.get(connection.peer.fileno()) is connection:
             del self._connections[connection.peer.fileno()]
@@ -343,7 +290,7 @@ class StoreServer:
             connection.peer.close()
         if (last := connection.last_value) is not None:
             connection.last_value = None
-            self._store(*last)
+            self.key_values.set(*last)
 
 
 def _parse_next_message(connection: _Connection) -> Message | None:
