@@ -43,38 +43,38 @@ def watch_waits(clock: StepClock, device: torch.device, compiled: bool) -> Calla
     return undo_all
 
 
-def _time_calls(owner: Any, name: str, clock: StepClock, caller: str = "") -> Callable[[], None]:
+def _time_calls(target: Any, name: str, clock: StepClock, caller: str = "") -> Callable[[], None]:
     """Have the clock time every call of a function that waits for a collective; returns what undoes it.
 
     caller: count only calls from modules whose names begin so. Streams also wait for copies.
     """
-    wait = getattr(owner, name)
+    wait = getattr(target, name)
 
     def timed_wait(*arguments: Any, **named: Any) -> Any:
         if caller and not sys._getframe(1).f_globals.get("__name__", "").startswith(caller):
             return wait(*arguments, **named)
-        begun = clock.begin_wait()
+        started = clock.begin_wait()
         try:
             return wait(*arguments, **named)
         finally:
-            clock.end_wait(begun)
+            clock.end_wait(started)
 
-    setattr(owner, name, timed_wait)
-    return lambda: setattr(owner, name, wait)
+    setattr(target, name, timed_wait)
+    return lambda: setattr(target, name, wait)
 
 
 def make_device_clock() -> DeviceClock:
     """Make the clock of a rank whose computation goes to the current stream of its GPU."""
-    computation, own_thread = torch.cuda.current_stream(), get_ident()
+    computation, training_thread = torch.cuda.current_stream(), get_ident()
 
-    def is_own_work() -> bool:
+    def is_training_work() -> bool:
         # Backward runs in a thread of autograd, in the stream of the forward. The threads of saves wait for collectives
         # of their own. Private because torch has no public way to ask whether a thread runs a backward.
-        thread = get_ident() == own_thread or torch._C._current_graph_task_id() != -1
-        own = thread and torch.cuda.current_stream() == computation
-        return own and not torch.cuda.is_current_stream_capturing()
+        thread = get_ident() == training_thread or torch._C._current_graph_task_id() != -1
+        on_stream = thread and torch.cuda.current_stream() == computation
+        return on_stream and not torch.cuda.is_current_stream_capturing()
 
-    return DeviceClock(partial(torch.cuda.Event, enable_timing=True), is_own_work)
+    return DeviceClock(partial(torch.cuda.Event, enable_timing=True), is_training_work)
 
 
 def record_memory_history(active: bool) -> None:
@@ -95,6 +95,6 @@ def graph_breaks() -> dict[str, int]:
     """
     from torch._dynamo.utils import counters  # takes most of a second, and only compiled runs need it
 
-    others = counters["unimplemented"].items()
-    limits = {reason: count for reason, count in others if reason.startswith("Dynamo recompile limit")}
+    unimplemented = counters["unimplemented"].items()
+    limits = {reason: count for reason, count in unimplemented if reason.startswith("Dynamo recompile limit")}
     return {**counters["graph_break"], **limits}

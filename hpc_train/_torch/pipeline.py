@@ -164,17 +164,20 @@ def backward_of_weights(module: FSDPModule, pending: PendingWeights, ahead: int)
     from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, stage_backward_weight
 
     groups = list(reversed(list_groups(module)))
-    owner = {_get_grad_fn_or_grad_acc(w): at for at, group in enumerate(groups) for w in list_gathered_weights(group)}
-    left: list[tuple[set[int], dict[str, Any]]] = [
-        ({owner[node] for node in entry["params"]}, entry) for entry in pending
-    ]
-    for at, group in enumerate(groups):
-        roots = [entry for used, entry in left if at in used]
-        used = {at}.union(*(used for used, _ in left if at in used))
-        left = [entry for entry in left if at not in entry[0]]
-        for index in [*sorted(used), *range(at + 1, min(at + 1 + ahead, len(groups)))]:
+    group_of = {
+        _get_grad_fn_or_grad_acc(weight): number
+        for number, group in enumerate(groups)
+        for weight in list_gathered_weights(group)
+    }
+    # An entry may need the weights of several groups, such as those of a layer shared by two blocks.
+    waiting = [({group_of[node] for node in entry["params"]}, entry) for entry in pending]
+    for number, group in enumerate(groups):
+        entries = [(needed, entry) for needed, entry in waiting if number in needed]
+        waiting = [(needed, entry) for needed, entry in waiting if number not in needed]
+        used = {number}.union(*(needed for needed, _ in entries))
+        for index in [*sorted(used), *range(number + 1, min(number + 1 + ahead, len(groups)))]:
             gather_group(groups[index], wait=index in used)
         weights = [weight for index in used for weight in list_gathered_weights(groups[index])]
-        stage_backward_weight(iter(weights), roots)
+        stage_backward_weight(iter(weights), [entry for _, entry in entries])
         group.post_backward()
     module._get_fsdp_state()._root_post_backward_final_callback()

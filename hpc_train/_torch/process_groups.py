@@ -81,19 +81,19 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     return DeviceMesh._concatenate([first, second])
 
 
-def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `output` (ranks, n, ...) with every rank's `mine` (n, ...), both contiguous. torch 2.13 has renamed it."""
+def all_gather(output: Tensor, local: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `output` (ranks, n, ...) with every rank's `local` (n, ...), both contiguous. torch 2.13 has renamed it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output.flatten(0, 1), mine, group=group)
+    gather(output.flatten(0, 1), local, group=group)
 
 
-def reduce_scatter(mine: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `mine` (n, ...) with the sum over ranks of their part (ranks, n, ...) for this one, both contiguous.
+def reduce_scatter(local: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `local` (n, ...) with the sum over ranks of their part (ranks, n, ...) for this one, both contiguous.
 
     torch 2.13 has renamed it.
     """
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(mine, parts.flatten(0, 1), group=group)
+    scatter(local, parts.flatten(0, 1), group=group)
 
 
 def fused_gather_matmul(x: Tensor, matrices: list[Tensor], group: str) -> tuple[Tensor, list[Tensor]]:

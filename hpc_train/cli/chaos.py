@@ -104,58 +104,58 @@ def read_plan(path: Path, ranks: int) -> ChaosPlan:
     from hpc_train.regular_files import read_text
     from hpc_train.resilience.chaos import KINDS
 
-    where = f"--plan {path}"
+    location = f"--plan {path}"
     try:
         content = yaml.safe_load(read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{where}: cannot be read: {' '.join(str(error).split())[:200]}") from error
-    _check_keys(content, ("minutes", "mttf_seconds", "kinds", "faults"), where)
-    minutes, mttf = (_positive(content.get(name), f"{where}: {name}") for name in ("minutes", "mttf_seconds"))
+        raise UserError(f"{location}: cannot be read: {' '.join(str(error).split())[:200]}") from error
+    _check_keys(content, ("minutes", "mttf_seconds", "kinds", "faults"), location)
+    minutes, mttf = (_positive(content.get(name), f"{location}: {name}") for name in ("minutes", "mttf_seconds"))
     kinds = content.get("kinds", {**dict.fromkeys(KINDS, 1), "kill": 4, "stop": 2})
-    _check_keys(kinds, KINDS, f"{where}: kinds")
-    weights = {kind: _positive(weight, f"{where}: kinds.{kind}") or 0.0 for kind, weight in kinds.items()}
+    _check_keys(kinds, KINDS, f"{location}: kinds")
+    weights = {kind: _positive(weight, f"{location}: kinds.{kind}") or 0.0 for kind, weight in kinds.items()}
     faults = content.get("faults", [])
     if not isinstance(faults, list):
-        raise UserError(f"{where}: faults must be a list")
-    orders = tuple(_read_order(fault, ranks, f"{where}: faults[{index}]") for index, fault in enumerate(faults))
+        raise UserError(f"{location}: faults must be a list")
+    orders = tuple(_read_order(fault, ranks, f"{location}: faults[{index}]") for index, fault in enumerate(faults))
     if not orders and mttf is None:
-        raise UserError(f"{where}: has neither faults nor mttf_seconds, so nothing would happen")
+        raise UserError(f"{location}: has neither faults nor mttf_seconds, so nothing would happen")
     return ChaosPlan(minutes, mttf, weights, orders)
 
 
-def _read_order(value: Any, ranks: int, where: str) -> Order:
+def _read_order(value: Any, ranks: int, location: str) -> Order:
     from hpc_train.errors import UserError
     from hpc_train.resilience.chaos import AT_START, KINDS, LASTING_KINDS, Order
 
-    _check_keys(value, ("kind", "rank", "step", "seconds"), where)
+    _check_keys(value, ("kind", "rank", "step", "seconds"), location)
     if value.get("kind") not in KINDS:
-        raise UserError(f"{where}: kind {value.get('kind')!r} is none of {', '.join(KINDS)}")
+        raise UserError(f"{location}: kind {value.get('kind')!r} is none of {', '.join(KINDS)}")
     rank, step = value.get("rank", 0), value.get("step", 0)
     if type(rank) is not int or not 0 <= rank < ranks:
-        raise UserError(f"{where}: rank {rank!r} is none of the {ranks} ranks of the run, 0 to {ranks - 1}")
+        raise UserError(f"{location}: rank {rank!r} is none of the {ranks} ranks of the run, 0 to {ranks - 1}")
     if type(step) is not int or step < 0:
-        raise UserError(f"{where}: step {step!r} must be an integer from 0")
+        raise UserError(f"{location}: step {step!r} must be an integer from 0")
     if step and value["kind"] == AT_START:
-        raise UserError(f"{where}: step {step}: {AT_START} happens before the first step of a start; leave step out")
+        raise UserError(f"{location}: step {step}: {AT_START} happens before the first step of a start; leave step out")
     if "seconds" in value and value["kind"] not in LASTING_KINDS:
-        raise UserError(f"{where}: seconds: only {', '.join(LASTING_KINDS)} last for a time; leave seconds out")
-    return Order(value["kind"], rank, step, _positive(value.get("seconds", 30), f"{where}: seconds") or 30.0)
+        raise UserError(f"{location}: seconds: only {', '.join(LASTING_KINDS)} last for a time; leave seconds out")
+    return Order(value["kind"], rank, step, _positive(value.get("seconds", 30), f"{location}: seconds") or 30.0)
 
 
-def _check_keys(value: Any, names: Sequence[str] | Mapping[str, Any], where: str) -> None:
+def _check_keys(value: Any, names: Sequence[str] | Mapping[str, Any], location: str) -> None:
     from hpc_train.errors import UserError
 
     if not isinstance(value, dict):
-        raise UserError(f"{where}: must be a mapping with the keys {', '.join(names)}")
+        raise UserError(f"{location}: must be a mapping with the keys {', '.join(names)}")
     if unknown := [str(key) for key in value if key not in names]:
-        raise UserError(f"{where}: no key {unknown[0][:80]!r}; there are {', '.join(names)}")
+        raise UserError(f"{location}: no key {unknown[0][:80]!r}; there are {', '.join(names)}")
 
 
-def _positive(value: Any, where: str) -> float | None:
+def _positive(value: Any, location: str) -> float | None:
     from hpc_train.errors import UserError
 
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
-        raise UserError(f"{where}: {value!r} must be a number above 0")
+        raise UserError(f"{location}: {value!r} must be a number above 0")
     return float(value)

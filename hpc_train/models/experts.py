@@ -276,10 +276,10 @@ def sum_balance_loss(scores: Tensor, all_chosen: Tensor, config: ExpertsConfig) 
     same sequences. T tokens of equal loads have a loss of T, so that dividing by all tokens gives 1.
     """
     batch, length, top_k = all_chosen.shape
-    chosen = scores.new_zeros(batch, config.count)
-    chosen.scatter_add_(1, all_chosen.flatten(1), chosen.new_ones(batch, length * top_k))
+    counts = scores.new_zeros(batch, config.count)
+    counts.scatter_add_(1, all_chosen.flatten(1), counts.new_ones(batch, length * top_k))
     shares = scores if config.gate == "softmax" else scores / scores.sum(-1, keepdim=True)
-    return (chosen * (config.count / (top_k * length)) * shares.sum(1)).sum()
+    return (counts * (config.count / (top_k * length)) * shares.sum(1)).sum()
 
 
 class MixtureOfExperts(nn.Module):

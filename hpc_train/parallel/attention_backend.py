@@ -63,10 +63,10 @@ class _Shapes:
     def of(cls, model: TransformerConfig, config: RunConfig, world: World) -> _Shapes:
         ranks = get_axis_degree(world, "tp") * get_axis_degree(world, "cp")  # of cp with ulysses, which splits heads
         batch, length = config.train.micro_batch, config.train.sequence_length
-        like = torch.empty(0, device=world.device, dtype=_DTYPES[config.precision.name])
+        sample = torch.empty(0, device=world.device, dtype=_DTYPES[config.precision.name])
         heads, groups = model.heads // ranks, max(1, count_kv_heads(model) // ranks)
         # A view of nothing: only shapes, strides of the last dimension and dtypes decide.
-        q, k = (like.new_empty(batch, length, n, compute_head_dim(model)).transpose(1, 2) for n in (heads, groups))
+        q, k = (sample.new_empty(batch, length, n, compute_head_dim(model)).transpose(1, 2) for n in (heads, groups))
         return cls(q, k, getattr(config.data, "samples", None) == "packed")
 
 

@@ -94,8 +94,8 @@ def sum_split_cross_entropy(logits: DTensor, target: Tensor) -> Tensor:
 
 def check_targets(target: Tensor, classes: int) -> None:
     """Fail if a target that counts is not a valid class, without waiting for a GPU."""
-    place = torch.where(target == IGNORED_TARGET, 0, target)
-    check_on_device(((place >= 0) & (place < classes)).all(), "a target is not in the vocabulary")
+    class_index = torch.where(target == IGNORED_TARGET, 0, target)
+    check_on_device(((class_index >= 0) & (class_index < classes)).all(), "a target is not in the vocabulary")
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

@@ -41,7 +41,9 @@ def find_split_axes(tensor: Tensor) -> set[str]:
     if not isinstance(tensor, DTensor):
         return set()
     names = tensor.device_mesh.mesh_dim_names or ()
-    split = {name for name, how in zip(names, tensor.placements, strict=True) if not isinstance(how, Replicate)}
+    split = {
+        name for name, placement in zip(names, tensor.placements, strict=True) if not isinstance(placement, Replicate)
+    }
     joint = {SHARD_CP_AXIS, EXPERT_SHARD_AXIS, "ep"}  # experts are split over both of the last two
     return (split - joint) | ({"dp_shard", "cp"} if split & joint else set())
 

@@ -88,24 +88,24 @@ def check_sizes(model: nn.Module) -> None:
             raise UserError(f"model: {name} of {class_name} has no shape before the first call; give it its sizes")
 
 
-def _check_call(model: nn.Module, method: str, given: tuple[str, ...], instead: str) -> None:
+def _check_call(model: nn.Module, method: str, arguments: tuple[str, ...], instead: str) -> None:
     function = getattr(model, method)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built-in code has no signature
         return
     try:
-        signature.bind(*given)
+        signature.bind(*arguments)
     except TypeError as error:
         call = f"{name_model(model)}.{method}{signature}"
         raise UserError(
-            f"{_format_place(function)}{call} is called with {' and '.join(given)}: {error}; {instead}"
+            f"{_format_place(function)}{call} is called with {' and '.join(arguments)}: {error}; {instead}"
         ) from None
 
 
 def _format_place(function: Any) -> str:
-    where = find_definition(function)
-    return f"{where}: " if where else ""
+    definition = find_definition(function)
+    return f"{definition}: " if definition else ""
 
 
 @contextmanager
@@ -184,9 +184,9 @@ def check_loss(model: nn.Module, loss: object) -> None:
     _check_scalar(title, loss, "the sum of the loss over all targets")
 
 
-def _check_scalar(title: str, loss: object, wanted: str) -> None:
+def _check_scalar(title: str, loss: object, expected: str) -> None:
     if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-        raise UserError(f"{title} {_describe_output(loss)}; return {wanted}, a scalar tensor")
+        raise UserError(f"{title} {_describe_output(loss)}; return {expected}, a scalar tensor")
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(f"{title} a number that depends on no trained parameter; do not detach it")
 
@@ -205,12 +205,12 @@ def get_named_blocks(part: nn.Module) -> dict[str, nn.Module]:
         return {}
     blocks = method()
     title = f"{type(part).__name__}.blocks()"
-    wanted = "return a dict of module names to modules, in their order"
+    expected = "return a dict of module names to modules, in their order"
     if not isinstance(blocks, Mapping):
-        raise UserError(f"{title}: returned a {type(blocks).__name__}; {wanted}")
+        raise UserError(f"{title}: returned a {type(blocks).__name__}; {expected}")
     for name, block in blocks.items():
         if not isinstance(name, str) or not isinstance(block, nn.Module):
-            raise UserError(f"{title}: holds {name!r}, a {type(block).__name__}; {wanted}")
+            raise UserError(f"{title}: holds {name!r}, a {type(block).__name__}; {expected}")
     _check_places(title, part, blocks)
     return dict(blocks)
 
@@ -264,9 +264,9 @@ def check_aliases(model: nn.Module, splits: bool, device: torch.device) -> None:
                 "are split or moved; assign one nn.Parameter to both"
             )
     for kind, name, tensor in _list_other_tensors(model, splits):
-        if _has_storage(tensor) and (owner := owners.get(_find_storage(tensor))) is not None:
+        if _has_storage(tensor) and (alias := owners.get(_find_storage(tensor))) is not None:
             raise UserError(
-                f"model: {name}, {kind}, shares the memory of the parameter {owner[0]}, and would no longer follow it "
+                f"model: {name}, {kind}, shares the memory of the parameter {alias[0]}, and would no longer follow it "
                 "once that is split or moved; compute it in forward, or use the parameter's own attribute there"
             )
 

@@ -176,15 +176,15 @@ def _find_straggler(table: StepTable, losses: StepLosses, facts: Facts) -> list[
     slow = [index for index, seconds in enumerate(excess) if seconds >= 0.5 * worst]
     if worst <= 0 or len(slow) > len(table.ranks) / 2:
         return []
-    often = min(float((work[index] > median_work + 0.3 * worst).mean()) for index in slow)
-    if often < _SLOW_IN:
+    share_of_steps = min(float((work[index] > median_work + 0.3 * worst).mean()) for index in slow)
+    if share_of_steps < _SLOW_IN:
         return []
     ranks = tuple(table.ranks[index] for index in slow)
-    evidence = _describe_straggler(table, slow, worst, often, losses.total)
+    evidence = _describe_straggler(table, slow, worst, share_of_steps, losses.total)
     return [Finding("straggler", worst / losses.total, ranks, _list_nodes_of(ranks, facts), evidence)]
 
 
-def _describe_straggler(table: StepTable, slow: list[int], seconds: float, often: float, step: float) -> str:
+def _describe_straggler(table: StepTable, slow: list[int], seconds: float, share_of_steps: float, step: float) -> str:
     """Say by how much the slow ranks are slower, where in a step, and how the waits of all ranks agree with that."""
 
     def compare(values: Array) -> tuple[float, float]:
@@ -198,7 +198,8 @@ def _describe_straggler(table: StepTable, slow: list[int], seconds: float, often
     slow_seconds, other_seconds = compare(measure_blocked(table))
     return (
         f"{subject} {format_seconds(seconds)} longer than the others{outside_parts} in a step of "
-        f"{format_seconds(step)}, in {often:.0%} of the steps; others are blocked for {format_seconds(other_seconds)}, "
+        f"{format_seconds(step)}, in {share_of_steps:.0%} of the steps; others are blocked for "
+        f"{format_seconds(other_seconds)}, "
         f"{'this one' if len(slow) == 1 else 'these'} for {format_seconds(slow_seconds)}"
     )
 

@@ -41,8 +41,8 @@ class _Variables:
     env: Environment
     launcher: str
 
-    def read_number(self, name: str, default: int | None = None, least: int = 0) -> int:
-        """Return the whole number in variable `name`. Raises UserError if it is less than `least`, or no number.
+    def read_number(self, name: str, default: int | None = None, minimum: int = 0) -> int:
+        """Return the whole number in variable `name`. Raises UserError if it is less than `minimum`, or no number.
 
         default: for a variable that is not set; without one that is a UserError too.
         """
@@ -55,8 +55,8 @@ class _Variables:
             return default
         if not text.isdecimal() or len(text) > _DIGITS:
             raise UserError(f"{self.launcher} environment: {name}={text[:40]!r} is not a whole number")
-        if int(text) < least:
-            raise UserError(f"{self.launcher} environment: {name}={text} must be at least {least}")
+        if int(text) < minimum:
+            raise UserError(f"{self.launcher} environment: {name}={text} must be at least {minimum}")
         return int(text)
 
 
@@ -76,7 +76,7 @@ def _read_submitit(env: Environment) -> ProcessIdentity:
 
 def _read_torchrun(env: Environment) -> ProcessIdentity:
     get = _Variables(env, "torchrun").read_number
-    local_size = get("LOCAL_WORLD_SIZE", 1, least=1)
+    local_size = get("LOCAL_WORLD_SIZE", 1, minimum=1)
     size = get("WORLD_SIZE")
     return ProcessIdentity(
         process=get("RANK"),
@@ -107,7 +107,7 @@ def _read_slurm(env: Environment) -> ProcessIdentity:
 
 def _read_open_mpi(env: Environment) -> ProcessIdentity:
     get = _Variables(env, "Open MPI").read_number
-    size, local_size = get("OMPI_COMM_WORLD_SIZE"), get("OMPI_COMM_WORLD_LOCAL_SIZE", 1, least=1)
+    size, local_size = get("OMPI_COMM_WORLD_SIZE"), get("OMPI_COMM_WORLD_LOCAL_SIZE", 1, minimum=1)
     return ProcessIdentity(
         process=get("OMPI_COMM_WORLD_RANK"),
         processes=size,
@@ -122,7 +122,7 @@ def _read_open_mpi(env: Environment) -> ProcessIdentity:
 
 def _read_mpich(env: Environment) -> ProcessIdentity:
     get = _Variables(env, "MPICH").read_number
-    size, local_size = get("PMI_SIZE"), get("MPI_LOCALNRANKS", 1, least=1)
+    size, local_size = get("PMI_SIZE"), get("MPI_LOCALNRANKS", 1, minimum=1)
     return ProcessIdentity(
         process=get("PMI_RANK"),
         processes=size,

@@ -179,10 +179,10 @@ def _assign_launchers_order(config: RunConfig, nodes: Sequence[Sequence[ProcessI
 def _keep_launchers_order(
     infos: Sequence[ProcessInfo],
     processes: int,
-    why: NotPlacedError,
+    error: NotPlacedError,
     nodes: Sequence[Sequence[ProcessInfo]] | None = None,
 ) -> RankAssignment:
-    reason = f"the launcher's order, not placed: {why}"
+    reason = f"the launcher's order, not placed: {error}"
     if nodes is not None and _are_consecutive(nodes):
         return replace(_assign_whole_nodes(nodes, range(len(nodes)), reason), warning=reason)
     return replace(_assign_as_launched(infos, processes, reason), warning=reason)

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collect_at_steps(every: int) -> Iterator[Callable[[int], None]]:
-    """Inside this context, collect after steps that are multiples of `every` only; yields what to call after a step.
+def collect_at_steps(interval: int) -> Iterator[Callable[[int], None]]:
+    """Inside this context, collect after steps that are multiples of `interval`; yields what to call after a step.
 
-    every: 0 leaves collection to Python. What exists at the beginning is left out of all collections, so that one looks
-    at what the steps since have made. Afterwards all is as before.
+    interval: 0 leaves collection to Python. What exists at the beginning is left out of all collections, so that one
+    looks at what the steps since have made. Afterwards all is as before.
     """
-    if not every:
+    if not interval:
         yield lambda _: None
         return
     was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count()
@@ -27,7 +27,7 @@ def collect_at_steps(every: int) -> Iterator[Callable[[int], None]]:
     gc.disable()
 
     def end_step(step: int) -> None:
-        if step % every == 0:
+        if step % interval == 0:
             gc.collect()
 
     try:

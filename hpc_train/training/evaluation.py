@@ -45,18 +45,18 @@ def evaluate_batches(
     batches: int,
     metrics: Sequence[str],
     stop: StopRequest,
-    beat: Callable[[], None] = lambda: None,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Evaluation | None:
     """Return the mean loss per token and `metrics` over the first `batches` global batches of the validation split.
 
     None if any rank was asked to stop meanwhile; all ranks leave the evaluation at the same batch.
-    beat: called before each batch.
+    before_batch: called before each batch.
     """
     total, tokens = 0.0, 0
     added = [name for name in dict.fromkeys(metrics) if name != PERPLEXITY]
     measured = torch.zeros(len(added), 2, dtype=torch.float64)
     for index in range(batches):
-        beat()
+        before_batch()
         batch = loader.batch(index * loader.global_batch)
         batch.stop = stop.requested
         sums = engine.evaluate(batch)
@@ -82,9 +82,9 @@ def evaluate_if_due(run: TrainingRun, stop: bool) -> Evaluation | None:
     if run.validation is None or not due:
         return None
     if not stop:
-        beat = partial(run.observers.heartbeat.enter, Phase.EVALUATE, run.step)
+        before_batch = partial(run.observers.heartbeat.enter, Phase.EVALUATE, run.step)
         batches, metrics = train_config.eval_batches, train_config.metrics
-        result = evaluate_batches(run.engine, run.validation, batches, metrics, run.stop, beat)
+        result = evaluate_batches(run.engine, run.validation, batches, metrics, run.stop, before_batch)
     else:
         result = None
     run.evaluation.is_owed = result is None

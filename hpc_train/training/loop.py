@@ -42,10 +42,10 @@ def _run_steps(run: TrainingRun) -> int:
 
 def _run_steps_collecting(run: TrainingRun, collect: Callable[[int], None]) -> int:
     """Run the steps; `collect` is called after each of them."""
-    begun = time.monotonic()
+    step_began = time.monotonic()
     while run.step < run.steps:
         # A request to stop came after the ranks had agreed, in the step before, that there was none.
-        begun_before, begun = begun, time.monotonic()
+        previous_began, step_began = step_began, time.monotonic()
         step = train_step(run)
         validation = evaluate_if_due(run, step.stop)
         go_on_without_lost(run)
@@ -55,7 +55,7 @@ def _run_steps_collecting(run: TrainingRun, collect: Callable[[int], None]) -> i
         if stopping:
             report_saves(run, run.saves.take_ended())  # how long a save takes is known from the last one
             run.saves.skip_reason = run_on_rank_0(
-                run.world, partial(explain_too_late, run, time.monotonic() - begun_before)
+                run.world, partial(explain_too_late, run, time.monotonic() - previous_began)
             )
         saved = not run.saves.skip_reason and save_if_due(run, stopping)
         if run.observers.ledger is not None:
@@ -90,8 +90,10 @@ def _stop(run: TrainingRun) -> int:
         return EXIT_REQUEUE
     if saves.skip_reason:
         run.reporter.mark_requeue()
-        place = "the beginning" if saves.saved_at is None else f"step {saves.saved_at}"
-        run.reporter.say(f"stopped at step {run.step}, NOT saved: {saves.skip_reason}; the run goes on from {place}")
+        resume_point = "the beginning" if saves.saved_at is None else f"step {saves.saved_at}"
+        run.reporter.say(
+            f"stopped at step {run.step}, NOT saved: {saves.skip_reason}; the run goes on from {resume_point}"
+        )
         return EXIT_REQUEUE
     failed = saves.failures.get(False)
     # This process has saved before, so the next one of the job will save, too.

@@ -218,8 +218,8 @@ def check_same_config(directory: RunDirectory, config: RunConfig) -> None:
     if not (old.get("data.path") and new.get("data.path")):
         differing = [key for key in differing if key != "data.path"]  # built by the ranks: the sources say what it is
     if _has_moved(old.get("model.path"), new.get("model.path")):  # with a tokenizer in it, perhaps
-        moved = {"model.path"} | ({"data.tokenizer"} if old.get("data.tokenizer") == old["model.path"] else set())
-        differing = [key for key in differing if key not in moved]
+        moved_keys = {"model.path"} | ({"data.tokenizer"} if old.get("data.tokenizer") == old["model.path"] else set())
+        differing = [key for key in differing if key not in moved_keys]
     if differing:
         differences = ", ".join(f"{key} is {new.get(key)} and was {old.get(key)}" for key in differing[:3])
         omitted = f" and {len(differing) - 3} more" if len(differing) > 3 else ""

@@ -174,14 +174,14 @@ def _update_unless_skipped(run: TrainingRun, numbers: StepNumbers, lr: float, re
     if kind is None and updated:
         return True
     samples, reason = run.config.train.global_batch, reason or "the gradient overflows at this loss scale"
-    where = {"step": run.step, "first_sample": first_sample, "samples": samples, "why": reason}
+    fields = {"step": run.step, "first_sample": first_sample, "samples": samples, "why": reason}
     if skip:
         run.numbers.guard.skipped.add(run.step, first_sample, samples, reason)
         run.write_skip_list()
-    run.reporter.add_event("skipped" if not updated else cast("str", kind), **where)
+    run.reporter.add_event("skipped" if not updated else cast("str", kind), **fields)
     if run.world.rank == 0 and (skip or updated):  # the loss scale of fp16 has said so itself
-        done = "skipped the update" if not updated else "the update was made all the same"
-        log.warning("step %d: %s; %s", run.step, reason, done)
+        outcome = "skipped the update" if not updated else "the update was made all the same"
+        log.warning("step %d: %s; %s", run.step, reason, outcome)
     return updated
 
 

@@ -33,8 +33,8 @@ def _data(arguments: argparse.Namespace) -> int:
 
 def add_loader(kinds: CommandGroup) -> None:
     """Add `bench loader`."""
-    what = "compare the speed of the loader of training with two ways to do it with `datasets`"
-    loader = add_benchmark(kinds, "loader", what, _loader)
+    summary = "compare the speed of the loader of training with two ways to do it with `datasets`"
+    loader = add_benchmark(kinds, "loader", summary, _loader)
     loader.add_argument("source", nargs="+", metavar="SOURCE", help="files or folders, as for `data build`")
     loader.add_argument("--tokenizer", required=True, metavar="PATH", help="tokenizer.json, or a folder with one")
     loader.add_argument("--column", default="text", metavar="NAME", help="column of records to read (default text)")
@@ -80,8 +80,8 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
     from hpc_train.bench.checkpoint.checkpoint import OPERATIONS, SIDES, CheckpointBenchOptions, run_checkpoint_command
 
     a = arguments
-    chosen = tuple(a.operations or OPERATIONS), tuple(a.sides or SIDES)
-    options = CheckpointBenchOptions(a.gib, tuple(a.ranks), a.tensors, tuple(a.directory), a.rounds, *chosen)
+    selection = tuple(a.operations or OPERATIONS), tuple(a.sides or SIDES)
+    options = CheckpointBenchOptions(a.gib, tuple(a.ranks), a.tensors, tuple(a.directory), a.rounds, *selection)
     return run_checkpoint_command(options, a.json, Path(a.plot) if a.plot else None)
 
 

@@ -19,14 +19,16 @@ def add_collectives(kinds: CommandGroup) -> None:
         "measure collectives on every mesh axis, and the network's latency and bandwidth",
         _collectives,
     )
-    usual, add = CollectivesOptions(), collectives.add_argument
+    defaults, add = CollectivesOptions(), collectives.add_argument
     add_overrides(collectives, config_dir=False)
-    add("--min", default=usual.smallest, metavar="SIZE", help=f"smallest size in bytes (default {usual.smallest})")
-    add("--max", default=usual.largest, metavar="SIZE", help=f"largest size (default {usual.largest})")
-    add_number(collectives, "--factor", usual.factor, "ratio of each size to the one before")
-    add_number(collectives, "--rounds", usual.rounds, "rounds, in each of which every case runs")
-    add_number(collectives, "--iterations", usual.iterations, "maximum calls of a case in a round")
-    add("--operation", action="append", choices=usual.operations, help="measure only this operation; repeatable")
+    add(
+        "--min", default=defaults.smallest, metavar="SIZE", help=f"smallest size in bytes (default {defaults.smallest})"
+    )
+    add("--max", default=defaults.largest, metavar="SIZE", help=f"largest size (default {defaults.largest})")
+    add_number(collectives, "--factor", defaults.factor, "ratio of each size to the one before")
+    add_number(collectives, "--rounds", defaults.rounds, "rounds, in each of which every case runs")
+    add_number(collectives, "--iterations", defaults.iterations, "maximum calls of a case in a round")
+    add("--operation", action="append", choices=defaults.operations, help="measure only this operation; repeatable")
     add(
         "--algorithm",
         action="append",
@@ -51,15 +53,15 @@ def _collectives(arguments: argparse.Namespace) -> int:
     from hpc_train.bench.collectives.collectives import run_collectives_command
     from hpc_train.bench.collectives.options import CollectivesOptions
 
-    a, usual = arguments, CollectivesOptions()
+    a, defaults = arguments, CollectivesOptions()
     options = CollectivesOptions(
         smallest=a.min,
         largest=a.max,
         factor=a.factor,
         rounds=a.rounds,
         iterations=a.iterations,
-        operations=tuple(dict.fromkeys(a.operation or usual.operations)),
-        algorithms=tuple(dict.fromkeys(a.algorithm or usual.algorithms)),
+        operations=tuple(dict.fromkeys(a.operation or defaults.operations)),
+        algorithms=tuple(dict.fromkeys(a.algorithm or defaults.algorithms)),
         backends=tuple(dict.fromkeys(a.backend or ())),
         output="json" if a.json else "plain" if a.plain else "table",
         plot=a.plot,
@@ -73,16 +75,16 @@ def add_gemm(kinds: CommandGroup) -> None:
     from hpc_train.bench.gemm import PRECISIONS, GemmOptions
 
     gemm = add_benchmark(kinds, "gemm", "measure matrix products and a copy, for `hpc-train plan calibrate`", _gemm)
-    usual = GemmOptions()
+    defaults = GemmOptions()
     gemm.add_argument(
         "--precision",
         action="append",
         choices=PRECISIONS,
-        help=f"format of the matrices; repeatable (default {' and '.join(usual.precisions)})",
+        help=f"format of the matrices; repeatable (default {' and '.join(defaults.precisions)})",
     )
-    add_number(gemm, "--min", usual.smallest, "smallest matrix width")
-    add_number(gemm, "--max", usual.largest, "largest matrix width")
-    add_number(gemm, "--rounds", usual.rounds, "rounds, of which the median counts")
+    add_number(gemm, "--min", defaults.smallest, "smallest matrix width")
+    add_number(gemm, "--max", defaults.largest, "largest matrix width")
+    add_number(gemm, "--rounds", defaults.rounds, "rounds, of which the median counts")
     gemm.add_argument("--out", metavar="FILE", help="write the result, for `hpc-train plan calibrate --gemm FILE`")
     gemm.add_argument("--plot", metavar="FILE", help=PLOT_HELP)
     add_json(gemm)
@@ -111,13 +113,13 @@ def add_gpu(kinds: CommandGroup) -> None:
     """Add `bench gpu`."""
     from hpc_train.bench.gpu.gpu import PARTS, GpuBenchOptions
 
-    what = "measure one GPU: speed against a hand-written loop, parity, memory, copies, waits"
-    gpu, usual = add_benchmark(kinds, "gpu", what, _gpu), GpuBenchOptions()
+    summary = "measure one GPU: speed against a hand-written loop, parity, memory, copies, waits"
+    gpu, defaults = add_benchmark(kinds, "gpu", summary, _gpu), GpuBenchOptions()
     add = gpu.add_argument
     add("--part", action="append", choices=PARTS, help="measure only this part; repeatable (default: all)")
-    add("--minutes", type=float, default=usual.minutes, metavar="N", help="time for all parts (default 10)")
-    add("--out", default=usual.out, metavar="NAME", help=f"write NAME.md and NAME.json (default {usual.out})")
-    add("--device", choices=("cuda", "cpu"), default=usual.device, help="cpu: only with --quick (default cuda)")
+    add("--minutes", type=float, default=defaults.minutes, metavar="N", help="time for all parts (default 10)")
+    add("--out", default=defaults.out, metavar="NAME", help=f"write NAME.md and NAME.json (default {defaults.out})")
+    add("--device", choices=("cuda", "cpu"), default=defaults.device, help="cpu: only with --quick (default cuda)")
     add("--quick", action="store_true", help="tiny shapes, to try whether the parts run")
     add("--inside", action="store_true", help=argparse.SUPPRESS)  # a part's own process
     add_json(gpu)

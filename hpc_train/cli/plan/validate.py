@@ -47,7 +47,7 @@ def validate_command(options: ValidateOptions) -> int:
 
 def validation_to_json(validation: Validation, rows: bool) -> dict[str, object]:
     """Return the JSON of `plan validate --json`; errors are fractions of 1."""
-    answer: dict[str, object] = {
+    result: dict[str, object] = {
         "overall": _round_values(asdict(validation.overall)),
         "families": {name: _round_values(asdict(errors)) for name, errors in validation.families.items()},
         "memory": _round_values(asdict(validation.memory)),
@@ -56,8 +56,8 @@ def validation_to_json(validation: Validation, rows: bool) -> dict[str, object]:
         "refused": [asdict(run) for run in validation.refused],
     }
     if rows:
-        answer["rows"] = [_row_to_json(row) for row in validation.rows]
-    return answer
+        result["rows"] = [_row_to_json(row) for row in validation.rows]
+    return result
 
 
 def _round_values(values: dict[str, float]) -> dict[str, float]:

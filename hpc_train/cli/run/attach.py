@@ -26,13 +26,13 @@ def attach_command(run: str, words: Sequence[str], rank: int | None, node: str |
     point = require_single(find_points(run, run_client), run)
     facts = gather_facts([point], run_client)[0]
     record = _find_running_job(facts, run)
-    where = (
+    location = (
         _check_node(node, record)
         if node
         else find_node_of_rank(point.run / "logs" / str(_find_newest_attempt(facts)), rank, record)
     )
     shell = [os.environ.get("SHELL") or "/bin/bash", "-l"]
-    command = make_srun_command(record, where, list(words) or shell, sys.stdin.isatty() or dry_run)
+    command = make_srun_command(record, location, list(words) or shell, sys.stdin.isatty() or dry_run)
     if dry_run:
         print(shlex.join(command))
         return 0

@@ -184,8 +184,8 @@ def _find_batch_script_reason(point: RunPoint, attempts: Sequence[int]) -> str:
     if result is None or not result.why:
         return ""
     log = _find_batch_log(point, ended[-1].number)
-    where = f"; its log: {log}" if log is not None and log.exists() else ""
-    return f"; attempt ended with exit code {result.exit_code}: {result.why}{where}"
+    location = f"; its log: {log}" if log is not None and log.exists() else ""
+    return f"; attempt ended with exit code {result.exit_code}: {result.why}{location}"
 
 
 def _is_attempt_done(run: Path, attempt: int) -> bool:

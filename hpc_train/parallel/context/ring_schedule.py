@@ -58,10 +58,10 @@ class KeyValueRing:
         """Yield (rank, its tensor) for every rank, this one first, while the next tensor is being received."""
         current = local_kv
         for step in range(self.size):
-            coming = self.pass_on(current) if step < self.size - 1 else None
+            pending = self.pass_on(current) if step < self.size - 1 else None
             yield (self.rank - step) % self.size, current
-            if coming is not None:
-                current = coming.wait()
+            if pending is not None:
+                current = pending.wait()
 
     def exchange(self, shift: int, outgoing: Tensor | None, like: Tensor | None) -> PendingReceive | None:
         """Start sending `outgoing` to the rank that is `shift` further, and receiving a tensor from the one before.

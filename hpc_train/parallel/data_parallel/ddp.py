@@ -172,11 +172,11 @@ def _average_bucket(bucket: dist.GradBucket, group: dist.ProcessGroup | None) ->
     work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
 
-    def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    def unpack(future: torch.futures.Future[list[Tensor]]) -> Tensor:
         future.value()  # raises the collective's error; which tensors it holds depends on the backend
         return buffer
 
-    reduced: torch.futures.Future[Tensor] = work.get_future().then(done)
+    reduced: torch.futures.Future[Tensor] = work.get_future().then(unpack)
     return reduced
 
 

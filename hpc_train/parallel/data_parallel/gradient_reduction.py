@@ -204,15 +204,17 @@ class PowerSGD:
         bases = self._bases.get(bucket.index) or [self._make_first_basis(matrix) for matrix in matrices]
         products = [matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         self._add_up([*products, *uncompressed])
-        left = [torch.linalg.qr(product).Q for product in products]
-        right = [matrix.T @ p for matrix, p in zip(matrices, left, strict=True)]
-        unsent = [torch.addmm(m, p, q.T, alpha=-1) for m, p, q in zip(matrices, left, right, strict=True)]
-        self._add_up(right)
-        for matrix, p, q in zip(matrices, left, right, strict=True):
+        left_factors = [torch.linalg.qr(product).Q for product in products]
+        right_factors = [matrix.T @ p for matrix, p in zip(matrices, left_factors, strict=True)]
+        unsent = [
+            torch.addmm(m, p, q.T, alpha=-1) for m, p, q in zip(matrices, left_factors, right_factors, strict=True)
+        ]
+        self._add_up(right_factors)
+        for matrix, p, q in zip(matrices, left_factors, right_factors, strict=True):
             torch.mm(p, q.T, out=matrix)
         # A step with a gradient that is not finite is skipped, so its error must not be remembered.
-        if all(bool(q.isfinite().all()) for q in right):
-            self._remember(bucket.index, right, unsent)
+        if all(bool(q.isfinite().all()) for q in right_factors):
+            self._remember(bucket.index, right_factors, unsent)
 
     def _select_matrices(self, gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return (matrices to approximate, as views (rows, all other dimensions); tensors to send in full)."""

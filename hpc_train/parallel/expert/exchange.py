@@ -100,19 +100,19 @@ class ExchangedDispatch(Dispatch):
     ) -> tuple[Tensor, Tensor | None]:
         """See Dispatch."""
         order, counts = sort_by_expert(chosen, config)
-        sent, received = self.exchange_counts(counts)
+        sent_counts, received_counts = self.exchange_counts(counts)
         # The one place of a layer where the host waits for the device: all-to-all takes its sizes from the host.
-        sent_rows, received_rows = torch.stack((sent, received)).sum(2).tolist()
+        sent_rows, received_rows = torch.stack((sent_counts, received_counts)).sum(2).tolist()
         forward_exchange = RowExchange(sent_rows, received_rows, self.group)
         # `order` numbers (token, choice) pairs, so that order // choices is the token: it goes once for each choice.
-        arriving = start_exchange(x[order // chosen.shape[1]], forward_exchange)
+        pending_rows = start_exchange(x[order // chosen.shape[1]], forward_exchange)
         other = None if meanwhile is None else meanwhile()
-        rows = finish_exchange(arriving, forward_exchange)
+        rows = finish_exchange(pending_rows, forward_exchange)
         # Rows come by rank, then by expert; experts take them by expert.
-        expert = torch.arange(received.shape[1], device=x.device).repeat(len(received))
-        expert_of_row = expert.repeat_interleave(received.flatten(), output_size=sum(received_rows))
+        expert = torch.arange(received_counts.shape[1], device=x.device).repeat(len(received_counts))
+        expert_of_row = expert.repeat_interleave(received_counts.flatten(), output_size=sum(received_rows))
         by_expert = expert_of_row.argsort(stable=True)
-        results = experts(rows[by_expert], received.sum(0))
+        results = experts(rows[by_expert], received_counts.sum(0))
         # Back into the order in which the rows came, because the way back sends each rank one piece, too.
         results = torch.zeros_like(results).index_copy(0, by_expert, results)
         return_exchange = RowExchange(received_rows, sent_rows, self.group)
@@ -121,7 +121,7 @@ class ExchangedDispatch(Dispatch):
 
     def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows that this rank sends and gets: (ranks, experts of a rank), for and from each rank."""
-        sent = counts.view(self.group.size(), -1)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent.contiguous(), group=self.group)
-        return sent, received
+        sent_counts = counts.view(self.group.size(), -1)
+        received_counts = torch.empty_like(sent_counts)
+        dist.all_to_all_single(received_counts, sent_counts.contiguous(), group=self.group)
+        return sent_counts, received_counts

@@ -174,9 +174,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         gradients = {parameter: parameter.grad for parameter in self._copies}
         for parameter in self._copies:
             parameter.grad = None
-        coming = self._fetch(self._parts[0], gradients)
-        for part, following in zip(self._parts, [*self._parts[1:], []], strict=True):
-            on_host, coming = coming, self._fetch(following, gradients)
+        next_on_host = self._fetch(self._parts[0], gradients)
+        for part, next_part in zip(self._parts, [*self._parts[1:], []], strict=True):
+            on_host, next_on_host = next_on_host, self._fetch(next_part, gradients)
             self._update(part, on_host)
         self._stream.wait(self._stream.mark())  # the next forward needs all parameters
 

@@ -126,12 +126,12 @@ def infer_stage_output(model: nn.Module, first: list[str], config: RunConfig, de
     sequence_parts = degrees.tp if tensor.sequence and "seq" in model.plan.values() else 1
 
     def hidden(inputs: Tensor) -> Tensor:
-        like = inputs.to(next(probe.parameters()).dtype) if inputs.is_floating_point() else inputs
+        typed_inputs = inputs.to(next(probe.parameters()).dtype) if inputs.is_floating_point() else inputs
         with torch.no_grad():
-            out: Tensor = probe(like)
-        batch, positions, *rest = out.shape
+            out: Tensor = probe(typed_inputs)
+        batch, positions, *features = out.shape
         return torch.empty(
-            batch, positions // sequence_parts, *rest, dtype=out.dtype, device="meta", requires_grad=True
+            batch, positions // sequence_parts, *features, dtype=out.dtype, device="meta", requires_grad=True
         )
 
     return hidden

@@ -82,14 +82,16 @@ def check_graph_rules(config: RunConfig, degrees: Degrees) -> None:
 def check_offload_rules(config: RunConfig, degrees: Degrees) -> None:
     """Raise UserError for what cannot be offloaded."""
     offload, strategy = config.parallel.offload, config.parallel.strategy
-    asked = {name: getattr(offload, name) for name in ("optimizer", "parameters") if getattr(offload, name) != "none"}
-    for name, place in asked.items():
+    offloads = {
+        name: getattr(offload, name) for name in ("optimizer", "parameters") if getattr(offload, name) != "none"
+    }
+    for name, storage in offloads.items():
         if strategy == "ddp":
             raise UserError(
-                f"parallel.offload.{name}={place}: only what the zero strategies shard can live elsewhere, ddp keeps "
+                f"parallel.offload.{name}={storage}: only what the zero strategies shard can live elsewhere, ddp keeps "
                 "all on each rank; use parallel=zero1, zero2 or fsdp"
             )
-    if offload.dir is not None and "file" not in asked.values():
+    if offload.dir is not None and "file" not in offloads.values():
         raise UserError(
             f"parallel.offload.dir={offload.dir}: without effect, nothing is offloaded to a file; set "
             "parallel.offload.optimizer=file or parallel.offload.parameters=file"

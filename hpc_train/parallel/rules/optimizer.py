@@ -130,15 +130,15 @@ def _check_rounded_state(config: RunConfig) -> None:
             f"optim.implementation={optim.implementation}: is of torch's AdamW, which rounds no moments; leave it out, "
             "or use optim.state=full"
         )
-    others = {
+    techniques = {
         "parallel.offload.optimizer": parallel.offload.optimizer != "none",
         "parallel.offload.parameters": parallel.offload.parameters != "none",
         "parallel.sync.every": parallel.sync.every is not None,
         "parallel.server.mode": parallel.server.mode != "none",
     }
-    for other, is_on in others.items():
+    for technique, is_on in techniques.items():
         if is_on:
-            raise UserError(f"{option}: not with {other}; use optim.state=full, or leave {other} out")
+            raise UserError(f"{option}: not with {technique}; use optim.state=full, or leave {technique} out")
     if optim.state == "8bit" and config.precision.name == "fp64":
         raise UserError(
             f"{option}: torchao computes the update in 32 bits, which would round the parameters of precision=fp64; "

@@ -38,10 +38,10 @@ def check_transformers_rules(config: RunConfig, degrees: Degrees) -> None:
 
 def _check_family(file: ConfigFile, degrees: Degrees) -> None:
     family = file.family
-    for axis, why in (("tp", family.tensor), ("pp", family.pipeline), ("cp", family.context)):
-        if getattr(degrees, axis) > 1 and why is not None:
+    for axis, reason in (("tp", family.tensor), ("pp", family.pipeline), ("cp", family.context)):
+        if getattr(degrees, axis) > 1 and reason is not None:
             raise UserError(
-                f"parallel.{axis}={getattr(degrees, axis)}: not for {family.name} of transformers, because {why}; "
+                f"parallel.{axis}={getattr(degrees, axis)}: not for {family.name} of transformers, because {reason}; "
                 f"{_INSTEAD}"
             )
 

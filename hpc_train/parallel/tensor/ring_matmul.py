@@ -314,14 +314,14 @@ def circulate_shards(shards: Tensor, ring: MatmulRing) -> Iterator[ShardPlace]:
         )
         return transfers[-1]
 
-    moving = [pass_on(0, rows) for rows in chunks]
+    following = [pass_on(0, rows) for rows in chunks]
     yield ring.rank, slice(None)
     for step in range(1, ring.size):
-        arriving, moving = moving, []
-        for transfer, rows in zip(arriving, chunks, strict=True):
+        current, following = following, []
+        for transfer, rows in zip(current, chunks, strict=True):
             transfer.wait()
             if step + 1 < ring.size:
-                moving.append(pass_on(step, rows))
+                following.append(pass_on(step, rows))
             yield _find_previous_rank(ring, step), rows
     # Only now, so that no product waited for a send.
     for transfer in transfers:
@@ -339,23 +339,29 @@ def reduce_products(
     product: computes this rank's product for a place. Fills `total` (rows, features) with the sum over all ranks of
     their products for this rank's shard. meanwhile: other work, called with (part, parts) once for each
     shard that is on its way, so that the work is cut into `parts` equal parts.
+
+    In order of time, on rank r of 3:
+        step 0   compute the product for the shard of rank r - 1, and start to send it to rank r + 1
+        step 1   meanwhile(0, 2); compute the one for rank r - 2; add what has arrived; start to send the sum
+        step 2   meanwhile(1, 2); compute the one for rank r itself; add what has arrived: the total
+    So each message is on its way while a whole product is computed.
     """
     chunks = ring.split_rows(total)
-    moving: list[ChunkTransfer] = []
+    outgoing: list[ChunkTransfer] = []
     transfers: list[ChunkTransfer] = []
     for step in range(ring.size):
-        shard, arriving, moving = _find_previous_rank(ring, step + 1), moving, []
+        shard, partial_sums, outgoing = _find_previous_rank(ring, step + 1), outgoing, []
         if step:
             meanwhile(step - 1, ring.size - 1)
         for index, rows in enumerate(chunks):
             part = product((shard, rows))
             if step:
-                part = arriving[index].wait().add_(part)
+                part = partial_sums[index].wait().add_(part)
             if step + 1 < ring.size:
-                moving.append(ring.exchange(part, torch.empty_like(part)))
+                outgoing.append(ring.exchange(part, torch.empty_like(part)))
             else:
                 total[rows] = part
-        transfers += moving
+        transfers += outgoing
     for transfer in transfers:
         transfer.sending.wait()
 
@@ -386,9 +392,9 @@ def _join_positions(shards: Tensor, batch: int) -> Tensor:
 
 def _sum_contributions(blocks: Sequence[Tensor], weights: Sequence[Tensor], place: ShardPlace) -> Tensor:
     """Sum what the outputs' gradients contribute to the input's at one place, over all weights."""
-    first, *others = zip(blocks, weights, strict=True)
+    first, *further = zip(blocks, weights, strict=True)
     total = first[0][place] @ first[1]
-    for block, weight in others:
+    for block, weight in further:
         total.addmm_(block[place], weight)
     return total
 

@@ -56,10 +56,10 @@ def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> s
         for name in _list_vocabulary(plan):
             layers.keep_vocabulary(part.get_submodule(name), axis)
     distribute_parameters(part, axis.mesh, layouts)
-    counts = Counter(how for how in plan.values() if how != "seq" or axis.sequence)
+    counts = Counter(style for style in plan.values() if style != "seq" or axis.sequence)
     if not options.vocabulary:
         del counts["vocab"]
-    description = ", ".join(f"{count} {how}" for how, count in sorted(counts.items()))
+    description = ", ".join(f"{count} {style}" for style, count in sorted(counts.items()))
     return f"tensor: {description} modules over tp={axis.size}{', asynchronous' if options.asynchronous else ''}"
 
 
@@ -67,25 +67,25 @@ def _split_layers(
     part: nn.Module, plan: dict[str, str], axis: TensorAxis, asynchronous: bool, layouts: ParameterLayouts
 ) -> None:
     groups: dict[str, dict[str, nn.Linear]] = {}
-    for name, how in plan.items():
+    for name, style in plan.items():
         module = part.get_submodule(name)
-        if how == "seq" and axis.sequence:
+        if style == "seq" and axis.sequence:
             layers.split_positions(module, axis, layouts)
-        elif how == "col":
+        elif style == "col":
             assert isinstance(module, nn.Linear)
             groups.setdefault(name.rpartition(".")[0], {})[name] = module
-        elif how == "row":
+        elif style == "row":
             assert isinstance(module, nn.Linear)
             layers.split_rows(name, module, axis, asynchronous, layouts)
-        elif how == "enter":
+        elif style == "enter":
             head_layers.enter_heads(module, axis)
-        elif how == "heads":
+        elif style == "heads":
             head_layers.split_head_norm(module, layouts)
-        elif how == "attention":
+        elif style == "attention":
             head_layers.count_local_heads(name, module, axis)
-        elif how == "head_bias":
+        elif style == "head_bias":
             head_layers.split_head_bias(module, axis, layouts)
-        elif how == "expert":
+        elif style == "expert":
             from hpc_train.parallel.tensor.expert_layers import split_mixture
 
             split_mixture(name, module, axis, layouts)
@@ -95,7 +95,7 @@ def _split_layers(
 
 
 def _list_vocabulary(plan: dict[str, str]) -> list[str]:
-    return [name for name, how in plan.items() if how == "vocab"]
+    return [name for name, style in plan.items() if style == "vocab"]
 
 
 def _split_vocabulary(

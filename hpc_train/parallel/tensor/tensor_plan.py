@@ -47,13 +47,13 @@ def read_tensor_plan(part: nn.Module, *, whole_model: bool) -> dict[str, str]:
     return styles
 
 
-def _check_line(title: str, glob: str, name: str, module: nn.Module, how: str) -> None:
-    if how not in _KINDS:
-        raise UserError(f"{title}: {glob!r} is {how!r}; use {', '.join(_KINDS)}")
-    tied_head = how == "vocab" and not any(True for _ in module.parameters())
-    if not isinstance(module, _KINDS[how]) and not tied_head:
-        wanted = " or ".join(kind.__name__ for kind in _KINDS[how])
-        raise UserError(f"{title}: {name} is {type(module).__name__}, and only {wanted} can be {how}")
+def _check_line(title: str, glob: str, name: str, module: nn.Module, style: str) -> None:
+    if style not in _KINDS:
+        raise UserError(f"{title}: {glob!r} is {style!r}; use {', '.join(_KINDS)}")
+    tied_head = style == "vocab" and not any(True for _ in module.parameters())
+    if not isinstance(module, _KINDS[style]) and not tied_head:
+        expected = " or ".join(kind.__name__ for kind in _KINDS[style])
+        raise UserError(f"{title}: {name} is {type(module).__name__}, and only {expected} can be {style}")
 
 
 def check_plan_coverage(part: nn.Module, plan: dict[str, str]) -> None:
@@ -63,8 +63,8 @@ def check_plan_coverage(part: nn.Module, plan: dict[str, str]) -> None:
     """
     kind = type(part).__name__
     for name, _ in part.named_parameters():
-        owner = name.rpartition(".")[0]
-        parents = [owner.rsplit(".", cut)[0] for cut in range(owner.count(".") + 1)]
+        module_name = name.rpartition(".")[0]
+        parents = [module_name.rsplit(".", cut)[0] for cut in range(module_name.count(".") + 1)]
         if not any(parent in plan for parent in parents):
             raise UserError(
                 f"{kind}.plan: names {name} in no line, but has lines seq; name it seq if it sees the positions "

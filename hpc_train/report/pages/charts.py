@@ -74,11 +74,11 @@ def downsample(x: Sequence[float], y: Sequence[float | None]) -> list[tuple[floa
     return extremes
 
 
-def choose_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round numbers between low and high, at most `most` + 1."""
+def choose_ticks(low: float, high: float, maximum: int = 5) -> list[float]:
+    """Return round numbers between low and high, at most `maximum` + 1."""
     if not high > low:
         return [low]
-    rough = (high - low) / most
+    rough = (high - low) / maximum
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
     first = math.ceil(low / step - 1e-9)
@@ -120,7 +120,7 @@ class _Axes:
             y = self.place_y(tick)
             parts.append(f'<line class="grid" x1="{_LEFT}" x2="{self.width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(_write_text("tick", _LEFT - 6, y + 3.5, format_tick(tick), "end"))
-        for tick in choose_ticks(*self._x, most=self.width // 90):
+        for tick in choose_ticks(*self._x, maximum=self.width // 90):
             parts.append(
                 _write_text("tick", self.place_x(tick), self.height - _BOTTOM + 14, format_tick(tick), "middle")
             )
@@ -213,15 +213,15 @@ def draw_stacks(
 
     describe: formats an amount for the text of a part.
     """
-    row, left, body = 30, 130, []
+    row, label_width, body = 30, 130, []
     longest = max((sum(amount for _, _, amount in parts) for _, parts in bars), default=0.0)
     if longest <= 0:
         return ""
     for index, (name, parts) in enumerate(bars):
         body.append(_write_text("name", 0, index * row + 19, name[:20]))
-        x = float(left)
+        x = float(label_width)
         for kind, text, amount in parts:
-            width = amount / longest * (WIDTH - left)
+            width = amount / longest * (WIDTH - label_width)
             body.append(
                 f'<rect class="band {escape(kind)}" x="{x:.2f}" y="{index * row + 4}" width="{width:.2f}" '
                 f'height="{row - 8}"><title>{escape(text)}: {describe(amount)}</title></rect>'
@@ -306,11 +306,11 @@ def draw_gantt(title: str, spans: Sequence[Span], rows: int, seconds: float) -> 
     """Draw what each rank of a pipeline computed when. seconds: length of the time axis."""
     if not spans or seconds <= 0:
         return ""
-    row, left = 18, 60
-    scale = (WIDTH - left - _RIGHT) / seconds
+    row, label_width = 18, 60
+    scale = (WIDTH - label_width - _RIGHT) / seconds
     body = [f'<text class="tick" x="0" y="{index * row + 13}">pp {index}</text>' for index in range(rows)]
     for span in spans:
-        x, width = left + span.start * scale, max((span.end - span.start) * scale, 0.3)
+        x, width = label_width + span.start * scale, max((span.end - span.start) * scale, 0.3)
         body.append(
             f'<rect class="span {escape(span.kind)}" x="{x:.1f}" y="{span.row * row + 2}" width="{width:.1f}" '
             f'height="{row - 4}"><title>{escape(span.text)}</title></rect>'

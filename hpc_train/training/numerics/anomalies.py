@@ -72,16 +72,16 @@ class SkipList:
 
 def read_skip_list(path: Path) -> SkipList:
     """Read a skipped.json. Raises UserError if it is not one."""
-    where = f"resilience.numbers.skip_list={path}"
+    option = f"resilience.numbers.skip_list={path}"
     try:
         entries = [SkippedSteps(**entry) for entry in read_json(path)]
     except OSError as error:
-        raise UserError(f"{where}: {error.strerror}; give the skipped.json of a run directory") from error
+        raise UserError(f"{option}: {error.strerror}; give the skipped.json of a run directory") from error
     except (ValueError, TypeError) as error:
-        raise UserError(f"{where}: not a list of skipped steps; give the skipped.json of a run directory") from error
+        raise UserError(f"{option}: not a list of skipped steps; give the skipped.json of a run directory") from error
     for entry in entries:
         if not all(isinstance(value, int) and value >= 0 for value in (entry.first_sample, entry.samples)):
-            raise UserError(f"{where}: first_sample and samples of step {entry.first_step} must be integers from 0")
+            raise UserError(f"{option}: first_sample and samples of step {entry.first_step} must be integers from 0")
     return SkipList(entries)
 
 

@@ -137,15 +137,15 @@ def _compare_replicas_if_due(run: TrainingRun) -> None:
         numbers.replicas = ReplicaCheck(run.engine, run.world)
     if numbers.replicas is None or not (first or run.step % compare_every == 0):
         return
-    odd, sure = numbers.replicas.find_odd_ranks()
-    if odd and first and not numbers.replicas.do_devices_round_alike():
+    differing, is_certain = numbers.replicas.find_odd_ranks()
+    if differing and first and not numbers.replicas.do_devices_round_alike():
         numbers.replicas = None
         if run.world.rank == 0:
             log.warning("copies of parameters are not compared: devices of different kinds round differently")
-    elif odd:
-        which = f"rank {', '.join(map(str, odd[:8]))}" + ("" if sure else ", which differ from each other")
+    elif differing:
+        which = f"rank {', '.join(map(str, differing[:8]))}" + ("" if is_certain else ", which differ from each other")
         text = f"copies of parameters are no longer equal, as they were after step {numbers.equal_at}: those of {which}"
-        _raise_or_warn(run, RanksDisagree(text, numbers.equal_at, odd if sure else ()))
+        _raise_or_warn(run, RanksDisagree(text, numbers.equal_at, differing if is_certain else ()))
     else:
         numbers.equal_at = run.step
         if numbers.lost_since is None:  # equal copies of NaN are nothing to go back to

@@ -74,8 +74,8 @@ def _report(run: TrainingRun, before: str, loss: float, ranks: list[int]) -> Non
         return
     hosts = {entry["rank"]: entry["host"] for entry in read_json(run.directory.rank_map)["ranks"]} if ranks else {}
     named = sorted({hosts[rank] for rank in ranks})
-    where = f": rank {', '.join(map(str, ranks[:8]))} on {', '.join(named[:8])} erred" if ranks else ""
-    description = f"{before}, but {loss:.6g} when the step was computed again{where}"
+    culprits = f": rank {', '.join(map(str, ranks[:8]))} on {', '.join(named[:8])} erred" if ranks else ""
+    description = f"{before}, but {loss:.6g} when the step was computed again{culprits}"
     run.reporter.add_event("transient", step=run.step + 1, why=description, ranks=ranks, hosts=named)
     log.warning("step %d: %s; going on with the second numbers", run.step + 1, description)
     if len(named) == 1:

@@ -43,10 +43,10 @@ class ReplicaCheck:
             return [], True
         sums = [torch.empty_like(local_sum) for _ in range(self.world.size)]
         dist.all_gather(sums, local_sum, group=self.world.group)
-        odd, sure = find_minority([(int(place), int(bits)) for place, bits in sums])
+        differing, is_certain = find_minority([(int(place), int(bits)) for place, bits in sums])
         if self.world.group is not None:  # some ranks are lost: the others have the numbers that they began with
-            odd = [dist.get_global_rank(self.world.group, index) for index in odd]
-        return odd, sure
+            differing = [dist.get_global_rank(self.world.group, index) for index in differing]
+        return differing, is_certain
 
     def do_devices_round_alike(self) -> bool:
         """Return whether the devices of all ranks make the same bits of the same numbers; a collective.
@@ -95,12 +95,12 @@ def find_minority(sums: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
     groups: dict[int, list[int]] = {}
     for rank, (place, _) in enumerate(sums):
         groups.setdefault(place, []).append(rank)
-    odd: list[int] = []
-    sure = True
+    differing: list[int] = []
+    is_certain = True
     for ranks in groups.values():
         counts = Counter(sums[rank][1] for rank in ranks).most_common()
         if len(counts) > 1:
             majority = counts[0][1] > counts[1][1]
-            sure &= majority
-            odd += [rank for rank in ranks if not majority or sums[rank][1] != counts[0][0]]
-    return sorted(odd), sure
+            is_certain &= majority
+            differing += [rank for rank in ranks if not majority or sums[rank][1] != counts[0][0]]
+    return sorted(differing), is_certain

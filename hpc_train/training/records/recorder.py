@@ -281,9 +281,9 @@ class NodeCounters:
 def read_node_counters() -> dict[str, float]:
     """Read bytes moved by NICs, and the seconds in which processes were stalled by disks or memory, since boot."""
     counters = {}
-    moved = [*_read_infiniband_bytes(), *_read_ethernet_bytes()]
-    if moved:
-        counters["net_bytes"] = float(sum(moved))
+    net_bytes = [*_read_infiniband_bytes(), *_read_ethernet_bytes()]
+    if net_bytes:
+        counters["net_bytes"] = float(sum(net_bytes))
     for kind, name in (("io", "io_stall"), ("memory", "memory_stall")):
         with suppress(OSError, ValueError, IndexError):
             pressure = Path(f"/proc/pressure/{kind}").read_text().splitlines()[0]

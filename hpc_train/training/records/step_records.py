@@ -143,10 +143,10 @@ class StepRecordFile:
             except OSError as error:
                 self._fail(f"{self._path}: {error.strerror}; records of steps are missing")
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         if self.failure is None:
-            self.failure = why
-            log.warning("%s", why)
+            self.failure = reason
+            log.warning("%s", reason)
 
 
 def _append(path: Path, block: bytes) -> None:

@@ -57,13 +57,13 @@ class WarningRecorder(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one warning; a disk that is full does not end the training."""
-        place = (record.pathname, record.lineno)
-        self._repetitions[place] += 1
-        if self._repetitions[place] > _MOST_ALIKE:
+        location = (record.pathname, record.lineno)
+        self._repetitions[location] += 1
+        if self._repetitions[location] > _MOST_ALIKE:
             record.repeated = True
             return
         text = describe_record(record)
-        if self._repetitions[place] == _MOST_ALIKE:
+        if self._repetitions[location] == _MOST_ALIKE:
             text += " (further ones like this are only in the log)"
         level = "error" if record.levelno >= logging.ERROR else "warning"
         with suppress(OSError):
