@@ -74,29 +74,54 @@ class Profile:
 
 def read_profile(trace: TraceFile) -> Profile:
     """Read a trace, and add up its times. Raises UserError if it cannot be read."""
-    return add_up(read_events(trace.path))
+    return add_up(read_spans(trace.path))
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class TraceSpan:
+    """An event of a trace that lasts: a range or an operator of a host thread, or a kernel. Times are microseconds."""
+
+    name: str
+    category: object
+    begin: float
+    duration: float
+    thread: tuple[object, object]
+    """Process and thread, as the trace numbers them."""
+    operator_id: object
+    """Of an operator, and of the kernels that it started; None: the trace has none."""
+    sequence_number: object
+    """Of an operator that made a node of the autograd graph, and of that node's backward; None: the trace has none."""
+
+    @property
+    def end(self) -> float:
+        """When it ends, in microseconds."""
+        return self.begin + self.duration
+
+    @classmethod
+    def from_event(cls, event: object) -> TraceSpan | None:
+        """Return the span of an entry of `traceEvents`; None if that has no name, begin and duration."""
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            return None
+        name, begin, duration, arguments = event.get("name"), event.get("ts"), event.get("dur"), event.get("args", {})
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        if not isinstance(begin, (int, float)) or not isinstance(duration, (int, float)):
+            return None
+        thread = event.get("pid"), event.get("tid")
+        identifiers = arguments.get("External id"), arguments.get("Sequence number")
+        return cls(name, event.get("cat"), begin, duration, thread, *identifiers)
+
+
+def read_spans(path: Path) -> list[TraceSpan]:
     """Read the events of a trace that have a duration. Raises UserError if it cannot be read."""
     try:
-        spans = [event for event in json.loads(_uncompress(path))["traceEvents"] if _is_span(event)]
+        entries = json.loads(_uncompress(path))["traceEvents"]
+        spans = [span for span in map(TraceSpan.from_event, entries) if span is not None]
     except (OSError, zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a trace that can be read ({type(error).__name__}: {error})") from error
-    if not any(event["name"].startswith(STEP_PREFIX) for event in spans):
+    if not any(span.name.startswith(STEP_PREFIX) for span in spans):
         raise UserError(f"{path}: holds no step; the run may have ended in its first traced step")
     return spans
-
-
-def _is_span(event: Any) -> bool:
-    """Whether an entry of a trace has a name, a begin and a duration."""
-    return (
-        isinstance(event, dict)
-        and event.get("ph") == "X"
-        and isinstance(event.get("name"), str)
-        and all(isinstance(event.get(name), (int, float)) for name in ("ts", "dur"))
-        and isinstance(event.get("args", {}), dict)
-    )
 
 
 def _uncompress(path: Path) -> bytes:
@@ -115,37 +140,35 @@ def _uncompress(path: Path) -> bytes:
 
 
 @dataclass
-class _HostEvent:
+class _HostSpan:
     """A range or an operator of a host thread, and where it lies."""
 
-    event: dict[str, Any]
+    span: TraceSpan
     self_us: float
-    """Microseconds without those of the events inside."""
+    """Microseconds without those of the spans inside."""
     module: str | None
     """The innermost module around it."""
     backward: bool
 
 
-def add_up(events: Sequence[dict[str, Any]]) -> Profile:
-    """Add up the events of a trace."""
+def add_up(spans: Sequence[TraceSpan]) -> Profile:
+    """Add up the spans of a trace."""
     durations = [
-        event["dur"]
-        for event in events
-        if event["name"].startswith(STEP_PREFIX) and event.get("cat") == "user_annotation"
+        span.duration for span in spans if span.name.startswith(STEP_PREFIX) and span.category == "user_annotation"
     ]
     steps = max(1, len(durations))
     scale = 1e-6 / steps
-    hosts = list(_nest_threads(events))
+    hosts = list(_nest_threads(spans))
     _find_modules_of_backward(hosts)
-    device = _add_device_times(events)
+    device = _add_device_times(spans)
     phases: dict[str, float] = defaultdict(float)
     operators: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     modules: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for host in hosts:
-        name, of_kernels = host.event["name"], device.get(_get_external_id(host.event), 0.0)
+        name, of_kernels = host.span.name, device.get(host.span.operator_id, 0.0)
         if name.startswith(PHASE_PREFIX):
-            phases[name.removeprefix(PHASE_PREFIX)] += host.event["dur"] * scale
-        elif host.event["cat"] == "cpu_op":
+            phases[name.removeprefix(PHASE_PREFIX)] += host.span.duration * scale
+        elif host.span.category == "cpu_op":
             for index, value in enumerate((1, host.self_us * scale, of_kernels * scale)):
                 operators[name][index] += value
         if host.module is not None:
@@ -159,64 +182,56 @@ def add_up(events: Sequence[dict[str, Any]]) -> Profile:
     return Profile(steps, sum(durations) * scale, dict(phases), tuple(rows), tuple(of_modules), bool(device))
 
 
-def _nest_threads(events: Sequence[dict[str, Any]]) -> Iterator[_HostEvent]:
-    """Find what lies inside what, thread by thread."""
-    threads: dict[tuple[Any, Any], list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") in _HOST:
-            threads[event.get("pid"), event.get("tid")].append(event)
-    for thread_events in threads.values():
-        # Outer events before inner ones that begin at the same moment.
-        thread_events.sort(key=lambda event: (event["ts"], -event["dur"]))
-        open_events: list[_HostEvent] = []
-        for event in thread_events:
-            while open_events and _get_end(open_events[-1].event) <= event["ts"]:
-                open_events.pop()
-            outer = open_events[-1] if open_events else None
-            name = event["name"]
+def _nest_threads(spans: Sequence[TraceSpan]) -> Iterator[_HostSpan]:
+    """Find what lies inside what, thread by thread, in the order of their begin."""
+    threads: dict[tuple[object, object], list[TraceSpan]] = defaultdict(list)
+    for span in spans:
+        if span.category in _HOST:
+            threads[span.thread].append(span)
+    for of_thread in threads.values():
+        # Outer spans before inner ones that begin at the same moment.
+        of_thread.sort(key=lambda span: (span.begin, -span.duration))
+        open_spans: list[_HostSpan] = []
+        for span in of_thread:
+            while open_spans and open_spans[-1].span.end <= span.begin:
+                open_spans.pop()
+            outer = open_spans[-1] if open_spans else None
             module = outer.module if outer is not None else None
-            if name.startswith(MODULE_PREFIX):
-                module = name.removeprefix(MODULE_PREFIX)
-            backward = (outer is not None and outer.backward) or name.startswith(_BACKWARD)
-            nested = _HostEvent(event, float(event["dur"]), module, backward)
+            if span.name.startswith(MODULE_PREFIX):
+                module = span.name.removeprefix(MODULE_PREFIX)
+            backward = (outer is not None and outer.backward) or span.name.startswith(_BACKWARD)
+            nested = _HostSpan(span, span.duration, module, backward)
             # A phase is no part of what it lies in: it may end in another range than it began in.
-            if outer is not None and not name.startswith(PHASE_PREFIX):
-                outer.self_us = max(0.0, outer.self_us - event["dur"])
+            if outer is not None and not span.name.startswith(PHASE_PREFIX):
+                outer.self_us = max(0.0, outer.self_us - span.duration)
             yield nested
-            open_events.append(nested)
+            open_spans.append(nested)
 
 
-def _get_end(event: dict[str, Any]) -> float:
-    return float(event["ts"] + event["dur"])
-
-
-def _find_modules_of_backward(hosts: Sequence[_HostEvent]) -> None:
+def _find_modules_of_backward(hosts: Sequence[_HostSpan]) -> None:
     """Give the operators of a backward the module whose forward has their sequence number."""
     modules = {
-        host.event["args"]["Sequence number"]: host.module
+        host.span.sequence_number: host.module
         for host in hosts
-        if host.module is not None and not host.backward and "Sequence number" in host.event.get("args", {})
+        if host.module is not None and not host.backward and host.span.sequence_number is not None
     }
-    around: tuple[float, str | None] = (0.0, None)
-    thread: Any = None
+    node_end = 0.0
+    thread: object = None
+    module: str | None = None
     for host in hosts:  # in the order of their begin, thread by thread
-        event = host.event
-        if event.get("tid") != thread or event["ts"] >= around[0]:
-            thread, around = event.get("tid"), (0.0, None)
-        if event["name"].startswith(_BACKWARD):
-            around = _get_end(event), modules.get(event.get("args", {}).get("Sequence number"))
+        span = host.span
+        if span.thread[1] != thread or span.begin >= node_end:
+            thread, node_end, module = span.thread[1], 0.0, None
+        if span.name.startswith(_BACKWARD):
+            node_end, module = span.end, modules.get(span.sequence_number)
         if host.backward and host.module is None:
-            host.module = around[1]
+            host.module = module
 
 
-def _add_device_times(events: Sequence[dict[str, Any]]) -> dict[Any, float]:
+def _add_device_times(spans: Sequence[TraceSpan]) -> dict[object, float]:
     """Return the microseconds of the kernels that each operator has started, by its id in the trace."""
-    us_by_id: dict[Any, float] = defaultdict(float)
-    for event in events:
-        if event.get("cat") in _DEVICE:
-            us_by_id[_get_external_id(event)] += event["dur"]
+    us_by_id: dict[object, float] = defaultdict(float)
+    for span in spans:
+        if span.category in _DEVICE:
+            us_by_id[span.operator_id] += span.duration
     return dict(us_by_id)
-
-
-def _get_external_id(event: dict[str, Any]) -> Any:
-    return event.get("args", {}).get("External id")

@@ -14,7 +14,7 @@ import pytest
 
 from hpc_train.cli.main import main
 from hpc_train.errors import UserError
-from hpc_train.report.profile_tables import add_up, read_events, read_profile
+from hpc_train.report.profile_tables import TraceSpan, add_up, read_profile, read_spans
 from hpc_train.training.records.profile_files import TraceFile, list_traces, name_trace, read_request
 
 PROGRAM = [sys.executable, "-m", "hpc_train"]
@@ -88,7 +88,7 @@ def test_the_tables_add_up(traced: tuple[Path, list[dict[str, Any]]]) -> None:
         assert found["rank"] == trace.rank
         assert found["seconds"] == profile.seconds
         assert sum(profile.phases.values()) == pytest.approx(profile.seconds, rel=0.05)
-        events = [event for event in read_events(trace.path) if event.get("cat") == "cpu_op"]
+        events = [span for span in read_spans(trace.path) if span.category == "cpu_op"]
         assert sum(one.calls for one in profile.operators) == pytest.approx(len(events) / 2)
         calls = {one.name: one.calls for one in profile.operators}
         # q, k, v, o, gate, up, down in each of two layers, and the head; backward twice as many; two micro-batches.
@@ -173,7 +173,7 @@ def test_kernels_and_backward_go_to_the_module_that_started_them() -> None:
         event("gemm", "kernel", 65, 70, 99, **{"External id": 4}),
         event("add", "kernel", 140, 9, 99, **{"External id": 5}),
     ]
-    profile = add_up(events)
+    profile = add_up([span for span in map(TraceSpan.from_event, events) if span is not None])
     assert profile.on_device
     assert profile.steps == 1
     assert profile.seconds == pytest.approx(100e-6)
