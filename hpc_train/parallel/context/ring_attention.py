@@ -1,8 +1,15 @@
 """Ring attention: pass keys and values around the ranks of a sequence (Liu et al. 2023, arXiv:2310.01889).
 
 Each rank keeps its queries and attends to one rank's keys and values at a time; blocks are merged by their log-sum-exp
-(Dao et al. 2022, arXiv:2205.14135). The next block is received while this one is computed. Which blocks those are, and
-the messages, are in ring_schedule.py; the attention of one block is in block_attention.py.
+(Dao et al. 2022, arXiv:2205.14135). On rank r of cp = 3, in order of time:
+
+    round 0   start to send its own k, v to r + 1 and to receive those of r - 1; attend to its own
+    round 1   start to send those of r - 1 to r + 1 and to receive those of r - 2; attend to those of r - 1
+    round 2   attend to those of r - 2
+
+So a message is on its way while a block is computed. Backward passes k and v around once more; the gradients of a
+rank's k and v travel behind them, every rank adds its part, and the last message brings them back. Which blocks those
+are, and the messages, are in ring_schedule.py; the attention of one block is in block_attention.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Ulysses: exchange positions for heads around attention (Jacobs et al. 2023, arXiv:2309.14509)."""
+"""Ulysses: exchange positions for heads around attention (Jacobs et al. 2023, arXiv:2309.14509).
+
+    q, k, v     (B, heads, T / cp, d)   three all-to-alls   (B, heads / cp, T, d)
+    attention   of some heads over the whole sequence, by any kernel of one device
+    its result  (B, heads / cp, T, d)   one all-to-all      (B, heads, T / cp, d)
+
+Backward is the same four exchanges in reverse. In each, a rank sends (cp - 1) / cp of a tensor, so that the volume does
+not grow with cp, but nothing is computed meanwhile: the ring overlaps, and needs no number of heads that divides.
+"""
 
 from __future__ import annotations
 

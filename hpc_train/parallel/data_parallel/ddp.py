@@ -1,5 +1,14 @@
 """ddp: every rank holds the whole model; gradients are averaged in buckets while backward runs.
 
+A step of M micro-batches on R ranks, in order of time:
+
+    1 ... M - 1   each rank adds up its own gradients (no_sync); nothing is sent
+    M             as soon as all gradients of a bucket (parallel.bucket_mib) are there, its all-reduce starts, and the
+                  rest of backward computes meanwhile
+    then          wait for the last buckets: every gradient is the mean over the ranks
+
+So a rank sends about 2 P (R - 1) / R bytes per step for P bytes of gradients, however many micro-batches there are.
+
 torch's DistributedDataParallel does the work. Its communication hook adds three things: the norm of this rank's own
 gradient (for the gradient noise scale), other ways to reduce (gradient_reduction.py), and a check that every gradient
 arrived.

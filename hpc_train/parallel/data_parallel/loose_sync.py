@@ -6,6 +6,12 @@ with Nesterov momentum updates the anchor by this average, and the copy continue
 learning rate of 1 this is local SGD, with momentum DiLoCo (Douillard et al. 2023, arXiv:2311.08105), with fragments and
 overlap its streaming form (arXiv:2501.18512), where a copy merges the anchor into what it has trained meanwhile.
 
+In order of time, for a fragment that is due after step s:
+
+    s             every copy starts to send its outer gradients: an all-reduce or, compressed, an all-gather
+    s + overlap   their mean has arrived: SGD steps the anchor, and the copy continues from it (overlap 0), or from a
+                  mean of the anchor and of what it has trained meanwhile, weighted by parallel.sync.merge
+
 When a fragment is exchanged is a function of the step alone, so a resumed run goes on as one that never stopped.
 Ranks at the same place of their copies exchange: each sends only the shards, of the stages, that it holds.
 Fragments are parts of the whole model, so that they are the same in every layout of a copy.

@@ -1,4 +1,15 @@
-"""Synchronous parameter servers: push gradients, one update on the servers, pull parameters."""
+"""Synchronous parameter servers: push gradients, one update on the servers, pull parameters.
+
+After the backward of a step, in order of time:
+
+    push      every worker adds its gradients to the sums on the servers; with `hybrid` a group of ranks is one worker,
+              which reduces them first; a barrier
+    norm      each server adds up the squares of its share; one all-reduce of a number
+    update    each server steps its share, and writes it to its replicas; a barrier
+    pull      every worker reads the parameters of all shares, from the nearest host
+
+A worker sends P bytes of gradients and receives P of parameters, whatever the number of servers.
+"""
 
 from __future__ import annotations
 
