@@ -87,7 +87,7 @@ def measure_blocked(table: StepTable) -> Array:
     return np.asarray(sum(table[f"blocked_{name}"] for name in ("forward", "backward", "clip", "rest")))
 
 
-def measure_own_time(table: StepTable) -> Array:
+def measure_unblocked_time(table: StepTable) -> Array:
     """Return the seconds per step that each rank spent on its own account, by bin.
 
     That is a step without waits for data, saves, evaluations and collectives: C, and what lies between the parts of a

@@ -17,7 +17,7 @@ from hpc_train.report.efficiency import (
     StepLosses,
     find_stage_work,
     measure_blocked,
-    measure_own_time,
+    measure_unblocked_time,
     measure_work,
 )
 from hpc_train.report.step_table import Array, StepTable
@@ -168,7 +168,7 @@ def _find_straggler(table: StepTable, losses: StepLosses, facts: Facts) -> list[
     """Find ranks that take longer than the others in most steps; of a pipeline, than their stage lets expect."""
     if len(table.ranks) < 2:
         return []
-    work = _relate_to_stage(measure_own_time(table), losses, facts)
+    work = _relate_to_stage(measure_unblocked_time(table), losses, facts)
     # The lower median: where half of the ranks are slow, it is the time of one that is not.
     median_work = np.nanquantile(work, 0.5, axis=0, method="lower")
     excess = np.nanmean(work - median_work, axis=1)
@@ -190,7 +190,7 @@ def _describe_straggler(table: StepTable, slow: list[int], seconds: float, share
     def compare(values: Array) -> tuple[float, float]:
         return float(np.nanmean(values[slow])), float(np.nanmean(np.delete(values, slow, axis=0)))
 
-    slow_seconds, other_seconds = compare(measure_own_time(table) - measure_work(table))
+    slow_seconds, other_seconds = compare(measure_unblocked_time(table) - measure_work(table))
     is_outside = slow_seconds - other_seconds > 0.5 * seconds
     outside_parts = " outside of forward, backward, gradient norm and update" if is_outside else ""
     verb = "spend" if is_outside else "compute"

@@ -160,11 +160,11 @@ def list_changes(base: Sequence[str], best: Trial, ranks: int) -> Iterator[Chang
     options = list(_list_options(config))
     first, second = (layouts, batches) if best.verdict in ("network", "bubble", "straggler") else (batches, layouts)
     for change in [*first[:1], *second[:1], *first[1:], *second[1:], *options]:
-        if (possible := _make_possible([*base, *best.overrides], config, change, ranks)) is not None:
+        if (possible := _drop_refused_options([*base, *best.overrides], config, change, ranks)) is not None:
             yield possible
 
 
-def _make_possible(base: Sequence[str], config: RunConfig, change: Change, ranks: int) -> Change | None:
+def _drop_refused_options(base: Sequence[str], config: RunConfig, change: Change, ranks: int) -> Change | None:
     """Return a change that can run: as it is, or with options at their defaults that its layout refuses; None if none.
 
     config: what `base` composes to.

@@ -170,7 +170,7 @@ def read_mpi_rank_and_size(task: Task, timeout: timedelta) -> tuple[int, int] | 
 
     Raises UserError if other processes do not come within `timeout`.
     """
-    _await_others_before_mpi(task, timeout)
+    _wait_for_ranks_before_mpi(task, timeout)
     try:
         MPI = load_mpi()
     except ImportError:
@@ -178,7 +178,7 @@ def read_mpi_rank_and_size(task: Task, timeout: timedelta) -> tuple[int, int] | 
     return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
-def _await_others_before_mpi(task: Task, timeout: timedelta) -> None:
+def _wait_for_ranks_before_mpi(task: Task, timeout: timedelta) -> None:
     """Let process 0 be the last to initialise MPI, when no other process waits for an answer of the job's store.
 
     mpi4py holds the interpreter's lock until all processes have come, and the store is served by a thread of process 0:

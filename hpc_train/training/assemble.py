@@ -49,7 +49,7 @@ def assemble_run(
         lines += _restore_run(run, resumed)
     if config.adapter.base == "nf4":
         run.saves.base_digest = _USER_ERRORS.run_on_rank_0(world, partial(_check_base, config, resumed))
-    loaded = _load_adapter_of_start(run, resumed)
+    loaded = _load_starting_adapter(run, resumed)
     lines = [loaded, *lines] if loaded is not None else lines
     if resumed is None and (random_base := find_random_base_problem(config)) is not None:
         lines.append(random_base)
@@ -95,7 +95,7 @@ def _restore_run(run: TrainingRun, resumed: ResumedStep) -> list[str]:
     return [*lines, restarted] if restarted else lines
 
 
-def _load_adapter_of_start(run: TrainingRun, resumed: ResumedStep | None) -> str | None:
+def _load_starting_adapter(run: TrainingRun, resumed: ResumedStep | None) -> str | None:
     """Load adapter.path if no checkpoint has adapters yet; returns a line to print, or None if nothing was loaded."""
     if run.config.adapter.path is None or (resumed is not None and not resumed.lacks_adapters):
         return None

@@ -91,7 +91,7 @@ def evaluate_if_due(run: TrainingRun, stop: bool) -> Evaluation | None:
     return result
 
 
-def evaluate_owed(run: TrainingRun) -> None:
+def make_up_evaluation(run: TrainingRun) -> None:
     """Make up for the evaluation that a stop skipped in the attempt before, and add it to its step's line.
 
     Call it before anybody reads the metrics of this attempt. If a stop is agreed on again, the run still owes it.

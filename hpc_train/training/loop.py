@@ -14,9 +14,9 @@ from hpc_train.checkpoint.rank_consensus import run_on_rank_0
 from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.runtime.step_collection import collect_at_steps
 from hpc_train.training.evaluation import Evaluation, evaluate_if_due
-from hpc_train.training.lost_copies import go_on_without_lost
-from hpc_train.training.numerics.number_checks import RanksDisagree, check_numbers, distrust_steps
-from hpc_train.training.saving import explain_too_late, report_saves, save_if_due
+from hpc_train.training.lost_copies import drop_lost_copies
+from hpc_train.training.numerics.number_checks import RanksDisagree, check_numbers, mark_suspect_checkpoints
+from hpc_train.training.saving import explain_missed_grace, report_saves, save_if_due
 from hpc_train.training.step import StepResult, train_step
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def run_training(run: TrainingRun) -> int:
         # The step that failed is not the step being saved: that checkpoint is sound, and worth the wait.
         report_saves(run, run.wait_for_saves())
         if isinstance(error, RanksDisagree) and run.world.rank == 0:
-            distrust_steps(run, error)
+            mark_suspect_checkpoints(run, error)
         raise
 
 
@@ -48,14 +48,14 @@ def _run_steps_collecting(run: TrainingRun, collect: Callable[[int], None]) -> i
         previous_began, step_began = step_began, time.monotonic()
         step = train_step(run)
         validation = evaluate_if_due(run, step.stop)
-        go_on_without_lost(run)
+        drop_lost_copies(run)
         report_step(run, step, validation)
         check_numbers(run, lambda: report_saves(run, run.wait_for_saves()))
         stopping = step.stop or run.evaluation.is_owed
         if stopping:
             report_saves(run, run.saves.take_ended())  # how long a save takes is known from the last one
             run.saves.skip_reason = run_on_rank_0(
-                run.world, partial(explain_too_late, run, time.monotonic() - previous_began)
+                run.world, partial(explain_missed_grace, run, time.monotonic() - previous_began)
             )
         saved = not run.saves.skip_reason and save_if_due(run, stopping)
         if run.observers.ledger is not None:

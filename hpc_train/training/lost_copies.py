@@ -46,13 +46,13 @@ def allow_losses(run: TrainingRun) -> None:
         write_private_file(run.directory.logs(run.reporter.attempt) / LOSS_ALLOWED, "")
 
 
-def go_on_without_lost(run: TrainingRun) -> None:
+def drop_lost_copies(run: TrainingRun) -> None:
     """Notice copies that were lost in this step, and go on with the others. A collective where copies may be lost."""
     if run.copy_group is None:
         return
     # What follows in the step, such as a save, needs all ranks, and a copy may have been lost since the last sum.
     run.copy_group.meet()
-    lost_copies = run.copy_group.take_lost()
+    lost_copies = run.copy_group.take_lost_copies()
     if not lost_copies:
         return
     run.change_world(run.copy_group.world)

@@ -38,10 +38,10 @@ from hpc_train.runtime.rank_assignment import search_placement
 from hpc_train.runtime.start import leave_process_group, start
 from hpc_train.training.assemble import assemble_run
 from hpc_train.training.completion import find_shortfall, raise_if_any_incomplete
-from hpc_train.training.evaluation import evaluate_owed
+from hpc_train.training.evaluation import make_up_evaluation
 from hpc_train.training.factory import count_samples, make_deferred_model, make_engine, open_data
 from hpc_train.training.loop import run_training
-from hpc_train.training.lost_copies import allow_losses, go_on_without_lost
+from hpc_train.training.lost_copies import allow_losses, drop_lost_copies
 from hpc_train.training.optimizer import find_learning_rate_problem, require_determinism
 from hpc_train.training.records.rank_log import RankLog
 from hpc_train.training.records.recorder import StepRecorder
@@ -111,7 +111,7 @@ def _run_rank(
             with closing(run):
                 if rank_map.warning:
                     run.reporter.add_event("warning", about="placement", why=rank_map.warning)
-                evaluate_owed(run)
+                make_up_evaluation(run)
                 _log_start(
                     run, parameters, count_samples(data), [*rank_map.lines, *notes, *_describe_mixture(run, data)]
                 )
@@ -155,7 +155,7 @@ def _train_to_end(run: TrainingRun, data: Dataset | OwnStream) -> int:
     """Train, and agree with all ranks on whether the run is done; returns the exit code, the same on every rank."""
     allow_losses(run)
     code = run_training(run)
-    go_on_without_lost(run)  # the last saves may have taken minutes
+    drop_lost_copies(run)  # the last saves may have taken minutes
     if run.observers.profiler is not None:
         run.observers.profiler.close(run.step)
     raise_if_any_incomplete(find_shortfall(run) if code == EXIT_DONE else None, run.world)

@@ -113,7 +113,7 @@ class SaveState:
         return self.saver.wait_for_copy() + self.weights_saver.wait_for_copy()
 
 
-def explain_too_late(run: TrainingRun, longest: float) -> str:
+def explain_missed_grace(run: TrainingRun, longest: float) -> str:
     """Return why a save would not end before the machine is taken away; empty if it would, or if that is unknown.
 
     longest: seconds that may have passed since the notice at most, whatever the clocks say: another node has written

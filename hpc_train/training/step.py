@@ -55,7 +55,7 @@ def train_step(run: TrainingRun) -> StepResult:
     started = time.perf_counter()
     batch = _fetch_batch(run)
     fetched = time.perf_counter()
-    gradient = _compute_gradient_twice_if_doubtful(run, batch)
+    gradient = _compute_checked_gradient(run, batch)
     sums, numbers = gradient.sums, gradient.numbers
     run.last_loss = numbers.loss
     # With parameter servers every worker has a norm of its own.
@@ -126,7 +126,7 @@ class _Gradient:
     """The first numbers were doubtful, and these are the second ones."""
 
 
-def _compute_gradient_twice_if_doubtful(run: TrainingRun, batch: StepBatch) -> _Gradient:
+def _compute_checked_gradient(run: TrainingRun, batch: StepBatch) -> _Gradient:
     """Compute and clip the gradient, and read the step's numbers: the only wait for the device in a step.
 
     The optimizer's work on the device is part of the next step's time.

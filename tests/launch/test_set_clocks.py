@@ -13,7 +13,7 @@ from hpc_train.config.compose import compose
 from hpc_train.runtime.preemption import Preemption
 from hpc_train.training.records.rank_log import RankLog
 from hpc_train.training.records.run_records import append_event, read_first_failure, record_failure
-from hpc_train.training.saving import explain_too_late
+from hpc_train.training.saving import explain_missed_grace
 from hpc_train.training.training_run import TrainingRun
 
 now = time.time
@@ -56,8 +56,8 @@ def test_a_save_after_a_notice_is_begun_whatever_the_clocks_say(
     set_clock(monkeypatch, seconds)
     append_event(directory.events, "notice", 0, why="")
     monkeypatch.undo()
-    assert explain_too_late(cast(TrainingRun, run), 30.0) == ""
-    late = explain_too_late(cast(TrainingRun, run), 50.0)
+    assert explain_missed_grace(cast(TrainingRun, run), 30.0) == ""
+    late = explain_missed_grace(cast(TrainingRun, run), 50.0)
     assert late == ("the last save took 20 s, and 10 s are left of resilience.grace_seconds=60" if seconds < 0 else "")
 
 

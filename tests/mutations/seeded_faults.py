@@ -388,8 +388,8 @@ FAULTS = (
     Fault(
         "a changed message of the store is believed",
         "runtime/store/protocol.py",
-        "if not hmac.compare_digest(code, self._code(_cover(data))):",
-        "if not self._code(_cover(data)):",
+        "if not hmac.compare_digest(code, self._code(_hash_if_large(data))):",
+        "if not self._code(_hash_if_large(data)):",
         ("runtime",),
     ),
     Fault(

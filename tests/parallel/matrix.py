@@ -266,7 +266,7 @@ def steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) -> O
         outcome.norms.append(float(engine.clip(MAX_NORM)))
         assert engine.update(RATES[step])
     outcome.state = held(engine.shards())
-    assert ReplicaCheck(engine, world).find_odd_ranks() == ([], True)  # a run takes other copies for a fault
+    assert ReplicaCheck(engine, world).find_differing_ranks() == ([], True)  # a run takes other copies for a fault
     return outcome
 
 

@@ -74,7 +74,7 @@ def run(world: World, config: RunConfig, fault: Fault) -> Outcome:
         engine.copy_group.meet()
         steps.append((float(sums.loss) / sums.tokens, float(norm)))
     left = engine.copy_group.world.size
-    return Outcome(steps, gather_shards(engine), engine.copy_group.take_lost(), left, time.monotonic() - begun)
+    return Outcome(steps, gather_shards(engine), engine.copy_group.take_lost_copies(), left, time.monotonic() - begun)
 
 
 def compare(found: list[Outcome], config: RunConfig, copies: int, ends: dict[int, float]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.parallel.parameter_server.shared_parameters import deal_parameters, find_hosts
+from hpc_train.parallel.parameter_server.shared_parameters import assign_parameters, find_hosts
 from hpc_train.parallel.rules.check import check_support
 
 HERE = Path(__file__).parent
@@ -89,7 +89,7 @@ def test_a_save_beside_the_next_step_has_the_state_of_its_own(seen: dict[str, An
 def test_shares_are_even_and_hosts_are_apart() -> None:
     from plain_setup import model
 
-    dealt = deal_parameters(list(model("untied").named_parameters()), 3)
+    dealt = assign_parameters(list(model("untied").named_parameters()), 3)
     sizes = [sum(parameter.numel() for _, parameter in share) for share in dealt]
     assert max(sizes) < 1.3 * min(sizes)
     for servers, replicas, ranks in ((1, 1, 4), (2, 2, 4), (3, 4, 4), (4, 2, 8)):

@@ -26,11 +26,11 @@ def compare(world: World, config: RunConfig, wrong: list[int]) -> tuple[tuple[li
     """What is found before and after one number of one parameter changes on the ranks in `wrong`."""
     engine = make_engine(config, world, make_model(config))
     check = ReplicaCheck(engine, world)
-    before = check.find_odd_ranks()
+    before = check.find_differing_ranks()
     if world.rank in wrong:
         tensor = next(shard for shard in engine.shards() if shard.local.numel() and "." in shard.name).local
         tensor.view(-1)[-1] += 1e-3
-    return before, check.find_odd_ranks()
+    return before, check.find_differing_ranks()
 
 
 @pytest.mark.parametrize(

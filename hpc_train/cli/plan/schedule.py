@@ -38,7 +38,7 @@ def schedule_command(
     parts, count = read_part_times(config, degrees, communication), count_micro_batches(config, degrees)
     splits = not config.parallel.compile and config.parallel.recompute.mode == "none"
     best = search_schedule(parts, degrees.pp, count, split_backward=splits)
-    rows = [*compare_schedules(parts, degrees.pp, count), describe_found(best)]
+    rows = [*compare_schedules(parts, degrees.pp, count), describe_best(best)]
     if out is not None:
         text = "".join(",".join(row) + "\n" for row in format_rows(best.order))
         try:
@@ -96,7 +96,7 @@ def compare_schedules(parts: PartTimes, ranks: int, micro_batches: int) -> list[
     return rows
 
 
-def describe_found(best: FoundSchedule) -> Row:
+def describe_best(best: FoundSchedule) -> Row:
     """Return the row of the schedule that was found."""
     simulation = best.simulation
     return _make_row("found", simulation.makespan, simulation.mean_bubble, max(best.live_blocks))

@@ -61,21 +61,21 @@ def top_command(target: str, seconds: int, once: bool, as_json: bool) -> int:
 
     point = require_single(find_points(target, run_client), target)
     if as_json:
-        print(json.dumps(look_at_run(point).as_json()))
+        print(json.dumps(RunView(point).as_json()))
         return 0
     if once or not sys.stdout.isatty():
-        Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(draw_look(look_at_run(point)))
+        Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(draw_run_state(RunView(point)))
         return 0
-    look = look_at_run(point)
-    with Live(draw_look(look), auto_refresh=False) as live:
-        while not look.ended:
-            time.sleep(max(seconds, look.seconds / _BUSY_SHARE))
-            look = look_at_run(point)
-            live.update(draw_look(look), refresh=True)
+    view = RunView(point)
+    with Live(draw_run_state(view), auto_refresh=False) as live:
+        while not view.ended:
+            time.sleep(max(seconds, view.seconds / _BUSY_SHARE))
+            view = RunView(point)
+            live.update(draw_run_state(view), refresh=True)
     return 0
 
 
-class Look:
+class RunView:
     """State, verdict and newest steps of a run at one moment."""
 
     def __init__(self, point: RunPoint) -> None:
@@ -92,7 +92,7 @@ class Look:
         self.verdict, self.losses, self.table = judge_newest_steps(point.run, steps_left)
         self.name, self.ended = point.name, self.status.state.ended
         self.seconds = time.perf_counter() - began
-        """Seconds that this look took."""
+        """Seconds that reading it took."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the state, the verdict on the newest steps, and their efficiency."""
@@ -107,12 +107,7 @@ class Look:
         }
 
 
-def look_at_run(point: RunPoint) -> Look:
-    """Read and judge the newest steps of a run."""
-    return Look(point)
-
-
-def draw_look(look: Look) -> Group:
+def draw_run_state(view: RunView) -> Group:
     """Draw the state of a run for the terminal."""
     from rich.console import Group
     from rich.text import Text
@@ -120,20 +115,20 @@ def draw_look(look: Look) -> Group:
     from hpc_train.terminal import escape_controls
     from hpc_train.units import format_seconds
 
-    status, verdict = look.status, look.verdict
+    status, verdict = view.status, view.verdict
     progress = f"  step {status.step}" + (f"/{status.steps}" if status.steps else "") if status.step is not None else ""
     loss = f"  loss {status.loss:.4f}" if status.loss is not None else ""
-    step = f"  {format_seconds(look.losses.total)} per step" if look.losses is not None else ""
+    step = f"  {format_seconds(view.losses.total)} per step" if view.losses is not None else ""
     colour = {"ok": "green", "warning": "yellow", "critical": "red"}[verdict.severity]
     lines = [
-        Text(escape_controls(f"{look.name}  {status.state}{progress}{loss}{step}"), style="bold"),
+        Text(escape_controls(f"{view.name}  {status.state}{progress}{loss}{step}"), style="bold"),
         Text(escape_controls(verdict.line), style=f"bold {colour}"),
         *(Text(escape_controls(line)) for line in verdict.evidence),
     ]
-    if look.losses is not None:
-        lines += [_draw_factor(name.replace("_", " "), value) for name, value in look.losses.efficiencies.items()]
-    if look.table is not None:
-        lines += draw_map(look.table)
+    if view.losses is not None:
+        lines += [_draw_factor(name.replace("_", " "), value) for name, value in view.losses.efficiencies.items()]
+    if view.table is not None:
+        lines += draw_map(view.table)
     return Group(*lines)
 
 

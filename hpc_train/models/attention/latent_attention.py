@@ -67,7 +67,7 @@ class LatentAttention(nn.Module):
         unrotated, rotated = q.unflatten(-1, (-1, config.nope_head_dim + config.rope_head_dim)).split(
             (config.nope_head_dim, config.rope_head_dim), dim=-1
         )
-        queries = torch.cat((unrotated, self._turn(rotated, table)), dim=-1)
+        queries = torch.cat((unrotated, self._rotate(rotated, table)), dim=-1)
         return queries if self.query_factor == 1.0 else queries * self.query_factor
 
     def _make_keys_and_values(self, x: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
@@ -76,8 +76,8 @@ class LatentAttention(nn.Module):
         latent, shared = self.kv_a(x).split((config.kv_rank, config.rope_head_dim), dim=-1)
         expanded = self.kv_b(self.kv_a_norm(latent)).unflatten(-1, (-1, config.nope_head_dim + config.value_head_dim))
         unrotated, v = expanded.split((config.nope_head_dim, config.value_head_dim), dim=-1)
-        rotated = self._turn(self.rope_key(shared).unsqueeze(-2), table)
+        rotated = self._rotate(self.rope_key(shared).unsqueeze(-2), table)
         return torch.cat((unrotated, rotated.expand(*unrotated.shape[:-1], -1)), dim=-1), v
 
-    def _turn(self, x: Tensor, table: RotaryTable) -> Tensor:
+    def _rotate(self, x: Tensor, table: RotaryTable) -> Tensor:
         return apply_interleaved_rotary(x, table) if self.config.interleaved else apply_rotary(x, table)

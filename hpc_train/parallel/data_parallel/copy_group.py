@@ -84,7 +84,7 @@ class CopyGroup:
         """Number of copies that take part."""
         return len(self._copies)
 
-    def take_lost(self) -> list[LostCopy]:
+    def take_lost_copies(self) -> list[LostCopy]:
         """Return the copies that were lost since the last call; the same on all ranks after the same sum."""
         lost, self._lost = self._lost, []
         return lost

@@ -105,7 +105,7 @@ def build_server_engine(
     ranks = connect_ranks(world, config.parallel.server.hybrid)
     if config.parallel.server.mode == "peer":
         return _build_neighbour_engine(model, make_optimizer, ranks, config, world)
-    from hpc_train.parallel.parameter_server.shared_parameters import ShareWindow, deal_parameters, find_hosts
+    from hpc_train.parallel.parameter_server.shared_parameters import ShareWindow, assign_parameters, find_hosts
 
     server = config.parallel.server
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -115,7 +115,7 @@ def build_server_engine(
         )
     windows = [
         ShareWindow(share, make_optimizer, ranks, find_hosts(index, server.servers, server.replicas, world.size))
-        for index, share in enumerate(deal_parameters(trained, server.servers))
+        for index, share in enumerate(assign_parameters(trained, server.servers))
     ]
     ranks.barrier()
     counts = f"{server.servers} servers of {server.replicas} copies each, {ranks.groups} workers"

@@ -26,7 +26,7 @@ from hpc_train.parallel.mesh_axes import (
     get_axis_degree,
     get_sequence_share,
 )
-from hpc_train.parallel.tensor.local_parameters import ParameterLayout, distribute_module
+from hpc_train.parallel.tensor.local_parameters import ParameterLayout, distribute_named_parameters
 
 
 def make_expert_mesh(world: World, ep: int) -> DeviceMesh:
@@ -59,7 +59,7 @@ def apply_expert_parallel(part: nn.Module, config: RunConfig, world: World) -> s
         if mixture.config.count % ep:
             raise UserError(f"parallel.ep={ep}: {name} has {mixture.config.count} experts, which do not divide")
         layouts = {key: _make_layout(width, ep, tp) for key, width in WIDTH_DIMENSIONS.items()}
-        distribute_module(mixture.experts, mesh, layouts)
+        distribute_named_parameters(mixture.experts, mesh, layouts)
         mixture.dispatch = ExchangedDispatch(axis.get_group())
     return f"experts: {len(mixtures)} layers over ep={ep}, {mixture.config.count // ep} experts per rank"
 

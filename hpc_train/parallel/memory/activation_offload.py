@@ -211,12 +211,12 @@ class _Saving:
     def pack(self, tensor: Tensor) -> CopyBack:
         """Note a tensor that is to be moved; returns a function that brings it back."""
         if not isinstance(tensor, DTensor):
-            return self._note(tensor)
-        inner = self._note(_get_local_tensor(tensor))
+            return self._register(tensor)
+        inner = self._register(_get_local_tensor(tensor))
         mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
         return lambda: DTensor.from_local(inner(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    def _note(self, tensor: Tensor) -> CopyBack:
+    def _register(self, tensor: Tensor) -> CopyBack:
         source = _make_memory_reference(tensor)
         movable = type(tensor) in (Tensor, nn.Parameter) or is_memoryless(tensor)
         if source.cdata in self.stay or tensor.nbytes < MIN_OFFLOAD_BYTES or not movable:

@@ -184,7 +184,7 @@ class MatrixExchange:
         self._copy, self._copies = _find_copy(world, sharded)
         if self._copies > 1:
             self._copy_group = world.mesh["dp_replicate"].get_group() if sharded else dist.group.WORLD
-        owners = _deal(matrices, self._ranks, self._copies)
+        owners = _assign_owners(matrices, self._ranks, self._copies)
         self.rounds = [
             self._plan_round(matrices[begin:end], owners[begin:end])
             for begin, end in _cut_rounds(matrices, self._ranks * self._copies, dtype)
@@ -294,7 +294,7 @@ def _find_copy(world: World, sharded: bool) -> tuple[int, int]:
     return world.rank, world.size  # every rank has all of it: ddp, over cp too
 
 
-def _deal(matrices: Sequence[Matrix], ranks: int, copies: int) -> list[tuple[int, int]]:
+def _assign_owners(matrices: Sequence[Matrix], ranks: int, copies: int) -> list[tuple[int, int]]:
     """Return (copy, rank in it) of each matrix's owner: the one with least to compute of those that need least."""
     loads = [[0] * ranks for _ in range(copies)]
     owners = []

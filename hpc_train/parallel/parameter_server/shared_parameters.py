@@ -74,7 +74,9 @@ class ParameterShare:
         return [(p, key, value) for p in self.parameters for key, value in self.optimizer.state[p].items()]
 
 
-def deal_parameters(parameters: Sequence[tuple[str, nn.Parameter]], count: int) -> list[list[tuple[str, nn.Parameter]]]:
+def assign_parameters(
+    parameters: Sequence[tuple[str, nn.Parameter]], count: int
+) -> list[list[tuple[str, nn.Parameter]]]:
     """Distribute whole parameters over `count` servers, largest first, each to the server with the fewest elements."""
     dealt: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(count)]
     loads = [0] * count

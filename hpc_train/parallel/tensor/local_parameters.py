@@ -93,7 +93,7 @@ def distribute_parameters(part: nn.Module, mesh: DeviceMesh, layouts: ParameterL
 
     A parameter without a layout is replicated, with the same gradient on each rank. From then on `module.weight` is
     what this rank computes with, while named_parameters() and the optimizer see the DTensor. Modules that
-    distribute_module has seen stay as they are.
+    distribute_named_parameters has seen stay as they are.
     Raises UserError where two modules share a parameter but split it differently.
     """
     distributed: dict[nn.Parameter, tuple[Placement, nn.Parameter]] = {}
@@ -114,7 +114,7 @@ def distribute_parameters(part: nn.Module, mesh: DeviceMesh, layouts: ParameterL
             _read_local(module, module_layouts)
 
 
-def distribute_module(module: nn.Module, mesh: DeviceMesh, layouts: dict[str, ParameterLayout]) -> None:
+def distribute_named_parameters(module: nn.Module, mesh: DeviceMesh, layouts: dict[str, ParameterLayout]) -> None:
     """Do the same to one module's own parameters, by name, on a mesh of its own."""
     for name, layout in layouts.items():
         parameter = module.get_parameter(name)

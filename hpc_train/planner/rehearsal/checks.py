@@ -18,7 +18,7 @@ from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.shape import count_kv_heads
-from hpc_train.parallel.parameter_server.shared_parameters import deal_parameters
+from hpc_train.parallel.parameter_server.shared_parameters import assign_parameters
 from hpc_train.planner.constants import cluster_constants
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.memory import estimate_memory
@@ -218,7 +218,7 @@ def compute_server_bytes(config: RunConfig, model: nn.Module) -> tuple[int, ...]
         return ()
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     number_bytes = 8 if config.precision.name == "fp64" else 4
-    dealt = deal_parameters(trained, server.servers)
+    dealt = assign_parameters(trained, server.servers)
     return tuple(
         number_bytes * _count_numbers(share)
         + compute_optimizer_state_bytes(_count_numbers(share), len(share), number_bytes)

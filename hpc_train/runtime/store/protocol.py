@@ -105,12 +105,12 @@ class Direction:
     def open(self, header: bytes, data: bytes) -> Message:
         """Verify the next frame and return its message. Raises ProtocolError unless it is what the peer sent."""
         _, code = _HEADER.unpack(header)
-        if not hmac.compare_digest(code, self._code(_cover(data))):
+        if not hmac.compare_digest(code, self._code(_hash_if_large(data))):
             raise ProtocolError("a frame was changed on its way")
         return _decode(data)
 
 
-def _cover(data: bytes) -> Payload:
+def _hash_if_large(data: bytes) -> Payload:
     return Payload(data, data if len(data) <= _LARGEST_UNHASHED else hashlib.blake2b(data).digest())
 
 
@@ -166,7 +166,7 @@ def encode_message(message: Message) -> Payload:
     if size > LARGEST_FRAME:
         raise ProtocolError(f"{size} bytes are more than the store takes at once")
     lengths = struct.pack(f">{len(parts)}I", *map(len, parts))
-    return _cover(b"".join((_FIXED.pack(message.code, message.number, len(parts)), lengths, *parts)))
+    return _hash_if_large(b"".join((_FIXED.pack(message.code, message.number, len(parts)), lengths, *parts)))
 
 
 def configure_socket(connected: socket.socket) -> None:

@@ -34,11 +34,11 @@ def check_numbers(run: TrainingRun, finish_saves: Callable[[], None]) -> None:
 
     finish_saves: waits for the saves under way.
     """
-    _go_back_if_lost(run, finish_saves)
+    _roll_back_if_lost(run, finish_saves)
     _compare_replicas_if_due(run)
 
 
-def _go_back_if_lost(run: TrainingRun, finish_saves: Callable[[], None]) -> None:
+def _roll_back_if_lost(run: TrainingRun, finish_saves: Callable[[], None]) -> None:
     """Raise WentBack on all ranks after too many steps in a row without finite numbers; see training.numerics.rollback.
 
     Raises LostNumbers where going back has not been possible for much longer.
@@ -117,7 +117,7 @@ def _raise_or_warn(run: TrainingRun, error: RanksDisagree) -> None:
         log.warning("%s; left alone: resilience.act=false", error)
 
 
-def distrust_steps(run: TrainingRun, error: RanksDisagree) -> None:
+def mark_suspect_checkpoints(run: TrainingRun, error: RanksDisagree) -> None:
     """Record what was seen, and mark the checkpoints that may have been made from it."""
     marked = [step for step in list_committed_steps(run.directory.checkpoints) if step > error.since]
     for step in marked:
@@ -137,8 +137,8 @@ def _compare_replicas_if_due(run: TrainingRun) -> None:
         numbers.replicas = ReplicaCheck(run.engine, run.world)
     if numbers.replicas is None or not (first or run.step % compare_every == 0):
         return
-    differing, is_certain = numbers.replicas.find_odd_ranks()
-    if differing and first and not numbers.replicas.do_devices_round_alike():
+    differing, is_certain = numbers.replicas.find_differing_ranks()
+    if differing and first and not numbers.replicas.has_same_rounding():
         numbers.replicas = None
         if run.world.rank == 0:
             log.warning("copies of parameters are not compared: devices of different kinds round differently")

@@ -33,7 +33,7 @@ class ReplicaCheck:
         places = sorted((shard.name, shard.offset, tuple(shard.local.shape)) for shard in shards)
         self._place = int.from_bytes(hashlib.sha256(repr(places).encode()).digest()[:7], "little")
 
-    def find_odd_ranks(self) -> tuple[list[int], bool]:
+    def find_differing_ranks(self) -> tuple[list[int], bool]:
         """Return the ranks whose parameters differ from those of their copies, and whether they are surely at fault.
 
         With two copies it is unknown which one is wrong: both are returned. The same on every rank; a collective.
@@ -48,7 +48,7 @@ class ReplicaCheck:
             differing = [dist.get_global_rank(self.world.group, index) for index in differing]
         return differing, is_certain
 
-    def do_devices_round_alike(self) -> bool:
+    def has_same_rounding(self) -> bool:
         """Return whether the devices of all ranks make the same bits of the same numbers; a collective.
 
         Devices of different kinds may not. Copies of parameters then drift apart without any fault.
