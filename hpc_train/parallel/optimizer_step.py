@@ -84,20 +84,29 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 class GradientUpdate(Protocol):
-    """The steps an engine makes after backward."""
+    """The steps an engine makes after backward, in this order: clip, update."""
 
     @property
-    def loss_scale(self) -> float: ...
+    def loss_scale(self) -> float:
+        """Factor on the loss before its backward (fp16); 1 elsewhere."""
 
-    def norm(self) -> Tensor: ...
+    def norm(self) -> Tensor:
+        """Return the norm of the gradient of the global batch, a scalar, without the loss scale; usually a collective.
 
-    def clip(self, max_norm: float | None) -> Tensor: ...
+        An asynchronous worker has a gradient of its own, and so a norm of its own.
+        """
 
-    def update(self, lr: float) -> bool: ...
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Clip the gradient to `max_norm` (None: not at all); returns its norm before that."""
 
-    def clear_gradients(self) -> None: ...
+    def update(self, lr: float) -> bool:
+        """Step the optimizer and clear the gradients; returns False if the step was skipped, as fp16 may do."""
 
-    def shards(self) -> Iterator[TensorShard]: ...
+    def clear_gradients(self) -> None:
+        """Forget the gradients without a step."""
+
+    def shards(self) -> Iterator[TensorShard]:
+        """List what this rank saves and loads: parameters, buffers, optimizer state."""
 
 
 @runtime_checkable

@@ -67,6 +67,7 @@ class ProcessInfo:
 
     @property
     def seat(self) -> RankSeat:
+        """The processors that this process may use, and those near its GPU."""
         return RankSeat(parse_cpus(self.cpus), parse_cpus(self.near))
 
 

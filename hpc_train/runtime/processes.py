@@ -28,6 +28,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
+        """Whether this rank was asked to stop."""
         return self.signal_name is not None
 
     def ask(self, name: str) -> None:

@@ -36,10 +36,12 @@ class RunDirectory:
 
     @property
     def config(self) -> Path:
+        """The resolved configuration."""
         return self.path / "config.yaml"
 
     @property
     def job(self) -> Path:
+        """The frozen job: configuration, degrees and code."""
         return self.path / "job.json"
 
     @property
@@ -54,14 +56,17 @@ class RunDirectory:
 
     @property
     def rank_map(self) -> Path:
+        """Which process of the newest attempt has which rank."""
         return self.path / "rankmap.json"
 
     @property
     def metrics(self) -> Path:
+        """A line for each step; a resumed run cuts off the steps that it does again."""
         return self.path / "metrics.jsonl"
 
     @property
     def events(self) -> Path:
+        """What has happened, in order; only appended to."""
         return self.path / "events.jsonl"
 
     @property
@@ -71,12 +76,15 @@ class RunDirectory:
 
     @property
     def submitit(self) -> Path:
+        """submitit's own files."""
         return self.path / ".submitit"
 
     def logs(self, attempt: int) -> Path:
+        """The folder of the logs of an attempt."""
         return self.path / "logs" / str(attempt)
 
     def log(self, attempt: int, task: int) -> Path:
+        """The log of one process of an attempt."""
         return self.logs(attempt) / f"task-{task}.log"
 
     def step_records(self, attempt: int, node: int) -> Path:

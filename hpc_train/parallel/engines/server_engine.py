@@ -31,9 +31,11 @@ class ServerUpdate(GradientUpdate, Protocol):
 class AsynchronousUpdate(ServerUpdate, Protocol):
     """A ServerUpdate that workers make at different times."""
 
-    def restart(self) -> None: ...
+    def restart(self) -> None:
+        """Restart the clock that keeps workers close to each other. A collective."""
 
-    def begin(self, stop: bool) -> bool: ...
+    def begin(self, stop: bool) -> bool:
+        """Begin a step of this worker. stop: it was asked to stop; returns whether this step is the last of all."""
 
 
 class ServerEngine(UpdatingEngine):

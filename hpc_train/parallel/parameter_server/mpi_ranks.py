@@ -43,6 +43,7 @@ class MpiRanks:
 
     @property
     def leads(self) -> bool:
+        """Whether this rank reads and writes for its group."""
         return self.group.rank == 0
 
 

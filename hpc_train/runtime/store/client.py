@@ -74,6 +74,7 @@ class JobStore(dist.Store):
         return _Clone(self)
 
     def set(self, key: str, value: str | bytes) -> None:
+        """Give a key a value, in place of any earlier one."""
         self._call(Operation.SET, [key, value])
 
     def get(self, key: str) -> bytes:
@@ -81,9 +82,11 @@ class JobStore(dist.Store):
         return self._call(Operation.GET, [key]).parts[0]
 
     def add(self, key: str, amount: int) -> int:
+        """Add to the counter of a key, 0 at first, and return its value."""
         return self._call(Operation.ADD, [key], amount).number
 
     def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys have values; does not wait."""
         return bool(self._call(Operation.CHECK, keys).number)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -91,17 +94,21 @@ class JobStore(dist.Store):
         self._call(Operation.WAIT, keys, timeout=timeout)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key if it holds what is expected ("": nothing); returns what it holds afterwards."""
         return self._call(Operation.COMPARE_SET, [key, expected, desired]).parts[0]
 
     def delete_key(self, key: str) -> bool:
+        """Remove a key; returns whether it had a value."""
         return bool(self._call(Operation.DELETE, [key]).number)
 
     def num_keys(self) -> int:
+        """Return the number of keys that have values."""
         return self._call(Operation.COUNT, []).number
 
     deleteKey, getNumKeys = delete_key, num_keys  # as torch's C++ calls them, a PrefixStore for one
 
     def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of a key; a key without a value begins empty."""
         self._call(Operation.APPEND, [key, value])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -109,6 +116,7 @@ class JobStore(dist.Store):
         return list(self._call(Operation.GET, keys).parts)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys by one request."""
         self._call(Operation.SET, [part for pair in zip(keys, values, strict=True) for part in pair])
 
     def set_at_end(self, key: str, value: str) -> None:

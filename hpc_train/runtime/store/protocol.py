@@ -147,15 +147,19 @@ class Handshake:
         return hmac.digest(self.secret, text, "sha256")
 
     def make_client_proof(self) -> bytes:
+        """Return the code that only a client that knows the secret can send."""
         return self._derive(b"client")
 
     def make_server_proof(self) -> bytes:
+        """Return the code that only a server that knows the secret can send."""
         return self._derive(b"server")
 
     def to_server(self) -> Direction:
+        """Return the direction of requests, for either side."""
         return Direction(self._derive(b"to server"))
 
     def to_client(self) -> Direction:
+        """Return the direction of replies, for either side."""
         return Direction(self._derive(b"to client"))
 
 
