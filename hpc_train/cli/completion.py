@@ -83,13 +83,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_complete)
 
 
-def _complete(a: argparse.Namespace) -> int:
+def _complete(args: argparse.Namespace) -> int:
     from hpc_train.cli.main import join_plan_command, make_parser
 
-    if a.shell != "query":
-        print(completion_script(a.shell), end="")
+    if args.shell != "query":
+        print(completion_script(args.shell), end="")
         return 0
-    line = join_plan_command(a.words[1:] if a.words[:1] == ["--"] else a.words)
+    line = join_plan_command(args.words[1:] if args.words[:1] == ["--"] else args.words)
     for candidate in complete_words(make_parser(line), line):
         print(candidate)
     return 0

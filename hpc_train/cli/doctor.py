@@ -28,8 +28,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_doctor)
 
 
-def _doctor(a: argparse.Namespace) -> int:
-    return doctor_command(a.overrides, a.config_dir, not a.json)
+def _doctor(args: argparse.Namespace) -> int:
+    return doctor_command(args.overrides, args.config_dir, not args.json)
 
 
 def doctor_command(overrides: Sequence[str], config_dir: str | None, as_text: bool) -> int:

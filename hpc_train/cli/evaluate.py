@@ -52,27 +52,26 @@ _OF_DATA = ("split", "batches", "sequence_length", "chat", "precision")
 _OF_TASKS = ("include_path", "limit", "shots")
 
 
-def _evaluate(arguments: argparse.Namespace) -> int:
-    _refuse_without_effect(arguments)
-    if arguments.tasks is not None:
-        return _evaluate_tasks(arguments)
+def _evaluate(args: argparse.Namespace) -> int:
+    _refuse_without_effect(args)
+    if args.tasks is not None:
+        return _evaluate_tasks(args)
     from hpc_train.inference.evaluate import EvaluationRequest, evaluate_checkpoint
 
-    a = arguments
     request = EvaluationRequest(
-        a.where,
-        a.data,
-        a.split,
-        a.batches,
-        a.batch,
-        a.sequence_length,
-        a.tokenizer,
-        a.chat,
-        a.precision,
-        a.base,
-        a.weights,
+        args.where,
+        args.data,
+        args.split,
+        args.batches,
+        args.batch,
+        args.sequence_length,
+        args.tokenizer,
+        args.chat,
+        args.precision,
+        args.base,
+        args.weights,
     )
-    score = evaluate_checkpoint(request, choose_device(a.device))
+    score = evaluate_checkpoint(request, choose_device(args.device))
     result: dict[str, Any] = {
         "step": score.step,
         "weights": "average" if score.averaged else "trained",
@@ -83,12 +82,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         "loss": score.result.loss,
         **score.result.metrics,
     }
-    if a.json:
+    if args.json:
         from hpc_train.cli.output import print_json
 
         print_json(result)
         return 0
-    which = a.where if score.step is None else f"{a.where}, step {score.step}"
+    which = args.where if score.step is None else f"{args.where}, step {score.step}"
     which += ", average of the weights" if score.averaged else ""
     print(f"{which}; {score.data} ({score.split}): {score.samples:,} {score.unit}, {score.result.targets:,} targets")
     for name in ("loss", *score.result.metrics):
@@ -96,31 +95,32 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_without_effect(arguments: argparse.Namespace) -> None:
+def _refuse_without_effect(args: argparse.Namespace) -> None:
     """Raise UserError for an option that only the other way of measuring reads."""
     from hpc_train.errors import UserError
 
-    other = _OF_TASKS if arguments.tasks is None else _OF_DATA
+    other = _OF_TASKS if args.tasks is None else _OF_DATA
     for name in other:
-        if getattr(arguments, name) not in (None, False):
+        if getattr(args, name) not in (None, False):
             option = f"--{name.replace('_', '-')}"
-            needs = "needs --tasks" if arguments.tasks is None else "has no effect with --tasks"
+            needs = "needs --tasks" if args.tasks is None else "has no effect with --tasks"
             raise UserError(f"{option}: {needs}; leave it out")
-    if arguments.chat and arguments.data is None:
+    if args.chat and args.data is None:
         raise UserError("--chat: needs --data with conversations")
 
 
-def _evaluate_tasks(arguments: argparse.Namespace) -> int:
+def _evaluate_tasks(args: argparse.Namespace) -> int:
     from hpc_train.cli.output import print_json, print_table
     from hpc_train.inference.load_model import load_model
     from hpc_train.inference.task_harness import TaskOptions, evaluate_tasks, import_harness
 
     import_harness()
-    a = arguments
-    names = [name.strip() for name in a.tasks.split(",") if name.strip()]
-    options = TaskOptions(tuple(names), a.include_path, a.limit, a.shots, a.batch or 8)
-    scores = evaluate_tasks(load_model(a.where, a.tokenizer, choose_device(a.device), a.base, a.weights), options)
-    if a.json:
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    options = TaskOptions(tuple(names), args.include_path, args.limit, args.shots, args.batch or 8)
+    scores = evaluate_tasks(
+        load_model(args.where, args.tokenizer, choose_device(args.device), args.base, args.weights), options
+    )
+    if args.json:
         print_json({"tasks": scores})
         return 0
     rows = [(task, metric, f"{value:.6g}") for task, metrics in scores.items() for metric, value in metrics.items()]

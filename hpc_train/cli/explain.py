@@ -26,16 +26,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_explain)
 
 
-def _explain(arguments: argparse.Namespace) -> int:
+def _explain(args: argparse.Namespace) -> int:
     from hpc_train.config.keys.reference import describe_key, list_related_keys
 
-    keys = describe_key(arguments.key)
-    if arguments.json:
+    keys = describe_key(args.key)
+    if args.json:
         print(json.dumps([{**asdict(key), "related": list_related_keys(key)} for key in keys], indent=1))
     elif len({key.key for key in keys}) == 1:  # several kinds of model or data may declare one key
         print("\n\n".join(_format_key(key) for key in keys))
     else:
-        print(_format_part(arguments.key, keys))
+        print(_format_part(args.key, keys))
     return 0
 
 

@@ -51,23 +51,22 @@ def _number(lowest: float, highest: float) -> Callable[[str], float]:
     return parse
 
 
-def _generate(arguments: argparse.Namespace) -> int:
-    prompts = arguments.prompt or _read_prompts(Path(arguments.file))
+def _generate(args: argparse.Namespace) -> int:
+    prompts = args.prompt or _read_prompts(Path(args.file))
     from hpc_train.cli.output import print_json
     from hpc_train.inference.generate import GenerateOptions, generate_texts
     from hpc_train.inference.load_model import load_model
 
-    a = arguments
-    options = GenerateOptions(a.tokens, a.temperature, a.top_k, a.top_p, a.seed, a.chat, a.batch)
-    loaded = load_model(a.where, a.tokenizer, choose_device(a.device), a.base, a.weights)
-    is_answer = a.chat or loaded.has_encoder  # not what goes on behind the prompt
-    if len(prompts) == 1 and not a.json:
+    options = GenerateOptions(args.tokens, args.temperature, args.top_k, args.top_p, args.seed, args.chat, args.batch)
+    loaded = load_model(args.where, args.tokenizer, choose_device(args.device), args.base, args.weights)
+    is_answer = args.chat or loaded.has_encoder  # not what goes on behind the prompt
+    if len(prompts) == 1 and not args.json:
         sys.stdout.write("" if is_answer else prompts[0])
         for _ in generate_texts(loaded, prompts, options, _show_at_once):
             print()
         return 0
     for prompt, text in zip(prompts, generate_texts(loaded, prompts, options), strict=True):
-        if a.json:
+        if args.json:
             print_json({"prompt": prompt, "text": text})
         else:
             print(text if is_answer else prompt + text)

@@ -16,10 +16,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_new)
 
 
-def _new(arguments: argparse.Namespace) -> int:
+def _new(args: argparse.Namespace) -> int:
     from hpc_train.project_template.write_project import write_project
 
-    project = write_project(arguments.folder)
+    project = write_project(args.folder)
     for path in project.files:
         print(path)
     print(f"\ncd {project.folder}\nhpc-train train {project.override} train.steps=20\npython -m pytest")

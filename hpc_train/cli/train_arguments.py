@@ -19,15 +19,15 @@ def add_config_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-def print_config(arguments: argparse.Namespace) -> int:
+def print_config(args: argparse.Namespace) -> int:
     """Print the composed configuration of one run (--cfg)."""
     from hpc_train.config.compose import compose
     from hpc_train.config.plain_config import config_to_yaml
     from hpc_train.errors import UserError
 
-    if arguments.multirun:
+    if args.multirun:
         raise UserError("--cfg: shows one run; leave out -m, or give one value of each override")
-    print(config_to_yaml(compose(arguments.overrides, arguments.config_dir)), end="")
+    print(config_to_yaml(compose(args.overrides, args.config_dir)), end="")
     return 0
 
 
@@ -44,7 +44,7 @@ def add_train(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_train)
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _train(args: argparse.Namespace) -> int:
     from hpc_train.runtime import processes
 
     # Before the slow imports, so that a SIGTERM that arrives during them is not lost.
@@ -52,13 +52,13 @@ def _train(arguments: argparse.Namespace) -> int:
     from hpc_train.cli.output import TERMINAL
     from hpc_train.launch.train import train_here
 
-    if arguments.cfg:
-        return print_config(arguments)
-    if arguments.multirun:
+    if args.cfg:
+        return print_config(args)
+    if args.multirun:
         from hpc_train.launch.sweep.local_sweep import train_sweep
 
-        return train_sweep(arguments.overrides, arguments.config_dir, request, TERMINAL)
-    return train_here(arguments.overrides, arguments.config_dir, request, TERMINAL)
+        return train_sweep(args.overrides, args.config_dir, request, TERMINAL)
+    return train_here(args.overrides, args.config_dir, request, TERMINAL)
 
 
 def add_submit(command: argparse.ArgumentParser) -> None:
@@ -79,13 +79,12 @@ def add_submit(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_submit)
 
 
-def _submit(arguments: argparse.Namespace) -> int:
+def _submit(args: argparse.Namespace) -> int:
     from hpc_train.cli.submit import submit_command, submit_sweep_command
     from hpc_train.launch.submit import default_to_slurm
 
-    a = arguments
-    a.overrides = default_to_slurm(a.overrides)
-    if a.cfg:
-        return print_config(a)
-    submit = submit_sweep_command if a.multirun else submit_command
-    return submit(a.overrides, a.config_dir, a.dry_run, a.json, a.after)
+    args.overrides = default_to_slurm(args.overrides)
+    if args.cfg:
+        return print_config(args)
+    submit = submit_sweep_command if args.multirun else submit_command
+    return submit(args.overrides, args.config_dir, args.dry_run, args.json, args.after)

@@ -31,8 +31,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_tune)
 
 
-def _tune(arguments: argparse.Namespace) -> int:
-    return tune_command(arguments.overrides, arguments.minutes, arguments.steps, Path(arguments.folder), arguments.json)
+def _tune(args: argparse.Namespace) -> int:
+    return tune_command(args.overrides, args.minutes, args.steps, Path(args.folder), args.json)
 
 
 def tune_command(base: list[str], minutes: int, steps: int, folder: Path, as_json: bool) -> int:

@@ -22,12 +22,13 @@ def add_data(kinds: CommandGroup) -> None:
     add_examples(data, "hpc-train bench data web.jsonl --tokenizer models/tiny/")
 
 
-def _data(arguments: argparse.Namespace) -> int:
+def _data(args: argparse.Namespace) -> int:
     from hpc_train.bench.tokenization import DataBenchOptions, run_data_command
 
-    a = arguments
     return run_data_command(
-        DataBenchOptions(tuple(a.source), a.tokenizer, a.column, a.workers, a.rounds, a.datasets, a.json)
+        DataBenchOptions(
+            tuple(args.source), args.tokenizer, args.column, args.workers, args.rounds, args.datasets, args.json
+        )
     )
 
 
@@ -46,12 +47,11 @@ def add_loader(kinds: CommandGroup) -> None:
     add_examples(loader, "hpc-train bench loader web.jsonl --tokenizer models/tiny/")
 
 
-def _loader(arguments: argparse.Namespace) -> int:
+def _loader(args: argparse.Namespace) -> int:
     from hpc_train.bench.loading import LoaderBenchOptions, run_loader_command
 
-    a = arguments
-    sizes = (a.sequence_length, a.batch, a.batches, a.rounds)
-    return run_loader_command(LoaderBenchOptions(tuple(a.source), a.tokenizer, a.column, *sizes, a.json))
+    sizes = (args.sequence_length, args.batch, args.batches, args.rounds)
+    return run_loader_command(LoaderBenchOptions(tuple(args.source), args.tokenizer, args.column, *sizes, args.json))
 
 
 def add_checkpoint(kinds: CommandGroup) -> None:
@@ -76,13 +76,14 @@ def add_checkpoint(kinds: CommandGroup) -> None:
     )
 
 
-def _checkpoint(arguments: argparse.Namespace) -> int:
+def _checkpoint(args: argparse.Namespace) -> int:
     from hpc_train.bench.checkpoint.checkpoint import OPERATIONS, SIDES, CheckpointBenchOptions, run_checkpoint_command
 
-    a = arguments
-    selection = tuple(a.operations or OPERATIONS), tuple(a.sides or SIDES)
-    options = CheckpointBenchOptions(a.gib, tuple(a.ranks), a.tensors, tuple(a.directory), a.rounds, *selection)
-    return run_checkpoint_command(options, a.json, Path(a.plot) if a.plot else None)
+    selection = tuple(args.operations or OPERATIONS), tuple(args.sides or SIDES)
+    options = CheckpointBenchOptions(
+        args.gib, tuple(args.ranks), args.tensors, tuple(args.directory), args.rounds, *selection
+    )
+    return run_checkpoint_command(options, args.json, Path(args.plot) if args.plot else None)
 
 
 def add_loop_checkpoint(kinds: CommandGroup) -> None:
@@ -99,8 +100,7 @@ def add_loop_checkpoint(kinds: CommandGroup) -> None:
     add_examples(bench, "hpc-train bench loop-checkpoint", "hpc-train bench loop-checkpoint --mib 2048 --dir /scratch")
 
 
-def _loop_checkpoint(arguments: argparse.Namespace) -> int:
+def _loop_checkpoint(args: argparse.Namespace) -> int:
     from hpc_train.bench.checkpoint.loop_checkpoint import LoopCheckpointOptions, run_loop_checkpoint_command
 
-    a = arguments
-    return run_loop_checkpoint_command(LoopCheckpointOptions(a.ranks, a.mib, a.rounds, a.dir), a.json)
+    return run_loop_checkpoint_command(LoopCheckpointOptions(args.ranks, args.mib, args.rounds, args.dir), args.json)

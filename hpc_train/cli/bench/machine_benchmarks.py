@@ -49,25 +49,25 @@ def add_collectives(kinds: CommandGroup) -> None:
     )
 
 
-def _collectives(arguments: argparse.Namespace) -> int:
+def _collectives(args: argparse.Namespace) -> int:
     from hpc_train.bench.collectives.collectives import run_collectives_command
     from hpc_train.bench.collectives.options import CollectivesOptions
 
-    a, defaults = arguments, CollectivesOptions()
+    defaults = CollectivesOptions()
     options = CollectivesOptions(
-        smallest=a.min,
-        largest=a.max,
-        factor=a.factor,
-        rounds=a.rounds,
-        iterations=a.iterations,
-        operations=tuple(dict.fromkeys(a.operation or defaults.operations)),
-        algorithms=tuple(dict.fromkeys(a.algorithm or defaults.algorithms)),
-        backends=tuple(dict.fromkeys(a.backend or ())),
-        output="json" if a.json else "plain" if a.plain else "table",
-        plot=a.plot,
-        out=a.out,
+        smallest=args.min,
+        largest=args.max,
+        factor=args.factor,
+        rounds=args.rounds,
+        iterations=args.iterations,
+        operations=tuple(dict.fromkeys(args.operation or defaults.operations)),
+        algorithms=tuple(dict.fromkeys(args.algorithm or defaults.algorithms)),
+        backends=tuple(dict.fromkeys(args.backend or ())),
+        output="json" if args.json else "plain" if args.plain else "table",
+        plot=args.plot,
+        out=args.out,
     )
-    return run_collectives_command(a.overrides, options)
+    return run_collectives_command(args.overrides, options)
 
 
 def add_gemm(kinds: CommandGroup) -> None:
@@ -93,18 +93,17 @@ def add_gemm(kinds: CommandGroup) -> None:
     )
 
 
-def _gemm(arguments: argparse.Namespace) -> int:
+def _gemm(args: argparse.Namespace) -> int:
     from hpc_train.bench.gemm import GemmOptions, run_gemm_command
 
-    a = arguments
     options = GemmOptions(
-        precisions=tuple(dict.fromkeys(a.precision or GemmOptions().precisions)),
-        smallest=a.min,
-        largest=a.max,
-        rounds=a.rounds,
-        json=a.json,
-        plot=a.plot,
-        out=a.out,
+        precisions=tuple(dict.fromkeys(args.precision or GemmOptions().precisions)),
+        smallest=args.min,
+        largest=args.max,
+        rounds=args.rounds,
+        json=args.json,
+        plot=args.plot,
+        out=args.out,
     )
     return run_gemm_command(options)
 
@@ -131,12 +130,11 @@ def add_gpu(kinds: CommandGroup) -> None:
     )
 
 
-def _gpu(arguments: argparse.Namespace) -> int:
+def _gpu(args: argparse.Namespace) -> int:
     from hpc_train.bench.gpu.gpu import PARTS, GpuBenchOptions, run_gpu_command
 
-    a = arguments
-    parts = tuple(name for name in PARTS if name in (a.part or PARTS))
-    options = GpuBenchOptions(parts, a.device, a.quick, a.minutes, a.out, a.json, a.inside)
+    parts = tuple(name for name in PARTS if name in (args.part or PARTS))
+    options = GpuBenchOptions(parts, args.device, args.quick, args.minutes, args.out, args.json, args.inside)
     return run_gpu_command(options)
 
 
@@ -164,14 +162,18 @@ def add_placement(kinds: CommandGroup) -> None:
     )
 
 
-def _placement(arguments: argparse.Namespace) -> int:
+def _placement(args: argparse.Namespace) -> int:
     from hpc_train.bench.placement import PlacementBenchOptions, run_placement_command
 
-    a = arguments
     options = PlacementBenchOptions(
-        rounds=a.rounds, steps=a.steps, seed=a.seed, largest=a.largest, directory=a.directory, json=a.json
+        rounds=args.rounds,
+        steps=args.steps,
+        seed=args.seed,
+        largest=args.largest,
+        directory=args.directory,
+        json=args.json,
     )
-    return run_placement_command(a.overrides, options)
+    return run_placement_command(args.overrides, options)
 
 
 def add_submit(kinds: CommandGroup) -> None:
@@ -186,8 +188,7 @@ def add_submit(kinds: CommandGroup) -> None:
     add_examples(submit, "hpc-train bench submit --points 100 --rounds 1", "hpc-train bench submit --peers --json")
 
 
-def _submit(arguments: argparse.Namespace) -> int:
+def _submit(args: argparse.Namespace) -> int:
     from hpc_train.bench.sweep_submission import run_submission_command
 
-    a = arguments
-    return run_submission_command(a.points, a.rounds, a.peers, a.json)
+    return run_submission_command(args.points, args.rounds, args.peers, args.json)

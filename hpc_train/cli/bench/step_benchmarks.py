@@ -27,10 +27,10 @@ def add_step(kinds: CommandGroup) -> None:
     )
 
 
-def _step(arguments: argparse.Namespace) -> int:
+def _step(args: argparse.Namespace) -> int:
     from hpc_train.bench.step.step import run_step_command
 
-    return run_step_command(arguments.overrides, arguments.rounds, arguments.steps, arguments.json, arguments.peers)
+    return run_step_command(args.overrides, args.rounds, args.steps, args.json, args.peers)
 
 
 def add_overlap(kinds: CommandGroup) -> None:
@@ -50,14 +50,13 @@ def add_overlap(kinds: CommandGroup) -> None:
     add_examples(overlap, "hpc-train bench overlap", "hpc-train bench overlap --rate 500 --rounds 5 --json")
 
 
-def _overlap(arguments: argparse.Namespace) -> int:
+def _overlap(args: argparse.Namespace) -> int:
     from hpc_train.bench.thin_link.overlap import OverlapOptions, run_overlap_command
 
-    a = arguments
     options = OverlapOptions(
-        rounds=a.rounds, steps=a.steps, tokens=a.tokens, hidden=a.hidden, ratio=a.ratio, rate=a.rate
+        rounds=args.rounds, steps=args.steps, tokens=args.tokens, hidden=args.hidden, ratio=args.ratio, rate=args.rate
     )
-    return run_overlap_command(options, a.json)
+    return run_overlap_command(options, args.json)
 
 
 def add_sync(kinds: CommandGroup) -> None:
@@ -76,11 +75,10 @@ def add_sync(kinds: CommandGroup) -> None:
     )
 
 
-def _sync(arguments: argparse.Namespace) -> int:
+def _sync(args: argparse.Namespace) -> int:
     from hpc_train.bench.thin_link.sync import SyncOptions, run_sync_command
 
-    a = arguments
-    return run_sync_command(SyncOptions(a.overrides, a.rounds, a.steps, a.every, a.rate), a.json)
+    return run_sync_command(SyncOptions(args.overrides, args.rounds, args.steps, args.every, args.rate), args.json)
 
 
 def add_bubble(kinds: CommandGroup) -> None:
@@ -112,21 +110,20 @@ def add_bubble(kinds: CommandGroup) -> None:
     )
 
 
-def _bubble(arguments: argparse.Namespace) -> int:
+def _bubble(args: argparse.Namespace) -> int:
     from hpc_train.bench.bubble import BubbleOptions, parse_costs, run_bubble_command
     from hpc_train.config.parallel import SCHEDULES
 
-    a = arguments
-    schedules = tuple(dict.fromkeys(a.schedule or SCHEDULES))
+    schedules = tuple(dict.fromkeys(args.schedule or SCHEDULES))
     options = BubbleOptions(
         schedules=schedules,
-        costs=parse_costs(a.costs, schedules),
-        ranks=a.ranks,
-        micro_batches=a.micro_batches,
-        rounds=a.rounds,
-        milliseconds=a.milliseconds,
+        costs=parse_costs(args.costs, schedules),
+        ranks=args.ranks,
+        micro_batches=args.micro_batches,
+        rounds=args.rounds,
+        milliseconds=args.milliseconds,
     )
-    return run_bubble_command(options, a.json)
+    return run_bubble_command(options, args.json)
 
 
 def add_loss(kinds: CommandGroup) -> None:
@@ -147,12 +144,13 @@ def add_loss(kinds: CommandGroup) -> None:
     )
 
 
-def _loss(arguments: argparse.Namespace) -> int:
+def _loss(args: argparse.Namespace) -> int:
     from hpc_train.bench.loss import LossBenchOptions, run_loss_command
 
-    a = arguments
-    options = LossBenchOptions(a.tokens, a.hidden, a.vocabulary, a.chunk, a.precision, a.rounds, a.count)
-    return run_loss_command(options, a.json)
+    options = LossBenchOptions(
+        args.tokens, args.hidden, args.vocabulary, args.chunk, args.precision, args.rounds, args.count
+    )
+    return run_loss_command(options, args.json)
 
 
 def add_scaling(kinds: CommandGroup) -> None:
@@ -171,8 +169,7 @@ def add_scaling(kinds: CommandGroup) -> None:
     )
 
 
-def _scaling(arguments: argparse.Namespace) -> int:
+def _scaling(args: argparse.Namespace) -> int:
     from hpc_train.bench.scaling import run_scaling_command
 
-    a = arguments
-    return run_scaling_command(a.overrides, a.sizes, a.steps, a.folder, a.json, a.plot)
+    return run_scaling_command(args.overrides, args.sizes, args.steps, args.folder, args.json, args.plot)

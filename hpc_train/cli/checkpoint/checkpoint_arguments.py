@@ -46,18 +46,18 @@ def _add_command(
     return command
 
 
-def _run_guarded(run: CommandFunction, arguments: argparse.Namespace) -> int:
+def _run_guarded(run: CommandFunction, args: argparse.Namespace) -> int:
     """Run a sub-command; a damaged checkpoint or a failing disk becomes one line and exit code 1."""
     _import_numpy()
     from hpc_train.checkpoint.errors import CheckpointError, format_error
     from hpc_train.terminal import escape_controls
 
     try:
-        return run(arguments)
+        return run(args)
     except BrokenPipeError:
         raise
     except (CheckpointError, OSError) as error:
-        if arguments.debug:
+        if args.debug:
             traceback.print_exc()
         print(f"hpc-train: {escape_controls(format_error(error))}", file=sys.stderr)
         return 1

@@ -92,11 +92,10 @@ def add_schedule(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_schedule)
 
 
-def _schedule(arguments: argparse.Namespace) -> int:
+def _schedule(args: argparse.Namespace) -> int:
     from hpc_train.cli.plan.schedule import schedule_command
 
-    a = arguments
-    return schedule_command(a.overrides, a.config_dir, a.json, a.out, a.communication)
+    return schedule_command(args.overrides, args.config_dir, args.json, args.out, args.communication)
 
 
 def add_fit(command: argparse.ArgumentParser) -> None:
@@ -137,42 +136,39 @@ def add_calibrate(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_calibrate)
 
 
-def _calibrate(arguments: argparse.Namespace) -> int:
+def _calibrate(args: argparse.Namespace) -> int:
     from hpc_train.cli.plan.calibrate import CalibrateOptions, calibrate_command, suggest_command
 
-    a = arguments
-    if a.suggest:
-        return suggest_command(a.suggest, a.json)
-    if a.out is None:
+    if args.suggest:
+        return suggest_command(args.suggest, args.json)
+    if args.out is None:
         raise UserError("plan calibrate: no file to write; give --out FILE")
-    return calibrate_command(CalibrateOptions(a.out, a.gemm, a.collectives, tuple(a.runs), tuple(a.against), a.json))
+    return calibrate_command(
+        CalibrateOptions(args.out, args.gemm, args.collectives, tuple(args.runs), tuple(args.against), args.json)
+    )
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _plan(args: argparse.Namespace) -> int:
     from hpc_train.cli.plan.plan import plan_command
     from hpc_train.planner.plan import PlanOptions
 
-    a = arguments
-    return plan_command(a.overrides, a.config_dir, PlanOptions(a.json, a.plot, a.top, a.by, a.all))
+    return plan_command(args.overrides, args.config_dir, PlanOptions(args.json, args.plot, args.top, args.by, args.all))
 
 
-def _validate(arguments: argparse.Namespace) -> int:
+def _validate(args: argparse.Namespace) -> int:
     from hpc_train.cli.plan.validate import ValidateOptions, validate_command
 
-    a = arguments
-    return validate_command(ValidateOptions(a.runs, a.json, a.plot, a.rows, a.constants, a.calibrate))
+    return validate_command(ValidateOptions(args.runs, args.json, args.plot, args.rows, args.constants, args.calibrate))
 
 
-def _rehearse(arguments: argparse.Namespace) -> int:
+def _rehearse(args: argparse.Namespace) -> int:
     from hpc_train.cli.plan.rehearse import rehearse_command
 
-    a = arguments
-    return rehearse_command(a.overrides, a.config_dir, a.json, a.ranks)
+    return rehearse_command(args.overrides, args.config_dir, args.json, args.ranks)
 
 
-def _fit(arguments: argparse.Namespace) -> int:
+def _fit(args: argparse.Namespace) -> int:
     from hpc_train.cli.plan.fit import fit_command
     from hpc_train.planner.calibration.fit_report import FitOptions
 
-    a = arguments
-    return fit_command(FitOptions(tuple(a.runs), a.json, a.output, a.folds, a.leave_out))
+    return fit_command(FitOptions(tuple(args.runs), args.json, args.output, args.folds, args.leave_out))

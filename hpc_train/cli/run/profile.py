@@ -65,23 +65,23 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_profile)
 
 
-def _profile(arguments: argparse.Namespace) -> int:
-    ranks = [rank for rank_range in arguments.ranks or () for rank in rank_range]
+def _profile(args: argparse.Namespace) -> int:
+    ranks = [rank for rank_range in args.ranks or () for rank in rank_range]
     if len(ranks) > _MOST_RANKS:
         raise UserError(f"--ranks: are {len(ranks)} ranks; choose at most {_MOST_RANKS}")
-    words = arguments.overrides
+    words = args.overrides
     if words and "=" not in words[0] and not words[0].startswith("~"):
         if len(words) > 1:
             raise UserError(f"{words[1]}: a run that exists is traced as it is; leave it out")
-        if arguments.stacks:
-            if arguments.steps or arguments.ranks:
+        if args.stacks:
+            if args.steps or args.ranks:
                 raise UserError("--stacks: looks at all ranks, now; leave out --steps and --ranks")
-            return sample_run(words[0], arguments.stacks, arguments.json)
-        return profile_run(words[0], arguments.steps, ranks or None, arguments.rows, arguments.json)
-    if arguments.stacks:
+            return sample_run(words[0], args.stacks, args.json)
+        return profile_run(words[0], args.steps, ranks or None, args.rows, args.json)
+    if args.stacks:
         raise UserError("--stacks: looks at a job that is running; give its run directory or job id")
-    steps = arguments.steps or _NEW_STEPS
-    return profile_new_run(words, arguments.config_dir, steps, ranks or [0], arguments.rows, arguments.json)
+    steps = args.steps or _NEW_STEPS
+    return profile_new_run(words, args.config_dir, steps, ranks or [0], args.rows, args.json)
 
 
 def profile_new_run(

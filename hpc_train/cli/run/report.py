@@ -37,20 +37,20 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_report)
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace) -> int:
     from hpc_train.launch.slurm.slurm_cli import run_client
     from hpc_train.launch.state.run_lookup import find_points, require_single
 
-    out = Path(arguments.out) if arguments.out else None
-    points = find_points(arguments.target, run_client)
-    if arguments.other is not None:
-        second = require_single(find_points(arguments.other, run_client), arguments.other)
-        return report_comparison(require_single(points, arguments.target), second, out, arguments.json)
+    out = Path(args.out) if args.out else None
+    points = find_points(args.target, run_client)
+    if args.other is not None:
+        second = require_single(find_points(args.other, run_client), args.other)
+        return report_comparison(require_single(points, args.target), second, out, args.json)
     if len(points) > 1:
-        return report_sweep(Path(arguments.target), points, out, arguments.json)
-    if arguments.experiments:
+        return report_sweep(Path(args.target), points, out, args.json)
+    if args.experiments:
         return print_experiments(points[0])
-    return report_run(points[0], out, arguments.json)
+    return report_run(points[0], out, args.json)
 
 
 def report_run(point: RunPoint, out: Path | None, as_json: bool) -> int:

@@ -25,13 +25,13 @@ def add_status(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_status)
 
 
-def _status(a: argparse.Namespace) -> int:
+def _status(args: argparse.Namespace) -> int:
     from hpc_train.cli.run.status import status_command
     from hpc_train.errors import UserError
 
-    if a.goodput and a.watch:
+    if args.goodput and args.watch:
         raise UserError("status: --goodput is not redrawn; leave out --watch")
-    return status_command(a.target, a.json, a.watch, a.goodput)
+    return status_command(args.target, args.json, args.watch, args.goodput)
 
 
 def add_logs(command: argparse.ArgumentParser) -> None:
@@ -73,24 +73,26 @@ def add_logs(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_logs)
 
 
-def _logs(a: argparse.Namespace) -> int:
+def _logs(args: argparse.Namespace) -> int:
     from hpc_train.cli.run.logs import LogSelection, logs_command
     from hpc_train.errors import UserError
 
-    choice = LogSelection(a.rank, a.attempt, a.tail)
-    if a.merge:
-        if a.follow or a.first_error:
-            option = "-f" if a.follow else "--first-error"
+    choice = LogSelection(args.rank, args.attempt, args.tail)
+    if args.merge:
+        if args.follow or args.first_error:
+            option = "-f" if args.follow else "--first-error"
             raise UserError(f"logs --merge: prints what there is, the first error first; leave out {option}")
         from hpc_train.cli.run.merged_logs import merged_logs_command
         from hpc_train.launch.state.merged_lines import LineFilter
 
-        return merged_logs_command(a.target, choice, LineFilter(a.rank, a.level or "debug", a.step), a.json)
-    if unused := [name for name in ("level", "step", "json") if getattr(a, name)]:
+        return merged_logs_command(
+            args.target, choice, LineFilter(args.rank, args.level or "debug", args.step), args.json
+        )
+    if unused := [name for name in ("level", "step", "json") if getattr(args, name)]:
         raise UserError(f"logs --{unused[0]}: is for the logs of all ranks; add --merge")
-    if a.rank is not None and (len(a.rank) > 1 or len(a.rank[0]) > 1):
+    if args.rank is not None and (len(args.rank) > 1 or len(args.rank[0]) > 1):
         raise UserError("logs --rank: one log at a time; add --merge for the lines of several ranks")
-    return logs_command(a.target, choice, a.follow, a.first_error)
+    return logs_command(args.target, choice, args.follow, args.first_error)
 
 
 _STEPS = re.compile(r"(\d{1,9})(?::(\d{1,9}))?", re.ASCII)
@@ -119,10 +121,10 @@ def add_cancel(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_cancel)
 
 
-def _cancel(arguments: argparse.Namespace) -> int:
+def _cancel(args: argparse.Namespace) -> int:
     from hpc_train.cli.run.cancel import cancel_command
 
-    return cancel_command(arguments.target, arguments.yes, arguments.now, not arguments.no_wait)
+    return cancel_command(args.target, args.yes, args.now, not args.no_wait)
 
 
 def add_attach(command: argparse.ArgumentParser) -> None:
@@ -142,10 +144,10 @@ def add_attach(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_attach, words=[])
 
 
-def _attach(a: argparse.Namespace) -> int:
+def _attach(args: argparse.Namespace) -> int:
     from hpc_train.cli.run.attach import attach_command
 
-    return attach_command(a.target, a.words, a.rank, a.node, a.dry_run)
+    return attach_command(args.target, args.words, args.rank, args.node, args.dry_run)
 
 
 def add_resume(command: argparse.ArgumentParser) -> None:
@@ -163,14 +165,14 @@ def add_resume(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_resume)
 
 
-def _resume(arguments: argparse.Namespace) -> int:
+def _resume(args: argparse.Namespace) -> int:
     from hpc_train.runtime import processes
 
     # Before the slow imports, so that a SIGTERM that arrives during them is not lost.
     request = processes.install_stop_handlers()
     from hpc_train.cli.run.resume import resume_command
 
-    return resume_command(arguments.target, arguments.mode, arguments.json, request)
+    return resume_command(args.target, args.mode, args.json, request)
 
 
 def add_results(command: argparse.ArgumentParser) -> None:
@@ -195,7 +197,7 @@ def add_results(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_results)
 
 
-def _results(a: argparse.Namespace) -> int:
+def _results(args: argparse.Namespace) -> int:
     from hpc_train.cli.run.results import ResultsOptions, results_command
 
-    return results_command(a.target, ResultsOptions(a.metric, a.best, a.json, a.csv, a.plot))
+    return results_command(args.target, ResultsOptions(args.metric, args.best, args.json, args.csv, args.plot))

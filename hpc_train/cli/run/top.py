@@ -45,8 +45,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_top)
 
 
-def _top(arguments: argparse.Namespace) -> int:
-    return top_command(arguments.target, arguments.seconds, arguments.once, arguments.json)
+def _top(args: argparse.Namespace) -> int:
+    return top_command(args.target, args.seconds, args.once, args.json)
 
 
 def top_command(target: str, seconds: int, once: bool, as_json: bool) -> int:
