@@ -20,9 +20,9 @@ from hpc_train.step_clock import StepPart
 from hpc_train.training.numerics.number_checks import check_last_norm
 from hpc_train.training.numerics.replay import replay_step
 from hpc_train.training.numerics.rollback import ROLLBACKS
+from hpc_train.training.numerics.step_numbers import StepNumbers, read_step_numbers
 from hpc_train.training.optimizer import seed_step
 from hpc_train.training.records.mfu import compute_mfu
-from hpc_train.training.step_numbers import StepNumbers, read_step_numbers
 
 if TYPE_CHECKING:
     from hpc_train.training.training_run import TrainingRun

@@ -19,7 +19,7 @@ from hpc_train.config.compose import compose
 from hpc_train.interfaces import MicroBatch, StepBatch
 from hpc_train.runtime.init import init
 from hpc_train.runtime.start import leave_process_group
-from hpc_train.training.step_numbers import read_step_numbers
+from hpc_train.training.numerics.step_numbers import read_step_numbers
 
 DRAWN = ("ddp", "fsdp", "tp", "pp", "ep", "window", "fp8")
 OTHERS = ("async_tp", "cp", "chunks", "recompute", "muon", "ema", "diloco")

@@ -21,8 +21,8 @@ from hpc_train.models.experts import list_mixtures
 from hpc_train.models.registry import build_model
 from hpc_train.parallel.apply import build
 from hpc_train.runtime.start import leave_process_group, make_world
+from hpc_train.training.numerics.step_numbers import read_step_numbers
 from hpc_train.training.optimizer import make_optimizer
-from hpc_train.training.step_numbers import read_step_numbers
 
 ROWS, LENGTH, MICRO, LAYERS, EP, TOP_K = 2, 64, 2, 2, 2, 2
 SHAPE = (

@@ -37,7 +37,7 @@ from hpc_train.planner.rehearsal.checks import plan_memory_by_rank
 from hpc_train.runtime.init import init
 from hpc_train.runtime.start import leave_process_group
 from hpc_train.timing import interleave_rounds, time_calls
-from hpc_train.training.step_numbers import read_step_numbers
+from hpc_train.training.numerics.step_numbers import read_step_numbers
 
 Rows = Iterator[Row]
 

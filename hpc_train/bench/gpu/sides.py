@@ -23,8 +23,8 @@ from hpc_train.models.registry import build_model
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.precision import autocast_forward
 from hpc_train.parallel.user_model import get_named_blocks
+from hpc_train.training.numerics.step_numbers import read_step_numbers
 from hpc_train.training.optimizer import make_optimizer
-from hpc_train.training.step_numbers import read_step_numbers
 
 Step = Callable[[], float]
 """Trains one step and returns its loss."""

@@ -13,7 +13,7 @@ from hpc_train.bench.gpu.gpu_table import Row
 from hpc_train.bench.gpu.sides import MAX_NORM, make_batch, make_config, make_engine
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
-from hpc_train.training.step_numbers import read_step_numbers
+from hpc_train.training.numerics.step_numbers import read_step_numbers
 
 LAYOUTS = {
     "ddp": (),

@@ -76,7 +76,7 @@ def _import_numpy() -> None:
 
 def _add_ls(commands: CommandGroup) -> None:
     def run(arguments: argparse.Namespace) -> int:
-        from hpc_train.cli.checkpoint.inspect import ls_command
+        from hpc_train.cli.checkpoint.list_steps import ls_command
 
         return ls_command(arguments.dir, arguments.verify, arguments.json)
 
