@@ -203,7 +203,7 @@ ALLOWED = {
 }
 FORBIDDEN = re.compile(
     r"^\s*(import|from) (pickle|cloudpickle|marshal|shelve|dill)\b|\btorch\.load\(|_object_list\(|gather_object\(|"
-    r"allow_pickle|\b(comm|COMM_WORLD|every|ranks)\.(bcast|allgather|gather|scatter|send|recv)\(",
+    r"allow_pickle|\b(comm|COMM_WORLD|ranks)\.(bcast|allgather|gather|scatter|send|recv)\(",
     re.MULTILINE,
 )
 
