@@ -51,7 +51,7 @@ class MemorylessMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """See torch."""
+        """Return an operator's result: without memory where a real one would be large, else computed."""
         kwargs = kwargs or {}
         if func.namespace == _OWN:
             with self:

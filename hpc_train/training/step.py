@@ -127,9 +127,9 @@ class _Gradient:
 
 
 def _compute_checked_gradient(run: TrainingRun, batch: StepBatch) -> _Gradient:
-    """Compute and clip the gradient, and read the step's numbers: the only wait for the device in a step.
+    """Compute and clip the gradient, and read the step's numbers; once more if they are doubtful (numerics.replay).
 
-    The optimizer's work on the device is part of the next step's time.
+    Reading them is the only wait for the device in a step: the optimizer's work is part of the next step's time.
     """
     run.observers.heartbeat.enter(Phase.STEP if run.steps_here >= _FIRST_STEPS else Phase.FIRST_STEP, run.step)
     run.world.clock.enter(StepPart.BACKWARD)
