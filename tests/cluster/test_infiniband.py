@@ -8,8 +8,8 @@ import pytest
 from fake_fabric import FakeFabric, rail_fabric, three_levels
 
 from hpc_train.cluster.readers.infiniband.ibnetdiscover import matches_ibnetdiscover, read_ibnetdiscover
-from hpc_train.cluster.readers.infiniband.ibnetdiscover_text import parse_rate
 from hpc_train.cluster.readers.infiniband.infiniband_names import parse_description
+from hpc_train.cluster.readers.infiniband.subnet_devices import parse_rate
 from hpc_train.cluster.spec import Cluster, Switch, Trunk
 from hpc_train.cluster.switch_tree import build_units, find_paths, find_rails, find_scalable_units
 from hpc_train.errors import UserError

@@ -14,7 +14,15 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hpc_train.cluster.readers.infiniband.ibnetdiscover import make_fabric
-from hpc_train.cluster.readers.infiniband.ibnetdiscover_text import CA, ROUTER, SWITCH, CableEnd, SubnetDevice
+from hpc_train.cluster.readers.infiniband.subnet_devices import (
+    CA,
+    FDR10,
+    ROUTER,
+    SPEEDS,
+    SWITCH,
+    CableEnd,
+    SubnetDevice,
+)
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
 
@@ -22,17 +30,7 @@ _SECTION = re.compile(r"^START_(?:NODES|PORTS|LINKS|INDEX_TABLE|SWITCHES)[ \t]*$
 _KINDS = {"1": (CA, "H"), "2": (SWITCH, "S"), "3": (ROUTER, "R")}
 """Kind and first letter of the id, by NodeType."""
 _WIDTHS = {"1": "1x", "2": "4x", "4": "8x", "8": "12x", "16": "2x"}
-_SPEEDS = {
-    "1": "SDR",
-    "2": "DDR",
-    "4": "QDR",
-    str(1 << 8): "FDR",
-    str(1 << 9): "EDR",
-    str(1 << 10): "HDR",
-    str(1 << 11): "NDR",
-    str(1 << 16): "FDR10",
-    str(1 << 24): "XDR",
-}
+_SPEEDS = {str(speed.code): speed.name for speed in (*SPEEDS, FDR10)}
 _NODES = ("NodeGUID", "NodeType", "NumPorts", "SystemImageGUID", "NodeDesc")
 _LINKS = ("NodeGuid1", "PortNum1", "NodeGuid2", "PortNum2")
 _PORTS = ("NodeGuid", "PortNum", "LinkWidthActv", "LinkSpeedActv")

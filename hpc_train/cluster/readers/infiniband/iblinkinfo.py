@@ -11,7 +11,14 @@ import re
 from dataclasses import dataclass, field
 
 from hpc_train.cluster.readers.infiniband.ibnetdiscover import make_fabric
-from hpc_train.cluster.readers.infiniband.ibnetdiscover_text import CA, SWITCH, CableEnd, SubnetDevice
+from hpc_train.cluster.readers.infiniband.subnet_devices import (
+    CA,
+    SPEEDS,
+    SWITCH,
+    CableEnd,
+    SubnetDevice,
+    check_line_length,
+)
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
 
@@ -24,19 +31,7 @@ _PORT = re.compile(
     r"(?P<state>[A-Za-z]+)\s*/\s*[A-Za-z ]*\)==>\s*(?:(?P<far_lid>\d{1,5})\s+(?P<far_port>\d{1,3}))?\[[^\]]{0,4}\]\s*"
     r'"(?P<far_name>[^"]*)".*'
 )
-_LANES = {
-    "2.5": "SDR",
-    "5.0": "DDR",
-    "10.0": "QDR",
-    "14.0625": "FDR",
-    "25.78125": "EDR",
-    "53.125": "HDR",
-    "106.25": "NDR",
-    "212.5": "XDR",
-}
-"""Name of a link's speed by the Gbit/s of a lane that iblinkinfo prints."""
-_LONGEST = 1000
-"""Maximum length of a line, in characters."""
+_NAMES = {speed.signalling: speed.name for speed in SPEEDS}
 _EXAMPLE = "a whole `iblinkinfo`, whose devices begin with `CA: name:` or `Switch: 0x... name:`"
 
 
@@ -83,8 +78,7 @@ class _Parser:
     def take(self, line: str, number: int) -> None:
         if not line:
             return
-        if len(line) > _LONGEST:
-            raise UserError(f"{self.name}:{number}: {len(line)} characters in a line; expected at most {_LONGEST}")
+        check_line_length(line, self.name, number)
         if switch := _SWITCH.fullmatch(line):
             self.current = self._add_device(f"S-{_format_guid(switch[1])}", SWITCH, switch[2], number)
             self.adapter = None
@@ -154,5 +148,5 @@ def _format_guid(text: str) -> str:
 
 def _format_rate(match: re.Match[str]) -> str | None:
     """Write width and speed as ibnetdiscover does: 4xEDR; None for a speed without a name."""
-    speed = match["kind"] or _LANES.get(match["lane"] or "")
+    speed = match["kind"] or _NAMES.get(match["lane"] or "")
     return f"{match['width']}x{speed}" if match["width"] and speed else None

@@ -13,20 +13,20 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from hpc_train.cluster.hostlist import natural_key
 from hpc_train.cluster.readers.infiniband.direct_networks import DirectNetwork, recognise_direct_network
-from hpc_train.cluster.readers.infiniband.ibnetdiscover_text import (
-    CA,
-    SWITCH,
-    CableEnd,
-    SubnetDevice,
-    get_device_kind,
-    parse_ibnetdiscover,
-    parse_rate,
-)
+from hpc_train.cluster.readers.infiniband.ibnetdiscover_text import parse_ibnetdiscover
 from hpc_train.cluster.readers.infiniband.infiniband_names import (
     format_guid,
     is_aggregation_node,
     name_hosts,
     name_switches,
+)
+from hpc_train.cluster.readers.infiniband.subnet_devices import (
+    CA,
+    SWITCH,
+    CableEnd,
+    SubnetDevice,
+    get_device_kind,
+    parse_rate,
 )
 from hpc_train.cluster.spec import Cluster, Nic, Node, Switch, Trunk, sum_rates
 from hpc_train.errors import UserError

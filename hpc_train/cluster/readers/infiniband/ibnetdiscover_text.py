@@ -7,44 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cache
-from typing import NamedTuple
 
+from hpc_train.cluster.readers.infiniband.subnet_devices import (
+    CA,
+    ROUTER,
+    SWITCH,
+    CableEnd,
+    SubnetDevice,
+    check_line_length,
+    get_device_kind,
+)
 from hpc_train.errors import UserError
-
-SWITCH, CA, ROUTER = "switch", "ca", "router"
-
-
-class CableEnd(NamedTuple):
-    """One port line: the device at the other end of the cable."""
-
-    far: str
-    """Id of the device at the other end."""
-    far_port: int
-    line: int
-    far_name: str | None
-    """The other end's node description."""
-    rate: str | None
-    """Width and speed: 4xHDR."""
-
-
-@dataclass(slots=True)
-class SubnetDevice:
-    """A switch, a channel adapter or a router."""
-
-    id: str
-    """S-, H- or R- and 16 hexadecimal digits of its node GUID; in ibsim's files any string."""
-    kind: str
-    line: int | None
-    """Line of its record; None for a device that is only seen at the far end of a cable."""
-    ports: int = 255
-    name: str | None = None
-    """Node description of the device."""
-    system: str | None = None
-    """System image GUID, 16 hexadecimal digits."""
-    cables: dict[int, CableEnd] = field(default_factory=dict)
-    """Cables by port of this device."""
 
 
 def parse_ibnetdiscover(text: str, name: str) -> dict[str, SubnetDevice]:
@@ -78,20 +51,11 @@ def _iterate_lines(text: str) -> Iterator[str]:
         position = end + 1
 
 
-def get_device_kind(id: str) -> str | None:
-    """Return the kind of a device by the first letter of its id; None for an id without a GUID."""
-    return _LETTERS[id[0]] if _GUID.fullmatch(id) else None
-
-
 _PIECE = 1 << 20
 """Characters of which the lines are made at a time."""
-_LONGEST = 1000
-"""Maximum length of a line, in characters; a node description has up to 64."""
-_LETTERS = {"S": SWITCH, "H": CA, "R": ROUTER}
 _WORDS = {"switch": SWITCH, "ca": CA, "hca": CA, "rt": ROUTER, "router": ROUTER}
 _HEADER_EXAMPLE = 'Switch 36 "S-0002c90200421234"'
 _PORT_EXAMPLE = '[1] "S-0002c90200421234"[21]'
-_GUID = re.compile(r"[SHR]-[0-9a-fA-F]{16}")
 _HEADER = re.compile(r'(switch|h?ca|rt|router)\s+(\d{1,3})\s+"([^"]+)"\s*(?:\(scp\)\s*)?(#.*)?', re.IGNORECASE)
 _PORT = re.compile(
     r'\[(\d{1,3})\](?:\[ext \d+\])?\s*(?:\([0-9a-fA-F]+\))?\s*"([^"]+)"\s*(?:\[(\d{1,3})\])?(?:\[ext \d+\])?'
@@ -125,8 +89,7 @@ class _Parser:
     def take(self, line: str, number: int) -> None:
         if not line or line.startswith(("#", "vendid=0x", "devid=0x", "switchguid=0x", "caguid=0x")):
             return
-        if len(line) > _LONGEST:
-            raise UserError(f"{self.name}:{number}: {len(line)} characters in a line; expected at most {_LONGEST}")
+        check_line_length(line, self.name, number)
         if line.startswith("[") and (port := _PORT.fullmatch(line)):
             self._parse_port(port, number)
         elif '"' in line and (header := _HEADER.fullmatch(line)):
@@ -225,15 +188,3 @@ class _Parser:
         """Return a name without quotation marks, which ibsim also takes."""
         match = _PLAIN_NAME.fullmatch(comment) if comment else None
         return (match[1] or None) if match else None
-
-
-_LANE = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR10": 10, "FDR": 14, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
-"""Rate of a lane, 10^9 bit/s in one direction, as ports report it (FDR: 56 for four lanes)."""
-
-
-@cache
-def parse_rate(rate: str | None) -> float | None:
-    """Parse a link's width and speed: 4xHDR -> 200 Gbit/s; None for an unknown speed."""
-    match = re.fullmatch(r"(\d{1,2})x(\w+)", rate or "")
-    lane = _LANE.get(match[2]) if match else None
-    return float(int(match[1]) * lane) if match and lane else None

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from hpc_train.cluster.readers.infiniband.ibnetdiscover_text import CA, SubnetDevice, get_device_kind
+from hpc_train.cluster.readers.infiniband.subnet_devices import CA, SubnetDevice, get_device_kind
 from hpc_train.cluster.switch_tree import group_similar_sets
 
 _MOSTLY = 0.9

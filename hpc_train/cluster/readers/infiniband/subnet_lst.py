@@ -14,21 +14,20 @@ import re
 from dataclasses import dataclass, field
 
 from hpc_train.cluster.readers.infiniband.ibnetdiscover import make_fabric
-from hpc_train.cluster.readers.infiniband.ibnetdiscover_text import CA, ROUTER, SWITCH, CableEnd, SubnetDevice
+from hpc_train.cluster.readers.infiniband.subnet_devices import (
+    CA,
+    FDR10,
+    ROUTER,
+    SPEEDS,
+    SWITCH,
+    CableEnd,
+    SubnetDevice,
+    check_line_length,
+)
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
 
-LANES = {
-    "2.5": "SDR",
-    "5": "DDR",
-    "10": "QDR",
-    "14": "FDR",
-    "25": "EDR",
-    "50": "HDR",
-    "100": "NDR",
-    "200": "XDR",
-    "FDR10": "FDR10",
-}
+_NAMES = {f"{speed.gbit_s:g}": speed.name for speed in SPEEDS} | {FDR10.name: FDR10.name}
 """Name of a link's speed by the Gbit/s of a lane, as ibdiagnet writes them."""
 _KINDS = {"SW": SWITCH, "CA": CA, "Rt": ROUTER}
 _LETTERS = {SWITCH: "S", CA: "H", ROUTER: "R"}
@@ -53,8 +52,6 @@ _BEGINNING = re.compile(r"^\{ *(?:SW|CA|Rt)(?:-SM)? +Ports:[0-9A-Fa-f]{1,2} +Sys
 _NET_DUMP = re.compile(r"^[ \t]{0,9}# {1,20}: IB# {1,9}: Sta {1,9}: PhysSta {1,20}:", re.MULTILINE)
 _UFM_LINKS = re.compile(r"\s{0,9}[\[{](?=.{0,4000}\"source_guid\")(?=.{0,4000}\"destination_port\")", re.DOTALL)
 _DOWN = frozenset({"DWN", "DOWN"})
-_LONGEST = 1000
-"""Maximum length of a line, in characters."""
 _EXAMPLE = "`{ SW Ports:.. SystemGUID:.. } { CA Ports:.. SystemGUID:.. } PHY=4x LOG=ACT SPD=50`"
 
 
@@ -95,8 +92,7 @@ class _Parser:
     def take(self, line: str, number: int) -> None:
         if not line.strip() or line.lstrip().startswith("#"):
             return
-        if len(line) > _LONGEST:
-            raise UserError(f"{self.name}:{number}: {len(line)} characters in a line; expected at most {_LONGEST}")
+        check_line_length(line, self.name, number)
         match = _LINE.fullmatch(line.strip())
         if match is None:
             raise UserError(f"{self.name}:{number}: not a link, or cut off: {line[:60]!r}; expected {_EXAMPLE}")
@@ -141,4 +137,4 @@ class _Parser:
 
 def _format_rate(width: str, speed: str) -> str | None:
     """Write a rate as ibnetdiscover does: 4xHDR; None where a part of it is unknown."""
-    return f"{width}{LANES[speed]}" if speed in LANES and re.fullmatch(r"\d{1,2}x", width) else None
+    return f"{width}{_NAMES[speed]}" if speed in _NAMES and re.fullmatch(r"\d{1,2}x", width) else None
