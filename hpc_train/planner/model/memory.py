@@ -14,7 +14,7 @@ import numpy as np
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.activations import layer_activations
 from hpc_train.planner.model.jobs import DEEPSPEED, FLOAT8_RECIPES, FSDP, HPC_TRAIN, Column, Jobs, job_columns
-from hpc_train.planner.model.peak_memory import estimate_peak, estimate_peak_total
+from hpc_train.planner.model.peak_memory import PeakMemory, estimate_peak, estimate_peak_total
 from hpc_train.planner.model.pipeline import micro_batches_in_flight
 from hpc_train.planner.model.stage_layers import split_layers, stack_stages
 
@@ -119,42 +119,28 @@ def estimate_host_memory(jobs: Jobs, waiting: Column) -> Column:
     return host
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Bytes of the parts of allocated memory, [3, n], and of what waits in host memory."""
-
-    parameters: Column
-    gradients: Column
-    optimizer: Column
-    activations: Column
-    logits: Column
-    buffers: Column
-    waiting: Column
-
-
 def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
     """Estimate the bytes of each part on each stage."""
     weights, optimizer_weights = _count_weights(jobs)
-    parts = _estimate_parts(jobs, constants, weights, optimizer_weights)
-    total = parts.parameters + parts.gradients + parts.optimizer + parts.activations + parts.logits + parts.buffers
-    host = _host_bytes(jobs, weights, _optimizer_bytes(jobs, optimizer_weights)) + parts.waiting
-    rows = np.broadcast_shapes(total.shape[1:], jobs.memory_bytes.shape)
+    peak = _estimate_parts(jobs, constants, weights, optimizer_weights)
+    host = _host_bytes(jobs, weights, _optimizer_bytes(jobs, optimizer_weights)) + peak.waiting
+    rows = np.broadcast_shapes(peak.total.shape[1:], jobs.memory_bytes.shape)
     if not any(column.ndim for column in job_columns(jobs).values()):
         rows = ()
 
     def shaped(part: Column) -> Column:
         """Bring a part to [3, n], or to [3] if all columns are scalars."""
-        spread = np.broadcast_to(part, (3, *total.shape[1:]))
+        spread = np.broadcast_to(part, (3, *peak.total.shape[1:]))
         return np.broadcast_to(spread if rows else spread[:, 0], (3, *rows))
 
     return Memory(
-        parameters=shaped(parts.parameters),
-        gradients=shaped(parts.gradients),
-        optimizer=shaped(parts.optimizer),
-        activations=shaped(parts.activations),
-        logits=shaped(parts.logits),
-        buffers=shaped(parts.buffers),
-        fragmentation=shaped(constants.fragmentation * total),
+        parameters=shaped(peak.parameters),
+        gradients=shaped(peak.gradients),
+        optimizer=shaped(peak.optimizer),
+        activations=shaped(peak.activations),
+        logits=shaped(peak.logits),
+        buffers=shaped(peak.buffers),
+        fragmentation=shaped(constants.fragmentation * peak.total),
         context=np.broadcast_to(np.float64(constants.context), (3, *rows)),
         capacity=np.broadcast_to(jobs.memory_bytes, rows),
         host=shaped(host).max(axis=0),
@@ -163,21 +149,22 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
     )
 
 
-def _estimate_parts(jobs: Jobs, constants: Constants, weights: Column, optimizer_weights: Column) -> _Parts:
+def _estimate_parts(jobs: Jobs, constants: Constants, weights: Column, optimizer_weights: Column) -> PeakMemory:
     """Estimate the parts of allocated memory. weights: as _weights returns them."""
     is_ours = jobs.stack == HPC_TRAIN
     if not np.any(is_ours):
         return _estimate_published_parts(jobs, constants, weights, optimizer_weights)
-    peak = estimate_peak(jobs, constants)
-    names = [field.name for field in fields(_Parts)]
-    ours = _Parts(**{name: getattr(peak, name) for name in names})
+    ours = estimate_peak(jobs, constants)
     if np.all(is_ours):
         return ours
     theirs = _estimate_published_parts(jobs, constants, weights, optimizer_weights)
-    return _Parts(**{name: np.where(is_ours, getattr(ours, name), getattr(theirs, name)) for name in names})
+    names = [field.name for field in fields(PeakMemory)]
+    return PeakMemory(**{name: np.where(is_ours, getattr(ours, name), getattr(theirs, name)) for name in names})
 
 
-def _estimate_published_parts(jobs: Jobs, constants: Constants, weights: Column, optimizer_weights: Column) -> _Parts:
+def _estimate_published_parts(
+    jobs: Jobs, constants: Constants, weights: Column, optimizer_weights: Column
+) -> PeakMemory:
     """Add up the parts of published stacks."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     shard = jobs.dp_shard * jobs.cp
@@ -197,7 +184,8 @@ def _estimate_published_parts(jobs: Jobs, constants: Constants, weights: Column,
     # gradients on the device first.
     gradients = gradients * np.where((jobs.offload > 1) & (jobs.zero >= 2), 0.0, 1.0)
     optimizer = _optimizer_bytes(jobs, optimizer_weights) * (jobs.offload == 0)
-    return _Parts(parameters, gradients, optimizer, activations, logits, buffers, waiting)
+    total = parameters + gradients + optimizer + activations + logits + buffers
+    return PeakMemory(parameters, gradients, optimizer, activations, logits, buffers, waiting, total)
 
 
 def _optimizer_bytes(jobs: Jobs, weights: Column) -> Column:
