@@ -15,6 +15,8 @@ from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
 from hpc_train.errors import UserError
 from hpc_train.models.shape import compute_head_dim, count_kv_heads, find_window
 
+LAYER_TYPES = {True: "full_attention", False: "sliding_attention"}
+"""The library's name of a layer without a window (True), and of one with a window."""
 _GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
@@ -69,9 +71,11 @@ def encode_mistral(config: TransformerConfig) -> Json:
 
 
 def encode_ministral(config: TransformerConfig) -> Json:
-    kinds = {True: "full_attention", False: "sliding_attention"}
-    layers = [kinds[find_window(config, layer) is None] for layer in range(config.layers)]
-    return {**encode_mistral(config), "architectures": ["MinistralForCausalLM"], "layer_types": layers}
+    return {
+        **encode_mistral(config),
+        "architectures": ["MinistralForCausalLM"],
+        "layer_types": list_layer_types(config),
+    }
 
 
 _MISTRAL_WINDOW = 4096
@@ -92,9 +96,14 @@ def parse_ministral(body: Mapping[str, Any], name: str) -> TransformerConfig:
     return replace(config, sliding_window=window, global_every=every)
 
 
+def list_layer_types(config: TransformerConfig) -> list[str]:
+    """Return layer_types of config.json: whether each layer has a window."""
+    return [LAYER_TYPES[find_window(config, layer) is None] for layer in range(config.layers)]
+
+
 def find_global_every(kinds: Sequence[str], layers: int, window: int) -> tuple[int | None, int]:
     """Return model.sliding_window and model.global_every of a list layer_types. Raises UserError for another order."""
-    is_full = [kind == "full_attention" for kind in kinds]
+    is_full = [kind == LAYER_TYPES[True] for kind in kinds]
     if not any(is_full) and len(is_full) == layers:
         return window, 0
     every = is_full.index(True) + 1

@@ -6,15 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpc_train.checkpoint.convert.hf_config.dense import encode_llama, find_global_every
-from hpc_train.checkpoint.convert.hf_config.rotary import Json, parse_rotary, parse_scaling, refuse_unknown
+from hpc_train.checkpoint.convert.hf_config.dense import LAYER_TYPES, encode_llama, find_global_every, list_layer_types
+from hpc_train.checkpoint.convert.hf_config.rotary import (
+    Json,
+    parse_rotary,
+    parse_scaling,
+    refuse_unknown,
+    split_rotary_by_window,
+)
 from hpc_train.config.model import TransformerConfig
 from hpc_train.errors import UserError
-from hpc_train.models.shape import compute_head_dim, find_window
+from hpc_train.models.shape import compute_head_dim
 
 _LOCAL_THETA, _GLOBAL_THETA = 10_000.0, 1_000_000.0
 """Bases of Gemma 3 where a file leaves them to the library's defaults."""
-_KINDS = {True: "full_attention", False: "sliding_attention"}
 
 
 def encode_gemma2(config: TransformerConfig) -> Json:
@@ -34,7 +39,7 @@ def encode_gemma2(config: TransformerConfig) -> Json:
         "query_pre_attn_scalar": round(scalar),
         # Without windows the library still wants a number.
         "sliding_window": config.sliding_window or config.max_positions,
-        "layer_types": [_KINDS[find_window(config, layer) is None] for layer in range(config.layers)],
+        "layer_types": list_layer_types(config),
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.logit_softcap,
         "pad_token_id": None,
@@ -64,11 +69,7 @@ def parse_gemma2(body: Mapping[str, Any], name: str) -> TransformerConfig:
 def parse_gemma3(body: Mapping[str, Any], name: str) -> TransformerConfig:
     """Return the model of a config.json of a text model of Gemma 3."""
     config = _parse_shape(body, name, int(body.get("sliding_window_pattern") or 6))
-    given = body.get("rope_parameters") or {}
-    rope = given.get("full_attention") or body.get("rope_scaling") or {}
-    narrow = given.get("sliding_attention") or {}
-    if narrow.get("rope_type", "default") != "default":
-        raise UserError("config.json: layers with a window have scaled rotary positions; our model scales the others")
+    rope, narrow = split_rotary_by_window(body)
     rotary = parse_scaling(rope, body, float(rope.get("rope_theta", body.get("rope_theta", _GLOBAL_THETA))))
     config = replace(config, query_key_norm="head", **rotary)
     if config.sliding_window is not None:
@@ -97,7 +98,7 @@ def _parse_shape(body: Mapping[str, Any], name: str, pattern: int) -> Transforme
     refuse_unknown(body, "use_bidirectional_attention", {False, None}, False)
     layers, heads, width = int(body["num_hidden_layers"]), int(body["num_attention_heads"]), int(body["head_dim"])
     hidden, scalar = int(body["hidden_size"]), body.get("query_pre_attn_scalar", 256)
-    kinds = body.get("layer_types") or [_KINDS[(layer + 1) % pattern == 0] for layer in range(layers)]
+    kinds = body.get("layer_types") or [LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(layers)]
     window, every = find_global_every(kinds, layers, int(body["sliding_window"]))
     return TransformerConfig(
         name=name,

@@ -6,17 +6,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpc_train.checkpoint.convert.hf_config.dense import encode_llama, find_global_every, parse_llama
-from hpc_train.checkpoint.convert.hf_config.rotary import Json, parse_scaling
+from hpc_train.checkpoint.convert.hf_config.dense import (
+    LAYER_TYPES,
+    encode_llama,
+    find_global_every,
+    list_layer_types,
+    parse_llama,
+)
+from hpc_train.checkpoint.convert.hf_config.rotary import Json, parse_scaling, split_rotary_by_window
 from hpc_train.config.model import TransformerConfig
 from hpc_train.errors import UserError
-from hpc_train.models.shape import find_window
 
 _THETA = 500_000.0
 """Base of a file that leaves it to the library's default."""
 _WINDOW = 4096
 """Olmo3Config.sliding_window, where a file leaves it out."""
-_KINDS = {True: "full_attention", False: "sliding_attention"}
 
 
 def encode_olmo2(config: TransformerConfig) -> Json:
@@ -41,7 +45,7 @@ def encode_olmo3(config: TransformerConfig) -> Json:
         **plain,
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": config.sliding_window,
-        "layer_types": [_KINDS[find_window(config, layer) is None] for layer in range(config.layers)],
+        "layer_types": list_layer_types(config),
         "rope_parameters": {
             "full_attention": {**scaling, **base},
             "sliding_attention": {"rope_type": "default", **base},
@@ -59,13 +63,9 @@ def parse_olmo2(body: Mapping[str, Any], name: str) -> TransformerConfig:
 def parse_olmo3(body: Mapping[str, Any], name: str) -> TransformerConfig:
     """Return the model of a config.json of an OLMo 3."""
     config = _parse_shape(body, name)
-    kinds = body.get("layer_types") or [_KINDS[layer % 4 == 0] for layer in range(1, config.layers + 1)]
+    kinds = body.get("layer_types") or [LAYER_TYPES[layer % 4 == 0] for layer in range(1, config.layers + 1)]
     window, every = find_global_every(kinds, config.layers, int(body.get("sliding_window") or _WINDOW))
-    given = body.get("rope_parameters") or {}
-    rope = given.get("full_attention") or body.get("rope_scaling") or {}
-    narrow = given.get("sliding_attention") or {}
-    if narrow.get("rope_type", "default") != "default":
-        raise UserError("config.json: layers with a window have scaled rotary positions; our model scales the others")
+    rope, narrow = split_rotary_by_window(body)
     theta = float(rope.get("rope_theta", body.get("rope_theta", _THETA)))
     config = replace(config, sliding_window=window, global_every=every, **parse_scaling(rope, body, theta))
     local = float(narrow.get("rope_theta", body.get("rope_theta", _THETA)))

@@ -74,6 +74,20 @@ def parse_scaling(rope: Mapping[str, Any], body: Mapping[str, Any], theta: float
     return {"rope_theta": theta, "rope_scaling": kind, "rope_factor": float(factor), "rope": RopeConfig(**settings)}
 
 
+def split_rotary_by_window(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the rotary settings of layers without a window, and of those with one.
+
+    transformers 5 writes both into rope_parameters; older releases write rope_scaling, of the former only. Raises
+    UserError if those of the latter are scaled.
+    """
+    given = body.get("rope_parameters") or {}
+    rope = given.get("full_attention") or body.get("rope_scaling") or {}
+    narrow = given.get("sliding_attention") or {}
+    if narrow.get("rope_type", "default") != "default":
+        raise UserError("config.json: layers with a window have scaled rotary positions; our model scales the others")
+    return rope, narrow
+
+
 def refuse_unknown(body: Mapping[str, Any], key: str, supported: set[Any], default: Any) -> None:
     """Raise UserError if a setting has a value that our models do not compute. default: where the file has none."""
     value = body.get(key, default)
