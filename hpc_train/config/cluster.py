@@ -9,6 +9,9 @@ from omegaconf import MISSING
 from hpc_train.config.schema import config_dataclass, config_field
 from hpc_train.errors import UserError
 
+PCIE_BANDWIDTH = 25e9
+"""Assumed bytes/s of a PCIe port in one direction where pcie_gb_s is unknown: 80 % of the 31.5 GB/s of 16 lanes of PCIe
+4.0 (16 Gbit/s each, 128 of 130 bits), because packets have headers."""
 _PAIR = re.compile(r"(\d{1,3})-(\d{1,3})")
 _LIBRARY = re.compile(r"(?:NCCL|RCCL|TORCH_NCCL|GLOO|FI|UCX)_[A-Z0-9_]{1,60}")
 _TPU = re.compile(r"\bTPU", re.IGNORECASE)

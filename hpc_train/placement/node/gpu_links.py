@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.cluster.spec import Link
-from hpc_train.config.cluster import NodeConfig, parse_gpu_pairs
+from hpc_train.config.cluster import PCIE_BANDWIDTH, NodeConfig, parse_gpu_pairs
 
 Floats = NDArray[np.float64]
 
 NVLINK_BANDWIDTH = 25e9
-"""Bytes/s of one NVLink in one direction (generations 2 to 4). Only ratios within a node decide."""
+"""Bytes/s of one NVLink in one direction (generations 2 to 4: NVIDIA's architecture white papers of V100, A100 and H100
+give 50 GB/s for both directions). Only ratios within a node decide."""
 XGMI_BANDWIDTH = 50e9
-"""Bytes/s of a pair over xGMI in one direction, unless described: one link of MI200. Here, too, only ratios matter."""
-PCIE_BANDWIDTH = 25e9
-"""Bytes/s of a PCIe port in one direction, unless described: PCIe 4.0 x16 with its overhead."""
+"""Bytes/s of a pair over xGMI in one direction, unless described: one link of MI200, 16 lanes of 25 Gbit/s (AMD's white
+paper of CDNA 2). Here, too, only ratios matter."""
 _FAR = {"SYS": 0.5}
 """Assumed share of a PCIe port that reaches a GPU, by the kind of their link: SYS crosses the link between sockets,
 which others use too; the other kinds do not leave the socket."""

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.config.cluster import PCIE_BANDWIDTH
 from hpc_train.errors import UserError
 from hpc_train.planner.calibration.run_row import CsvRow, explain_impossible
 from hpc_train.planner.calibration.software import (
@@ -29,7 +30,7 @@ from hpc_train.planner.calibration.software import (
     knows_software,
 )
 from hpc_train.planner.model.accelerators import Accelerator, attention_peak, find_accelerator
-from hpc_train.planner.model.jobs import FLOAT8_RECIPES, PCIE, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column
+from hpc_train.planner.model.jobs import FLOAT8_RECIPES, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column
 from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
 from hpc_train.units import GIB
 
@@ -40,9 +41,10 @@ _ZERO = {"": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3}
 _ONCE_A_NODE = ("deepep", "hybridep")
 """Dispatchers of tokens that send one copy of a token to a node, and copy it there."""
 _NIC_GBIT = {"V100": 100, "A100": 200, "H100": 400, "H800": 400, "H200": 400, "GB300": 800, "B300": 800}
-"""Assumed network bandwidth per GPU, Gbit/s: that of the vendor's own servers; 400 for other GPUs."""
+"""Assumed network bandwidth per GPU, Gbit/s: one port of the speed in NVIDIA's own servers with these GPUs (datasheets
+of DGX-2, DGX A100, H100 and B300); 400 for other GPUs."""
 _NO_NVLINK = 64
-"""Link bandwidth of GPUs without NVLink, GB/s, both directions together: PCIe 4.0 x16."""
+"""Link bandwidth of GPUs without NVLink, GB/s, both directions together: 16 lanes of PCIe 4.0, of 16 Gbit/s each."""
 _DEFAULT_VOCAB = 51200
 """Assumed vocabulary: GPT-2's 50,257 padded as in Megatron's scripts."""
 
@@ -346,7 +348,7 @@ def _make_format_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, flo
         "logit_bytes": software.logit_bytes,
         "float8": FLOAT8_RECIPES.index(row.get_word("fp8_recipe") or "none"),
         "checkpoint_every": math.inf,
-        "checkpoint_bandwidth": PCIE,
+        "checkpoint_bandwidth": PCIE_BANDWIDTH,
     }
 
 

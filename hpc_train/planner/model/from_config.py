@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 import numpy as np
 
 from hpc_train.cluster.calibration import DeviceMeasurement as Measured
-from hpc_train.config.cluster import ClusterConfig
+from hpc_train.config.cluster import PCIE_BANDWIDTH, ClusterConfig
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
@@ -38,7 +38,6 @@ from hpc_train.planner.model.jobs import (
     FLOAT8_RECIPES,
     HPC_TRAIN,
     OFFLOAD,
-    PCIE,
     RECOMPUTE,
     SCHEDULES,
     Column,
@@ -358,8 +357,8 @@ def make_machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> 
         "link_bandwidth": figures.inside_bandwidth,
         "pair_bandwidth": figures.pair_bandwidth,
         "nic_bandwidth": uplink / ranks,
-        "host_bandwidth": node.pcie_gb_s * 1e9 or PCIE,
-        "checkpoint_bandwidth": node.pcie_gb_s * 1e9 or PCIE,
+        "host_bandwidth": node.pcie_gb_s * 1e9 or PCIE_BANDWIDTH,
+        "checkpoint_bandwidth": node.pcie_gb_s * 1e9 or PCIE_BANDWIDTH,
         "leaf_gpus": leaf.nodes * ranks,
         "leaf_oversubscription": leaf.oversubscription,
         "group_gpus": group.nodes * ranks,

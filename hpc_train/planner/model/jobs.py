@@ -27,8 +27,6 @@ SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 OFFLOAD = ("none", "optimizer", "parameters")
 """What lives in host memory between uses, coded by its index. optimizer: its state, and the update runs on the CPU.
 parameters: also the parameters and their gradients."""
-PCIE = 2.5e10
-"""Assumed bandwidth between a GPU and its host if none is given, bytes/s: about that of PCIe 4.0 x16."""
 FLOAT8_RECIPES = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 """How products in 8 bits are scaled (precision.float8), coded by its index; none also where a source does not say."""
 STACKS = ("megatron", "deepspeed", "fsdp", "hpc_train")

@@ -10,11 +10,12 @@ from functools import cached_property
 
 import numpy as np
 
+from hpc_train.config.cluster import PCIE_BANDWIDTH
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.activations import layer_activations
 from hpc_train.planner.model.distinct import find_distinct_jobs, take_columns
 from hpc_train.planner.model.experts import exchange_seconds
-from hpc_train.planner.model.jobs import FSDP, FULL, PCIE, Column, Jobs
+from hpc_train.planner.model.jobs import FSDP, FULL, Column, Jobs
 from hpc_train.planner.model.layer import LayerWork, attention_score_width, layer_work
 from hpc_train.planner.model.network import all_reduce_seconds, all_to_all_seconds, make_rank_group, send_seconds
 
@@ -102,8 +103,8 @@ def _copy_seconds(jobs: Jobs, constants: Constants) -> Column:
 
 
 def get_pcie_bandwidth(jobs: Jobs) -> Column:
-    """Return bytes/s between a GPU and its host, one direction; PCIE where it is unknown."""
-    return np.where(jobs.host_bandwidth > 0, jobs.host_bandwidth, PCIE)
+    """Return bytes/s between a GPU and its host, one direction; PCIE_BANDWIDTH where it is unknown."""
+    return np.where(jobs.host_bandwidth > 0, jobs.host_bandwidth, PCIE_BANDWIDTH)
 
 
 def _tensor_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
