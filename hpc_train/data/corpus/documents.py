@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from hpc_train.data.corpus.sources import is_of_stdlib
-from hpc_train.data.corpus.text_files import KnownFile
+from hpc_train.data.corpus.text_files import UTF8_CONTINUATION, KnownFile
 from hpc_train.data.readers.formats import find_format
 from hpc_train.data.readers.records import PART_BYTES, Record, Span, drop_nulls
 from hpc_train.errors import UserError
@@ -168,10 +168,7 @@ def _find_next_character(file: BinaryIO, place: int) -> int:
         return 0
     file.seek(place)
     following = file.read(3)
-    return place + len(following) - len(following.lstrip(_CONTINUATION))
-
-
-_CONTINUATION = bytes(range(128, 192))
+    return place + len(following) - len(following.lstrip(UTF8_CONTINUATION))
 
 
 def _cut_stream(file: BinaryIO, length: int, first: bool, last: bool) -> Iterator[TextPiece]:

@@ -182,14 +182,15 @@ def _find_undecodable(samples: list[bytes]) -> str | None:
     return None
 
 
-_CONTINUATION = bytes(range(128, 192))
+UTF8_CONTINUATION = bytes(range(128, 192))
+"""Bytes of a UTF-8 character other than its first."""
 
 
 def _count_invalid_bytes(sample: bytes) -> int:
     """Count bytes that are not UTF-8, ignoring a character cut off at either end of the sample."""
     if sample.isascii():
         return 0
-    decoder, last = codecs.getincrementaldecoder("utf-8")("surrogateescape"), sample.lstrip(_CONTINUATION)
+    decoder, last = codecs.getincrementaldecoder("utf-8")("surrogateescape"), sample.lstrip(UTF8_CONTINUATION)
     text = decoder.decode(last)  # a character cut off at the end stays in the decoder
     try:
         text.encode()
