@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from hpc_train.data.sample_sampler import SampleOrder
     from hpc_train.errors import RunFailed, UserError
     from hpc_train.launch.loop_recorder import LoopRecorder
-    from hpc_train.runtime.init import init
     from hpc_train.runtime.preemption import Preemption
+    from hpc_train.runtime.start import init
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,7 +41,7 @@ _MODULES = {
     "hpc_train.checkpoint.errors": ("CheckpointError",),
     "hpc_train.data.sample_sampler": ("SampleOrder",),
     "hpc_train.errors": ("RunFailed", "UserError"),
-    "hpc_train.runtime.init": ("init",),
+    "hpc_train.runtime.start": ("init",),
     "hpc_train.runtime.preemption": ("Preemption",),
     "hpc_train.launch.loop_recorder": ("LoopRecorder",),
 }

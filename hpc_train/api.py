@@ -106,7 +106,7 @@ def train(config: RunConfig) -> Run:
     from hpc_train.cli.output import TERMINAL
     from hpc_train.launch.failures import explain_failure
     from hpc_train.launch.train import freeze_local_run, run_local_ranks
-    from hpc_train.runtime.processes import StopRequest
+    from hpc_train.runtime.stop_request import StopRequest
 
     if config.launch.kind != "local":
         raise UserError(f"launch={config.launch.kind}: train() runs on this machine; use submit() for Slurm")

@@ -12,7 +12,8 @@ import json
 import os
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,19 +99,69 @@ def read_json(path: Path) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def write_private_file(path: Path, text: str) -> None:
+def write_private_file(path: Path, content: str | bytes) -> None:
     """Put a file that only its owner may read in this place, in one rename. Raises OSError; nothing then changed."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    replace_file(path, content, mode=0o600)
+
+
+def replace_file(path: Path, content: str | bytes, mode: int | None = None, sync: bool = False) -> None:
+    """Put a file in this place, in one rename: a reader sees the old content or the new one, never a part.
+
+    mode: permissions of the file; None: those that the umask leaves. sync: return when the file and its name are on the
+    disk. Raises OSError; nothing then changed.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with publish_file(path, sync) as temporary:
+        # O_EXCL: whoever else may write to the folder cannot have us write through a link of theirs.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, 0o666 if mode is None else mode)
+        with os.fdopen(descriptor, "wb") as file:
+            if mode is not None:
+                os.fchmod(descriptor, mode)  # the umask, or an access list of the folder, may have set others
+            file.write(data)
+
+
+@contextmanager
+def publish_file(path: Path, sync: bool = False) -> Iterator[Path]:
+    """Give a temporary path to write to; what is there is renamed to `path` if the block ends without an error.
+
+    sync: synchronise the file before the rename, and its directory after it. After an error the temporary file is
+    removed.
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        beside.replace(path)
+        yield temporary
+        if sync:
+            sync_file(temporary)
+        temporary.replace(path)
     # BaseException, so that Ctrl-C leaves no temporary file either.
     except BaseException:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise
+    if sync:
+        sync_directory(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the content of a file is on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the entries of a directory are on the disk, if the file system can (some refuse with EINVAL)."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def append_line(path: Path, line: str, sync: bool = False) -> None:

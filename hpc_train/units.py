@@ -6,11 +6,15 @@ is in decimal units (1 GB = 1e9 bytes), as link speeds are given.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 """Bytes."""
 _BINARY = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _DECIMAL = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+BYTES_OF_SUFFIX = {"": 1, "K": KIB, "M": MIB, "G": GIB, "T": TIB}
+"""Bytes of the unit that a letter behind a number stands for, as in `64M`."""
 _AMOUNTS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -78,3 +82,15 @@ def format_amount(value: float) -> str:
 def format_percent(value: float | None) -> str:
     """Format a fraction of 1 as per cent: `12.5%`; `-` if it is unknown."""
     return "-" if value is None else f"{value:.1%}"
+
+
+def format_ranges(numbers: Iterable[int], most: int | None = None) -> str:
+    """Format whole numbers in rising order as ranges: `0-3,8`. most: ranges to list; the others become `...`."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges[:most])
+    return f"{shown},..." if most is not None and len(ranges) > most else shown

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hpc_train.bench.local_ranks import run_local_ranks
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from hpc_train.garbage_collection import pause_gc
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
-from hpc_train.runtime.processes import pause_gc
 from hpc_train.schedules.generate import generate_order
 from hpc_train.schedules.order import Order, read_order
 from hpc_train.schedules.validate import find_problem, find_runtime_problem

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from hpc_train.bench.gemm import GemmResult, MatrixProduct
 from hpc_train.errors import UserError
+from hpc_train.parallel.precision import DTYPES
 from hpc_train.timing import time_calls
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COPY_BYTES = 1 << 28
 _ROUND_SECONDS = 0.05
 """A round repeats the call for about this long."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE
@@ -50,18 +50,26 @@ def run_local_ranks(arguments: Sequence[str], ranks: int, threads: int) -> int:
 
     Their output is this process's. None of them outlives the failure of another or a stop of this process.
     """
+    command = [sys.executable, "-m", "hpc_train", *arguments]
     with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as meeting:
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(ranks):
-                command = [sys.executable, "-m", "hpc_train", *arguments]
-                with postpone_sigterm():
-                    processes.append(subprocess.Popen(command, env=_make_environment(rank, ranks, threads, meeting)))
-            return wait_for_ranks(processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+        return run_processes((command, _make_environment(rank, ranks, threads, meeting)) for rank in range(ranks))
+
+
+def run_processes(calls: Iterable[tuple[Sequence[str], Mapping[str, str]]]) -> int:
+    """Run one process for each (command, environment); return the first exit code that is not 0.
+
+    None of them outlives the failure of another, or a SIGTERM inside of exit_on_sigterm.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, environment in calls:
+            with postpone_sigterm():
+                processes.append(subprocess.Popen(command, env=environment))
+        return wait_for_ranks(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _make_environment(rank: int, ranks: int, threads: int, meeting: str) -> dict[str, str]:

@@ -39,8 +39,8 @@ def doctor_command(overrides: Sequence[str], config_dir: str | None, as_text: bo
     """
     from hpc_train.config.compose import compose
     from hpc_train.doctor.findings import choose_exit_code
+    from hpc_train.garbage_collection import pause_gc
     from hpc_train.runtime.identity import identify_process
-    from hpc_train.runtime.processes import pause_gc
 
     config = compose(overrides, config_dir)
     identity = identify_process(os.environ)

@@ -45,10 +45,10 @@ def add_train(command: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from hpc_train.runtime import processes
+    from hpc_train.runtime import stop_request
 
     # Before the slow imports, so that a SIGTERM that arrives during them is not lost.
-    request = processes.install_stop_handlers()
+    request = stop_request.install_stop_handlers()
     from hpc_train.cli.output import TERMINAL
     from hpc_train.launch.train import train_here
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import UserError
-from hpc_train.regular_files import read_json
+from hpc_train.regular_files import read_json, replace_file
 
 FORMAT_VERSION = 1
 
@@ -78,9 +78,7 @@ class Calibration:
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
     """Write the calibration as JSON; an existing file is replaced atomically."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps({"version": FORMAT_VERSION, **asdict(calibration)}, indent=1) + "\n")
-    beside.replace(path)
+    replace_file(path, json.dumps({"version": FORMAT_VERSION, **asdict(calibration)}, indent=1) + "\n")
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -1,7 +1,7 @@
 """Find which file system a path is on, from the mount table.
 
-For messages and warnings: the path need not exist yet, and no system call is made on it. How a checkpoint is written is
-decided by statfs(2) and more, in checkpoint/storage/file_system.py.
+The path need not exist yet, and no system call is made on it. How a checkpoint is written is decided by statfs(2) and
+more, in checkpoint/storage/file_system.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+MOUNT_TABLE = Path("/proc/self/mountinfo")
 _SAME_KINDS = {
     "nfs4": "nfs",
     "fhgfs": "beegfs",
@@ -26,15 +27,21 @@ _SHARED_KINDS = frozenset(
 
 
 @dataclass(frozen=True)
-class MountedFileSystem:
-    """One line of the mount table."""
+class Mount:
+    """A line of the mount table (proc_pid_mountinfo(5))."""
 
-    kind: str
-    """Kind of file system: lustre, gpfs, nfs, beegfs, ext4, xfs, tmpfs, ...; one word for all versions."""
-    mount: str
-    """Mount point."""
+    point: Path
+    type: str
+    """Type as the kernel calls it, such as nfs4."""
     source: str
-    """Source of the mount: a device, or the server and its directory."""
+    """A device, or the server and its directory; `<servers>:/<name>` on Lustre."""
+    options: tuple[str, ...]
+    """Options of the mount and of the file system."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of file system: lustre, gpfs, nfs, beegfs, ext4, xfs, tmpfs, ...; one word for all versions."""
+        return _SAME_KINDS.get(self.type, self.type)
 
     @property
     def shared(self) -> bool:
@@ -42,39 +49,39 @@ class MountedFileSystem:
         return self.kind in _SHARED_KINDS
 
 
-def find_filesystem(path: Path, mounts: str | None = None) -> MountedFileSystem | None:
-    """Return the file system of a path, which need not exist yet; None if no mount holds it.
+def find_mount(path: Path, table: Path = MOUNT_TABLE) -> Mount | None:
+    """Return the mount of a path, which need not exist yet: the longest mount point above it, the last of equal ones.
 
-    mounts: a mount table as /proc/self/mounts has it; this process's own by default.
+    table: a file in the form of /proc/self/mountinfo. None if no mount holds the path, or without a table.
     """
-    if mounts is None:
-        mounts = _read_own_mounts()
-    place, best = path.resolve(), None
-    for mounted in read_mount_table(mounts):
+    place, longest = path.resolve(), None
+    for mount in read_mounts(table):
         # >=: of two mounts on one point, the later one hides the earlier.
-        longer = best is None or len(Path(mounted.mount).parts) >= len(Path(best.mount).parts)
-        if longer and place.is_relative_to(mounted.mount):
-            best = mounted
-    return best
+        deeper = longest is None or len(mount.point.parts) >= len(longest.point.parts)
+        if deeper and place.is_relative_to(mount.point):
+            longest = mount
+    return longest
 
 
-def read_mount_table(mounts: str) -> list[MountedFileSystem]:
-    """Parse a mount table, in its order. Lines that are no mounts are left out."""
-    rows = [line.split() for line in mounts.split("\n")]
-    return [
-        MountedFileSystem(_SAME_KINDS.get(row[2], row[2]), decode_escapes(row[1]), decode_escapes(row[0]))
-        for row in rows
-        if len(row) >= 3
-    ]
-
-
-def _read_own_mounts() -> str:
+def read_mounts(table: Path = MOUNT_TABLE) -> list[Mount]:
+    """Return the mounts of a table, in its order. Malformed lines are left out; a table that is not there is empty."""
     try:
-        return Path("/proc/self/mounts").read_text(errors="replace")
+        lines = table.read_text(errors="surrogateescape").split("\n")
     except OSError:
-        return ""
+        return []
+    return [mount for line in lines if (mount := _parse_mount(line))]
 
 
-def decode_escapes(text: str) -> str:
+def _parse_mount(line: str) -> Mount | None:
+    """Parse a line of the table; None if it is malformed."""
+    fields, separator, rest = line.partition(" - ")
+    first, last = fields.split(), rest.split()
+    if not separator or len(first) < 6 or len(last) < 2:
+        return None
+    options = tuple(dict.fromkeys(",".join([first[5], *last[2:3]]).split(",")))  # of the mount, of the file system
+    return Mount(Path(_decode_escapes(first[4])), last[0], _decode_escapes(last[1]), options)
+
+
+def _decode_escapes(text: str) -> str:
     r"""Decode \ooo in a mount table: so the kernel writes blanks, tabs, newlines and backslashes."""
     return re.sub(r"\\([0-3][0-7]{2})", lambda match: chr(int(match[1], 8)), text)

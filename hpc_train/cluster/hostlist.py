@@ -1,12 +1,13 @@
 """Expand and compress Slurm's host lists: `rack[1-2]n[001-016],login` <-> names.
 
-Order and duplicates are kept as Slurm keeps them. The functions at the end shorten names for a person to read.
+Order and duplicates are kept as Slurm keeps them. `list_task_hosts` deals tasks out to the names as srun does. The
+functions at the end shorten names for a person to read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
@@ -206,6 +207,36 @@ def _write_run(prefix: str, numbers: list[str]) -> str:
         else:
             ranges.append((number, number))
     return f"{prefix}[{','.join(low if low == high else f'{low}-{high}' for low, high in ranges)}]"
+
+
+def list_task_hosts(nodes: Sequence[str], counts: Sequence[int], env: Mapping[str, str]) -> list[str]:
+    """Return the node of each task of a Slurm step, by task; "" for all of them if that cannot be known.
+
+    nodes: of the step, in Slurm's order. counts: tasks on each of them. env: of srun or of a task, where
+    SLURM_DISTRIBUTION names the order: node by node (block, the default), a task on each node in turn (cyclic), or
+    SLURM_DIST_PLANESIZE tasks on each node in turn (plane).
+    """
+    order = env.get("SLURM_DISTRIBUTION", "").partition(":")[0].partition(",")[0]
+    kind, _, size = order.partition("=")
+    if kind in ("", "*", "block"):
+        return [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
+    size = size or env.get("SLURM_DIST_PLANESIZE", "")
+    if kind == "cyclic":
+        return _deal_tasks(nodes, counts, 1)
+    if kind == "plane" and size.isdecimal() and int(size) > 0:
+        return _deal_tasks(nodes, counts, int(size))
+    return [""] * sum(counts)  # arbitrary: in the order of a file of the user's
+
+
+def _deal_tasks(nodes: Sequence[str], counts: Sequence[int], size: int) -> list[str]:
+    """Deal out tasks to the nodes round-robin, `size` at a time, until each node has its number of tasks."""
+    left, hosts = list(counts), []
+    while any(left):
+        for index, node in enumerate(nodes):
+            dealt = min(size, left[index])
+            left[index] -= dealt
+            hosts += [node] * dealt
+    return hosts
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:

@@ -7,6 +7,7 @@ of every axis for a given world size: the one place where -1 is filled in.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from hpc_train.config.schema import config_dataclass, config_field
@@ -249,6 +250,20 @@ class Degrees:
     def sizes(self) -> tuple[int, ...]:
         """One size an axis, in the order of AXES."""
         return tuple(asdict(self).values())
+
+    def find_coordinates(self, rank: int) -> dict[str, int]:
+        """Return the index of a rank on every axis; the last axis varies fastest."""
+        coordinates = {}
+        for axis, size in reversed(list(zip(AXES, self.sizes, strict=True))):
+            rank, coordinates[axis] = divmod(rank, size)
+        return coordinates
+
+    def find_rank(self, coordinates: Mapping[str, int]) -> int:
+        """Return the rank with these coordinates; axes that are left out count as 0."""
+        rank = 0
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            rank = rank * size + coordinates.get(axis, 0)
+        return rank
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in asdict(self).items())

@@ -5,10 +5,7 @@ A store gets its name only when it is complete, and never changes once it has it
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -123,24 +120,3 @@ def compute_digest(arrays: Iterable[npt.NDArray[Any]]) -> str:
         for start in range(0, len(content), _DIGEST_BYTES_AT_ONCE):
             state.update(content[start : start + _DIGEST_BYTES_AT_ONCE].data)
     return state.hexdigest()
-
-
-@contextmanager
-def publish_file(path: Path) -> Iterator[Path]:
-    """Give a temporary file to write; it is synced and renamed to `path` only if the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        yield temporary
-        _sync_path(temporary)
-        temporary.replace(path)
-        _sync_path(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpc_train.data.store_file import TOKEN_STORE, compute_digest, map_dataset, open_store, publish_file
+from hpc_train.data.store_file import TOKEN_STORE, compute_digest, map_dataset, open_store
 from hpc_train.errors import UserError
+from hpc_train.regular_files import publish_file
 
 VERSION = TOKEN_STORE.version
 TOKENS = "tokens"
@@ -184,7 +185,7 @@ def write_store(
                 raise UserError("the sources hold no text: every document is empty")
             if describe is not None:
                 header = replace(header, source=describe())
-            with publish_file(path) as temporary:
+            with publish_file(path, sync=True) as temporary:
                 _write_file(temporary, spool, header, totals)
     except OSError as error:
         raise UserError(f"cannot write token store {path}: {error.strerror or error}") from error

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.filesystems import MountedFileSystem, find_filesystem
+from hpc_train.cluster.filesystems import Mount, find_mount
 from hpc_train.cluster.local_gpus import load_nvml
 from hpc_train.cluster.spec import Gpu, Nic
 from hpc_train.cluster.sysfs import list_entries
@@ -54,7 +54,7 @@ def check_limits(run_dir: Path, several_nodes: bool) -> Iterator[Finding]:
     yield check_shared_memory(_measure_free_gib("/dev/shm"))
     yield check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma=_has_rdma())
     yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
-    yield check_run_folder(run_dir, find_filesystem(run_dir), several_nodes)
+    yield check_run_folder(run_dir, find_mount(run_dir), several_nodes)
     yield check_free_space(run_dir)
 
 
@@ -88,17 +88,17 @@ def check_open_files(soft: int, hard: int) -> Finding:
     return warn_check("nofile", text, "few for a job of many ranks: ulimit -n 65536 before it starts (launch.setup)")
 
 
-def check_run_folder(folder: Path, mounted: MountedFileSystem | None, several_nodes: bool) -> Finding:
+def check_run_folder(folder: Path, mount: Mount | None, several_nodes: bool) -> Finding:
     """Check that all nodes of a job see the file system of the run directory."""
-    if mounted is None:
+    if mount is None:
         return warn_check(
             "run_dir", f"{folder} is on no file system that the system lists", "choose another with run_dir="
         )
-    text = f"{folder} is on {mounted.kind}, mounted at {mounted.mount}"
-    if several_nodes and mounted.kind in ("tmpfs", "ramfs"):
+    text = f"{folder} is on {mount.kind}, mounted at {mount.point}"
+    if several_nodes and mount.kind in ("tmpfs", "ramfs"):
         return fail_check("run_dir", text, "it is in this node's memory: choose a shared file system with run_dir=")
     # A warning, not a failure: a file system of an unknown kind may well be shared.
-    if several_nodes and not mounted.shared:
+    if several_nodes and not mount.shared:
         advice = "other nodes may not see it: give a folder on the shared file system with run_dir="
         return warn_check("run_dir", text, advice)
     return pass_check("run_dir", text)

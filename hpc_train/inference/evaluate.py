@@ -49,12 +49,11 @@ from hpc_train.inference.load_model import (
 )
 from hpc_train.interfaces import Engine, World
 from hpc_train.launch.freeze import check_model_and_data
-from hpc_train.models.hf.config_file import read_config_file
-from hpc_train.models.hf.image_settings import describe_images
+from hpc_train.models.hf.config_file import describe_images, read_config_file
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.metrics import PERPLEXITY
-from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.start import leave_process_group, make_world
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.training.evaluation import Evaluation, evaluate_batches
 from hpc_train.training.factory import make_deferred_model, make_task_samples
 

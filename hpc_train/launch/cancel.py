@@ -29,8 +29,8 @@ from hpc_train.launch.state.run_facts import RunFacts, gather_facts
 from hpc_train.launch.state.run_lookup import RunPoint, find_points, list_points_of_sweep
 from hpc_train.launch.state.state_names import RunStatus, State, from_slurm_state
 from hpc_train.launch.sweep import sweep_directory
+from hpc_train.processes import is_process_alive
 from hpc_train.regular_files import read_json
-from hpc_train.runtime.processes import is_process_alive
 from hpc_train.training.records.run_records import append_event
 
 _MAX_NAMED = 4
@@ -186,7 +186,7 @@ def _mark_cancelled(runs: Sequence[CancelCandidate], shared: Sequence[CancelCand
         for job in run.facts.jobs:
             append_event(point.run / "events.jsonl", "cancel", attempt, job_id=job, now=now)
     for path, points in waiting.items():
-        sweep_directory.append_event(path, "cancel", points=points)
+        sweep_directory.append_ledger_event(path, "cancel", points=points)
 
 
 def _cancel_local(run: CancelCandidate, now: bool, output: CommandOutput) -> None:

@@ -31,7 +31,7 @@ from hpc_train.errors import EXIT_DONE, EXIT_FAILED, UserError
 from hpc_train.interfaces import World
 from hpc_train.launch.state.attempts import write_attempt_marker, write_result_marker
 from hpc_train.regular_files import write_private_file
-from hpc_train.resilience.heartbeat import Heartbeat, Phase, remove_entries
+from hpc_train.resilience.heartbeat import Heartbeat, Phase, choose_step_phase, remove_entries
 from hpc_train.resilience.ledger import GOODPUT, LedgerFile
 from hpc_train.runtime.consensus import Consensus
 from hpc_train.runtime.identity import ProcessIdentity, identify_process, make_single_identity
@@ -40,8 +40,6 @@ from hpc_train.training.records.recorder import StepRecorder
 from hpc_train.training.records.run_records import MetricsFile, append_event
 from hpc_train.training.run_directory import RunDirectory, check_owner
 
-_FIRST_STEPS = 2
-"""Steps that count as Phase.FIRST_STEP, whose deadline is longer: kernels are built and memory is reserved in them."""
 _CONSENSUS = Consensus()
 PHASES = {"load": Phase.LOAD, "evaluate": Phase.EVALUATE, "save": Phase.SAVE}
 
@@ -176,7 +174,7 @@ class LoopRecorder:
 
         def begin_forward(*_: Any) -> None:
             if self._heartbeat.phase == Phase.DATA:
-                self._heartbeat.enter(Phase.FIRST_STEP if self._made < _FIRST_STEPS else Phase.STEP, self._last)
+                self._heartbeat.enter(choose_step_phase(self._made), self._last)
 
         self._undo.append(self._model.register_forward_pre_hook(begin_forward, prepend=True).remove)
         if self._optimizer is not None:

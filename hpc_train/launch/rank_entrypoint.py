@@ -6,10 +6,10 @@ handlers serve rank 0 only and ignore SIGTERM; everything that a rank needs is i
 
 from __future__ import annotations
 
-from hpc_train.runtime import processes
+from hpc_train.runtime import stop_request
 
 # Whoever imports this module has handlers already.
-_stop_request = processes.install_stop_handlers() if __name__ == "__main__" else processes.StopRequest()
+_stop_request = stop_request.install_stop_handlers() if __name__ == "__main__" else stop_request.StopRequest()
 
 import errno  # noqa: E402
 import io  # noqa: E402
@@ -18,6 +18,9 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any, NoReturn  # noqa: E402
+
+from hpc_train.garbage_collection import pause_gc  # noqa: E402
+from hpc_train.processes import signal_at_parent_end  # noqa: E402
 
 if TYPE_CHECKING:
     from hpc_train.training.records.rank_log import RankLog, StreamLines
@@ -29,7 +32,7 @@ def import_training() -> None:
     During the import, collections would scan all modules loaded so far again and again, which takes a quarter of a
     rank's start. Later collections, in the middle of a step, would scan all modules, too.
     """
-    with processes.pause_gc(freeze=True):
+    with pause_gc(freeze=True):
         import torch._dynamo  # noqa: F401  the first optimizer asks for it
 
         import hpc_train.training.rank  # noqa: F401
@@ -52,7 +55,7 @@ def main(run_dir: str) -> int:
     answer_stack_requests()
     if identity.launcher == "submitit":
         # If the controller of the local pool is killed it cannot signal the ranks: they then save and stop.
-        processes.signal_at_parent_end(signal.SIGTERM)
+        signal_at_parent_end(signal.SIGTERM)
     try:
         return _run_rank(Path(run_dir), identity.process, lines)
     except BaseException as error:

@@ -34,7 +34,7 @@ from hpc_train.launch.sweep.submit_sweep import describe_array
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory, read_chosen_points
 from hpc_train.launch.train import run_local_ranks
 from hpc_train.regular_files import read_json
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 
 RETRY, CACHED, FORCE, READ_ONLY = "retry", "cached", "force", "read-only"
 
@@ -152,7 +152,7 @@ def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, context
             check_can_restart(point.spec)
     if points[0].spec.config["launch"]["kind"] == "local":
         _set_points_aside(folder, points, mode)
-        sweep_directory.append_event(folder.ledger, "resume", mode=mode, points=list(ids))
+        sweep_directory.append_ledger_event(folder.ledger, "resume", mode=mode, points=list(ids))
         return run_points(folder, points, context.stop, context.output)
     arrays = make_arrays(
         points,
@@ -164,7 +164,7 @@ def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, context
     submit_sweep.check_arrays(arrays, run_client)
     jobs = submit_sweep.send_arrays(folder, arrays, run_client, hold=mode == FORCE)
     _set_points_aside(folder, points, mode)
-    sweep_directory.append_event(folder.ledger, "resume", mode=mode, points=list(ids))
+    sweep_directory.append_ledger_event(folder.ledger, "resume", mode=mode, points=list(ids))
     submit_sweep.record_arrays(folder, arrays, jobs)
     # Held until their old results are moved away: a job that starts at once would read them.
     if mode == FORCE or len(jobs) > 1:

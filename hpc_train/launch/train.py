@@ -25,7 +25,7 @@ from hpc_train.launch.freeze import describe_finished_run, freeze_run
 from hpc_train.launch.job_spec import JobSpec
 from hpc_train.parallel.rules.parameter_server import needs_mpi
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.training.run_directory import (
     RunDirectory,
     check_owner,

@@ -47,12 +47,12 @@ class DropoutSite:
 
 def make_step_key(seed: int, step: int) -> int:
     """Return the key of a step's random numbers: 64 bits, signed."""
-    return _hash_text(f"{seed}/{step}")
+    return hash_text(f"{seed}/{step}")
 
 
 def make_layer_key(name: str) -> int:
     """Return the key of a layer of a model: 64 bits, signed."""
-    return _hash_text(name)
+    return hash_text(name)
 
 
 def list_positions(length: int, device: torch.device) -> Tensor:
@@ -154,7 +154,8 @@ def _compare(rows: Tensor, columns: Tensor, p: float) -> Tensor:
     return bits < min(round(p * 2**31), 2**31 - 1)
 
 
-def _hash_text(text: str) -> int:
+def hash_text(text: str) -> int:
+    """Return a hash of 64 bits, signed, that is the same in every process."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 

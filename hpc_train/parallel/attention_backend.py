@@ -21,6 +21,7 @@ from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.models.shape import compute_head_dim, count_kv_heads
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.mesh_axes import get_axis_degree
+from hpc_train.parallel.precision import DTYPES
 from hpc_train.parallel.rules.attention import explain_missing_kernel
 
 _CHECKS: dict[str, Callable[[SDPAParams, bool], bool]] = {
@@ -28,7 +29,6 @@ _CHECKS: dict[str, Callable[[SDPAParams, bool], bool]] = {
     "efficient": torch.backends.cuda.can_use_efficient_attention,
     "cudnn": torch.backends.cuda.can_use_cudnn_attention,
 }
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def report_attention(part: nn.Module, config: RunConfig, world: World) -> str | None:
@@ -63,7 +63,7 @@ class _Shapes:
     def of(cls, model: TransformerConfig, config: RunConfig, world: World) -> _Shapes:
         ranks = get_axis_degree(world, "tp") * get_axis_degree(world, "cp")  # of cp with ulysses, which splits heads
         batch, length = config.train.micro_batch, config.train.sequence_length
-        sample = torch.empty(0, device=world.device, dtype=_DTYPES[config.precision.name])
+        sample = torch.empty(0, device=world.device, dtype=DTYPES[config.precision.name])
         heads, groups = model.heads // ranks, max(1, count_kv_heads(model) // ranks)
         # A view of nothing: only shapes, strides of the last dimension and dtypes decide.
         q, k = (sample.new_empty(batch, length, n, compute_head_dim(model)).transpose(1, 2) for n in (heads, groups))

@@ -21,7 +21,8 @@ from hpc_train.interfaces import TensorShard, World
 
 _FLOAT8_CAPABILITY = (8, 9)
 """Compute capability of the first NVIDIA GPUs with products of 8 bits (Ada Lovelace)."""
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""torch's number formats, by their names in the settings."""
 
 
 def cast_parameters(model: nn.Module, config: PrecisionConfig) -> nn.Module:
@@ -49,13 +50,13 @@ def autocast_forward(config: PrecisionConfig, device: torch.device) -> AbstractC
     """Return the context of a forward over unsharded parameters: autocast for low precision."""
     if config.name in ("fp64", "fp32"):
         return nullcontext()
-    return torch.autocast(device.type, _DTYPES[config.name])
+    return torch.autocast(device.type, DTYPES[config.name])
 
 
 def make_mixed_precision_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
     """Make fully_shard's policy; it casts the gathered parameters and the reduced gradients itself."""
-    compute = None if config.name in ("fp64", "fp32") else _DTYPES[config.name]
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_DTYPES[config.reduce], output_dtype=None)
+    compute = None if config.name in ("fp64", "fp32") else DTYPES[config.name]
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=DTYPES[config.reduce], output_dtype=None)
 
 
 log = logging.getLogger(__name__)

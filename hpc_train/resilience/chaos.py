@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.regular_files import read_json
+from hpc_train.regular_files import read_json, write_private_file
 
 if TYPE_CHECKING:
     import torch
@@ -76,10 +76,7 @@ def give_order(run: Path, order: Order) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     number = sum(1 for _ in folder.iterdir())
     path = folder / f"{number:06d}.{order.rank}.json"
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(asdict(order)) + "\n")
-    # Renamed when complete: a rank never reads half an order.
-    beside.replace(path)
+    write_private_file(path, json.dumps(asdict(order)) + "\n")
     return path
 
 

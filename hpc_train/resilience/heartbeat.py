@@ -54,6 +54,15 @@ class Phase(IntEnum):
         return _TEXTS[self]
 
 
+_FIRST_STEPS = 2
+"""Steps of a process that count as Phase.FIRST_STEP: kernels are built and memory is reserved in them."""
+
+
+def choose_step_phase(made: int) -> Phase:
+    """Return the phase of a step. made: steps that the process has made before it."""
+    return Phase.FIRST_STEP if made < _FIRST_STEPS else Phase.STEP
+
+
 _TEXTS = {
     Phase.START: "starting",
     Phase.LOAD: "loading a checkpoint",

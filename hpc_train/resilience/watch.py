@@ -27,11 +27,27 @@ LOOK_SECONDS = 0.5
 _SHORTEST_PAUSE = 0.02
 """Seconds between two looks at least, however soon the next rank may be late."""
 _LONGEST_TICK = 1.0
-"""Maximum seconds of silence that one look adds: after a pause of the watcher itself, ranks are not to blame."""
+"""Maximum seconds that one look adds."""
 _STEPS_BEHIND = 5
 """Steps by which an overdue rank trails the foremost one before it alone is blamed; a few are normal in a pipeline."""
 GONE, STOPPED, WAITS_FOR_DISK, NOT_BEGUN = "gone", "T", "D", "not begun"
 """States of a process: not there, stopped, in a system call that cannot be interrupted, not seen yet."""
+
+
+class WatchClock:
+    """Counts the seconds between two looks of a watcher.
+
+    A pause of the watcher itself adds little, because ranks are not to blame for it.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def tick(self) -> float:
+        """Return the seconds since the look before, at most 1."""
+        now = time.monotonic()
+        seconds, self._last = min(now - self._last, _LONGEST_TICK), now
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -80,13 +96,11 @@ class NodeWatch:
         self._logs, self._host = logs, host
         self._limits, self.deadlines = limits, Deadlines(limits, learned or {})
         self._followed: dict[int, _Followed] = {}
-        self._last = time.monotonic()
+        self._clock = WatchClock()
 
     def look(self) -> list[RankView]:
         """Read all heartbeats, learn from those that are new, and return what is seen now."""
-        now = time.monotonic()
-        tick = min(now - self._last, _LONGEST_TICK)
-        self._last = now
+        now, tick = time.monotonic(), self._clock.tick()
         return [self._follow(beat, now, tick) for beat in read_beats(self._logs)]
 
     def _follow(self, beat: Beat, now: float, tick: float) -> RankView:

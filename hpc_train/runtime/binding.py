@@ -20,12 +20,12 @@ from hpc_train.placement.node.cpu_binding import (
     RankSeat,
     assign_cpus,
     bind_process,
-    format_cpus,
     parse_cpus,
     read_processors,
 )
 from hpc_train.placement.node.nic_assignment import NO_PORT_UP, assign_nics
 from hpc_train.placement.node.nic_variables import name_nics
+from hpc_train.units import format_ranges
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class RankBinding:
         """Describe in a few words what this rank is bound to, or why it is not."""
         if not self.binding.cpus:
             return self.binding.reason
-        description = f"CPUs {format_cpus(self.binding.cpus)}, {self.binding.reason}"
+        description = f"CPUs {format_ranges(self.binding.cpus)}, {self.binding.reason}"
         if self.binding.memory is None:
             return description
         if self.memory_problem:
@@ -124,7 +124,7 @@ class RankBinding:
         """Return this rank's fields of rankmap.json."""
         cpus = self.binding.cpus or os.sched_getaffinity(0)
         memory = None if self.memory_problem else self.binding.memory
-        return {"cpus": format_cpus(cpus), "memory": memory, "threads": self.threads, "binding": self.binding.reason}
+        return {"cpus": format_ranges(cpus), "memory": memory, "threads": self.threads, "binding": self.binding.reason}
 
 
 def bind_rank(

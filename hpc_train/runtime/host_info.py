@@ -19,8 +19,9 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import Task
 from hpc_train.mpi import load_mpi
 from hpc_train.placement.communication_environment import find_harmful_variables
-from hpc_train.placement.node.cpu_binding import RankSeat, format_cpus, parse_cpus
+from hpc_train.placement.node.cpu_binding import RankSeat, parse_cpus
 from hpc_train.runtime.store.exchange import append_to, arrive_at_gate, count_arrived, gather_from, wait_for_gate
+from hpc_train.units import format_ranges
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -96,9 +97,9 @@ def collect_process_info(
         host=task.host,
         address=address,
         port=_find_free_port(address),
-        cpus=format_cpus(os.sched_getaffinity(0)),
+        cpus=format_ranges(os.sched_getaffinity(0)),
         gpu=gpu,
-        near=format_cpus(find_nearby_processors(gpu)) if gpu else "",
+        near=format_ranges(find_nearby_processors(gpu)) if gpu else "",
         visible_gpus=visible_gpus,
         gpu_links=survey.gpu_links,
         clique=survey.cliques.get(gpu) if gpu else None,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hpc_train.errors import EXIT_REQUEUE, UserError
 from hpc_train.runtime.consensus import report_lost_ranks
-from hpc_train.runtime.processes import STOP_SIGNALS, StopRequest, unblock_stop_signals
+from hpc_train.runtime.stop_request import STOP_SIGNALS, StopRequest, unblock_stop_signals
 
 _SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
 _END_TIME = "SLURM_JOB_END_TIME"

@@ -18,10 +18,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
-from hpc_train.cluster.task_hosts import list_task_hosts
+from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist, list_task_hosts
 from hpc_train.errors import MissingRanksError, UserError
 from hpc_train.mpi import load_mpi
+from hpc_train.regular_files import write_private_file
 from hpc_train.runtime.identity import ProcessIdentity, find_local_address
 from hpc_train.runtime.store.exchange import arrive_at_gate, count_arrived, wait_for_gate
 
@@ -224,17 +224,9 @@ def _broadcast_meeting(meeting: _Meeting | None, identity: ProcessIdentity) -> _
 
 def _publish_meeting(path: Path, meeting: _Meeting) -> None:
     """Publish a meeting in a file that only this user can read; it is complete as soon as it has its name."""
-    temporary = path.with_suffix(f".{os.getpid()}")
     try:
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            os.fchmod(descriptor, 0o600)  # override what an access list of the folder has set
-            file.write(_format_meeting(meeting))
-        temporary.replace(path)
+        write_private_file(path, _format_meeting(meeting))
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise UserError(f"{path.absolute()}: {error.strerror}; the ranks meet through this file") from None
 
 

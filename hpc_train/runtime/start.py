@@ -1,11 +1,12 @@
 """Join a job and start its process group.
 
 `join` goes from the launcher's environment to a Task with the job's store; `start` from a Task to a World with process
-group and device mesh.
+group and device mesh. `init` does both, for a program of a user's own.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hpc_train._torch.observation import make_device_clock
 from hpc_train.config.cluster import ClusterConfig
-from hpc_train.config.parallel import AXES, Degrees, resolve_degrees
+from hpc_train.config.parallel import AXES, Degrees, ParallelConfig, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import RankMap, Task, World
@@ -31,6 +32,8 @@ from hpc_train.runtime.device_settings import (
 from hpc_train.runtime.identity import find_local_address, identify_process, make_single_identity
 from hpc_train.runtime.rendezvous import open_job_store
 from hpc_train.step_clock import HostClock, SilentClock, StepClock
+
+log = logging.getLogger(__name__)
 
 
 def join(
@@ -101,14 +104,6 @@ def _set_environment(task: Task, cluster: ClusterConfig, device: torch.device) -
     apply_settings(combine_with_site(settings, cluster.environment)[0], os.environ)
 
 
-def _compute_mesh_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
-    """Return the index of a rank on each mesh axis; the last axis varies fastest."""
-    coordinates = {}
-    for axis, size in reversed(list(zip(AXES, degrees.sizes, strict=True))):
-        rank, coordinates[axis] = divmod(rank, size)
-    return coordinates
-
-
 def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
     """Initialise the process group and the mesh. Every process of the job calls it.
 
@@ -158,7 +153,7 @@ def make_another_mesh(world: World, degrees: Degrees) -> World:
 
 def _compute_data_index(rank: int, degrees: Degrees) -> int:
     """Return which data-parallel share of a batch a rank reads; tp, cp and pp ranks of a share read the same."""
-    coordinates = _compute_mesh_coordinates(rank, degrees)
+    coordinates = degrees.find_coordinates(rank)
     return coordinates["dp_replicate"] * degrees.dp_shard + coordinates["dp_shard"]
 
 
@@ -166,3 +161,42 @@ def leave_process_group() -> None:
     """Leave the process group; harmless if there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def init(
+    *,
+    pp: int = 1,
+    dp_replicate: int | None = None,
+    dp_shard: int | None = None,
+    cp: int = 1,
+    tp: int = 1,
+    interface: str | None = None,
+    timeout_seconds: int = 1800,
+) -> World:
+    """Join this process's job and return its rank, device and device mesh. Every process calls it.
+
+    The job may be started by srun, torchrun, mpirun or submitit, or be this process alone. Degrees are those of the
+    mesh `pp, dp_replicate, dp_shard, cp, tp`; -1 takes what is left, which is dp_shard unless a data-parallel degree is
+    given. A process group that the program has started already is used as it is. interface: the network between nodes,
+    as in cluster.fabric.interface. End with torch.distributed.destroy_process_group().
+    Raises UserError for degrees that do not multiply to the number of processes, and if the others do not come.
+    """
+    if dp_replicate is None and dp_shard is None:
+        dp_shard = -1
+    replicate, shard = (1 if degree is None else degree for degree in (dp_replicate, dp_shard))
+    config = RunConfig(parallel=ParallelConfig(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp))
+    config.launch.timeout_seconds = timeout_seconds
+    config.cluster.fabric.interface = interface
+    if dist.is_initialized():
+        return _use_group(config)
+    task = join(interface=interface, timeout=timedelta(seconds=timeout_seconds))
+    log.info("%s: process %d of %d on %s", task.launcher, task.process, task.processes, task.host)
+    return start(task, make_identity_map(task), config)
+
+
+def _use_group(config: RunConfig) -> World:
+    """Make the World of the existing default process group."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    degrees = resolve_degrees(config.parallel, size)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return make_world(rank, size, device.index or 0, device, degrees)

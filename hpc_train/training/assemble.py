@@ -12,7 +12,7 @@ from hpc_train.data.own_dataset import OwnStream
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, World
 from hpc_train.runtime.consensus import Consensus
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.training.data_position import restore_position
 from hpc_train.training.factory import count_samples, count_total_steps, make_loader, make_validation_loader
 from hpc_train.training.lost_copies import find_copy_group

@@ -17,7 +17,7 @@ from hpc_train.data.loader import BatchLoader
 from hpc_train.interfaces import Engine
 from hpc_train.parallel.metrics import PERPLEXITY
 from hpc_train.resilience.heartbeat import Phase
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from hpc_train.training.training_run import TrainingRun

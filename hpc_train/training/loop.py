@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.checkpoint.rank_consensus import run_on_rank_0
 from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
-from hpc_train.runtime.step_collection import collect_at_steps
+from hpc_train.garbage_collection import collect_at_steps
 from hpc_train.training.evaluation import Evaluation, evaluate_if_due
 from hpc_train.training.lost_copies import drop_lost_copies
 from hpc_train.training.numerics.number_checks import RanksDisagree, check_numbers, mark_suspect_checkpoints

@@ -33,9 +33,9 @@ from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import GOODPUT, LedgerFile
 from hpc_train.runtime.arrange_ranks import arrange_ranks
 from hpc_train.runtime.device_settings import describe_device
-from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.rank_assignment import search_placement
 from hpc_train.runtime.start import leave_process_group, start
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.training.assemble import assemble_run
 from hpc_train.training.completion import find_shortfall, raise_if_any_incomplete
 from hpc_train.training.evaluation import make_up_evaluation

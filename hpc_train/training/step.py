@@ -15,7 +15,7 @@ import torch
 
 from hpc_train.interfaces import StepBatch, Sums
 from hpc_train.parallel.mesh_axes import get_axis_index
-from hpc_train.resilience.heartbeat import Phase
+from hpc_train.resilience.heartbeat import Phase, choose_step_phase
 from hpc_train.step_clock import StepPart
 from hpc_train.training.numerics.number_checks import check_last_norm
 from hpc_train.training.numerics.replay import replay_step
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-
-_FIRST_STEPS = 2
-"""Steps of a process that compile and warm up."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ def _compute_checked_gradient(run: TrainingRun, batch: StepBatch) -> _Gradient:
 
     Reading them is the only wait for the device in a step: the optimizer's work is part of the next step's time.
     """
-    run.observers.heartbeat.enter(Phase.STEP if run.steps_here >= _FIRST_STEPS else Phase.FIRST_STEP, run.step)
+    run.observers.heartbeat.enter(choose_step_phase(run.steps_here), run.step)
     run.world.clock.enter(StepPart.BACKWARD)
     if run.observers.injector is not None:
         run.observers.injector.before_step(run.step, run.engine.parts, run.engine.shards)

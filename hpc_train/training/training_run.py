@@ -21,7 +21,7 @@ from hpc_train.interfaces import Engine, World
 from hpc_train.resilience.chaos import FaultInjector
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.resilience.ledger import LedgerFile
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.training.numerics.anomalies import UpdateGuard
 from hpc_train.training.numerics.noise_scale import NoiseScale
 from hpc_train.training.numerics.replica_check import ReplicaCheck

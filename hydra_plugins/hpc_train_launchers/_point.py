@@ -25,7 +25,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 from submitit.core.utils import DelayedSubmission
 
-from hpc_train.launch.callables.calls import array_element, check_private_file, pickle_value, write_private
+from hpc_train.launch.callables.calls import array_element, check_private_file, pickle_value
+from hpc_train.regular_files import write_private_file
 
 
 class CachingConfigLoader:
@@ -71,7 +72,7 @@ def write_points_file(path: Path, shared: Any, pickled_points: Sequence[bytes]) 
     folders = [str(Path(entry).absolute()) for entry in sys.path]
     blobs = [json.dumps(folders).encode(), pickle_value(shared), *pickled_points]
     sizes = struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs))
-    write_private(b"".join([sizes, *blobs]), path)
+    write_private_file(path, b"".join([sizes, *blobs]))
 
 
 @dataclass(frozen=True)

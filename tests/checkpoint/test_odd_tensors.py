@@ -18,7 +18,7 @@ from faults import is_killed
 from hpc_train.checkpoint import load_step, save_step, verify_step
 from hpc_train.checkpoint.format import hdf5_layout
 from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES
-from hpc_train.checkpoint.save.save_step import stage_step, write_and_commit
+from hpc_train.checkpoint.save.save_step import StepWriter, stage_step
 from hpc_train.checkpoint.save.shard_file import ShardStager
 from hpc_train.checkpoint.save.shared_file import make_shared_head
 from hpc_train.interfaces import TensorShard, World
@@ -123,7 +123,7 @@ def test_no_memory_for_the_copy_on_one_rank(tmp_path: Path) -> None:
                 resource.setrlimit(resource.RLIMIT_AS, (virtual_memory() + (10 << 20), limits[1]))
             taken = stage_step(stage, step, pieces, {})
             resource.setrlimit(resource.RLIMIT_AS, limits)
-            told.append(write_and_commit(tmp_path, taken, world).error)
+            told.append(StepWriter(tmp_path, world).write_and_commit(taken).error)
         return [str(error) if error else None for error in told]
 
     first, second = run_ranks(save_both, 2)

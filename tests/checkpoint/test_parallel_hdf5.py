@@ -25,7 +25,7 @@ from hpc_train.checkpoint.format.block_digests import digest_blocks
 from hpc_train.checkpoint.format.manifest import Manifest
 from hpc_train.checkpoint.format.shard_layout import gather_layouts
 from hpc_train.checkpoint.save import parallel_hdf5
-from hpc_train.checkpoint.save.save_step import commit_step
+from hpc_train.checkpoint.save.commit_step import commit_step
 from hpc_train.checkpoint.save.shard_file import ShardStager
 from hpc_train.checkpoint.save.shared_file import SharedFile, list_datasets, make_section
 from hpc_train.checkpoint.save.writer_group import WriterSharing

@@ -19,24 +19,15 @@ from hpc_train.checkpoint.storage.file_system import (
     check_free_space,
     choose_write_policy,
     detect_file_system,
-    find_mount,
     probe_directory,
     read_magic_number,
 )
+from hpc_train.cluster.filesystems import find_mount
 
 GIB = 1 << 30
-TABLE = r"""
-22 27 0:21 / /proc rw,relatime - proc proc rw
-27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
-60 27 0:44 / /scratch rw,nosuid shared:9 master:2 - lustre 10.0.0.1@tcp:10.0.0.2@tcp:/scratch rw,flock,lazystatfs
-61 27 0:45 / /scratch/noflock rw - lustre 10.0.0.1@tcp:/other rw,checksum
-62 27 0:46 / /a\040b\134c rw - fuse.sshfs host:/x\040y rw,user_id=0
-63 27 0:47 / /scratch rw - lustre 10.0.0.9@tcp:/scratch rw,localflock
-a line that is none
-"""
 
 
-def mounts(folder: Path, table: str = TABLE) -> Path:
+def mounts(folder: Path, table: str) -> Path:
     path = folder / "mountinfo"
     path.write_text(table)
     return path
@@ -55,35 +46,16 @@ def test_this_machine(tmp_path: Path) -> None:
     system = detect_file_system(tmp_path)
     assert system.mount.is_mount()
     assert system.mount.stat().st_dev == tmp_path.stat().st_dev
-    assert system.kind == find_mount(tmp_path).type
+    mount = find_mount(tmp_path)
+    assert mount is not None
+    assert system.kind == mount.type
     space = os.statvfs(tmp_path)
     assert abs(system.free_bytes - space.f_bavail * space.f_frsize) < GIB
     with pytest.raises(FileNotFoundError):
         detect_file_system(tmp_path / "none")
 
 
-@pytest.mark.parametrize(
-    ("path", "point", "type", "source"),
-    [
-        ("/home/x", "/", "ext4", "/dev/vda"),
-        ("/scratch/me/c", "/scratch", "lustre", "10.0.0.9@tcp:/scratch"),
-        ("/scratch/noflock/x", "/scratch/noflock", "lustre", "10.0.0.1@tcp:/other"),
-        ("/scratches", "/", "ext4", "/dev/vda"),
-        ("/a b\\c/d", "/a b\\c", "fuse.sshfs", "host:/x y"),
-    ],
-)
-def test_the_mount_of_a_path(tmp_path: Path, path: str, point: str, type: str, source: str) -> None:
-    mount = find_mount(Path(path), mounts(tmp_path))
-    assert (mount.point, mount.type, mount.source) == (Path(point), type, source)
-
-
-def test_options_of_the_mount_and_of_the_file_system(tmp_path: Path) -> None:
-    assert find_mount(Path("/scratch/noflock"), mounts(tmp_path)).options == ("rw", "checksum")
-    assert find_mount(Path("/"), mounts(tmp_path)).options == ("rw", "relatime", "discard")
-
-
 def test_a_table_that_says_nothing(tmp_path: Path) -> None:
-    assert find_mount(tmp_path, mounts(tmp_path, "")).type == "unknown"
     assert detect_file_system(tmp_path, mounts(tmp_path, ""), lambda _: 0x12345678).kind == "unknown (0x12345678)"
 
 

@@ -10,7 +10,7 @@ from checkpoint_helpers import names
 from faults import at_call
 
 from hpc_train.checkpoint.format.block_digests import DIGESTS_SUFFIX
-from hpc_train.checkpoint.save.save_step import prepare_directory
+from hpc_train.checkpoint.save.commit_step import prepare_directory
 from hpc_train.checkpoint.save.writer_group import WriterGroup, assign_turns, group_ranks_by_file
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory
 from hpc_train.checkpoint.storage.step_directory import list_shard_folders, shard_file_name

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.filesystems import find_filesystem
+from hpc_train.cluster.filesystems import find_mount
 from hpc_train.cluster.readers.formats import list_formats, read_topology_file
 from hpc_train.cluster.spec import Cluster
 from hpc_train.cluster.switch_tree import find_paths, find_rails, find_scalable_units
@@ -160,6 +160,11 @@ def test_a_node_whose_sysfs_was_kept(tmp_path: Path) -> None:
             ("eth3", None, "0000:03:00.1", False, None),
         ]
         assert [it.kind for it in cluster.links] == [*["SYS"] * 4, "PIX", "PHB", "PHB", "PHB", "PHB", "PIX"]
-        found = find_filesystem(Path("/scratch/run"), (root / "proc/mounts").read_text())
-        assert found is not None
-        assert (found.kind, found.shared) == ("beegfs", True)
+        table = tmp_path / "mountinfo"  # the archive has the same facts in the older form
+        for line in (root / "proc/mounts").read_text().splitlines():
+            source, point, kind, options, *_ = line.split()
+            with table.open("a") as file:
+                file.write(f"1 0 0:1 / {point} {options} - {kind} {source} {options}\n")
+        mount = find_mount(Path("/scratch/run"), table)
+        assert mount is not None
+        assert (mount.kind, mount.shared) == ("beegfs", True)

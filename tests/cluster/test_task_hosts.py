@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.cluster.task_hosts import list_task_hosts
+from hpc_train.cluster.hostlist import list_task_hosts
 
 
 @pytest.mark.parametrize(

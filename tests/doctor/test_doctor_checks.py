@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cluster.filesystems import MountedFileSystem
+from hpc_train.cluster.filesystems import Mount
 from hpc_train.cluster.spec import Gpu, Nic
 from hpc_train.doctor import machine, software
 from hpc_train.doctor.findings import (
@@ -149,7 +149,7 @@ def test_open_files() -> None:
 )
 def test_the_folder_of_runs(kind: str, several: bool, status: Status) -> None:
     found = machine.check_run_folder(
-        Path("/scratch/me/runs"), MountedFileSystem(kind, "/scratch", "server:/scratch"), several
+        Path("/scratch/me/runs"), Mount(Path("/scratch"), kind, "server:/scratch", ()), several
     )
     _is(found, status, kind, "/scratch/me/runs")
     _is(machine.check_run_folder(Path("/x"), None, several), "warn", "no file system")

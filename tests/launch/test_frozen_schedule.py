@@ -12,7 +12,7 @@ from hpc_train.config.compose import compose
 from hpc_train.launch.freeze import freeze_run
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.local.rank_pool import follow_ranks, start_ranks
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.training.records.run_records import read_metrics
 from hpc_train.training.run_directory import make_attempt
 

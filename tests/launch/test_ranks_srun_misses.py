@@ -9,9 +9,7 @@ from test_batch_functions import run_functions
 
 from hpc_train.launch.failures import SRUN_ERRORS, find_first_error
 from hpc_train.launch.restarting import find_fault
-from hpc_train.launch.slurm import ended_ranks, stuck_start
-from hpc_train.launch.slurm.ended_ranks import EndedRanks, write_ended_tasks
-from hpc_train.launch.slurm.stuck_start import StuckStart
+from hpc_train.launch.slurm.silent_srun import EndedRanks, StuckStart, write_ended_tasks
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.restart import Cause
 from hpc_train.resilience.watch import GONE, RankView
@@ -40,8 +38,7 @@ def test_the_rank_that_srun_says_nothing_of_is_named_and_not_the_one_that_lost_i
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock of the watchers."""
     seconds = [100.0]
-    for module in (ended_ranks, stuck_start):
-        monkeypatch.setattr(module.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr("time.monotonic", lambda: seconds[0])
     return seconds
 
 

@@ -73,7 +73,7 @@ def test_root_leaves_the_directory_of_another_user_alone(tmp_path: Path, link: b
         if command == "train":
             from hpc_train.cli.output import TERMINAL
             from hpc_train.launch.train import train_here
-            from hpc_train.runtime.processes import StopRequest
+            from hpc_train.runtime.stop_request import StopRequest
 
             train_here([*QUICK, f"run_dir={path}"], None, StopRequest(), TERMINAL)
         elif command == "submit":

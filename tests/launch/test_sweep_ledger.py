@@ -23,12 +23,12 @@ from hpc_train.launch.sweep.sweep_directory import SweepDirectory
 
 def test_a_torn_line_is_no_event_and_the_next_one_stays_whole(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    sweep_directory.append_event(path, "sweep", points=1)
+    sweep_directory.append_ledger_event(path, "sweep", points=1)
     assert path.stat().st_mode & 0o777 == 0o600
     with path.open("a") as file:
         file.write('{"event": "submit", "time": 1, "job_id": "7", "elem')
     assert [event["event"] for event in sweep_directory.read_ledger(path)] == ["sweep"]
-    sweep_directory.append_event(path, "resume", mode="retry")
+    sweep_directory.append_ledger_event(path, "resume", mode="retry")
     assert [event["event"] for event in sweep_directory.read_ledger(path)] == ["sweep", "resume"]
     path.write_bytes(path.read_bytes() + b"\xff\xfe[1]\nnull\n")
     assert [event["event"] for event in sweep_directory.read_ledger(path)] == ["sweep", "resume"]
@@ -59,7 +59,9 @@ def states(folder: SweepDirectory, *lines: str) -> dict[str, str]:
 
 
 def submitted(folder: SweepDirectory, job: str, *elements: Sequence[str], **more: Any) -> None:
-    sweep_directory.append_event(folder.ledger, "submit", job_id=job, nodes=1, ranks=2, elements=elements, **more)
+    sweep_directory.append_ledger_event(
+        folder.ledger, "submit", job_id=job, nodes=1, ranks=2, elements=elements, **more
+    )
 
 
 def attempt(folder: SweepDirectory, point: str, number: int, job: str, **result: Any) -> None:
@@ -89,7 +91,7 @@ def test_every_point_is_listed_and_has_its_own_state(tmp_path: Path) -> None:
     attempt(folder, ids[1], 0, "12_1", exit_code=1, why="launch.setup failed")
     attempt(folder, ids[2], 0, "12_2")
     attempt(folder, ids[3], 0, "12_3", exit_code=75, then="requeue")
-    sweep_directory.append_event(folder.ledger, "cancel", points={ids[5]: "12_5"})
+    sweep_directory.append_ledger_event(folder.ledger, "cancel", points={ids[5]: "12_5"})
     lines = (
         *("12_1|21|FAILED|n1|NonZeroExitCode", "12_2|22|RUNNING|n1|None", "12_3|23|PENDING||BeginTime"),
         "12_4|12|PENDING||JobArrayTaskLimit",

@@ -17,8 +17,7 @@ from traced_steps import LAYERS, LAYOUTS, LENGTH, MICRO, ROWS, SHAPE, make_engin
 
 from hpc_train.config.compose import compose
 from hpc_train.interfaces import MicroBatch, StepBatch
-from hpc_train.runtime.init import init
-from hpc_train.runtime.start import leave_process_group
+from hpc_train.runtime.start import init, leave_process_group
 from hpc_train.training.numerics.step_numbers import read_step_numbers
 
 DRAWN = ("ddp", "fsdp", "tp", "pp", "ep", "window", "fp8")

@@ -241,7 +241,11 @@ def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_file_system_in_memory_is_known(tmp_path: Path) -> None:
-    mounts = f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/a tmpfs rw 0 0\n/dev/sdb {tmp_path}/a/b xfs rw 0 0\n"
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        f"1 0 8:0 / / rw - ext4 /dev/sda rw\n2 1 0:1 / {tmp_path}/a rw - tmpfs tmpfs rw\n"
+        f"3 2 8:1 / {tmp_path}/a/b rw - xfs /dev/sdb rw\n"
+    )
     assert is_memory_file_system(tmp_path / "a" / "c", mounts)
     assert not is_memory_file_system(tmp_path / "a" / "b" / "c", mounts)
     assert not is_memory_file_system(tmp_path / "ab", mounts)

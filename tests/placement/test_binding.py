@@ -19,11 +19,11 @@ from hpc_train.placement.node.cpu_binding import (
     RankSeat,
     assign_cpus,
     bind_process,
-    format_cpus,
     parse_cpus,
     prefer_numa_memory,
     read_processors,
 )
+from hpc_train.units import format_ranges
 
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236, "ppc64le": 260}
 
@@ -41,7 +41,7 @@ def seats(count: int, allowed: str, *near: str) -> list[RankSeat]:
 
 
 def lists(bindings: list[CpuBinding]) -> list[str]:
-    return [format_cpus(binding.cpus) for binding in bindings]
+    return [format_ranges(binding.cpus) for binding in bindings]
 
 
 def test_without_gpus_the_node_is_shared_out_by_whole_cores() -> None:
@@ -99,7 +99,7 @@ def test_sets_that_overlap_in_part_are_left() -> None:
 
 def test_one_rank_has_all_that_is_allowed() -> None:
     (only,) = assign_cpus(seats(1, "0-15"), machine(2, 8, 1))
-    assert (format_cpus(only.cpus), only.memory) == ("0-15", None)
+    assert (format_ranges(only.cpus), only.memory) == ("0-15", None)
 
 
 @given(
@@ -151,7 +151,7 @@ def test_a_machine_that_tells_nothing_is_shared_out_all_the_same(tmp_path: Path)
 
 @given(st.frozensets(st.integers(0, 300)))
 def test_lists_of_processors_are_written_and_read(cpus: frozenset[int]) -> None:
-    assert parse_cpus(format_cpus(cpus)) == cpus
+    assert parse_cpus(format_ranges(cpus)) == cpus
 
 
 def masks_of_threads() -> set[str]:

@@ -37,7 +37,7 @@ from hpc_train.interfaces import World
 from hpc_train.launch.slurm.slurm_cli import run_client
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.report.run_summary import summarise_run
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.assemble import assemble_run
 from hpc_train.training.factory import make_engine, make_model, open_data

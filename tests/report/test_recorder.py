@@ -20,7 +20,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
 from hpc_train.report.efficiency import measure_blocked, measure_work, split_step
 from hpc_train.report.step_table import StepTable, read_step_table
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.step_clock import HostClock, StepPart
 from hpc_train.testing import run_ranks
 from hpc_train.training.assemble import assemble_run

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
+from hpc_train.garbage_collection import collect_at_steps
 from hpc_train.interfaces import World
 from hpc_train.runtime.device_settings import (
     LAZY_GLOO_FROM,
@@ -19,7 +20,6 @@ from hpc_train.runtime.device_settings import (
     choose_gloo_settings,
     choose_group_options,
 )
-from hpc_train.runtime.step_collection import collect_at_steps
 from hpc_train.step_clock import StepPart
 from hpc_train.testing import run_ranks
 from hpc_train.training.records.nvtx_ranges import PartRanges

@@ -205,15 +205,6 @@ def test_what_process_0_did_not_write_is_refused(tmp_path: Path, kind: str) -> N
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_a_link_where_the_secret_will_be_written_is_not_followed(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (tmp_path / f".rendezvous-job-1.{os.getpid()}").symlink_to(victim)
-    with pytest.raises(UserError, match="1 of 2 processes came"):
-        open_job_store(identity(0, 2), {RENDEZVOUS_VARIABLE: str(tmp_path)}, None, SHORT)
-    assert victim.read_text() == "mine"
-
-
 def random_calls(seed: int) -> list[tuple[str, tuple[Any, ...]]]:
     draw = random.Random(seed)
     calls: list[tuple[str, tuple[Any, ...]]] = []

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.runtime.processes import STOP_SIGNALS, StopRequest, block_stop_signals
+from hpc_train.runtime.stop_request import STOP_SIGNALS, StopRequest, block_stop_signals
 
 # Says on stdout which signal asked it to stop; the byte on stdin is the go to install the handlers.
 CHILD = """
 import sys
 sys.stdin.read(1)
-from hpc_train.runtime import processes as stop
+from hpc_train.runtime import stop_request as stop
 request = stop.install_stop_handlers()
 assert "torch" not in sys.modules
 print("installed", flush=True)
@@ -88,7 +88,7 @@ def test_only_the_first_request_counts() -> None:
 
 def test_installing_imports_nothing_heavy(tmp_path: Path) -> None:
     code = (
-        "import sys; from hpc_train.runtime import processes as stop; "
+        "import sys; from hpc_train.runtime import stop_request as stop; "
         "print(sorted({'torch', 'numpy', 'hydra'} & set(sys.modules)))"
     )
     done = subprocess.run(

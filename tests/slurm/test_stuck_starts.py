@@ -11,7 +11,7 @@ from training_client import lines, processes_with, submit, wait_until
 
 HOSTS = """
 import os, sys
-from hpc_train.cluster.task_hosts import list_task_hosts
+from hpc_train.cluster.hostlist import list_task_hosts
 hosts = list_task_hosts(sys.argv[1].split(","), [2, 2], os.environ)
 print(hosts[int(os.environ["SLURM_PROCID"])] == os.environ["SLURMD_NODENAME"], os.environ["SLURM_PROCID"])
 """

@@ -20,7 +20,7 @@ from hpc_train.cli.main import main
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE
 from hpc_train.interfaces import World
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.assemble import assemble_run
 from hpc_train.training.factory import make_engine, make_model, open_data

@@ -24,7 +24,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.data.images.build_images import build_image_store
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR
 from hpc_train.interfaces import World
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.assemble import assemble_run
 from hpc_train.training.factory import make_deferred_model, make_engine, open_data

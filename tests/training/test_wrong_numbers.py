@@ -18,7 +18,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.interfaces import StepBatch, Sums, World
 from hpc_train.resilience.exclusion import read_strikes
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.assemble import assemble_run
 from hpc_train.training.factory import make_engine, make_model, open_data

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.testing import run_ranks
 from hpc_train.training.assemble import assemble_run
 from hpc_train.training.factory import make_engine, make_model, open_data

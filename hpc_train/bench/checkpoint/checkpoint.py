@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.bench.local_ranks import exit_on_sigterm, postpone_sigterm, wait_for_ranks
+from hpc_train.bench.local_ranks import exit_on_sigterm, run_processes
 from hpc_train.errors import EXIT_DONE, UserError
 
 _SETTING_FILE = "setting.json"
@@ -93,17 +92,8 @@ def _run_ranks(options: CheckpointBenchOptions, directory: Path, ranks: int) -> 
     ):
         base = [sys.executable, "-m", "hpc_train.bench.checkpoint.rank"]
         rest = [str(ranks), json.dumps(asdict(options)), place, meeting]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(ranks):
-                environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-                with postpone_sigterm():
-                    processes.append(subprocess.Popen([*base, str(rank), *rest], env=environment))
-            code = wait_for_ranks(processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        code = run_processes(([*base, str(rank), *rest], environment) for rank in range(ranks))
         return code or _parse_setting(json.loads((Path(meeting) / _SETTING_FILE).read_text()))
 
 

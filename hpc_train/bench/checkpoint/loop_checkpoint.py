@@ -33,7 +33,7 @@ from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.interfaces import World
 from hpc_train.messages import all_gather_values
 from hpc_train.runtime.identity import identify_process
-from hpc_train.runtime.init import init
+from hpc_train.runtime.start import init
 from hpc_train.timing import interleave_rounds
 
 OPERATIONS = ("save", "stall", "load")

@@ -18,8 +18,8 @@ from hpc_train.config.compose import compose
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from hpc_train.garbage_collection import pause_gc
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
-from hpc_train.runtime.processes import pause_gc
 
 EXIT_WRONG_DATA = 1
 """Exit code if a rank received wrong values."""

@@ -9,10 +9,10 @@ from typing import Literal
 
 from hpc_train.bench.collectives.definitions import ALGORITHMS, DTYPE_BYTES, OPERATIONS
 from hpc_train.errors import UserError
+from hpc_train.units import BYTES_OF_SUFFIX
 
 BACKENDS = ("torch", "mpi")
 Output = Literal["table", "plain", "json"]
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _MAX_BYTES = 1 << 40
 
 
@@ -84,7 +84,7 @@ class CollectivesOptions:
 def parse_size(option: str, text: str) -> int:
     """Parse a size such as 512, 1K, 64M or 1G into bytes. Raises UserError, also below one element."""
     match = re.fullmatch(r"(\d{1,12})([KMG]?)", text.upper().removesuffix("B"), re.ASCII)
-    size = int(match[1]) * _UNITS[match[2]] if match else 0
+    size = int(match[1]) * BYTES_OF_SUFFIX[match[2]] if match else 0
     if not DTYPE_BYTES <= size <= _MAX_BYTES:
         raise UserError(f"{option} {text}: must be a size of at least {DTYPE_BYTES} bytes, such as 4K, 64M or 1G")
     return size

@@ -60,18 +60,20 @@ PUBLISHED = (
     PublishedSpeed("torchtitan, 8 H100 (500 W), fp8, compiled", 8532, f"{_TITAN}/llama3_h100_202412_torchtitan.md"),
     PublishedSpeed("torchtitan, 32 H200, fp8, compiled", 10938, f"{_TITAN}/llama3-8b_h200_202506_trainy-whitefiber.md"),
 )
-_H100_PEAK = 989.4e12
-"""bf16 FLOP/s of an H100 and an H200; also used for the MFU of fp8 runs."""
 
 
 def compute_published_mfu(published: PublishedSpeed) -> float:
-    """Return the MFU of a published run, by this project's FLOPs and against the peak of bf16."""
+    """Return the MFU of a published run, by this project's FLOPs and against the peak of bf16, also for fp8.
+
+    An H100 and an H200 have the same peak.
+    """
     from hpc_train.config.compose import compose
     from hpc_train.models.counts import compute_flops_per_token
 
-    flops = compute_flops_per_token(compose(["model=llama_8b"]).model, 8192)
+    config = compose(["model=llama_8b", "cluster=dgx_h100"])
+    flops = compute_flops_per_token(config.model, 8192)
     assert flops is not None
-    return published.tokens_per_second * flops / _H100_PEAK
+    return published.tokens_per_second * flops / (config.cluster.gpu.peak_tflops["bf16"] * 1e12)
 
 
 def format_markdown(result: GpuResult) -> str:

@@ -34,8 +34,7 @@ from hpc_train.interfaces import Engine, World
 from hpc_train.models.counts import compute_flops_per_token
 from hpc_train.parallel.optimizer_step import get_local
 from hpc_train.planner.rehearsal.checks import plan_memory_by_rank
-from hpc_train.runtime.init import init
-from hpc_train.runtime.start import leave_process_group
+from hpc_train.runtime.start import init, leave_process_group
 from hpc_train.timing import interleave_rounds, time_calls
 from hpc_train.training.numerics.step_numbers import read_step_numbers
 

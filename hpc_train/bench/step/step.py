@@ -14,8 +14,8 @@ from pathlib import Path
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from hpc_train.garbage_collection import pause_gc
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
-from hpc_train.runtime.processes import pause_gc
 
 _UNTIMED_OVERRIDES = ("train.eval_every=0", "checkpoint.resume=never")
 """Switch off evaluation and checkpoints, which are not part of a step."""

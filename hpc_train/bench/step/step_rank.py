@@ -35,8 +35,8 @@ from hpc_train.interfaces import World
 from hpc_train.parallel.materialise import materialise_parameters
 from hpc_train.parallel.precision import autocast_forward, cast_parameters
 from hpc_train.parallel.user_model import require_one_input
-from hpc_train.runtime.processes import StopRequest
 from hpc_train.runtime.start import join, leave_process_group, start
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.training.assemble import assemble_run
 from hpc_train.training.factory import make_engine, make_model, open_data
 from hpc_train.training.loop import report_step

@@ -6,27 +6,19 @@ limited rate. The result is the exposed communication: the time of a step less t
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hpc_train.bench.local_ranks import exit_on_sigterm, wait_for_ranks
+from hpc_train.bench.local_ranks import exit_on_sigterm
+from hpc_train.bench.thin_link.link import MEASURED_FILE, RANKS, run_linked_ranks
 from hpc_train.errors import EXIT_DONE, UserError
 
-RANKS = 2
-MEASURED_FILE = "measured.json"
-"""File to which rank 0 writes its measurement."""
+_RANK_MODULE = "hpc_train.bench.thin_link.overlap_rank"
 
 
 @dataclass(frozen=True)
@@ -105,8 +97,7 @@ def run_overlap_command(options: OverlapOptions, as_json: bool) -> int:
     """Measure and print. Returns the exit code; raises UserError if a namespace or the link cannot be made."""
     _check_options(options)
     with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as folder:
-        code = _run_ranks(options, folder)
-        if code:
+        if code := run_linked_ranks(_RANK_MODULE, [json.dumps(asdict(options)), folder], options.threads):
             return code
         measured = OverlapMeasurement(**json.loads((Path(folder) / MEASURED_FILE).read_text()))
     result = summarise_overlap(options, measured)
@@ -124,17 +115,6 @@ def _check_options(options: OverlapOptions) -> None:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} {value}: must be above 0")
-
-
-def _run_ranks(options: OverlapOptions, folder: str) -> int:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "GLOO_SOCKET_IFNAME": INTERFACE}
-    base = [sys.executable, "-m", "hpc_train.bench.thin_link.overlap_rank"]
-    commands = [[*base, str(rank), json.dumps(asdict(options)), folder] for rank in range(RANKS)]
-    processes = start_in_namespaces(commands, environment)
-    try:
-        return wait_for_ranks(processes)
-    finally:
-        stop_processes(processes)
 
 
 def summarise_overlap(options: OverlapOptions, measured: OverlapMeasurement) -> OverlapResult:
@@ -187,98 +167,3 @@ def _format_kind(name: str, way: OverlapKind) -> str:
         f"{name:12} {way.step_seconds * 1e3:9.1f} {way.communication_seconds * 1e3:9.1f} {exposed:>27} "
         f"{way.hidden:7.0%} {way.sent_bytes / 2**20:9.2f}"
     )
-
-
-INTERFACE = "link0"
-"""Name of the network interface in both namespaces."""
-_ADDRESSES = ("10.77.0.1/30", "10.77.0.2/30")
-_FRAME = "9000"
-"""Bytes of a jumbo frame: few packets, because cutting them takes CPU time here that a network card would not."""
-_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-
-
-def start_in_namespaces(
-    commands: Sequence[Sequence[str]], environment: dict[str, str]
-) -> list[subprocess.Popen[bytes]]:
-    """Start two commands in network namespaces of their own and link them; a line on stdin tells them when it is done.
-
-    Raises UserError if this process lacks the permission or iproute2.
-    """
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise UserError(f"bench overlap: needs `{tool}`, which is not here; install iproute2")
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for command in commands:
-            processes.append(_start_process(command, environment))
-        first, second = (str(process.pid) for process in processes)
-        ends = ["name", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second]
-        _run_command("ip", "link", "add", *ends)
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write(b"\n")
-            process.stdin.flush()
-    except BaseException:
-        stop_processes(processes)
-        raise
-    return processes
-
-
-def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stop the processes; their namespaces disappear with them."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
-        if process.stdin is not None:
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-
-
-def configure_link(index: int) -> None:
-    """Give this namespace's end of the link the address of process `index`."""
-    _run_command("ip", "address", "add", _ADDRESSES[index], "dev", INTERFACE)
-    for device, mtu in (("lo", "65536"), (INTERFACE, _FRAME)):
-        _run_command("ip", "link", "set", device, "mtu", mtu, "up")
-
-
-def limit_rate(mbit_per_second: float) -> None:
-    """Limit the sending rate of this namespace with a token bucket."""
-    bits = max(1, round(mbit_per_second * 1e6))
-    burst = max(1 << 16, bits // 8 // 250)  # bytes between two ticks of a 250 Hz kernel clock
-    bucket = ["rate", f"{bits}bit", "burst", str(burst), "latency", "100ms"]
-    _run_command("tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *bucket)
-
-
-def count_sent_bytes() -> int:
-    """Return the bytes that this namespace has sent over the link, with all protocol headers."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(numbers.split()[8])
-    raise AssertionError(f"no {INTERFACE} in this namespace")
-
-
-def _start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def leave_network() -> None:
-        if libc.unshare(_NEW_NETWORK) or libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL):
-            raise OSError(ctypes.get_errno(), "unshare")
-
-    try:
-        # preexec_fn is safe: this process has no other threads.
-        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, preexec_fn=leave_network)
-    except subprocess.SubprocessError:
-        raise UserError(
-            "bench overlap: this process may not make a network namespace, which takes root; try `unshare --user "
-            "--map-root-user --net hpc-train bench overlap`"
-        ) from None
-
-
-def _run_command(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        output = (done.stderr or done.stdout).strip().replace("\n", "; ")
-        raise UserError(f"bench overlap: `{' '.join(command)}` failed: {output}")

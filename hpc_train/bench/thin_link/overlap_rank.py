@@ -19,15 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpc_train.bench.rounds import Side, time_rounds, warm_up_side
-from hpc_train.bench.thin_link.overlap import (
-    MEASURED_FILE,
-    RANKS,
-    OverlapMeasurement,
-    OverlapOptions,
-    configure_link,
-    count_sent_bytes,
-    limit_rate,
-)
+from hpc_train.bench.thin_link.link import MEASURED_FILE, RANKS, configure_link, count_sent_bytes, limit_rate
+from hpc_train.bench.thin_link.overlap import OverlapMeasurement, OverlapOptions
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from hpc_train.parallel.tensor.layers import TensorAxis, make_column_products, make_row_product
 from hpc_train.parallel.tensor.ring_matmul import MatmulRing, circulate_shards, reduce_products

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hpc_train.bench.local_ranks import exit_on_sigterm, wait_for_ranks
-from hpc_train.bench.thin_link.overlap import INTERFACE, MEASURED_FILE, RANKS, start_in_namespaces, stop_processes
+from hpc_train.bench.local_ranks import exit_on_sigterm
+from hpc_train.bench.thin_link.link import MEASURED_FILE, RANKS, run_linked_ranks
 from hpc_train.errors import EXIT_DONE, UserError
+
+_RANK_MODULE = "hpc_train.bench.thin_link.sync_rank"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def run_sync_command(options: SyncOptions, as_json: bool) -> int:
     """Measure and print. Returns the exit code; raises UserError if a namespace or the link cannot be made."""
     _check_options(options)
     with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="hpc_train-bench-") as folder:
-        if code := _run_ranks(options, folder):
+        if code := run_linked_ranks(_RANK_MODULE, [json.dumps(asdict(options)), folder], threads=1):
             return code
         measured = SyncMeasurement(**json.loads((Path(folder) / MEASURED_FILE).read_text()))
     result = summarise_sync(options, measured)
@@ -86,19 +86,6 @@ def _check_options(options: SyncOptions) -> None:
             raise UserError(f"--{name} {getattr(options, name)}: must be at least 1")
     if not 0 < options.rate < float("inf"):
         raise UserError(f"--rate {options.rate}: must be above 0")
-
-
-def _run_ranks(options: SyncOptions, folder: str) -> int:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
-    base = [sys.executable, "-m", "hpc_train.bench.thin_link.sync_rank"]
-    commands: Sequence[Sequence[str]] = [
-        [*base, str(rank), json.dumps(asdict(options)), folder] for rank in range(RANKS)
-    ]
-    processes = start_in_namespaces(commands, environment)
-    try:
-        return wait_for_ranks(processes)
-    finally:
-        stop_processes(processes)
 
 
 def summarise_sync(options: SyncOptions, measured: SyncMeasurement) -> SyncResult:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpc_train.bench.thin_link.overlap import MEASURED_FILE, RANKS, configure_link, count_sent_bytes, limit_rate
+from hpc_train.bench.thin_link.link import MEASURED_FILE, RANKS, configure_link, count_sent_bytes, limit_rate
 from hpc_train.bench.thin_link.sync import SyncMeasurement, SyncOptions
 from hpc_train.config.compose import compose
 from hpc_train.config.model import TransformerConfig

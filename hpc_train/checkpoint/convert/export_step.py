@@ -25,7 +25,7 @@ from hpc_train.checkpoint.convert.tensor_sources import SavedStepTensors, Tensor
 from hpc_train.checkpoint.convert.tied_weights import add_tied_weights, list_missing_weights
 from hpc_train.checkpoint.format.hdf5_layout import dtype_name, parse_dtype
 from hpc_train.checkpoint.format.shard_layout import SavedTensor
-from hpc_train.checkpoint.storage.file_system import sync_directory, sync_tree
+from hpc_train.checkpoint.storage.file_system import sync_tree
 from hpc_train.checkpoint.storage.retention import make_token
 from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep
@@ -35,6 +35,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.huggingface import to_huggingface
 from hpc_train.models.huggingface_family import find_model_family
+from hpc_train.regular_files import sync_directory
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from hpc_train.checkpoint.format.manifest import Manifest, ShardFile
 from hpc_train.checkpoint.format.rectangle import Rectangle, make_slices, split_slabs
 from hpc_train.checkpoint.format.shard_layout import FileLayout, SavedTensor, gather_layouts, make_file_layout
 from hpc_train.checkpoint.provenance import Origin
-from hpc_train.checkpoint.save.save_step import commit_step, prepare_directory
+from hpc_train.checkpoint.save.commit_step import commit_step, prepare_directory
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory
 from hpc_train.checkpoint.storage.file_system import checksum_bytes, write_at_offset, write_durable_file
 from hpc_train.checkpoint.storage.lock import Lock, take_lock

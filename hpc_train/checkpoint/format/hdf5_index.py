@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from hpc_train.checkpoint.errors import CheckpointError, Problem, format_error
 from hpc_train.checkpoint.format.hdf5_layout import make_anonymous_file, open_hdf5
 from hpc_train.checkpoint.format.manifest import Manifest
-from hpc_train.checkpoint.storage.file_system import checksum_bytes, sync_directory, write_durable_file
-from hpc_train.regular_files import read_regular
+from hpc_train.checkpoint.storage.file_system import checksum_bytes, write_durable_file
+from hpc_train.regular_files import read_regular, sync_directory
 
 INDEX_FILE = "index.h5"
 MAX_INDEX_BYTES = 1 << 30

@@ -26,8 +26,8 @@ from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage, f
 from hpc_train.checkpoint.format.shard_layout import SingleShardTensors, StepLayout, find_single_shard_tensors
 from hpc_train.checkpoint.provenance import Origin, SaveTimes
 from hpc_train.checkpoint.storage.file_system import checksum_bytes
+from hpc_train.garbage_collection import pause_gc
 from hpc_train.regular_files import NotRegularError, is_plain_directory, read_regular
-from hpc_train.runtime.processes import pause_gc
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 5

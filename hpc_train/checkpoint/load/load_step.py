@@ -46,9 +46,9 @@ from hpc_train.checkpoint.storage.step_directory import (
 )
 from hpc_train.checkpoint.storage.step_selection import find_named_step, open_step
 from hpc_train.errors import UserError
+from hpc_train.garbage_collection import pause_gc
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.models.adapters.names import is_adapter_parameter
-from hpc_train.runtime.processes import pause_gc
 
 T = TypeVar("T")
 _BUDGET_BYTES = 1 << 40

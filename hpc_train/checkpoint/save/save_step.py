@@ -1,53 +1,40 @@
 """Save a step: every rank writes its shard file into a temporary directory, rank 0 commits them all by one rename.
 
-`stage_step` copies what this rank writes into host memory, `write_and_commit` does the rest; `save_step` does both.
+`stage_step` copies what this rank writes into host memory, a `StepWriter` does the rest; `save_step` does both.
 `LayoutCache` (layout_cache.py) spares a save from sending and encoding layouts that have not changed.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.checkpoint.format.hdf5_index import INDEX_FILE
-from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest
+from hpc_train.checkpoint.format.manifest import Manifest
 from hpc_train.checkpoint.provenance import Origin, SaveTimer, SaveTimes
 from hpc_train.checkpoint.rank_consensus import gather_and_decide
+from hpc_train.checkpoint.save.commit_step import commit_step, prepare_directory
 from hpc_train.checkpoint.save.layout_cache import FileUpdates, LayoutCache
 from hpc_train.checkpoint.save.shard_file import ShardStager, StagedShard, write_shard
 from hpc_train.checkpoint.save.writer_group import WriterGroup
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory
-from hpc_train.checkpoint.storage.file_system import (
-    WritePolicy,
-    checksum_bytes,
-    make_directory,
-    run_concurrently,
-    sync_directory,
-    write_durable_file,
-)
+from hpc_train.checkpoint.storage.file_system import WritePolicy
 from hpc_train.checkpoint.storage.lock import Lock
-from hpc_train.checkpoint.storage.retention import discard_step, make_token, sweep_leftovers
 from hpc_train.checkpoint.storage.step_directory import (
-    SHARDS_FOLDER,
     choose_sequence_number,
-    list_shard_folders,
     shard_file_name,
     step_path,
     uncommitted_path,
 )
 from hpc_train.errors import LostRanksError
+from hpc_train.garbage_collection import pause_gc
 from hpc_train.interfaces import TensorShard, World
-from hpc_train.runtime.processes import pause_gc
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -145,7 +132,8 @@ def save_step(
     A step that is already committed is replaced, because after a rollback the state of the same step may differ. At
     every moment either its old or its new form is readable.
     """
-    saved = write_and_commit(directory, stage_step(ShardStager(), step, shards, extra, fuse=True), world)
+    staged = stage_step(ShardStager(), step, shards, extra, fuse=True)
+    saved = StepWriter(directory, world).write_and_commit(staged)
     saved.wait()
     return saved
 
@@ -190,62 +178,6 @@ def _check_shards(shards: Iterable[TensorShard]) -> Iterable[TensorShard]:
         yield shard
 
 
-def write_and_commit(
-    directory: Path,
-    staged: StagedStep,
-    world: World | None,
-    group: dist.ProcessGroup | None = None,
-    storage: CheckpointDirectory | None = None,
-    lock: Lock | None = None,
-    writers: WriterGroup | None = None,
-    cache: LayoutCache | None = None,
-) -> SaveResult:
-    """Write and commit what every rank has staged. A collective. A failed save is returned, not raised.
-
-    group: process group of the saves, if other collectives of the same ranks may run at the same time.
-    storage: checks and prepares the directory; only rank 0's is used.
-    lock: rank 0's lock; if it was lost, nothing is committed.
-    writers: which ranks share files or take turns; with shared files the ranks have staged sections.
-    cache: layouts of the save before.
-    A lost rank fails the save like any other error, and sets `lost`.
-    """
-    path = step_path(directory, staged.step)
-    timer, staged, temporary = SaveTimer(staged.started), complete_copy(staged), None
-    cache, rank = cache or LayoutCache(), world.rank if world is not None else 0
-    timer.lap("copy")
-    try:
-        # Two meetings of all ranks, no more: one before the first byte is written, one after the last. In each, rank 0
-        # either decides for all or all get the same error.
-        token, policy = gather_and_decide(
-            world,
-            lambda: _count_needed_bytes(staged),
-            lambda needs: prepare_directory(
-                path, writers.sum_by_file(needs) if writers else needs, storage or CheckpointDirectory(), lock
-            ),
-            group,
-        )
-        temporary = uncommitted_path(path, "tmp", token)
-        timer.lap("prepare")
-        size, shared, warning = gather_and_decide(
-            world,
-            lambda: _write_and_report(temporary, rank, staged, policy, writers, cache),
-            lambda ranks: _commit(
-                temporary, path, _make_manifest(directory, staged, ranks, timer, cache), lock, ranks, cache
-            ),
-            group,
-        )
-        cache.confirm_sent()
-    except (CheckpointError, LostRanksError) as error:
-        if temporary is not None and rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        # Returned, not raised: a training goes on without this checkpoint, and its next save may succeed.
-        failed = CheckpointError(f"checkpoint step {staged.step} was not saved in {directory}: {error}")
-        lost, seconds = isinstance(error, LostRanksError), time.monotonic() - staged.started
-        return SaveResult(staged.step, path, 0, seconds, staged.total_stall, failed, lost)
-    times, seconds, stall = timer.committed(), time.monotonic() - staged.started, staged.total_stall
-    return SaveResult(staged.step, path, size, seconds, stall, shared=shared, warning=warning, times=times)
-
-
 def complete_copy(staged: StagedStep) -> StagedStep:
     """Complete a copy that overlaps the training, in the thread of the save; returns the step, with any failure."""
     try:
@@ -263,59 +195,6 @@ def _count_needed_bytes(staged: StagedStep) -> int:
     if staged.changes is not None:
         return staged.changes.size
     return staged.shard.size if staged.shard is not None else 0
-
-
-def prepare_directory(
-    path: Path, needs: list[int], storage: CheckpointDirectory, lock: Lock | None = None
-) -> tuple[str, WritePolicy]:
-    """Make the temporary directory of a step and its folders on rank 0; returns (its token, write policy).
-
-    needs: bytes of every file. Raises CheckpointError, and makes nothing, if there is no room for them.
-    """
-    directory, token = path.parent, make_token()
-    make_directory(directory)
-    if lock is not None:
-        lock.check()
-    # Before the check of free space: what a dead save left behind may be what fills the disk.
-    sweep_leftovers(directory, sole=lock is not None)
-    system = storage.check_space(directory, needs)
-    temporary = uncommitted_path(path, "tmp", token)
-    try:
-        policy = storage.make_step(temporary, temporary / SHARDS_FOLDER, system, needs)
-        for folder in list_shard_folders(len(needs)):
-            (temporary / folder).mkdir(mode=0o700)
-    except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return token, policy
-
-
-def _write_and_report(
-    temporary: Path, rank: int, staged: StagedStep, policy: WritePolicy, writers: WriterGroup | None, cache: LayoutCache
-) -> WrittenShard:
-    """Write this rank's files; returns its report when it is certain that no tensor changed during the copy."""
-    started = time.monotonic()
-    # An error here is an exception of this rank only; gather_and_decide brings it to all others.
-    written = _write_in_turn(temporary, rank, staged, policy, writers)
-    seconds = time.monotonic() - started
-    if staged.shard is not None and staged.shard.copy is not None:
-        staged.shard.copy.confirm()
-    return written._replace(files=cache.omit_unchanged(written.files), seconds=seconds)
-
-
-def _write_in_turn(
-    temporary: Path, rank: int, staged: StagedStep, policy: WritePolicy, writers: WriterGroup | None
-) -> WrittenShard:
-    """Write this rank's files, or its section of a shared file, when it is its turn."""
-    if writers is None:
-        return _write_own_files(temporary, rank, staged, policy)
-    if writers.shared_file is None:
-        return writers.write_turns.run(lambda: _write_own_files(temporary, rank, staged, policy), writers.group)
-    # The search for NaN runs in a thread beside the write, since both only read the image.
-    with ThreadPoolExecutor(1) as pool:
-        finite = pool.submit(lambda: staged.shard is None or staged.shard.is_finite())
-        files = writers.shared_file.write(temporary, writers.file_name, staged.shard, policy, writers.write_turns)
-        return WrittenShard(files, finite.result())
 
 
 def _write_own_files(temporary: Path, rank: int, staged: StagedStep, policy: WritePolicy) -> WrittenShard:
@@ -338,84 +217,109 @@ def _write_own_files(temporary: Path, rank: int, staged: StagedStep, policy: Wri
         return WrittenShard(files, finite.result(), changes.warning)
 
 
-def _make_manifest(
-    directory: Path, staged: StagedStep, ranks: list[WrittenShard], timer: SaveTimer, cache: LayoutCache
-) -> Manifest:
-    """On rank 0, describe the step from what all ranks have written."""
-    files = cache.restore_unchanged([written.files for written in ranks])
-    loss = staged.validation_loss
-    return Manifest(
-        staged.step,
-        choose_sequence_number(directory),
-        len(ranks),
-        cache.build_step_layout([layout for _, layout in files]),
-        tuple(file for file, _ in files),
-        staged.extra,
-        staged.finite and all(written.finite for written in ranks),
-        loss if loss is not None and isfinite(loss) else None,
-        staged.origin,
-        timer.all_written(staged.total_stall, [written.seconds for written in ranks]),
-    )
+@dataclass
+class StepWriter:
+    """Writes and commits what the ranks have staged, one step after the other. Every rank makes the same calls."""
 
+    directory: Path
+    world: World | None
+    group: dist.ProcessGroup | None = None
+    """Process group of the saves, if other collectives of the same ranks may run at the same time."""
+    storage: CheckpointDirectory = field(default_factory=CheckpointDirectory)
+    """Checks and prepares the directory; only rank 0's is used."""
+    lock: Lock | None = None
+    """Rank 0's lock; if it was lost, nothing is committed."""
+    writers: WriterGroup | None = None
+    """Which ranks share files or take turns; with shared files the ranks have staged sections."""
+    cache: LayoutCache = field(default_factory=LayoutCache)
+    """Layouts of the save before."""
 
-def _commit(
-    temporary: Path, path: Path, manifest: Manifest, lock: Lock | None, ranks: list[WrittenShard], cache: LayoutCache
-) -> tuple[int, int, str | None]:
-    """Commit the step on rank 0; returns (bytes, bytes of shared files, warning) for SaveResult."""
-    size = commit_step(temporary, path, manifest, lock, cache)
-    cache.confirm_received()
-    return size, manifest.shared, next((written.warning for written in ranks if written.warning), None)
+    def write_and_commit(self, staged: StagedStep) -> SaveResult:
+        """Write and commit a step. A collective. A failed save is returned, not raised.
 
+        A lost rank fails the save like any other error, and sets `lost`.
+        """
+        path = step_path(self.directory, staged.step)
+        timer, staged, temporary = SaveTimer(staged.started), complete_copy(staged), None
+        timer.lap("copy")
+        try:
+            # Two meetings of all ranks, no more: one before the first byte is written, one after the last. In each,
+            # rank 0 either decides for all or all get the same error.
+            token, policy = gather_and_decide(
+                self.world,
+                lambda: _count_needed_bytes(staged),
+                lambda needs: prepare_directory(
+                    path, self.writers.sum_by_file(needs) if self.writers else needs, self.storage, self.lock
+                ),
+                self.group,
+            )
+            temporary = uncommitted_path(path, "tmp", token)
+            timer.lap("prepare")
+            size, shared, warning = gather_and_decide(
+                self.world,
+                lambda: self._write_and_report(temporary, staged, policy),
+                lambda ranks: self._commit(temporary, path, self._make_manifest(staged, ranks, timer), ranks),
+                self.group,
+            )
+            self.cache.confirm_sent()
+        except (CheckpointError, LostRanksError) as error:
+            if temporary is not None and self._rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            # Returned, not raised: a training goes on without this checkpoint, and its next save may succeed.
+            failed = CheckpointError(f"checkpoint step {staged.step} was not saved in {self.directory}: {error}")
+            lost, seconds = isinstance(error, LostRanksError), time.monotonic() - staged.started
+            return SaveResult(staged.step, path, 0, seconds, staged.total_stall, failed, lost)
+        times, seconds, stall = timer.committed(), time.monotonic() - staged.started, staged.total_stall
+        return SaveResult(staged.step, path, size, seconds, stall, shared=shared, warning=warning, times=times)
 
-def commit_step(
-    temporary: Path, path: Path, manifest: Manifest, lock: Lock | None = None, cache: LayoutCache | None = None
-) -> int:
-    """Commit a step on rank 0, when every shard file is on the disk. Returns the bytes of all shard files."""
-    cache = cache or LayoutCache()
-    index = cache.encode_index(manifest)
-    text = cache.encode_manifest(replace(manifest, index=checksum_bytes(index)))
-    writes = [
-        partial(write_durable_file, temporary / name, data)
-        for name, data in ((MANIFEST_FILE, text), (INDEX_FILE, index))
-    ]
-    # Everything inside the directory must be on the disk before its name says that the step is committed: first files
-    # and their folders, then the directory itself, and only then the rename. Its parent is synchronised last, so that
-    # the new name survives a power failure.
-    folders = sorted({temporary / SHARDS_FOLDER, *((temporary / file.name).parent for file in manifest.files)})
-    run_concurrently(writes + [partial(sync_directory, folder) for folder in folders])
-    sync_directory(temporary)
-    if lock is not None:
-        lock.check()  # as late as possible: a new owner of the lock may have committed this very step
-    # lexists: also for a dangling link
-    replaced = uncommitted_path(path, "old", make_token()) if os.path.lexists(path) else None
-    # An existing step is renamed first and removed only after the commit: rename cannot replace a directory with files.
-    inode = _read_inode(temporary)
-    try:
-        if replaced:
-            path.rename(replaced)
-        temporary.rename(path)
-        sync_directory(path.parent)
-    except OSError:
-        _undo_renames(temporary, path, replaced, inode)
-        raise
-    if replaced:
-        discard_step(replaced)
-    return manifest.size
+    @property
+    def _rank(self) -> int:
+        return self.world.rank if self.world is not None else 0
 
+    def _write_and_report(self, temporary: Path, staged: StagedStep, policy: WritePolicy) -> WrittenShard:
+        """Write this rank's files; returns its report when it is certain that no tensor changed during the copy."""
+        started = time.monotonic()
+        # An error here is an exception of this rank only; gather_and_decide brings it to all others.
+        written = self._write_in_turn(temporary, staged, policy)
+        seconds = time.monotonic() - started
+        if staged.shard is not None and staged.shard.copy is not None:
+            staged.shard.copy.confirm()
+        return written._replace(files=self.cache.omit_unchanged(written.files), seconds=seconds)
 
-def _read_inode(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_dev, status.st_ino
+    def _write_in_turn(self, temporary: Path, staged: StagedStep, policy: WritePolicy) -> WrittenShard:
+        """Write this rank's files, or its section of a shared file, when it is its turn."""
+        writers, rank = self.writers, self._rank
+        if writers is None:
+            return _write_own_files(temporary, rank, staged, policy)
+        if writers.shared_file is None:
+            return writers.write_turns.run(lambda: _write_own_files(temporary, rank, staged, policy), writers.group)
+        # The search for NaN runs in a thread beside the write, since both only read the image.
+        with ThreadPoolExecutor(1) as pool:
+            finite = pool.submit(lambda: staged.shard is None or staged.shard.is_finite())
+            files = writers.shared_file.write(temporary, writers.file_name, staged.shard, policy, writers.write_turns)
+            return WrittenShard(files, finite.result())
 
+    def _make_manifest(self, staged: StagedStep, ranks: list[WrittenShard], timer: SaveTimer) -> Manifest:
+        """On rank 0, describe the step from what all ranks have written."""
+        files = self.cache.restore_unchanged([written.files for written in ranks])
+        loss = staged.validation_loss
+        return Manifest(
+            staged.step,
+            choose_sequence_number(self.directory),
+            len(ranks),
+            self.cache.build_step_layout([layout for _, layout in files]),
+            tuple(file for file, _ in files),
+            staged.extra,
+            staged.finite and all(written.finite for written in ranks),
+            loss if loss is not None and isfinite(loss) else None,
+            staged.origin,
+            timer.all_written(staged.total_stall, [written.seconds for written in ranks]),
+        )
 
-def _undo_renames(temporary: Path, path: Path, replaced: Path | None, inode: tuple[int, int]) -> None:
-    """Rename everything back, so that an error means that nothing was committed.
-
-    inode: of the directory that was to be committed. A directory of that name with another inode was committed by a new
-    owner of the lock, and stays.
-    """
-    with suppress(OSError):
-        if path.exists() and not temporary.exists() and _read_inode(path) == inode:
-            path.rename(temporary)
-        if replaced and replaced.exists():
-            replaced.rename(path)
+    def _commit(
+        self, temporary: Path, path: Path, manifest: Manifest, ranks: list[WrittenShard]
+    ) -> tuple[int, int, str | None]:
+        """Commit the step on rank 0; returns (bytes, bytes of shared files, warning) for SaveResult."""
+        size = commit_step(temporary, path, manifest, self.lock, self.cache)
+        self.cache.confirm_received()
+        return size, manifest.shared, next((written.warning for written in ranks if written.warning), None)

@@ -28,7 +28,7 @@ from hpc_train.checkpoint.provenance import Origin
 from hpc_train.checkpoint.save.incremental import IncrementalWriter
 from hpc_train.checkpoint.save.layout_cache import LayoutCache
 from hpc_train.checkpoint.save.local_stage import LocalFile, LocalStage
-from hpc_train.checkpoint.save.save_step import SaveResult, StagedStep, complete_copy, stage_step, write_and_commit
+from hpc_train.checkpoint.save.save_step import SaveResult, StagedStep, StepWriter, complete_copy, stage_step
 from hpc_train.checkpoint.save.shard_file import ShardStager
 from hpc_train.checkpoint.save.shared_file import make_section
 from hpc_train.checkpoint.save.tensor_copy import TensorCopy
@@ -248,16 +248,9 @@ class Saver:
             except Exception as error:  # raised on all ranks when they meet
                 staged = replace(staged, failure=error)
         try:
-            saved = write_and_commit(
-                self.directory,
-                staged,
-                self.world,
-                self._group,
-                self.storage,
-                self.lock,
-                self._writers,
-                self._layout_cache,
-            )
+            saved = StepWriter(
+                self.directory, self.world, self._group, self.storage, self.lock, self._writers, self._layout_cache
+            ).write_and_commit(staged)
         finally:
             if staged.shard is not None and isinstance(staged.shard.image, LocalFile):
                 staged.shard.image.close()

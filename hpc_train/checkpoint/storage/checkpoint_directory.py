@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_train.checkpoint.storage.file_system import (
-    MOUNTINFO,
     FileSystem,
     WritePolicy,
     check_free_space,
@@ -26,6 +25,7 @@ from hpc_train.checkpoint.storage.stripe_layout import (
     count_stripe_round_bytes,
     list_step_layouts,
 )
+from hpc_train.cluster.filesystems import MOUNT_TABLE
 from hpc_train.config.train import LustreConfig
 
 _log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class CheckpointDirectory:
     io: str = "auto"
     """How files are written: auto, direct or buffered."""
     striper: LustreStriper = field(default_factory=LustreStriper)
-    mounts: Path = MOUNTINFO
+    mounts: Path = MOUNT_TABLE
     magic: Callable[[Path], int] = read_magic_number
     """Returns the magic number of the file system of a directory."""
     _policy: WritePolicy | None = None

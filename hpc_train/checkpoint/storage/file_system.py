@@ -19,7 +19,8 @@ from pathlib import Path
 import xxhash
 
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.cluster.filesystems import decode_escapes
+from hpc_train.cluster.filesystems import MOUNT_TABLE, Mount, find_mount
+from hpc_train.regular_files import sync_directory, sync_file
 from hpc_train.units import format_bytes
 
 CHECKSUM_ALGORITHM = "xxh3_128"
@@ -73,22 +74,11 @@ def run_concurrently(calls: Sequence[Callable[[], object]]) -> None:
             future.result()
 
 
-def sync_directory(path: Path) -> None:
-    """Synchronise the entries of a directory, if the file system can (some refuse with EINVAL)."""
-    with open_descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
-
-
 def sync_tree(path: Path) -> None:
     """Synchronise all files below a directory, and the directories, bottom up."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
-            with open_descriptor(Path(folder) / name, os.O_RDONLY) as descriptor:
-                os.fsync(descriptor)
+            sync_file(Path(folder) / name)
         sync_directory(Path(folder))
 
 
@@ -114,7 +104,6 @@ def checksum_bytes(*parts: bytes) -> str:
     return f"{CHECKSUM_ALGORITHM}:{state.hexdigest()}"
 
 
-MOUNTINFO = Path("/proc/self/mountinfo")
 LUSTRE_MAGIC = 0x0BD00BD0
 """LL_SUPER_MAGIC of lustre_user.h, which statfs(2) gives as f_type."""
 _KINDS = {
@@ -140,17 +129,6 @@ _KINDS = {
 """Magic numbers from statfs(2), linux/magic.h and the headers of file systems outside the kernel."""
 _STATFS_BYTES = 256
 """More than struct statfs has on any machine."""
-
-
-@dataclass(frozen=True)
-class Mount:
-    """A line of /proc/self/mountinfo (proc_pid_mountinfo(5))."""
-
-    point: Path
-    type: str
-    source: str
-    options: tuple[str, ...]
-    """Options of the mount and of the file system."""
 
 
 @dataclass(frozen=True)
@@ -193,14 +171,14 @@ def read_magic_number(directory: Path) -> int:
 
 
 def detect_file_system(
-    directory: Path, mounts: Path = MOUNTINFO, magic: Callable[[Path], int] = read_magic_number
+    directory: Path, mounts: Path = MOUNT_TABLE, magic: Callable[[Path], int] = read_magic_number
 ) -> FileSystem:
     """Detect the file system of an existing directory. Raises OSError.
 
     mounts: a table in the form of /proc/self/mountinfo. magic: returns the magic number of a directory.
     """
     number = magic(directory)
-    mount = find_mount(directory, mounts)
+    mount = find_mount(directory, mounts) or Mount(Path("/"), "unknown", "unknown", ())
     space = os.statvfs(directory)
     return FileSystem(
         kind=_name_kind(number, mount.type),
@@ -210,26 +188,6 @@ def detect_file_system(
         free_bytes=space.f_bavail * space.f_frsize,
         free_files=space.f_favail if space.f_files else None,
     )
-
-
-def find_mount(directory: Path, mounts: Path = MOUNTINFO) -> Mount:
-    """Return the mount of a directory: the longest mount point above it, the last of equal ones. Raises OSError."""
-    where = directory.resolve()
-    lines = mounts.read_text(errors="surrogateescape").splitlines()
-    above = [mount for line in lines if (mount := _parse_mount(line)) and where.is_relative_to(mount.point)]
-    longest = max((len(mount.point.parts) for mount in above), default=0)
-    mounts_above = [mount for mount in above if len(mount.point.parts) == longest]
-    return mounts_above[-1] if mounts_above else Mount(Path("/"), "unknown", "unknown", ())
-
-
-def _parse_mount(line: str) -> Mount | None:
-    """Parse a line of the table; None if it is malformed."""
-    fields, separator, rest = line.partition(" - ")
-    first, last = fields.split(), rest.split()
-    if not separator or len(first) < 6 or len(last) < 2:
-        return None
-    options = tuple(dict.fromkeys(",".join([first[5], *last[2:3]]).split(",")))  # of the mount, of the file system
-    return Mount(Path(decode_escapes(first[4])), last[0], decode_escapes(last[1]), options)
 
 
 def _name_kind(number: int, mounted_as: str) -> str:

@@ -25,12 +25,16 @@ from pathlib import Path
 
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.rank_consensus import run_on_rank_0
-from hpc_train.checkpoint.storage.file_system import make_directory, open_descriptor, write_at_offset
+from hpc_train.checkpoint.storage.file_system import (
+    make_directory,
+    write_at_offset,
+    write_durable_file,
+)
 from hpc_train.checkpoint.storage.retention import withdraw_unfinished
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
+from hpc_train.processes import identify_machine, read_start_time
 from hpc_train.regular_files import NotRegularError, read_regular
-from hpc_train.runtime.processes import identify_machine, read_start_time
 
 LOCK_FILE = "lock"
 HEARTBEAT_SECONDS = 10.0
@@ -226,7 +230,7 @@ def _create(path: Path, owner: LockOwner) -> bool:
     """
     text, private = encode_lock(owner), path.with_name(f".{LOCK_FILE}-{owner.token}")
     try:
-        _write(private, text)
+        write_durable_file(private, text)
         os.link(private, path)
     except FileExistsError:
         return _is_linked(private)  # a network file system may repeat a request that had succeeded
@@ -251,16 +255,10 @@ def _remove_leftovers(directory: Path) -> None:
 
 def _create_exclusively(path: Path, text: bytes) -> bool:
     try:
-        _write(path, text)
+        write_durable_file(path, text)
     except FileExistsError:
         return False
     return True
-
-
-def _write(path: Path, text: bytes) -> None:
-    with open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-        write_at_offset(descriptor, memoryview(text), 0)
-        os.fsync(descriptor)
 
 
 def _is_linked(private: Path) -> bool:

@@ -27,12 +27,12 @@ from hpc_train.checkpoint.storage.stripe_layout import (
     StripeLayout,
     format_setstripe_arguments,
 )
+from hpc_train.units import BYTES_OF_SUFFIX
 
 _PAIR = re.compile(r"([A-Za-z_.]+):\s*(\{|\S*)")
 _ROW = re.compile(r"\s*(\d+)\s+\d+\s+0x[0-9a-f]+\s+(?:0x[0-9a-f]+|\d+)\s*\*?\s*")
 """A row of objects: obdidx, objid (decimal and hexadecimal), group, and a mark at the OST that was asked for."""
 _OST = re.compile(r"l_ost_idx:\s*(\d+)")
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _FIELDS = {
     "lmm_stripe_count": "count",
     "lmm_stripe_size": "size",
@@ -136,7 +136,7 @@ def _number(text: str) -> int:
     match = re.fullmatch(r"(-?\d+)([KMGT]?)", text)
     if not match:
         raise ValueError(f"{text!r} is not a number")
-    value = int(match[1]) * _UNITS[match[2]]
+    value = int(match[1]) * BYTES_OF_SUFFIX[match[2]]
     # Stripe counts are unsigned on the disk; all bits set means all OSTs.
     return -1 if value in (0xFFFF, 0xFFFFFFFF) else value
 

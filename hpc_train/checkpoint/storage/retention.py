@@ -20,10 +20,9 @@ from stat import S_ISREG
 
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
 from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
-from hpc_train.checkpoint.storage.file_system import sync_directory
 from hpc_train.checkpoint.storage.step_directory import explain_bad_step, find_steps, parse_step, uncommitted_path
-from hpc_train.regular_files import is_plain_directory
-from hpc_train.runtime.processes import identify_machine, is_process_id_used
+from hpc_train.processes import identify_machine, is_process_id_used
+from hpc_train.regular_files import is_plain_directory, sync_directory
 
 _log = logging.getLogger(__name__)
 _LEFTOVER = re.compile(r"step-[0-9]+\.(tmp|trash)-(.+)")

@@ -23,10 +23,9 @@ from typing import Any
 from hpc_train.checkpoint.errors import CheckpointError, UnreadableError
 from hpc_train.checkpoint.format.integer_columns import LARGEST_INTEGER
 from hpc_train.checkpoint.format.manifest import MANIFEST_FILE, Manifest, read_manifest, read_sequence
-from hpc_train.checkpoint.storage.file_system import sync_directory, write_durable_file
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
-from hpc_train.regular_files import NotRegularError, read_regular
+from hpc_train.regular_files import NotRegularError, read_regular, replace_file, sync_directory
 
 _log = logging.getLogger(__name__)
 _MOST_REMEMBERED = 1000
@@ -216,12 +215,8 @@ def mark_bad(directory: Path, step: int, why: str) -> None:
     Raises UserError if there is no such step, CheckpointError if the mark cannot be written.
     """
     path = locate_step(directory, step)
-    beside = path / f".{BAD_MARK_FILE}-{os.getpid()}"
     try:
-        beside.unlink(missing_ok=True)
-        write_durable_file(beside, (" ".join(why.split()) + "\n").encode())
-        beside.replace(path / BAD_MARK_FILE)
-        sync_directory(path)
+        replace_file(path / BAD_MARK_FILE, " ".join(why.split()) + "\n", sync=True)
     except OSError as error:
         raise CheckpointError(f"checkpoint step {step} in {directory} was not marked: {error.strerror}") from error
 

@@ -18,7 +18,7 @@ from hpc_train.launch.state.merged_lines import AttemptLogs, FoldedLine, LineFil
 from hpc_train.launch.state.run_lookup import find_points, require_single
 from hpc_train.terminal import escape_controls, one_line
 from hpc_train.training.records.warning_files import read_warnings
-from hpc_train.units import format_seconds
+from hpc_train.units import format_ranges, format_seconds
 
 _MOST_RANGES = 8
 """Ranges of ranks that a line lists."""
@@ -108,26 +108,14 @@ class _Layout:
         line, number = folded.line, len(folded.ranks)
         clock = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f")[:-3] if line.measured else " " * 12
         source = f"x {number} ranks" if number > 1 else f"rank {folded.ranks[0]}"
-        which = f"  [{_list_ranks(folded.ranks)}]" if 1 < number < self._all else ""
+        which = f"  [{format_ranges(folded.ranks, _MOST_RANGES)}]" if 1 < number < self._all else ""
         step = f"step {line.step}" if line.step is not None else ""
         text = escape_controls(line.message).replace("\n", "\\n")
         return f"{clock}  {source:<{self._width}}  {step:<9}  {line.level:<7}  {text}{which}".rstrip() + "\n"
 
 
-def _list_ranks(ranks: Sequence[int]) -> str:
-    """List ranks as 0-3,7."""
-    ranges: list[list[int]] = []
-    for rank in sorted(ranks):
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    text = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges[:_MOST_RANGES])
-    return f"{text}{',...' if len(ranges) > _MOST_RANGES else ''}"
-
-
 def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_list_ranks(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks, _MOST_RANGES)}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -88,9 +88,9 @@ def profile_new_run(
     words: Sequence[str], config_dir: str | None, steps: str, ranks: list[int], rows: int, as_json: bool
 ) -> int:
     """Train on this machine up to the last of these steps, and print what they went into; returns the exit code."""
-    from hpc_train.runtime import processes
+    from hpc_train.runtime import stop_request
 
-    request = processes.install_stop_handlers()  # before the slow imports: see `train`
+    request = stop_request.install_stop_handlers()  # before the slow imports: see `train`
     from hpc_train.cli.output import TERMINAL
     from hpc_train.config.compose import compose
     from hpc_train.config.profile import parse_steps

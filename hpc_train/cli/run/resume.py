@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hpc_train.cli.output import TERMINAL, print_json
 from hpc_train.errors import EXIT_DONE
 from hpc_train.launch.resume import READ_ONLY, Resubmission, ResumeCandidate, read_candidates, resume_runs
-from hpc_train.runtime.processes import StopRequest
+from hpc_train.runtime.stop_request import StopRequest
 
 
 def resume_command(target: str, mode: str, as_json: bool, stop: StopRequest) -> int:

@@ -166,10 +166,10 @@ def add_resume(command: argparse.ArgumentParser) -> None:
 
 
 def _resume(args: argparse.Namespace) -> int:
-    from hpc_train.runtime import processes
+    from hpc_train.runtime import stop_request
 
     # Before the slow imports, so that a SIGTERM that arrives during them is not lost.
-    request = processes.install_stop_handlers()
+    request = stop_request.install_stop_handlers()
     from hpc_train.cli.run.resume import resume_command
 
     return resume_command(args.target, args.mode, args.json, request)

@@ -6,10 +6,8 @@ The package's docstring says how to add one.
 from __future__ import annotations
 
 import codecs
-import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +40,7 @@ from hpc_train.cluster.readers.slurm.topology_yaml import (
 )
 from hpc_train.cluster.spec import Cluster
 from hpc_train.errors import UserError
+from hpc_train.garbage_collection import pause_gc
 from hpc_train.regular_files import NotRegularError, open_to_read
 
 MAX_FILE_BYTES = 128 << 20
@@ -114,23 +113,9 @@ def read_topology_text(text: str, name: str, format: str | None = None) -> Clust
     if len(text) > chosen[0].largest:
         limit = chosen[0].largest >> 20
         raise UserError(f"{name}: {len(text) >> 20} MiB that look like {chosen[0].name}; expected at most {limit} MiB")
-    with _without_collector():
+    # Readers make no reference cycles, and a collection would look through the millions of records of a large fabric.
+    with pause_gc():
         return chosen[0].read(text, name)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Pause the collector of reference cycles.
-
-    Readers make none, and it would look through the millions of records of a large fabric again and again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _find_formats(text: str) -> list[TopologyFormat]:

@@ -7,7 +7,6 @@ one rename: a part without it is tokenized again.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import multiprocessing
@@ -30,8 +29,8 @@ from hpc_train.data.corpus.tokenize import LeftOut, Tokenization, tokenize_part
 from hpc_train.data.token_store import VERSION, TokenBlock, choose_token_dtype
 from hpc_train.data.tokenizers.tokenizer import restore_tokenizer
 from hpc_train.errors import UserError
-
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+from hpc_train.processes import signal_at_parent_end
+from hpc_train.regular_files import sync_file
 
 
 class Progress(Protocol):
@@ -119,7 +118,8 @@ class PartFile:
             beside[self.starts].write_bytes(np.concatenate(starts).tobytes())
             beside[self.commit].write_text(json.dumps({"tokens": length, **asdict(left_out)}))
             for path, temporary in beside.items():  # the commit is the last one
-                _sync_file(temporary)
+                with suppress(OSError):
+                    sync_file(temporary)
                 temporary.replace(path)
         finally:
             for temporary in beside.values():
@@ -198,7 +198,7 @@ _worker: list[Tokenization] = []
 
 
 def _start_worker(recipe: TokenizationRecipe) -> None:
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+    signal_at_parent_end(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which then ends this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker[:] = [recipe.make()]
@@ -233,14 +233,5 @@ def open_parts_folder(out: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpc_train.data.store_file import IMAGE_STORE, compute_digest, map_dataset, open_store, publish_file
+from hpc_train.data.store_file import IMAGE_STORE, compute_digest, map_dataset, open_store
 from hpc_train.errors import UserError
+from hpc_train.regular_files import publish_file
 
 VERSION = IMAGE_STORE.version
 IMAGES = "images"
@@ -82,7 +83,7 @@ def write_image_store(
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(sizes, np.int64))])
     state = xxhash.xxh3_128()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with publish_file(path) as temporary, h5py.File(temporary, "w", locking=False) as file:
+    with publish_file(path, sync=True) as temporary, h5py.File(temporary, "w", locking=False) as file:
         file.attrs["format"], file.attrs["version"], file.attrs["source"] = IMAGE_STORE.format, VERSION, source
         target = file.create_dataset(IMAGES, (int(offsets[-1]),), np.uint8)
         for number, image in enumerate(images):

@@ -12,7 +12,6 @@ import pickle
 import shlex
 import stat
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import cloudpickle
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpc_train.errors import UserError
-from hpc_train.regular_files import open_to_read
+from hpc_train.regular_files import open_to_read, write_private_file
 
 ELEMENT_VARIABLE = "HPC_TRAIN_ELEMENT"
 """Which of the elements that share one call this process belongs to."""
@@ -83,21 +82,8 @@ def pickle_value(value: Any) -> bytes:
 
 
 def save_pickle(value: Any, path: Path) -> None:
-    """Replace `path` by the pickle of a value."""
-    write_private(pickle_value(value), path)
-
-
-def write_private(data: bytes, path: Path) -> None:
-    """Replace `path` by a file with `data`, mode 0600."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        # Private from the first moment: the file is a pickle, which whoever reads it executes.
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    """Replace `path` by the pickle of a value; private, because whoever reads a pickle executes it."""
+    write_private_file(path, pickle_value(value))
 
 
 def load_pickle(path: Path) -> Any:

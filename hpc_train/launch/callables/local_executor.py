@@ -27,12 +27,12 @@ from hpc_train.launch.callables.calls import (
     make_private_folder,
     make_worker_command,
     pickle_value,
-    write_private,
 )
 from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, requeue_marker_name
 from hpc_train.launch.local.node_sharing import list_visible_gpus, make_gpu_share_environment
 from hpc_train.launch.local.process_pool import ProcessPool
-from hpc_train.runtime.processes import block_stop_signals
+from hpc_train.regular_files import write_private_file
+from hpc_train.runtime.stop_request import block_stop_signals
 
 
 def count_fitting_jobs(ranks: int, gpus: int | None, visible: Sequence[str] = ()) -> int:
@@ -90,7 +90,7 @@ class LocalCallExecutor(LocalExecutor):
         data = self._pickle_call(DelayedSubmission(call))
         base = _new_job_id()
         shared = JobPaths(self.folder, base).submitted_pickle
-        write_private(data, shared)
+        write_private_file(shared, data)
         return [
             self._queue_job(f"{base}{index:06d}", {ELEMENT_VARIABLE: str(index), SHARED_CALL_VARIABLE: str(shared)})
             for index in range(count)
@@ -102,7 +102,7 @@ class LocalCallExecutor(LocalExecutor):
             job_id = f"{_new_job_id()}000000"
             paths = JobPaths(self.folder, job_id)
             make_private_folder(paths.folder)
-            write_private(data, paths.submitted_pickle)
+            write_private_file(paths.submitted_pickle, data)
             jobs.append(self._queue_job(job_id, {}))
         return jobs
 

@@ -25,7 +25,6 @@ from hpc_train.launch.callables.calls import (
     make_private_folder,
     make_worker_command,
     pickle_value,
-    write_private,
 )
 from hpc_train.launch.slurm.batch_script import END_TOGETHER, checked_lines, shell_functions
 from hpc_train.launch.slurm.sbatch import explain_refusal
@@ -37,6 +36,7 @@ from hpc_train.launch.slurm.slurm_cli import (
     run_client,
     split_evenly,
 )
+from hpc_train.regular_files import write_private_file
 
 _PATH_TAGS = ("%j", "%t", "%A", "%a")
 """Parts of a folder's name for which submitit puts the job, the rank, the array and the element."""
@@ -163,7 +163,7 @@ class SlurmCallExecutor(SlurmExecutor):
 
     def _write_call(self, data: bytes, paths: JobPaths) -> None:
         self._submitted.files.append(paths.submitted_pickle)
-        write_private(data, paths.submitted_pickle)
+        write_private_file(paths.submitted_pickle, data)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -180,7 +180,7 @@ class SlurmCallExecutor(SlurmExecutor):
         """Hand the script to sbatch, in the environment that the job gets. Raises UserError with its reason."""
         path = self.folder / f"script-{uuid.uuid4().hex}.sh"
         self._submitted.files.append(path)
-        write_private(self._make_submission_file_text(command, "").encode(), path)
+        write_private_file(path, self._make_submission_file_text(command, ""))
         try:
             output = utils.CommandFunction(self._make_submission_command(path), verbose=False, env=self._environment)()
         except FailedJobError as refused:

@@ -25,7 +25,7 @@ from hpc_train.config.compose import explain_error, register
 from hpc_train.config.plain_config import config_from_dict
 from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.launch.command_output import CommandOutput
-from hpc_train.runtime import processes
+from hpc_train.runtime import stop_request
 
 __all__ = ["register", "train"]
 _RUN = "run"
@@ -40,10 +40,10 @@ def train(config: DictConfig) -> float:
     container = _resolve(config)
     container["run_dir"] = str(container.get("run_dir") or Path(HydraConfig.get().runtime.output_dir) / _RUN)
     logging.getLogger("hpc_train").setLevel(logging.INFO)
-    before = {number: signal.getsignal(number) for number in (*processes.STOP_SIGNALS, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (*stop_request.STOP_SIGNALS, signal.SIGINT)}
     try:
         # From now on the training loop acts on stop signals: it saves before it stops.
-        code = _train_ranks(container, processes.install_stop_handlers())
+        code = _train_ranks(container, stop_request.install_stop_handlers())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -62,7 +62,7 @@ def _resolve(config: DictConfig) -> dict[str, Any]:
     return container
 
 
-def _train_ranks(container: dict[str, Any], request: processes.StopRequest) -> int:
+def _train_ranks(container: dict[str, Any], request: stop_request.StopRequest) -> int:
     from hpc_train.launch.train import share_spec
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank

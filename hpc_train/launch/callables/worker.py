@@ -7,10 +7,10 @@ mistaken for one out of time.
 
 from __future__ import annotations
 
-from hpc_train.runtime import processes
+from hpc_train.runtime import stop_request
 
 _early_stop = (
-    processes.install_stop_handlers() if __name__ == "__main__" else processes.StopRequest()
+    stop_request.install_stop_handlers() if __name__ == "__main__" else stop_request.StopRequest()
 )  # before anything slow is imported
 
 import os  # noqa: E402
@@ -20,6 +20,7 @@ import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from hpc_train.errors import EXIT_FAILED, EXIT_REQUEUE, UserError  # noqa: E402
+from hpc_train.processes import signal_at_parent_end  # noqa: E402
 
 
 def main(folder: str) -> int:
@@ -35,7 +36,7 @@ def main(folder: str) -> int:
     env = submitit.JobEnvironment()
     paths, rank = env.paths, env.global_rank
     if env.cluster == "local":
-        processes.signal_at_parent_end(signal.SIGTERM)
+        signal_at_parent_end(signal.SIGTERM)
     try:
         delayed = load_pickle(wait_for_file(lambda: calls.find_submitted_pickle(paths)))
         stopper = StopSignalHandler(env, delayed)

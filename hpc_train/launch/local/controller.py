@@ -31,7 +31,7 @@ from hpc_train.launch.watching import (
     report_watch,
 )
 from hpc_train.resilience.notices import NoticeWatch
-from hpc_train.runtime.processes import STOP_SIGNALS, unblock_stop_signals
+from hpc_train.runtime.stop_request import STOP_SIGNALS, unblock_stop_signals
 from hpc_train.training.records.run_records import LOSS_ALLOWED
 
 _GRACE_SECONDS = 2.0

@@ -9,7 +9,8 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
-from hpc_train.placement.node.cpu_binding import format_cpus, parse_cpus, read_processors, split_cpus
+from hpc_train.placement.node.cpu_binding import parse_cpus, read_processors, split_cpus
+from hpc_train.units import format_ranges
 
 SHARE_VARIABLE = "HPC_TRAIN_SHARE"
 """Environment variable `index/count/processors`: which of `count` points on these processors a rank belongs to."""
@@ -20,7 +21,7 @@ _GPU_NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 
 def format_share(index: int, count: int) -> str:
     """Return the value of SHARE_VARIABLE for a point on this machine."""
-    return f"{index}/{count}/{format_cpus(os.sched_getaffinity(0))}"
+    return f"{index}/{count}/{format_ranges(os.sched_getaffinity(0))}"
 
 
 def bind_to_share() -> frozenset[int]:

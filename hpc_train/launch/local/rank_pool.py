@@ -29,8 +29,8 @@ from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
 from hpc_train.launch.rank_entrypoint import main as run_task
 from hpc_train.launch.state.attempts import open_if_regular, write_attempt_marker
 from hpc_train.regular_files import parse_json_object
-from hpc_train.runtime.processes import StopRequest, block_stop_signals
 from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE
+from hpc_train.runtime.stop_request import StopRequest, block_stop_signals
 from hpc_train.terminal import one_line
 from hpc_train.training.records.reporter import Progress, make_progress
 from hpc_train.training.records.warning_files import NewWarnings, describe_record

@@ -20,8 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.hostlist import expand_hostlist
-from hpc_train.cluster.task_hosts import list_task_hosts
+from hpc_train.cluster.hostlist import expand_hostlist, list_task_hosts
 from hpc_train.launch.failures import SRUN_ERRORS
 from hpc_train.launch.slurm.agent_reports import (
     AGENT_ERRORS,
@@ -34,7 +33,6 @@ from hpc_train.launch.slurm.agent_reports import (
     start_agents,
     start_probe,
 )
-from hpc_train.launch.slurm.ended_ranks import EndedRanks, write_ended_tasks
 from hpc_train.launch.slurm.growth import GrowthCheck, count_ranks_per_node, report_growth
 from hpc_train.launch.slurm.job_steps import (
     LEFT_SRUN,
@@ -49,9 +47,9 @@ from hpc_train.launch.slurm.job_steps import (
     signal_ranks,
     signal_step,
 )
+from hpc_train.launch.slurm.silent_srun import EndedRanks, StuckStart, report_stuck_start, write_ended_tasks
 from hpc_train.launch.slurm.slurm_cli import current_job_id
 from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
-from hpc_train.launch.slurm.stuck_start import StuckStart, report_stuck_start
 from hpc_train.launch.slurm.time_limit import OUT_OF_TIME, TimeLimit
 from hpc_train.launch.watching import (
     HangResponse,

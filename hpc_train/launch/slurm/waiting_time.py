@@ -81,10 +81,10 @@ def _test_job(config: RunConfig, folder: RunDirectory, nodes: int, exclude: Iter
 def main(run: str, names: str) -> int:
     """Return 0 if Slurm could start on the nodes that this run lacks at once, else 1. names: the nodes that it has."""
     spec = read_spec(Path(run) / "job.json")
-    config, variables = spec.run_config(), names.split(",")
+    config, nodes = spec.run_config(), names.split(",")
     wanted = spec.ranks // config.cluster.ranks_per_node
-    exclude = [*variables, *choose_excluded(read_strikes(Path(run)), wanted)]
-    seconds = estimate_wait(config, spec.folder(), wanted - len(variables), exclude)
+    exclude = [*nodes, *choose_excluded(read_strikes(Path(run)), wanted)]
+    seconds = estimate_wait(config, spec.folder(), wanted - len(nodes), exclude)
     return 0 if seconds is not None and seconds <= _FREE_SECONDS else 1
 
 

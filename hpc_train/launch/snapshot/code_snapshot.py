@@ -294,7 +294,7 @@ def add_reference(path: Path, run: Path) -> None:
     """
     try:
         files.make_store(path.parent)
-        sweep_directory.append_event(path.parent / REFERENCES_FILE, "use", code=path.name, run=str(run))
+        sweep_directory.append_ledger_event(path.parent / REFERENCES_FILE, "use", code=path.name, run=str(run))
     except OSError as error:
         raise files.explain_store_error(error, path) from None
 

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from hpc_train import regular_files
 from hpc_train.errors import EXIT_DONE
+from hpc_train.processes import identify_machine, read_start_time
 from hpc_train.regular_files import write_private_file
-from hpc_train.runtime.processes import identify_machine, read_start_time
 
 ATTEMPT_MARKER, RESULT_MARKER = "attempt.json", "result.json"
 _MAX_MARKER_BYTES = 1 << 20

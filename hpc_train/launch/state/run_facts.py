@@ -13,8 +13,8 @@ from hpc_train.launch.slurm.slurm_cli import JobRecord, RunClient, poll_jobs
 from hpc_train.launch.state.attempts import Attempt, read_attempts, read_tail_text
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.state.state_names import State, parse_ending
+from hpc_train.processes import is_process_alive
 from hpc_train.regular_files import parse_json_object
-from hpc_train.runtime.processes import is_process_alive
 
 _LOG_TAIL_BYTES = 1 << 16
 

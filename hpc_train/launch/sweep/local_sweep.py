@@ -34,9 +34,10 @@ from hpc_train.launch.sweep.points import PointFreezer, freeze_points, read_grid
 from hpc_train.launch.sweep.submit_sweep import choose_sweep_directory, compose_first, write_sweep_directory
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
 from hpc_train.parallel.rules.parameter_server import needs_mpi
+from hpc_train.processes import identify_machine, read_start_time
 from hpc_train.resilience.restart import Action
 from hpc_train.runtime.identity import identify_process
-from hpc_train.runtime.processes import StopRequest, identify_machine, read_start_time
+from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.terminal import one_line
 from hpc_train.training.records.warning_files import NewWarnings
 from hpc_train.training.run_directory import RunDirectory, make_attempt
@@ -60,7 +61,9 @@ def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequ
     command = {"overrides": list(overrides), "swept": list(grid.keys)}
     with transact_submission(folder.path):
         write_sweep_directory(folder, frozen.points)
-        sweep_directory.append_event(folder.ledger, "sweep", points=len(frozen.points), version=__version__, **command)
+        sweep_directory.append_ledger_event(
+            folder.ledger, "sweep", points=len(frozen.points), version=__version__, **command
+        )
     output.print_result(f"{len(frozen.points)} points, sweep directory {folder.path}")
     return run_points(folder, frozen.points, stop, output)
 
@@ -121,7 +124,7 @@ def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: Stop
     """
     process = os.getpid()
     identity = {"process": process, "started": read_start_time(process) or "", "machine": identify_machine()}
-    sweep_directory.append_event(folder.ledger, "local", points=[point.id for point in points], **identity)
+    sweep_directory.append_ledger_event(folder.ledger, "local", points=[point.id for point in points], **identity)
     runner = _PointRunner(folder, plan_slots(points), stop, output)
     try:
         runner.run(points)

@@ -153,7 +153,7 @@ def _submit_arrays(
     with delay_signals(), transact_submission(folder.path), code.stored_for(folder.path) if code else nullcontext():
         write_sweep_directory(folder, points)
         jobs = send_arrays(folder, arrays, run_client)
-        sweep_directory.append_event(
+        sweep_directory.append_ledger_event(
             folder.ledger, "sweep", points=len(points), version=__version__, **command, **source
         )
         record_arrays(folder, arrays, jobs)
@@ -235,7 +235,9 @@ def record_arrays(folder: SweepDirectory, arrays: Sequence[JobArray], jobs: Sequ
     """Write down which job runs which points."""
     for array, job in zip(arrays, jobs, strict=True):
         shape = {"nodes": array.request.nodes, "ranks": array.ranks, "packed": array.packed}
-        sweep_directory.append_event(folder.ledger, "submit", job_id=job, **shape, elements=array.elements, **more)
+        sweep_directory.append_ledger_event(
+            folder.ledger, "submit", job_id=job, **shape, elements=array.elements, **more
+        )
 
 
 def render_array_script(folder: SweepDirectory, array: JobArray) -> str:

@@ -139,8 +139,8 @@ def _make_damaged_error(folder: SweepDirectory) -> UserError:
 LedgerEvent = dict[str, Any]
 
 
-def append_event(path: Path, kind: str, **fields: Any) -> None:
-    """Append one event and sync it to the disk. Raises OSError."""
+def append_ledger_event(path: Path, kind: str, **fields: Any) -> None:
+    """Append one event to a ledger and sync it to the disk. Raises OSError."""
     append_line(path, json.dumps({"event": kind, "time": time.time(), **fields}), sync=True)
 
 

@@ -1,6 +1,7 @@
 """Read the config.json of a folder of transformers: bounded, checked, and without the library.
 
-What comes from it is data. A model that brings its own code (`auto_map`) is refused.
+What comes from it is data. A model that brings its own code (`auto_map`) is refused. How a model expects its images is
+also in preprocessor_config.json.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.model import HfModelConfig
+from hpc_train.config.model import HfModelConfig, ImageFilesDataConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf.families import Family, Task, find_family
 from hpc_train.regular_files import read_regular
 
 _MAX_BYTES = 16 << 20
 _MAX_TOKENIZER_BYTES = 256 << 20
+_MAX_PREPROCESSOR_BYTES = 1 << 20
 _TASKS: dict[str, Task] = {
     "ForCausalLM": "causal_lm",
     "LMHeadModel": "causal_lm",
@@ -190,3 +192,38 @@ def find_start_token(file: ConfigFile) -> int:
     if token is None:
         raise UserError(f"{file.folder / 'config.json'}: has no decoder_start_token_id; add it")
     return token
+
+
+def describe_images(file: ConfigFile) -> ImageFilesDataConfig:
+    """Return data settings of this model's image size, channels, mean and standard deviation, as far as files say them.
+
+    Raises UserError for a preprocessor_config.json that is none.
+    """
+    channels, size = file.image_shape
+    defaults = ImageFilesDataConfig()
+    preprocessor = _read_preprocessor(file)
+    return ImageFilesDataConfig(
+        channels=channels or defaults.channels,
+        image_size=size or defaults.image_size,
+        mean=_get_numbers(preprocessor, "image_mean"),
+        std=_get_numbers(preprocessor, "image_std"),
+    )
+
+
+def _read_preprocessor(file: ConfigFile) -> dict[str, Any]:
+    path = file.folder / "preprocessor_config.json"
+    try:
+        body = json.loads(read_regular(path, _MAX_PREPROCESSOR_BYTES, follow=True))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        why = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
+        raise UserError(f"{path}: cannot be read ({why}); save the preprocessor of the model there again") from None
+    return body if isinstance(body, dict) else {}
+
+
+def _get_numbers(body: dict[str, Any], key: str) -> list[float]:
+    values = body.get(key)
+    if not isinstance(values, list) or not all(isinstance(value, (int, float)) for value in values):
+        return []
+    return [float(value) for value in values]

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train._torch.dtensor import set_local
 from hpc_train._torch.fully_shard import move_shards
-from hpc_train.cluster.filesystems import find_filesystem
+from hpc_train.cluster.filesystems import MOUNT_TABLE, find_mount
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
@@ -112,10 +112,10 @@ class FileMemory:
             ) from error
 
 
-def is_memory_file_system(folder: Path, mounts: str | None = None) -> bool:
-    """Return whether a folder is on a file system in memory. mounts: see cluster.filesystems.find_filesystem."""
-    filesystem = find_filesystem(folder, mounts)
-    return filesystem is not None and filesystem.kind in ("tmpfs", "ramfs")
+def is_memory_file_system(folder: Path, mounts: Path = MOUNT_TABLE) -> bool:
+    """Return whether a folder is on a file system in memory. mounts: see cluster.filesystems.find_mount."""
+    mount = find_mount(folder, mounts)
+    return mount is not None and mount.kind in ("tmpfs", "ramfs")
 
 
 PART_MIB = 64.0

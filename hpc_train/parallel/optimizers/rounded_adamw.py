@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train._torch.dtensor import shard_offset
-from hpc_train.models.dropout import mix_bits
+from hpc_train.models.dropout import hash_text, mix_bits
 from hpc_train.parallel.optimizer_step import get_local
 
 _CUT_BITS = 16
@@ -39,7 +38,7 @@ class RoundedAdamW(torch.optim.Optimizer):
     ) -> None:
         """names: of the parameters in the model, from which the random bits come."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._keys = {parameter: _hash_name(name) for parameter, name in names.items()}
+        self._keys = {parameter: hash_text(name) for parameter, name in names.items()}
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {
@@ -89,7 +88,3 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     x_fp32 = x.to(torch.float32)
     raised = (x_fp32.view(torch.int32) + bits.to(torch.int32)) & ~0xFFFF
     return torch.where(x_fp32.isfinite(), raised.view(torch.float32), x_fp32).to(torch.bfloat16)
-
-
-def _hash_name(name: str) -> int:
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)

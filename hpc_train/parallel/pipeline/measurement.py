@@ -8,7 +8,6 @@ directory, from which a resumed run splits its stages.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +23,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import Model, World
 from hpc_train.messages import all_gather_values
 from hpc_train.parallel.rules.pipeline import TIMED_STEPS, TIMELINE_STEPS
-from hpc_train.regular_files import read_text
+from hpc_train.regular_files import read_text, write_private_file
 from hpc_train.traffic.stages import BlockCosts
 
 
@@ -192,12 +191,8 @@ class BlockTimes:
         times_of_ranks = all_gather_values(self._compute_median_times(), group)
         if self._world.rank:
             return
-        # A rename is atomic: a resumed run finds the old times or the new ones, never half a file.
-        temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-        temporary.write_text(
-            json.dumps({name: seconds for times in times_of_ranks for name, seconds in times.items()}, indent=1)
-        )
-        temporary.replace(self._file)
+        seconds_of_blocks = {name: seconds for times in times_of_ranks for name, seconds in times.items()}
+        write_private_file(self._file, json.dumps(seconds_of_blocks, indent=1))
 
     def _compute_median_times(self) -> dict[str, float]:
         """Return median times; the rest of the first stage is the embedding, that of the last stage the head."""

@@ -81,17 +81,6 @@ def parse_cpus(text: str) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def format_cpus(cpus: Iterable[int]) -> str:
-    """Write processors as Linux does: 0-3,8."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-
-
 def assign_cpus(seats: Sequence[RankSeat], processors: NodeProcessors) -> list[CpuBinding]:
     """Assign processors to every local rank of a node, in the ranks' order.
 

@@ -26,7 +26,7 @@ from hpc_train._torch.rehearsal import (
     watch_storage_sizes,
 )
 from hpc_train.config.model import CustomDataConfig, ImageDataConfig, ImageFilesDataConfig, VisionTransformerConfig
-from hpc_train.config.parallel import AXES, Degrees
+from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.data.datasets import open_dataset
 from hpc_train.errors import UserError
@@ -97,7 +97,7 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
             counted, unknown = _train_step(engine, batch, ledger, counted, host)
         return RehearsedRank(
             rank=world.rank,
-            at=find_coordinates(world.rank, degrees),
+            at=degrees.find_coordinates(world.rank),
             said=tuple(remarks),
             pieces=tuple(_describe_piece(piece) for piece in pieces),
             tilings=lie,
@@ -208,19 +208,3 @@ def pretend_world(rank: int, degrees: Degrees) -> Iterator[World]:
         yield make_world(rank, degrees.world, 0, torch.device("cpu"), degrees)
     finally:
         leave_process_group()
-
-
-def find_coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
-    """Return the index of a rank on every axis; the last axis varies fastest."""
-    coordinates = {}
-    for axis, size in reversed(list(zip(AXES, degrees.sizes, strict=True))):
-        rank, coordinates[axis] = divmod(rank, size)
-    return coordinates
-
-
-def find_rank(at: dict[str, int], degrees: Degrees) -> int:
-    """Return the rank with these coordinates; axes that are left out count as 0."""
-    rank = 0
-    for axis, size in zip(AXES, degrees.sizes, strict=True):
-        rank = rank * size + at.get(axis, 0)
-    return rank

@@ -37,8 +37,6 @@ from hpc_train.planner.rehearsal.checks import (
 )
 from hpc_train.planner.rehearsal.one_rank import (
     build_whole_model,
-    find_coordinates,
-    find_rank,
     list_tensor_shapes,
     pretend_world,
     rehearse_rank,
@@ -71,7 +69,7 @@ def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes
     proof = prove_order(config, degrees) if degrees.pp > 1 else None
     micro_batches, fewer = choose_micro_batches(config, degrees, _count_blocks(model, degrees), proof)
     processes = min(processes or _count_processes(), len(chosen.built))
-    missing = sorted({*range(degrees.pp)} - {find_coordinates(rank, degrees)["pp"] for rank in chosen.built})
+    missing = sorted({*range(degrees.pp)} - {degrees.find_coordinates(rank)["pp"] for rank in chosen.built})
     ranks = _build_ranks(stood_in, degrees, chosen, micro_batches, processes)
     notes += [fewer] if fewer else []
     notes += [f"what pipeline ranks {', '.join(map(str, missing))} hold: none of them was built"] if missing else []
@@ -157,14 +155,14 @@ def choose_ranks(which: str, degrees: Degrees) -> ChosenRanks:
     all_ranks = which == "all" or degrees.world <= MAX_CHOSEN
     built = tuple(range(degrees.world)) if all_ranks else _choose_sample(degrees)
     stages = dict.fromkeys((0, min(1, degrees.pp - 1), degrees.pp - 1))
-    return ChosenRanks(built, tuple(find_rank({"pp": stage}, degrees) for stage in stages))
+    return ChosenRanks(built, tuple(degrees.find_rank({"pp": stage}) for stage in stages))
 
 
 def _choose_sample(degrees: Degrees) -> tuple[int, ...]:
     last = {axis: getattr(degrees, axis) - 1 for axis in SHARED_AXES}
-    sample = {find_rank({"pp": stage}, degrees) for stage in range(degrees.pp)}
-    sample |= {find_rank({"pp": degrees.pp // 2, axis: last[axis]}, degrees) for axis in SHARED_AXES}
-    sample |= {find_rank({"pp": stage, **last}, degrees) for stage in (0, degrees.pp - 1)}
+    sample = {degrees.find_rank({"pp": stage}) for stage in range(degrees.pp)}
+    sample |= {degrees.find_rank({"pp": degrees.pp // 2, axis: last[axis]}) for axis in SHARED_AXES}
+    sample |= {degrees.find_rank({"pp": stage, **last}) for stage in (0, degrees.pp - 1)}
     return tuple(sorted(sample))
 
 

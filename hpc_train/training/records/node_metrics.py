@@ -19,7 +19,7 @@ from typing import Any
 
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import Task
-from hpc_train.regular_files import open_to_read, parse_json_object, read_text
+from hpc_train.regular_files import open_to_read, parse_json_object, read_text, replace_file
 from hpc_train.resilience.heartbeat import Heartbeat
 from hpc_train.resilience.ledger import GOODPUT, LedgerLine, Period, account_run, parse_ledger, sum_activities
 from hpc_train.resilience.restart import Action
@@ -154,18 +154,9 @@ class MetricsTextFile:
                 self._replace(text)
 
     def _replace(self, text: str) -> None:
-        # The collector reads *.prom only. Whoever may write to the folder must not have us follow their link.
-        temporary = self._path.with_name(f".{self._path.stem}.{os.getpid()}")
         try:
-            temporary.unlink(missing_ok=True)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                os.fchmod(descriptor, 0o644)  # node_exporter runs as another user
-                file.write(text)
-            temporary.replace(self._path)
+            replace_file(self._path, text, mode=0o644)  # node_exporter runs as another user
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
             if not self._warned:
                 self._warned = True
                 _log.warning("%s: %s; Prometheus sees no metrics of this node", self._path, error.strerror)

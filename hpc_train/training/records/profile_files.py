@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_train.config.profile import MOST_STEPS
-from hpc_train.regular_files import read_json
+from hpc_train.regular_files import read_json, write_private_file
 
 FOLDER, REQUEST = "profile", "request.json"
 PHASE_PREFIX, MODULE_PREFIX, STEP_PREFIX = "hpc_train: ", "module: ", "ProfilerStep#"
@@ -67,9 +67,7 @@ def write_request(run: Path, first: int, last: int, ranks: Sequence[int]) -> Pro
     folder = run / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     request = ProfileRequest(time.time_ns(), first, last, tuple(ranks))
-    temporary = folder / f".{REQUEST}.{request.number}"
-    temporary.write_text(json.dumps(asdict(request)) + "\n")
-    temporary.replace(folder / REQUEST)
+    write_private_file(folder / REQUEST, json.dumps(asdict(request)) + "\n")
     return request
 
 

@@ -201,7 +201,7 @@ class Trace:
 
     def write(self, path: Path) -> None:
         """Write the trace, and on a GPU the snapshot of its memory. Raises OSError, RuntimeError."""
-        temporary = path.with_name(f".{path.name}")
+        temporary = path.with_name(f".{path.name}")  # of the same suffix: torch compresses by it
         self._profiler.add_metadata_json("hpc_train", json.dumps({"rank": self._world.rank, "first": self.first}))
         self._profiler.export_chrome_trace(str(temporary))
         if self._memory:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from hpc_train.checkpoint.errors import CheckpointError
-from hpc_train.runtime.processes import pause_gc
+from hpc_train.garbage_collection import pause_gc
 
 MAX_PICKLE_OBJECTS = 2_000_000
 """Limit on the containers that a pickle makes and on the values that it memoizes, of about 100 bytes each."""

@@ -1,4 +1,4 @@
-"""Collect garbage at the same step on all ranks, instead of whenever Python's counters of a rank say so.
+"""Pause Python's garbage collection while many objects are made, and collect at the same step on all ranks.
 
 A collection takes tens of milliseconds in a process with torch. If each of a thousand ranks collected at a different
 moment, every step would wait for some rank; if all collect at the same step, only that step waits.
@@ -9,6 +9,24 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+@contextmanager
+def pause_gc(freeze: bool = False) -> Iterator[None]:
+    """Pause garbage collection while many objects are made; reference counts still free most of them.
+
+    A collection would look at every object of torch and free none: tens of thousands of small objects are made ten
+    times as fast without. freeze: later collections leave out everything that exists at the end.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if freeze:
+            gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

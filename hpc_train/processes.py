@@ -1,0 +1,58 @@
+"""End with the parent process, and tell whether another process is alive.
+
+Imports only the standard library: ranks use it before they import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+_SET_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
+
+
+def signal_at_parent_end(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent ends, however that ends."""
+    import ctypes  # only where it is needed: it loads libffi
+
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(number), 0, 0, 0)
+
+
+def identify_machine() -> str:
+    """Return a text that tells this boot of this machine, and this container on it, from all others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def read_start_time(process: int) -> str | None:
+    """Return when a process started, in clock ticks since boot; None if there is none, or only a zombie."""
+    try:
+        after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]  # a name may hold ")" and spaces
+        fields = after_name.split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]  # fields 3 and 22 of proc_pid_stat(5)
+
+
+def is_process_alive(process: int, started: str, machine: str) -> bool | None:
+    """Return whether a process is alive; None if it is not on this machine.
+
+    process: its id. started: as from read_start_time: the id alone may be another process's by now.
+    machine: as from identify_machine.
+    """
+    if not process or machine != identify_machine():
+        return None
+    return read_start_time(process) == started
+
+
+def is_process_id_used(process: int) -> bool:
+    """Return whether some process of this machine has this id, whoever owns it."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass  # another user's, or a number that is no process id, of which nothing is known
+    return True
