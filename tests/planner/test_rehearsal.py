@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from drawn import draw
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +25,6 @@ from hpc_train.planner.rehearsal.memory_ledger import MemoryLedger
 from hpc_train.planner.rehearsal.rehearse import rehearse_run
 from hpc_train.planner.rehearsal.result import CountedMemory, HeldShard
 from hpc_train.planner.rehearsal.start_up import StoreSpeed, estimate_start_up, measure_store
-from hpc_train.runtime.start import make_another_mesh
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 
@@ -57,27 +57,22 @@ def config_of(*overrides: str) -> RunConfig:
     return compose((*SMALL, *overrides))
 
 
-def real_pieces(world: World, configs: Sequence[RunConfig]) -> list[tuple[HeldShard, ...]]:
-    """Of this rank, in each of several layouts, from what parallel.apply.build has made with memory and values."""
-    found = []
-    for config in configs:
-        degrees = resolve_degrees(config.parallel, world.size)
-        with torch.device("meta"):
-            model = build_model(config.model)
-        at = make_another_mesh(world, degrees)
-        engine = build(model, lambda split: make_optimizer(split, config.optim), config, at)  # noqa: B023
-        found.append(tuple(one_rank._describe_piece(piece) for piece in engine.shards()))
-    return found
+def real_pieces(world: World, config: RunConfig) -> tuple[HeldShard, ...]:
+    """Return the pieces of this rank, from what parallel.apply.build has made with memory and values."""
+    with torch.device("meta"):
+        model = build_model(config.model)
+    engine = build(model, lambda split: make_optimizer(split, config.optim), config, world)
+    return tuple(one_rank._describe_piece(piece) for piece in engine.shards())
 
 
-def test_every_rank_holds_what_real_ranks_do() -> None:
-    configs = [config_of(*overrides) for overrides in LAYOUTS.values()]
-    real = run_ranks(real_pieces, 4, configs, timeout=300)
-    for index, (name, config) in enumerate(zip(LAYOUTS, configs, strict=True)):
-        rehearsed = rehearse_run(config, 4, "all")
-        assert not rehearsed.problems, name
-        assert [built.pieces for built in rehearsed.ranks] == [rank[index] for rank in real], name
-        assert all(built.counted.peak for built in rehearsed.ranks if built.rank == 0), name
+@pytest.mark.parametrize("name", draw(LAYOUTS, ["hsdp x cp", "tied, there and back x tp"]))
+def test_every_rank_holds_what_real_ranks_do(name: str) -> None:
+    config = config_of(*LAYOUTS[name])
+    real = run_ranks(real_pieces, 4, config, parallel=config.parallel, timeout=300)
+    rehearsed = rehearse_run(config, 4, "all")
+    assert not rehearsed.problems
+    assert [built.pieces for built in rehearsed.ranks] == real
+    assert all(built.counted.peak for built in rehearsed.ranks if built.rank == 0)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

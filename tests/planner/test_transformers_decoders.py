@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from drawn import draw
 
 from hpc_train.config.compose import compose
 from hpc_train.config.model import HfModelConfig
@@ -104,12 +106,13 @@ LAYOUTS = {
     "zero3 recomputed": ("parallel.strategy=zero3", "parallel.recompute.mode=full"),
     "zero2 tp2": ("parallel.strategy=zero2", "parallel.tp=2"),
 }
+GEMMA_LAYOUTS = {f"{name}, {layout}": (name, layout) for name, layout in product(GEMMA, LAYOUTS)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", GEMMA)
-def test_memory_of_gemma_is_what_a_rehearsal_counts(tmp_path: Path, name: str, layout: str) -> None:
+@pytest.mark.parametrize("case", draw(GEMMA_LAYOUTS, ["gemma2, zero3 recomputed", "gemma3, zero2 tp2"]))
+def test_memory_of_gemma_is_what_a_rehearsal_counts(tmp_path: Path, case: str) -> None:
     """Scores that eager attention stores, masks of windows, four norms a layer, and capped logits."""
+    name, layout = GEMMA_LAYOUTS[case]
     model = save(tmp_path, GEMMA[name])
     words = ("cluster=dgx_h100", "precision=bf16", "train.sequence_length=512", "train.micro_batch=2")
     config = compose([*words, "train.global_batch=32", "model=hf", f"model.path={tmp_path}", *LAYOUTS[layout]])

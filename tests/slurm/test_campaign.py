@@ -1,4 +1,4 @@
-"""Each kind of fault once, and some minutes of random ones, on a cluster of its own; `make campaign` runs for an hour.
+"""Each kind of fault once, on a cluster of its own; random ones are long, and `make campaign` has an hour of them.
 
 Takes minutes: a hang is noticed after ten seconds, and each start of the ranks imports torch.
 """
@@ -46,6 +46,7 @@ def cluster(cluster_of_five: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         made.scancel(job)
 
 
+@pytest.mark.long
 @pytest.mark.hangs
 @pytest.mark.timeout(1500)
 def test_a_run_of_random_faults_ends_as_one_without(cluster: SlurmCluster, tmp_path: Path) -> None:

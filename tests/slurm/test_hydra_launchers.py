@@ -57,9 +57,22 @@ class TestSlurmLauncherInBatches(BatchedSweeperTestSuite):
     """A sweeper that hands over a few points at a time."""
 
 
-@pytest.mark.parametrize(("task_launcher_cfg", "extra_flags"), [({}, [*QUIET, "hydra/launcher=hpc_slurm", *SHORT])])
+WITH_APPLICATIONS = pytest.mark.parametrize(
+    ("task_launcher_cfg", "extra_flags"), [({}, [*QUIET, "hydra/launcher=hpc_slurm", *SHORT])]
+)
+
+
+@pytest.mark.long
+@WITH_APPLICATIONS
 class TestSlurmLauncherWithApplications(IntegrationTestSuite):
-    """Applications in processes of their own."""
+    """Applications in processes of their own. All of it passes here on the local launcher, too."""
+
+
+@WITH_APPLICATIONS
+class TestSlurmLauncherWithAnApplication:
+    """One of these tests."""
+
+    test_to_absolute_path_multirun = IntegrationTestSuite.test_to_absolute_path_multirun
 
 
 @pytest.fixture
