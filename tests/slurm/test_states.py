@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from slurm_client import SlurmCluster, dev_cluster, slurm_conf
+from sweep_client import look_at
 from token_stores import build_store
 
 from hpc_train.launch.state.attempts import read_attempts
@@ -59,7 +60,7 @@ class Sweep:
         wait_until(f"{fault} of {name}", (self.path / "faults" / name / fault).exists)
 
     def states(self) -> dict[str, str]:
-        return {name: row["state"] for name, row in self.rows().items()}
+        return {name: row["state"] for name, row in look_at(self.path).items()}
 
     def rows(self) -> dict[str, dict[str, Any]]:
         return {row["point"]: row for row in status(self.path)}
@@ -202,7 +203,7 @@ def test_a_job_that_is_killed_is_failed_without_accounting_too(
     sweep.wait_for_fault("no_accounting", HOLDS)
     kill_everything(job, beside.conf)
     run = sweep.run_dir("no_accounting")
-    wait_until("the end", lambda: status(run)[0]["state"] != "RUNNING", timeout=30)
+    wait_until("the end", lambda: "RUNNING" not in {row["state"] for row in look_at(run).values()}, timeout=30)
     (row,) = status(run)
     assert (row["state"], row["exit_code"]) == ("FAILED", 128 + signal.SIGKILL)
     monkeypatch.setenv("SLURM_CONF", str(slurm_cluster.conf))
@@ -230,7 +231,7 @@ def test_every_way_to_end_has_its_word(slurm_cluster: SlurmCluster, sweep: Sweep
     nowhere = sweep.submit("is_not_there", "+launch.extra.hold=")
     away = sweep.run_dir("is_not_there").rename(sweep.path / "away")
     slurm_cluster.scontrol("release", nowhere)
-    wait_until("Slurm's reason", lambda: sweep.rows()["waits"]["reason"] == "Dependency")
+    wait_until("Slurm's reason", lambda: look_at(sweep.path)["waits"]["reason"] == "Dependency")
 
     sweep.wait_for_fault("is_killed", HOLDS)
     assert sweep.states()["is_killed"] == "RUNNING"
