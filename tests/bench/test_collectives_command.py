@@ -95,6 +95,7 @@ def test_one_rank_of_a_launcher_is_told_that_it_is_alone() -> None:
     ]
 
 
+@pytest.mark.long
 def test_mpi_without_an_mpi_launcher_is_one_line() -> None:
     done = run(*PROGRAM, *SMALL, "--backend", "mpi")
     assert done.returncode == EXIT_USER_ERROR

@@ -7,14 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def bench(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hpc_train", "bench", "loop-checkpoint", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250)
+from hpc_train.cli.main import main
+from hpc_train.errors import EXIT_USER_ERROR
 
 
 def test_both_sides_are_measured(tmp_path: Path) -> None:
-    done = bench("--mib", "1", "--rounds", "2", "--dir", str(tmp_path), "--json")
+    words = ["bench", "loop-checkpoint", "--mib", "1", "--rounds", "2", "--dir", str(tmp_path), "--json"]
+    done = subprocess.run([sys.executable, "-m", "hpc_train", *words], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     table = json.loads(done.stdout)
     assert (table["ranks"], table["mib"]) == (2, 1)
@@ -25,8 +26,9 @@ def test_both_sides_are_measured(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_numbers_are_one_line(tmp_path: Path) -> None:
+def test_wrong_numbers_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, why in ((("--rounds", "0"), "--rounds 0"), (("--dir", str(tmp_path / "no")), "no such directory")):
-        done = bench(*words)
-        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-        assert why in done.stderr
+        assert main(["bench", "loop-checkpoint", *words]) == EXIT_USER_ERROR
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert why in error

@@ -36,6 +36,7 @@ def test_json_says_what_was_sent_and_how_much_of_it_was_waited_for() -> None:
     assert result["asynchronous"]["sent_bytes"] < 1.5 * result["link_bytes"], "nothing crosses it twice"
 
 
+@pytest.mark.long
 def test_the_table_names_both_ways_and_the_conditions() -> None:
     done = subprocess.run([*COMMAND, "--rounds", "2", "--rate", "500"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ from plain_setup import FEATURES, LAYOUTS, engine_of, global_batch, share
 from test_matrix import assert_outcome
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch._inductor import cudagraph_trees
 
 from hpc_train.config.compose import compose
@@ -68,6 +69,8 @@ def test_compiled_blocks_give_the_numbers_of_one_process(
     layout: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no worker processes under a rank
+    # Without it three files are compiled first, to see whether the compiler knows what /proc/cpuinfo says of vectors.
+    monkeypatch.setattr(inductor_config.cpp, "vec_isa_ok", True)
     config = LAYOUTS[layout].config(COMPILE, *OPTIM, *more)
     ranks = run_ranks(_steps, LAYOUTS[layout].ranks, config, parallel=config.parallel, timeout=400)
     truth = reference("untied", LAYOUTS["ddp-1"].config(*OPTIM), STEPS)

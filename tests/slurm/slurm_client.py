@@ -15,6 +15,8 @@ from pathlib import Path
 DEV_CLUSTER = Path(__file__).resolve().parents[2] / "slurm/dev-cluster"
 SHAPE = ("--nodes", "4", "--cpus-per-node", "8", "--switches", "2")
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"}
+PAUSE = 0.25
+"""Seconds between two looks at Slurm, each of which is a process and a request to its controller."""
 
 
 def dev_cluster(*arguments: str, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -114,7 +116,7 @@ class SlurmCluster:
         while (state := self.job_state(job_id)) not in wanted:
             assert state not in FINAL, f"job {job_id} ended {state}, not {wanted}: {self.job(job_id)}"
             assert time.monotonic() < end, self._describe_wait(job_id, f"is {state} after {timeout:g} s, not {wanted}")
-            time.sleep(0.1)
+            time.sleep(PAUSE)
         return state
 
     def _describe_wait(self, job_id: str, what: str) -> str:
@@ -144,7 +146,7 @@ class SlurmCluster:
         end = time.monotonic() + timeout
         while (now := self.node_state(name)) != state:
             assert time.monotonic() < end, f"{name} is {now} after {timeout:g} s, not {state}"
-            time.sleep(0.1)
+            time.sleep(PAUSE)
 
     def node_state(self, name: str) -> str:
         return self.command("sinfo", "-h", "-N", "-p", "batch", "-n", name, "-o", "%T").strip()
