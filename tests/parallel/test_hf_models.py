@@ -15,6 +15,7 @@ from outcome import Outcome, assert_close, whole
 
 from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
+from hpc_train.interfaces import World
 from hpc_train.models.hf.build import build_hf_model
 from hpc_train.models.hf.families import FAMILIES, find_family, format_family_table
 from hpc_train.parallel.rules.check import check_support
@@ -76,9 +77,9 @@ class Models:
     def saved(self, kind: str) -> Path:
         """Step 3 of a layout that no case has."""
         if kind not in self._saved:
-            case = Case(kind, self.folder(kind), 4, ("parallel.strategy=zero2",))
+            case = Case(kind, self.folder(kind), 2, ("parallel.strategy=zero2",))
             path = self._factory.mktemp(f"{kind}-saved")
-            run_ranks(train_and_save, 4, case, path, parallel=case.config().parallel)
+            run_ranks(train_and_save, 2, case, path, parallel=case.config().parallel)
             self._saved[kind] = path
         return self._saved[kind]
 
@@ -93,16 +94,20 @@ def tolerance(kind: str) -> float:
     return 1e-10 if kind in EXACT else 1e-5
 
 
+def train_and_resume(world: World, case: Case, own: Path, other: Path) -> tuple[Outcome, Outcome]:
+    """Train the three steps and save them; then the step after the third, from another layout's checkpoint."""
+    return train_and_save(world, case, own), resume(world, case, other)
+
+
 @pytest.mark.parametrize("name", draw(CASES, DRAWN))
 def test_layout(name: str, tmp_path: Path, models: Models) -> None:
     kind, layout = name.split()
     ranks, overrides = LAYOUTS[layout]
     case = Case(kind, models.folder(kind), ranks, overrides)
     steps, after = models.known(kind)
-    trained = run_ranks(train_and_save, ranks, case, tmp_path, parallel=case.config().parallel)
-    _compare(trained, steps, tolerance(kind))
-    resumed = run_ranks(resume, ranks, case, models.saved(kind), parallel=case.config().parallel)
-    _compare(resumed, after, tolerance(kind))
+    outcomes = run_ranks(train_and_resume, ranks, case, tmp_path, models.saved(kind), parallel=case.config().parallel)
+    _compare([trained for trained, _ in outcomes], steps, tolerance(kind))
+    _compare([resumed for _, resumed in outcomes], after, tolerance(kind))
 
 
 @pytest.mark.parametrize("kind", draw(STRANGERS, ("albert", "mamba2")))

@@ -50,6 +50,7 @@ USED = {
 PROGRAM = """
 import json, sys
 import torch
+import torch._dynamo  # imports nothing of ours, and each rank would import it by itself
 from plain_setup import LAYOUTS, engine_of, global_batch, share
 from hpc_train.testing import run_ranks
 
