@@ -235,7 +235,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Out
     return train
 
 
-@pytest.mark.parametrize("name", draw(CASES, ("tp-2-fsdp-2", "ep-2")))
+@pytest.mark.parametrize("name", draw(CASES, ("tp-2", "ep-2")))
 def test_every_layout_trains_as_one_process_and_takes_its_state(
     name: str, alone: Callable[[str], tuple[Outcome, Outcome, Path]], tmp_path: Path
 ) -> None:

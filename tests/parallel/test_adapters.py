@@ -47,7 +47,7 @@ CASES = {
     "pp-2-tp-2": Case(4, ("parallel.pp=2", "parallel.tp=2", "parallel.pipeline.schedule=1f1b", *LORA)),
     "vit-fsdp-2": Case(2, ("parallel=fsdp", *LORA), "vit"),
 }
-DRAWN = ("ddp-2-dora", "fsdp-2-dora", "tp-2-head", "tp-2-dora-grouped", "pp-2-tied-dora")
+DRAWN = ("fsdp-2-dora", "tp-2-head", "tp-2-dora-grouped", "pp-2-tied-dora")
 
 
 def make_peft_model(case: Case) -> tuple[nn.Module, list[str]]:

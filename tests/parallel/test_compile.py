@@ -171,7 +171,7 @@ def _rows() -> list[Any]:
         row.option for row in rows if compute_smallest_world(Case(2, tuple(row.option.split())).config().parallel) > 2
     }
     drawn = {row.option for row in rows if row.option not in large}
-    drawn = set(sorted(drawn)[::6])
+    drawn = set(sorted(drawn)[::9])
     return [pytest.param(row, id=row.option, marks=() if row.option in drawn else pytest.mark.long) for row in rows]
 
 

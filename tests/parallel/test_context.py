@@ -141,10 +141,9 @@ def _train(world: World, case: Case) -> tuple[Outcome, float, float]:
 
 
 DRAWN = (
-    "ring-2", "ring-2-unbalanced", "ulysses-4-few-kv-heads", "ulysses-2-zero3-2", "ring-2-tp-2",
-    "ring-2-recomputed",
+    "ring-2-unbalanced", "ulysses-4-few-kv-heads", "ulysses-2-zero3-2", "ring-2-recomputed",
 )  # fmt: skip
-"""Each method and option once, and what changes together with each other axis; test_matrix.py has pipelines."""
+"""Each method and option once; test_matrix.py has pipelines and tensor parallelism beside it."""
 
 
 @pytest.mark.parametrize("name", draw(CASES, DRAWN))

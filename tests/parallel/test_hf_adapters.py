@@ -65,7 +65,6 @@ OF_NF4 = [
     for how in ("qlora", "qdora")
 ]
 DRAWN = (
-    "gpt2 fsdp-2 dora",
     "gemma2 fsdp-2 lora",
     "phi tp-2 dora",
     "gpt_neox pp-2 lora",

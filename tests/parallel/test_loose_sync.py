@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from drawn import draw
 from loose_reference import SEQUENCES, make_batch, make_model, train_copies
 from plain_setup import share
 from torch import Tensor, nn
@@ -51,10 +52,12 @@ WAYS: dict[str, tuple[str, ...]] = {
     "streaming": (EVERY, "parallel.sync.fragments=3", "parallel.sync.overlap=2", "parallel.sync.merge=0.3"),
     "every step": ("parallel.sync.every=1",),
 }
-CASES = [
-    *((layout, "streaming") for layout in LAYOUTS if layout != "4 copies"),
-    *(("2 copies", way) for way in WAYS if way != "streaming"),
-]
+CASES = {
+    **{f"{layout}, streaming": (layout, "streaming") for layout in LAYOUTS if layout != "4 copies"},
+    **{f"2 copies, {way}": ("2 copies", way) for way in WAYS if way != "streaming"},
+}
+DRAWN = [f"2 copies, {way}" for way in WAYS] + [f"2 copies x {way}, streaming" for way in ("zero3 2", "tp 2", "zbv 2")]
+"""Every way, and the layouts in which a copy is split in one way each."""
 
 
 def make_config(layout: str, *more: str) -> RunConfig:
@@ -117,8 +120,9 @@ def cut_names(count: int) -> list[list[str]]:
     return [[name for name, _ in named[part]] for part in cut_fragments([p.numel() for _, p in named], count)]
 
 
-@pytest.mark.parametrize(("layout", "way"), CASES)
-def test_equals_a_plain_loop(layout: str, way: str) -> None:
+@pytest.mark.parametrize("case", draw(CASES, DRAWN))
+def test_equals_a_plain_loop(case: str) -> None:
+    layout, way = CASES[case]
     ranks, copies, _ = LAYOUTS[layout]
     config = make_config(layout, *WAYS[way])
     found = run_ranks(run, ranks, config, parallel=config.parallel)

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[str, Case]] = {
     "bf16-ep-2": ("bf16", Case(2, ("parallel=fsdp", "parallel.ep=2"), "experts")),
 }
 DRAWN = (
-    "muon-ddp-3-of-4", "muon-zero3-4-uneven", "muon-tp-2-zero3-2", "muon-pp-2-zbv-ddp-2", "muon-ep-2-of-4",
+    "muon-tp-2-zero3-2", "muon-pp-2-zbv-ddp-2", "muon-ep-2-of-4",
     "sgd-zero3-tp-2", "adafactor-tp-2-zero3-2", "bf16-tp-2-zero3-2",
     "free-zero3-4-uneven",
 )  # fmt: skip
