@@ -21,7 +21,7 @@ TINY = (
     *("model=custom", "model.module=faulty_model", "model.name=faulty", "train.sequence_length=16"),
     *("train.global_batch=4", "train.micro_batch=1", "train.eval_every=0", "train.noise_scale.every=0"),
     *("train.tensorboard=false", "train.steps=3", "checkpoint.every=50000", "launch.time_minutes=5"),
-    *("cluster.node.ranks=1", "cluster.slurm.exclusive=false", "launch.export=[FAULTS,FAULT_FOLDER]"),
+    *("cluster.node.ranks=1", "cluster.slurm.exclusive=false", "launch.export=[FAULTS,FAULT_FOLDER,STEP_SECONDS]"),
 )
 ENDLESS = "train.steps=100000"
 LATER = "+launch.extra.begin=now+2hours"
@@ -39,6 +39,7 @@ class Sweep:
         (self.path.parent / "faults").mkdir(exist_ok=True)
         python = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH", "")]))
         own = {"PYTHONPATH": python, "FAULTS": faults, "FAULT_FOLDER": str(self.path.parent / "faults")}
+        own |= {"STEP_SECONDS": "0"}
         said = subprocess.run(
             [sys.executable, "-m", "hpc_train", *words],
             env={**os.environ, **own, **env},

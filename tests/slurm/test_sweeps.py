@@ -70,7 +70,8 @@ def test_two_shapes_are_two_arrays_and_the_point_that_raises_is_the_one_that_run
 
 @pytest.mark.timeout(300)
 def test_points_side_by_side_have_their_own_cpus_end_and_one_requeue(slurm_cluster: SlurmCluster, sweep: Sweep) -> None:
-    said = sweep.submit("cluster.nodes=1", "train.seed=0,1", "launch.points_per_job=2", ENDLESS)
+    words = ("cluster.nodes=1", "train.seed=0,1", "launch.points_per_job=2", ENDLESS)
+    said = sweep.submit(*words, STEP_SECONDS="0.05")  # so that it leaves processors to the other tests
     (job,) = said["jobs"]
     one, other = said["points"]
     element = f"{job['job_id']}_0"
