@@ -33,8 +33,8 @@ OVERRIDES = (
 )
 
 
-Held = dict[str, tuple[tuple[int, ...], int]]
-"""By parameter: its shape, and how many of its elements the ranks of dp and tp hold together."""
+Kind = tuple[tuple[int, ...], str]
+"""Shape, placements and sizes of the mesh of a parameter: what the ranks of dp and tp hold of it depends on no more."""
 
 
 def rank_of(stage: int, dp: int, tp: int) -> int:
@@ -58,15 +58,16 @@ def parameters(engine: Engine) -> dict[str, DTensor]:
     return found
 
 
-def stage_held(world: World, config: RunConfig) -> Held:
-    held: Held = {}
-    counted: dict[object, int] = {}  # of shape, placements and mesh alone: the layers of a stage are alike
+def stage_held(world: World, config: RunConfig, known: set[Kind]) -> tuple[dict[str, Kind], dict[Kind, int]]:
+    """Return the kind of each parameter, and of kinds that are not known yet how many elements all ranks hold."""
+    held: dict[str, Kind] = {}
+    counted: dict[Kind, int] = {}
     for name, parameter in parameters(engine_of(world, config)).items():
-        alike = (parameter.shape, parameter.placements, parameter.device_mesh)
-        if alike not in counted:
-            counted[alike] = covered(parameter)
-        held[name] = (tuple(parameter.shape), counted[alike])
-    return held
+        kind = tuple(parameter.shape), f"{parameter.placements} over {tuple(parameter.device_mesh.shape)}"
+        if kind not in known | counted.keys():
+            counted[kind] = covered(parameter)
+        held[name] = kind
+    return held, counted
 
 
 def test_the_shards_of_all_ranks_add_up_to_the_model() -> None:
@@ -74,9 +75,14 @@ def test_the_shards_of_all_ranks_add_up_to_the_model() -> None:
     with torch.device("meta"):
         whole = {name: tuple(p.shape) for name, p in build_model(config.model).named_parameters()}
     first_ranks = [rank_of(stage, 0, 0) for stage in range(PP)]
-    stages = pretend_ranks(stage_held, first_ranks, RANKS, config, parallel=config.parallel)
+    stages: list[dict[str, Kind]] = []
+    counted: dict[Kind, int] = {}
+    for rank in first_ranks:
+        ((held, more),) = pretend_ranks(stage_held, [rank], RANKS, config, {*counted}, parallel=config.parallel)
+        stages.append(held)
+        counted |= more
     assert sum(len(stage) for stage in stages) == len(whole), "a parameter has one stage"
-    seen = {name: held for stage in stages for name, held in stage.items()}
+    seen = {name: (kind[0], counted[kind]) for stage in stages for name, kind in stage.items()}
     assert seen == {name: (shape, math.prod(shape)) for name, shape in whole.items()}
 
 
