@@ -69,10 +69,10 @@ class TestSlurmLauncherWithApplications(IntegrationTestSuite):
 
 
 @WITH_APPLICATIONS
-class TestSlurmLauncherWithAnApplication:
-    """One of these tests."""
+class TestSlurmLauncherWithAnApplication(IntegrationTestSuite):
+    """One of these tests, test_to_absolute_path_multirun."""
 
-    test_to_absolute_path_multirun = IntegrationTestSuite.test_to_absolute_path_multirun
+    test_custom_task_name = test_custom_sweeper_run_workdir = test_get_orig_dir_multirun = None
 
 
 @pytest.fixture
