@@ -101,23 +101,20 @@ def train(config: RunConfig) -> Run:
     """Train on this machine until the run is done, with the configuration's number of local ranks.
 
     A run directory that holds this run already is continued from its newest whole checkpoint. Progress is printed.
-    Raises UserError for what is wrong with the configuration, and RunFailed with the first error of the ranks.
+    Raises UserError for what is wrong with the configuration, and RunFailed with the first error of the ranks. A new
+    run directory goes again if the ranks refuse the run before its first step.
     """
     from hpc_train.cli.output import TERMINAL
-    from hpc_train.launch.failures import explain_failure
-    from hpc_train.launch.train import freeze_local_run, run_local_ranks
+    from hpc_train.launch.train import train_local_ranks
     from hpc_train.runtime.stop_request import StopRequest
 
     if config.launch.kind != "local":
         raise UserError(f"launch={config.launch.kind}: train() runs on this machine; use submit() for Slurm")
-    folder, ranks = freeze_local_run(config, TERMINAL.report)
-    code = run_local_ranks(config, folder, ranks, StopRequest(), TERMINAL)
-    run = Run(folder.path)
-    if code not in (EXIT_DONE, EXIT_REQUEUE):
-        attempt = run.status().attempt
-        why = explain_failure(folder.logs(attempt)) if attempt is not None else None
-        raise RunFailed(why or f"the ranks ended with exit code {code}; see {folder.path / 'logs'}")
-    return run
+    ended = train_local_ranks(config, StopRequest(), TERMINAL)
+    if ended.code not in (EXIT_DONE, EXIT_REQUEUE):
+        logs = ended.folder.path / "logs"
+        raise RunFailed(ended.failure or f"the ranks ended with exit code {ended.code}; see {logs}")
+    return Run(ended.folder.path)
 
 
 def submit(config: RunConfig, *, after: Sequence[Run | str | Path] = ()) -> Run:

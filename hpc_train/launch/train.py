@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from hpc_train.errors import (
     EXIT_REQUEUE,
     EXIT_USER_ERROR,
     IncompleteRun,
+    MissingRanksError,
     UserError,
 )
 from hpc_train.launch.command_output import CommandOutput, Report
@@ -46,15 +49,44 @@ def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopReque
         return _train_as_rank(config, identity, stop, output)
     if config.launch.kind != "local":
         raise UserError(f"launch={config.launch.kind}: `hpc-train train` runs here; use `hpc-train submit` for Slurm")
-    is_new = config.run_dir is None or not Path(config.run_dir).expanduser().exists()
-    folder, ranks = freeze_local_run(config, output.report)
+    return train_local_ranks(config, stop, output).code
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """A run of this machine's own ranks that has ended."""
+
+    folder: RunDirectory
+    code: int
+    failure: str | None
+    """The first error of the ranks, if they did not end well and one of them left a reason."""
+
+
+def train_local_ranks(config: RunConfig, stop: StopRequest, output: CommandOutput) -> LocalRun:
+    """Freeze a run and train it by ranks of this machine. A new directory goes again if the ranks refuse the run.
+
+    Raises UserError for what is wrong with the run, or if another one is going on in the directory.
+    """
+    from hpc_train.launch.failures import explain_failure
+    from hpc_train.launch.state.attempts import read_attempts
+
+    is_new = _has_new_directory(config)
+    folder, ranks = _freeze_local_run(config, output.report)
     code = run_local_ranks(config, folder, ranks, stop, output)
+    failure = None
+    if code not in (EXIT_DONE, EXIT_REQUEUE):
+        failure = explain_failure(folder.logs(read_attempts(folder.path)[-1].number))
     if code == EXIT_USER_ERROR and is_new:
         remove_refused_run(folder, dated=config.run_dir is None)
-    return code
+    return LocalRun(folder, code, failure)
 
 
-def freeze_local_run(config: RunConfig, report: Report) -> tuple[RunDirectory, int]:
+def _has_new_directory(config: RunConfig) -> bool:
+    """Return whether the run directory will be made for this run."""
+    return config.run_dir is None or not Path(config.run_dir).expanduser().exists()
+
+
+def _freeze_local_run(config: RunConfig, report: Report) -> tuple[RunDirectory, int]:
     """Freeze a run of this machine's own ranks in its run directory; returns the directory and the number of ranks.
 
     Raises UserError for what is wrong with the run, or if another one is going on in the directory.
@@ -155,7 +187,7 @@ def _train_as_rank(config: RunConfig, identity: ProcessIdentity, stop: StopReque
         handler.addFilter(lambda record: not getattr(record, "repeated", False))
     # srun and mpirun start ranks with a umask of the site.
     os.umask(0o077)
-    logs = None
+    logs = remove_refused = None
     try:
         timeout = timedelta(seconds=config.launch.timeout_seconds)
         meeting = timedelta(seconds=config.launch.rendezvous_seconds)
@@ -164,6 +196,8 @@ def _train_as_rank(config: RunConfig, identity: ProcessIdentity, stop: StopReque
         if answer.spec is None:
             return EXIT_DONE
         logs = answer.spec.folder().logs(answer.attempt)
+        if answer.new_directory:
+            remove_refused = partial(_remove_if_all_refuse, task, answer.spec.folder(), dated=config.run_dir is None)
         if identity.process == 0:
             write_attempt_marker(logs, identity.launcher, os.getpid(), current_job_id(os.environ))
         code = run_rank(answer.spec.run_config(), task, answer.spec.folder(), answer.attempt, stop)
@@ -171,8 +205,29 @@ def _train_as_rank(config: RunConfig, identity: ProcessIdentity, stop: StopReque
             write_result_marker(logs, code)
         return code
     except BaseException as error:
+        code = _report_failure(error, identity, logs, output)
+        if remove_refused is not None and isinstance(error, UserError) and not isinstance(error, MissingRanksError):
+            remove_refused()
         # Libraries' exit handlers (MPI_Finalize is one) would wait for peers that may never come.
-        exit_now(_report_failure(error, identity, logs, output))
+        exit_now(code)
+
+
+_SECONDS_FOR_REFUSALS = 10
+"""Time that the processes of a job have to report the same refusal, once the first one has."""
+
+
+def _remove_if_all_refuse(task: Task, folder: RunDirectory, dated: bool) -> None:
+    """Remove the new directory of a run that every process has refused.
+
+    It stays if one of them has another reason, or is late: its log then says more. dated: see remove_refused_run.
+    """
+    from hpc_train.runtime.store.exchange import arrive_at_gate, wait_for_gate
+
+    assert task.store is not None
+    with suppress(RuntimeError):  # the store has ended, with the process that held it
+        arrive_at_gate(task.store, "refusal", task.processes)
+        if task.process == 0 and wait_for_gate(task.store, "refusal", timedelta(seconds=_SECONDS_FOR_REFUSALS)):
+            remove_refused_run(folder, dated)
 
 
 def _report_failure(error: BaseException, identity: ProcessIdentity, logs: Path | None, output: CommandOutput) -> int:
@@ -241,6 +296,8 @@ class SharedSpec:
 
     spec: JobSpec | None
     attempt: int = 0
+    new_directory: bool = False
+    """Whether the run directory was made for this run."""
 
 
 def share_spec(config: RunConfig, task: Task, output: CommandOutput) -> SharedSpec:
@@ -259,12 +316,13 @@ def share_spec(config: RunConfig, task: Task, output: CommandOutput) -> SharedSp
     if not message:
         leave_together(task, "spec/done")
         return SharedSpec(None)
-    return SharedSpec(JobSpec(**message["spec"]), message["attempt"])
+    return SharedSpec(JobSpec(**message["spec"]), message["attempt"], message["new_directory"])
 
 
 def _freeze_on_rank_0(config: RunConfig, processes: int, output: CommandOutput) -> dict[str, Any]:
+    is_new = _has_new_directory(config)
     spec = freeze_run(config, processes, output.report)
     if done := describe_finished_run(config, spec.folder()):
         output.print_result(done)
         return {}
-    return {"spec": asdict(spec), "attempt": make_attempt(spec.folder())}
+    return {"spec": asdict(spec), "attempt": make_attempt(spec.folder()), "new_directory": is_new}

@@ -18,7 +18,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
 from hpc_train.regular_files import write_private_file
-from hpc_train.training.records.run_records import REQUEUE_MARKER, find_event_time
+from hpc_train.training.records.run_records import REQUEUE_MARKER, read_metrics
 
 _MAY_DIFFER = re.compile(
     r"run_dir$|(cluster|parallel|launch|container|resilience|checkpoint|plan|loggers|profile)\.|train\.(steps|epochs|micro_batch"
@@ -206,11 +206,11 @@ def make_attempt(directory: RunDirectory) -> int:
 
 
 def remove_refused_run(directory: RunDirectory, dated: bool) -> None:
-    """Remove a new run directory whose ranks refused the run before its first step; one that has begun stays.
+    """Remove a new run directory whose ranks refused the run in or before its first step; one with results stays.
 
     dated: it is runs/<date>/<time>, whose parents go too if they hold no other run.
     """
-    if directory.steps() or find_event_time(directory.events, "start", 0) is not None:
+    if directory.steps() or read_metrics(directory.metrics):
         return
     shutil.rmtree(directory.path, ignore_errors=True)
     with suppress(OSError):

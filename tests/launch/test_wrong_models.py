@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +72,22 @@ def test_the_command_says_it_once_and_ends_with_2(workshop: Workshop) -> None:
     ended = workshop.train("run", *WRONG, "+model.args.kind=raises", "train.steps=2")
     assert ended.code == EXIT_USER_ERROR
     assert re.fullmatch("hpc-train: " + SAYS["raises"] + "\n", ended.err), ended.err
+    assert not (workshop.folder / "run").exists()
+
+
+FROM_PYTHON = "import sys, hpc_train; hpc_train.train(hpc_train.compose(sys.argv[1:]))"
+DOORS = {
+    "torchrun": (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2", "-m", "hpc_train", "train"),
+    "python": (sys.executable, "-c", FROM_PYTHON),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_refused_run_leaves_no_directory_whatever_started_it(workshop: Workshop, door: str) -> None:
+    ended = workshop.train("run", *WRONG, "+model.args.kind=raises", "train.steps=2", command=DOORS[door])
+    assert ended.code == 1  # as torchrun and Python end
+    assert re.search(SAYS["raises"], ended.err), ended.err
+    assert not (workshop.folder / "run").exists()
 
 
 def _raised(function: str) -> BaseException:

@@ -94,7 +94,7 @@ def profile_new_run(
     from hpc_train.cli.output import TERMINAL
     from hpc_train.config.compose import compose
     from hpc_train.config.profile import parse_steps
-    from hpc_train.launch.train import freeze_local_run, run_local_ranks
+    from hpc_train.launch.train import train_local_ranks
     from hpc_train.runtime.identity import identify_process
     from hpc_train.training.records.profile_files import list_traces
 
@@ -109,10 +109,9 @@ def profile_new_run(
         raise UserError(
             f"profile: starts runs of this machine only; use hpc-train submit, or train, with {' '.join(settings)}"
         )
-    folder, size = freeze_local_run(config, TERMINAL.report)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        code = run_local_ranks(config, folder, size, request, TERMINAL)
-    return print_profiles(list_traces(folder.path), rows, as_json) if code == EXIT_DONE else code
+        ended = train_local_ranks(config, request, TERMINAL)
+    return print_profiles(list_traces(ended.folder.path), rows, as_json) if ended.code == EXIT_DONE else ended.code
 
 
 def profile_run(target: str, steps: str | None, ranks: list[int] | None, rows: int, as_json: bool) -> int:
