@@ -208,7 +208,9 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.jsonl", lambda path: path.write_text('{"text": ' + "[" * 100_000), "a.jsonl:1: not JSON"),
     ("a.jsonl", lambda path: path.write_text('{"text": "a"}\n{"text": "b", "text": "c"}\n'), "a.jsonl:2: has several"),
     ("a.csv", lambda path: path.write_text("text,b\na,b\na,b,c\n"), "a.csv:3: 3 columns but the header has 2"),
-    ("a.csv", lambda path: path.write_text('text,b\n"a,b\n'), "a.csv:2: 1 columns but the header has 2"),
+    ("a.csv", lambda path: path.write_text('text,b\n"a,b\n'), "a.csv:2: unexpected end of data; expected a table"),
+    ("a.csv", lambda path: path.write_text('b,text\n1,"a\n2,b\n3,c\n'), "a.csv:4: unexpected end of data; expected"),
+    ("a.csv", lambda path: path.write_text('b,text\n1,"a"b\n'), "a.csv:2: ',' expected after '\"'; expected a table"),
 ]
 
 
@@ -351,3 +353,47 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": [b"\xff\xfe"]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="row 1: column 'text' is bytes that are not UTF-8"):
         build_from_recipe(StoreRecipe((str(tmp_path / "a.parquet"),), ()), tmp_path / "a.h5")
+
+
+def write_raw_texts(path: Path, ends: list[int], content: bytes) -> None:
+    """Write texts as they lie in memory, unchecked. ends: where in `content` each one ends."""
+    offsets = np.array([0, *ends], np.int32)
+    texts = pa.Array.from_buffers(pa.string(), len(ends), [None, pa.py_buffer(offsets), pa.py_buffer(content)])
+    table = pa.table({"text": texts})
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as file:
+            file.write_table(table)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_text_of_a_table_that_is_not_utf8_is_one_line(tmp_path: Path, name: str) -> None:
+    write_raw_texts(tmp_path / name, [3, 6], b"abc\xff\xfed")
+    with pytest.raises(UserError, match=rf"{name}: column 'text' has text that is not UTF-8: convert it first"):
+        build_from_recipe(StoreRecipe((str(tmp_path / name),), ()), tmp_path / "out.h5")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_places_outside_of_an_arrow_file_are_not_read(tmp_path: Path) -> None:
+    write_raw_texts(tmp_path / "a.arrow", [2_000_000_000, 6], b"abcdef")
+    words = ["data", "build", str(tmp_path / "out.h5"), str(tmp_path / "a.arrow")]
+    done = subprocess.run([sys.executable, "-m", "hpc_train", *words], capture_output=True, text=True)
+    assert done.returncode == EXIT_USER_ERROR, done.stderr
+    assert "a.arrow is a damaged Arrow file, or cut short (Offset invariant failure" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_half_of_a_character_is_one_line(tmp_path: Path, name: str) -> None:
+    """In the column that is read: no encoding has it. Two halves in a row are a character."""
+    good = '{"text": "\\ud83d\\ude42 \\\\ud800", "other": "\\ud800"}\n'
+    write = gzip.compress if name.endswith("gz") else bytes
+    (tmp_path / name).write_bytes(write((good * 2).encode()))
+    store = build_from_recipe(StoreRecipe((str(tmp_path / name),), ()), tmp_path / "out.h5")
+    assert bytes(store.tokens.astype(np.uint8)).decode() == "🙂 \\ud800\0" * 2
+    (tmp_path / name).write_bytes(write((good + '{"text": "a\\uDE42b"}\n').encode()))
+    with pytest.raises(
+        UserError, match=rf"{name}:2: has half of a character in it \(\\ud800 to \\udfff alone\); write"
+    ):
+        build_from_recipe(StoreRecipe((str(tmp_path / name),), ()), tmp_path / "bad.h5")

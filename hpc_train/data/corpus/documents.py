@@ -136,7 +136,7 @@ def _check_text(where: Callable[[], str], column: str, value: Any) -> bytes:
         hint = "; a list of messages is a chat: --chat" if isinstance(value, list) else ""
         kind = kinds.get(type(value), type(value).__name__)
         raise UserError(f"{where()}: column {column!r} is {kind}, expected text{hint}")
-    return value.encode("utf-8", "replace")
+    return value.encode()
 
 
 def _check_bytes(where: Callable[[], str], column: str, value: bytes) -> bytes:

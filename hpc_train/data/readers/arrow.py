@@ -13,6 +13,7 @@ from hpc_train.data.readers.records import (
     Record,
     Span,
     check_table_column,
+    check_values,
     first_line,
     has_table_column,
     import_pyarrow,
@@ -58,6 +59,7 @@ def read_arrow(path: Path, span: Span, column: str, beside: str | None = None) -
             check_table_column(str(path), column, batch.schema)
             if index >= span.begin:
                 columns = [column, *([beside] if beside and has_table_column(beside, batch.schema) else [])]
+                check_values(path, batch, columns)
                 yield from _read_batch(batch, columns, row)
             row += batch.num_rows
 

@@ -52,7 +52,9 @@ def read_csv(path: Path, span: Span, column: str, beside: str | None = None) -> 
         with open_to_read(path) as file:
             delimiter = _find_delimiter(file.read(_HEAD_BYTES), path)
             file.seek(0)
-            yield from _read_rows(csv.reader(_decode_lines(file, path), delimiter=delimiter), path, column)
+            # strict: a quote that nothing closes would make one cell of the rest of the file.
+            rows = csv.reader(_decode_lines(file, path), delimiter=delimiter, strict=True)
+            yield from _read_rows(rows, path, column)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,6 +32,8 @@ _HEAD_BYTES = 1 << 16
 _SUFFIXES = frozenset({".jsonl", ".ndjson"})
 _MARK = b"\xef\xbb\xbf"
 _SCAN_BYTES = 1 << 20
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""The escape of half of a character, two of which make one."""
 
 
 def matches_json_lines(sample: FileSample) -> bool:
@@ -71,7 +74,10 @@ def read_json_lines(path: Path, span: Span, column: str, beside: str | None = No
     for place, line in lines:
         if stripped := line.removeprefix(_MARK).strip():
             record = _parse_record(path, place, stripped, column)
-            yield Record(place, _find_value(path, place, record, column), find_field(record, beside))
+            found = Record(place, _find_value(path, place, record, column), find_field(record, beside))
+            if _SURROGATE.search(stripped):
+                _check_characters(path, found)
+            yield found
 
 
 def describe_json_line(path: Path, place: int) -> str:
@@ -103,6 +109,17 @@ def _refuse_repeated_key(path: Path, place: int, line: bytes, name: bytes) -> No
     pairs = json.loads(line, object_pairs_hook=list)
     if sum(pair[0] == key for pair in pairs) > 1:
         raise refuse_repeated_column(describe_json_line(path, place), key)
+
+
+def _check_characters(path: Path, record: Record) -> None:
+    """Raise UserError for half of a character in a record's values: no encoding has it, so it would become another."""
+    try:
+        json.dumps(record[1:], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{describe_json_line(path, record.place)}: has half of a character in it (\\ud800 to \\udfff alone); "
+            "write the whole character, or leave it out"
+        ) from error
 
 
 def _find_value(path: Path, place: int, record: dict[str, Any], column: str) -> Any:

@@ -12,6 +12,7 @@ from hpc_train.data.readers.records import (
     Record,
     Span,
     check_table_column,
+    check_values,
     first_line,
     has_table_column,
     import_pyarrow,
@@ -52,6 +53,7 @@ def read_parquet(path: Path, span: Span, column: str, beside: str | None = None)
         row = sum(table.metadata.row_group(index).num_rows for index in range(span.begin))
         groups = list(range(span.begin, span.end))
         for batch in table.iter_batches(_ROWS, groups, columns, use_threads=False):
+            check_values(path, batch, columns)
             for values in zip(*(list_values(batch, name) for name in columns), strict=True):
                 yield Record(row, *values)
                 row += 1

@@ -137,8 +137,28 @@ def has_table_column(column: str, schema: Any) -> bool:
     return True
 
 
+def check_values(path: Path, batch: Any, columns: Iterable[str]) -> None:
+    """Check the values of some columns of a record batch before they are read.
+
+    pyarrow trusts a file: text may not be UTF-8, and places that lie outside of a buffer would end this process. Raises
+    UserError for such text, and pyarrow.ArrowInvalid for other damage.
+    """
+    import pyarrow
+
+    for column in columns:
+        head, _ = split_column(column, batch.schema.names)
+        try:
+            batch.column(head).validate(full=True)
+        except pyarrow.ArrowInvalid as error:
+            if "UTF8" not in str(error):
+                raise
+            raise UserError(
+                one_line(f"{path}: column {column!r} has text that is not UTF-8: convert it first, or write it anew")
+            ) from error
+
+
 def list_values(batch: Any, column: str) -> list[Any]:
-    """List a column, or a field of one, of a record batch of pyarrow as Python objects."""
+    """List a column, or a field of one, of a record batch of pyarrow as Python objects. The batch must be checked."""
     head, fields = split_column(column, batch.schema.names)
     return [get_field(value, fields) for value in batch.column(head).to_pylist()]
 

@@ -82,10 +82,6 @@ class ChatEncoder:
 
     def _encode_by_prefixes(self, messages: list[Message], where: Where, tools: Tools) -> tuple[list[int], list[bool]]:
         text = self._apply(messages, where, tools, tokenize=False)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"{where()}: has half of a character in it (\\ud800 to \\udfff alone)") from error
         spans = [
             self._find_turn(messages, index, text, where, tools)
             for index, message in enumerate(messages)
