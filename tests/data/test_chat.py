@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from chat_models import CHATML, FORGETFUL, MARKED, save_tokenizer
-from tokenizers import processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from hpc_train.cli.main import main
@@ -224,6 +224,41 @@ def test_a_document_is_framed_as_the_tokenizer_does(tmp_path: Path) -> None:
         encoded = framed.encode([b"a long text that is neither cut nor padded", b"x"])
         assert framed.decode(encoded[0]) == "a long text that is neither cut nor padded"
         assert len(encoded[1]) == 1
+
+
+def save_words(folder: Path, words: list[str], template: str | None = None) -> Path:
+    """Save a tokenizer whose tokens are whole words. template: puts [CLS] before a text, say."""
+    table = {word: number for number, word in enumerate(words)}
+    model = Tokenizer(models.WordLevel(table))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()
+    if template is not None:
+        special = [(word, table[word]) for word in template.split() if word in table]
+        model.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        model.add_special_tokens([word for word, _ in special])
+    folder.mkdir()
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": words[-1]}))
+    return folder
+
+
+def test_a_tokenizer_without_the_letter_a_frames_its_documents(tmp_path: Path) -> None:
+    """As those of proteins do: they have capital letters only, and no token for what they do not know."""
+    folder = save_words(tmp_path / "proteins", ["[CLS]", "M", "K", "V", "[SEP]"], "[CLS] $A [SEP]")
+    tokenizer = load_tokenizer_folder(folder)
+    assert (tokenizer.begin, tokenizer.end) == ((0,), (4,))
+    assert tokenizer.special_tokens == {0, 4}
+
+
+def test_text_without_a_token_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_words(tmp_path / "words", ["[CLS]", "M", "K", "[SEP]"])
+    (tmp_path / "a.txt").write_text("M K M X K")
+    words = [str(tmp_path / "out.h5"), str(tmp_path / "a.txt"), "--tokenizer", str(folder)]
+    assert main(["data", "build", *words]) == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/a.txt: the tokenizer has no token for some of the text (WordLevel error: Missing" in error
+    assert error.endswith("give it an unknown token, or take another tokenizer\n")
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "words"]
 
 
 def test_text_that_spells_a_special_token_stays_text(tmp_path: Path) -> None:

@@ -76,11 +76,15 @@ def _make_block(tokenizer: Tokenizer, batch: Sequence[TextPiece], part: Part) ->
     """Tokenize a batch, with the tokenizer's frame around each document."""
     if tokenizer.name == "byte" and any(b"\0" in piece.text for piece in batch):
         _refuse_zero_bytes(batch, part)
+    try:
+        encoded = tokenizer.encode([piece.text for piece in batch])
+    except UserError as error:
+        raise UserError(f"{part[0].path}: {error}" if len(part) == 1 else str(error)) from error
     parts: list[Tokens] = []
     starts: list[int] = []
     length = 0
     begin, end = np.array(tokenizer.begin, np.uint32), np.array(tokenizer.end, np.uint32)
-    for piece, tokens in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
+    for piece, tokens in zip(batch, encoded, strict=True):
         if piece.first:
             starts.append(length)
         framed: list[Tokens] = [begin] * piece.first + [tokens] + [end] * piece.last

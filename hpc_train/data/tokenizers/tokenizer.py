@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hpc_train.data.readers.records import first_line
 from hpc_train.data.token_store import Tokens, TokenStore, choose_token_dtype
 from hpc_train.errors import UserError
+from hpc_train.terminal import one_line
 
 SEPARATOR = 0
 """Token after every document, in our own two tokenizers."""
@@ -72,8 +74,19 @@ class ByteTokenizer:
 
 
 def encode_batch(model: Any, texts: Sequence[bytes], vocab_size: int) -> list[Tokens]:
-    """Return the tokens of each text, without special tokens, in the smallest type. model: a tokenizers.Tokenizer."""
-    encoded = model.encode_batch_fast([decode_text(text) for text in texts], add_special_tokens=False)
+    """Return the tokens of each text, without special tokens, in the smallest type. model: a tokenizers.Tokenizer.
+
+    Raises UserError for text that the tokenizer has no token for.
+    """
+    try:
+        encoded = model.encode_batch_fast([decode_text(text) for text in texts], add_special_tokens=False)
+    except Exception as error:  # the package raises plain Exception
+        raise UserError(
+            one_line(
+                f"the tokenizer has no token for some of the text ({first_line(error)}): give it an unknown token, or "
+                "take another tokenizer"
+            )
+        ) from error
     return [np.array(encoding.ids, choose_token_dtype(vocab_size)) for encoding in encoded]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -64,6 +65,12 @@ class FolderTokenizer:
     def vocab_size(self) -> int:
         """One more than the largest token: some vocabularies have gaps."""
         return 1 + max(map(int, self.model.get_vocab(with_added_tokens=True).values()))
+
+    @cached_property
+    def special_tokens(self) -> frozenset[int]:
+        """Tokens that are no text, such as those that begin and end a turn."""
+        added = self.model.get_added_tokens_decoder()
+        return frozenset(int(number) for number, token in added.items() if token.special)
 
     @property
     def begin(self) -> tuple[int, ...]:
@@ -156,12 +163,25 @@ def _parse_model(source: str, where: str) -> Any:
 
 def _find_frame(model: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the special tokens that a tokenizer's own post-processor puts before and after a text."""
-    plain = model.encode("a", add_special_tokens=False).ids
-    framed = model.encode("a", add_special_tokens=True).ids
+    text = _find_known_text(model)
+    if text is None:
+        return (), ()
+    plain = model.encode(text, add_special_tokens=False).ids
+    framed = model.encode(text, add_special_tokens=True).ids
     for start in range(len(framed) - len(plain) + 1):
-        if framed[start : start + len(plain)] == plain and plain:
+        if framed[start : start + len(plain)] == plain:
             return tuple(framed[:start]), tuple(framed[start + len(plain) :])
     return (), ()
+
+
+def _find_known_text(model: Any) -> str | None:
+    """Return a text that the tokenizer has tokens for, such as "a"; tokenizers of proteins do not have that."""
+    special = {token.content for token in model.get_added_tokens_decoder().values()}
+    for text in ("a", *model.get_vocab(with_added_tokens=False)):
+        with suppress(Exception):  # the package raises plain Exception for what has no token
+            if text not in special and model.encode(text, add_special_tokens=False).ids:
+                return str(text)
+    return None
 
 
 def _choose_end(model: Any, own: tuple[int, ...], name: str | None, wanted: bool, path: Path) -> tuple[int, ...]:
